@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors of h2o_vllm, split by who has to act. Imports nothing; used in every process."""
+
+__all__ = ["AccountingError", "BudgetError", "ConfigError", "H2OError"]
+
+
+class H2OError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(H2OError, ValueError):
+    """The operator's start-up options cannot work together; nothing has been started."""
+
+
+class BudgetError(H2OError, ValueError):
+    """A client asked for an impossible budget. Becomes a 400; the engine never sees it.
+
+    Args:
+        parameter: the request field at fault, as the client wrote it.
+        value: what the client sent.
+        accepted: what would have been accepted, in words.
+    """
+
+    def __init__(self, parameter: str, value: object, accepted: str) -> None:
+        self.parameter = parameter
+        self.value = value
+        self.accepted = accepted
+        super().__init__(f"{parameter} must be {accepted}, got {_short(value)}")
+
+
+class AccountingError(H2OError, AssertionError):
+    """A block is owned twice, leaked or written while shared: a bug in h2o_vllm."""
+
+
+def _short(value: object, limit: int = 80) -> str:
+    """``repr(value)``, cut so that one client cannot fill a log or a response."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WHAT to keep: budget arithmetic and policies. Plain Python and torch, no vLLM."""
+
+from __future__ import annotations
+
+from h2o_vllm.policy.base import BlockSplit, Policy
+from h2o_vllm.policy.baselines import FullPolicy, RandomPolicy, WindowPolicy
+from h2o_vllm.policy.budget import blocks_freed, budget_tokens, next_eviction, recent_tokens
+from h2o_vllm.policy.h2o import H2OPolicy
+
+__all__ = [
+    "BlockSplit",
+    "Policy",
+    "blocks_freed",
+    "budget_tokens",
+    "get_policy",
+    "next_eviction",
+    "recent_tokens",
+]
+
+_POLICIES: dict[str, Policy] = {
+    policy.name: policy for policy in (H2OPolicy(), WindowPolicy(), RandomPolicy(), FullPolicy())
+}
+
+
+def get_policy(name: str) -> Policy:
+    """The policy called ``name``; the name has been checked by :class:`h2o_vllm.config.H2OConfig`."""
+    return _POLICIES[name]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a policy: which of a request's blocks die, and what ranks their tokens.
+
+A policy answers in two processes. The engine core asks :meth:`Policy.split` which live blocks
+become heavy and which are doomed, from counts alone. The worker asks whether attention mass has to
+be collected (:attr:`Policy.scores_attention`) and what score a new token starts with
+(:meth:`Policy.initial_scores`); it then keeps the highest-ranked tokens per layer and KV head.
+Plain Python and torch, no vLLM.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BlockSplit", "Policy"]
+
+
+class BlockSplit(NamedTuple):
+    """Table indices of one eviction, both ascending. They never overlap.
+
+    ``heavy`` blocks survive and receive the best tokens of both lists; an empty ``heavy`` means
+    that nothing is copied. ``doomed`` blocks are freed.
+    """
+
+    heavy: tuple[int, ...]
+    doomed: tuple[int, ...]
+
+
+class Policy(ABC):
+    """What to keep. Stateless: one instance serves every request."""
+
+    name: ClassVar[str]
+    """Value of ``kv_policy``."""
+
+    scores_attention: ClassVar[bool]
+    """Whether attention probabilities are added to the scores of this policy's requests."""
+
+    moves_tokens: ClassVar[bool]
+    """Whether an eviction writes into surviving blocks. If so, those must never be shared: the
+    request publishes only prompt blocks that its first eviction frees, and reads no cached ones."""
+
+    @abstractmethod
+    def split(self, candidates: list[int], num_doomed: int, *, first: bool) -> BlockSplit:
+        """Divide the live blocks that lie before the recent window.
+
+        Args:
+            candidates: table indices, ascending; all blocks are full.
+            num_doomed: how many to free, in ``1..len(candidates)``.
+            first: whether this is the request's first eviction.
+        """
+
+    def initial_scores(
+        self, positions: Tensor, num_layers: int, num_kv_heads: int, first_kv_head: int
+    ) -> Tensor | None:
+        """Scores that new tokens start with; ``None`` means zero.
+
+        Args:
+            positions: logical positions of the new tokens, [T], int64.
+            num_layers: evictable layers on this worker.
+            num_kv_heads: KV heads on this worker.
+            first_kv_head: global index of this worker's first KV head, so that tensor-parallel
+                ranks together rank as one would.
+
+        Returns:
+            ``[num_layers, num_kv_heads, T]``, float32, or ``None``.
+        """
+        del positions, num_layers, num_kv_heads, first_kv_head
+        return None

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budget arithmetic: how many tokens a request keeps, and when it has blocks to give back.
+
+Pure functions of counts. Everything the scheduler decides follows from them, so every tensor
+parallel rank, a resumed request and the response report come to the same answer without ever
+looking at a score. Imports only :mod:`h2o_vllm.config`.
+
+A request that has computed ``seen`` tokens may keep ``budget_tokens(seen)`` of them. It gives back
+whole blocks as soon as a whole block is in excess, hence::
+
+    blocks_freed(seen) = (seen - budget_tokens(seen)) // block_size
+    tokens held        = seen - blocks_freed * block_size
+    budget_tokens     <= tokens held < budget_tokens + block_size
+
+``seen - budget_tokens(seen)`` never falls when ``seen`` grows, so no block is ever missed later.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+from h2o_vllm.config import RequestBudget
+
+__all__ = ["blocks_freed", "budget_tokens", "next_eviction", "recent_tokens"]
+
+_EPSILON = 1e-9
+"""Keeps ``ceil(0.1 * 30)`` at 3: the product is 3.0000000000000004 in binary."""
+
+
+def budget_tokens(budget: RequestBudget, seen: int) -> int:
+    """Tokens a request may keep of the ``seen`` it has computed (prompt + generated)."""
+    if not budget.evicts:
+        return seen
+    if budget.tokens is None:
+        wanted = math.ceil(budget.fraction * seen - _EPSILON)
+    else:
+        low = math.ceil(budget.min_fraction * seen - _EPSILON)
+        high = math.ceil(budget.max_fraction * seen - _EPSILON)
+        wanted = min(max(budget.tokens, low), high)
+    return min(seen, max(wanted, budget.floor))
+
+
+def recent_tokens(budget: RequestBudget, seen: int) -> int:
+    """How many of the kept tokens are the newest ones."""
+    return round(budget.recent * budget_tokens(budget, seen))
+
+
+def blocks_freed(budget: RequestBudget, seen: int, block_size: int) -> int:
+    """Blocks a request has given back once its prompt is computed and ``seen`` tokens exist."""
+    return (seen - budget_tokens(budget, seen)) // block_size
+
+
+def next_eviction(budget: RequestBudget, seen: int, block_size: int, limit: int) -> int | None:
+    """The smallest count in ``(seen, limit]`` at which one more block is given back, if any."""
+    due = (blocks_freed(budget, seen, block_size) + 1) * block_size
+    counts = range(seen + 1, limit + 1)
+    at = bisect_left(counts, due, key=lambda count: count - budget_tokens(budget, count))
+    return counts[at] if at < len(counts) else None

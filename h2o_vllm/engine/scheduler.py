@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler with budgets. Runs in the engine core.
+
+Gives each request its account, ships the resulting evictions to the workers with the step they
+precede, and attaches what was kept to the request's outputs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import RequestStatus
+
+from h2o_vllm.blocks.manager import H2OBlockManager
+from h2o_vllm.blocks.plan import StepPlan
+from h2o_vllm.config import CONFIG_KEY, H2OConfig, RequestBudget
+from h2o_vllm.engine.compat import ChunkLimitScheduler, block_managers, parent_request
+from h2o_vllm.engine.support import check_supported
+from h2o_vllm.errors import BudgetError, ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+__all__ = ["REPORT_KEY", "H2OScheduler"]
+
+REPORT_KEY = "h2o"
+"""Key of our reports inside an output's ``kv_transfer_params``: choice index -> report."""
+
+MAX_FAMILIES = 4096
+"""Unfinished ``n > 1`` requests whose finished choices are remembered."""
+
+
+class H2OScheduler(ChunkLimitScheduler):
+    """``--scheduler-cls h2o_vllm.engine.scheduler.H2OScheduler``.
+
+    An ``AsyncScheduler``: it serves synchronous and asynchronous scheduling alike.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_supported(self.vllm_config)
+        self.h2o_config = H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
+        self.blocks = self._bound_manager()
+        self._full = H2OConfig(kv_policy="full").resolve(None)
+        self._admitted: dict[str, str] = {}
+        self._rejected: dict[str, str] = {}
+        self._families: OrderedDict[str, dict[str, dict[str, object]]] = OrderedDict()
+
+    def _bound_manager(self) -> H2OBlockManager:
+        """The block manager vLLM built; law 9: anything but ours ends the start-up."""
+        ours = [m for m in block_managers(self) if isinstance(m, H2OBlockManager)]
+        if len(ours) != 1:
+            bound = ", ".join(type(m).__name__ for m in block_managers(self))
+            raise ConfigError(
+                f"h2o_vllm needs exactly one KV cache group of full attention, vLLM built: {bound}. "
+                "Evictions would silently not happen; refusing to start."
+            )
+        return ours[0]
+
+    def add_request(self, request: Request) -> None:
+        """Open the request's account, then queue it. Never raises for what a client sent."""
+        if request.request_id not in self.requests:
+            budget = self._budget(request)
+            if budget.evicts and get_scores(budget):
+                # Cached KV comes without the scores its tokens earned; see Account.
+                request.skip_reading_prefix_cache = True
+            self.blocks.track(request, budget)
+        super().add_request(request)
+
+    def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
+        """End chunks where an eviction is due."""
+        account = self.blocks.account(request.request_id)
+        if account is None or not account.budget.evicts:
+            return num_tokens
+        return account.chunk_limit(computed, num_tokens)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
+        output = super().schedule(*args, **kwargs)
+        policies = {}
+        for started in output.scheduled_new_reqs:
+            account = self.blocks.account(started.req_id)
+            if account is not None and account.budget.evicts:
+                policies[started.req_id] = account.budget.policy
+        output.h2o = StepPlan(policies=policies, evictions=self.blocks.take_evictions())
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """As the base class; ends rejected requests and attaches the ``kv_cache`` reports."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._rejected:
+            self._end_rejected(outputs)
+        reports = self.blocks.take_final_reports()
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                report = reports.get(output.request_id) or self._interim_report(output)
+                if report is not None:
+                    params = output.kv_transfer_params or {}
+                    key = self._with_siblings(output, report)
+                    output.kv_transfer_params = {**params, REPORT_KEY: key}
+        return outputs
+
+    def _budget(self, request: Request) -> RequestBudget:
+        params = request.sampling_params
+        if params is None or request.resumable:
+            # Pooling computes no new tokens; a streaming-input session has no fixed prompt.
+            return self._full
+        try:
+            return self.h2o_config.resolve(params.extra_args)
+        except BudgetError as error:
+            # The server refuses these with a 400; only the offline API gets here.
+            self._rejected[request.request_id] = str(error)
+            return self._full
+
+    def _end_rejected(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        from vllm.v1.engine import EngineCoreOutputs
+
+        for request_id, reason in self._rejected.items():
+            logger.error("Request %s rejected: %s", request_id, reason)
+        for request in self.finish_requests(list(self._rejected), RequestStatus.FINISHED_ERROR):
+            client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            client.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                )
+            )
+        self._rejected.clear()
+
+    def _interim_report(self, output: EngineCoreOutput) -> dict[str, object] | None:
+        """Stop strings are found by the front end: any output may be the last one it looks at."""
+        request = self.requests.get(output.request_id)
+        params = request.sampling_params if request is not None else None
+        if params is None or not params.stop:
+            return None
+        account = self.blocks.account(output.request_id)
+        return account.report() if account is not None else None
+
+    def _with_siblings(
+        self, output: EngineCoreOutput, report: dict[str, object]
+    ) -> dict[str, dict[str, object]]:
+        """Unstreamed ``n > 1``: vLLM forwards the last choice's output only, so it carries all."""
+        family = parent_request(output.request_id)
+        if family is None:
+            return {"0": report}
+        parent, index = family
+        known = self._families.setdefault(parent, {})
+        known[str(index)] = report
+        while len(self._families) > MAX_FAMILIES:
+            self._families.popitem(last=False)
+        return dict(known)
+
+
+def get_scores(budget: RequestBudget) -> bool:
+    """Whether evictions of this budget rank tokens, which KV from the prefix cache cannot be."""
+    from h2o_vllm.policy import get_policy
+
+    return get_policy(budget.policy).moves_tokens

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker knows about budgets: who is scored, the scores, the KV they belong to.
+
+Runs in each worker process; one instance per worker, shared with the metadata builder. No vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from h2o_vllm import kernels
+from h2o_vllm.policy import Policy, get_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from h2o_vllm.blocks.plan import Eviction
+
+__all__ = ["WorkerState"]
+
+
+@dataclass
+class WorkerState:
+    """Scores and their bookkeeping.
+
+    Attributes:
+        kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
+        scores: ``[L, N, KH, BS]``, float32; see :mod:`h2o_vllm.kernels`.
+        first_kv_head: global index of this rank's first KV head.
+        row_request_ids: request id of each row of the batch being prepared.
+        policies: request id -> policy, for the requests that evict.
+        in_step: whether a real step (not a warm-up) is being executed.
+    """
+
+    kv_caches: list[torch.Tensor]
+    scores: torch.Tensor
+    first_kv_head: int
+    row_request_ids: Callable[[], Sequence[str]]
+    policies: dict[str, Policy] = field(default_factory=dict)
+    in_step: bool = False
+
+    def start(self, policies: dict[str, str]) -> None:
+        """Learn the policies of the requests that enter the batch."""
+        for request_id, name in policies.items():
+            self.policies[request_id] = get_policy(name)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop finished requests. Unknown ids are fine."""
+        for request_id in request_ids:
+            self.policies.pop(request_id, None)
+
+    def compact(self, eviction: Eviction) -> None:
+        """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
+
+        Must run before the forward pass of the step that carries the eviction, and in the order
+        of the step's evictions.
+        """
+        if not eviction.heavy_blocks:
+            return
+        kernels.compact(
+            self.kv_caches,
+            self.scores,
+            torch.tensor(eviction.heavy_blocks, dtype=torch.int32),
+            torch.tensor(eviction.doomed_blocks, dtype=torch.int32),
+        )
+
+    def start_scores(self, policy: Policy, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Give new tokens the score they start with.
+
+        Args:
+            positions: logical positions, [T], int64.
+            slots: where their KV goes, ``block_id * BS + offset``, [T], int64.
+        """
+        layers, _, heads, _ = self.scores.shape
+        values = policy.initial_scores(positions, layers, heads, self.first_kv_head)
+        kernels.reset_scores(self.scores, slots, values)

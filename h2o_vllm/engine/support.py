@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What we refuse at start-up, and why. Runs in the engine core and in every worker.
+
+Refusing loudly here is what keeps an unsupported combination from being a silent no-op, or a
+silent corruption, later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from h2o_vllm.config import CONFIG_KEY
+from h2o_vllm.engine.compat import check_vllm_version
+from h2o_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["check_supported"]
+
+_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def check_supported(config: VllmConfig) -> None:
+    """Check the whole engine configuration.
+
+    Raises:
+        ConfigError: names the first option we cannot work with, and the reason.
+    """
+    device = config.device_config.device_type
+    if device != "cpu":
+        raise ConfigError(f"h2o_vllm serves on CPU only so far; vLLM chose the device {device!r}")
+    check_vllm_version(device)
+    for refused, reason in _findings(config):
+        if refused:
+            raise ConfigError(f"h2o_vllm cannot work with {reason}")
+
+
+def _findings(config: VllmConfig) -> list[tuple[bool, str]]:
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    scheduler_cls = config.scheduler_config.get_scheduler_cls()
+    return [
+        (
+            CONFIG_KEY not in (config.additional_config or {}),
+            f"additional_config without the key {CONFIG_KEY!r}: build the arguments with "
+            "h2o_vllm.engine_args()",
+        ),
+        (
+            not _is_ours(scheduler_cls),
+            f"--scheduler-cls {scheduler_cls}: evictions are decided in our scheduler",
+        ),
+        (
+            not str(parallel.worker_cls).startswith("h2o_vllm."),
+            f"--worker-cls {parallel.worker_cls}: tokens are compacted in our worker",
+        ),
+        (
+            model.use_mla,
+            "multi-head latent attention (MLA): heads share one latent vector per token, so no "
+            "head can keep its own set of tokens",
+        ),
+        (model.is_encoder_decoder, "encoder-decoder models: cross attention is not scored"),
+        (model.runner_type == "pooling", "pooling models: they generate nothing to evict for"),
+        (
+            config.speculative_config is not None,
+            "speculative decoding: rejected draft tokens would leave their attention in the scores",
+        ),
+        (
+            config.kv_transfer_config is not None,
+            "KV connectors: transferred KV comes without its scores",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism: it spreads one head's tokens over ranks, which would each rank "
+            "only their share",
+        ),
+        (
+            cache.cache_dtype not in _KV_DTYPES,
+            f"--kv-cache-dtype {cache.cache_dtype}: quantised KV is not scored yet",
+        ),
+        (
+            config.use_v2_model_runner,
+            "model runner V2 on CPU: unset VLLM_USE_V2_MODEL_RUNNER",
+        ),
+    ]
+
+
+def _is_ours(scheduler_cls: type) -> bool:
+    from h2o_vllm.engine.scheduler import H2OScheduler
+
+    return issubclass(scheduler_cls, H2OScheduler)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points: what vLLM loads by itself, and what switches us on.
+
+``register`` runs in every vLLM process of the environment, with or without us being used, so it
+changes nothing by itself (law 10). ``engine_args`` is the switch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from h2o_vllm.config import CONFIG_KEY, H2OConfig
+
+__all__ = ["engine_args", "register"]
+
+SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
+WORKER_CLS = {"cpu": "h2o_vllm.engine.worker.H2OCPUWorker"}
+CPU_BLOCK_SIZE = 32
+"""vLLM's default on CPU is 128, which makes budgets coarse; 32 is the smallest it runs fast."""
+
+
+def register() -> None:
+    """Entry point ``vllm.general_plugins``: teach the block-manager registry our spec."""
+    from h2o_vllm.blocks.spec import register_spec
+
+    register_spec()
+
+
+def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, Any]:
+    """Engine arguments that switch H2O on: ``LLM(model, **engine_args(kv_budget=0.2))``.
+
+    Args:
+        config: server-wide defaults and limits; or give its fields as keyword ``options``.
+
+    Returns:
+        Keyword arguments for ``LLM``, ``EngineArgs`` or ``AsyncEngineArgs``.
+
+    Raises:
+        ConfigError: an option is out of range, or this vLLM or device is not supported.
+    """
+    from vllm.platforms import current_platform
+
+    from h2o_vllm.engine.compat import check_vllm_version
+    from h2o_vllm.errors import ConfigError
+
+    if config is not None and options:
+        raise ConfigError("engine_args takes a config or single options, not both")
+    config = config if config is not None else H2OConfig.from_mapping(options)
+    device = current_platform.device_type
+    if device not in WORKER_CLS:
+        raise ConfigError(f"h2o_vllm serves on {sorted(WORKER_CLS)} so far; vLLM found {device!r}")
+    check_vllm_version(device)
+    args: dict[str, Any] = {
+        "scheduler_cls": SCHEDULER_CLS,
+        "worker_cls": WORKER_CLS[device],
+        "additional_config": {CONFIG_KEY: config.to_mapping()},
+    }
+    if device == "cpu":
+        args["block_size"] = CPU_BLOCK_SIZE
+    return args

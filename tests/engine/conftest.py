@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real engine with the real model, in this process, for the laws that speak of tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import pydoc_data.topics
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+BLOCK_SIZE = 32
+NUM_BLOCKS = 96
+FLOOR = 64
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": NUM_BLOCKS,
+    "kv_cache_memory_bytes": 1 << 30,
+    "seed": 0,
+}
+"""Small chunks and a pool of 3,040 tokens: prompts are chunked and requests get preempted."""
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> str:
+    from h2o_vllm.models import default_model_dir
+
+    return str(default_model_dir())
+
+
+@pytest.fixture(scope="session")
+def text_tokens(model_dir: str) -> list[int]:
+    """Real English: Python's own documentation."""
+    from transformers import AutoTokenizer
+
+    names = ("execmodel", "import", "naming", "class", "types", "specialnames")
+    text = "\n".join(pydoc_data.topics.topics[name] for name in names)
+    tokens: list[int] = AutoTokenizer.from_pretrained(model_dir)(text)["input_ids"]
+    return tokens
+
+
+@dataclass
+class Engine:
+    """A running engine and the ways tests look into it."""
+
+    llm: LLM
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        asked: dict[str, Any] | list[dict[str, Any] | None] | None = None,
+        **params: Any,
+    ) -> list[RequestOutput]:
+        """Greedy by default; ``asked`` are the budget fields, for all prompts or one by one."""
+        from vllm import SamplingParams
+
+        each = asked if isinstance(asked, list) else [asked] * len(prompts)
+        params = {"temperature": 0, "ignore_eos": True, "max_tokens": 24} | params
+        return self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [SamplingParams(**params, extra_args=one) for one in each],
+            use_tqdm=False,
+        )
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def worker(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.worker
+
+
+@pytest.fixture(scope="session")
+def engine(model_dir: str) -> Engine:
+    # In one process, so that laws about blocks can be checked while requests run.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    from h2o_vllm.plugin import engine_args
+
+    args = engine_args(kv_min_tokens=FLOOR)
+    return Engine(LLM(model_dir, **ENGINE, **args))
+
+
+def tokens_of(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def report_of(output: RequestOutput) -> dict[str, Any]:
+    report: dict[str, Any] = output.kv_transfer_params["h2o"]["0"]
+    return report
+
+
+@pytest.fixture(scope="session")
+def stock(model_dir: str) -> Any:
+    """Runs prompts through plain vLLM in a process of its own."""
+
+    def run(prompts: list[list[int]], **params: Any) -> list[dict[str, Any]]:
+        job = {
+            "model": model_dir,
+            "engine": {**ENGINE, "block_size": BLOCK_SIZE},
+            "prompts": prompts,
+            "params": {"temperature": 0, "ignore_eos": True, "max_tokens": 24} | params,
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.engine.stock"],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+        return results
+
+    return run

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real scheduler on a tiny real pool, without workers: tests play the model themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.engine.scheduler import H2OScheduler
+from h2o_vllm.plugin import engine_args, register
+
+__all__ = ["Rig"]
+
+
+class Rig:
+    """Scheduler, pool and a model that always says token 7.
+
+    Every step checks the books (law 2) and that no eviction writes what others can see (law 6).
+    """
+
+    def __init__(
+        self,
+        model_dir: str,
+        num_blocks: int,
+        block_size: int = 16,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 64,
+        caching: bool = True,
+        policy: str = "fcfs",
+        **h2o: Any,
+    ) -> None:
+        register()
+        init_none_hash(sha256)
+        args = engine_args(**h2o)
+        model = ModelConfig(model=model_dir, max_model_len=4096, dtype="float32", seed=0)
+        self.block_size = block_size
+        self.config = VllmConfig(
+            model_config=model,
+            cache_config=CacheConfig(
+                block_size=block_size, enable_prefix_caching=caching, cache_dtype="auto"
+            ),
+            parallel_config=ParallelConfig(worker_cls=args["worker_cls"]),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=4096,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                scheduler_cls=args["scheduler_cls"],
+                policy=policy,
+            ),
+            device_config=DeviceConfig("cpu"),
+            additional_config=args["additional_config"],
+        )
+        self.config.cache_config.num_gpu_blocks = num_blocks
+        spec = H2OAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
+        )
+        self.scheduler = H2OScheduler(
+            vllm_config=self.config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=num_blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            ),
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=block_size,
+            log_stats=True,
+        )
+        self.blocks = self.scheduler.blocks
+        self._hasher = get_request_block_hasher(block_size, sha256)
+        self.tokens: dict[str, list[int]] = {}
+        self.reports: dict[str, Mapping[str, Any]] = {}
+        self.evictions: list[Eviction] = []
+        self.preemptions = 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        asked: dict[str, Any] | None = None,
+        *,
+        max_tokens: int = 8,
+        priority: int = 0,
+        **params: Any,
+    ) -> Request:
+        """Queue a request."""
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, extra_args=asked, **params
+            ),
+            pooling_params=None,
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        self.tokens.setdefault(request_id, [])
+        return request
+
+    def step(self) -> SchedulerOutput:
+        """Schedule, pretend to compute, update; then check the books."""
+        before = sum(r.num_preemptions for r in self.scheduler.requests.values())
+        output = self.scheduler.schedule()
+        after = sum(r.num_preemptions for r in self.scheduler.requests.values())
+        self.preemptions += after - before
+        self.blocks.check_integrity()
+        self.evictions.extend(output.h2o.evictions)
+        self._check_plan(output)
+        ids = list(output.num_scheduled_tokens)
+        sampled = [[] if self.scheduler.requests[i].is_prefill_chunk else [7] for i in ids]
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                self.tokens[one.request_id].extend(one.new_token_ids)
+                if one.kv_transfer_params:
+                    self.reports[one.request_id] = one.kv_transfer_params["h2o"]
+        self.blocks.check_integrity()
+        return output
+
+    def run(self, limit: int = 2000) -> int:
+        """Step until nothing is left. Returns the number of steps."""
+        for count in range(limit):
+            if not self.scheduler.has_unfinished_requests():
+                self.blocks.check_integrity(idle=True)
+                return count
+            self.step()
+        raise AssertionError(f"not done after {limit} steps")
+
+    def live_blocks(self, request_id: str) -> int:
+        """Blocks a request holds right now."""
+        return sum(not b.is_null for b in self.blocks.req_to_blocks[request_id])
+
+    def _check_plan(self, output: SchedulerOutput) -> None:
+        for eviction in output.h2o.evictions:
+            table = self.blocks.req_to_blocks[eviction.request_id]
+            live = {block.block_id for block in table if not block.is_null}
+            assert set(eviction.heavy_blocks) <= live
+            # A doomed block may come straight back as one the next tokens need.
+            new = {block.block_id for block in table[max(eviction.holes) + 1 :]}
+            assert live & set(eviction.doomed_blocks) <= new
+            assert not set(eviction.heavy_blocks) & set(eviction.doomed_blocks)
+            assert all(table[index].is_null for index in eviction.holes)
+            assert len(eviction.holes) == len(eviction.doomed_blocks)

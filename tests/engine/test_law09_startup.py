@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Law 9: if any of our parts is not the one vLLM bound, start-up fails loudly. And what we refuse."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
+from h2o_vllm.config import H2OConfig
+from h2o_vllm.engine import compat
+from h2o_vllm.engine.attention import H2OAttentionImpl
+from h2o_vllm.engine.scheduler import H2OScheduler
+from h2o_vllm.engine.support import check_supported
+from h2o_vllm.engine.worker import H2OCPUWorker
+from h2o_vllm.errors import ConfigError
+from h2o_vllm.plugin import engine_args
+from tests.engine.scheduling import Rig
+
+
+@pytest.fixture(scope="module")
+def rig(model_dir: str) -> Rig:
+    return Rig(model_dir, 20)
+
+
+def set_path(root: object, path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        root = getattr(root, name)
+    object.__setattr__(root, last, value)
+
+
+REFUSED = [
+    ("additional_config", {}, "additional_config"),
+    ("scheduler_config.scheduler_cls", "vllm.v1.core.sched.scheduler.Scheduler", "scheduler-cls"),
+    ("parallel_config.worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker", "worker-cls"),
+    ("speculative_config", SimpleNamespace(), "speculative"),
+    ("kv_transfer_config", SimpleNamespace(), "KV connectors"),
+    ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
+    ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
+    ("cache_config.cache_dtype", "fp8", "kv-cache-dtype"),
+    ("model_config.runner_type", "pooling", "pooling"),
+    ("device_config.device_type", "tpu", "tpu"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "says"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_unsupported_options_are_refused_by_name(
+    rig: Rig, path: str, value: object, says: str
+) -> None:
+    config = copy.copy(rig.config)
+    for name in (
+        "model_config",
+        "scheduler_config",
+        "parallel_config",
+        "cache_config",
+        "device_config",
+    ):
+        object.__setattr__(config, name, copy.copy(getattr(config, name)))
+    check_supported(config)
+    set_path(config, path, value)
+    with pytest.raises(ConfigError, match=says):
+        check_supported(config)
+
+
+def test_a_scheduler_without_our_block_manager_does_not_start(rig: Rig) -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="FullAttentionManager"):
+        H2OScheduler(
+            vllm_config=rig.config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=20,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            ),
+            structured_output_manager=rig.scheduler.structured_output_manager,
+            block_size=16,
+        )
+
+
+def bare_worker(**attributes: Any) -> H2OCPUWorker:
+    worker = object.__new__(H2OCPUWorker)
+    for name, value in attributes.items():
+        setattr(worker, name, value)
+    return worker
+
+
+def test_a_worker_without_our_metadata_builder_does_not_start() -> None:
+    for groups in (
+        [],
+        [SimpleNamespace(layer_names=["l"], kv_cache_spec=spec(), metadata_builders=[object()])],
+    ):
+        runner = SimpleNamespace(attn_groups=[groups])
+        with pytest.raises(ConfigError, match="refusing to start"):
+            bare_worker(model_runner=runner)._bind(SimpleNamespace(num_blocks=4))
+
+
+def spec() -> H2OAttentionSpec:
+    return H2OAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def test_a_layer_with_somebody_elses_attention_does_not_start() -> None:
+    layer = SimpleNamespace(impl=object(), kv_cache=torch.zeros(4, 1, 16, 16))
+    context = SimpleNamespace(static_forward_context={"layer": layer})
+    with pytest.raises(ConfigError, match="layer"):
+        bare_worker(compilation_config=context)._evictable_layer("layer", 4)
+
+
+def test_blocks_split_by_vllm_are_refused() -> None:
+    impl = object.__new__(H2OAttentionImpl)
+    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(8, 1, 16, 16))
+    context = SimpleNamespace(static_forward_context={"layer": layer})
+    with pytest.raises(ConfigError, match="block-size"):
+        bare_worker(compilation_config=context)._evictable_layer("layer", 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("alibi_slopes", torch.ones(1)), ("logits_soft_cap", 30.0), ("sinks", torch.ones(1)),
+     ("kv_sharing_target_layer_name", "other")],
+)  # fmt: skip
+def test_attention_we_cannot_score_is_refused(name: str, value: object) -> None:
+    impl = object.__new__(H2OAttentionImpl)
+    plain = {
+        "alibi_slopes": None,
+        "logits_soft_cap": 0,
+        "sinks": None,
+        "kv_sharing_target_layer_name": None,
+    }
+    for attribute, default in plain.items():
+        setattr(impl, attribute, default)
+    impl.bind(torch.zeros(1))
+    setattr(impl, name, value)
+    with pytest.raises(ConfigError, match="cannot score"):
+        impl.bind(torch.zeros(1))
+
+
+@pytest.mark.parametrize("state", [None, SimpleNamespace()], ids=["unbound", "no-plan"])
+def test_a_step_that_our_scheduler_did_not_plan_is_not_run(state: object) -> None:
+    with pytest.raises(ConfigError, match="scheduler"):
+        bare_worker(_state=state).execute_model(SimpleNamespace())
+
+
+@pytest.mark.parametrize("version", [(0, 31, 2), (0, 34, 0), (1, 0, 0)], ids=str)
+def test_another_vllm_is_refused(version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version_tuple__", version)
+    with pytest.raises(ConfigError, match=r"supports vLLM >= 0\.32"):
+        compat.check_vllm_version("cpu")
+    with pytest.raises(ConfigError, match=r"supports vLLM >= 0\.32"):
+        engine_args()
+
+
+def test_cuda_accepts_one_version_more_than_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version_tuple__", (0, 33, 0))
+    compat.check_vllm_version("cuda")
+    with pytest.raises(ConfigError, match=r"< 0\.33 on cpu"):
+        compat.check_vllm_version("cpu")
+
+
+def test_sliding_windows_are_left_alone() -> None:
+    plain = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    assert type(evictable_spec(plain)) is H2OAttentionSpec
+    assert evictable_spec(plain).page_size_bytes == plain.page_size_bytes
+    window = FullAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
+    )
+    assert evictable_spec(window) is window
+
+
+def test_marked_specs_merge_into_marked_specs() -> None:
+    assert type(H2OAttentionSpec.merge([spec(), spec()])) is H2OAttentionSpec
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kv_budget": 0.0}, "--kv-budget"),
+        ({"kv_budget": "much"}, "--kv-budget"),
+        ({"kv_budget_min": 0.5, "kv_budget": 0.2}, "--kv-budget-min"),
+        ({"kv_budget_min": 0.5, "kv_budget_max": 0.4}, "--kv-budget-max"),
+        ({"kv_budget_max": 0.5}, "would be refused"),
+        ({"kv_policy": "best"}, "--kv-policy"),
+        ({"kv_recent": 2}, "--kv-recent"),
+        ({"kv_min_tokens": 0}, "--kv-min-tokens"),
+        ({"kv_budget_tokens": 1.5}, "--kv-budget-tokens"),
+        ({"kv_bugdet": 0.2}, "kv_bugdet"),
+    ],
+    ids=str,
+)
+def test_bad_start_up_values_name_their_flag(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        H2OConfig.from_mapping(options)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 2, 3, 6, 7 and 8 on the real scheduler and a tiny real pool."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from h2o_vllm.policy import budget_tokens
+from tests.engine.scheduling import Rig
+
+PROMPT = list(range(1000, 1200))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-cache"])
+def test_law02_every_block_comes_home(model_dir: str, caching: bool, policy: str) -> None:
+    """Admit, append, evict, preempt, abort, finish, in a pool that is always too small."""
+    rig = Rig(model_dir, 24, caching=caching, policy=policy, kv_min_tokens=16)
+    chance = random.Random(0)
+    for number in range(60):
+        prompt = (
+            PROMPT[: chance.randint(1, 200)] if number % 3 else PROMPT[-chance.randint(1, 99) :]
+        )
+        asked: dict[str, Any] | None = chance.choice(
+            [
+                None,
+                {"kv_budget": chance.choice([0.1, 0.3, 0.8])},
+                {"kv_budget_tokens": chance.randint(1, 150)},
+                {"kv_budget": 0.3, "kv_policy": "window"},
+                {"kv_budget": 0.3, "kv_policy": "random"},
+            ]
+        )
+        rig.add(str(number), prompt, asked, max_tokens=chance.randint(1, 120), priority=number % 4)
+        for _ in range(chance.randint(0, 6)):
+            rig.step()
+        if number % 5 == 0:
+            rig.scheduler.finish_requests(str(number), _aborted())
+    rig.run()
+    assert rig.preemptions >= 5
+    assert len(rig.evictions) > 100
+    assert not rig.blocks._accounts
+
+
+def _aborted() -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
+
+
+@pytest.mark.parametrize(
+    "asked", [{"kv_budget": 0.2}, {"kv_budget": 0.5}, {"kv_budget_tokens": 70}]
+)
+@pytest.mark.parametrize("policy", ["h2o", "window", "random"])
+def test_law03_live_blocks_stay_within_the_budget(
+    model_dir: str, asked: dict[str, Any], policy: str
+) -> None:
+    rig = Rig(model_dir, 100, kv_min_tokens=16)
+    request = rig.add("a", PROMPT, asked | {"kv_policy": policy}, max_tokens=150)
+    checked = 0
+    while rig.scheduler.has_unfinished_requests():
+        seen = request.num_computed_tokens
+        rig.step()
+        if seen >= len(PROMPT) and not request.is_finished():
+            account = rig.blocks.account("a")
+            assert account is not None
+            allowed = budget_tokens(account.budget, request.num_computed_tokens)
+            assert rig.live_blocks("a") <= math.ceil(allowed / rig.block_size) + 1
+            checked += 1
+    assert checked > 100
+
+
+def test_freed_blocks_serve_others_in_the_same_step(model_dir: str) -> None:
+    """A pool that two full requests cannot share is enough for two budgeted ones."""
+    rig = Rig(model_dir, 20, max_num_batched_tokens=256, kv_min_tokens=16)
+    rig.add("a", PROMPT, {"kv_budget": 0.2}, max_tokens=60)
+    rig.add("b", PROMPT[::-1], {"kv_budget": 0.2}, max_tokens=60)
+    rig.step()
+    assert rig.live_blocks("a") == 13 and rig.live_blocks("b") == 0
+    rig.step()
+    assert rig.live_blocks("a") <= 4 and rig.live_blocks("b") == 13
+    rig.run()
+    assert rig.preemptions == 0
+    assert [len(rig.tokens[name]) for name in "ab"] == [60, 60]
+
+
+def test_law06_budgeted_prompts_are_published_and_survive_their_eviction(model_dir: str) -> None:
+    rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig.add("evicts", PROMPT, {"kv_budget": 0.2}, max_tokens=40)
+    rig.step()
+    rig.add("during", PROMPT, max_tokens=40)
+    rig.step()
+    during = rig.blocks.req_to_blocks["during"]
+    # 200 tokens, 20 %: 10 of the 12 full blocks go at the first eviction, and are shared till then.
+    assert sum(block.ref_cnt >= 1 and block.block_hash is not None for block in during) >= 10
+    rig.run()
+    after = rig.add("after", PROMPT, max_tokens=2)
+    rig.step()
+    assert rig.scheduler.kv_cache_manager.estimate_cached_tokens(after) >= 160
+    rig.run()
+
+
+def test_law06_budgeted_requests_do_not_read_the_prefix_cache(model_dir: str) -> None:
+    """Cached KV has no scores."""
+    rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig.add("full", PROMPT, max_tokens=2)
+    rig.run()
+    rig.add("h2o", PROMPT, {"kv_budget": 0.2}, max_tokens=2)
+    assert rig.step().num_scheduled_tokens["h2o"] == len(PROMPT)
+    rig.add("window", PROMPT, {"kv_budget": 0.2, "kv_policy": "window"}, max_tokens=2)
+    assert rig.step().num_scheduled_tokens["window"] == len(PROMPT) - 192
+    rig.run()
+
+
+@pytest.mark.parametrize("policy", ["h2o", "window", "random"])
+def test_law07_kv_computed_after_an_eviction_is_never_hashed(model_dir: str, policy: str) -> None:
+    rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig.add("a", PROMPT, {"kv_budget": 0.3, "kv_policy": policy}, max_tokens=100)
+    rig.run()
+    follow_up = rig.add("b", PROMPT + rig.tokens["a"], max_tokens=2)
+    scheduled = rig.step().num_scheduled_tokens["b"]
+    hit = follow_up.num_prompt_tokens - scheduled
+    assert 0 < hit <= len(PROMPT)
+    rig.run()
+
+
+BAD = [
+    {"kv_budget": 2},
+    {"kv_budget": "0.2"},
+    {"kv_budget": -1.0},
+    {"kv_budget": [0.1]},
+    {"kv_budget": float("nan")},
+    {"kv_budget": 0.5, "kv_budget_tokens": 3},
+    {"kv_budget_tokens": 0},
+    {"kv_budget_tokens": 2**40},
+    {"kv_budget_tokens": 1.5},
+    {"kv_policy": "best"},
+    {"kv_policy": 3},
+    {"kv_recent": "all"},
+    {"kv_recent": 1.5},
+]
+
+
+@pytest.mark.parametrize("asked", BAD, ids=[repr(bad) for bad in BAD])
+def test_law08_bad_values_end_their_own_request_only(model_dir: str, asked: dict[str, Any]) -> None:
+    """The server never lets these through; the offline API can."""
+    rig = Rig(model_dir, 40)
+    good = rig.add("good", PROMPT[:50], {"kv_budget": 0.5}, max_tokens=5)
+    bad = rig.add("bad", PROMPT[:50], asked, max_tokens=5)
+    rig.run()
+    assert bad.get_finished_reason() is not None and str(bad.get_finished_reason()) == "error"
+    assert str(good.get_finished_reason()) == "length"
+
+
+def test_resumed_requests_are_replayed_with_the_same_evictions(model_dir: str) -> None:
+    def evictions(num_blocks: int) -> list[tuple[int, ...]]:
+        rig = Rig(model_dir, num_blocks, max_num_batched_tokens=512, kv_min_tokens=16)
+        rig.add("early", PROMPT, max_tokens=90)
+        rig.add("late", PROMPT[:100], {"kv_budget": 0.4}, max_tokens=120)
+        rig.run()
+        assert (rig.preemptions > 0) is (num_blocks < 50)
+        return [e.holes for e in rig.evictions if e.request_id == "late"]
+
+    calm, tight = evictions(60), evictions(22)
+    # The tight run starts over; what follows its last preemption is the calm run, to the end.
+    restart = len(tight) - len(calm)
+    assert restart > 0
+    assert tight[restart:] == calm
+
+
+def test_n_greater_than_one_reports_every_choice(model_dir: str) -> None:
+    rig = Rig(model_dir, 60)
+    for index in range(3):
+        rig.add(f"{index}_parent", PROMPT[:100], {"kv_budget": 0.5}, max_tokens=5 + index)
+    rig.run()
+    assert set(rig.reports["2_parent"]) == {"0", "1", "2"}
+
+
+def test_stop_strings_get_a_report_with_every_output(model_dir: str) -> None:
+    rig = Rig(model_dir, 60)
+    rig.add("a", PROMPT[:100], {"kv_budget": 0.5}, max_tokens=5, stop=["x"])
+    rig.step()
+    rig.step()
+    assert "a" in rig.reports
+    rig.run()

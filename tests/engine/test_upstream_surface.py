@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM signatures we rely on. When one changes, this fails before users do."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.outputs import RequestOutput
+from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+SIGNATURES: list[tuple[Callable[..., object], str]] = [
+    (FullAttentionManager.remove_skipped_blocks,
+     "self request_id processed_computed_tokens num_prompt_tokens"),
+    (FullAttentionManager.allocate_new_blocks,
+     "self request_id num_tokens num_tokens_main_model"),
+    (FullAttentionManager.cache_blocks,
+     "self request num_tokens retention_interval replay_boundaries"),
+    (FullAttentionManager.pop_blocks_for_free, "self request_id"),
+    (BlockPool.free_blocks, "self ordered_blocks"),
+    (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
+    (Scheduler.add_request, "self request"),
+    (Scheduler.finish_requests, "self request_ids finished_status"),
+    (Scheduler.update_from_output, "self scheduler_output model_runner_output"),
+    (KVCacheSpecRegistry.register, "kvcache_spec_cls manager_class uniform_type_base_spec"),
+    (KVCacheSpecRegistry.check_kv_cache_spec_registry, "kv_cache_spec"),
+    (AttentionBackend.customize_spec, "spec"),
+    (CPUAttentionMetadataBuilder.build, "self common_prefix_len common_attn_metadata fast_build"),
+    (CPUAttentionMetadataBuilder._set_isa_to_layers, "self layer_names"),
+    (CPUAttentionBackendImpl.forward,
+     "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"),
+    (CPUWorker.determine_available_memory, "self"),
+    (CPUWorker.initialize_from_config, "self kv_cache_config"),
+    (CPUWorker.execute_model, "self scheduler_output"),
+    (ParentRequest.get_child_info, "self index"),
+    (register_backend, "backend class_path is_mamba"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), SIGNATURES, ids=lambda x: getattr(x, "__qualname__", "")
+)
+def test_signatures(function: Callable[..., object], expected: str) -> None:
+    assert list(inspect.signature(function).parameters) == expected.split()
+
+
+FIELDS: list[tuple[type, str]] = [
+    (CommonAttentionMetadata,
+     "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_seq_len "
+     "block_table_tensor slot_mapping"),
+    (CPUAttentionMetadata, "query_start_loc seq_lens block_table"),
+    (FullAttentionSpec, "block_size num_kv_heads head_size sliding_window attention_chunk_size non_causal"),
+    (EngineArgs, "scheduler_cls worker_cls additional_config block_size"),
+    (VllmConfig, "additional_config speculative_config kv_transfer_config"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "names"), FIELDS, ids=lambda x: getattr(x, "__name__", ""))
+def test_fields(owner: type, names: str) -> None:
+    assert set(names.split()) <= {field.name for field in dataclasses.fields(owner)}
+
+
+def test_the_registry_resolves_subclasses_of_full_attention() -> None:
+    assert "FullAttentionSpec" in inspect.getsource(FullAttentionSpec.merge)
+    assert "cls(" in inspect.getsource(FullAttentionSpec.merge)
+
+
+def test_skipped_blocks_are_removed_before_allocation() -> None:
+    """The order inside ``allocate_slots`` is what makes freed blocks usable in the same step."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    source = inspect.getsource(KVCacheManager.allocate_slots)
+    steps = ("remove_skipped_blocks(", "get_num_free_blocks() - ", "allocate_new_blocks(")
+    places = [source.index(step) for step in steps]
+    assert places == sorted(places)
+
+
+def test_requests_can_be_told_not_to_read_the_prefix_cache() -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    assert "skip_reading_prefix_cache" in inspect.getsource(
+        KVCacheManager.prefix_cache_lookup_enabled
+    )
+    assert "skip_reading_prefix_cache" in inspect.getsource(Request.__init__)
+
+
+def test_reports_have_a_way_out() -> None:
+    assert "kv_transfer_params" in EngineCoreOutput.__struct_fields__
+    assert "kv_transfer_params" in inspect.signature(RequestOutput.__init__).parameters
+
+
+def test_children_of_a_parallel_request_are_named_after_it() -> None:
+    assert 'f"{index}_{self.request_id}"' in inspect.getsource(ParentRequest.get_child_info)
+
+
+def test_the_v1_model_runner_keeps_its_tables_where_we_punch_holes() -> None:
+    source = inspect.getsource(GPUModelRunner._update_states)
+    assert "block_ids.extend(new_ids)" in source
+    assert "self.input_batch.req_id_to_index" in source
+
+
+def test_the_cpu_backend_ignores_the_custom_one() -> None:
+    """When this fails, the override in ``engine/attention.py`` can go."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    source = inspect.getsource(CpuPlatform.get_attn_backend_cls)
+    assert "CUSTOM" not in source
+    assert AttentionBackendEnum.CPU_ATTN.name == "CPU_ATTN"
+
+
+def test_one_scheduler_serves_both_modes() -> None:
+    assert issubclass(AsyncScheduler, Scheduler)

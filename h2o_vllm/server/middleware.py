@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ASGI layer around vLLM's application; runs in every API-server process, imports no vLLM.
+
+vLLM adds it through ``--middleware``, which makes it the outermost layer: a request passes here
+before vLLM has authenticated it. Therefore the body is not read on arrival but when something
+behind the authentication asks for it. An unauthenticated request is refused by vLLM with nothing
+read, and a refusal of ours takes the place of whatever answer the application makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.errors import ConfigError
+from h2o_vllm.server import tap
+from h2o_vllm.server.protocol import RefusalError, admit, error_body
+from h2o_vllm.server.quiet import ShutdownFilter
+from h2o_vllm.server.report import Reports
+from h2o_vllm.server.routes import Rule, rule_for
+from h2o_vllm.server.splice import EventSplicer, into_json
+
+__all__ = ["KVCacheMiddleware", "startup_error"]
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_startup_error: str | None = None
+
+
+def startup_error() -> str | None:
+    """Why the application of this process refused to start, if it did because of us."""
+    return _startup_error
+
+
+class KVCacheMiddleware:
+    """Budget fields in, ``kv_cache`` out; everything else passes as it comes.
+
+    Args:
+        app: the next ASGI application; vLLM constructs middleware with nothing else.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._config: H2OConfig | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+            return
+        rule = None
+        if scope["type"] == "http":
+            rule = rule_for(scope["method"], scope["path"], scope.get("root_path", ""))
+        if rule is None:
+            await self._app(scope, receive, send)
+            return
+        config = self._bind(scope["app"])
+        with tap.collecting() as reports:
+            await _Exchange(scope, receive, send, rule, config, reports).run(self._app)
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Bind before the first request, so that a failure ends the start instead of a request."""
+        global _startup_error
+        try:
+            self._bind(scope["app"])
+        except (ConfigError, TypeError, AttributeError) as error:
+            _startup_error = f"h2o_vllm cannot serve this application: {error}"
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": _startup_error})
+            return
+        ShutdownFilter.install()
+        await self._app(scope, receive, send)
+
+    def _bind(self, application: Any) -> H2OConfig:
+        """Read the configuration that the engine got, and tap the engine client; once."""
+        if self._config is None:
+            state = application.state
+            options = state.vllm_config.additional_config.get(CONFIG_KEY)
+            if options is None:
+                raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
+            tap.install(state.engine_client)
+            self._config = H2OConfig.from_mapping(options)
+        return self._config
+
+
+class _Exchange:
+    """One HTTP request and its response."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        rule: Rule,
+        config: H2OConfig,
+        reports: Reports,
+    ) -> None:
+        self._scope = scope
+        self._inner_receive = receive
+        self._inner_send = send
+        self._rule = rule
+        self._config = config
+        self._reports = reports
+        self._admitted = False
+        self._reported = False
+        self._refusal: RefusalError | None = None
+        self._answered = False
+        self._events: EventSplicer | None = None
+        self._held_start: Message | None = None
+        self._body: list[bytes] = []
+
+    async def run(self, app: App) -> None:
+        """Let ``app`` answer; answer in its place if the body was refused."""
+        try:
+            await app(self._scope, self._receive, self._send)
+        except Exception:
+            if self._refusal is None:
+                raise
+        if self._refusal is not None:
+            await self._refuse([])
+
+    async def _receive(self) -> Message:
+        """ASGI ``receive``: the body at once, checked and rewritten, then what else comes."""
+        if self._admitted:
+            return await self._inner_receive()
+        chunks: list[bytes] = []
+        while True:
+            message = await self._inner_receive()
+            if message["type"] != "http.request":
+                return message
+            chunks.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                break
+        self._admitted = True
+        try:
+            admission = admit(b"".join(chunks), self._scope["path"], self._rule, self._config)
+        except RefusalError as refusal:
+            self._refusal = refusal
+            raise
+        self._reported = admission.reported
+        return {"type": "http.request", "body": admission.body, "more_body": False}
+
+    async def _send(self, message: Message) -> None:
+        """ASGI ``send``."""
+        kind = message["type"]
+        if self._refusal is not None:
+            if kind == "http.response.start":
+                await self._refuse(list(message.get("headers", [])))
+        elif kind == "http.response.start":
+            await self._send_start(message)
+        elif kind == "http.response.body":
+            await self._send_body(message)
+        else:
+            await self._inner_send(message)
+
+    async def _refuse(self, headers: Headers) -> None:
+        """Send the 400, with the headers (CORS, request id) of the answer it replaces."""
+        if self._answered or self._refusal is None:
+            return
+        self._answered = True
+        body = error_body(self._refusal)
+        kept = [(k, v) for k, v in headers if not k.lower().startswith(b"content-")]
+        kept += [(b"content-type", b"application/json"), (b"content-length", _length(body))]
+        await self._inner_send({"type": "http.response.start", "status": 400, "headers": kept})
+        await self._inner_send({"type": "http.response.body", "body": body})
+
+    async def _send_start(self, message: Message) -> None:
+        self._answered = True
+        headers = {k.lower(): v for k, v in message.get("headers", [])}
+        media_type = headers.get(b"content-type", b"").partition(b";")[0].strip()
+        plain = message["status"] == 200 and b"content-encoding" not in headers
+        if self._reported and plain and media_type == b"application/json":
+            self._held_start = message
+            return
+        if self._reported and plain and media_type == b"text/event-stream":
+            self._events = EventSplicer(self._reports.kv_cache)
+        await self._inner_send(message)
+
+    async def _send_body(self, message: Message) -> None:
+        if self._held_start is not None:
+            await self._send_json(self._held_start, message)
+        elif self._events is not None:
+            await self._send_events(self._events, message)
+        else:
+            await self._inner_send(message)
+
+    async def _send_json(self, start: Message, message: Message) -> None:
+        self._body.append(bytes(message.get("body", b"")))
+        if message.get("more_body", False):
+            return
+        self._held_start = None
+        body = into_json(b"".join(self._body), self._reports.kv_cache())
+        headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
+        headers.append((b"content-length", _length(body)))
+        await self._inner_send({**start, "headers": headers})
+        await self._inner_send({**message, "body": body})
+
+    async def _send_events(self, events: EventSplicer, message: Message) -> None:
+        more = message.get("more_body", False)
+        out = events.feed(bytes(message.get("body", b"")))
+        if not more:
+            out += events.finish()
+        if out or not more:
+            await self._inner_send({**message, "body": out})
+
+
+def _length(body: bytes) -> bytes:
+    return str(len(body)).encode("ascii")

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget fields in the body of a request. API-server process; imports no vLLM.
+
+A client writes the fields at the top level of the body or inside ``vllm_xargs``; vLLM hands only
+``vllm_xargs`` to the engine and ignores unknown top-level fields without a word. So they are
+moved there, after they have been checked: the engine never sees a value that is out of range.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from h2o_vllm.config import REQUEST_FIELDS, H2OConfig
+from h2o_vllm.errors import BudgetError
+from h2o_vllm.server.routes import LIFTED, Rule
+
+__all__ = ["Admission", "RefusalError", "admit", "error_body"]
+
+XARGS = "vllm_xargs"
+
+VLLM_FIELDS = frozenset({"kv_transfer_params"})
+"""Top-level fields of vLLM's own that start with ``kv_``."""
+
+
+class RefusalError(Exception):
+    """The request is answered with a 400 and goes no further.
+
+    Attributes:
+        message: what is wrong, with the value got and the range accepted.
+        param: the field at fault.
+    """
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that may pass.
+
+    Attributes:
+        body: what vLLM gets to read; the client's own bytes unless a field had to move.
+        reported: whether its response carries a ``kv_cache`` object.
+    """
+
+    body: bytes
+    reported: bool
+
+
+def admit(body: bytes, path: str, rule: Rule, config: H2OConfig) -> Admission:
+    """Check the budget fields of a body and move them to where vLLM reads them.
+
+    A body that is no JSON object passes untouched: vLLM has its own answer to it.
+
+    Raises:
+        RefusalError: a field is out of range, contradicts another, is unknown or not supported.
+    """
+    request = _parse(body)
+    if rule is Rule.REFUSE:
+        _refuse_fields(body, request, path)
+        return Admission(body, reported=False)
+    if request is None:
+        return Admission(body, reported=True)
+    moved = _lift(request, config)
+    beams = request.get("use_beam_search") not in (None, False, 0)
+    if beams and moved.asked:
+        field = next(iter(moved.asked))
+        raise RefusalError(f"{field} cannot be combined with use_beam_search", field)
+    # A beam search is hundreds of one-token requests to the engine: no report of one response.
+    return Admission(_serialise(request) if moved.changed else body, reported=not beams)
+
+
+def error_body(refusal: RefusalError) -> bytes:
+    """``refusal`` in the shape of vLLM's (and OpenAI's) error responses."""
+    error = {
+        "message": refusal.message,
+        "type": "BadRequestError",
+        "param": refusal.param,
+        "code": 400,
+    }
+    return json.dumps({"error": error}).encode()
+
+
+@dataclass(frozen=True)
+class _Moved:
+    asked: Mapping[str, Any]
+    changed: bool
+
+
+def _parse(body: bytes) -> dict[str, Any] | None:
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return request if isinstance(request, dict) else None
+
+
+def _serialise(request: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(request, separators=(",", ":")).encode()
+    except RecursionError:
+        raise RefusalError("the request body is nested too deeply", None) from None
+
+
+def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
+    """Move the fields of ``request``, in place, into its ``vllm_xargs``."""
+    given = request.get(XARGS)
+    inner: dict[str, Any] = given if isinstance(given, dict) else {}
+    _refuse_unknown(request, VLLM_FIELDS)
+    _refuse_unknown(inner, frozenset())
+    asked: dict[str, Any] = {}
+    changed = False
+    for field in REQUEST_FIELDS:
+        places = [place for place in (request, inner) if place.get(field) is not None]
+        if len(places) > 1:
+            raise RefusalError(
+                f"{field} must be given once: at the top level or inside {XARGS}, not in both",
+                field,
+            )
+        if places:
+            asked[field] = places[0][field]
+        if field in request:
+            del request[field]
+            changed = True
+        elif field in inner and inner[field] is None:
+            # null means "not given" to us; vLLM would refuse it inside vllm_xargs.
+            changed = True
+    _check(asked, config)
+    # Anything but an object in the place of vllm_xargs is left there for vLLM to refuse.
+    if changed and (given is None or isinstance(given, dict)):
+        merged = {k: v for k, v in inner.items() if k not in REQUEST_FIELDS} | asked
+        request[XARGS] = merged or None
+    return _Moved(asked, changed)
+
+
+def _check(asked: Mapping[str, Any], config: H2OConfig) -> None:
+    try:
+        config.resolve({field: _printable(value) for field, value in asked.items()})
+    except BudgetError as error:
+        raise RefusalError(str(error), error.parameter) from None
+
+
+class _Described:
+    """Stands in for a JSON container, whose ``repr`` may be huge or nested without end."""
+
+    def __init__(self, description: str) -> None:
+        self._description = description
+
+    def __repr__(self) -> str:
+        return self._description
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, list):
+        return _Described("an array")
+    return _Described("an object") if isinstance(value, dict) else value
+
+
+def _shown(key: str) -> str:
+    """``key``, cut so that a client cannot make us echo megabytes."""
+    return key if len(key) <= 40 else f"{key[:40]}..."
+
+
+def _is_ours(key: str) -> bool:
+    return key.lower().replace("-", "_").startswith("kv_")
+
+
+def _refuse_unknown(place: Mapping[str, Any], known: frozenset[str]) -> None:
+    for key in place:
+        if not _is_ours(key) or key in REQUEST_FIELDS or key in known:
+            continue
+        shown = _shown(key)
+        close = difflib.get_close_matches(key[:80].lower(), REQUEST_FIELDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(REQUEST_FIELDS)}"
+        raise RefusalError(f"{shown!r} is not a known request field; {hint}", shown)
+
+
+def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> None:
+    """Refuse any budget field, wherever this route could take it to the engine from."""
+    for field in _fields_of(body, request):
+        raise RefusalError(
+            f"{_shown(field)} is not supported by {path}; it is by {', '.join(sorted(LIFTED))}",
+            _shown(field),
+        )
+
+
+def _fields_of(body: bytes, request: dict[str, Any] | None) -> Iterator[str]:
+    if request is None:
+        # A form (audio upload): its text parts hold the names as they are.
+        yield from (field for field in REQUEST_FIELDS if field.encode() in body)
+        return
+    sampling = request.get("sampling_params")
+    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
+    for place in (request, request.get(XARGS), sampling, extra):
+        if isinstance(place, dict):
+            yield from (k for k in place if _is_ours(k) and k not in VLLM_FIELDS)

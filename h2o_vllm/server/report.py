@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the engine's reports to the ``kv_cache`` object of a response. Imports nothing.
+
+API-server process. One sequence gives the engine's report as it is; several (``n > 1`` or several
+prompts) give one object with the same keys, sums of the counts, and every sequence's own report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["REPORT_KEYS", "Reports", "kv_cache"]
+
+REPORT_KEYS = (
+    "budget",
+    "budget_tokens",
+    "recent",
+    "policy",
+    "tokens_seen",
+    "tokens_held",
+    "tokens_evicted",
+    "blocks_freed",
+    "peak_blocks",
+    "block_size",
+)
+
+SUMMED = ("tokens_seen", "tokens_held", "tokens_evicted", "blocks_freed", "peak_blocks")
+"""Keys summed over sequences. The sum of peaks bounds the peak of the sum from above."""
+
+
+class Reports:
+    """What the engine reported for one HTTP request, in the order of its choices.
+
+    One request may be several calls of the engine (one per prompt), and one call may be several
+    sequences (``n > 1``).
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[dict[int, Mapping[str, Any]]] = []
+
+    def open_call(self) -> int:
+        """Reserve the next place; calls are made in the order of the prompts."""
+        self._calls.append({})
+        return len(self._calls) - 1
+
+    def record(self, call: int, by_index: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note the reports of some sequences of ``call``; a later one replaces an earlier one."""
+        for index, report in by_index.items():
+            self._calls[call][int(index)] = report
+
+    def kv_cache(self) -> dict[str, Any] | None:
+        """The object for the client, or ``None`` if the engine has reported nothing."""
+        return kv_cache([call[index] for call in self._calls for index in sorted(call)])
+
+
+def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """``reports``, one per sequence in choice order, as one ``kv_cache`` object."""
+    if not reports:
+        return None
+    ordered = [{key: report.get(key) for key in REPORT_KEYS} for report in reports]
+    if len(ordered) == 1:
+        return ordered[0]
+    sums = {key: sum(report[key] for report in reports) for key in SUMMED}
+    budgets = [report["budget_tokens"] for report in reports]
+    budget_tokens = None if None in budgets else sum(budgets)
+    return {**ordered[0], "budget_tokens": budget_tokens, **sums, "sequences": ordered}

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's POST routes take the budget fields. API-server process; imports nothing.
+
+A route that generates tokens either honours the fields (``LIFTED``) or refuses them (``REFUSED``);
+only a route that keeps no KV of a generation may ignore them (``UNTOUCHED``). A test holds these
+three sets against the routes of the installed vLLM, so that a new route cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["LIFTED", "REFUSED", "UNTOUCHED", "Rule", "rule_for"]
+
+
+class Rule(enum.Enum):
+    """What happens to the budget fields of a request."""
+
+    LIFT = "lift"
+    """Checked, moved into ``vllm_xargs``, and answered with a ``kv_cache`` report."""
+
+    REFUSE = "refuse"
+    """A request that names one gets a 400; all others pass untouched."""
+
+
+LIFTED = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/invocations",
+    }
+)
+
+REFUSED = frozenset(
+    {
+        "/v1/messages",
+        "/cohere/v2/chat",
+        "/inference/v1/generate",
+        "/generative_scoring",
+        "/v1/systemone",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/completions/render",
+        "/v1/chat/completions/render",
+        "/v1/responses/render",
+        "/v1/messages/render",
+    }
+)
+
+UNTOUCHED = frozenset(
+    {
+        "/tokenize",
+        "/detokenize",
+        "/v1/messages/count_tokens",
+        "/v1/completions/derender",
+        "/v1/chat/completions/derender",
+        "/v1/responses/{response_id}/cancel",
+        # Pooling models generate nothing.
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/v1/embeddings",
+        "/v2/embed",
+        # Operations.
+        "/ping",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/start_profile",
+        "/stop_profile",
+        "/scale_elastic_ep",
+        "/is_scaling_elastic_ep",
+        "/inference/v1/abort_requests",
+        "/fault_tolerance/apply",
+        "/abort_requests",
+        "/collective_rpc",
+        "/sleep",
+        "/wake_up",
+        "/release_kv_cache_memory",
+        "/reset_prefix_cache",
+        "/reset_mm_cache",
+        "/reset_encoder_cache",
+        "/pause",
+        "/resume",
+        "/init_weight_transfer_engine",
+        "/shutdown_weight_transfer_engine",
+        "/start_weight_update",
+        "/start_draft_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/update_weight_version",
+        "/weight_checker",
+    }
+)
+
+
+def rule_for(method: str, path: str, root_path: str = "") -> Rule | None:
+    """The rule of a request, or ``None`` if it is none of our business."""
+    if method != "POST":
+        return None
+    path = path.removeprefix(root_path)
+    if path in LIFTED:
+        return Rule.LIFT
+    return Rule.REFUSE if path in REFUSED else None

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put our configuration into vLLM's arguments and start vLLM's own server.
+
+Runs in the process the user starts. vLLM's server does all the work, with one or several API
+servers, data parallel or headless; we reach into it through its arguments only: the scheduler and
+worker classes, ``additional_config`` and ``middleware``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+
+from vllm import envs
+from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args, init_logger
+
+from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.errors import ConfigError
+from h2o_vllm.plugin import engine_args
+from h2o_vllm.server import launch, middleware
+
+__all__ = ["prepare", "serve"]
+
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
+MIDDLEWARE = f"{middleware.__name__}.{middleware.KVCacheMiddleware.__name__}"
+
+
+def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2OConfig) -> int:
+    """Serve until told to stop; returns the exit code.
+
+    Raises:
+        ConfigError: the options cannot work, the address cannot be bound, or our middleware found
+            another application than it can serve.
+    """
+    cli_env_setup()
+    configure_logging_from_args(args)
+    prepare(args, parser, config)
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    logger.info(
+        "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_recent=%s kv_min_tokens=%s; "
+        "requests may ask for kv_budget %s to %s; block size %s",
+        config.kv_budget,
+        config.kv_budget_tokens,
+        config.kv_policy,
+        config.kv_recent,
+        config.kv_min_tokens,
+        config.kv_budget_min,
+        config.kv_budget_max,
+        args.block_size or "chosen by vLLM",
+    )
+    try:
+        code = launch.run(args)
+    except OSError as error:
+        raise _as_config_error(error, args) from None
+    if (reason := middleware.startup_error()) is not None:
+        raise ConfigError(reason)
+    return code
+
+
+def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2OConfig) -> None:
+    """Complete ``args`` in place: the model, our engine arguments, our middleware.
+
+    Raises:
+        ConfigError: an option contradicts what we have to set.
+    """
+    _refuse_other_frontends(args)
+    _set_engine_args(args, parser, config)
+    if MIDDLEWARE not in args.middleware:
+        # First in the list is innermost: a user's own (compression, say) sees our finished answer.
+        args.middleware = [MIDDLEWARE, *args.middleware]
+    if args.model_tag is None and args.model is None:
+        from h2o_vllm.models import DEFAULT_MODEL_NAME, default_model_dir
+
+        args.model = str(default_model_dir())
+        args.served_model_name = args.served_model_name or [DEFAULT_MODEL_NAME]
+    elif args.model is None:
+        args.model = args.model_tag
+
+
+def _refuse_other_frontends(args: argparse.Namespace) -> None:
+    """Refuse front ends that read requests without passing our middleware."""
+    if args.grpc or args.grpc_port is not None:
+        flag = "--grpc" if args.grpc else "--grpc-port"
+        raise ConfigError(f"{flag}: h2o-serve checks KV budgets in the HTTP server only")
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise ConfigError(
+            "VLLM_USE_RUST_FRONTEND: h2o-serve needs vLLM's Python front end to check KV budgets"
+        )
+
+
+def _set_engine_args(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2OConfig
+) -> None:
+    for name, value in engine_args(config).items():
+        given = getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        if name == "additional_config":
+            args.additional_config = _merged(given or {}, value)
+        elif given in (None, parser.get_default(name)):
+            setattr(args, name, value)
+        elif name != "block_size":
+            raise ConfigError(f"{flag} {given}: h2o-serve has to set this to {value}; leave it out")
+
+
+def _merged(given: dict[str, object], ours: dict[str, object]) -> dict[str, object]:
+    if CONFIG_KEY in given:
+        raise ConfigError(
+            f"--additional-config has a key {CONFIG_KEY!r}, which h2o-serve fills in from "
+            "--kv-budget and its like; use those options"
+        )
+    return {**given, **ours}
+
+
+def _as_config_error(error: OSError, args: argparse.Namespace) -> Exception:
+    """The errors of binding an address, as one line; any other as it is."""
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"--port {args.port}: already in use on {args.host}")
+    if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES) and error.filename is None:
+        return ConfigError(f"--host {args.host} --port {args.port}: {error.strerror}")
+    return error

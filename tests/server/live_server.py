@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real ``h2o-serve`` in its own process group, with the embedded model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+MODEL = "SmolLM2-135M-Instruct"
+KEY = "live-test-key"
+START_SECONDS = 300
+
+
+class LiveServer:
+    """Started by the constructor; ready after :meth:`wait_until_up`."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self.port = free_port()
+        self.log = log
+        self.url = f"http://127.0.0.1:{self.port}"
+        script = Path(sys.executable).with_name("h2o-serve")
+        command = (
+            [str(script)] if script.exists() else [sys.executable, "-m", "h2o_vllm.server.cli"]
+        )
+        command += ["--port", str(self.port), "--enforce-eager", "--max-model-len", "2048"]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [*command, *options],
+                env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.group = self.process.pid
+
+    def wait_until_up(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"h2o-serve ended: {self.log.read_text()[-3000:]}")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.5)
+        raise RuntimeError(f"h2o-serve did not come up: {self.log.read_text()[-3000:]}")
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=START_SECONDS
+        )
+
+    def post(self, path: str, body: Any, key: str = KEY) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=START_SECONDS)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        values = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"{name}{{")]
+        assert values, f"no metric {name}"
+        return sum(map(float, values))
+
+    def wait_for(self, name: str, value: float, seconds: float = 30) -> None:
+        """Until the metric has the value; the engine reports with a delay."""
+        deadline = time.monotonic() + seconds
+        while (got := self.metric(name)) != value:
+            assert time.monotonic() < deadline, f"{name} is {got}, not {value}"
+            time.sleep(0.2)
+
+    def stop(self, signum: int = signal.SIGTERM) -> int:
+        """Signal the process that the user started; returns its exit code."""
+        self.process.send_signal(signum)
+        return self.process.wait(timeout=60)
+
+    def members(self) -> list[int]:
+        """Process ids of the whole group that still run."""
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return [pid for pid in pids if _group_of(pid) == self.group and not _is_zombie(pid)]
+
+    def members_after(self, seconds: float) -> list[int]:
+        """What is left once Python's resource tracker has had time to remove shared memory."""
+        deadline = time.monotonic() + seconds
+        while (left := self.members()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def kill(self) -> None:
+        if self.members():
+            os.killpg(self.group, signal.SIGKILL)
+        self.process.wait(timeout=60)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what is accepted, what is refused and how, and what it puts into vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import h2o_vllm
+from h2o_vllm.config import H2OConfig
+from h2o_vllm.errors import ConfigError
+from h2o_vllm.server import cli
+
+COMMAND = [sys.executable, "-m", "h2o_vllm.server.cli"]
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *argv], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--kv-budget", "0"], "--kv-budget"),
+        (["--kv-budget", "7"], "--kv-budget"),
+        (["--kv-budget", "-0.2"], "--kv-budget"),
+        (["--kv-budget", "nan"], "--kv-budget"),
+        (["--kv-budget", "inf"], "--kv-budget"),
+        (["--kv-budget", "fifth"], "--kv-budget"),
+        (["--kv-budget=2"], "--kv-budget"),
+        (["--kv_budget", "2"], "--kv-budget"),
+        (["--kv-budget"], "--kv-budget"),
+        (["--kv-budget-tokens", "0"], "--kv-budget-tokens"),
+        (["--kv-budget-tokens", "1.5"], "--kv-budget-tokens"),
+        (["--kv-recent", "1.1"], "--kv-recent"),
+        (["--kv-policy", "lru"], "--kv-policy"),
+        (["--kv-min-tokens", "-5"], "--kv-min-tokens"),
+        (["--kv-budget-min", "0.9", "--kv-budget-max", "0.1"], "--kv-budget-min"),
+        (["--kv-budget", "0.1", "--kv-budget-min", "0.2"], "--kv-budget"),
+    ],
+)
+def test_bad_start_up_value_is_one_line_and_exit_code_2(argv: list[str], flag: str) -> None:
+    result = run("some/model", *argv)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("h2o-serve: error: ")
+    assert f"{flag} " in f"{line} ".replace(":", " ")
+
+
+def test_version_is_printed_without_starting_anything() -> None:
+    result = run("--version")
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"h2o-serve {h2o_vllm.__version__} (vLLM 0.")
+
+
+@pytest.fixture(scope="module")
+def parser() -> Any:
+    return cli.build_parser()
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    return cli.parse(argv)[0]
+
+
+def test_help_is_short_and_shows_our_group(parser: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) < 100
+    for flag in ("budget", "budget-tokens", "recent", "policy", "budget-min", "budget-max"):
+        assert f"--kv-{flag} " in text
+    assert "--kv-min-tokens " in text
+    assert "compression_ratio" in text
+    assert "127.0.0.1:8000" in text
+    assert "Frontend" in text
+
+
+def test_defaults_are_those_of_the_configuration(parser: Any) -> None:
+    args = parse()
+    assert cli.config_of(args) == H2OConfig()
+    assert (args.host, args.port, args.model) == ("127.0.0.1", 8000, None)
+
+
+def test_own_and_vllms_options_parse_together() -> None:
+    args = parse("m", "--kv-budget", "0.2", "--max-model-len", "2k", "--kv_policy=window")
+    config = cli.config_of(args)
+    assert (config.kv_budget, config.kv_policy) == (0.2, "window")
+    assert (args.model_tag, args.max_model_len) == ("m", 2000)
+
+
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path, form: str) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: a/b\nkv-budget: 0.2\nkv_policy: window\nkv-recent: 0.7\nport: 1234\n")
+    args = parse(*form.format(file).split(" "), "--kv-recent", "0.3")
+    config = cli.config_of(args)
+    assert (config.kv_budget, config.kv_policy, config.kv_recent) == (0.2, "window", 0.3)
+    assert (args.model, args.port) == ("a/b", 1234)
+
+
+@pytest.mark.parametrize(
+    "text", ["kv-budget: 7", "kv-budget: true", "kv-budget: x", "- a", "kv-x: 1"]
+)
+def test_bad_file_is_one_line_and_exit_code_2(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(text)
+    assert exit_code("--config", str(file)) == 2
+    assert capsys.readouterr().err.startswith("h2o-serve: error: ")
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "options.ini"])
+def test_unreadable_file_is_named(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("--config", str(tmp_path / name)) == 2
+    assert "h2o-serve: error: --config: " in capsys.readouterr().err
+
+
+def exit_code(*argv: str) -> Any:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    return caught.value.code
+
+
+class TestPrepare:
+    """What ``prepare`` writes into vLLM's arguments."""
+
+    @pytest.fixture(autouse=True)
+    def _no_conversion(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("h2o_vllm.models.default_model_dir", lambda: Path("/models/default"))
+
+    @staticmethod
+    def prepared(*argv: str) -> argparse.Namespace:
+        from h2o_vllm.server.serve import prepare
+
+        args, parser = cli.parse(argv)
+        prepare(args, parser, cli.config_of(args))
+        return args
+
+    def test_engine_arguments_are_those_of_the_plugin(self) -> None:
+        from h2o_vllm import engine_args
+
+        args = self.prepared("--kv-budget", "0.2")
+        for name, value in engine_args(kv_budget=0.2).items():
+            assert getattr(args, name) == value
+
+    def test_no_model_means_the_embedded_one_under_its_name(self) -> None:
+        args = self.prepared()
+        assert (args.model, args.served_model_name) == (
+            "/models/default",
+            ["SmolLM2-135M-Instruct"],
+        )
+        assert self.prepared("--served-model-name", "x").served_model_name == ["x"]
+
+    @pytest.mark.parametrize("argv", [["org/name"], ["--model", "org/name"], ["--model=org/name"]])
+    def test_named_model_is_passed_on(self, argv: list[str]) -> None:
+        args = self.prepared(*argv)
+        assert (args.model, args.served_model_name) == ("org/name", None)
+
+    def test_vllms_own_default_model_can_be_asked_for(self) -> None:
+        from vllm import EngineArgs
+
+        assert self.prepared("--model", EngineArgs.model).model == EngineArgs.model
+
+    def test_block_size_of_the_user_wins(self) -> None:
+        assert self.prepared("--block-size", "64").block_size == 64
+
+    def test_other_additional_config_is_kept(self) -> None:
+        args = self.prepared("--additional-config", '{"mine": 1}')
+        assert set(args.additional_config) == {"mine", "h2o"}
+
+    @pytest.mark.parametrize(
+        "argv",
+        [
+            ["--scheduler-cls", "my.Scheduler"],
+            ["--worker-cls", "my.Worker"],
+            ["--additional-config", '{"h2o": {}}'],
+            ["--grpc"],
+            ["--grpc-port", "1"],
+        ],
+    )
+    def test_conflict_is_refused_by_name(self, argv: list[str]) -> None:
+        with pytest.raises(ConfigError, match=argv[0]):
+            self.prepared(*argv)
+
+    def test_rust_front_end_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+        with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND"):
+            self.prepared()
+
+    def test_plugin_that_vllm_would_not_load_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_PLUGINS", "other")
+        with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
+            self.prepared()
+        monkeypatch.setenv("VLLM_PLUGINS", "other,h2o")
+        self.prepared()
+        monkeypatch.setattr("h2o_vllm.plugin.entry_points", lambda **_: ())
+        with pytest.raises(ConfigError, match="not installed"):
+            self.prepared()
+
+    def test_our_middleware_is_innermost_and_there_once(self) -> None:
+        from h2o_vllm.server.serve import MIDDLEWARE
+
+        assert self.prepared("--middleware", "a.B").middleware == [MIDDLEWARE, "a.B"]
+        assert self.prepared("--middleware", MIDDLEWARE).middleware == [MIDDLEWARE]
+        assert self.prepared().middleware == [MIDDLEWARE]
+
+
+def test_port_in_use_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.entrypoints.launchers.launcher import create_server_socket
+
+    from h2o_vllm.server import serve
+
+    # serve() sets it for this process; restored with the patch.
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(
+            serve.launch, "run", lambda a: create_server_socket((a.host, a.port), reuse_port=False)
+        )
+        args, parser = cli.parse(["some/model", "--port", str(port)])
+        with pytest.raises(ConfigError, match=f"--port {port}: already in use"):
+            serve.serve(args, parser, cli.config_of(args))
+
+
+class TestShutdownFilter:
+    """Only the report of the engine's death, and only after it was told to stop."""
+
+    @staticmethod
+    def record(name: str, message: str, error: Exception | None = None) -> logging.LogRecord:
+        info = (type(error), error, None) if error else None
+        return logging.LogRecord(name, logging.ERROR, "f", 1, message, (), info)
+
+    def test_engine_death_is_reported_unless_it_was_asked_for(self) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        from h2o_vllm.server.quiet import ShutdownFilter
+
+        quiet = ShutdownFilter()
+        death = self.record(ShutdownFilter.NOISE, "failed", EngineDeadError())
+        other = self.record(ShutdownFilter.NOISE, "failed", ValueError())
+        assert quiet.filter(death)
+        assert quiet.filter(self.record(ShutdownFilter.START, "[shutdown] API server: triggered"))
+        assert not quiet.filter(death)
+        assert quiet.filter(other)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends that need a server of their own: a signal while it starts, and several API servers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server.live_server import MODEL, LiveServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_sigterm_while_starting_ends_it_at_once(tmp_path: Path) -> None:
+    server = LiveServer(tmp_path / "log")
+    try:
+        deadline = time.monotonic() + 120
+        while "non-default args" not in server.log.read_text():
+            assert server.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        # By now vLLM waits for its engine process, where it would swallow a KeyboardInterrupt.
+        time.sleep(5)
+        assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
+        assert server.members_after(seconds=5) == []
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        server.kill()
+
+
+@pytest.mark.skipif(
+    (os.cpu_count() or 1) < 4, reason="two more vLLM processes: minutes on fewer than four cores"
+)
+def test_two_api_servers_report_and_end_on_ctrl_c(tmp_path: Path) -> None:
+    server = LiveServer(
+        tmp_path / "log", "--api-key", "live-test-key", "--api-server-count", "2",
+        "--kv-budget-min", "0.3",
+    )  # fmt: skip
+
+    def one(i: int) -> tuple[int, object]:
+        body = {"model": MODEL, "prompt": [1000] * (200 + i), "max_tokens": 4, "ignore_eos": True}
+        answer = server.post("/v1/completions", body | {"kv_budget": 0.2 if i % 4 == 0 else 0.5})
+        return answer.status_code, answer.json().get("kv_cache", {}).get("tokens_seen")
+
+    try:
+        server.wait_until_up()
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(one, range(16)))
+        expected = [(400, None) if i % 4 == 0 else (200, 203 + i) for i in range(16)]
+        assert answers == expected
+        # Ctrl-C reaches the whole group.
+        os.killpg(server.group, signal.SIGINT)
+        assert server.process.wait(timeout=60) == 0
+        assert server.members_after(seconds=5) == []
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        server.kill()

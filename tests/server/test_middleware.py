@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer around vLLM's application, on an application built like vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from h2o_vllm.config import H2OConfig
+from h2o_vllm.server import middleware, tap
+from h2o_vllm.server.report import REPORT_KEYS
+from tests.server.conftest import engine_report
+from tests.server.vllm_like import Engine, build
+
+pytestmark = pytest.mark.asyncio
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        yield client
+
+
+async def post(app: FastAPI, path: str = "/v1/completions", **request: Any) -> httpx.Response:
+    async with client_of(app) as client:
+        return await client.post(path, json={"prompt": "pppp", **request})
+
+
+class Call:
+    """One request, driven by hand: what was sent so far can be looked at while it runs."""
+
+    def __init__(self, app: FastAPI, body: bytes, path: str = "/v1/completions") -> None:
+        self.sent: list[Any] = []
+        self.read = 0
+        self.gone = asyncio.Event()
+        self._chunks = [body[:5], body[5:]]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"host", b"server")],
+            "client": ("c", 1),
+            "server": ("s", 1),
+        }
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._chunks:
+            self.read += 1
+            body = self._chunks.pop(0)
+            return {"type": "http.request", "body": body, "more_body": bool(self._chunks)}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [m["body"] for m in self.sent if m["type"] == "http.response.body" and m["body"]]
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while len(self.bodies) < count:
+                await asyncio.sleep(0)
+
+
+def last_event(response: httpx.Response) -> Any:
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    assert not any("kv_cache" in line for line in lines[:-1])
+    return json.loads(lines[-1])
+
+
+async def test_field_reaches_the_engine_as_xarg_and_the_report_the_client() -> None:
+    engine = Engine()
+    response = await post(build(engine), kv_budget=0.2, vllm_xargs={"mine": 1})
+    assert response.status_code == 200
+    assert engine.seen[0]["vllm_xargs"] == {"mine": 1, "kv_budget": 0.2}
+    assert "kv_budget" not in engine.seen[0]
+    body = response.json()
+    assert body["kv_cache"] == engine_report(tokens_seen=4)
+    assert list(body["kv_cache"]) == list(REPORT_KEYS)
+    assert list(body)[-1] == "kv_cache"
+    assert int(response.headers["content-length"]) == len(response.content)
+
+
+async def test_request_without_a_budget_gets_a_report_too() -> None:
+    engine = Engine()
+    body = (await post(build(engine))).json()
+    assert body["kv_cache"]["tokens_seen"] == 4
+    assert engine.seen == [{"prompt": "pppp"}]
+
+
+@pytest.mark.parametrize("foreign", [{}, {"remote_block_ids": [1]}])
+async def test_our_key_does_not_leak_and_a_connectors_stays(foreign: dict[str, Any]) -> None:
+    body = (await post(build(Engine(foreign=foreign)))).json()
+    assert body["kv_transfer_params"] == (foreign or None)
+
+
+async def test_our_key_does_not_leak_where_nothing_is_reported() -> None:
+    body = (await post(build(Engine()), "/v1/messages")).json()
+    assert body == {"kv_transfer_params": None}
+
+
+async def test_several_prompts_and_choices_are_reported_in_choice_order() -> None:
+    body = (await post(build(Engine()), prompt=["a", "bbb"], n=2)).json()
+    each = [report["tokens_seen"] for report in body["kv_cache"]["sequences"]]
+    assert each == [1, 2, 3, 4]
+    assert body["kv_cache"]["tokens_seen"] == 10
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+async def test_stream_carries_the_report_in_its_last_chunk(options: Any) -> None:
+    response = await post(build(Engine()), stream=True, stream_options=options or {}, kv_budget=0.2)
+    event = last_event(response)
+    assert event["kv_cache"] == engine_report(tokens_seen=4)
+    assert ("usage" in event) == bool(options)
+
+
+async def test_stream_is_not_held_back() -> None:
+    engine = Engine(tokens=3)
+    engine.allowed = 0
+    call = Call(build(engine), b'{"prompt": "pppp", "stream": true}')
+    for count in (1, 2):
+        engine.allowed = count
+        await call.until(count)
+        assert len(call.bodies) == count
+    engine.allowed = 3
+    await call.task
+    assert b"kv_cache" in b"".join(call.bodies)
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_client_that_leaves_aborts_its_stream_in_the_engine(stream: str) -> None:
+    engine = Engine(tokens=2)
+    engine.allowed = 1
+    call = Call(build(engine), f'{{"prompt": "pppp", "stream": {stream}}}'.encode())
+    if stream == "true":
+        await call.until(1)
+        call.gone.set()
+        async with asyncio.timeout(5):
+            await call.task
+    else:
+        while not engine.seen:
+            await asyncio.sleep(0)
+        call.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call.task
+    assert engine.aborted == 1
+
+
+async def test_bad_value_is_answered_here_and_the_next_request_works() -> None:
+    engine = Engine()
+    app = build(engine)
+    response = await post(app, kv_budget=9)
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
+    assert response.json()["error"]["param"] == "kv_budget"
+    assert response.json()["error"]["type"] == "BadRequestError"
+    assert engine.seen == []
+    assert (await post(app, kv_budget=0.9)).status_code == 200
+
+
+async def test_refusal_keeps_the_headers_for_other_origins() -> None:
+    async with client_of(build(Engine())) as client:
+        response = await client.post(
+            "/v1/completions",
+            json={"prompt": "p", "kv_budget": 9},
+            headers={"origin": "http://page"},
+        )
+    assert response.status_code == 400
+    assert response.headers["access-control-allow-origin"] == "http://page"
+    assert int(response.headers["content-length"]) == len(response.content)
+
+
+async def test_unauthenticated_request_is_a_401_and_its_body_is_not_read() -> None:
+    app = build(Engine(), key="secret")
+    assert (await post(app, kv_budget=9)).status_code == 401
+    call = Call(app, b'{"prompt": "p", "kv_budget": 9}')
+    await call.task
+    assert call.sent[0]["status"] == 401
+    assert call.read == 0
+
+
+async def test_authenticated_bad_value_is_a_400() -> None:
+    async with client_of(build(Engine(), key="secret")) as client:
+        response = await client.post(
+            "/v1/completions",
+            json={"prompt": "p", "kv_budget": 9},
+            headers={"authorization": "Bearer secret"},
+        )
+    assert response.status_code == 400
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff"])
+async def test_body_that_is_no_object_gets_the_applications_own_answer(content: bytes) -> None:
+    async with client_of(build(Engine())) as client:
+        response = await client.post(
+            "/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+    assert response.status_code in (400, 422)
+    assert "kv_" not in response.text
+
+
+async def test_error_of_the_application_is_passed_as_it_is() -> None:
+    response = await post(build(Engine()), "/v1/chat/completions", kv_budget=0.2)
+    assert response.status_code == 404
+    assert response.json() == {"error": {"message": "nope", "code": 404}}
+
+
+async def test_route_that_cannot_honour_the_field_refuses_it() -> None:
+    engine = Engine()
+    response = await post(build(engine), "/v1/messages", kv_budget=0.2)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "kv_budget"
+    assert engine.seen == []
+
+
+async def test_other_routes_and_methods_are_untouched() -> None:
+    app = build(Engine())
+    response = await post(app, "/tokenize", kv_budget=9)
+    assert json.loads(response.json()["body"]) == {"prompt": "pppp", "kv_budget": 9}
+    async with client_of(app) as client:
+        assert (await client.get("/v1/completions")).status_code == 405
+        assert (await client.get("/openapi.json")).status_code == 200
+        assert (await client.post("/nowhere", json={"kv_budget": 9})).status_code == 404
+
+
+async def test_concurrent_requests_do_not_mix_their_reports() -> None:
+    app = build(Engine(tokens=5))
+    async with client_of(app) as client:
+        prompts = ["p" * length for length in range(1, 33)]
+        calls = [client.post("/v1/completions", json={"prompt": p}) for p in prompts]
+        responses = await asyncio.gather(*calls)
+    seen = [response.json()["kv_cache"]["tokens_seen"] for response in responses]
+    assert seen == list(range(1, 33))
+
+
+async def test_operator_limits_come_from_the_engines_configuration() -> None:
+    app = build(Engine(), H2OConfig(kv_budget=0.5, kv_budget_min=0.3, kv_budget_max=0.6))
+    assert (await post(app, kv_budget=0.2)).status_code == 400
+    assert (await post(app, kv_budget=0.4)).status_code == 200
+
+
+async def test_client_is_tapped_once() -> None:
+    engine = Engine()
+    tap.install(engine)
+    tapped = engine.generate
+    assert tapped != Engine.generate.__get__(engine)
+    tap.install(engine)
+    assert engine.generate == tapped
+    assert type(engine).generate is Engine.generate
+    with pytest.raises(TypeError, match="no generate"):
+        tap.install(SimpleNamespace())
+
+
+@pytest.mark.parametrize("broken", ["config", "client", "key"])
+async def test_start_fails_loudly_on_an_application_that_cannot_be_served(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "_startup_error", None)
+    app = build(Engine())
+    if broken == "config":
+        app.state.vllm_config.additional_config["h2o"]["kv_budget"] = 7
+    elif broken == "client":
+        app.state.engine_client = object()
+    else:
+        app.state.vllm_config.additional_config = {}
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app({"type": "lifespan", "asgi": {"version": "3.0"}}, receive, send)
+    assert sent[0]["type"] == "lifespan.startup.failed"
+    assert middleware.startup_error() == sent[0]["message"]

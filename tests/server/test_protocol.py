@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No value a client can send reaches the engine unchecked (law 8), and none is ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from h2o_vllm.config import H2OConfig
+from h2o_vllm.server.protocol import Admission, RefusalError, admit, error_body
+from h2o_vllm.server.routes import Rule
+
+PATH = "/v1/completions"
+
+# JSON text, because some of these values exist on the wire only.
+BAD_VALUES: dict[str, list[str]] = {
+    "kv_budget": [
+        *("0", "-0.0", "0.0", "0.049", "1.01", "2", "-1", "-0.2", "1e400", "-1e400", "1e308"),
+        *("NaN", "Infinity", "-Infinity", "1" + "0" * 400, "-1" + "0" * 400, "1" * 4300),
+        *("true", "false", '""', '"0.2"', '"NaN"', '"half"', '"\\u0000"', '"' + "x" * 5000 + '"'),
+        *("[]", "[0.2]", "{}", '{"value": 0.2}', "[" * 200 + "]" * 200, '[{"a": [null]}]'),
+    ],
+    "kv_budget_tokens": [
+        *("0", "-1", "2147483648", "1" + "0" * 400, "1.0", "64.5", "1e3", "NaN", "Infinity"),
+        *("true", "false", '"64"', '""', "[]", "[64]", "{}", '{"a": 1}'),
+    ],
+    "kv_recent": [
+        *("-0.1", "1.1", "2", "-1", "NaN", "Infinity", "-Infinity", "1" + "0" * 400),
+        *("true", "false", '"0.5"', '""', "[]", "[0.5]", "{}"),
+    ],
+    "kv_policy": [
+        *('""', '"H2O"', '"h2o "', '"lru"', '"none"', '"random\\u0000"', '"' + "h2o" * 3000 + '"'),
+        *("0", "1", "1.5", "true", "false", "NaN", "[]", '["h2o"]', "{}", '{"h2o": 1}'),
+    ],
+}
+TABLE = [(field, text) for field, texts in BAD_VALUES.items() for text in texts]
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": "p", **fields}).encode()
+
+
+def passed(config: H2OConfig, request: bytes, rule: Rule = Rule.LIFT) -> Any:
+    admission = admit(request, PATH, rule, config)
+    return json.loads(admission.body)
+
+
+def refused(config: H2OConfig, request: bytes, rule: Rule = Rule.LIFT) -> RefusalError:
+    with pytest.raises(RefusalError) as caught:
+        admit(request, PATH, rule, config)
+    return caught.value
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(TABLE) > 60
+
+
+@pytest.mark.parametrize("place", ["top", "vllm_xargs"])
+@pytest.mark.parametrize(("field", "text"), TABLE, ids=[f"{f}={t[:20]}" for f, t in TABLE])
+def test_bad_value_is_refused_by_name_with_value_and_range(
+    config: H2OConfig, field: str, text: str, place: str
+) -> None:
+    fields = f'"{field}": {text}'
+    if place == "vllm_xargs":
+        fields = f'"vllm_xargs": {{{fields}}}'
+    refusal = refused(config, f'{{"prompt": "p", {fields}}}'.encode())
+    assert refusal.param == field
+    assert refusal.message.startswith(f"{field} must be ")
+    assert ", got " in refusal.message
+    assert len(refusal.message) < 300
+    error = json.loads(error_body(refusal))["error"]
+    assert error == {
+        "message": refusal.message,
+        "type": "BadRequestError",
+        "param": field,
+        "code": 400,
+    }
+
+
+def test_message_names_field_value_and_range(config: H2OConfig) -> None:
+    refusal = refused(config, body(kv_budget=7))
+    assert refusal.message == "kv_budget must be a number in [0.05, 1], got 7"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_budget": 0.2},
+        {"kv_budget": 1},
+        {"kv_budget": 0.05, "kv_recent": 0, "kv_policy": "window"},
+        {"kv_budget_tokens": 1, "kv_recent": 1.0},
+        {"kv_budget_tokens": 2**31 - 1, "kv_policy": "random"},
+        {"kv_policy": "full"},
+    ],
+)
+@pytest.mark.parametrize("place", ["top", "vllm_xargs"])
+def test_fields_arrive_in_vllm_xargs_with_type_and_value(
+    config: H2OConfig, fields: dict[str, Any], place: str
+) -> None:
+    request = body(**fields) if place == "top" else body(vllm_xargs=fields)
+    got = passed(config, request)
+    assert got == {"model": "m", "prompt": "p", "vllm_xargs": fields}
+    assert [type(v) for v in got["vllm_xargs"].values()] == [type(v) for v in fields.values()]
+
+
+def test_other_xargs_and_the_rest_of_the_body_survive_a_lift(config: H2OConfig) -> None:
+    rest = {"stop": ["é\ud800", "\n"], "n": 2, "temperature": 1e-9, "seed": 2**60, "logit_bias": {}}
+    got = passed(config, body(kv_budget=0.2, vllm_xargs={"mine": [1, "a"]}, **rest))
+    assert got.pop("vllm_xargs") == {"mine": [1, "a"], "kv_budget": 0.2}
+    assert got == {"model": "m", "prompt": "p", **rest}
+
+
+@pytest.mark.parametrize(
+    "request_body",
+    [
+        body(),
+        body(vllm_xargs={"kv_budget": 0.2}),
+        b'{ "prompt" : "spaces and order kept" , "temperature":1.0 }',
+        b"",
+        b"not json",
+        b"[1, 2]",
+        b'"text"',
+        b"null",
+        b'{"kv_budget": 0.2',
+        b"\xff\xfe\x00",
+        b'{"kv_budget": ' + b"1" * 5000 + b"}",
+        b"[" * 200_000,
+    ],
+)
+def test_body_without_a_field_to_move_passes_byte_for_byte(
+    config: H2OConfig, request_body: bytes
+) -> None:
+    assert admit(request_body, PATH, Rule.LIFT, config).body == request_body
+
+
+@pytest.mark.parametrize("field", list(BAD_VALUES))
+def test_null_means_not_given(config: H2OConfig, field: str) -> None:
+    assert passed(config, body(**{field: None}))["vllm_xargs"] is None
+    assert passed(config, body(vllm_xargs={field: None, "mine": 1}))["vllm_xargs"] == {"mine": 1}
+
+
+def test_null_beside_a_value_is_no_conflict(config: H2OConfig) -> None:
+    got = passed(config, body(kv_budget=None, vllm_xargs={"kv_budget": 0.3}))
+    assert got["vllm_xargs"] == {"kv_budget": 0.3}
+    got = passed(config, body(kv_budget=0.3, kv_budget_tokens=None, vllm_xargs=None))
+    assert got["vllm_xargs"] == {"kv_budget": 0.3}
+
+
+def test_last_of_duplicate_keys_counts_as_in_vllm(config: H2OConfig) -> None:
+    refused(config, b'{"kv_budget": 0.2, "kv_budget": 9}')
+    assert passed(config, b'{"kv_budget": 9, "kv_budget": 0.2}')["vllm_xargs"] == {"kv_budget": 0.2}
+
+
+def test_field_name_written_with_escapes_is_the_same_field(config: H2OConfig) -> None:
+    refused(config, rb'{"\u006bv_budget": 9}')
+    refused(config, '{"kv_budget": 9}'.encode("utf-16"))
+    assert passed(config, '{"kv_budget": 0.2}'.encode("utf-16"))["vllm_xargs"] == {"kv_budget": 0.2}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_budget": 0.2, "vllm_xargs": {"kv_budget": 0.3}},
+        {"kv_budget": 0.2, "vllm_xargs": {"kv_budget": 0.2}},
+        {"kv_budget": 0.2, "kv_budget_tokens": 64},
+        {"vllm_xargs": {"kv_budget": 0.2, "kv_budget_tokens": 64}},
+        {"kv_budget": 0.2, "vllm_xargs": {"kv_budget_tokens": 64}},
+        {"kv_budget": 0.2, "use_beam_search": True},
+    ],
+)
+def test_contradiction_is_refused(config: H2OConfig, fields: dict[str, Any]) -> None:
+    assert refused(config, body(**fields)).param == "kv_budget"
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [
+        ("kv_buget", "kv_budget"),
+        ("kv_budget_token", "kv_budget_tokens"),
+        ("KV_BUDGET", "kv_budget"),
+        ("kv-budget", "kv_budget"),
+        ("kv_rescent", "kv_recent"),
+        ("kv_polcy", "kv_policy"),
+    ],
+)
+@pytest.mark.parametrize("place", ["top", "vllm_xargs"])
+def test_typo_is_refused_with_the_name_that_was_meant(
+    config: H2OConfig, field: str, meant: str, place: str
+) -> None:
+    request = body(**{field: 0.2}) if place == "top" else body(vllm_xargs={field: 0.2})
+    refusal = refused(config, request)
+    assert refusal.param == field
+    assert f"did you mean {meant}?" in refusal.message
+
+
+def test_unknown_field_of_ours_is_refused_briefly(config: H2OConfig) -> None:
+    refusal = refused(config, body(**{"kv_" + "x" * 100_000: 1}))
+    assert len(refusal.message) < 200
+    assert "known are kv_budget" in refusal.message
+
+
+def test_vllms_own_field_passes_at_its_place_only(config: H2OConfig) -> None:
+    params = {"do_remote_decode": True}
+    assert passed(config, body(kv_transfer_params=params))["kv_transfer_params"] == params
+    assert refused(config, body(vllm_xargs={"kv_transfer_params": "x"}))
+
+
+@pytest.mark.parametrize("xargs", [[], ["kv_budget"], "kv_budget", 1, True])
+def test_xargs_that_are_no_object_are_left_for_vllm_to_refuse(
+    config: H2OConfig, xargs: Any
+) -> None:
+    assert passed(config, body(vllm_xargs=xargs, kv_budget=0.2))["vllm_xargs"] == xargs
+    assert refused(config, body(vllm_xargs=xargs, kv_budget=9)).param == "kv_budget"
+
+
+def test_beam_search_passes_without_a_report(config: H2OConfig) -> None:
+    request = body(use_beam_search=True)
+    assert admit(request, PATH, Rule.LIFT, config) == Admission(request, reported=False)
+    assert admit(body(), PATH, Rule.LIFT, config).reported
+    assert passed(config, body(use_beam_search=False, kv_budget=0.2))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_budget": 0.2},
+        {"kv_policy": "h2o"},
+        {"kv_buget": 0.2},
+        {"vllm_xargs": {"kv_recent": 0.2}},
+        {"sampling_params": {"kv_budget": 0.2}},
+        {"sampling_params": {"extra_args": {"kv_budget": 0.2}}},
+    ],
+)
+def test_route_that_cannot_honour_a_field_refuses_it(
+    config: H2OConfig, fields: dict[str, Any]
+) -> None:
+    refusal = refused(config, body(**fields), Rule.REFUSE)
+    assert refusal.param is not None
+    assert refusal.param.startswith("kv_")
+    assert f"is not supported by {PATH}" in refusal.message
+
+
+def test_form_with_a_field_is_refused_too(config: H2OConfig) -> None:
+    part = b'--x\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n\r\n{"kv_budget": 9}\r\n'
+    assert refused(config, part, Rule.REFUSE).param == "kv_budget"
+
+
+@pytest.mark.parametrize(
+    "request_body",
+    [body(), body(kv_transfer_params={"a": 1}), b"--x\r\nname=file\r\n\r\n\x00\xff", b"[]"],
+)
+def test_route_that_refuses_fields_passes_everything_else(
+    config: H2OConfig, request_body: bytes
+) -> None:
+    admission = admit(request_body, PATH, Rule.REFUSE, config)
+    assert admission == Admission(request_body, reported=False)
+
+
+def test_operator_limits_rule_over_the_full_policy() -> None:
+    capped = H2OConfig(kv_budget=0.5, kv_budget_max=0.5)
+    assert refused(capped, body(kv_policy="full")).param == "kv_policy"
+    assert refused(capped, body(kv_budget=0.6)).message.startswith(
+        "kv_budget must be a number in [0.01, 0.5]"
+    )

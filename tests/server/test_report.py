@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``kv_cache`` object: keys, order, sums."""
+
+from __future__ import annotations
+
+from h2o_vllm.server.report import REPORT_KEYS, Reports
+from tests.server.conftest import engine_report
+
+
+def test_nothing_reported_gives_no_object() -> None:
+    reports = Reports()
+    assert reports.kv_cache() is None
+    reports.open_call()
+    assert reports.kv_cache() is None
+
+
+def test_one_sequence_is_its_report_in_the_promised_order() -> None:
+    reports = Reports()
+    shuffled = dict(reversed(engine_report().items())) | {"internal": 1}
+    reports.record(reports.open_call(), {"0": shuffled})
+    kv_cache = reports.kv_cache()
+    assert kv_cache == engine_report()
+    assert tuple(kv_cache) == REPORT_KEYS
+
+
+def test_later_report_of_a_sequence_replaces_the_earlier() -> None:
+    reports = Reports()
+    call = reports.open_call()
+    reports.record(call, {"0": engine_report(tokens_seen=1)})
+    reports.record(call, {"0": engine_report(tokens_seen=2)})
+    assert reports.kv_cache() == engine_report(tokens_seen=2)
+
+
+def test_sequences_come_in_choice_order_whatever_finished_first() -> None:
+    reports = Reports()
+    first, second = reports.open_call(), reports.open_call()
+    reports.record(second, {"1": engine_report(tokens_seen=4)})
+    reports.record(second, {"0": engine_report(tokens_seen=3)})
+    reports.record(first, {"10": engine_report(tokens_seen=2), "9": engine_report(tokens_seen=1)})
+    kv_cache = reports.kv_cache()
+    assert kv_cache is not None
+    assert [each["tokens_seen"] for each in kv_cache["sequences"]] == [1, 2, 3, 4]
+
+
+def test_several_sequences_give_sums_and_every_report() -> None:
+    reports = Reports()
+    one, two = engine_report(), engine_report(tokens_seen=50, budget_tokens=10, peak_blocks=2)
+    reports.record(reports.open_call(), {"0": one, "1": two})
+    kv_cache = reports.kv_cache()
+    assert kv_cache == one | {
+        "budget_tokens": 30,
+        "tokens_seen": 150,
+        "tokens_held": 64,
+        "tokens_evicted": 136,
+        "blocks_freed": 4,
+        "peak_blocks": 6,
+        "sequences": [one, two],
+    }
+    assert tuple(kv_cache) == (*REPORT_KEYS, "sequences")

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the server relies on in vLLM; a new vLLM that breaks it fails here first, by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+import pytest
+
+from h2o_vllm.server.protocol import VLLM_FIELDS, XARGS
+from h2o_vllm.server.quiet import ShutdownFilter
+from h2o_vllm.server.routes import LIFTED, REFUSED, UNTOUCHED, Rule, rule_for
+
+
+def literals(kind: Any) -> list[str]:
+    """The strings of a ``Literal`` or of a union of them."""
+    nested = [(get_args(each) and literals(each)) or [each] for each in get_args(kind)]
+    return [text for part in nested for text in part]
+
+
+@pytest.fixture(scope="module")
+def post_paths() -> set[str]:
+    """Every POST route of a vLLM server that does everything it can."""
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.tasks import SupportedTask
+
+    from h2o_vllm.server.cli import build_parser
+
+    args = build_parser().parse_args([])
+    args.enable_scale_out = args.enable_fault_tolerance = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        app = build_app(args, tuple(literals(SupportedTask)), None)
+    return {route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
+
+
+def test_every_post_route_is_classified(post_paths: set[str]) -> None:
+    assert len(post_paths) > 30
+    assert post_paths - LIFTED - REFUSED - UNTOUCHED == set()
+    assert post_paths >= LIFTED
+
+
+def test_no_route_is_classified_twice() -> None:
+    assert len(LIFTED) + len(REFUSED) + len(UNTOUCHED) == len(LIFTED | REFUSED | UNTOUCHED)
+
+
+def test_rules() -> None:
+    assert rule_for("POST", "/v1/completions") is Rule.LIFT
+    assert rule_for("POST", "/proxy/v1/completions", "/proxy") is Rule.LIFT
+    assert rule_for("POST", "/v1/messages") is Rule.REFUSE
+    assert rule_for("POST", "/tokenize") is None
+    assert rule_for("GET", "/v1/completions") is None
+
+
+def test_fields_of_vllm_that_look_like_ours_are_known() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
+        assert {name for name in request.model_fields if name.startswith("kv_")} <= VLLM_FIELDS
+        assert XARGS in request.model_fields
+
+
+def test_outputs_carry_what_the_tap_takes() -> None:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert "kv_transfer_params" in inspect.signature(RequestOutput).parameters
+    assert "kv_transfer_params" in EngineCoreOutput.__struct_fields__
+    assert inspect.isasyncgenfunction(AsyncLLM.generate)
+
+
+def test_one_api_server_starts_as_vllms_run_server_does() -> None:
+    from vllm.entrypoints.launchers.api_server import entry
+
+    source = inspect.getsource(entry.run_server)
+    assert "listen_address, sock = setup_server(args, reuse_port=False)" in source
+    assert "await run_server_worker(listen_address, sock, args, **uvicorn_kwargs)" in source
+
+
+def test_loggers_of_the_shutdown_have_the_names_we_filter() -> None:
+    from vllm.entrypoints.launchers import launcher
+    from vllm.v1.engine import async_llm
+
+    assert launcher.logger.name == ShutdownFilter.START
+    assert async_llm.logger.name == ShutdownFilter.NOISE
+    assert "[shutdown]" in inspect.getsource(launcher.serve_http)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for vLLM's application: same layers, same calls of the engine, same response shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from h2o_vllm.config import H2OConfig
+from h2o_vllm.server.middleware import KVCacheMiddleware
+from tests.server.conftest import engine_report
+
+
+class Engine:
+    """Gives up to ``allowed`` tokens, a report with the last one, and notes what reached it."""
+
+    def __init__(self, tokens: int = 3, foreign: dict[str, Any] | None = None) -> None:
+        self.tokens = tokens
+        self.foreign = foreign or {}
+        self.seen: list[dict[str, Any]] = []
+        self.aborted = 0
+        self.allowed = tokens
+
+    async def generate(
+        self, prompt: str, request: dict[str, Any], request_id: str
+    ) -> AsyncGenerator[Any, None]:
+        self.seen.append(request)
+        n = request.get("n") or 1
+        try:
+            for token in range(self.tokens):
+                while token >= self.allowed:
+                    await asyncio.sleep(0)
+                last = token == self.tokens - 1
+                reports = {str(i): engine_report(tokens_seen=len(prompt) + i) for i in range(n)}
+                yield SimpleNamespace(
+                    token=token,
+                    finished=last,
+                    kv_transfer_params={"h2o": reports, **self.foreign} if last else None,
+                )
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted += 1
+            raise
+
+
+class Authentication:
+    """As vLLM's: pure ASGI, in front of everything but what is added later."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app = app
+        self.key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+            headers = dict(scope["headers"])
+            if headers.get(b"authorization") != f"Bearer {self.key}".encode():
+                await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class CompletionRequest(BaseModel, extra="allow"):
+    prompt: str | list[str]
+    n: int | None = 1
+    stream: bool = False
+    vllm_xargs: dict[str, str | int | float | list[str]] | None = None
+
+
+def build(
+    engine: Engine, config: H2OConfig | None = None, key: str | None = None, **state: Any
+) -> FastAPI:
+    app = FastAPI()
+    options = {"h2o": (config or H2OConfig()).to_mapping()}
+    app.state.vllm_config = SimpleNamespace(additional_config=options)
+    app.state.engine_client = engine
+    for name, value in state.items():
+        setattr(app.state, name, value)
+    app.add_middleware(CORSMiddleware, allow_origins=["http://page"])
+    if key is not None:
+        app.add_middleware(Authentication, key=key)
+
+    # The order in which vLLM adds what --middleware names: last, so outermost.
+    app.add_middleware(KVCacheMiddleware)
+
+    @app.post("/v1/completions")
+    async def completions(request: CompletionRequest, raw_request: Request) -> Response:
+        body = request.model_dump(exclude_unset=True)
+        prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        client = raw_request.app.state.engine_client
+        calls = [client.generate(p, body, f"id-{i}") for i, p in enumerate(prompts)]
+        if request.stream:
+            return StreamingResponse(_events(calls, body), media_type="text/event-stream")
+        outputs = [[output async for output in call][-1] for call in calls]
+        return JSONResponse(
+            {
+                "choices": [],
+                "usage": {"total_tokens": 5},
+                "kv_transfer_params": outputs[0].kv_transfer_params,
+            }
+        )
+
+    @app.post("/v1/messages")
+    async def messages(raw_request: Request) -> Response:
+        client = raw_request.app.state.engine_client
+        outputs = [o async for o in client.generate("p", await raw_request.json(), "id")]
+        return JSONResponse({"kv_transfer_params": outputs[-1].kv_transfer_params})
+
+    @app.post("/tokenize")
+    async def tokenize(raw_request: Request) -> Response:
+        return JSONResponse({"body": (await raw_request.body()).decode()})
+
+    @app.post("/v1/chat/completions")
+    async def broken(request: CompletionRequest) -> Response:
+        return JSONResponse({"error": {"message": "nope", "code": 404}}, 404)
+
+    return app
+
+
+async def _events(
+    calls: list[AsyncGenerator[Any, None]], body: dict[str, Any]
+) -> AsyncGenerator[str, None]:
+    for call in calls:
+        async for output in call:
+            reason = "stop" if output.finished else None
+            choices = [{"text": str(output.token), "finish_reason": reason}]
+            yield f"data: {json.dumps({'choices': choices}, separators=(',', ':'))}\n\n"
+    if body.get("stream_options", {}).get("include_usage"):
+        yield 'data: {"choices":[],"usage":{"total_tokens":5}}\n\n'
+    yield "data: [DONE]\n\n"

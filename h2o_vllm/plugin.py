@@ -7,11 +7,16 @@ changes nothing by itself (law 10). ``engine_args`` is the switch.
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any
 
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.errors import ConfigError
 
 __all__ = ["engine_args", "register"]
+
+GROUP, PLUGIN = "vllm.general_plugins", "h2o"
+"""Our entry point, see pyproject.toml."""
 
 SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
 WORKER_CLS = {"cpu": "h2o_vllm.engine.worker.H2OCPUWorker"}
@@ -41,7 +46,6 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     from vllm.platforms import current_platform
 
     from h2o_vllm.engine.compat import check_vllm_version
-    from h2o_vllm.errors import ConfigError
 
     if config is not None and options:
         raise ConfigError("engine_args takes a config or single options, not both")
@@ -50,6 +54,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     if device not in WORKER_CLS:
         raise ConfigError(f"h2o_vllm serves on {sorted(WORKER_CLS)} so far; vLLM found {device!r}")
     check_vllm_version(device)
+    _check_plugin_loads()
     args: dict[str, Any] = {
         "scheduler_cls": SCHEDULER_CLS,
         "worker_cls": WORKER_CLS[device],
@@ -58,3 +63,16 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     if device == "cpu":
         args["block_size"] = CPU_BLOCK_SIZE
     return args
+
+
+def _check_plugin_loads() -> None:
+    """vLLM finds plugins by the entry points of installed packages, and may be told to skip some."""
+    from vllm import envs
+
+    if not entry_points(group=GROUP, name=PLUGIN):
+        raise ConfigError(
+            "h2o_vllm can be imported but is not installed, so vLLM's processes would not load it; "
+            "pip install it"
+        )
+    if envs.VLLM_PLUGINS is not None and PLUGIN not in envs.VLLM_PLUGINS:
+        raise ConfigError(f"VLLM_PLUGINS is set without {PLUGIN!r} in it; add it or unset it")

@@ -14,7 +14,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
@@ -93,8 +92,14 @@ def runner_row_request_ids(model_runner: Any) -> list[str]:
     return ids
 
 
-def runner_punch_holes(model_runner: Any, request_id: str, holes: tuple[int, ...]) -> None:
+def runner_punch_holes(
+    model_runner: Any, group: int, request_id: str, holes: tuple[int, ...]
+) -> None:
     """Write the null block into the worker's copies of a request's block table.
+
+    Args:
+        group: index of the KV cache group whose table it is.
+        holes: table indices; a request the worker does not know is ignored.
 
     The table is append-only towards vLLM's scheduler output; block 0 is the null block. Goes when
     ``CachedRequestData`` can replace single entries.
@@ -102,18 +107,17 @@ def runner_punch_holes(model_runner: Any, request_id: str, holes: tuple[int, ...
     state = model_runner.requests.get(request_id)
     if state is None:
         return
-    for table in state.block_ids[:1]:
-        for index in holes:
-            table[index] = 0
+    for index in holes:
+        state.block_ids[group][index] = 0
     row = model_runner.input_batch.req_id_to_index.get(request_id)
     if row is not None:
-        model_runner.input_batch.block_table[0].block_table.np[row, list(holes)] = 0
+        model_runner.input_batch.block_table[group].block_table.np[row, list(holes)] = 0
 
 
-def runner_metadata_builders(model_runner: Any) -> list[tuple[Any, list[str], Tensor]]:
-    """(metadata builder, layer names, spec) of each attention group."""
+def runner_metadata_builders(model_runner: Any) -> list[tuple[Any, Any]]:
+    """(metadata builder, vLLM's ``AttentionGroup``) for each builder of the runner."""
     return [
-        (builder, group.layer_names, group.kv_cache_spec)
+        (builder, group)
         for groups in model_runner.attn_groups
         for group in groups
         for builder in group.metadata_builders

@@ -29,6 +29,7 @@ class WorkerState:
     Attributes:
         kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
         scores: ``[L, N, KH, BS]``, float32; see :mod:`h2o_vllm.kernels`.
+        kv_cache_group: index of vLLM's KV cache group whose layers these are.
         first_kv_head: global index of this rank's first KV head.
         row_request_ids: request id of each row of the batch being prepared.
         policies: request id -> policy, for the requests that evict.
@@ -37,10 +38,28 @@ class WorkerState:
 
     kv_caches: list[torch.Tensor]
     scores: torch.Tensor
+    kv_cache_group: int
     first_kv_head: int
     row_request_ids: Callable[[], Sequence[str]]
     policies: dict[str, Policy] = field(default_factory=dict)
     in_step: bool = False
+
+    def warm_up(self, num_heads: int) -> None:
+        """Run every kernel once on scratch memory: building or compiling them takes seconds, which
+        must not be the first request's."""
+        _, num_kv_heads, block_size, width = self.kv_caches[0].shape
+        kv_cache = torch.zeros(3, num_kv_heads, block_size, width, dtype=self.kv_caches[0].dtype)
+        scores = torch.zeros(1, 3, num_kv_heads, block_size)
+        query = torch.zeros(2, num_heads, width // 2, dtype=kv_cache.dtype)
+        one, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+        first, table = torch.zeros(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+        lens = torch.tensor([2], dtype=torch.int32)
+        kernels.attend_decode(
+            query, kv_cache, scores[0], table, lens, first, first, 1.0, torch.empty_like(query)
+        )
+        kernels.score_prompt(query, kv_cache, scores[0], table, lens, starts, first, 1.0)
+        kernels.compact([kv_cache], scores, one, one + 1)
+        kernels.reset_scores(scores, one.long())
 
     def start(self, policies: dict[str, str]) -> None:
         """Learn the policies of the requests that enter the batch."""

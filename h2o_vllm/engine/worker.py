@@ -78,7 +78,9 @@ class H2OCPUWorker(CPUWorker):
         state.start(plan.policies)
         for eviction in plan.evictions:
             state.compact(eviction)
-            runner_punch_holes(self.model_runner, eviction.request_id, eviction.holes)
+            runner_punch_holes(
+                self.model_runner, state.kv_cache_group, eviction.request_id, eviction.holes
+            )
         state.in_step = True
         try:
             return super().execute_model(scheduler_output)
@@ -87,9 +89,9 @@ class H2OCPUWorker(CPUWorker):
 
     def _bind(self, kv_cache_config: KVCacheConfig) -> WorkerState:
         groups = [
-            (builder, names)
-            for builder, names, spec in runner_metadata_builders(self.model_runner)
-            if isinstance(spec, H2OAttentionSpec)
+            (builder, group)
+            for builder, group in runner_metadata_builders(self.model_runner)
+            if isinstance(group.kv_cache_spec, H2OAttentionSpec)
         ]
         if len(groups) != 1 or not isinstance(groups[0][0], H2OMetadataBuilder):
             found = ", ".join(type(builder).__name__ for builder, _ in groups) or "none"
@@ -97,16 +99,20 @@ class H2OCPUWorker(CPUWorker):
                 f"h2o_vllm needs one group of evictable layers with its own metadata builder, "
                 f"vLLM built: {found}. Evictions would silently not happen; refusing to start."
             )
-        builder, names = groups[0]
-        layers = [self._evictable_layer(name, kv_cache_config.num_blocks) for name in names]
+        builder, group = groups[0]
+        layers = [
+            self._evictable_layer(name, kv_cache_config.num_blocks) for name in group.layer_names
+        ]
         kv_caches = [layer.kv_cache for layer in layers]
         num_blocks, num_kv_heads, block_size, _ = kv_caches[0].shape
         state = WorkerState(
             kv_caches=kv_caches,
             scores=torch.zeros(len(layers), num_blocks, num_kv_heads, block_size),
+            kv_cache_group=group.kv_cache_group_id,
             first_kv_head=get_tensor_model_parallel_rank() * num_kv_heads,
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),
         )
+        state.warm_up(layers[0].impl.num_heads)
         builder.bind(state)
         for index, layer in enumerate(layers):
             layer.impl.bind(state.scores[index])

@@ -103,27 +103,34 @@ def report_of(output: RequestOutput) -> dict[str, Any]:
     return report
 
 
-@pytest.fixture(scope="session")
-def stock(model_dir: str) -> Any:
-    """Runs prompts through plain vLLM in a process of its own."""
-
-    def run(prompts: list[list[int]], **params: Any) -> list[dict[str, Any]]:
-        job = {
-            "model": model_dir,
-            "engine": {**ENGINE, "block_size": BLOCK_SIZE},
-            "prompts": prompts,
-            "params": {"temperature": 0, "ignore_eos": True, "max_tokens": 24} | params,
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.engine.stock"],
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=400,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-        return results
-
-    return run
+def run_engine(
+    model: str,
+    prompts: list[list[int]],
+    *,
+    h2o: dict[str, Any] | None = None,
+    asked: list[dict[str, Any] | None] | None = None,
+    engine: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    **params: Any,
+) -> list[dict[str, Any]]:
+    """Run prompts through vLLM in a process of its own; plain vLLM if ``h2o`` is ``None``."""
+    job = {
+        "model": model,
+        "h2o": h2o,
+        "engine": {**ENGINE, "block_size": BLOCK_SIZE, **(engine or {})},
+        "prompts": prompts,
+        "asked": asked or [None] * len(prompts),
+        "params": {"temperature": 0, "ignore_eos": True, "max_tokens": 24} | params,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.run_engine"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return results

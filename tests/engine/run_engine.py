@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain vLLM as a subprocess: a job as JSON on stdin, tokens and logprobs as JSON on stdout."""
+"""vLLM in a process of its own, as users run it: a job as JSON on stdin, results as JSON on stdout.
+
+``job["h2o"]`` is ``None`` for plain vLLM, else the options of :func:`h2o_vllm.plugin.engine_args`.
+"""
 
 import json
 import sys
@@ -9,15 +12,19 @@ def main() -> None:
     job = json.load(sys.stdin)
     from vllm import LLM, SamplingParams
 
-    llm = LLM(job["model"], **job["engine"])
+    from h2o_vllm.plugin import engine_args
+
+    ours = {} if job["h2o"] is None else engine_args(**job["h2o"])
+    llm = LLM(job["model"], **{**ours, **job["engine"]})
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in job["prompts"]],
-        SamplingParams(**job["params"]),
+        [SamplingParams(**job["params"], extra_args=asked) for asked in job["asked"]],
         use_tqdm=False,
     )
     results = [
         {
             "tokens": list(output.outputs[0].token_ids),
+            "report": (output.kv_transfer_params or {}).get("h2o", {}).get("0"),
             "logprobs": [
                 {str(token): entry.logprob for token, entry in step.items()}
                 for step in output.outputs[0].logprobs or []

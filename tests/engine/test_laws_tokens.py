@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import BLOCK_SIZE, FLOOR, NUM_BLOCKS, Engine, report_of, tokens_of
+from tests.engine.conftest import (
+    BLOCK_SIZE,
+    FLOOR,
+    NUM_BLOCKS,
+    Engine,
+    report_of,
+    run_engine,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -32,10 +40,10 @@ def clean(engine: Engine) -> Engine:
 
 
 def test_law01_a_full_budget_equals_stock_vllm(
-    clean: Engine, stock: Any, text_tokens: list[int]
+    clean: Engine, model_dir: str, text_tokens: list[int]
 ) -> None:
     prompts = [text_tokens[i * 300 : i * 300 + 40 + 150 * i] for i in range(5)]
-    expected = stock(prompts, logprobs=3)
+    expected = run_engine(model_dir, prompts, logprobs=3)
     for asked in (None, {"kv_budget": 1.0}, {"kv_budget": 0.2, "kv_policy": "full"}):
         outputs = clean.generate(prompts, asked, logprobs=3)
         for output, reference in zip(outputs, expected, strict=True):

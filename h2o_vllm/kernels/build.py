@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile ``csrc/`` for this machine, once; later processes load what the first one left.
+
+Runs in the worker. Imports the standard library only. The library goes into the user's cache directory
+under a name that says what it was built from: sources, compiler, flags, CPU. It is written under a
+temporary name and renamed, so processes that build at the same time cannot see half a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+__all__ = ["library"]
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "csrc"
+# No -ffast-math: NaN in slots nobody wrote must stay out, and exp2's rounding trick must stay in.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-w")
+TIMEOUT = 300  # seconds; a build takes about ten
+
+
+def library() -> Path:
+    """Path of the compiled library, built now if need be.
+
+    Raises:
+        OSError: there is no compiler, it failed, or nothing can be written; the message says which.
+    """
+    compiler = _compiler()
+    tune = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+    sources = sorted(SOURCES.glob("*.cpp"))
+    if not sources:
+        raise OSError(f"no C++ sources in {SOURCES}")
+    command = [*compiler, *FLAGS, tune, *map(str, sources)]
+    if runtime := _loaded_openmp():
+        # Named before the compiler's own, so the symbols bind to the OpenMP torch runs on: two of them in
+        # one process means two sets of threads, one not bound to vLLM's cores.
+        command += [runtime, "-Wl,--as-needed"]
+    name = f"h2o-{_fingerprint(command)}.so"
+    places = list(_directories())
+    for directory in places:
+        if (directory / name).is_file() and _ours(directory):
+            return directory / name
+    errors = []
+    for directory in places:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _ours(directory):
+                raise PermissionError(
+                    f"{directory} belongs to somebody else or can be written by others"
+                )
+            return _compile(command, directory / name)
+        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+            errors.append(str(error))
+        except OSError as error:
+            if error.errno is None:
+                raise
+            errors.append(str(error))
+    raise OSError("no directory to build in: " + "; ".join(errors))
+
+
+def _compiler() -> list[str]:
+    if chosen := os.environ.get("CXX"):
+        command = shlex.split(chosen)
+        if command and shutil.which(command[0]):
+            return command
+    for name in ("g++", "c++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
+    raise OSError("no C++ compiler found (set CXX or install g++)")
+
+
+def _compile(command: list[str], target: Path) -> Path:
+    handle, temporary = tempfile.mkstemp(prefix=".build-", suffix=".so", dir=target.parent)
+    os.close(handle)
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, "-o", temporary],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        if done.returncode:
+            raise OSError(f"{command[0]} failed: {done.stderr.strip()[-600:]}")
+        Path(temporary).replace(target)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]} took more than {TIMEOUT} s") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    logger.info("Built the H2O CPU kernels in %.0f s: %s", time.monotonic() - started, target)
+    return target
+
+
+def _directories() -> list[Path]:
+    """Where the library may live: the user's cache, else a private folder for temporary files."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    private = f"h2o_vllm-{os.getuid()}"
+    return [user / "h2o_vllm", Path(tempfile.gettempdir()) / private]
+
+
+def _ours(directory: Path) -> bool:
+    """Whether only this user can have put files there: what lies there gets executed."""
+    state = directory.stat()
+    return state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _loaded_openmp() -> str | None:
+    """Path of the GNU OpenMP runtime that is already in this process (torch brings its own)."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
+    return min(paths) if paths else None
+
+
+def _fingerprint(command: list[str]) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".cpp", ".hpp"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    version = subprocess.run(
+        [command[0], "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    digest.update("\0".join([*command, version.stdout, platform.machine(), _cpu()]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """Model and instruction sets: a home directory may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("flags", "Features", "model name", "CPU implementer", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels take for granted, checked where it is cheap: once per layer, or per call in tests.
+
+Runs in the worker. Imports torch and :mod:`h2o_vllm.errors`. The kernels themselves check nothing: a
+wrong shape there is a wild write into the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.errors import ConfigError
+
+__all__ = ["DTYPES", "check_batch", "check_cache", "check_eviction"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Cache dtypes the kernels can read."""
+
+
+def check_cache(kv_caches: Sequence[Tensor], scores: Tensor, num_heads: int) -> None:
+    """Check the caches and score tensor of all layers once, at start-up.
+
+    Args:
+        kv_caches: L tensors [N, KH, BS, 2 * D] of one shape and dtype, contiguous, on the CPU.
+        scores: [L, N, KH, BS], float32, contiguous. num_heads: H, a multiple of KH.
+
+    Raises:
+        ConfigError: naming what does not fit.
+    """
+    if not kv_caches:
+        raise ConfigError("H2O needs at least one attention layer, got none")
+    first = kv_caches[0]
+    if first.dim() != 4 or first.shape[3] % 2:
+        raise ConfigError(f"kv_cache must be [N, KH, BS, 2 * D], got {tuple(first.shape)}")
+    blocks, heads, block_size, _ = first.shape
+    if first.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ConfigError(f"the KV cache dtype must be one of {names}, got {first.dtype}")
+    if block_size % 16 or (first.shape[3] // 2) % 16:
+        raise ConfigError(
+            "block size and head size must be multiples of 16, "
+            f"got {block_size} and {first.shape[3] // 2}"
+        )
+    if num_heads % heads:
+        raise ConfigError(f"{num_heads} query heads cannot share {heads} kv heads evenly")
+    for cache in kv_caches:
+        if cache.shape != first.shape or cache.dtype != first.dtype:
+            raise ConfigError("the KV caches of all layers must have one shape and dtype")
+        if not cache.is_contiguous() or cache.device.type != "cpu":
+            raise ConfigError("KV caches must be contiguous CPU tensors")
+    wanted = (len(kv_caches), blocks, heads, block_size)
+    if tuple(scores.shape) != wanted or scores.dtype != torch.float32:
+        raise ConfigError(
+            f"scores must be float32 {wanted}, got {scores.dtype} {tuple(scores.shape)}"
+        )
+    if not scores.is_contiguous() or scores.device.type != "cpu":
+        raise ConfigError("scores must be a contiguous CPU tensor")
+
+
+def check_batch(
+    query: Tensor,
+    kv_cache: Tensor,
+    scores: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    rows: Tensor,
+    out: Tensor | None = None,
+) -> None:
+    """Check one call's tensors: shapes, dtypes, and that every index stays inside its tensor.
+
+    Reads all of ``block_table``'s live part: for tests and debugging, not for every step.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    blocks, heads, block_size, width = kv_cache.shape
+    for name, tensor in (("query", query), ("out", out)):
+        if tensor is None:
+            continue
+        if tensor.dim() != 3 or tensor.shape[1] % heads or tensor.shape[2] * 2 != width:
+            raise ValueError(f"{name} must be [T, H, {width // 2}], got {tuple(tensor.shape)}")
+        if tensor.dtype != kv_cache.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, the cache {kv_cache.dtype}")
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            raise ValueError(f"{name} must be contiguous in its last two axes")
+    if tuple(scores.shape) != (blocks, heads, block_size) or scores.dtype != torch.float32:
+        raise ValueError(f"scores must be float32 [N, KH, BS], got {tuple(scores.shape)}")
+    for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens), ("rows", rows)):
+        if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
+            raise ValueError(f"{name} must be int32 and contiguous in its last axis")
+    for row in rows.tolist():
+        length = int(seq_lens[row])
+        if not 0 < length <= block_table.shape[1] * block_size:
+            raise ValueError(f"row {row}: length {length} does not fit its block table")
+        table = block_table[row, : -(-length // block_size)]
+        if not bool(((table > 0) & (table < blocks)).all()):
+            raise ValueError(f"row {row}: block table has ids outside 1..{blocks - 1}")
+
+
+def check_eviction(heavy_blocks: Tensor, doomed_blocks: Tensor, num_blocks: int) -> None:
+    """Check one eviction: block ids in range, heavy ones listed once, none both heavy and doomed.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    heavy, doomed = heavy_blocks.tolist(), doomed_blocks.tolist()
+    if any(not 0 < block < num_blocks for block in (*heavy, *doomed)):
+        raise ValueError(f"block ids must lie in 1..{num_blocks - 1}")
+    if len(set(heavy)) != len(heavy) or set(heavy) & set(doomed):
+        raise ValueError("a heavy block is listed twice, or is doomed as well")

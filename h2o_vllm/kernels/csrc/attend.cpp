@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention with scores for the listed rows of a batch: tasks, threads, memory. Called through ctypes.
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <type_traits>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include "tile.hpp"
+
+using namespace h2o;
+
+// Mirrored field by field in cpu_cpp.py.
+struct Call {
+  const void* query;                 // [T, H, D], stride query_stride elements along T
+  const void* cache;
+  float* scores;
+  const int32_t* table;              // [B, MB], stride table_stride
+  const int32_t* lens;               // [B]
+  const int32_t* starts;             // decode: [R] token of each listed row; prompt: [B + 1]
+  const int32_t* rows;               // [R]
+  void* out;                         // [T, H, D] or null
+  int64_t query_stride, out_stride, table_stride;
+  int32_t count, heads, group, size, block, dtype, prompt;
+  float scale;
+};
+
+namespace {
+
+constexpr int64_t TILE_FLOATS = 3 << 16;  // logits of one tile: 768 KiB, most of a 1 MiB L2
+constexpr int DECODE_SPLIT = 1024;         // keys of one split of a row
+constexpr int PROMPT_SPLIT = 128;          // queries of one split, at least
+
+// 64-byte aligned memory that is kept from call to call.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+  float* get(size_t floats) {
+    if (floats > size_) {
+      std::free(data_);
+      size_ = (floats + floats / 4 + 1023) / 1024 * 1024;
+      data_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+      if (!data_) std::abort();
+    }
+    return data_;
+  }
+ private:
+  float* data_ = nullptr;
+  size_t size_ = 0;
+};
+thread_local Scratch own;   // one tile
+thread_local Scratch joint; // what the splits of one call leave for each other, kept by the calling thread
+
+int threads_available() {
+#ifdef _OPENMP
+  return omp_in_parallel() ? 1 : omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+struct Task {
+  int r, row, head;    // listed row, batch row, kv head
+  int split, splits;   // of this (row, kv head)
+  size_t part;         // where in `joint` what it leaves for join() lies
+};
+
+template <class K>
+struct Attend {
+  using T = typename K::Cache;
+  using Query = typename K::Query;
+  using Prob = typename K::Prob;
+  static constexpr int PROBS = sizeof(float) / sizeof(Prob);  // per float
+
+  const Call& call;
+  Layer layer{(const char*)call.cache, call.scores, call.heads, call.group, call.size, call.block, call.scale};
+
+  int64_t blocks(int row) const { return (call.lens[row] + call.block - 1) / call.block; }
+  const int32_t* table(int row) const { return call.table + row * call.table_stride; }
+
+  const Query* queries(int token, int tokens, int head, float* memory) const {
+    Query* to = (Query*)memory;
+    for (int m = 0; m < tokens * call.group; ++m)
+      K::pack_query((const T*)call.query + (token + m / call.group) * call.query_stride +
+                        int64_t(head * call.group + m % call.group) * call.size,
+                    to + int64_t(m) * call.size, call.size);
+    return to;
+  }
+  void write(int token, int tokens, int head, const float* from) const {
+    for (int m = 0; m < tokens * call.group; ++m) {
+      T* to = (T*)call.out + (token + m / call.group) * call.out_stride +
+              int64_t(head * call.group + m % call.group) * call.size;
+      const float* row = from + int64_t(m) * call.size;
+      for (int d = 0; d < call.size; ++d) narrow(row[column(d, call.size, K::shuffled)], to + d);
+    }
+  }
+
+  // ---- prompt: a split is a run of the row's queries; each of its tiles sees all keys up to its own.
+  // Part: the split's column sums [S].
+
+  int prompt_queries(int row) const { return call.starts[row + 1] - call.starts[row]; }
+  int prompt_step(int row) const {
+    const int64_t rows = std::clamp<int64_t>(TILE_FLOATS / (blocks(row) * call.block), 12, 96);
+    return std::min<int64_t>(prompt_queries(row), std::max<int64_t>(1, rows / call.group));
+  }
+  // First query of a split, such that all splits see about the same number of keys.
+  int cut(const Task& task, int split) const {
+    const double n = prompt_queries(task.row), before = call.lens[task.row] - n;
+    const double area = (before * n + n * n / 2) * split / task.splits;
+    const int at = int(std::sqrt(before * before + 2 * area) - before), step = prompt_step(task.row);
+    return split == task.splits ? int(n) : std::min(int(n), (at + step / 2) / step * step);
+  }
+
+  void prompt_part(const Task& task, float* part) const {
+    const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task.row);
+    const int64_t span = blocks(task.row) * call.block, most = int64_t(step) * call.group;
+    float* e = own.get(most * (span + 2 * call.size + 3) + span);
+    float *memory = e + most * span, *out = memory + most * call.size;
+    float *top = out + most * call.size, *sum = top + most, *inverse = sum + most;
+    float* sums = part ? part : inverse + most;
+    std::fill_n(sums, span, 0.f);
+    const int end = cut(task, task.split + 1);
+    Tile<K> tile{layer, table(task.row), task.head, 0, 0, span};
+    for (int t = cut(task, task.split); t < end; t += step) {
+      const int here = std::min(step, end - t), token = call.starts[task.row] + t;
+      tile.rows = here * call.group;
+      tile.first_limit = length - n + t + 1;
+      tile.logits(queries(token, here, task.head, memory), e);
+      tile.exponentials(e, top, sum);
+      for (int m = 0; m < tile.rows; ++m) inverse[m] = 1 / sum[m];
+      tile.normalise(e, inverse, call.out ? (Prob*)e : nullptr, span * PROBS, sums);
+      if (!call.out) continue;
+      std::fill_n(out, int64_t(tile.rows) * call.size, 0.f);
+      tile.values((const Prob*)e, span * PROBS, out);
+      write(token, here, task.head, out);
+    }
+    if (!part) prompt_join(task, sums);
+  }
+  void prompt_join(const Task& task, const float* sums) const {
+    Tile<K>{layer, table(task.row), task.head, call.group, call.lens[task.row], 0}.add_scores(sums);
+  }
+
+  // ---- decode: a split is a run of the row's blocks, attended to as if there were no others.
+  // Part: e [G, span], out [G, D], base-2 maximum [G], sum [G].
+
+  Tile<K> decode_tile(const Task& task) const {
+    const int64_t all = blocks(task.row);
+    const int begin = all * task.split / task.splits, end = all * (task.split + 1) / task.splits;
+    const int tokens = std::min(end * call.block, call.lens[task.row]) - begin * call.block;
+    return {layer, table(task.row) + begin, task.head, call.group, tokens, int64_t(end - begin) * call.block};
+  }
+
+  void decode_part(const Task& task, float* part) const {
+    const int token = call.starts[task.r], g = call.group;
+    const Tile<K> tile = decode_tile(task);
+    float* prob = own.get(g * (tile.span + 2 * call.size + 3) + tile.span);
+    float *sums = prob + g * tile.span, *memory = sums + tile.span, *rest = memory + g * call.size;
+    float* e = part ? part : prob;  // overlaid where nobody needs e afterwards
+    float *out = part ? e + g * tile.span : rest, *top = out + g * call.size, *sum = top + g;
+    float* inverse = part ? rest : sum + g;
+    tile.logits(queries(token, 1, task.head, memory), e);
+    tile.exponentials(e, top, sum);
+    for (int m = 0; m < g; ++m) inverse[m] = 1 / sum[m];
+    if (!part) std::fill_n(sums, tile.span, 0.f);
+    tile.normalise(e, inverse, (Prob*)prob, tile.span * PROBS, part ? nullptr : sums);
+    std::fill_n(out, int64_t(g) * call.size, 0.f);
+    tile.values((const Prob*)prob, tile.span * PROBS, out);
+    if (part) return;
+    tile.add_scores(sums);
+    write(token, 1, task.head, out);
+  }
+
+  // After all parts: each split scores its own blocks, the first one also writes the output.
+  void decode_join(const Task& task, const Task* siblings) const {
+    const int g = call.group;
+    const float* shared = joint_data;
+    auto tail = [&](int s) { return shared + siblings[s].part + g * decode_tile(siblings[s]).span; };
+    auto stat = [&](int s) { return tail(s) + g * call.size; };
+    std::vector<float> weight(size_t(task.splits) * g), factor(g), out(size_t(g) * call.size);
+    for (int m = 0; m < g; ++m) {
+      float best = -INFINITY, total = 0;
+      for (int s = 0; s < task.splits; ++s) best = std::max(best, stat(s)[m]);
+      for (int s = 0; s < task.splits; ++s)
+        total += weight[s * g + m] = std::exp2(stat(s)[m] - best) * stat(s)[g + m];
+      for (int s = 0; s < task.splits; ++s) weight[s * g + m] /= total;
+      factor[m] = weight[task.split * g + m] / stat(task.split)[g + m];
+    }
+    const Tile<K> tile = decode_tile(task);
+    float* sums = own.get(tile.span);
+    std::fill_n(sums, tile.span, 0.f);
+    tile.normalise(shared + task.part, factor.data(), nullptr, 0, sums);
+    tile.add_scores(sums);
+    if (task.split) return;
+    for (int s = 0; s < task.splits; ++s)
+      for (int m = 0; m < g; ++m)
+        for (int d = 0; d < call.size; ++d) out[m * call.size + d] += weight[s * g + m] * tail(s)[m * call.size + d];
+    write(call.starts[task.r], 1, task.head, out.data());
+  }
+
+  // ---- both ----
+
+  float* joint_data = nullptr;
+
+  // How a row is split depends on the row and the thread count only: its result must not depend on
+  // what else is in the batch.
+  int splits(int row, int threads) const {
+    if (threads == 1) return 1;
+    if (call.prompt) return std::clamp(prompt_queries(row) / PROMPT_SPLIT, 1, 4 * threads);
+    return std::max(1, call.lens[row] / DECODE_SPLIT);
+  }
+
+  void run() {
+    int threads = threads_available();
+    static thread_local std::vector<Task> kept;
+    std::vector<Task>& tasks = kept;  // the one of the calling thread, in all threads
+    tasks.clear();
+    size_t shared = 0;
+    for (int r = 0; r < call.count; ++r) {
+      const int row = call.rows[r];
+      if (call.lens[row] <= 0 || (call.prompt && prompt_queries(row) <= 0)) continue;  // padding
+      const int n = splits(row, threads);
+      for (int head = 0; head < call.heads; ++head)
+        for (int s = 0; s < n; ++s) {
+          tasks.push_back({r, row, head, s, n, shared});
+          if (n == 1) continue;
+          const int64_t span = call.prompt ? blocks(row) * call.block : decode_tile(tasks.back()).span;
+          const int64_t floats = call.prompt ? span : call.group * (span + call.size + 2);
+          shared += (floats + 15) / 16 * 16;
+        }
+    }
+    if (tasks.empty()) return;
+    if (shared) joint_data = joint.get(shared);
+    auto part = [&](const Task& task) {
+      float* mine = task.splits > 1 ? joint_data + task.part : nullptr;
+      if (call.prompt) prompt_part(task, mine);
+      else decode_part(task, mine);
+    };
+    auto join = [&](const Task& task) {
+      if (task.splits == 1) return;
+      if (!call.prompt) decode_join(task, &task - task.split);
+      else if (task.split == 0)  // in order, so that the sum is the same every time
+        for (int s = 0; s < task.splits; ++s) prompt_join(task, joint_data + (&task)[s].part);
+    };
+    const int count = int(tasks.size());
+    threads = std::min(threads, count);
+    if (threads == 1) {
+      for (const Task& task : tasks) part(task);
+      for (const Task& task : tasks) join(task);
+      return;
+    }
+#ifdef _OPENMP
+    std::atomic<int> next{0}, then{0};
+#pragma omp parallel num_threads(threads)
+    {
+      for (int i; (i = next++) < count;) part(tasks[i]);
+      if (shared) {
+#pragma omp barrier
+        for (int i; (i = then++) < count;) join(tasks[i]);
+      }
+    }
+#endif
+  }
+};
+
+}  // namespace
+
+extern "C" void h2o_attend(const Call* call) {
+  switch (call->dtype) {
+    case 0: Attend<Plain<float>>{*call}.run(); break;
+#ifdef H2O_PAIRED
+    case 1:
+      // A decode step waits for memory anyway; a prompt is all arithmetic.
+      if (call->prompt) Attend<Paired<false>>{*call}.run();
+      else Attend<Paired<true>>{*call}.run();
+      break;
+#else
+    case 1: Attend<Plain<bf16>>{*call}.run(); break;
+#endif
+    case 2: Attend<Plain<f16>>{*call}.run(); break;
+  }
+}
+
+extern "C" const char* h2o_isa() {
+#if defined(H2O_PAIRED)
+  return "AVX512-BF16";
+#elif defined(__AVX512F__)
+  return "AVX-512";
+#elif defined(__AVX2__)
+  return "AVX2";
+#elif defined(__ARM_NEON)
+  return "NEON";
+#else
+  return "portable";
+#endif
+}
+
+extern "C" int h2o_threads() { return threads_available(); }

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+// Register tiles: M query rows x one chunk of keys (logits), M rows of probabilities x one chunk of V.
+//
+// Two ways to multiply. Plain widens cache words to float and uses FMA. Paired (AVX512-BF16) feeds
+// bfloat16 pairs to vdpbf16ps, twice the products per instruction: exact for q.k; for p.v the
+// probabilities are rounded to bfloat16, as flash attention does, or kept as a sum of two.
+#pragma once
+#include "vec.hpp"
+
+namespace h2o {
+
+// Accumulator sets per tile: few rows alone could not hide the latency of the multiply-add.
+constexpr int sets(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+
+H2O_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+template <class T>
+struct Plain {
+  using Cache = T;
+  using Query = float;
+  using Prob = float;
+  static constexpr bool shuffled = false;
+  static constexpr int words = 1;  // of Prob per probability
+
+  static void pack_query(const T* q, Query* to, int size) {
+    for (int d = 0; d < size; ++d) to[d] = widen(q[d]);
+  }
+
+  // out[m][0 .. NV * W) = q[m] . k^T;  k: [size, block], starting at the chunk's first key.
+  template <int M, int NV>
+  static void qk(const Query* q, const T* k, const T* next, int block, int size, float* out, int64_t span) {
+    constexpr int N = sets(M);
+    vf acc[N][M][NV] = {};
+    for (int d = 0; d < size; d += N) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        vf b[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) b[v] = load(k + int64_t(d + n) * block + v * W);
+        prefetch(next + int64_t(d + n) * block);
+        if (sizeof(T) * NV * W > 64) prefetch(next + int64_t(d + n) * block + NV * W / 2);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+          vf a = splat(q[m * size + d + n]);
+#pragma GCC unroll 4
+          for (int v = 0; v < NV; ++v) acc[n][m][v] += a * b[v];
+        }
+      }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        vf sum = acc[0][m][v];
+        for (int n = 1; n < N; ++n) sum += acc[n][m][v];
+        store(out + m * span + v * W, sum);
+      }
+  }
+
+  // out[m][0 .. NV * W) += p[m] . v;  v: [tokens, size], starting at the chunk's first column.
+  template <int M, int NV>
+  static void pv(const Prob* p, int64_t span, const T* v, const T* next, int tokens, int size, float* out) {
+    vf acc[M][NV];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int c = 0; c < NV; ++c) acc[m][c] = load(out + m * size + c * W);
+    for (int t = 0; t < tokens; ++t) {
+      vf b[NV];
+#pragma GCC unroll 4
+      for (int c = 0; c < NV; ++c) b[c] = load(v + int64_t(t) * size + c * W);
+      prefetch(next + int64_t(t) * size);
+      if (sizeof(T) * NV * W > 64) prefetch(next + int64_t(t) * size + NV * W / 2);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+        vf a = splat(p[m * span + t]);
+#pragma GCC unroll 4
+        for (int c = 0; c < NV; ++c) acc[m][c] += a * b[c];
+      }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int c = 0; c < NV; ++c) store(out + m * size + c * W, acc[m][c]);
+  }
+
+  static H2O_INLINE void put(Prob* row, int i, vf x) { store(row + i, x); }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define H2O_PAIRED 1
+
+// EXACT: each probability is two bfloat16, 16 leading parts followed by the 16 remainders. That is good to
+// 2^-17, and costs two products where there was one.
+template <bool EXACT>
+struct Paired {
+  using Cache = bf16;
+  using Query = uint16_t;
+  using Prob = uint16_t;
+  // Outputs of 32-column chunks stay in the order vpunpck leaves them; see column().
+  static constexpr bool shuffled = true;
+  static constexpr int words = EXACT ? 2 : 1;
+
+  static void pack_query(const bf16* q, Query* to, int size) { std::memcpy(to, q, 2 * size); }
+
+  static H2O_INLINE __m512bh splat_pair(const uint16_t* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static H2O_INLINE vf fma(vf acc, __m512bh a, __m512i b) {
+    return (vf)_mm512_dpbf16_ps((__m512)acc, a, (__m512bh)b);
+  }
+  // Two rows of NV * 16 words, interleaved: word pairs (row 0, row 1), NV vectors. With NV > 1 the
+  // 32-word groups come out as (0-3 8-11 16-19 24-27)(4-7 12-15 20-23 28-31).
+  template <int NV>
+  static H2O_INLINE void interleave(const bf16* row0, const bf16* row1, __m512i* b) {
+    if constexpr (NV == 1) {
+      __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)row0));
+      __m512i high = row1 ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)row1)) : __m512i{};
+      b[0] = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+    } else {
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v += 2) {
+        __m512i x = _mm512_loadu_si512(row0 + v * 16);
+        __m512i y = row1 ? _mm512_loadu_si512(row1 + v * 16) : __m512i{};
+        b[v] = _mm512_unpacklo_epi16(x, y);
+        b[v + 1] = _mm512_unpackhi_epi16(x, y);
+      }
+    }
+  }
+
+  template <int M, int NV>
+  static void qk(const Query* q, const bf16* k, const bf16* next, int block, int size, float* out, int64_t span) {
+    constexpr int N = sets(M);
+    vf acc[N][M][NV] = {};
+    for (int d = 0; d < size; d += 2 * N) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const int64_t at = int64_t(d + 2 * n) * block;
+        __m512i b[NV];
+        interleave<NV>(k + at, k + at + block, b);
+        prefetch(next + at);
+        prefetch(next + at + block);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+          __m512bh a = splat_pair(q + m * size + d + 2 * n);
+#pragma GCC unroll 4
+          for (int v = 0; v < NV; ++v) acc[n][m][v] = fma(acc[n][m][v], a, b[v]);
+        }
+      }
+    }
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v)
+        for (int n = 1; n < N; ++n) acc[0][m][v] += acc[n][m][v];
+      if constexpr (NV == 1) {
+        store(out + m * span, acc[0][m][0]);
+      } else {
+        __m512 low = (__m512)acc[0][m][0], high = (__m512)acc[0][m][1];
+        store(out + m * span, (vf)_mm512_permutex2var_ps(low, first, high));
+        store(out + m * span + 16, (vf)_mm512_permutex2var_ps(low, second, high));
+      }
+    }
+  }
+
+  template <int M, int NV>
+  static void pv(const Prob* p, int64_t span, const bf16* v, const bf16* next, int tokens, int size, float* out) {
+    vf acc[M][NV];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int c = 0; c < NV; ++c) acc[m][c] = load(out + m * size + c * W);
+    auto step = [&](int t, const bf16* row1) __attribute__((always_inline)) {
+      __m512i b[NV];
+      interleave<NV>(v + int64_t(t) * size, row1, b);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+        const Prob* at = p + m * span + (EXACT ? (t & ~15) * 2 + (t & 15) : t);
+        __m512bh a = splat_pair(at);
+#pragma GCC unroll 4
+        for (int c = 0; c < NV; ++c) acc[m][c] = fma(acc[m][c], a, b[c]);
+        if constexpr (EXACT) {
+          a = splat_pair(at + 16);
+#pragma GCC unroll 4
+          for (int c = 0; c < NV; ++c) acc[m][c] = fma(acc[m][c], a, b[c]);
+        }
+      }
+    };
+    int t = 0;
+    for (; t + 1 < tokens; t += 2) {
+      prefetch(next + int64_t(t) * size);
+      prefetch(next + int64_t(t + 1) * size);
+      if (NV > 2) prefetch(next + int64_t(t) * size + 32);
+      if (NV > 2) prefetch(next + int64_t(t + 1) * size + 32);
+      step(t, v + int64_t(t + 1) * size);
+    }
+    // An odd last token: its probability is paired with a zero, but the V row behind it may be NaN.
+    if (t < tokens) step(t, nullptr);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int c = 0; c < NV; ++c) store(out + m * size + c * W, acc[m][c]);
+  }
+
+  static H2O_INLINE void put(Prob* row, int i, vf x) {
+    const __m256i high = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(row + i * words, &high, 32);
+    if constexpr (EXACT) {
+      vf rest = x - (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
+      const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)rest);
+      std::memcpy(row + i * words + 16, &low, 32);
+    }
+  }
+};
+#endif
+
+// Where column d of an output lies after Paired::pv, given that only whole 32-column chunks are shuffled.
+H2O_INLINE int column(int d, int size, bool shuffled) {
+  if (!shuffled || d >= size / 32 * 32) return d;
+  return (d & ~31) | (d & 4) << 2 | (d & 24) >> 1 | (d & 3);
+}
+
+}  // namespace h2o

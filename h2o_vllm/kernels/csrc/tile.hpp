@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// One tile: M query rows (tokens x the q heads of one kv head) against a run of blocks of one sequence.
+//
+// The logits of the whole run are kept (in L2, for sensible sizes), so one pass over K and one over V give
+// the exact softmax, the output, and every token's share of attention.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include "dot.hpp"
+
+namespace h2o {
+
+struct Layer {           // what one call works on; strides in elements
+  const char* cache;     // [N, KH, (K^T [D, BS]) (V [BS, D])]
+  float* scores;         // [N, KH, BS]
+  int heads, group, size, block;
+  float scale;
+};
+
+template <class K>
+struct Tile {
+  using T = typename K::Cache;
+  using Query = typename K::Query;
+  using Prob = typename K::Prob;
+
+  const Layer& layer;
+  const int32_t* table;    // block ids, from the run's first block on
+  int head;                // kv head
+  int rows;                // M, a multiple of the group; row m sees limit(m) tokens of the run
+  int first_limit;         // of rows 0 .. G - 1; each further token sees one more
+  int64_t span;            // floats per logits row: the run rounded up to blocks
+
+  int limit(int m) const { return first_limit + m / layer.group; }
+  int length() const { return limit(rows - 1); }
+  const T* page(int b) const {
+    return (const T*)layer.cache + (int64_t(table[b]) * layer.heads + head) * 2 * layer.size * layer.block;
+  }
+  float* score_page(int b) const { return layer.scores + (int64_t(table[b]) * layer.heads + head) * layer.block; }
+
+  // Calls f(std::integral_constant rows, first row) for register tiles that cover rows [first, rows).
+  template <class F>
+  H2O_INLINE void row_groups(int first, const F& f) const {
+    for (int m = first; m < rows;) {
+      const int left = rows - m;
+#define H2O_TAKE(n) if (n <= MAX_ROWS && left >= n) { f(std::integral_constant<int, (n <= MAX_ROWS ? n : 1)>(), m); m += n; continue; }
+      H2O_TAKE(12) H2O_TAKE(8) H2O_TAKE(6) H2O_TAKE(4) H2O_TAKE(3) H2O_TAKE(2) H2O_TAKE(1)
+#undef H2O_TAKE
+    }
+  }
+  // The first row that sees token t of the run, rounded down to whole tokens.
+  int first_seeing(int t) const { return std::max(0, t + 1 - first_limit) * layer.group; }
+
+  void logits(const Query* q, float* out) const {
+    const int block = layer.block, size = layer.size, blocks = (length() + block - 1) / block;
+    for (int b = 0; b < blocks; ++b) {
+      const T* k = page(b);
+      const T* next = b + 1 < blocks ? page(b + 1) : k;
+      int c = 0;
+      auto chunk = [&](auto vectors) {
+        constexpr int NV = decltype(vectors)::value;
+        for (; c + NV * W <= block; c += NV * W) {
+          const int t = b * block + c;
+          if (t >= length()) return;
+          row_groups(first_seeing(t), [&](auto count, int m) {
+            K::template qk<decltype(count)::value, NV>(
+                q + int64_t(m) * size, k + c, m == 0 ? next + c : k + c, block, size, out + m * span + t, span);
+          });
+        }
+      };
+      chunk(std::integral_constant<int, 2>());
+      chunk(std::integral_constant<int, 1>());
+    }
+  }
+
+  // In place: e = exp(scale * logit - max); zeros from each row's limit to the end. Leaves the base-2
+  // maximum and the sum of each row.
+  void exponentials(float* e, float* top, float* sum) const {
+    const float factor = layer.scale * 1.44269504088896341f;
+    const int end = round_up(length());
+    for (int m = 0; m < rows; ++m) {
+      float* row = e + m * span;
+      const int n = limit(m), whole = n / W * W;
+      vf high = splat(-INFINITY), total = {};
+      for (int i = 0; i < whole; i += W) high = vmax(load(row + i) * factor, high);
+      float best = hmax(high);
+      for (int i = whole; i < n; ++i) best = std::max(best, row[i] * factor);
+      for (int i = 0; i < whole; i += W) {
+        vf x = exp2_neg(load(row + i) * factor - best);
+        store(row + i, x);
+        total += x;
+      }
+      if (whole < n) {  // beyond the limit there may be NaN from slots nobody wrote
+        float tail[W] = {};
+        for (int i = whole; i < n; ++i) tail[i - whole] = row[i] * factor - best;
+        store(tail, exp2_neg(load(tail)));
+        for (int i = n - whole; i < W; ++i) tail[i] = 0;
+        store(row + whole, load(tail));
+        total += load(tail);
+      }
+      for (int i = round_up(n); i < end; i += W) store(row + i, (vf){});
+      top[m] = best;
+      sum[m] = hsum(total);
+    }
+  }
+
+  // prob = e * factor[m] in the type V is multiplied with (may overlay e), and its column sums added to
+  // sums, unless that is null.
+  void normalise(const float* e, const float* factor, Prob* prob, int64_t prob_span, float* sums) const {
+    const int end = round_up(length());
+    auto some = [&](auto count, int m) {
+      constexpr int N = decltype(count)::value;
+      for (int i = 0; i < end; i += W) {
+        vf column = {}, p[N];
+        for (int n = 0; n < N; ++n) {
+          p[n] = load(e + (m + n) * span + i) * factor[m + n];
+          column += p[n];
+        }
+        if (sums) store(sums + i, load(sums + i) + column);
+        if (prob)
+          for (int n = 0; n < N; ++n) K::put(prob + (m + n) * prob_span, i, p[n]);
+      }
+    };
+    int m = 0;
+    for (; m + 4 <= rows; m += 4) some(std::integral_constant<int, 4>(), m);
+    for (; m + 3 <= rows; m += 3) some(std::integral_constant<int, 3>(), m);
+    for (; m < rows; ++m) some(std::integral_constant<int, 1>(), m);
+  }
+
+  // out [M, D] += prob . V, columns in the order of column().
+  void values(const Prob* prob, int64_t prob_span, float* out) const {
+    const int block = layer.block, size = layer.size, blocks = (length() + block - 1) / block;
+    for (int b = 0; b < blocks; ++b) {
+      const T* v = page(b) + int64_t(size) * block;
+      const T* next = b + 1 < blocks ? page(b + 1) + int64_t(size) * block : v;
+      const int here = std::min(block, length() - b * block);
+      row_groups(first_seeing(b * block), [&](auto count, int m) {
+        constexpr int M = decltype(count)::value;
+        constexpr int WIDE = M * 4 <= MAX_ROWS * 2 ? 4 : 2;
+        int d = 0;
+        auto columns = [&](auto vectors) {
+          constexpr int NV = decltype(vectors)::value;
+          for (; d + NV * W <= size; d += NV * W)
+            K::template pv<M, NV>(prob + m * prob_span + b * block * K::words, prob_span, v + d,
+                                  m == 0 ? next + d : v + d, here, size, out + int64_t(m) * size + d);
+        };
+        columns(std::integral_constant<int, WIDE>());
+        columns(std::integral_constant<int, 2>());
+        columns(std::integral_constant<int, 1>());
+      });
+    }
+  }
+
+  void add_scores(const float* sums) const {
+    const int block = layer.block;
+    for (int t = 0; t < length(); t += block) {
+      float* to = score_page(t / block);
+      const int here = std::min(block, length() - t);
+      for (int i = 0; i < here; ++i) to[i] += sums[t + i];
+    }
+  }
+
+  static int round_up(int n) { return (n + W - 1) / W * W; }
+};
+
+}  // namespace h2o

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// The widest float vector this CPU has, and how cache words become floats.
+//
+// GCC/Clang vector extensions: one source for AVX-512, AVX2, NEON. Compiled with -march=native, never
+// with -ffast-math: the rounding trick in exp2 and the handling of NaN must stay as written.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace h2o {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;          // floats per vector
+constexpr int MAX_ROWS = 12;   // query rows per register tile: 12 * 2 accumulators of 32 registers
+#elif defined(__AVX2__)
+constexpr int W = 8;
+constexpr int MAX_ROWS = 6;    // 6 * 2 of 16
+#else
+constexpr int W = 4;
+constexpr int MAX_ROWS = 8;    // 8 * 2 of 32 (NEON)
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+#define H2O_INLINE inline __attribute__((always_inline))
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+H2O_INLINE float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+H2O_INLINE uint32_t as_bits(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
+
+H2O_INLINE vf splat(float x) { return x - (vf){}; }
+H2O_INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+
+H2O_INLINE vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
+H2O_INLINE vf load(const bf16* p) {
+  vh h;
+  std::memcpy(&h, p, sizeof h);
+  return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+H2O_INLINE vf load(const f16* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  vh h;
+  std::memcpy(&h, p, sizeof h);
+  vu u = __builtin_convertvector(h, vu);
+  // Move the exponent into place; a multiplication corrects its bias, subnormals included.
+  vf low = (vf)((u & 0x7fffu) << 13) * 0x1p112f;
+  return (vf)((vu)low | (u & 0x8000u) << 16);
+#endif
+}
+
+H2O_INLINE float widen(float x) { return x; }
+H2O_INLINE float widen(bf16 x) { return as_float(uint32_t(x.bits) << 16); }
+H2O_INLINE float widen(f16 x) {
+  float low = as_float(uint32_t(x.bits & 0x7fff) << 13) * 0x1p112f;
+  return as_float(as_bits(low) | uint32_t(x.bits & 0x8000) << 16);
+}
+
+// To nearest even, as torch does.
+H2O_INLINE void narrow(float x, float* to) { *to = x; }
+H2O_INLINE void narrow(float x, bf16* to) {
+  uint32_t u = as_bits(x);
+  to->bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+H2O_INLINE void narrow(float x, f16* to) {
+  uint32_t u = as_bits(x), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
+  if (a >= 0x477ff000) a = a > 0x7f800000 ? 0x7e00 : 0x7c00;            // past 65504, or NaN
+  else if (a < 0x38800000) a = as_bits(as_float(a) + 0.5f) - 0x3f000000; // subnormal
+  else a = (a + 0xfff + (a >> 13 & 1) - 0x38000000) >> 13;
+  to->bits = uint16_t(sign | a);
+}
+
+H2O_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+H2O_INLINE float hmax(vf v) { float m = v[0]; for (int i = 1; i < W; ++i) m = v[i] > m ? v[i] : m; return m; }
+H2O_INLINE float hsum(vf v) {
+  float s[W];
+  std::memcpy(s, &v, sizeof v);
+  for (int n = W / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) s[i] += s[i + n];
+  return s[0];
+}
+
+// 2^x for x <= 0, relative error below 3e-7; what would be below 2^-126 becomes 2^-126.
+// Polynomial: Cephes exp2f.
+H2O_INLINE vf exp2_neg(vf x) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  x = vmax(x, splat(-126.0f));
+  vf t = x + magic;
+  vf r = x - (t - magic);
+  vf y = splat(1.535336188319500e-4f);
+  y = y * r + 1.339887440266574e-3f;
+  y = y * r + 9.618437357674640e-3f;
+  y = y * r + 5.550332471162809e-2f;
+  y = y * r + 2.402264791363012e-1f;
+  y = y * r + 6.931472028550421e-1f;
+  y = y * r + 1.0f;
+  return (vf)((vi)y + ((vi)t << 23));
+}
+
+}  // namespace h2o

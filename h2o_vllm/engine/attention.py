@@ -3,8 +3,8 @@
 
 Without a budget in the batch every call goes straight to vLLM's own backend. With one, the
 metadata builder first drops the holes from the block tables (``build``), and each layer then adds
-the attention probabilities of the scored rows to its scores (``forward``): decode rows through one
-fused kernel, prompt rows through vLLM's kernel plus a pass over the keys.
+the attention probabilities of the scored rows to its scores (``forward``), in the same pass over the
+keys as the attention itself. Rows without a budget stay with vLLM's kernel.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ def register_backend() -> None:
 
 @dataclass
 class H2OMetadata(CPUAttentionMetadata):
-    """vLLM's metadata (holes already dropped) plus how the rows are to be served.
+    """vLLM's metadata (holes already dropped) of a batch with scored rows.
 
     Attributes:
         rows: which rows are scored, and how.
-        rest: metadata of the rows that the fused kernel does not serve, if it serves any and not
-            all of them.
+        rest: metadata of the rows left to vLLM, if there are any.
     """
 
     rows: RowSplit | None = None
@@ -107,13 +106,17 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
                 state.start_scores(policy, seen, common.slot_mapping[first:end])
         live = compact_tables(common, [policy is not None for policy in policies], self.block_size)
         rows = split_rows([bool(p and p.scores_attention) for p in policies], starts)
-        metadata = super().build(common_prefix_len, live, fast_build)
-        if not rows:
-            return metadata
-        rest = None
-        if rows.decode_rows.numel() and rows.rest_rows.numel():
-            rest = super().build(common_prefix_len, self._subset(live, rows), fast_build)
-        return H2OMetadata(**vars(metadata), rows=rows, rest=rest)
+        if rows is None:
+            return super().build(common_prefix_len, live, fast_build)
+        rest = self._subset(live, rows) if rows.rest_rows.numel() else None
+        # vLLM's kernel serves the rest only; ours read nothing but these three tensors.
+        metadata = super().build(common_prefix_len, rest or live, fast_build)
+        ours = {
+            "query_start_loc": live.query_start_loc,
+            "seq_lens": live.seq_lens,
+            "block_table": live.block_table_tensor,
+        }
+        return H2OMetadata(**{**vars(metadata), **ours}, rows=rows, rest=rest and metadata)
 
     @staticmethod
     def _subset(common: CommonAttentionMetadata, rows: RowSplit) -> CommonAttentionMetadata:
@@ -173,22 +176,15 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
         rows, scores = attn_metadata.rows, self._scores
         assert rows is not None
         assert scores is not None
-        if rows.decode_rows.numel() == 0:
-            stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        elif attn_metadata.rest is not None:
+        if attn_metadata.rest is not None:
             index = rows.rest_tokens
             attended = output[index]
             stock(layer, query[index], key, value, kv_cache, attn_metadata.rest, attended, *scales)
             output[index] = attended
-        tables = (attn_metadata.block_table, attn_metadata.seq_lens)
-        kernels.attend_decode(
-            query, kv_cache, scores, *tables, rows.decode_tokens, rows.decode_rows, self.scale,
-            output,
-        )  # fmt: skip
-        kernels.score_prompt(
-            query, kv_cache, scores, *tables, attn_metadata.query_start_loc, rows.prompt_rows,
-            self.scale,
-        )  # fmt: skip
+        batch = (query, kv_cache, scores, attn_metadata.block_table, attn_metadata.seq_lens)
+        kernels.attend_decode(*batch, rows.decode_tokens, rows.decode_rows, self.scale, output)
+        starts = attn_metadata.query_start_loc
+        kernels.attend_prompt(*batch, starts, rows.prompt_rows, self.scale, output)
         return output
 
 

@@ -22,8 +22,7 @@ class RowSplit:
     Attributes:
         decode_rows, decode_tokens: scored rows with one query, and where that query is; int32.
         prompt_rows: scored rows with several queries; int32.
-        rest_rows, rest_starts: rows the fused decode kernel does not serve (``prompt_rows``
-            included), and their query starts once gathered; int32.
+        rest_rows, rest_starts: rows left to vLLM, and their query starts once gathered; int32.
         rest_tokens: their queries' positions in the batch; int64.
     """
 
@@ -53,14 +52,14 @@ def split_rows(scored: list[bool], starts: list[int]) -> RowSplit | None:
     rest_starts = [0]
     rest_tokens: list[int] = []
     for row, (first, end) in enumerate(pairwise(starts[: len(scored) + 1])):
-        if scored[row] and end - first == 1:
+        if not scored[row]:
+            rest.append(row)
+            rest_tokens.extend(range(first, end))
+            rest_starts.append(len(rest_tokens))
+        elif end - first == 1:
             decode.append(row)
-            continue
-        if scored[row]:
+        else:
             prompt.append(row)
-        rest.append(row)
-        rest_tokens.extend(range(first, end))
-        rest_starts.append(len(rest_tokens))
     return RowSplit(
         decode_rows=_int32(decode),
         decode_tokens=_int32([starts[row] for row in decode]),

@@ -54,10 +54,9 @@ class WorkerState:
         one, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
         first, table = torch.zeros(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
         lens = torch.tensor([2], dtype=torch.int32)
-        kernels.attend_decode(
-            query, kv_cache, scores[0], table, lens, first, first, 1.0, torch.empty_like(query)
-        )
-        kernels.score_prompt(query, kv_cache, scores[0], table, lens, starts, first, 1.0)
+        batch = (query, kv_cache, scores[0], table, lens)
+        kernels.attend_decode(*batch, first, first, 1.0, torch.empty_like(query))
+        kernels.attend_prompt(*batch, starts, first, 1.0, torch.empty_like(query))
         kernels.compact([kv_cache], scores, one, one + 1)
         kernels.reset_scores(scores, one.long())
 

@@ -65,6 +65,7 @@ class H2OMetadata(CPUAttentionMetadata):
 class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
     """Drops holes from the block tables and tells scored rows from the others."""
 
+    isa: str
     _state: WorkerState | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
+# Sourced by deploy/quickstart, tests/run and .ci/run: makes .venv what the locks say, once.
+#
+#   .venv/h2o-made-by-setup   this environment is ours and may be made anew
+#   .venv/h2o-base.stamp      what is installed, written after the last step: without it, or with another
+#   .venv/h2o-test.stamp      content, the next run repairs the environment
+#   .venv/h2o-setup.log       what the installers said
+#
+# H2O_DEVICE=cpu|cuda overrides the choice of the build (cuda where nvidia-smi sees a GPU).
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv="$root/.venv"
+log="$venv/h2o-setup.log"
+# shellcheck source=deploy/index.sh
+. "$root/deploy/index.sh"
+
+say() { printf 'h2o_vllm: %s\n' "$*" >&2; }
+fail() { say "$@" && exit 1; }
+
+# setup_environment [test]: afterwards .venv works, has the test tools if asked for, and is first in PATH.
+setup_environment() {
+    local want="${1:-base}" device
+    device=$(device)
+    if ! ready "$want" "$device"; then
+        # Two starts at once: the second waits, then finds everything done.
+        exec 9>"$root/.venv.lock"
+        if command -v flock >/dev/null && ! flock -n 9; then
+            say "another setup is running; waiting for it ..."
+            flock 9
+        fi
+        ready "$want" "$device" || build "$want" "$device"
+        exec 9>&-
+    fi
+    export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
+}
+
+device() {
+    case "${H2O_DEVICE:-}" in
+    cpu | cuda) echo "$H2O_DEVICE" ;;
+    "") if nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi ;;
+    *) fail "H2O_DEVICE must be cpu or cuda, got $H2O_DEVICE" ;;
+    esac
+}
+
+# What an installation depends on. The path too: scripts in .venv/bin name it.
+fingerprint() { # base|test DEVICE
+    local files=("$root/pyproject.toml" "$root/deploy/locks/$2.txt" "$root/deploy/setup.sh")
+    if [[ "$1" == test ]]; then files+=("$root/deploy/locks/test.txt"); fi
+    { echo "$2 $root" && cat "${files[@]}"; } | sha256sum
+}
+
+stamped() { # base|test DEVICE
+    [[ -x "$venv/bin/python" && "$(cat "$venv/h2o-$1.stamp" 2>/dev/null)" == "$(fingerprint "$1" "$2")" ]]
+}
+
+ready() { # base|test DEVICE
+    stamped base "$2" && { [[ "$1" == base ]] || stamped test "$2"; }
+}
+
+build() { # base|test DEVICE
+    local want="$1" device="$2" started=$SECONDS
+    if ! stamped base "$device"; then
+        new_venv
+        step "getting the installer (uv)" "a few seconds" get_uv
+        uv_like_pip "$venv/bin/python"
+        say "building for $device$([[ "$device" == cpu ]] || echo ": nvidia-smi sees a GPU, or H2O_DEVICE says so")"
+        step "installing PyTorch ($device)" "a minute or two" install_torch "$device"
+        step "installing vLLM and the rest of deploy/locks/$device.txt" "a minute or two" \
+            install -r "$root/deploy/locks/$device.txt"
+        # Not in isolation: what builds it is in the lock.
+        step "installing h2o_vllm" "a few seconds" install --no-build-isolation --editable "$root"
+        step "checking" "half a minute" check "$device"
+        fingerprint base "$device" >"$venv/h2o-base.stamp"
+    fi
+    if [[ "$want" == test ]] && ! stamped test "$device"; then
+        # If this is interrupted, what is in .venv is unknown: nothing in it counts until it is done.
+        rm -f "$venv"/h2o-*.stamp
+        uv_like_pip "$venv/bin/python"
+        step "installing the test tools" "a few seconds" install -r "$root/deploy/locks/test.txt"
+        fingerprint base "$device" >"$venv/h2o-base.stamp"
+        fingerprint test "$device" >"$venv/h2o-test.stamp"
+    fi
+    say "environment ready in $((SECONDS - started)) s: $venv"
+}
+
+new_venv() {
+    local python
+    if [[ -e "$venv" && ! -e "$venv/h2o-made-by-setup" && -e "$venv/pyvenv.cfg" ]]; then
+        fail "$venv was not made by this script; move it away, it would be overwritten"
+    fi
+    python=$(find_python)
+    say "creating $venv with $("$python" --version)"
+    rm -rf "$venv"
+    mkdir "$venv" && touch "$venv/h2o-made-by-setup"
+    "$python" -m venv "$venv" || fail "$python -m venv failed, see above"
+}
+
+find_python() {
+    local python found=""
+    # 3.11 first: it is what the test suite is run with.
+    for python in python3.11 python3.12 python3.13 python3; do
+        "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+            >/dev/null 2>&1 || continue
+        found="$python"
+        if "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then echo "$python" && return; fi
+    done
+    [[ -z "$found" ]] || fail "$found has no venv module; on Debian: apt install python3-venv"
+    fail "no Python 3.11, 3.12 or 3.13 found; on Debian 12 or later: apt install python3 python3-venv"
+}
+
+get_uv() { "$venv/bin/python" -m pip install "uv>=0.8" || echo "uv is not to be had here; going on with pip"; }
+
+install() {
+    if [[ -x "$venv/bin/uv" ]]; then
+        "$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps "$@"
+    else
+        "$venv/bin/python" -m pip install --no-deps "$@"
+    fi
+}
+
+# On its own, because the CPU build is on no plain package index: either pip's settings lead to it, or uv
+# knows where PyTorch keeps it. For CUDA without pip's folders of wheels: a torch==2.13.0+cpu in one of them
+# satisfies the lock's torch==2.13.0.
+install_torch() { # DEVICE
+    local torch
+    torch=$(grep '^torch==' "$root/deploy/locks/$1.txt")
+    if [[ "$1" == cuda ]]; then
+        UV_FIND_LINKS="" PIP_FIND_LINKS="" install "$torch"
+    else
+        install "$torch" || { [[ -x "$venv/bin/uv" ]] && install --torch-backend=cpu "$torch"; }
+    fi
+}
+
+check() { # DEVICE
+    "$venv/bin/python" - "$1" <<'PYTHON'
+import sys
+
+import torch
+
+if sys.argv[1] == "cuda" and torch.version.cuda is None:
+    sys.exit(f"torch {torch.__version__} is not a CUDA build")
+import transformers, vllm  # noqa: E401
+
+print(f"torch {torch.__version__}, transformers {transformers.__version__}, vLLM {vllm.__version__}")
+PYTHON
+}
+
+# step WHAT HOW_LONG COMMAND...: run it into the log, with a sign of life every 15 s.
+step() {
+    local what="$1" usual="$2" started=$SECONDS heart status=0
+    shift 2
+    say "$what (usually $usual) ..."
+    # Sleeps of 1 s: what is left of a killed one must not keep a pipe open.
+    { while sleep 1; do (((SECONDS - started) % 15)) || say "  ... $((SECONDS - started)) s"; done } 9>&- &
+    heart=$!
+    # shellcheck disable=SC2064
+    trap "kill $heart 2>/dev/null" EXIT
+    "$@" >>"$log" 2>&1 || status=$?
+    kill "$heart" 2>/dev/null
+    wait "$heart" 2>/dev/null || true
+    trap - EXIT
+    [[ $status -eq 0 ]] || { tail -n 25 "$log" >&2 && fail "$what failed; all of it is in $log"; }
+    say "  done in $((SECONDS - started)) s"
+}

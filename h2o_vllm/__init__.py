@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""H2O KV-cache eviction for vLLM: freed blocks, per-request budgets, no patches.
+
+``import h2o_vllm`` is cheap in every process: nothing below is loaded before it is used, and vLLM
+and torch are not loaded by it at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from h2o_vllm.config import H2OConfig
+    from h2o_vllm.errors import AccountingError, BudgetError, ConfigError, H2OError
+    from h2o_vllm.plugin import engine_args
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccountingError",
+    "BudgetError",
+    "ConfigError",
+    "H2OConfig",
+    "H2OError",
+    "__version__",
+    "engine_args",
+]
+
+_HOMES = {
+    "AccountingError": "h2o_vllm.errors",
+    "BudgetError": "h2o_vllm.errors",
+    "ConfigError": "h2o_vllm.errors",
+    "H2OConfig": "h2o_vllm.config",
+    "H2OError": "h2o_vllm.errors",
+    "engine_args": "h2o_vllm.plugin",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    # Found at once the next time.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

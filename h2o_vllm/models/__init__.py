@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded default model: from a PyPI package to a safetensors directory, without a model hub.
+
+Runs in the process that starts the server, and as ``python -m h2o_vllm.models``. Imports nothing
+heavy until a conversion is needed.
+"""
+
+from h2o_vllm.models.default import DEFAULT_MODEL_NAME, default_model_dir
+
+__all__ = ["DEFAULT_MODEL_NAME", "default_model_dir"]

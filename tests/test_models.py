@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded model's directory is complete or absent, whatever happens while it is made."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from h2o_vllm.errors import ConfigError
+from h2o_vllm.models import DEFAULT_MODEL_NAME, default, default_model_dir, store
+from h2o_vllm.models.store import prepared
+
+CONVERT_SLOWLY = """
+import sys, time
+from pathlib import Path
+from h2o_vllm.models.store import prepared
+
+def convert(target):
+    with open(sys.argv[2], "a") as log:
+        log.write("x")
+    (target / "first").write_text("written before the kill")
+    time.sleep(float(sys.argv[3]))
+    (target / "second").write_text("written after it")
+
+print(prepared(Path(sys.argv[1]), convert))
+"""
+
+
+def start_conversion(directory: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
+    """Prepare ``directory`` in another process; ``log`` gets one letter per conversion begun."""
+    return subprocess.Popen(
+        [sys.executable, "-c", CONVERT_SLOWLY, str(directory), str(log), str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def write_one_file(target: Path) -> None:
+    (target / "weights").write_text("complete")
+
+
+def never(target: Path) -> None:
+    raise AssertionError(f"converted again into {target}")
+
+
+def test_converts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "not" / "yet" / "there"
+    assert prepared(directory, write_one_file) == directory
+    assert (directory / "weights").read_text() == "complete"
+    assert "preparing" in capsys.readouterr().err
+    assert prepared(directory, never) == directory
+    assert capsys.readouterr() == ("", "")
+
+
+def test_two_starts_at_once_convert_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    starts = [start_conversion(tmp_path / "model", log, 0.5) for _ in range(3)]
+    results = [start.communicate(timeout=30) for start in starts]
+    assert {out.strip() for out, _ in results} == {str(tmp_path / "model")}
+    assert log.read_text() == "x"
+    assert sum("waiting for it" in err for _, err in results) == 2
+
+
+def test_killed_conversion_is_never_used(tmp_path: Path) -> None:
+    directory, log = tmp_path / "model", tmp_path / "log"
+    start = start_conversion(directory, log, 60)
+    half_written = tmp_path / "model.part" / "first"
+    deadline = time.monotonic() + 30
+    while not half_written.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert half_written.exists()
+    start.kill()
+    start.communicate()
+    assert not directory.exists()
+
+    prepared(directory, write_one_file)
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"weights", store.MANIFEST}
+    assert not half_written.parent.exists()
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated"])
+def test_damaged_directory_is_made_anew(tmp_path: Path, damage: str) -> None:
+    directory = prepared(tmp_path / "model", write_one_file)
+    if damage == "deleted":
+        (directory / "weights").unlink()
+    else:
+        (directory / "weights").write_text("com")
+    prepared(directory, write_one_file)
+    assert (directory / "weights").read_text() == "complete"
+
+
+def test_full_disk_is_a_clear_error(tmp_path: Path) -> None:
+    def convert(target: Path) -> None:
+        write_one_file(target)
+        Path("/dev/full").write_bytes(b"no room for this")
+
+    with pytest.raises(ConfigError, match=r"No space left.*XDG_CACHE_HOME") as caught:
+        prepared(tmp_path / "model", convert)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert [path.name for path in tmp_path.iterdir()] == ["model.lock"]
+
+
+def test_unusable_cache_directory_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        prepared(tmp_path / "file" / "model", never)
+
+
+def test_failing_conversion_leaves_nothing(tmp_path: Path) -> None:
+    def convert(target: Path) -> None:
+        write_one_file(target)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        prepared(tmp_path / "model", convert)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.lock"]
+
+
+@pytest.mark.parametrize("constant", ["PACKAGE", "GGUF_FILE"])
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, constant: str) -> None:
+    monkeypatch.setattr(default, constant, "not_there")
+    with pytest.raises(ConfigError, match=r"h2o-vllm\[model\]"):
+        default_model_dir()
+
+
+def test_command_prints_only_the_directory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "h2o_vllm.models"], capture_output=True, text=True, check=True
+    )
+    directory = Path(done.stdout.removesuffix("\n"))
+    assert directory.name.startswith(DEFAULT_MODEL_NAME)
+    assert (directory / "model.safetensors").stat().st_size > 2e8
+
+
+def test_command_reports_errors_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "h2o_vllm").write_text("in the way")
+    done = subprocess.run(
+        [sys.executable, "-m", "h2o_vllm.models"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "XDG_CACHE_HOME" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_model_answers_and_stops() -> None:
+    transformers = pytest.importorskip("transformers")
+    directory = default_model_dir()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    # In float32: this model finds "L" nearly as likely as "The", and bfloat16's rounding can decide it.
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    output = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0]
+    answer = output[prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
+    assert answer[-1] == tokenizer.eos_token_id
+
+
+def test_tokenizer_splits_digits_and_loses_nothing() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(default_model_dir())
+    # Two blanks before a digit are one token: the digit was split off before.
+    assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+    text = "It's  2024:\n\n\théllo 日本 🎉 <|im_end|> and on"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    config = json.loads((default_model_dir() / "config.json").read_text())
+    assert len(tokenizer) == config["vocab_size"]

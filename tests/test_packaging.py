@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is built, what is pinned and what is written about it fit together."""
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import h2o_vllm
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCKS = ("cpu", "cuda", "test")
+
+# Extras whose requirements each lock has to satisfy.
+EXTRAS = {"cpu": ("cpu", "model"), "cuda": ("cuda", "model")}
+
+# Asked for by a locked package, left out on purpose: see deploy/locks/compile.
+LEFT_OUT = {
+    "cpu": {
+        "llama-cpp-python",
+        "llm",
+        "opencv-python-headless",
+        "torchaudio",
+        "torchcodec",
+        "torchvision",
+    },
+    "cuda": {"llama-cpp-python", "llm"},
+}
+
+
+# Imported by name, but pinned by what brings them: the extra model, vLLM, numba.
+COME_WITH_OTHERS = ("gguf", "safetensors", "tokenizers", "uvloop", "llvmlite")
+
+
+def locked(name: str) -> dict[str, Version]:
+    """Name to version of ``deploy/locks/<name>.txt``, as this Python reads it."""
+    found = {}
+    for line in (ROOT / "deploy" / "locks" / f"{name}.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        (pin,) = requirement.specifier
+        assert pin.operator == "==", line
+        if requirement.marker is None or requirement.marker.evaluate():
+            found[canonicalize_name(requirement.name)] = Version(pin.version)
+    return found
+
+
+def tracked_files() -> list[Path]:
+    """The files of the project: those git knows or would add; without git, those of our folders."""
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        return [path for name in done.stdout.splitlines() if (path := ROOT / name).is_file()]
+    places = ("h2o_vllm", "deploy", "tests", "loadtest")
+    return [path for place in places for path in (ROOT / place).rglob("*") if path.is_file()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built from a copy: the build writes beside its sources."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    shutil.copytree(
+        ROOT / "h2o_vllm", copy / "h2o_vllm", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    # As pip would with --no-build-isolation, which needs no pip here.
+    code = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return zipfile.ZipFile(copy / done.stdout.splitlines()[-1])
+
+
+def test_wheel_has_every_source_file(wheel: zipfile.ZipFile) -> None:
+    package = ROOT / "h2o_vllm"
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert "h2o_vllm/py.typed" in sources
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == sources
+
+
+def test_wheel_has_license_and_metadata(wheel: zipfile.ZipFile) -> None:
+    info = f"h2o_vllm-{h2o_vllm.__version__}.dist-info"
+    metadata = wheel.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+
+
+def test_wheel_has_entry_points(wheel: zipfile.ZipFile) -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string(
+        wheel.read(f"h2o_vllm-{h2o_vllm.__version__}.dist-info/entry_points.txt").decode()
+    )
+    assert dict(parser["console_scripts"]) == {"h2o-serve": "h2o_vllm.server.cli:main"}
+    assert parser["vllm.general_plugins"]["h2o"] == "h2o_vllm.plugin:register"
+
+
+def test_version_is_stated_once_more_at_most() -> None:
+    assert PROJECT["version"] == h2o_vllm.__version__
+
+
+@pytest.mark.parametrize("lock", EXTRAS)
+def test_lock_satisfies_pyproject(lock: str) -> None:
+    pins = locked(lock)
+    wanted = [*PROJECT["dependencies"]]
+    for extra in EXTRAS[lock]:
+        wanted += PROJECT["optional-dependencies"][extra]
+    for requirement in map(Requirement, wanted):
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+@pytest.mark.parametrize("lock", EXTRAS)
+def test_lock_and_test_lock_satisfy_the_test_extra(lock: str) -> None:
+    pins = locked(lock) | locked("test")
+    for requirement in map(Requirement, PROJECT["optional-dependencies"]["test"]):
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+def test_test_lock_adds_only() -> None:
+    assert not locked("test").keys() & (locked("cpu").keys() | locked("cuda").keys())
+
+
+def test_cpu_lock_is_complete() -> None:
+    """Installed with --no-deps: a requirement of a requirement that is missing shows only here."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    pins = locked("cpu")
+    for name in pins:
+        try:
+            requires = distribution(name).requires or []
+        except PackageNotFoundError:
+            pytest.skip(f"the environment is not that of the cpu lock: no {name}")
+        for requirement in map(Requirement, requires):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                needed = canonicalize_name(requirement.name)
+                if needed not in LEFT_OUT["cpu"]:
+                    assert pins[needed] in requirement.specifier, f"{name} needs {requirement}"
+
+
+@pytest.mark.parametrize("lock", EXTRAS)
+def test_lock_leaves_out_what_breaks_it(lock: str) -> None:
+    assert not locked(lock).keys() & LEFT_OUT[lock]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_names_no_host_and_no_path(lock: str) -> None:
+    text = (ROOT / "deploy" / "locks" / f"{lock}.txt").read_text()
+    assert not re.search(r"://|@|^-|/(home|opt|root|tmp|work)\b", text, re.MULTILINE)
+
+
+def test_every_source_file_names_its_license() -> None:
+    scripts = {"deploy/quickstart", "deploy/locks/compile", "tests/run", ".ci/run"}
+    for path in tracked_files():
+        name = path.relative_to(ROOT).as_posix()
+        if name in scripts or path.suffix in {".py", ".sh", ".cpp", ".hpp"}:
+            head = path.read_text().splitlines()[:3]
+            assert any("SPDX-License-Identifier: Apache-2.0" in line for line in head), name
+
+
+def test_every_shell_script_parses() -> None:
+    for path in tracked_files():
+        first = path.read_bytes()[:200].partition(b"\n")[0]
+        if path.suffix == ".sh" or (first.startswith(b"#!") and b"bash" in first):
+            done = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "h2o_vllm").rglob("*.py")), ids=lambda p: p.name)
+def test_every_third_party_import_is_declared(path: Path) -> None:
+    from tests.test_imports import imported_names
+
+    known = {"h2o_vllm", "vllm", *COME_WITH_OTHERS} | sys.stdlib_module_names
+    declared = {Requirement(line).name.replace("-", "_") for line in PROJECT["dependencies"]}
+    names = {name.partition(".")[0] for name in imported_names(path)}
+    assert names <= known | declared

@@ -2,7 +2,8 @@
 # docker build --target cpu  -t h2o-vllm:cpu .  && docker run -p 8000:8000 h2o-vllm:cpu
 # docker build --target cuda -t h2o-vllm:cuda . && docker run --gpus all --ipc host -p 8000:8000 h2o-vllm:cuda
 #
-# Written against the documentation of the base images; not yet built on every change.
+# Checked by reading only: no image has been built of it yet. The cuda target starts once h2o_vllm has its GPU
+# kernels; until then h2o-serve refuses to run on a GPU and says so.
 # Add --api-key in production: the server listens on all interfaces of the container.
 
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0

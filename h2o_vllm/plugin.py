@@ -52,7 +52,10 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     config = config if config is not None else H2OConfig.from_mapping(options)
     device = current_platform.device_type
     if device not in WORKER_CLS:
-        raise ConfigError(f"h2o_vllm serves on {sorted(WORKER_CLS)} so far; vLLM found {device!r}")
+        raise ConfigError(
+            f"h2o_vllm serves on {', '.join(WORKER_CLS)} so far; vLLM found {device!r}. To try it on "
+            "this machine's CPU: H2O_DEVICE=cpu bash deploy/quickstart"
+        )
     check_vllm_version(device)
     _check_plugin_loads()
     args: dict[str, Any] = {

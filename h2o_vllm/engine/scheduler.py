@@ -11,19 +11,19 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.blocks.plan import StepPlan
-from h2o_vllm.config import CONFIG_KEY, H2OConfig, RequestBudget
+from h2o_vllm.config import CONFIG_KEY, REQUEST_FIELDS, H2OConfig, RequestBudget
 from h2o_vllm.engine.compat import ChunkLimitScheduler, block_managers, parent_request
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.errors import BudgetError, ConfigError
+from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -69,8 +69,8 @@ class H2OScheduler(ChunkLimitScheduler):
         """Open the request's account, then queue it. Never raises for what a client sent."""
         if request.request_id not in self.requests:
             budget = self._budget(request)
-            if budget.evicts and get_scores(budget):
-                # Cached KV comes without the scores its tokens earned; see Account.
+            if budget.evicts and get_policy(budget.policy).moves_tokens:
+                # Cached KV comes without the scores by which its tokens would be ranked.
                 request.skip_reading_prefix_cache = True
             self.blocks.track(request, budget)
         super().add_request(request)
@@ -106,25 +106,27 @@ class H2OScheduler(ChunkLimitScheduler):
                 report = reports.get(output.request_id) or self._interim_report(output)
                 if report is not None:
                     params = output.kv_transfer_params or {}
-                    key = self._with_siblings(output, report)
-                    output.kv_transfer_params = {**params, REPORT_KEY: key}
+                    by_choice = self._with_siblings(output.request_id, report)
+                    output.kv_transfer_params = {**params, REPORT_KEY: by_choice}
         return outputs
 
     def _budget(self, request: Request) -> RequestBudget:
         params = request.sampling_params
-        if params is None or request.resumable:
-            # Pooling computes no new tokens; a streaming-input session has no fixed prompt.
-            return self._full
+        asked = (params.extra_args if params is not None else None) or {}
         try:
-            return self.h2o_config.resolve(params.extra_args)
+            budget = self.h2o_config.resolve(asked)
+            if request.resumable:
+                if not asked.keys().isdisjoint(REQUEST_FIELDS):
+                    raise BudgetError("kv_budget", asked, "left out of a streaming-input session")
+                # A session has no fixed prompt behind which evictions could start.
+                return self._full
+            return budget
         except BudgetError as error:
             # The server refuses these with a 400; only the offline API gets here.
             self._rejected[request.request_id] = str(error)
             return self._full
 
     def _end_rejected(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        from vllm.v1.engine import EngineCoreOutputs
-
         for request_id, reason in self._rejected.items():
             logger.error("Request %s rejected: %s", request_id, reason)
         for request in self.finish_requests(list(self._rejected), RequestStatus.FINISHED_ERROR):
@@ -148,10 +150,10 @@ class H2OScheduler(ChunkLimitScheduler):
         return account.report() if account is not None else None
 
     def _with_siblings(
-        self, output: EngineCoreOutput, report: dict[str, object]
+        self, request_id: str, report: dict[str, object]
     ) -> dict[str, dict[str, object]]:
         """Unstreamed ``n > 1``: vLLM forwards the last choice's output only, so it carries all."""
-        family = parent_request(output.request_id)
+        family = parent_request(request_id)
         if family is None:
             return {"0": report}
         parent, index = family
@@ -160,10 +162,3 @@ class H2OScheduler(ChunkLimitScheduler):
         while len(self._families) > MAX_FAMILIES:
             self._families.popitem(last=False)
         return dict(known)
-
-
-def get_scores(budget: RequestBudget) -> bool:
-    """Whether evictions of this budget rank tokens, which KV from the prefix cache cannot be."""
-    from h2o_vllm.policy import get_policy
-
-    return get_policy(budget.policy).moves_tokens

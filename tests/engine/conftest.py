@@ -8,10 +8,13 @@ import os
 import pydoc_data.topics
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.engine.run_engine import RESULT_MARK
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -82,16 +85,20 @@ class Engine:
         return self.llm.llm_engine.model_executor.driver_worker.worker
 
 
-@pytest.fixture(scope="session")
-def engine(model_dir: str) -> Engine:
-    # In one process, so that laws about blocks can be checked while requests run.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
+@pytest.fixture(scope="package")
+def engine(model_dir: str) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        # In one process, so that laws about blocks can be checked while requests run.
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM, envs
 
-    from h2o_vllm.plugin import engine_args
+        from h2o_vllm.plugin import engine_args
 
-    args = engine_args(kv_min_tokens=FLOOR)
-    return Engine(LLM(model_dir, **ENGINE, **args))
+        llm = LLM(model_dir, **ENGINE, **engine_args(kv_min_tokens=FLOOR))
+        yield Engine(llm)
+        llm.llm_engine.engine_core.shutdown()
+    # A started engine freezes vLLM's view of the environment for the whole process.
+    envs.disable_envs_cache()
 
 
 def tokens_of(output: RequestOutput) -> list[int]:
@@ -132,5 +139,7 @@ def run_engine(
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    # vLLM logs to stdout as well, also while it shuts down.
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
+    results: list[dict[str, Any]] = json.loads(line.removeprefix(RESULT_MARK))
     return results

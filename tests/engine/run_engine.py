@@ -7,6 +7,8 @@
 import json
 import sys
 
+RESULT_MARK = "RESULT "
+
 
 def main() -> None:
     job = json.load(sys.stdin)
@@ -32,7 +34,7 @@ def main() -> None:
         }
         for output in outputs
     ]
-    print("\n" + json.dumps(results))
+    print(f"\n{RESULT_MARK}{json.dumps(results)}", flush=True)
 
 
 if __name__ == "__main__":

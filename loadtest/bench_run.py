@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One measurement: one engine, one workload, in a process of its own. Started by ``loadtest.bench``.
+
+Reads ``{"workload", "variant", "model"}`` as JSON on stdin, writes one JSON object on stdout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import psutil
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from h2o_vllm.plugin import engine_args
+from loadtest.workloads import RESULT_MARK, WORKLOADS, Workload, engine_options, prompts
+
+
+class Recorder(StatLoggerBase):
+    """Keeps what the scheduler says about each step."""
+
+    steps: list[dict[str, float]]
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        type(self).steps = []
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is None:
+            return
+        step = {
+            "at": time.perf_counter(),
+            "running": scheduler_stats.num_running_reqs,
+            "usage": scheduler_stats.kv_cache_usage,
+            "prompt_tokens": 0,
+            "preempted": 0,
+        }
+        if iteration_stats is not None:
+            step["prompt_tokens"] = iteration_stats.num_prompt_tokens
+            step["preempted"] = iteration_stats.num_preempted_reqs
+        self.steps.append(step)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+class Memory(threading.Thread):
+    """Peak resident memory of this process and its children, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+
+    def run(self) -> None:
+        me = psutil.Process()
+        while True:
+            total = 0
+            for process in (me, *me.children(recursive=True)):
+                try:
+                    total += process.memory_info().rss
+                except psutil.NoSuchProcess:
+                    continue
+            self.peak = max(self.peak, total)
+            time.sleep(0.5)
+
+
+def measure(workload: Workload, variant: str, model: str) -> dict[str, Any]:
+    """Start an engine, warm it up, run the workload once."""
+    memory = Memory()
+    memory.start()
+    ours = engine_args() if variant == "h2o" else {}
+    options = {**ours, **engine_options(workload, variant)}
+    started = time.perf_counter()
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(model=model, **options), stat_loggers=[Recorder], enable_multiprocessing=True
+    )
+    ready = time.perf_counter() - started
+    # Not through the tokenizer's length check: the text is longer than any model's context.
+    batch = prompts(workload, lambda text: engine.get_tokenizer().encode(text, verbose=False))
+    asked = [
+        None if budget is None or variant != "h2o" else {"kv_budget": budget}
+        for budget in (workload.budgets[i % len(workload.budgets)] for i in range(len(batch)))
+    ]
+    # Warm-up: every code path once, with text that shares no prefix with the workload.
+    warm = [prompt[::-1][:600] for prompt in batch[:2]]
+    run(engine, warm, asked[:2], 24)
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("requests of the warm-up are still running")
+    Recorder.steps.clear()
+    result = run(engine, batch, asked, workload.output_tokens)
+    num_blocks = engine.vllm_config.cache_config.num_gpu_blocks
+    result |= summary(Recorder.steps, num_blocks or 0)
+    return result | {"start_s": ready, "peak_rss_mib": memory.peak / 2**20}
+
+
+def run(
+    engine: LLMEngine, batch: list[list[int]], asked: list[Any], output_tokens: int
+) -> dict[str, Any]:
+    """All requests at once, to the end."""
+    arrivals: dict[str, list[float]] = defaultdict(list)
+    tokens: dict[str, list[int]] = {}
+    started = time.perf_counter()
+    for i, (prompt, extra) in enumerate(zip(batch, asked, strict=True)):
+        params = SamplingParams(
+            temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra
+        )
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            arrivals[output.request_id].append(now)
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+    wall = time.perf_counter() - started
+    ttft = [times[0] - started for times in arrivals.values()]
+    itl = [b - a for times in arrivals.values() for a, b in itertools.pairwise(times)]
+    return {
+        "tok_per_s": sum(map(len, tokens.values())) / wall,
+        "wall_s": wall,
+        "ttft_s": percentiles(ttft),
+        "itl_s": percentiles(itl),
+        "tokens_hash": hash(tuple(tuple(tokens[str(i)]) for i in range(len(batch)))),
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+
+
+def summary(steps: list[dict[str, float]], num_blocks: int) -> dict[str, Any]:
+    """What the scheduler saw, and decode milliseconds by batch size."""
+    decode: dict[int, list[float]] = defaultdict(list)
+    for before, step in itertools.pairwise(steps):
+        if step["prompt_tokens"] == 0 and before["prompt_tokens"] == 0 and step["running"]:
+            decode[int(step["running"])].append((step["at"] - before["at"]) * 1000)
+    usage = [step["usage"] * num_blocks for step in steps]
+    return {
+        "running_mean": statistics.fmean(step["running"] for step in steps),
+        "running_max": max(step["running"] for step in steps),
+        "preemptions": sum(step["preempted"] for step in steps),
+        "blocks_mean": statistics.fmean(usage),
+        "blocks_peak": max(usage),
+        "decode_ms": {
+            str(batch): statistics.median(times)
+            for batch, times in sorted(decode.items())
+            if len(times) >= 5
+        },
+    }
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    result = measure(WORKLOADS[job["workload"]], job["variant"], job["model"])
+    print(f"\n{RESULT_MARK}{json.dumps(result)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of benchmark rows. Needs matplotlib (test tools)."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+__all__ = ["plot_bench"]
+
+COLOURS = {"stock": "#b0b0b0", "stock-same-flags": "#6f6f6f", "h2o": "#d1495b"}
+LABELS = {"stock": "vLLM defaults", "stock-same-flags": "vLLM, same flags", "h2o": "h2o_vllm"}
+
+
+def plot_bench(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Tokens per second of each workload and variant: median, with every round as a dot."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    variants = [v for v in COLOURS if any(row["variant"] == v for row in rows)]
+    figure, axes = pyplot.subplots(figsize=(1.6 + 1.7 * len(workloads), 4.2), layout="constrained")
+    width = 0.8 / len(variants)
+    for offset, variant in enumerate(variants):
+        for place, workload in enumerate(workloads):
+            speeds = [
+                row["tok_per_s"]
+                for row in rows
+                if (row["workload"], row["variant"]) == (workload, variant)
+            ]
+            if not speeds:
+                continue
+            x = place + (offset - (len(variants) - 1) / 2) * width
+            height = statistics.median(speeds)
+            axes.bar(
+                x, height, width * 0.92, color=COLOURS[variant],
+                label=LABELS[variant] if place == 0 else None,
+            )  # fmt: skip
+            axes.plot([x] * len(speeds), speeds, "k.", markersize=3)
+            axes.annotate(f"{height:.0f}", (x, height), ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(workloads)), workloads)
+    axes.set_ylabel("generated tokens / s")
+    first = rows[0]
+    axes.set_title(
+        f"SmolLM2-135M-Instruct, bf16, {first['machine']}, vLLM {first['versions']['vllm']}, "
+        f"{first['date'][:10]}",
+        fontsize=9,
+    )
+    axes.legend(frameon=False, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    return path

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured: prompts, lengths, budgets, pools. Same prompts for every variant."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "BLOCK_SIZE",
+    "RESULT_MARK",
+    "VARIANTS",
+    "WORKLOADS",
+    "Workload",
+    "engine_options",
+    "prompts",
+]
+
+RESULT_MARK = "RESULT "
+"""Begins the one line of a measuring process that is its result; the rest is vLLM's log."""
+
+BLOCK_SIZE = 32
+STOCK_BLOCK_SIZE = 128
+"""vLLM's default on CPU."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One traffic pattern; all requests are there at the start (closed loop, throughput).
+
+    Attributes:
+        requests, prompt_tokens, output_tokens: how many and how long; prompt lengths vary by 10 %.
+        budgets: ``kv_budget`` of request i is ``budgets[i % len(budgets)]``; ``None`` asks for nothing.
+        pool_tokens: KV memory in tokens; ``None`` is ample.
+    """
+
+    name: str
+    what: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    budgets: tuple[float | None, ...]
+    pool_tokens: int | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.prompt_tokens + self.prompt_tokens // 10 + self.output_tokens + 64
+
+
+WORKLOADS = {
+    one.name: one
+    for one in (
+        Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (0.2,), 6400),
+        Workload("ample", "no memory pressure, budget 0.2", 16, 1000, 512, (0.2,)),
+        Workload("idle", "no request has a budget", 16, 1000, 256, (None,)),
+        Workload("long-0.1", "6,000-token prompts, budget 0.1", 4, 6000, 256, (0.1,)),
+        Workload("long-0.2", "6,000-token prompts, budget 0.2", 4, 6000, 256, (0.2,)),
+        Workload("mixed", "half full, half 0.2, tight pool", 32, 1000, 512, (None, 0.2), 6400),
+    )
+}
+
+VARIANTS = ("stock", "stock-same-flags", "h2o")
+"""vLLM with its defaults, vLLM with exactly our flags, and ours."""
+
+
+def engine_options(workload: Workload, variant: str) -> dict[str, Any]:
+    """Engine arguments of a variant, our switch not included."""
+    block_size = STOCK_BLOCK_SIZE if variant == "stock" else BLOCK_SIZE
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": workload.max_model_len,
+        "block_size": block_size,
+        "kv_cache_memory_bytes": 4 << 30,
+        "seed": 0,
+    }
+    if workload.pool_tokens is not None:
+        # One more: the null block is nobody's.
+        options["num_gpu_blocks_override"] = workload.pool_tokens // block_size + 1
+    return options
+
+
+def prompts(workload: Workload, tokenize: Any) -> list[list[int]]:
+    """Real English without a shared beginning: stretches of Python's own documentation."""
+    text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    tokens: list[int] = tokenize(text)
+    result = []
+    for i in range(workload.requests):
+        length = round(workload.prompt_tokens * (0.9 + 0.2 * i / max(1, workload.requests - 1)))
+        start = i * (len(tokens) - workload.max_model_len) // workload.requests
+        result.append(tokens[start : start + length])
+    return result

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
 
 __all__ = ["REPORT_KEY", "H2OScheduler"]
 

@@ -33,7 +33,8 @@ __all__ = [
     "score_prompt",
 ]
 
-logger = logging.getLogger(__name__)
+# Below "vllm", so that vLLM's logging configuration applies where there is one.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _CHECK = os.environ.get("H2O_CPU_CHECK") == "1"
 

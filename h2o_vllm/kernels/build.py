@@ -22,7 +22,8 @@ from pathlib import Path
 
 __all__ = ["library"]
 
-logger = logging.getLogger(__name__)
+# Below "vllm", so that vLLM's logging configuration applies where there is one.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 SOURCES = Path(__file__).parent / "csrc"
 # No -ffast-math: NaN in slots nobody wrote must stay out, and exp2's rounding trick must stay in.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class Rig:
     """Scheduler, pool and a model that always says token 7.
 
     Every step checks the books (law 2) and that no eviction writes what others can see (law 6).
+    ``pipelined`` schedules a step before the previous one's tokens are known, as asynchronous
+    scheduling does.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Rig:
         max_num_batched_tokens: int = 64,
         caching: bool = True,
         policy: str = "fcfs",
+        pipelined: bool = False,
         **h2o: Any,
     ) -> None:
         register()
@@ -68,6 +72,7 @@ class Rig:
                 is_encoder_decoder=False,
                 scheduler_cls=args["scheduler_cls"],
                 policy=policy,
+                async_scheduling=pipelined,
             ),
             device_config=DeviceConfig("cpu"),
             additional_config=args["additional_config"],
@@ -88,6 +93,8 @@ class Rig:
             log_stats=True,
         )
         self.blocks = self.scheduler.blocks
+        self.pipelined = pipelined
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._hasher = get_request_block_hasher(block_size, sha256)
         self.tokens: dict[str, list[int]] = {}
         self.reports: dict[str, Mapping[str, Any]] = {}
@@ -135,13 +142,18 @@ class Rig:
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
         )
+        self._in_flight.append((output, result))
+        while len(self._in_flight) > (1 if self.pipelined and ids else 0):
+            self._update(*self._in_flight.popleft())
+        self.blocks.check_integrity()
+        return output
+
+    def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 self.tokens[one.request_id].extend(one.new_token_ids)
                 if one.kv_transfer_params:
                     self.reports[one.request_id] = one.kv_transfer_params["h2o"]
-        self.blocks.check_integrity()
-        return output
 
     def run(self, limit: int = 2000) -> int:
         """Step until nothing is left. Returns the number of steps."""

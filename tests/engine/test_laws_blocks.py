@@ -17,9 +17,12 @@ PROMPT = list(range(1000, 1200))
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-cache"])
-def test_law02_every_block_comes_home(model_dir: str, caching: bool, policy: str) -> None:
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+def test_law02_every_block_comes_home(
+    model_dir: str, caching: bool, policy: str, pipelined: bool
+) -> None:
     """Admit, append, evict, preempt, abort, finish, in a pool that is always too small."""
-    rig = Rig(model_dir, 24, caching=caching, policy=policy, kv_min_tokens=16)
+    rig = Rig(model_dir, 24, caching=caching, policy=policy, pipelined=pipelined, kv_min_tokens=16)
     chance = random.Random(0)
     for number in range(60):
         prompt = (
@@ -169,6 +172,21 @@ def test_resumed_requests_are_replayed_with_the_same_evictions(model_dir: str) -
     restart = len(tight) - len(calm)
     assert restart > 0
     assert tight[restart:] == calm
+
+
+@pytest.mark.parametrize("policy", ["h2o", "window"])
+def test_asynchronous_scheduling_evicts_at_the_same_tokens(model_dir: str, policy: str) -> None:
+    """Decisions hang on counts, not on when results come back."""
+
+    def evictions(pipelined: bool) -> tuple[list[tuple[int, ...]], Any]:
+        rig = Rig(model_dir, 60, pipelined=pipelined, kv_min_tokens=16)
+        rig.add("full", PROMPT[:90], max_tokens=70)
+        rig.add("one", PROMPT, {"kv_budget": 0.3, "kv_policy": policy}, max_tokens=150)
+        rig.run()
+        assert len(rig.tokens["one"]) == 150
+        return [e.holes for e in rig.evictions], rig.reports["one"]
+
+    assert evictions(True) == evictions(False)
 
 
 def test_n_greater_than_one_reports_every_choice(model_dir: str) -> None:

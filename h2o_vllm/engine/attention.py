@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.registry import register_backend as vllm_registe
 
 from h2o_vllm import kernels
 from h2o_vllm.blocks.spec import evictable_spec
+from h2o_vllm.engine.compat import set_attention_isa
 from h2o_vllm.engine.rows import RowSplit, compact_tables, split_rows
 from h2o_vllm.errors import ConfigError
 
@@ -72,8 +73,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         if self.isa == "amx":
             # AMX packs K differently; the generic kernel reads what ours read.
-            self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
-            self._set_isa_to_layers(self.layer_names)
+            set_attention_isa(self, "vec" if self.block_size % 32 == 0 else "vec16")
         if self.isa not in _READABLE_ISAS:
             raise ConfigError(
                 f"vLLM would use its {self.isa!r} attention kernel on this CPU; h2o_vllm reads the "

@@ -25,6 +25,7 @@ __all__ = [
     "runner_metadata_builders",
     "runner_punch_holes",
     "runner_row_request_ids",
+    "set_attention_isa",
 ]
 
 SUPPORTED = {"cpu": ((0, 32), (0, 33)), "cuda": ((0, 32), (0, 34))}
@@ -81,6 +82,16 @@ def parent_request(request_id: str) -> tuple[str, int] | None:
     """
     index, separator, parent = request_id.partition("_")
     return (parent, int(index)) if separator and index.isdecimal() else None
+
+
+def set_attention_isa(builder: Any, isa: str) -> None:
+    """Choose the CPU attention kernel of a metadata builder and its layers, hence the KV layout.
+
+    ``CPUAttentionMetadataBuilder`` (0.32) picks it in its constructor and takes no wish. Goes when
+    the choice becomes an option.
+    """
+    builder.isa = isa
+    builder._set_isa_to_layers(builder.layer_names)
 
 
 # --- model runner V1 (the default on CPU in 0.32; V2 replaces all three functions) --------------

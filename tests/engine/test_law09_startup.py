@@ -100,6 +100,13 @@ def test_a_worker_without_our_metadata_builder_does_not_start() -> None:
             bare_worker(model_runner=runner)._bind(SimpleNamespace(num_blocks=4))
 
 
+def test_another_attention_kernel_is_chosen_for_builder_and_layers() -> None:
+    told: list[list[str]] = []
+    builder = SimpleNamespace(isa="amx", layer_names=["l"], _set_isa_to_layers=told.append)
+    compat.set_attention_isa(builder, "vec")
+    assert builder.isa == "vec" and told == [["l"]]
+
+
 def spec() -> H2OAttentionSpec:
     return H2OAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
 

@@ -14,10 +14,20 @@ from typing import Any
 
 from h2o_vllm.errors import BudgetError, ConfigError
 
-__all__ = ["CONFIG_KEY", "POLICIES", "REQUEST_FIELDS", "H2OConfig", "RequestBudget"]
+__all__ = [
+    "CONFIG_KEY",
+    "POLICIES",
+    "REPORT_KEY",
+    "REQUEST_FIELDS",
+    "H2OConfig",
+    "RequestBudget",
+]
 
 CONFIG_KEY = "h2o"
 """Key of our part of vLLM's ``additional_config``."""
+
+REPORT_KEY = "h2o"
+"""Key of our reports inside an output's ``kv_transfer_params``: choice index -> report."""
 
 POLICIES = ("h2o", "window", "random", "full")
 """Names accepted as ``kv_policy``; see :mod:`h2o_vllm.policy`."""

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.registry import register_backend as vllm_registe
 from h2o_vllm import kernels
 from h2o_vllm.blocks.spec import evictable_spec
 from h2o_vllm.engine.compat import set_attention_isa
-from h2o_vllm.engine.rows import RowSplit, compact_tables, split_rows
+from h2o_vllm.engine.rows import RowSplit, compact_tables, new_tokens, split_rows
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,11 +100,8 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common, fast_build)
         starts = common.query_start_loc_cpu.tolist()
         seq_lens = common.seq_lens.tolist()
-        for row, policy in enumerate(policies):
-            if policy is not None and policy.moves_tokens:
-                first, end = starts[row], starts[row + 1]
-                seen = torch.arange(seq_lens[row] - (end - first), seq_lens[row])
-                state.start_scores(policy, seen, common.slot_mapping[first:end])
+        for policy, tokens, positions in new_tokens(policies, starts, seq_lens):
+            state.start_scores(policy, positions, common.slot_mapping[tokens])
         live = compact_tables(common, [policy is not None for policy in policies], self.block_size)
         rows = split_rows([bool(p and p.scores_attention) for p in policies], starts)
         if rows is None:

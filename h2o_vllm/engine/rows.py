@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-__all__ = ["RowSplit", "compact_tables", "split_rows"]
+    from h2o_vllm.policy import Policy
+
+__all__ = ["RowSplit", "compact_tables", "new_tokens", "split_rows"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,30 @@ def split_rows(scored: list[bool], starts: list[int]) -> RowSplit | None:
         rest_starts=_int32(rest_starts),
         rest_tokens=torch.tensor(rest_tokens, dtype=torch.int64),
     )
+
+
+def new_tokens(
+    policies: Sequence[Policy | None], starts: list[int], seq_lens: list[int]
+) -> Iterator[tuple[Policy, torch.Tensor, torch.Tensor]]:
+    """The tokens of this step whose evictions will rank them, together for all rows of a policy.
+
+    Args:
+        policies: per row, its policy if it evicts.
+        starts: query start of each row, and the end of the last one.
+        seq_lens: logical length of each row, this step's tokens included.
+
+    Yields:
+        policy; positions in the batch, int64; logical positions in their sequences, int64.
+    """
+    found: dict[Policy, tuple[list[int], list[int]]] = {}
+    for row, policy in enumerate(policies):
+        if policy is not None and policy.moves_tokens:
+            tokens, positions = found.setdefault(policy, ([], []))
+            first, end = starts[row], starts[row + 1]
+            tokens.extend(range(first, end))
+            positions.extend(range(seq_lens[row] - (end - first), seq_lens[row]))
+    for policy, (tokens, positions) in found.items():
+        yield policy, torch.tensor(tokens), torch.tensor(positions)
 
 
 def compact_tables(

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.blocks.plan import StepPlan
-from h2o_vllm.config import CONFIG_KEY, REQUEST_FIELDS, H2OConfig, RequestBudget
+from h2o_vllm.config import CONFIG_KEY, REPORT_KEY, REQUEST_FIELDS, H2OConfig, RequestBudget
 from h2o_vllm.engine.compat import ChunkLimitScheduler, block_managers, parent_request
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["REPORT_KEY", "H2OScheduler"]
-
-REPORT_KEY = "h2o"
-"""Key of our reports inside an output's ``kv_transfer_params``: choice index -> report."""
+__all__ = ["H2OScheduler"]
 
 MAX_FAMILIES = 4096
 """Unfinished ``n > 1`` requests whose finished choices are remembered."""

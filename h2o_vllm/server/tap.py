@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
-from h2o_vllm.config import CONFIG_KEY
+from h2o_vllm.config import REPORT_KEY
 from h2o_vllm.server.report import Reports
 
 __all__ = ["collecting", "install"]
@@ -88,10 +88,10 @@ class _Tap(AsyncGenerator[Any, None]):
 
     def _take(self, output: Any) -> None:
         params = output.kv_transfer_params
-        by_index = params.get(CONFIG_KEY)
+        by_index = params.get(REPORT_KEY)
         if by_index is None:
             return
         if self._reports is not None:
             self._reports.record(self._call, by_index)
         # A new dict: vLLM may share the old one between outputs.
-        output.kv_transfer_params = {k: v for k, v in params.items() if k != CONFIG_KEY} or None
+        output.kv_transfer_params = {k: v for k, v in params.items() if k != REPORT_KEY} or None

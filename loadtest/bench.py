@@ -14,13 +14,13 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from loadtest.machine import describe_run
 from loadtest.workloads import RESULT_MARK, VARIANTS, WORKLOADS
 
 COLUMNS = (
@@ -50,7 +50,8 @@ def main() -> None:
         for round_number in range(args.rounds):
             for variant in args.variants:
                 print(f"[{len(rows) + 1}/{total}] {workload} round {round_number + 1} {variant}")
-                row = {**where(), "workload": workload, "round": round_number, "variant": variant}
+                row = describe_run("loadtest.bench")
+                row |= {"workload": workload, "round": round_number, "variant": variant}
                 row |= measure(workload, variant, args.model)
                 rows.append(row)
                 print(f"    {row['tok_per_s']:.1f} tok/s")
@@ -102,32 +103,6 @@ def measure(workload: str, variant: str, model: str) -> dict[str, Any]:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
     result: dict[str, Any] = json.loads(line.removeprefix(RESULT_MARK))
     return result
-
-
-def where() -> dict[str, Any]:
-    """What a number has to be read with."""
-    import torch
-    from vllm.version import __version__ as vllm_version
-
-    from h2o_vllm import __version__
-
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": f"{cpu}, {os.cpu_count()} cores",
-        "commit": commit,
-        "versions": {"h2o_vllm": __version__, "vllm": vllm_version, "torch": torch.__version__},
-    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -12,11 +12,8 @@ configuration into ``loadtest/results/``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +26,7 @@ import torch
 from h2o_vllm import kernels
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import reference
+from loadtest.machine import describe_run
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "8B": (32, 8, 128)}  # q heads, kv heads, head size
@@ -185,28 +183,6 @@ def machine_limits() -> dict[str, float]:
     return best
 
 
-def about_this_run(threads: int) -> dict[str, Any]:
-    """What a number needs beside it to mean something."""
-    from vllm.version import __version__ as vllm_version
-
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
-    )  # fmt: skip
-    models = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m loadtest.bench_kernels", *sys.argv[1:]]),
-        "commit": git.stdout.strip() if git.returncode == 0 else None,
-        "machine": f"{models[0] if models else platform.processor()}, {len(models)} cores",
-        "threads": threads,
-        "versions": {"torch": torch.__version__, "vllm": vllm_version, "python": platform.python_version()},
-    }  # fmt: skip
-
-
 def cases(quick: bool) -> Iterator[Case]:
     for shape in SHAPES:
         for length in LENGTHS[1:3] if quick else LENGTHS:
@@ -280,7 +256,8 @@ def main() -> None:
         except ConfigError as error:
             print(f"left out: {error}")
     gate(impls)
-    about, limits = about_this_run(args.threads), machine_limits()
+    about = {**describe_run("loadtest.bench_kernels"), "threads": args.threads}
+    limits = machine_limits()
     print(f"reads {limits['read_bytes_per_s'] / 1e9:.1f} GB/s, "
           f"bfloat16 GEMM {limits['gemm_flops_per_s'] / 1e9:.0f} GFLOP/s\n")  # fmt: skip
     print(f"{'':31}  {'floor us':>9}  {'stock us':>9}  ours over stock, median (quartiles)")

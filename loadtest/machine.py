@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a measured number has to be read with: when, where, with which versions and commit."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["describe_run"]
+
+
+def describe_run(module: str) -> dict[str, Any]:
+    """The fields every result row begins with; ``module`` is what ``python -m`` was given."""
+    import torch
+    from vllm.version import __version__ as vllm_version
+
+    from h2o_vllm import __version__
+
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "commit": git.stdout.strip() if git.returncode == 0 else None,
+        "machine": f"{cpu}, {os.cpu_count()} cores",
+        "versions": {
+            "h2o_vllm": __version__,
+            "vllm": vllm_version,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }

@@ -20,6 +20,7 @@ GROUP, PLUGIN = "vllm.general_plugins", "h2o"
 
 SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
 WORKER_CLS = {"cpu": "h2o_vllm.engine.worker.H2OCPUWorker"}
+CPU_EXECUTOR = "h2o_vllm.engine.executor.H2OCPUExecutor"
 CPU_BLOCK_SIZE = 32
 """vLLM's default on CPU is 128, which makes budgets coarse; 32 is the smallest it runs fast."""
 
@@ -65,6 +66,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     }
     if device == "cpu":
         args["block_size"] = CPU_BLOCK_SIZE
+        args["distributed_executor_backend"] = CPU_EXECUTOR
     return args
 
 

@@ -26,6 +26,9 @@ __all__ = ["prepare", "serve"]
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
+OURS_BY_DEFAULT = ("block_size", "distributed_executor_backend")
+"""Engine arguments that the user may choose otherwise."""
+
 MIDDLEWARE = f"{middleware.__name__}.{middleware.KVCacheMiddleware.__name__}"
 
 
@@ -105,7 +108,7 @@ def _set_engine_args(
             args.additional_config = _merged(given or {}, value)
         elif given in (None, parser.get_default(name)):
             setattr(args, name, value)
-        elif name != "block_size":
+        elif name not in OURS_BY_DEFAULT:
             raise ConfigError(f"{flag} {given}: h2o-serve has to set this to {value}; leave it out")
 
 

@@ -3,9 +3,11 @@
 
     python -m loadtest.bench [--workloads tight ample ...] [--rounds 3] [--out loadtest/results]
 
-Each measurement is a fresh engine (warm-up excluded). Rounds alternate the variants, so that a slow
-minute of the machine hits all of them; ratios are taken within a round, then their median. Writes one
-JSONL row per measurement and a PNG.
+Each variant is an engine in a process of its own; those of one setting live side by side, and only one
+works at a time, warmed up and with an empty prefix cache for each measurement. Rounds alternate the
+variants, so that a slow minute of the machine hits all of them; ratios are taken within a round, then
+their median. Writes one JSONL row per measurement, two tables and a PNG. ``--resume FILE`` goes on
+where an interrupted run stopped.
 """
 
 from __future__ import annotations
@@ -14,51 +16,50 @@ import argparse
 import datetime
 import json
 import os
-import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.machine import describe_run
-from loadtest.workloads import RESULT_MARK, VARIANTS, WORKLOADS
-
-COLUMNS = (
-    ("tok/s", "tok_per_s", "{:.1f}"),
-    ("running", "running_mean", "{:.1f}"),
-    ("max", "running_max", "{:.0f}"),
-    ("preempt.", "preemptions", "{:.0f}"),
-    ("blocks mean", "blocks_mean", "{:.0f}"),
-    ("peak", "blocks_peak", "{:.0f}"),
-    ("TTFT p50 s", "ttft_s.p50", "{:.2f}"),
-    ("p99", "ttft_s.p99", "{:.2f}"),
-    ("ITL p50 ms", "itl_s.p50", "{:.1f}"),
-    ("p99", "itl_s.p99", "{:.1f}"),
-    ("RSS MiB", "peak_rss_mib", "{:.0f}"),
+from loadtest.tables import measured_table, ratio_table
+from loadtest.workloads import (
+    RESULT_MARK,
+    SETTINGS,
+    VARIANTS,
+    WORKLOADS,
+    to_measure,
 )
 
 
 def main() -> None:
     """Measure, print, write."""
     args = arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
-    path = args.out / f"bench-cpu-{stamp}.jsonl"
-    rows: list[dict[str, Any]] = []
-    total = len(args.workloads) * args.rounds * len(args.variants)
-    for workload in args.workloads:
-        for round_number in range(args.rounds):
-            for variant in args.variants:
-                print(f"[{len(rows) + 1}/{total}] {workload} round {round_number + 1} {variant}")
-                row = describe_run("loadtest.bench")
-                row |= {"workload": workload, "round": round_number, "variant": variant}
-                row |= measure(workload, variant, args.model)
-                rows.append(row)
-                print(f"    {row['tok_per_s']:.1f} tok/s")
-                with path.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-    print(table(rows))
-    print(f"rows: {path}")
+    path, rows = opened(args)
+    jobs = [job for job in planned(args) if not any(job.measured_by(row) for row in rows)]
+    with ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        for count, job in enumerate(jobs, start=1):
+            setting = WORKLOADS[job.workload].setting
+            if any(engine.setting != setting for engine in engines.values()):
+                stack.close()
+                engines.clear()
+            if job.variant not in engines:
+                print(f"starting {job.variant} for {setting} workloads", flush=True)
+                engine = Engine(setting, job.variant, args.model)
+                engines[job.variant] = stack.enter_context(engine)
+            print(
+                f"[{count}/{len(jobs)}] round {job.round + 1} {job.variant}: {job.workload}", end=""
+            )
+            row = describe_run("loadtest.bench") | asdict(job) | engines[job.variant].measure(job)
+            print(f" {row['tok_per_s']:.1f} tok/s", flush=True)
+            rows.append(row)
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    print(f"\n{measured_table(rows)}\n\n{ratio_table(rows)}\n\nrows: {path}")
     from loadtest.plot import plot_bench
 
     print(f"plot: {plot_bench(rows, path.with_suffix('.png'))}")
@@ -66,14 +67,17 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument(
-        "--model", default=None, help="a model directory; default: the embedded one"
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    add = parser.add_argument
+    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="what to serve")
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="by what")
+    add("--rounds", type=int, default=3, help="how often; variants alternate")
+    add("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
+    add("--model", help="a model directory; by default the embedded model")
     args = parser.parse_args()
     if args.model is None:
         from h2o_vllm.models import default_model_dir
@@ -82,61 +86,79 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def measure(workload: str, variant: str, model: str) -> dict[str, Any]:
-    """One measurement in a fresh process.
+def opened(args: argparse.Namespace) -> tuple[Path, list[dict[str, Any]]]:
+    """Where the rows go, and those already there."""
+    if args.resume is not None:
+        lines = args.resume.read_text().splitlines() if args.resume.exists() else []
+        return args.resume, [json.loads(line) for line in lines]
+    args.out.mkdir(parents=True, exist_ok=True)
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
+    return args.out / f"bench-cpu-{stamp}.jsonl", []
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement."""
+
+    round: int
+    variant: str
+    workload: str
+
+    def measured_by(self, row: dict[str, Any]) -> bool:
+        """Whether ``row`` is its result."""
+        return all(row[name] == value for name, value in asdict(self).items())
+
+
+def planned(args: argparse.Namespace) -> Iterator[Job]:
+    """All measurements, in order: settings, in them rounds, in them variants in turn."""
+    for setting in SETTINGS:
+        for round_number in range(args.rounds):
+            for variant in args.variants:
+                for workload in to_measure(args.workloads, variant):
+                    if WORKLOADS[workload].setting == setting:
+                        yield Job(round_number, variant, workload)
+
+
+class Engine(AbstractContextManager["Engine"]):
+    """A measuring process with an engine in it, up when the constructor returns.
 
     Raises:
-        SystemExit: it failed; its stderr is shown.
+        SystemExit: it failed, now or later; the end of its output is shown.
     """
-    job = {"workload": workload, "variant": variant, "model": model}
-    done = subprocess.run(
-        [sys.executable, "-m", "loadtest.bench_run"],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{workload} {variant} failed:\n{done.stderr[-6000:]}")
-    # vLLM logs to stdout as well, also while it shuts down.
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
-    result: dict[str, Any] = json.loads(line.removeprefix(RESULT_MARK))
-    return result
 
+    def __init__(self, setting: str, variant: str, model: str) -> None:
+        self.setting, self.variant = setting, variant
+        self.log: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "loadtest.bench_run"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
+        )
+        self._ask(json.dumps({"setting": setting, "variant": variant, "model": model}))
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Medians per workload and variant, and ours over each baseline within a round."""
-    lines = ["| workload | variant | " + " | ".join(c[0] for c in COLUMNS) + " | ours / it |"]
-    lines.append("|" + "---|" * (len(COLUMNS) + 3))
-    for workload in dict.fromkeys(row["workload"] for row in rows):
-        ours = {r["round"]: r for r in rows if (r["workload"], r["variant"]) == (workload, "h2o")}
-        for variant in dict.fromkeys(row["variant"] for row in rows):
-            mine = [r for r in rows if (r["workload"], r["variant"]) == (workload, variant)]
-            cells = [
-                style.format(statistics.median(value(row, key) for row in mine))
-                for _, key, style in COLUMNS
-            ]
-            ratios = sorted(
-                ours[row["round"]]["tok_per_s"] / row["tok_per_s"]
-                for row in mine
-                if row["round"] in ours
-            )
-            ratio = (
-                f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-                if ratios and variant != "h2o"
-                else ""
-            )
-            lines.append(f"| {workload} | {variant} | {' | '.join(cells)} | {ratio} |")
-    return "\n".join(lines)
+    def measure(self, job: Job) -> dict[str, Any]:
+        """The result of one workload."""
+        return self._ask(job.workload)
 
+    def __exit__(self, *_: object) -> None:
+        with self.process:
+            self.process.stdout.close()  # type: ignore[union-attr]
 
-def value(row: dict[str, Any], key: str) -> float:
-    """``row["a"]["b"]`` for ``"a.b"``; seconds of ITL as milliseconds."""
-    found: Any = row
-    for part in key.split("."):
-        found = found[part]
-    return float(found) * (1000 if key.startswith("itl_s") else 1)
+    def _ask(self, line: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        for answer in self.process.stdout:
+            # vLLM logs to the same stream.
+            if answer.startswith(RESULT_MARK):
+                result: dict[str, Any] = json.loads(answer.removeprefix(RESULT_MARK))
+                return result
+            self.log.append(answer)
+        raise SystemExit(f"{self.setting} {self.variant} failed:\n{''.join(self.log)[-6000:]}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measurement: one engine, one workload, in a process of its own. Started by ``loadtest.bench``.
+"""One engine and the workloads of its setting, in a process of its own. Started by ``loadtest.bench``.
 
-Reads ``{"workload", "variant", "model"}`` as JSON on stdin, writes one JSON object on stdout.
+Reads ``{"setting", "variant", "model"}`` as one line of JSON on stdin, then a workload's name per line.
+Writes one line of JSON on stdout when the engine is up, and one per workload. Ends with its input.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from h2o_vllm.plugin import engine_args
-from loadtest.workloads import RESULT_MARK, WORKLOADS, Workload, engine_options, prompts
+from loadtest.workloads import (
+    RESULT_MARK,
+    SETTINGS,
+    WORKLOADS,
+    Workload,
+    engine_options,
+    prompts,
+)
 
 
 class Recorder(StatLoggerBase):
@@ -57,10 +65,13 @@ class Recorder(StatLoggerBase):
 
 
 class Memory(threading.Thread):
-    """Peak resident memory of this process and its children, in bytes."""
+    """Peak resident memory of this process and its children since :meth:`restart`, in bytes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
+        self.peak = 0
+
+    def restart(self) -> None:
         self.peak = 0
 
     def run(self) -> None:
@@ -76,33 +87,52 @@ class Memory(threading.Thread):
             time.sleep(0.5)
 
 
-def measure(workload: Workload, variant: str, model: str) -> dict[str, Any]:
-    """Start an engine, warm it up, run the workload once."""
-    memory = Memory()
-    memory.start()
-    ours = engine_args() if variant == "h2o" else {}
-    options = {**ours, **engine_options(workload, variant)}
-    started = time.perf_counter()
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(model=model, **options), stat_loggers=[Recorder], enable_multiprocessing=True
-    )
-    ready = time.perf_counter() - started
-    # Not through the tokenizer's length check: the text is longer than any model's context.
-    batch = prompts(workload, lambda text: engine.get_tokenizer().encode(text, verbose=False))
-    asked = [
-        None if budget is None or variant != "h2o" else {"kv_budget": budget}
-        for budget in (workload.budgets[i % len(workload.budgets)] for i in range(len(batch)))
-    ]
-    # Warm-up: every code path once, with text that shares no prefix with the workload.
-    warm = [prompt[::-1][:600] for prompt in batch[:2]]
-    run(engine, warm, asked[:2], 24)
-    if not engine.reset_prefix_cache():
-        raise RuntimeError("requests of the warm-up are still running")
-    Recorder.steps.clear()
-    result = run(engine, batch, asked, workload.output_tokens)
-    num_blocks = engine.vllm_config.cache_config.num_gpu_blocks
-    result |= summary(Recorder.steps, num_blocks or 0)
-    return result | {"start_s": ready, "peak_rss_mib": memory.peak / 2**20}
+class Engine:
+    """An engine and the measuring of workloads on it.
+
+    Args:
+        setting: key of ``SETTINGS``. variant: one of ``VARIANTS``. model: a directory.
+    """
+
+    def __init__(self, setting: str, variant: str, model: str) -> None:
+        self.memory = Memory()
+        self.memory.start()
+        self.budgets_apply = variant == "h2o"
+        ours = engine_args() if variant == "h2o" else {}
+        options = {**ours, **engine_options(SETTINGS[setting], variant)}
+        started = time.perf_counter()
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(model=model, **options), stat_loggers=[Recorder], enable_multiprocessing=True
+        )
+        self.start_s = time.perf_counter() - started
+
+    def tokenize(self, text: str) -> list[int]:
+        # Not through the tokenizer's length check: the text is longer than any model's context.
+        tokens: list[int] = self.engine.get_tokenizer().encode(text, verbose=False)
+        return tokens
+
+    def measure(self, workload: Workload) -> dict[str, Any]:
+        """Warm up, empty the prefix cache, run once."""
+        batch = prompts(workload, self.tokenize)
+        budgets = [workload.budgets[i % len(workload.budgets)] for i in range(len(batch))]
+        asked = [
+            None if budget is None or not self.budgets_apply else {"kv_budget": budget}
+            for budget in budgets
+        ]
+        # Every code path once, with text that shares no prefix with the workload.
+        run(self.engine, [prompt[::-1][:600] for prompt in batch[:2]], asked[:2], 24)
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("requests of the warm-up are still running")
+        Recorder.steps.clear()
+        self.memory.restart()
+        result = run(self.engine, batch, asked, workload.output_tokens)
+        result |= summary(Recorder.steps, self.engine.vllm_config.cache_config.num_gpu_blocks or 0)
+        return {
+            "workload": workload.name,
+            **result,
+            "start_s": self.start_s,
+            "peak_rss_mib": self.memory.peak / 2**20,
+        }
 
 
 def run(
@@ -130,6 +160,8 @@ def run(
     return {
         "tok_per_s": sum(map(len, tokens.values())) / wall,
         "wall_s": wall,
+        # All prompts are computed when the last request has its first token.
+        "prompts_s": max(ttft),
         "ttft_s": percentiles(ttft),
         "itl_s": percentiles(itl),
         "tokens_hash": hash(tuple(tuple(tokens[str(i)]) for i in range(len(batch)))),
@@ -163,8 +195,13 @@ def summary(steps: list[dict[str, float]], num_blocks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
-    result = measure(WORKLOADS[job["workload"]], job["variant"], job["model"])
+    engine = Engine(**json.loads(sys.stdin.readline()))
+    answer({"start_s": engine.start_s})
+    for line in sys.stdin:
+        answer(engine.measure(WORKLOADS[line.strip()]))
+
+
+def answer(result: dict[str, Any]) -> None:
     print(f"\n{RESULT_MARK}{json.dumps(result)}", flush=True)
 
 

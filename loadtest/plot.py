@@ -7,6 +7,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from loadtest.tables import measured
+from loadtest.workloads import WORKLOADS
+
 __all__ = ["plot_bench"]
 
 COLOURS = {"stock": "#b0b0b0", "stock-same-flags": "#6f6f6f", "h2o": "#d1495b"}
@@ -20,17 +23,13 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> Path:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    workloads = [name for name in WORKLOADS if any(row["workload"] == name for row in rows)]
     variants = [v for v in COLOURS if any(row["variant"] == v for row in rows)]
     figure, axes = pyplot.subplots(figsize=(1.6 + 1.7 * len(workloads), 4.2), layout="constrained")
     width = 0.8 / len(variants)
     for offset, variant in enumerate(variants):
         for place, workload in enumerate(workloads):
-            speeds = [
-                row["tok_per_s"]
-                for row in rows
-                if (row["workload"], row["variant"]) == (workload, variant)
-            ]
+            speeds = [row["tok_per_s"] for row in measured(rows, workload, variant)]
             if not speeds:
                 continue
             x = place + (offset - (len(variants) - 1) / 2) * width

@@ -7,14 +7,19 @@ import pydoc_data.topics
 from dataclasses import dataclass
 from typing import Any
 
+from h2o_vllm.plugin import CPU_EXECUTOR
+
 __all__ = [
     "BLOCK_SIZE",
     "RESULT_MARK",
+    "SETTINGS",
     "VARIANTS",
     "WORKLOADS",
+    "Setting",
     "Workload",
     "engine_options",
     "prompts",
+    "to_measure",
 ]
 
 RESULT_MARK = "RESULT "
@@ -26,13 +31,28 @@ STOCK_BLOCK_SIZE = 128
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What an engine is started with; one engine serves all workloads of a setting in turn.
+
+    Attributes:
+        pool_tokens: KV memory in tokens; ``None`` is ample.
+    """
+
+    max_model_len: int
+    pool_tokens: int | None = None
+
+
+SETTINGS = {"tight": Setting(1700, pool_tokens=6400), "ample": Setting(7000)}
+
+
+@dataclass(frozen=True)
 class Workload:
     """One traffic pattern; all requests are there at the start (closed loop, throughput).
 
     Attributes:
         requests, prompt_tokens, output_tokens: how many and how long; prompt lengths vary by 10 %.
         budgets: ``kv_budget`` of request i is ``budgets[i % len(budgets)]``; ``None`` asks for nothing.
-        pool_tokens: KV memory in tokens; ``None`` is ample.
+        setting: key of :data:`SETTINGS`.
     """
 
     name: str
@@ -41,22 +61,23 @@ class Workload:
     prompt_tokens: int
     output_tokens: int
     budgets: tuple[float | None, ...]
-    pool_tokens: int | None = None
+    setting: str = "ample"
 
     @property
-    def max_model_len(self) -> int:
-        return self.prompt_tokens + self.prompt_tokens // 10 + self.output_tokens + 64
+    def traffic(self) -> tuple[object, ...]:
+        """What is left without budgets: stock vLLM serves workloads of equal traffic alike."""
+        return (self.setting, self.requests, self.prompt_tokens, self.output_tokens)
 
 
 WORKLOADS = {
     one.name: one
     for one in (
-        Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (0.2,), 6400),
+        Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (0.2,), "tight"),
+        Workload("mixed", "half full, half 0.2, tight pool", 32, 1000, 512, (None, 0.2), "tight"),
         Workload("ample", "no memory pressure, budget 0.2", 16, 1000, 512, (0.2,)),
-        Workload("idle", "no request has a budget", 16, 1000, 256, (None,)),
-        Workload("long-0.1", "6,000-token prompts, budget 0.1", 4, 6000, 256, (0.1,)),
+        Workload("idle", "no request has a budget", 16, 1000, 512, (None,)),
         Workload("long-0.2", "6,000-token prompts, budget 0.2", 4, 6000, 256, (0.2,)),
-        Workload("mixed", "half full, half 0.2, tight pool", 32, 1000, 512, (None, 0.2), 6400),
+        Workload("long-0.1", "6,000-token prompts, budget 0.1", 4, 6000, 256, (0.1,)),
     )
 }
 
@@ -64,19 +85,28 @@ VARIANTS = ("stock", "stock-same-flags", "h2o")
 """vLLM with its defaults, vLLM with exactly our flags, and ours."""
 
 
-def engine_options(workload: Workload, variant: str) -> dict[str, Any]:
+def to_measure(names: list[str], variant: str) -> list[str]:
+    """The workloads to run: without budgets, equal traffic is measured once."""
+    if variant == "h2o":
+        return names
+    found = {WORKLOADS[name].traffic: name for name in reversed(names)}
+    return [name for name in names if name in found.values()]
+
+
+def engine_options(setting: Setting, variant: str) -> dict[str, Any]:
     """Engine arguments of a variant, our switch not included."""
     block_size = STOCK_BLOCK_SIZE if variant == "stock" else BLOCK_SIZE
     options: dict[str, Any] = {
+        **({} if variant == "stock" else {"distributed_executor_backend": CPU_EXECUTOR}),
         "dtype": "bfloat16",
-        "max_model_len": workload.max_model_len,
+        "max_model_len": setting.max_model_len,
         "block_size": block_size,
         "kv_cache_memory_bytes": 4 << 30,
         "seed": 0,
     }
-    if workload.pool_tokens is not None:
+    if setting.pool_tokens is not None:
         # One more: the null block is nobody's.
-        options["num_gpu_blocks_override"] = workload.pool_tokens // block_size + 1
+        options["num_gpu_blocks_override"] = setting.pool_tokens // block_size + 1
     return options
 
 
@@ -84,9 +114,10 @@ def prompts(workload: Workload, tokenize: Any) -> list[list[int]]:
     """Real English without a shared beginning: stretches of Python's own documentation."""
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     tokens: list[int] = tokenize(text)
-    result = []
-    for i in range(workload.requests):
-        length = round(workload.prompt_tokens * (0.9 + 0.2 * i / max(1, workload.requests - 1)))
-        start = i * (len(tokens) - workload.max_model_len) // workload.requests
-        result.append(tokens[start : start + length])
-    return result
+    lengths = [
+        round(workload.prompt_tokens * (0.9 + 0.2 * i / max(1, workload.requests - 1)))
+        for i in range(workload.requests)
+    ]
+    last_start = len(tokens) - max(lengths)
+    starts = [i * last_start // workload.requests for i in range(workload.requests)]
+    return [tokens[a : a + length] for a, length in zip(starts, lengths, strict=True)]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mock servers in processes of their own: measuring must not share an interpreter with what is measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+StartMock = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def start_mock() -> Iterator[StartMock]:
+    """Starts a mock server with the given options; returns its URL. The same options, the same server."""
+    servers: dict[tuple[str, ...], tuple[subprocess.Popen[str], str]] = {}
+
+    def start(*options: str) -> str:
+        if options not in servers:
+            command = [sys.executable, "-m", "loadtest.mock_server", "--port", "0", *options]
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            assert process.stdout is not None
+            # Listening before it says so: connections wait in the queue until it accepts them.
+            servers[options] = process, process.stdout.readline().split()[-1]
+        return servers[options][1]
+
+    try:
+        yield start
+    finally:
+        for process, _ in servers.values():
+            process.kill()
+            process.wait()

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a load test, their file, and exact figures of them. Pure but for reading and writing files.
+
+A file is JSON lines: one ``{"kind": "run", ...}`` with what the numbers have to be read with, then one
+``{"kind": "request", ...}`` per request; several runs may follow each other. Locust rounds what it keeps
+(100 ms at one second), hence this file: percentiles of the report and of the SLO gate are computed from
+every single measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Record", "Run", "Summary", "mean", "percentile", "read_runs", "summarise", "write_runs"]
+
+
+@dataclass
+class Record:
+    """One request. Times are seconds since the run began, durations are seconds.
+
+    Attributes:
+        label: the budget's, ``kv=0.2``.
+        at: when it was due; an open-loop request is late if the generator is.
+        late: how much later than ``at`` it was sent.
+        ttft, latency: from ``at`` to the first token, and to the end.
+        gaps_ms: milliseconds between token events.
+        output_tokens: from ``usage``; token events if the stream broke off before that.
+        cut: whether the end of the run cut it off; then it is neither a success nor a failure.
+    """
+
+    label: str
+    at: float
+    late: float = 0.0
+    ttft: float | None = None
+    latency: float | None = None
+    gaps_ms: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finish: str | None = None
+    kv_cache: dict[str, Any] | None = None
+    error: str | None = None
+    cut: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return self.error is None and not self.cut
+
+    @property
+    def end(self) -> float:
+        return self.at + (self.latency or 0.0)
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first."""
+        if not self.whole or self.ttft is None or self.latency is None or self.output_tokens < 2:
+            return None
+        return sum(self.gaps_ms) / 1000 / (self.output_tokens - 1)
+
+    @property
+    def tok_per_s(self) -> float | None:
+        """Output tokens per second of this request, its wait for the first one included."""
+        return self.output_tokens / self.latency if self.whole and self.latency else None
+
+    def row(self) -> dict[str, Any]:
+        """As it is written: times to 0.1 ms."""
+        values = dataclasses.asdict(self)
+        for key in ("at", "late", "ttft", "latency"):
+            if values[key] is not None:
+                values[key] = round(values[key], 4)
+        values["gaps_ms"] = [round(gap, 1) for gap in self.gaps_ms]
+        return {"kind": "request", **values}
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Record:
+        """The inverse of :meth:`row`."""
+        return cls(**{key: value for key, value in row.items() if key != "kind"})
+
+
+@dataclass
+class Run:
+    """One run: what it was, and its requests."""
+
+    about: dict[str, Any]
+    records: list[Record]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a group of requests.
+
+    Attributes:
+        samples: ``ttft``, ``itl``, ``tpot``, ``latency`` in seconds, ``tok_per_s_request``: every value.
+        seconds: from the first request of the whole run to its last token.
+        tok_per_s: output tokens of the group per second of the run.
+        held: KV tokens held at the end over tokens seen, by the server's reports.
+    """
+
+    requests: int
+    failures: int
+    cut: int
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    held: float | None
+    samples: dict[str, list[float]]
+
+    @property
+    def tok_per_s(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def req_per_s(self) -> float:
+        whole = self.requests - self.failures - self.cut
+        return whole / self.seconds if self.seconds else 0.0
+
+    @property
+    def error_rate(self) -> float:
+        ended = self.requests - self.cut
+        return self.failures / ended if ended else 0.0
+
+
+ALL = "all"
+"""Label of the group of all requests."""
+
+
+def summarise(records: Sequence[Record]) -> dict[str, Summary]:
+    """One summary for all requests, then one for each label."""
+    begin = min((record.at for record in records), default=0.0)
+    seconds = max((record.end for record in records), default=0.0) - begin
+    groups: dict[str, list[Record]] = {ALL: list(records)}
+    for record in records:
+        groups.setdefault(record.label, []).append(record)
+    return {label: _summary(group, seconds) for label, group in groups.items()}
+
+
+def _summary(group: list[Record], seconds: float) -> Summary:
+    whole = [record for record in group if record.whole]
+    reports = [record.kv_cache for record in whole if record.kv_cache]
+    seen = sum(report["tokens_seen"] for report in reports)
+    return Summary(
+        requests=len(group),
+        failures=sum(record.error is not None for record in group),
+        cut=sum(record.cut for record in group),
+        seconds=seconds,
+        prompt_tokens=sum(record.prompt_tokens for record in group),
+        output_tokens=sum(record.output_tokens for record in group),
+        held=sum(report["tokens_held"] for report in reports) / seen if seen else None,
+        samples={
+            "ttft": _present(record.ttft for record in whole),
+            "itl": [gap / 1000 for record in whole for gap in record.gaps_ms],
+            "tpot": _present(record.tpot for record in whole),
+            "latency": _present(record.latency for record in whole),
+            "tok_per_s_request": _present(record.tok_per_s for record in whole),
+        },
+    )
+
+
+def _present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The ``share`` quantile (0..1), linear between neighbours as ``numpy.percentile``; NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def write_runs(path: Path, runs: Iterable[Run]) -> None:
+    """Append ``runs`` to ``path``, making its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for run in runs:
+            rows = [{"kind": "run", **run.about}, *(record.row() for record in run.records)]
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read_runs(path: Path) -> list[Run]:
+    """The runs in ``path``.
+
+    Raises:
+        ValueError: a line is neither a run nor a request of one.
+    """
+    runs: list[Run] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        row = json.loads(line)
+        if row.get("kind") == "run":
+            runs.append(Run({key: value for key, value in row.items() if key != "kind"}, []))
+        elif row.get("kind") == "request" and runs:
+            runs[-1].records.append(Record.of(row))
+        else:
+            raise ValueError(f"{path}:{number}: neither a run nor a request of one")
+    return runs

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_run"]
+__all__ = ["describe_host", "describe_run"]
 
 
 def describe_run(module: str) -> dict[str, Any]:
@@ -19,6 +19,17 @@ def describe_run(module: str) -> dict[str, Any]:
     import torch
     from vllm.version import __version__ as vllm_version
 
+    host = describe_host()
+    versions = {**host["versions"], "vllm": vllm_version, "torch": torch.__version__}
+    return {
+        **host,
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "versions": versions,
+    }
+
+
+def describe_host() -> dict[str, Any]:
+    """The same for a process that needs neither vLLM nor torch: a load generator."""
     from h2o_vllm import __version__
 
     git = subprocess.run(
@@ -38,13 +49,7 @@ def describe_run(module: str) -> dict[str, Any]:
     )
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
         "commit": git.stdout.strip() if git.returncode == 0 else None,
         "machine": f"{cpu}, {os.cpu_count()} cores",
-        "versions": {
-            "h2o_vllm": __version__,
-            "vllm": vllm_version,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {"h2o_vllm": __version__, "python": platform.python_version()},
     }

@@ -10,7 +10,6 @@ import http.client
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,88 +17,17 @@ from loadtest.arrivals import Stages
 from loadtest.budgets import Budget, Mix
 from loadtest.client import Client, HTTPStatusError
 from loadtest.measure import StreamMeter
+from loadtest.options import PATHS, LoadSettings
 from loadtest.records import Record
-from loadtest.settings import SettingsError, option
+from loadtest.settings import SettingsError
 from loadtest.slo import parse_slo
 from loadtest.texts import CHARS_PER_TOKEN, LENGTH, Prompts, documentation, read_jsonl
 
-__all__ = ["ENVIRONMENT", "Generator", "LoadSettings"]
+__all__ = ["Generator"]
 
-ENVIRONMENT = "LOADTEST_"
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 WARM_NUMBER = 1_000_000
 """Where the warm-up's prompts are taken from: no other request gets there."""
 WARM_TOKENS = 24
-
-
-@dataclass(frozen=True)
-class LoadSettings:
-    """Options of the load test beside Locust's own."""
-
-    model: str = option("", "Model to ask for; empty: the first that /v1/models names.")
-    endpoint: str = option("completions", "Route to load.", choices=list(PATHS))
-    api_key: str = option("", "Sent as a bearer token.", secret=True)
-    budgets: str = option(
-        "none",
-        "KV budgets and their weights, SHARE or TOKENSt or none, optionally /POLICY and :WEIGHT, "
-        "e.g. 1.0:1,0.2:3. none sends no field: the server's default, and all that plain vLLM takes.",
-    )
-    arrival: str = option(
-        "closed",
-        "closed: each user waits for its answer before it asks again. open: each user is a Poisson "
-        "process of --rate requests per second and never waits.",
-        choices=["closed", "open"],
-    )
-    rate: float = option(1.0, "Open loop: requests per second of each user.", low=1e-3)
-    max_in_flight: int = option(
-        4096, "Open loop: requests that may be unanswered; one more counts as failed.", low=1
-    )
-    think: float = option(
-        0.0, "Closed loop: seconds between an answer and the next request.", low=0
-    )
-    requests: int = option(
-        0, "Stop after this many requests; 0: until --run-time or the last stage ends.", low=0
-    )
-    stages: str = option(
-        "",
-        "Users over time as TIME:USERS,... (in place of -u, -r, -t), e.g. 30s:16,2m:16,0s:32,1m:32.",
-    )
-    prompt_tokens: int = option(
-        1000,
-        "Length of the prompts in tokens, in the server's own counting where it has /tokenize; "
-        "0: whole documents of --prompts.",
-        low=0,
-    )
-    prompt_jitter: float = option(
-        0.1, "Prompt lengths vary evenly by this share up and down.", low=0, high=1
-    )
-    prompts: str = option("", "JSON lines to take prompts from; empty: Python's documentation.")
-    prompts_key: str = option("article", "Key of the text in a line of --prompts.")
-    output_tokens: int = option(256, "max_tokens of a request.", low=1)
-    output_jitter: float = option(
-        0.0, "Output lengths vary evenly by this share up and down.", low=0, high=1
-    )
-    ignore_eos: bool = option(
-        True, "Generate all of --output-tokens (a field of vLLM); otherwise as the model likes."
-    )
-    body: str = option("{}", "JSON object to merge into every request.")
-    salt: int = option(0, "Another number gives other prompts, and other random arrivals.", low=0)
-    cache_salt: str = option(
-        "",
-        "cache_salt of vLLM: requests hit the prefix cache only of requests with the same; set it per "
-        "run where the same prompts are sent twice. Empty: none.",
-    )
-    warmup: int = option(2, "Requests before the test, one after the other, not counted.", low=0)
-    timeout: float = option(
-        600.0, "Seconds without a byte after which a request has failed.", low=1
-    )
-    slo: str = option(
-        "",
-        "Objectives; if one is not met the exit code is 3. "
-        "E.g. ttft_p99=2.0,itl_p95[kv=0.2]=0.05,tok_per_s=100,error_rate=0.",
-    )
-    jsonl: str = option("", "Write every request to this file; must not exist yet. Empty: nowhere.")
-    report: bool = option(False, "Beside --jsonl, write the report as Markdown and PNG.")
 
 
 class Generator:
@@ -161,8 +89,11 @@ class Generator:
         """Whether all of ``--requests`` have been answered."""
         return 0 < self.settings.requests <= self._kept
 
-    def prepare(self) -> None:
+    def prepare(self, lane: int = 0) -> None:
         """Ask the server who it is, measure its tokenizer, warm it up, start the clock.
+
+        Args:
+            lane: number of this process among those that load the server: each has prompts of its own.
 
         Raises:
             HTTPStatusError, OSError, http.client.HTTPException: the server cannot be used.
@@ -174,7 +105,7 @@ class Generator:
         self.about = {"model": model, "server_version": self._version()}
         chars = round(self.settings.prompt_tokens * self._chars_per_token())
         self._prompts = Prompts(
-            self._documents, chars, self.settings.prompt_jitter, self.settings.salt
+            self._documents, chars, self.settings.prompt_jitter, self.settings.salt, lane
         )
         for number in range(self.settings.warmup):
             warm = self._request(WARM_NUMBER + number, self.mix[number])

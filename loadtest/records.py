@@ -187,7 +187,7 @@ def write_runs(path: Path, runs: Iterable[Run]) -> None:
     with path.open("a") as file:
         for run in runs:
             rows = [{"kind": "run", **run.about}, *(record.row() for record in run.records)]
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
 
 
 def read_runs(path: Path) -> list[Run]:

@@ -29,19 +29,20 @@ class Prompts:
         chars: wanted length; 0 takes documents whole.
         jitter: lengths vary evenly by this share up and down.
         salt: shifts where stretches begin, so that two runs need not share a prompt.
+        lane: the same for processes of one run.
     """
 
     def __init__(
-        self, documents: list[str], chars: int, jitter: float = 0.0, salt: int = 0
+        self, documents: list[str], chars: int, jitter: float = 0.0, salt: int = 0, lane: int = 0
     ) -> None:
         self._documents = documents
         self._chars = chars
         self._jitter = jitter
-        self._salt = salt
+        self._shift = 7_919 * salt + 10_000_019 * lane
 
     def __getitem__(self, number: int) -> str:
         """The prompt of request ``number``."""
-        number += 7919 * self._salt
+        number += self._shift
         text = self._documents[number % len(self._documents)]
         if not self._chars:
             return text

@@ -13,6 +13,23 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 StartMock = Callable[..., str]
 
+# Each set of options is a process, and a second: tests share them where they can.
+TIMED = ("--ttft-ms", "150", "--itl-ms", "20", "--keep-alive-ms", "40")
+FAST = ("--ttft-ms", "5", "--itl-ms", "1", "--output-tokens", "12", "--chars-per-token", "7")
+BROKEN = (
+    "--ttft-ms",
+    "5",
+    "--itl-ms",
+    "1",
+    "--error-rate",
+    "0.5",
+    "--cut-rate",
+    "1",
+    "--seed",
+    "3",
+)
+ONE_PLACE = (*TIMED, "--max-running", "1")
+
 
 @pytest.fixture(scope="session")
 def start_mock() -> Iterator[StartMock]:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from loadtest.client import Client, HTTPStatusError
-from loadtest.generator import Generator, LoadSettings
+from loadtest.generator import Generator
+from loadtest.options import LoadSettings
 from loadtest.records import ALL, Summary, percentile, summarise
-from tests.loadtest.conftest import StartMock
+from tests.loadtest.conftest import BROKEN, FAST, ONE_PLACE, TIMED, StartMock
 
-SETTINGS = LoadSettings(prompt_tokens=400, output_tokens=25, warmup=1)
-TIMED = ("--ttft-ms", "150", "--itl-ms", "20")
+SETTINGS = LoadSettings(prompt_tokens=400, output_tokens=25, warmup=0)
 TTFT, ITL = 0.150, 0.020
 
 
@@ -60,11 +60,11 @@ def test_several_tokens_in_one_event_change_gaps_but_not_counts(start_mock: Star
 
 
 def test_places_of_the_server_show_as_waiting(start_mock: StartMock) -> None:
-    """Two at once, 0.63 s each: the first token of the last two is two answers late."""
-    got = figures(run(start_mock(*TIMED, "--max-running", "2"), count=4))
+    """One at a time: the first token of the second is a whole answer late."""
+    got = figures(run(start_mock(*ONE_PLACE), count=2, output_tokens=10))
     first, last = (percentile(got.samples["ttft"], share) for share in (0, 1))
     assert first == near(TTFT)
-    assert last - first == near(TTFT + 24 * ITL)
+    assert last - first == near(TTFT + 9 * ITL)
 
 
 def test_budgets_are_sent_and_reported_by_label(start_mock: StartMock) -> None:
@@ -89,24 +89,32 @@ def test_prompt_lengths_are_those_asked_for_in_the_servers_own_tokens(
 
 
 def test_failures_are_counted_and_give_no_latencies(start_mock: StartMock) -> None:
-    options = ("--ttft-ms", "5", "--itl-ms", "1", "--seed", "3")
-    refused = run(start_mock(*options, "--error-rate", "0.5"), 20, warmup=0).records
-    errors = {one.error for one in refused if one.error}
-    assert 3 < len([one for one in refused if one.error]) < 17
-    assert errors == {"HTTPStatusError: 500: " + next(iter(errors)).partition("500: ")[2]}
-    broken = run(start_mock(*options, "--cut-rate", "1"), 4, warmup=0)
-    assert {one.error for one in broken.records} == {"the stream ended without [DONE]"}
-    # Half of the tokens came before the cut.
-    assert {one.output_tokens for one in broken.records} == {12}
-    assert figures(broken).error_rate == 1.0
+    """Half are refused, the others break off half-way, after 12 tokens."""
+    generator = run(start_mock(*BROKEN), 20)
+    refused = [one for one in generator.records if one.error and "told to fail" in one.error]
+    broken = [one for one in generator.records if one not in refused]
+    assert 3 < len(refused) < 17
+    assert all((one.error or "").startswith("HTTPStatusError: 500: ") for one in refused)
+    assert {one.error for one in broken} == {"the stream ended without [DONE]"}
+    assert {one.output_tokens for one in broken} == {12}
+    got = figures(generator)
+    assert got.error_rate == 1.0
+    assert not any(got.samples.values())
 
 
 def test_late_request_is_measured_from_when_it_was_due(start_mock: StartMock) -> None:
-    generator = Generator(SETTINGS, start_mock(*TIMED))
+    generator = Generator(dataclasses.replace(SETTINGS, output_tokens=2), start_mock(*TIMED))
     generator.prepare()
     record = generator.send(0, generator.now() - 1.0)
     assert record.late == pytest.approx(1.0, abs=0.1)
     assert record.ttft == pytest.approx(1.0 + TTFT, abs=0.1)
+
+
+def test_warm_up_is_sent_but_not_counted(start_mock: StartMock) -> None:
+    generator = run(start_mock(*FAST), 1, warmup=3)
+    assert len(generator.records) == 1
+    with pytest.raises(HTTPStatusError, match="kv_budget"):
+        run(start_mock(*FAST), 1, warmup=1, budgets="1.5")
 
 
 def test_request_too_many_fails_without_being_sent(start_mock: StartMock) -> None:
@@ -137,7 +145,6 @@ def test_connection_is_used_again_also_after_a_refusal(start_mock: StartMock) ->
 
 def test_file_of_prompts_is_taken_whole(start_mock: StartMock, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text('{"article": "' + "x" * 800 + '"}\n')
-    url = start_mock("--ttft-ms", "1", "--itl-ms", "1")
-    records = run(url, 2, prompts=str(path), prompt_tokens=0, output_tokens=2).records
-    assert {one.prompt_tokens for one in records} == {200}
+    path.write_text('{"article": "' + "x" * 700 + '"}\n')
+    records = run(start_mock(*FAST), 2, prompts=str(path), prompt_tokens=0).records
+    assert {one.prompt_tokens for one in records} == {100}

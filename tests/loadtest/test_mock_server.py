@@ -9,9 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.loadtest.conftest import StartMock
-
-FAST = ("--ttft-ms", "5", "--itl-ms", "1", "--output-tokens", "12")
+from tests.loadtest.conftest import FAST, TIMED, StartMock
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +74,8 @@ def test_unknown_model_is_a_404(client: openai.OpenAI) -> None:
 
 
 def test_keep_alives_are_sent_until_the_first_token(start_mock: StartMock) -> None:
-    url = start_mock("--ttft-ms", "60", "--itl-ms", "1", "--keep-alive-ms", "10")
     body = {"prompt": "x", "stream": True, "max_tokens": 2}
-    text = httpx.post(f"{url}/v1/completions", json=body).text
+    text = httpx.post(f"{start_mock(*TIMED)}/v1/completions", json=body).text
     comments, _, rest = text.partition("data:")
     assert comments.count(": keep-alive\n\n") >= 2
     assert "keep-alive" not in rest

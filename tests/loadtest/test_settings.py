@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.generator import Generator, LoadSettings
+from loadtest.generator import Generator
 from loadtest.mock_server import MockSettings
+from loadtest.options import LoadSettings
 from loadtest.settings import parse, public
 from loadtest.texts import Prompts, documentation, read_jsonl
 
@@ -105,11 +106,10 @@ def test_prompts_are_the_same_again_and_share_no_beginning() -> None:
     assert sum(lengths) / 200 == pytest.approx(4000, rel=0.02)
 
 
-def test_salt_gives_other_prompts() -> None:
+def test_salt_and_lane_give_other_prompts() -> None:
     documents = [documentation()]
-    assert not {Prompts(documents, 400)[i] for i in range(50)} & {
-        Prompts(documents, 400, salt=1)[i] for i in range(50)
-    }
+    kinds = (Prompts(documents, 400, salt=salt, lane=lane) for salt in (0, 1) for lane in (0, 1))
+    assert len({prompts[i] for prompts in kinds for i in range(50)}) == 4 * 50
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:

@@ -128,9 +128,10 @@ def test_lock_satisfies_pyproject(lock: str) -> None:
 
 
 @pytest.mark.parametrize("lock", EXTRAS)
-def test_lock_and_test_lock_satisfy_the_test_extra(lock: str) -> None:
+@pytest.mark.parametrize("extra", ["test", "loadtest"])
+def test_lock_and_test_lock_satisfy_the_other_extras(lock: str, extra: str) -> None:
     pins = locked(lock) | locked("test")
-    for requirement in map(Requirement, PROJECT["optional-dependencies"]["test"]):
+    for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
         assert pins[canonicalize_name(requirement.name)] in requirement.specifier
 
 

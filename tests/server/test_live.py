@@ -13,7 +13,9 @@ import openai
 import pytest
 
 from h2o_vllm.server.report import REPORT_KEYS
-from tests.server.live_server import MODEL, LiveServer
+from loadtest.generator import Generator
+from loadtest.options import LoadSettings
+from tests.server.live_server import KEY, MODEL, LiveServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -290,6 +292,23 @@ def test_broken_body_gets_vllms_own_answer(server: LiveServer, content: bytes) -
     answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
     assert answer.status_code == 400
     assert "kv_" not in answer.text
+
+
+def test_load_generator_reads_what_the_server_sends(server: LiveServer) -> None:
+    settings = LoadSettings(api_key=KEY, budgets="0.2,none", prompt_tokens=400, output_tokens=16)
+    generator = Generator(settings, server.url)
+    generator.prepare()
+    evicting, whole = (generator.send(number, generator.now()) for number in range(2))
+    for record in (evicting, whole):
+        assert record.error is None
+        assert 340 < record.prompt_tokens < 460
+        assert record.output_tokens == 16
+        assert record.finish == "length"
+        assert record.kv_cache is not None
+        # The server may put several tokens into one event, but has no reason to for one request.
+        assert len(record.gaps_ms) >= 12
+        assert 0 < record.ttft < record.latency
+    assert evicting.kv_cache["tokens_held"] < whole.kv_cache["tokens_held"]
 
 
 def test_sigterm_ends_the_server_without_a_trace(server: LiveServer) -> None:

@@ -16,6 +16,7 @@ from h2o_vllm.errors import BudgetError, ConfigError
 
 __all__ = [
     "CONFIG_KEY",
+    "METRICS_KEY",
     "POLICIES",
     "REPORT_KEY",
     "REQUEST_FIELDS",
@@ -25,6 +26,10 @@ __all__ = [
 
 CONFIG_KEY = "h2o"
 """Key of our part of vLLM's ``additional_config``."""
+
+METRICS_KEY = "h2o_metrics"
+"""Key of ``additional_config`` by which a server says that it takes our counts out of vLLM's
+scheduler stats, and the key of those counts in ``SchedulerStats.kv_connector_stats``."""
 
 REPORT_KEY = "h2o"
 """Key of our reports inside an output's ``kv_transfer_params``: choice index -> report."""

@@ -20,7 +20,7 @@ MAY_NAME_VLLM = (
     "blocks/manager.py",
     "blocks/spec.py",
     "engine/",
-    "metrics.py",
+    "metrics/stat_logger.py",
     "plugin.py",
     "server/",
 )

@@ -8,6 +8,7 @@ precede, and attaches what was kept to the request's outputs.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -16,14 +17,24 @@ from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.blocks.plan import StepPlan
-from h2o_vllm.config import CONFIG_KEY, REPORT_KEY, REQUEST_FIELDS, H2OConfig, RequestBudget
+from h2o_vllm.config import (
+    CONFIG_KEY,
+    METRICS_KEY,
+    REPORT_KEY,
+    REQUEST_FIELDS,
+    H2OConfig,
+    RequestBudget,
+)
 from h2o_vllm.engine.compat import ChunkLimitScheduler, block_managers, parent_request
 from h2o_vllm.engine.support import check_supported
+from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.errors import BudgetError, ConfigError
+from h2o_vllm.metrics.meter import Meter
 from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -47,9 +58,13 @@ class H2OScheduler(ChunkLimitScheduler):
         check_supported(self.vllm_config)
         self.h2o_config = H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
         self.blocks = self._bound_manager()
+        # Without a listener the counts would reach vLLM's own loggers, which fail on them.
+        listened = self.log_stats and self.vllm_config.additional_config.get(METRICS_KEY, False)
+        self._meter = Meter(self.blocks.block_size) if listened else None
         self._full = H2OConfig(kv_policy="full").resolve(None)
         self._admitted: dict[str, str] = {}
         self._rejected: dict[str, str] = {}
+        self._reports: dict[str, dict[str, object]] = {}
         self._families: OrderedDict[str, dict[str, dict[str, object]]] = OrderedDict()
 
     def _bound_manager(self) -> H2OBlockManager:
@@ -88,17 +103,23 @@ class H2OScheduler(ChunkLimitScheduler):
             account = self.blocks.account(started.req_id)
             if account is not None and account.budget.evicts:
                 policies[started.req_id] = account.budget.policy
-        output.h2o = StepPlan(policies=policies, evictions=self.blocks.take_evictions())
+        evictions = self.blocks.take_evictions()
+        output.h2o = StepPlan(policies=policies, evictions=evictions)
+        if self._meter is not None and evictions:
+            self._meter.evicted(evictions)
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """As the base class; ends rejected requests and attaches the ``kv_cache`` reports."""
+        if self._meter is not None:
+            self._meter.eviction_took(eviction_seconds(model_runner_output))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._rejected:
             self._end_rejected(outputs)
-        reports = self.blocks.take_final_reports()
+        self._collect_reports()
+        reports, self._reports = self._reports, {}
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
                 report = reports.get(output.request_id) or self._interim_report(output)
@@ -107,6 +128,30 @@ class H2OScheduler(ChunkLimitScheduler):
                     by_choice = self._with_siblings(output.request_id, report)
                     output.kv_transfer_params = {**params, REPORT_KEY: by_choice}
         return outputs
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """As the base class; carries our counts to :mod:`h2o_vllm.metrics.stat_logger`."""
+        stats = super().make_stats(*args, **kwargs)
+        meter = self._meter
+        if stats is None or meter is None:
+            return stats
+        self._collect_reports()
+        if meter.due(idle=not self.running):
+            # The one field of the stats that is a free dict and survives between processes. KV
+            # connectors, whose field it is, are refused at start-up.
+            stats.kv_connector_stats = {METRICS_KEY: meter.hand_over(self._running_counts())}
+        return stats
+
+    def _collect_reports(self) -> None:
+        ended = self.blocks.take_final_reports()
+        self._reports.update(ended)
+        if self._meter is not None:
+            self._meter.ended(ended.values())
+
+    def _running_counts(self) -> Iterator[tuple[int, int]]:
+        for request in self.running:
+            account = self.blocks.account(request.request_id)
+            yield request.num_computed_tokens, account.holes if account is not None else 0
 
     def _budget(self, request: Request) -> RequestBudget:
         params = request.sampling_params

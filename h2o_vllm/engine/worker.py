@@ -27,6 +27,7 @@ from h2o_vllm.engine.compat import (
 )
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.engine.support import check_supported
+from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class H2OCPUWorker(CPUWorker):
         register_spec()
         super().__init__(vllm_config, *args, **kwargs)
         self._state: WorkerState | None = None
+        self._timer = EvictionTimer()
 
     def determine_available_memory(self) -> int:
         """As the base class, less what the scores of the resulting blocks will take."""
@@ -77,16 +79,21 @@ class H2OCPUWorker(CPUWorker):
             raise ConfigError("a step without an h2o plan: our scheduler is not the one in charge")
         state.forget(scheduler_output.finished_req_ids)
         state.start(plan.policies)
-        for eviction in plan.evictions:
-            state.compact(eviction)
-            runner_punch_holes(
-                self.model_runner, state.kv_cache_group, eviction.request_id, eviction.holes
-            )
+        with self._timer.measure(plan.evictions):
+            for eviction in plan.evictions:
+                state.compact(eviction)
+                runner_punch_holes(
+                    self.model_runner, state.kv_cache_group, eviction.request_id, eviction.holes
+                )
         state.in_step = True
         try:
             return super().execute_model(scheduler_output)
         finally:
             state.in_step = False
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As the base class; the output says how long this step's evictions took."""
+        return self._timer.attach(super().sample_tokens(grammar_output))
 
     def _bind(self, kv_cache_config: KVCacheConfig) -> WorkerState:
         groups = [

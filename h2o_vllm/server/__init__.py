@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """``h2o-serve``: vLLM's OpenAI server with KV budgets per request and a report in every response.
 
-=============== ===========================================================================
-``cli``         the command: vLLM's parser plus our option group
-``serve``       puts our configuration into vLLM's arguments
-``launch``      runs vLLM's server with them and ends it cleanly
-``routes``      which HTTP routes take the budget fields, and which must refuse them
-``protocol``    the body of a request: parse, check, move the fields to where vLLM reads them
-``report``      the ``kv_cache`` object: from the engine's reports to what a client reads
-``splice``      puts that object into a JSON body or an event stream
-``tap``         takes the engine's reports off the outputs of one request
-``quiet``       keeps a misleading traceback out of an orderly end
-``middleware``  the ASGI layer that ties these together, in every API-server process
-=============== ===========================================================================
+================ ===========================================================================
+``cli``          the command: vLLM's parser plus our option group
+``serve``        puts our configuration into vLLM's arguments
+``launch``       runs vLLM's server with them and ends it cleanly
+``routes``       which HTTP routes take the budget fields, and which must refuse them
+``protocol``     the body of a request: parse, check, move the fields to where vLLM reads them
+``report``       the ``kv_cache`` object: from the engine's reports to what a client reads
+``splice``       puts that object into a JSON body or an event stream
+``tap``          takes the engine's reports off the outputs of one request
+``quiet``        keeps a misleading traceback out of an orderly end
+``middleware``   the ASGI layer that ties these together, in every API-server process
+================ ===========================================================================
 
-Only ``cli``, ``serve`` and ``launch`` import vLLM; importing this package imports nothing.
+Importing this package imports nothing.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI layer around vLLM's application; runs in every API-server process, imports no vLLM.
+"""The ASGI layer around vLLM's application; runs in every API-server process.
 
 vLLM adds it through ``--middleware``, which makes it the outermost layer: a request passes here
 before vLLM has authenticated it. Therefore the body is not read on arrival but when something
@@ -14,6 +14,7 @@ from typing import Any
 
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.metrics import stat_logger
 from h2o_vllm.server import tap
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.quiet import ShutdownFilter
@@ -29,6 +30,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+CountRefusal = Callable[[str], None]
 
 _startup_error: str | None = None
 
@@ -48,6 +50,7 @@ class KVCacheMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._config: H2OConfig | None = None
+        self._count_refusal: CountRefusal = _not_bound
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -61,7 +64,8 @@ class KVCacheMiddleware:
             return
         config = self._bind(scope["app"])
         with tap.collecting() as reports:
-            await _Exchange(scope, receive, send, rule, config, reports).run(self._app)
+            exchange = _Exchange(scope, receive, send, rule, config, reports, self._count_refusal)
+            await exchange.run(self._app)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Bind before the first request, so that a failure ends the start instead of a request."""
@@ -77,14 +81,16 @@ class KVCacheMiddleware:
         await self._app(scope, receive, send)
 
     def _bind(self, application: Any) -> H2OConfig:
-        """Read the configuration that the engine got, and tap the engine client; once."""
+        """Read the configuration that the engine got, tap the engine client, add what we serve."""
         if self._config is None:
             state = application.state
             options = state.vllm_config.additional_config.get(CONFIG_KEY)
             if options is None:
                 raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
+            config = H2OConfig.from_mapping(options)
             tap.install(state.engine_client)
-            self._config = H2OConfig.from_mapping(options)
+            self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
+            self._config = config
         return self._config
 
 
@@ -99,6 +105,7 @@ class _Exchange:
         rule: Rule,
         config: H2OConfig,
         reports: Reports,
+        count_refusal: CountRefusal,
     ) -> None:
         self._scope = scope
         self._inner_receive = receive
@@ -106,6 +113,7 @@ class _Exchange:
         self._rule = rule
         self._config = config
         self._reports = reports
+        self._count_refusal = count_refusal
         self._admitted = False
         self._reported = False
         self._refusal: RefusalError | None = None
@@ -141,6 +149,7 @@ class _Exchange:
             admission = admit(b"".join(chunks), self._scope["path"], self._rule, self._config)
         except RefusalError as refusal:
             self._refusal = refusal
+            self._count_refusal(refusal.reason)
             raise
         self._reported = admission.reported
         return {"type": "http.request", "body": admission.body, "more_body": False}
@@ -207,6 +216,10 @@ class _Exchange:
             out += events.finish()
         if out or not more:
             await self._inner_send({**message, "body": out})
+
+
+def _not_bound(reason: str) -> None:
+    del reason
 
 
 def _length(body: bytes) -> bytes:

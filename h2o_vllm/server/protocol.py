@@ -32,12 +32,14 @@ class RefusalError(Exception):
     Attributes:
         message: what is wrong, with the value got and the range accepted.
         param: the field at fault.
+        reason: one of :data:`h2o_vllm.metrics.table.REJECTION_REASONS`.
     """
 
-    def __init__(self, message: str, param: str | None) -> None:
+    def __init__(self, message: str, param: str | None, reason: str) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def admit(body: bytes, path: str, rule: Rule, config: H2OConfig) -> Admission:
     beams = request.get("use_beam_search") not in (None, False, 0)
     if beams and moved.asked:
         field = next(iter(moved.asked))
-        raise RefusalError(f"{field} cannot be combined with use_beam_search", field)
+        raise RefusalError(f"{field} cannot be combined with use_beam_search", field, "unsupported")
     # A beam search is hundreds of one-token requests to the engine: no report of one response.
     return Admission(_serialise(request) if moved.changed else body, reported=not beams)
 
@@ -105,7 +107,7 @@ def _serialise(request: dict[str, Any]) -> bytes:
     try:
         return json.dumps(request, separators=(",", ":")).encode()
     except RecursionError:
-        raise RefusalError("the request body is nested too deeply", None) from None
+        raise RefusalError("the request body is nested too deeply", None, "value") from None
 
 
 def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
@@ -122,6 +124,7 @@ def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
             raise RefusalError(
                 f"{field} must be given once: at the top level or inside {XARGS}, not in both",
                 field,
+                "conflict",
             )
         if places:
             asked[field] = places[0][field]
@@ -143,7 +146,9 @@ def _check(asked: Mapping[str, Any], config: H2OConfig) -> None:
     try:
         config.resolve({field: _printable(value) for field, value in asked.items()})
     except BudgetError as error:
-        raise RefusalError(str(error), error.parameter) from None
+        both = {"kv_budget", "kv_budget_tokens"} <= asked.keys()
+        reason = "conflict" if both else "value"
+        raise RefusalError(str(error), error.parameter, reason) from None
 
 
 class _Described:
@@ -178,7 +183,9 @@ def _refuse_unknown(place: Mapping[str, Any], known: frozenset[str]) -> None:
         shown = _shown(key)
         close = difflib.get_close_matches(key[:80].lower(), REQUEST_FIELDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(REQUEST_FIELDS)}"
-        raise RefusalError(f"{shown!r} is not a known request field; {hint}", shown)
+        raise RefusalError(
+            f"{shown!r} is not a known request field; {hint}", shown, "unknown_field"
+        )
 
 
 def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> None:
@@ -187,6 +194,7 @@ def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> No
         raise RefusalError(
             f"{_shown(field)} is not supported by {path}; it is by {', '.join(sorted(LIFTED))}",
             _shown(field),
+            "unsupported",
         )
 
 

@@ -16,7 +16,7 @@ from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args, init_logger
 
-from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.server import launch, middleware
@@ -105,7 +105,8 @@ def _set_engine_args(
         given = getattr(args, name)
         flag = f"--{name.replace('_', '-')}"
         if name == "additional_config":
-            args.additional_config = _merged(given or {}, value)
+            # Our middleware puts a stat logger into every API server: the engine may send counts.
+            args.additional_config = _merged(given or {}, {**value, METRICS_KEY: True})
         elif given in (None, parser.get_default(name)):
             setattr(args, name, value)
         elif name not in OURS_BY_DEFAULT:

@@ -21,12 +21,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.config import METRICS_KEY
 from h2o_vllm.engine.scheduler import H2OScheduler
 from h2o_vllm.plugin import engine_args, register
 
@@ -51,6 +53,7 @@ class Rig:
         caching: bool = True,
         policy: str = "fcfs",
         pipelined: bool = False,
+        metered: bool = False,
         **h2o: Any,
     ) -> None:
         register()
@@ -75,7 +78,7 @@ class Rig:
                 async_scheduling=pipelined,
             ),
             device_config=DeviceConfig("cpu"),
-            additional_config=args["additional_config"],
+            additional_config=args["additional_config"] | ({METRICS_KEY: True} if metered else {}),
         )
         self.config.cache_config.num_gpu_blocks = num_blocks
         spec = H2OAttentionSpec(
@@ -99,6 +102,7 @@ class Rig:
         self.tokens: dict[str, list[int]] = {}
         self.reports: dict[str, Mapping[str, Any]] = {}
         self.evictions: list[Eviction] = []
+        self.stats: list[SchedulerStats] = []
         self.preemptions = 0
 
     def add(
@@ -150,6 +154,8 @@ class Rig:
 
     def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for outputs in self.scheduler.update_from_output(output, result).values():
+            if outputs.scheduler_stats is not None:
+                self.stats.append(outputs.scheduler_stats)
             for one in outputs.outputs:
                 self.tokens[one.request_id].extend(one.new_token_ids)
                 if one.kv_transfer_params:

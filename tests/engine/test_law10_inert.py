@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import entry_points
 
 
 def run(code: str) -> None:
@@ -32,7 +33,15 @@ def test_loading_the_plugin_leaves_every_stock_part_in_place() -> None:
         spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
         bound = KVCacheSpecRegistry.get_manager_class(spec)
         assert bound is managers.FullAttentionManager, bound
+        from prometheus_client import generate_latest
+        assert b"h2o" not in generate_latest()
     """)
+
+
+def test_statistics_stay_switched_off() -> None:
+    # vLLM switches them on wherever a stat logger is installed, also under --disable-log-stats.
+    loggers = entry_points(group="vllm.stat_logger_plugins")
+    assert not [each for each in loggers if "h2o" in each.value]
 
 
 def test_register_is_idempotent() -> None:

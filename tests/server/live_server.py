@@ -63,10 +63,15 @@ class LiveServer:
         headers = {"authorization": f"Bearer {key}"}
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=START_SECONDS)
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over its labels, those given excepted."""
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        values = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"{name}{{")]
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        values = [
+            line.rsplit(" ", 1)[1]
+            for line in lines
+            if line.startswith(f"{name}{{") and all(each in line for each in wanted)
+        ]
         assert values, f"no metric {name}"
         return sum(map(float, values))
 

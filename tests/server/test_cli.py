@@ -152,6 +152,8 @@ class TestPrepare:
         from h2o_vllm import engine_args
 
         args = self.prepared("--kv-budget", "0.2")
+        # Only a server listens to the engine's counts.
+        assert args.additional_config.pop("h2o_metrics") is True
         for name, value in engine_args(kv_budget=0.2).items():
             assert getattr(args, name) == value
 
@@ -178,7 +180,7 @@ class TestPrepare:
 
     def test_other_additional_config_is_kept(self) -> None:
         args = self.prepared("--additional-config", '{"mine": 1}')
-        assert set(args.additional_config) == {"mine", "h2o"}
+        assert set(args.additional_config) == {"mine", "h2o", "h2o_metrics"}
 
     @pytest.mark.parametrize(
         "argv",

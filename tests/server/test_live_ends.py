@@ -53,6 +53,11 @@ def test_two_api_servers_report_and_end_on_ctrl_c(tmp_path: Path) -> None:
             answers = list(pool.map(one, range(16)))
         expected = [(400, None) if i % 4 == 0 else (200, 203 + i) for i in range(16)]
         assert answers == expected
+        # Whichever server is asked, it tells of all of them.
+        for _ in range(4):
+            server.wait_for("h2o:request_kv_budget_count", 12)
+            server.wait_for("h2o:budget_rejections_total", 4)
+            server.wait_for("h2o:kv_tokens_full", 0)
         # Ctrl-C reaches the whole group.
         os.killpg(server.group, signal.SIGINT)
         assert server.process.wait(timeout=60) == 0

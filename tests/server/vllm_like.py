@@ -23,6 +23,9 @@ from tests.server.conftest import engine_report
 class Engine:
     """Gives up to ``allowed`` tokens, a report with the last one, and notes what reached it."""
 
+    logger_manager = None
+    """As vLLM's under ``--disable-log-stats``."""
+
     def __init__(self, tokens: int = 3, foreign: dict[str, Any] | None = None) -> None:
         self.tokens = tokens
         self.foreign = foreign or {}

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the engines' counts to Prometheus. Runs in every API-server process.
+
+With several API servers vLLM has switched ``prometheus_client`` to multiprocess mode before they
+start, and its ``/metrics`` collects the files of all of them; nothing here differs then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from h2o_vllm.config import METRICS_KEY
+from h2o_vllm.metrics.table import REJECTION_REASONS, TABLE, Metric
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import SchedulerStats
+
+__all__ = ["H2OStatLogger", "install"]
+
+Collector = Counter | Gauge | Histogram
+
+
+class H2OStatLogger(AggregateStatLoggerBase):
+    """Takes our counts out of vLLM's scheduler stats; must be asked before vLLM's own loggers.
+
+    Args:
+        vllm_config: for the model's name.
+        engine_indexes: data-parallel indices of the engines whose stats may come here.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
+        collectors: dict[str, Any] = dict(_collectors())
+        model = vllm_config.model_config.served_model_name
+        self._engines = {
+            index: {
+                metric.name: collectors[metric.name].labels(model, str(index))
+                for metric in TABLE
+                if "engine" in metric.labels
+            }
+            for index in engine_indexes
+        }
+        rejections = collectors["h2o:budget_rejections"]
+        self._rejections = {r: rejections.labels(model, r) for r in REJECTION_REASONS}
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Take our part, if there is one, and leave what vLLM would have seen without us."""
+        if scheduler_stats is None:
+            return
+        carried = scheduler_stats.kv_connector_stats
+        if not carried or METRICS_KEY not in carried:
+            return
+        counts = carried.pop(METRICS_KEY)
+        if not carried:
+            scheduler_stats.kv_connector_stats = None
+        metrics = self._engines[engine_idx]
+        for name in ("evicted_tokens", "freed_blocks"):
+            metrics[f"h2o:{name}"].inc(counts[name])
+        for name in ("kv_tokens_held", "kv_tokens_full"):
+            metrics[f"h2o:{name}"].set(counts[name])
+        for name in ("request_kv_budget", "eviction_seconds"):
+            for value in counts[name]:
+                metrics[f"h2o:{name}"].observe(value)
+
+    def rejected(self, reason: str) -> None:
+        """Count a request refused in this process."""
+        self._rejections[reason].inc()
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: the worker has said it."""
+
+
+def install(engine_client: Any, vllm_config: VllmConfig) -> Callable[[str], None]:
+    """Put our logger in front of the client's own. Twice is the same as once.
+
+    Returns:
+        What counts a refused request, by reason; does nothing under ``--disable-log-stats``.
+
+    Raises:
+        AttributeError: the client keeps its loggers elsewhere. Ours must come first, because vLLM's
+            own fails on stats of a KV connector that it has not configured.
+    """
+    manager = engine_client.logger_manager
+    if manager is None:
+        return _ignore
+    for present in manager.stat_loggers:
+        if isinstance(present, H2OStatLogger):
+            return present.rejected
+    ours = H2OStatLogger(vllm_config, manager.engine_indexes)
+    manager.stat_loggers.insert(0, ours)
+    return ours.rejected
+
+
+def _ignore(reason: str) -> None:
+    del reason
+
+
+@functools.cache
+def _collectors() -> dict[str, Collector]:
+    """Registered once per process: an engine that is made anew goes on counting."""
+    return {metric.name: _collector(metric) for metric in TABLE}
+
+
+def _collector(metric: Metric, registry: CollectorRegistry = REGISTRY) -> Collector:
+    if metric.kind == "counter":
+        return Counter(metric.name, metric.help, metric.labels, registry=registry)
+    if metric.kind == "gauge":
+        # As vLLM's: each step's stats reach one of the API servers, so the newest one knows.
+        return Gauge(
+            metric.name,
+            metric.help,
+            metric.labels,
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
+    return Histogram(
+        metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=registry
+    )

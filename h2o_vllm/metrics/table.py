@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric we expose: the one place that knows their names. Any process; imports no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["BY_NAME", "REJECTION_REASONS", "TABLE", "Metric", "exposed_names"]
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+PER_ENGINE = ("model_name", "engine")
+"""vLLM's own labels: the served model name and the data-parallel index of the engine."""
+
+REJECTION_REASONS = ("value", "conflict", "unknown_field", "unsupported")
+"""Why a request got a 400 of ours; each exists from the start, so that its rate does too.
+
+``value``: a wrong type or out of range · ``conflict``: two fields, or two places, contradict each
+other · ``unknown_field``: a misspelt ``kv_`` field · ``unsupported``: the route or another option
+of the request cannot go with a budget.
+"""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table.
+
+    Attributes:
+        name: as given to ``prometheus_client``, which appends ``_total`` to a counter's.
+        labels: label names, in order.
+        buckets: upper bounds of a histogram.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = PER_ENGINE
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exposed(self) -> tuple[str, ...]:
+        """The names of its samples on ``/metrics``."""
+        if self.kind == "counter":
+            return (f"{self.name}_total",)
+        if self.kind == "histogram":
+            return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "count", "sum"))
+        return (self.name,)
+
+
+TABLE = (
+    Metric(
+        "h2o:evicted_tokens",
+        "counter",
+        "Tokens whose KV has been evicted. A preempted request is replayed, and counted, anew.",
+    ),
+    Metric(
+        "h2o:freed_blocks",
+        "counter",
+        "KV cache blocks that evictions have returned to the pool.",
+    ),
+    Metric(
+        "h2o:kv_tokens_held",
+        "gauge",
+        "Tokens whose KV the running requests hold. Its ratio to h2o:kv_tokens_full is what is left.",
+    ),
+    Metric(
+        "h2o:kv_tokens_full",
+        "gauge",
+        "Tokens whose KV the running requests would hold without evictions.",
+    ),
+    Metric(
+        "h2o:request_kv_budget",
+        "histogram",
+        "Share of its tokens each ended request was allowed to keep: its kv_budget, or its "
+        "kv_budget_tokens divided by the tokens it had seen.",
+        buckets=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    ),
+    Metric(
+        "h2o:eviction_seconds",
+        "histogram",
+        "Time a worker's main thread spent on the evictions of one step (on a GPU: on launching "
+        "them).",
+        buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+    ),
+    Metric(
+        "h2o:budget_rejections",
+        "counter",
+        "Requests answered with a 400 because of a budget field, by reason: "
+        f"{', '.join(REJECTION_REASONS)}.",
+        # No engine: the request never got to one.
+        labels=("model_name", "reason"),
+    ),
+)
+
+BY_NAME = {metric.name: metric for metric in TABLE}
+
+
+def exposed_names() -> frozenset[str]:
+    """The names of all samples of ours on ``/metrics``."""
+    return frozenset(name for metric in TABLE for name in metric.exposed)

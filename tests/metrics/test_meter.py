@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core's counts: every event is handed over once, and none is forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.metrics.meter import INTERVAL, Meter, kv_budget_of
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def eviction(holes: int) -> Eviction:
+    return Eviction("a", (), tuple(range(holes)), tuple(range(holes)))
+
+
+def report(budget: float | None, budget_tokens: int = 100, seen: int = 400) -> dict[str, Any]:
+    return {"budget": budget, "budget_tokens": budget_tokens, "tokens_seen": seen}
+
+
+def test_what_happened_is_handed_over_once() -> None:
+    meter = Meter(block_size=16)
+    meter.evicted([eviction(3), eviction(2)])
+    meter.eviction_took(0.25)
+    meter.eviction_took(None)
+    meter.ended([report(0.2)])
+    assert meter.hand_over([(400, 5), (100, 0)]) == {
+        "evicted_tokens": 80,
+        "freed_blocks": 5,
+        "kv_tokens_full": 500,
+        "kv_tokens_held": 420,
+        "request_kv_budget": [0.2],
+        "eviction_seconds": [0.25],
+    }
+    assert meter.hand_over([]) == {
+        "evicted_tokens": 0,
+        "freed_blocks": 0,
+        "kv_tokens_full": 0,
+        "kv_tokens_held": 0,
+        "request_kv_budget": [],
+        "eviction_seconds": [],
+    }
+
+
+def test_it_is_due_now_and_then_and_when_idle() -> None:
+    clock = Clock()
+    meter = Meter(16, clock)
+    assert meter.due(idle=False)
+    meter.hand_over([])
+    assert not meter.due(idle=False)
+    assert meter.due(idle=True)
+    clock.now += INTERVAL
+    assert meter.due(idle=False)
+
+
+@pytest.mark.parametrize(
+    ("ended", "share"),
+    [
+        (report(0.2), 0.2),
+        (report(1.0), 1.0),
+        (report(None), 0.25),
+        (report(None, seen=50), 1.0),
+        # Aborted before its first token.
+        (report(None, seen=0), 1.0),
+    ],
+    ids=["share", "full", "absolute", "larger than needed", "nothing seen"],
+)
+def test_budget_of_a_request_is_a_share(ended: dict[str, Any], share: float) -> None:
+    assert kv_budget_of(ended) == share

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator sees of a real server: metrics, and what it says of itself.
+
+The server has two data-parallel engines where there is a core for each.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from h2o_vllm.metrics.table import exposed_names
+from tests.server.live_server import KEY, MODEL, LiveServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+LONG = [1000 + 7 * i for i in range(1500)]
+"""A prompt of exactly 1500 tokens."""
+
+
+CORES = sorted(os.sched_getaffinity(0))[:2]
+ENGINES = len(CORES)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    options = ["--api-key", KEY, "--kv-budget", "0.9", "--kv-budget-max", "0.9"]
+    options += ["--data-parallel-size", str(ENGINES), "--api-server-count", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
+        server = LiveServer(tmp_path_factory.mktemp("server") / "log", *options)
+    try:
+        server.wait_until_up()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    return server.client()
+
+
+def complete(client: openai.OpenAI, prompt: Any = "Hello", **fields: Any) -> Any:
+    options = {"max_tokens": fields.pop("max_tokens", 8), "stream": fields.pop("stream", False)}
+    return client.completions.create(
+        model=MODEL, prompt=prompt, temperature=0, extra_body=fields, **options
+    )
+
+
+def test_metrics_follow_what_is_evicted(server: LiveServer, client: openai.OpenAI) -> None:
+    tokens, blocks, timed = (
+        server.metric(f"h2o:{name}")
+        for name in ("evicted_tokens_total", "freed_blocks_total", "eviction_seconds_count")
+    )
+    stream = complete(client, LONG, max_tokens=400, ignore_eos=True, kv_budget=0.2, stream=True)
+    for _ in zip(range(60), stream, strict=False):
+        pass
+    full, held = server.metric("h2o:kv_tokens_full"), server.metric("h2o:kv_tokens_held")
+    assert full >= 1500
+    assert 0.2 * full <= held <= 0.25 * full
+    report = list(stream)[-1].kv_cache
+    server.wait_for("h2o:evicted_tokens_total", tokens + report["tokens_evicted"])
+    server.wait_for("h2o:freed_blocks_total", blocks + report["blocks_freed"])
+    assert server.metric("h2o:eviction_seconds_count") > timed
+    # Nothing runs any more.
+    server.wait_for("h2o:kv_tokens_full", 0)
+    server.wait_for("h2o:kv_tokens_held", 0)
+
+
+def test_every_engine_evicts_and_says_so(server: LiveServer, client: openai.OpenAI) -> None:
+    def one(i: int) -> dict[str, Any]:
+        answer = complete(client, [1000 + i] * (400 + i), ignore_eos=True, kv_budget=0.3)
+        report: dict[str, Any] = answer.kv_cache
+        return report
+
+    name, engines = "h2o:evicted_tokens_total", [str(i) for i in range(ENGINES)]
+    before = {engine: server.metric(name, engine=engine) for engine in engines}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        reports = list(pool.map(one, range(4)))
+    server.wait_for(name, sum(before.values()) + sum(r["tokens_evicted"] for r in reports))
+    assert all(server.metric(name, engine=engine) > before[engine] for engine in engines)
+
+
+def test_a_scraper_that_prefers_openmetrics_finds_the_same_names(server: LiveServer) -> None:
+    # prometheus_client's own OpenMetrics writer would turn the colons into underscores.
+    accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4"}
+    text = httpx.get(f"{server.url}/metrics", headers=accept).text
+    for name in exposed_names() | {"vllm:num_requests_running"}:
+        assert f"\n{name}{{" in text, name
+
+
+def test_metrics_count_requests_by_budget(server: LiveServer, client: openai.OpenAI) -> None:
+    before = server.metric("h2o:request_kv_budget_count")
+    complete(client, kv_budget=0.5)
+    complete(client)
+    server.wait_for("h2o:request_kv_budget_count", before + 2)
+
+
+@pytest.mark.parametrize(
+    ("reason", "path", "fields"),
+    [
+        ("value", "/v1/completions", {"kv_budget": 7}),
+        ("conflict", "/v1/completions", {"kv_budget": 0.5, "kv_budget_tokens": 200}),
+        ("unknown_field", "/v1/chat/completions", {"kv_bugdet": 0.5}),
+        ("unsupported", "/v1/messages", {"kv_budget": 0.5}),
+    ],
+)
+def test_metrics_count_rejections(
+    server: LiveServer, reason: str, path: str, fields: dict[str, Any]
+) -> None:
+    name = "h2o:budget_rejections_total"
+    before = server.metric(name, reason=reason)
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 4}
+    assert server.post(path, body | fields).status_code == 400
+    assert server.post(path, body | fields, key="wrong").status_code == 401
+    assert server.metric(name, reason=reason) == before + 1

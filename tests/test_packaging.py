@@ -39,7 +39,15 @@ LEFT_OUT = {
 
 
 # Imported by name, but pinned by what brings them: the extra model, vLLM, numba.
-COME_WITH_OTHERS = ("gguf", "safetensors", "tokenizers", "uvloop", "llvmlite")
+COME_WITH_OTHERS = (
+    "fastapi",
+    "gguf",
+    "llvmlite",
+    "pydantic",
+    "safetensors",
+    "tokenizers",
+    "uvloop",
+)
 
 
 def locked(name: str) -> dict[str, Version]:

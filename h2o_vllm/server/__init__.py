@@ -10,6 +10,7 @@
 ``report``       the ``kv_cache`` object: from the engine's reports to what a client reads
 ``splice``       puts that object into a JSON body or an event stream
 ``tap``          takes the engine's reports off the outputs of one request
+``config_route`` ``GET /plugins/h2o/config``: what this server does and accepts
 ``quiet``        keeps a misleading traceback out of an orderly end
 ``middleware``   the ASGI layer that ties these together, in every API-server process
 ================ ===========================================================================

@@ -15,7 +15,7 @@ from typing import Any
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
-from h2o_vllm.server import tap
+from h2o_vllm.server import config_route, tap
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.quiet import ShutdownFilter
 from h2o_vllm.server.report import Reports
@@ -90,6 +90,7 @@ class KVCacheMiddleware:
             config = H2OConfig.from_mapping(options)
             tap.install(state.engine_client)
             self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
+            config_route.attach(application, config)
             self._config = config
         return self._config
 

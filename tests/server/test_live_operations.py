@@ -121,3 +121,39 @@ def test_metrics_count_rejections(
     assert server.post(path, body | fields).status_code == 400
     assert server.post(path, body | fields, key="wrong").status_code == 401
     assert server.metric(name, reason=reason) == before + 1
+
+
+def test_config_says_what_is_served(server: LiveServer) -> None:
+    url = f"{server.url}/plugins/h2o/config"
+    # vLLM's own check of --api-key does not reach this path.
+    assert httpx.get(url).status_code == 401
+    assert httpx.get(url, headers={"authorization": "Bearer wrong"}).status_code == 401
+    answer = httpx.get(url, headers={"authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 200
+    assert KEY not in answer.text
+    config = answer.json()
+    assert config["models"] == [MODEL]
+    assert config["defaults"]["kv_budget"] == 0.9
+    assert config["defaults"]["kv_recent"] == 0.5
+    assert config["limits"]["kv_budget_max"] == 0.9
+    assert config["limits"]["kv_policies"] == ["h2o", "window", "random"]
+    assert "/v1/responses" in config["routes"]["accepted"]
+    assert "/v1/messages" in config["routes"]["refused"]
+    cache = config["kv_cache"]
+    assert cache["block_size"] == 32
+    assert cache["num_tokens"] == 32 * (cache["num_blocks"] - ENGINES)
+    assert config["support"]["state"] == "supported"
+    assert config["support"]["device"] == "cpu"
+    assert config["support"]["data_parallel_size"] == ENGINES
+    assert set(config["versions"]) == {"h2o_vllm", "vllm", "torch", "python"}
+    assert httpx.post(url).status_code == 405
+
+
+def test_config_is_in_the_openapi_page(server: LiveServer) -> None:
+    page = httpx.get(f"{server.url}/openapi.json").json()
+    route = page["paths"]["/plugins/h2o/config"]["get"]
+    schema = route["responses"]["200"]["content"]["application/json"]["schema"]
+    properties = page["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+    assert {"defaults", "limits", "routes", "kv_cache", "versions", "support"} <= set(properties)
+    assert "401" in route["responses"]
+    assert "/v1/chat/completions" in page["paths"]

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``GET /plugins/h2o/config``: what this server does and accepts. API-server process.
+
+Read-only and without secrets: no paths, no keys, nothing of another option's. vLLM authenticates
+only what lies below ``/v1`` and a few other prefixes, so the route checks ``--api-key`` itself, in
+vLLM's way. It is added to the application rather than loaded as an endpoint plugin, because vLLM
+loads those only where ``VLLM_PLUGINS`` names them, which would shut out every plugin it leaves out.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+from fastapi import FastAPI, Request, Response, Security
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel, Field
+from vllm import envs
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.version import __version__ as vllm_version
+
+import h2o_vllm
+from h2o_vllm.config import POLICIES, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.engine.compat import SUPPORTED
+from h2o_vllm.server.routes import LIFTED, REFUSED
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["PATH", "H2OServerConfig", "attach"]
+
+PATH = "/plugins/h2o/config"
+
+
+class Defaults(BaseModel):
+    """What a request gets that names no budget."""
+
+    kv_budget: float = Field(description="Share of its tokens a request keeps; 1 is plain vLLM.")
+    kv_budget_tokens: int | None = Field(description="Absolute budget; comes before kv_budget.")
+    kv_recent: float = Field(description="Share of the budget spent on the newest tokens.")
+    kv_policy: str = Field(description="Which tokens stay.")
+
+
+class Limits(BaseModel):
+    """What a request may ask for."""
+
+    kv_budget_min: float = Field(description="Smallest kv_budget; bounds kv_budget_tokens too.")
+    kv_budget_max: float = Field(description="Largest kv_budget.")
+    kv_min_tokens: int = Field(description="No budget falls below this many tokens.")
+    kv_policies: list[str] = Field(description="Accepted kv_policy values.")
+    request_fields: list[str] = Field(description="Budget fields of a request body.")
+
+
+class Routes(BaseModel):
+    """What happens to the budget fields, by POST route; vLLM's other routes generate nothing."""
+
+    accepted: list[str]
+    refused: list[str] = Field(description="A request that names a budget field gets a 400.")
+
+
+class KVCache(BaseModel):
+    """The pools of KV blocks of the engines behind this server, taken together."""
+
+    block_size: int
+    num_blocks: int | None
+    num_tokens: int | None = Field(
+        description="Tokens the pools hold; one block of each is never used."
+    )
+    prefix_caching: bool
+
+
+class Versions(BaseModel):
+    """What is installed."""
+
+    h2o_vllm: str
+    vllm: str
+    torch: str
+    python: str
+
+
+class Support(BaseModel):
+    """Whether this combination is one we serve. An unsupported one is refused at start-up."""
+
+    state: str = Field(description="Always 'supported': the engine has checked itself.")
+    device: str
+    vllm: str = Field(description="The range of vLLM versions accepted on this device.")
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+
+
+class H2OServerConfig(BaseModel):
+    """KV budgets of this server."""
+
+    models: list[str] = Field(description="Served model names.")
+    defaults: Defaults
+    limits: Limits
+    routes: Routes
+    kv_cache: KVCache
+    versions: Versions
+    support: Support
+
+
+def attach(application: FastAPI, config: H2OConfig) -> None:
+    """Add the route to vLLM's application, and to its OpenAPI page."""
+    args = getattr(application.state, "args", None)
+    keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
+    authentication = AuthenticationMiddleware(application, tokens=keys)
+    # The engine knows the first one only.
+    aliases: list[str] = list(getattr(args, "served_model_name", None) or [])
+
+    async def h2o_config(request: Request) -> Response:
+        if keys and not authentication.verify_token(request.headers):
+            return JSONResponse({"error": "Unauthorized"}, status_code=401)
+        described = _describe(config, request.app.state.vllm_config)
+        if aliases:
+            described.models = aliases
+        return JSONResponse(described.model_dump())
+
+    application.add_api_route(
+        PATH,
+        h2o_config,
+        methods=["GET"],
+        response_model=H2OServerConfig,
+        responses={401: {"description": "The server has an API key, and this is not it."}},
+        # Documents the key; the check is above, so that the answer is vLLM's.
+        dependencies=[Security(HTTPBearer(auto_error=False))] if keys else [],
+        tags=["H2O"],
+        summary="KV budgets of this server",
+        description="Budgets, limits, policies, versions and support state of h2o_vllm. Read-only.",
+    )
+    # FastAPI keeps the page that it may have made before.
+    application.openapi_schema = None
+
+
+def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
+    cache, parallel = engine.cache_config, engine.parallel_config
+    device = engine.device_config.device_type
+    low, high = SUPPORTED.get(device, SUPPORTED["cuda"])
+    policies = [p for p in POLICIES if p != "full" or config.kv_budget_max >= 1.0]
+    # vLLM sums them over the data-parallel engines.
+    blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size
+    values = config.to_mapping()
+    return H2OServerConfig(
+        models=[engine.model_config.served_model_name],
+        defaults=Defaults(**{name: values[name] for name in Defaults.model_fields}),
+        limits=Limits(
+            kv_budget_min=config.kv_budget_min,
+            kv_budget_max=config.kv_budget_max,
+            kv_min_tokens=config.kv_min_tokens,
+            kv_policies=policies,
+            request_fields=list(REQUEST_FIELDS),
+        ),
+        routes=Routes(accepted=sorted(LIFTED), refused=sorted(REFUSED)),
+        kv_cache=KVCache(
+            block_size=cache.block_size,
+            num_blocks=blocks,
+            num_tokens=(blocks - engines) * cache.block_size if blocks else None,
+            prefix_caching=bool(cache.enable_prefix_caching),
+        ),
+        versions=Versions(
+            h2o_vllm=h2o_vllm.__version__,
+            vllm=vllm_version,
+            torch=torch.__version__,
+            python=platform.python_version(),
+        ),
+        support=Support(
+            state="supported",
+            device=device,
+            vllm=f">={_dotted(low)},<{_dotted(high)}",
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            data_parallel_size=parallel.data_parallel_size,
+        ),
+    )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -74,6 +74,17 @@ def _findings(config: VllmConfig) -> list[tuple[bool, str]]:
             "only their share",
         ),
         (
+            parallel.pipeline_parallel_size > 1,
+            "--pipeline-parallel-size above 1: not tested with evictions; use "
+            "--tensor-parallel-size, or replicas",
+        ),
+        (
+            # The engines of a dense model are independent of each other, and read 1 here.
+            parallel.data_parallel_size > 1,
+            "--data-parallel-size above 1 for a mixture of experts, whose engines run in lockstep: "
+            "not tested with evictions; use --tensor-parallel-size, or replicas",
+        ),
+        (
             cache.cache_dtype not in _KV_DTYPES,
             f"--kv-cache-dtype {cache.cache_dtype}: quantised KV is not scored yet",
         ),

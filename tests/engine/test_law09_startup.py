@@ -43,6 +43,8 @@ REFUSED = [
     ("kv_transfer_config", SimpleNamespace(), "KV connectors"),
     ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
     ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
+    ("parallel_config.pipeline_parallel_size", 2, "pipeline-parallel-size"),
+    ("parallel_config.data_parallel_size", 2, "data-parallel-size"),
     ("cache_config.cache_dtype", "fp8", "kv-cache-dtype"),
     ("model_config.runner_type", "pooling", "pooling"),
     ("device_config.device_type", "tpu", "tpu"),

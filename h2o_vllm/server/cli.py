@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -32,8 +33,8 @@ the limits."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
-It listens on 127.0.0.1:8000; give --host 0.0.0.0 to let other machines in
-(which plain vLLM does by default).
+It listens on 127.0.0.1:8000; give --host 0.0.0.0 (or set H2O_HOST) to let other
+machines in, which plain vLLM does by default.
 
 {group}"""
 
@@ -123,8 +124,9 @@ def build_parser() -> FlexibleArgumentParser:
     parser.add_argument("--version", action="version", version=PROG, help="Print the versions.")
     make_arg_parser(parser)
     _add_options(parser.add_argument_group(GROUP, GROUP_DESCRIPTION))
-    # No model given must look different from vLLM's default model given.
-    parser.set_defaults(host="127.0.0.1", model=None)
+    # No model given must look different from vLLM's default model given. A container sets H2O_HOST:
+    # inside of it 127.0.0.1 would be reached by nobody, whatever arguments its user gives.
+    parser.set_defaults(host=os.environ.get("H2O_HOST", "127.0.0.1"), model=None)
     return parser
 
 

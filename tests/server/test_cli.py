@@ -90,6 +90,12 @@ def test_defaults_are_those_of_the_configuration(parser: Any) -> None:
     assert (args.host, args.port, args.model) == ("127.0.0.1", 8000, None)
 
 
+def test_a_container_says_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("H2O_HOST", "0.0.0.0")
+    assert cli.parse([])[0].host == "0.0.0.0"
+    assert cli.parse(["--host", "::1"])[0].host == "::1"
+
+
 def test_own_and_vllms_options_parse_together() -> None:
     args = parse("m", "--kv-budget", "0.2", "--max-model-len", "2k", "--kv_policy=window")
     config = cli.config_of(args)

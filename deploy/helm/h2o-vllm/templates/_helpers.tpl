@@ -1,0 +1,24 @@
+{{- define "h2o.name" -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "h2o.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "h2o.labels" -}}
+{{ include "h2o.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end -}}
+
+{{/* The secret that holds the hub token, or nothing. */}}
+{{- define "h2o.hubSecret" -}}
+{{- if .Values.hubToken.existingSecret -}}
+{{ .Values.hubToken.existingSecret }}
+{{- else if .Values.hubToken.value -}}
+{{ include "h2o.name" . }}-hub-token
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dockerfile, compose file, Helm chart and examples: what can be checked without running them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import h2o_vllm
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "h2o-vllm"
+KUBERNETES = "1.31"
+
+VALUES = {
+    "defaults": [],
+    "cpu with everything": [
+        "device=cpu",
+        "image.tag=cpu",
+        "model=",
+        "serviceMonitor.enabled=true",
+        "serviceMonitor.labels.release=prometheus",
+        "hubToken.value=hf_secret",
+        "apiKey.existingSecret=keys",
+        "persistence.storageClass=fast",
+        "nodeSelector.disk=ssd",
+        "podAnnotations.team=llm",
+        "extraEnv[0].name=VLLM_LOGGING_LEVEL,extraEnv[0].value=DEBUG",
+        "imagePullSecrets[0].name=registry",
+    ],
+    "three replicas of two GPUs": [
+        "gpus=2",
+        "replicaCount=3",
+        "persistence.enabled=false",
+        "hubToken.existingSecret=hub",
+        "extraArgs={--max-model-len=8192}",
+    ],
+    "a shared volume": ["replicaCount=2", "persistence.accessMode=ReadWriteMany"],
+    "a volume that exists": ["persistence.existingClaim=models"],
+}
+
+REFUSED = {
+    "kvBudget=7": "kvBudget",
+    "kvBudget=0": "kvBudget",
+    "device=tpu": "device",
+    "kvbudget=0.2": "kvbudget",
+    "replicaCount=2": "ReadWriteMany",
+    "persistence.size=lots": "size",
+    # A number where Kubernetes wants a string.
+    "extraEnv[0].name=A,extraEnv[0].value=8": "extraEnv",
+}
+
+
+def run_tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """A tool of the test extra, from beside this Python or from PATH."""
+    beside = Path(sys.executable).with_name(name)
+    tool = str(beside) if beside.exists() else shutil.which(name)
+    if tool is None:
+        pytest.skip(f"no {name}: it is in the extra 'test' where there is a build for this machine")
+    return subprocess.run([tool, *arguments], capture_output=True, text=True)
+
+
+def rendered(*values: str) -> subprocess.CompletedProcess[str]:
+    options = [part for value in values for part in ("--set", value)]
+    return run_tool("helm", "template", "release", CHART, "--namespace", "ns", *options)
+
+
+def resources(*values: str) -> dict[str, Any]:
+    """The rendered resources by kind."""
+    done = rendered(*values)
+    assert done.returncode == 0, done.stderr
+    return {one["kind"]: one for one in yaml.safe_load_all(done.stdout) if one}
+
+
+def container(*values: str) -> dict[str, Any]:
+    found: dict[str, Any] = resources(*values)["Deployment"]["spec"]["template"]["spec"]
+    return {**found["containers"][0], "volumes": found["volumes"]}
+
+
+def dockerfile_targets() -> dict[str, list[tuple[str, str]]]:
+    """Target -> its instructions, continuation lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    targets: dict[str, list[tuple[str, str]]] = {}
+    current: list[tuple[str, str]] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        word, _, rest = line.strip().partition(" ")
+        if word == "FROM":
+            current = targets.setdefault(rest.rpartition(" AS ")[2], [])
+        elif word:
+            current.append((word, " ".join(rest.split())))
+    return targets
+
+
+def arguments_in_examples() -> list[str]:
+    """Every long option that a file of deploy gives to h2o-serve."""
+    places: list[Any] = [
+        instruction for target in dockerfile_targets().values() for instruction in target
+    ]
+    found = [json.loads(rest) for word, rest in places if word == "CMD"]
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    found += [compose[name]["command"] for name in ("cpu", "gpu")]
+    runtime = yaml.safe_load((DEPLOY / "kserve" / "servingruntime.yaml").read_text())
+    service = yaml.safe_load((DEPLOY / "kserve" / "inferenceservice.yaml").read_text())
+    found.append(runtime["spec"]["containers"][0]["args"])
+    found.append(service["spec"]["predictor"]["model"]["args"])
+    found += [container(*values)["args"] for values in VALUES.values()]
+    flags = {arg.partition("=")[0] for args in found for arg in args}
+    return sorted(flag for flag in flags if flag.startswith("--"))
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    done = run_tool("hadolint", "--failure-threshold", "info", ROOT / "Dockerfile")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_image_runs_the_server_as_somebody_else_than_root(target: str) -> None:
+    instructions = dockerfile_targets()[target]
+    last = dict(instructions)
+    assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", last["USER"])
+    assert json.loads(last["ENTRYPOINT"]) == ["h2o-serve"]
+    assert "/health" in last["HEALTHCHECK"]
+    assert "H2O_HOST=0.0.0.0" in last["ENV"]
+
+
+def test_dockerfile_copies_what_exists() -> None:
+    for instructions in dockerfile_targets().values():
+        for word, rest in instructions:
+            if word == "COPY":
+                *sources, _ = [part for part in rest.split() if not part.startswith("--")]
+                assert all((ROOT / source).exists() for source in sources), rest
+
+
+def test_image_is_of_the_vllm_that_is_locked() -> None:
+    (image,) = re.findall(r"^ARG VLLM_IMAGE=\S+:v(\S+)$", (ROOT / "Dockerfile").read_text(), re.M)
+    (locked,) = re.findall(r"^vllm==(\S+)$", (DEPLOY / "locks" / "cuda.txt").read_text(), re.M)
+    assert image == locked
+
+
+def test_every_option_in_an_example_exists() -> None:
+    from h2o_vllm.server.cli import build_parser
+
+    flags = arguments_in_examples()
+    assert "--kv-budget" in flags
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    assert set(flags) <= known
+
+
+def test_compose_file_has_three_profiles_and_what_they_need() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = compose["services"]
+    assert {p for s in services.values() for p in s["profiles"]} == {"cpu", "gpu", "observability"}
+    for service in services.values():
+        if "build" in service:
+            assert (DEPLOY / service["build"]["context"] / "Dockerfile").exists()
+            assert service["build"]["target"] in dockerfile_targets()
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            assert (DEPLOY / source).exists() if source[0] == "." else source in compose["volumes"]
+        # Reachable from this machine only: exposing it is the operator's decision.
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+def test_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == h2o_vllm.__version__
+
+
+def test_chart_passes_helms_own_check() -> None:
+    done = run_tool("helm", "lint", "--strict", CHART)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_kubernetes_accepts_what_the_chart_renders(name: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    for kind, resource in resources(*VALUES[name]).items():
+        if kind == "ServiceMonitor":
+            # Of the Prometheus operator; no schema of it is at hand.
+            assert resource["spec"]["endpoints"][0]["port"] == "http"
+            continue
+        validate.validate(resource, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("value", REFUSED)
+def test_chart_refuses_a_bad_value_by_name(value: str) -> None:
+    done = rendered(value)
+    assert done.returncode != 0
+    assert REFUSED[value] in done.stderr
+
+
+def test_every_value_is_in_the_schema_and_the_other_way_round() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    # Helm itself adds "global" to the values of every chart.
+    assert set(values) == set(schema) - {"global"}
+
+
+def test_secrets_reach_the_server_by_reference_only() -> None:
+    everything = VALUES["cpu with everything"]
+    variables = {one["name"]: one for one in container(*everything)["env"]}
+    token = variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert token == {"name": "release-hub-token", "key": "token"}
+    assert resources(*everything)["Secret"]["stringData"] == {"token": "hf_secret"}
+    assert variables["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"]["name"] == "keys"
+    assert "Secret" not in resources("hubToken.existingSecret=hub")
+
+
+def test_gpus_are_asked_for_on_cuda_only() -> None:
+    assert container("gpus=2")["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert "nvidia.com/gpu" not in container("device=cpu")["resources"]["limits"]
+
+
+def test_probes_leave_time_for_the_first_start() -> None:
+    probe = container("startupSeconds=600")["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] == 600
+    assert probe["httpGet"] == {"path": "/health", "port": "http"}
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: path.name)
+def test_every_yaml_file_parses(path: Path) -> None:
+    if "templates" not in path.parts:
+        assert list(yaml.safe_load_all(path.read_text()))

@@ -60,6 +60,7 @@ class Generator:
         self.records: list[Record] = []
         self.in_flight = 0
         self.ready = False
+        self._counts = True
         self.about: dict[str, Any] = {}
         self._client = Client(base_url, settings.api_key, settings.timeout)
         self._extra = _object("--body", settings.body)
@@ -103,9 +104,13 @@ class Generator:
         if not model:
             model = self._client.get_json("/v1/models")["data"][0]["id"]
         self.about = {"model": model, "server_version": self._version()}
-        chars = round(self.settings.prompt_tokens * self._chars_per_token())
         self._prompts = Prompts(
-            self._documents, chars, self.settings.prompt_jitter, self.settings.salt, lane
+            self._documents,
+            self.settings.prompt_tokens,
+            self._count,
+            self.settings.prompt_jitter,
+            self.settings.salt,
+            lane,
         )
         for number in range(self.settings.warmup):
             warm = self._request(WARM_NUMBER + number, self.mix[number])
@@ -193,13 +198,15 @@ class Generator:
             body["cache_salt"] = settings.cache_salt
         return {**body, **budget.fields, **self._extra}
 
-    def _chars_per_token(self) -> float:
-        sample = " ".join(self._documents)[:20_000]
-        try:
-            body = {"model": self.about["model"], "prompt": sample}
-            return len(sample) / int(self._client.post_json("/tokenize", body)["count"])
-        except (HTTPStatusError, ValueError, KeyError, TypeError, ZeroDivisionError):
-            return CHARS_PER_TOKEN
+    def _count(self, text: str) -> int:
+        """Tokens of ``text``; a guess where the server cannot be asked, which it is only once."""
+        if self._counts:
+            try:
+                body = {"model": self.about["model"], "prompt": text}
+                return int(self._client.post_json("/tokenize", body)["count"])
+            except (HTTPStatusError, ValueError, KeyError, TypeError):
+                self._counts = False
+        return round(len(text) / CHARS_PER_TOKEN)
 
     def _version(self) -> str | None:
         try:

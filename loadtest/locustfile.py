@@ -219,6 +219,9 @@ def finish(environment: Environment, **_: Any) -> None:
     print(f"\n{markdown([run], verdicts)}", flush=True)
     if not all(verdict.met for verdict in verdicts):
         environment.process_exit_code = SLO_EXIT_CODE
+    elif not any(record.whole for record in run.records):
+        # For Locust a test without requests, or with none that ended, is a good one.
+        environment.process_exit_code = 1
     if settings.jsonl:
         write_runs(Path(settings.jsonl), [run])
     if settings.report:

@@ -136,7 +136,10 @@ def _about(about: dict[str, Any]) -> str:
     shown = ", ".join(
         f"{name} {value}"
         for name, value in about.get("settings", {}).items()
-        if value not in ("", None) and value != usual.get(name)
+        if value not in ("", None)
+        and value != usual.get(name)
+        # In a comparison these are each run's own.
+        and not ("variant" in about and name in ("budgets", "salt", "cache_salt"))
     )
     versions = ", ".join(f"{name} {value}" for name, value in about.get("versions", {}).items())
     facts = {

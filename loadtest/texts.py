@@ -9,16 +9,55 @@ from __future__ import annotations
 
 import json
 import pydoc_data.topics
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
-__all__ = ["CHARS_PER_TOKEN", "Prompts", "documentation", "read_jsonl"]
+__all__ = ["CHARS_PER_TOKEN", "Prompts", "Ruler", "documentation", "read_jsonl"]
 
 CHARS_PER_TOKEN = 4.2
 """Where the server cannot be asked: English with the vocabulary of a current model."""
 
+PIECE = 4000
+"""Characters that are counted at once."""
+
 PLACE, LENGTH = 0.7548776662466927, 0.5698402909980532
 """Multiples of them, modulo 1, fall evenly everywhere however many are taken, and independently of each
 other (the R2 sequence)."""
+
+
+class Ruler:
+    """How many tokens of a text have passed at which character; even inside of ``PIECE`` characters.
+
+    One number of characters per token would not do: a table has twice the tokens of prose.
+    """
+
+    def __init__(self, text: str, count: Callable[[str], int]) -> None:
+        pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+        self._chars = [0, *accumulate(map(len, pieces))]
+        self._tokens = [0, *accumulate(max(1, count(piece)) for piece in pieces)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole text."""
+        return self._tokens[-1]
+
+    def tokens_at(self, char: float) -> float:
+        """Tokens before a character."""
+        return _between(self._chars, self._tokens, char)
+
+    def char_at(self, tokens: float) -> int:
+        """The character at which so many tokens have passed."""
+        return round(_between(self._tokens, self._chars, tokens))
+
+
+def _between(known: list[int], wanted: list[int], value: float) -> float:
+    """``wanted`` at ``value`` of ``known``, on a line through the points of both."""
+    at = min(max(1, bisect_left(known, value)), len(known) - 1)
+    low, high = known[at - 1], known[at]
+    share = min(1.0, max(0.0, (value - low) / (high - low)))
+    return wanted[at - 1] + share * (wanted[at] - wanted[at - 1])
 
 
 class Prompts:
@@ -26,34 +65,46 @@ class Prompts:
 
     Args:
         documents: one text is cut into stretches; of several, request ``i`` gets one, in turn.
-        chars: wanted length; 0 takes documents whole.
+        tokens: wanted length; 0 takes documents whole.
+        count: tokens of a text, as the server counts them.
         jitter: lengths vary evenly by this share up and down.
         salt: shifts where stretches begin, so that two runs need not share a prompt.
         lane: the same for processes of one run.
     """
 
     def __init__(
-        self, documents: list[str], chars: int, jitter: float = 0.0, salt: int = 0, lane: int = 0
+        self,
+        documents: list[str],
+        tokens: int,
+        count: Callable[[str], int],
+        jitter: float = 0.0,
+        salt: int = 0,
+        lane: int = 0,
     ) -> None:
         self._documents = documents
-        self._chars = chars
+        self._tokens = tokens
         self._jitter = jitter
         self._shift = 7_919 * salt + 10_000_019 * lane
+        if tokens:
+            # Of several documents their beginning tells how dense all are.
+            text = documents[0] if len(documents) == 1 else " ".join(documents)[: 5 * PIECE]
+            self._ruler = Ruler(text, count)
 
     def __getitem__(self, number: int) -> str:
         """The prompt of request ``number``."""
         number += self._shift
         text = self._documents[number % len(self._documents)]
-        if not self._chars:
+        if not self._tokens:
             return text
         spread = 2 * ((number * LENGTH) % 1.0) - 1
-        chars = round(self._chars * (1 + self._jitter * spread))
+        tokens = self._tokens * (1 + self._jitter * spread)
         if len(self._documents) > 1:
-            return text[:chars]
-        start = int((number * PLACE) % 1.0 * max(0, len(text) - chars))
+            return text[: self._ruler.char_at(tokens)]
+        start = self._ruler.char_at((number * PLACE) % 1.0 * max(0.0, self._ruler.tokens - tokens))
         # From the beginning of a word.
         start = max(0, text.rfind(" ", 0, start + 1)) if start else 0
-        return text[start : start + chars].strip()
+        end = self._ruler.char_at(self._ruler.tokens_at(start) + tokens)
+        return text[start:end].strip()
 
 
 def documentation() -> str:

@@ -13,7 +13,7 @@ from loadtest.generator import Generator
 from loadtest.mock_server import MockSettings
 from loadtest.options import LoadSettings
 from loadtest.settings import parse, public
-from loadtest.texts import Prompts, documentation, read_jsonl
+from loadtest.texts import Prompts, Ruler, documentation, read_jsonl
 
 
 def mock(*argv: str) -> MockSettings:
@@ -94,21 +94,45 @@ def test_url_without_a_scheme_is_refused() -> None:
         Generator(LoadSettings(), "localhost:8000")
 
 
+def words(text: str) -> int:
+    """Stands in for a tokenizer: as uneven over a text as one, since tables and code have long words."""
+    return len(text.split())
+
+
 def test_prompts_are_the_same_again_and_share_no_beginning() -> None:
-    first, again = (Prompts([documentation()], 4000, jitter=0.1) for _ in range(2))
+    first, again = (Prompts([documentation()], 800, words, jitter=0.1) for _ in range(2))
     texts = [first[i] for i in range(200)]
     assert texts == [again[i] for i in range(200)]
     # Some begin with the same line of a table, none with the same ten words.
     assert len({text[:160] for text in texts}) == 200
-    lengths = [len(text) for text in texts]
-    assert 3500 < min(lengths) < 3700
-    assert 4300 < max(lengths) <= 4401
-    assert sum(lengths) / 200 == pytest.approx(4000, rel=0.02)
+
+
+def test_prompts_have_their_length_in_tokens_wherever_they_are_taken_from() -> None:
+    prompts = Prompts([documentation()], 800, words, jitter=0.1)
+    lengths = [words(prompts[i]) for i in range(300)]
+    assert sum(lengths) / 300 == pytest.approx(800, rel=0.01)
+    # 10 % of jitter, and 6 % where the text changes its kind inside of a piece.
+    assert 660 < min(lengths) < 740
+    assert 860 < max(lengths) < 940
+    # The same number of characters would be quite different numbers of tokens.
+    chars = [len(prompts[i]) for i in range(300)]
+    assert max(chars) > 1.5 * min(chars)
+
+
+def test_ruler_goes_both_ways() -> None:
+    text = documentation()
+    ruler = Ruler(text, words)
+    assert ruler.tokens == pytest.approx(words(text), rel=0.01)
+    for tokens in (0, 1, 777, 30_000, ruler.tokens):
+        assert ruler.tokens_at(ruler.char_at(tokens)) == pytest.approx(tokens, abs=1)
+    assert ruler.char_at(10 * ruler.tokens) == len(text)
 
 
 def test_salt_and_lane_give_other_prompts() -> None:
     documents = [documentation()]
-    kinds = (Prompts(documents, 400, salt=salt, lane=lane) for salt in (0, 1) for lane in (0, 1))
+    kinds = (
+        Prompts(documents, 100, words, salt=salt, lane=lane) for salt in (0, 1) for lane in (0, 1)
+    )
     assert len({prompts[i] for prompts in kinds for i in range(50)}) == 4 * 50
 
 
@@ -116,7 +140,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"article": "one two"}\n{"article": "three"}\n')
     texts = read_jsonl(path, "article")
-    assert [Prompts(texts, 0)[i] for i in range(3)] == ["one two", "three", "one two"]
-    assert Prompts(texts, 3)[0] == "one"
+    assert [Prompts(texts, 0, words)[i] for i in range(3)] == ["one two", "three", "one two"]
+    assert Prompts(texts, 5, len)[0] == "one t"
     with pytest.raises(ValueError, match=r"p\.jsonl:1"):
         read_jsonl(path, "text")

@@ -43,6 +43,8 @@ def picture(runs: Sequence[Run], path: Path) -> Path:
         _distribution(axes[2], gaps, colour, name)
         if percentile(gaps, 1) > 10 * percentile(gaps, 0.1):
             axes[2].set_xscale("log")
+            # Two events that were read at once are less than that apart.
+            axes[2].set_xlim(left=1)
     axes[1].set_xlabel("time to first token, s")
     axes[2].set_xlabel("inter-token latency, ms")
     for axis in axes[1:]:

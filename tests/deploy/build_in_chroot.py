@@ -34,6 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SYSTEM = ("/proc", "/sys", "/dev", "/dev/shm")
 
 
 @dataclass
@@ -150,10 +151,10 @@ def serve(container: Container, extra: list[str]) -> None:
 
 @contextlib.contextmanager
 def mounted(root: Path, folders: list[Path]) -> Iterator[None]:
-    """/proc, /dev and ``folders`` inside of ``root``."""
+    """What a container has of the machine, and ``folders``, inside of ``root``."""
     done: list[Path] = []
     try:
-        for source in (Path("/proc"), Path("/dev"), Path("/dev/shm"), *folders):
+        for source in (*map(Path, SYSTEM), *folders):
             target = root / str(source).lstrip("/")
             if source.is_dir():
                 target.mkdir(parents=True, exist_ok=True)

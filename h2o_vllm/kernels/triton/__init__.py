@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels for GPUs: attention that keeps scores, prompt scores, compaction, block tables.
+
+Runs in the worker. Never imports vLLM; imports Triton, so import it only where a GPU serves.
+:mod:`h2o_vllm.kernels.reference_paged` is the truth, :mod:`~h2o_vllm.kernels.triton.checks` what the kernels
+take for granted. Each step, in this order:
+
+    compact             before the forward pass, if the step evicts      eager, 2 launches for all layers
+    reset_scores        new tokens, all layers                           eager, 1 launch
+    compact_tables      the metadata builder: tables without holes       eager, 1 launch
+    DecodeWorkspace.plan  the metadata builder: who decodes, split how   eager, 1 launch
+    attend_decode       per layer, in or out of a CUDA graph             2 launches
+    add_prompt_scores   per layer, if there are prompt rows              eager, 1 launch
+
+Nothing here waits for the GPU, and nothing in a graph allocates. Rows that are scored share no block: that is
+the design's law (a policy that moves tokens reads no cached blocks), so sums need no atomics.
+"""
+
+from __future__ import annotations
+
+from h2o_vllm.kernels.triton.compact import Evictions, KVLayers, compact
+from h2o_vllm.kernels.triton.decode import attend_decode
+from h2o_vllm.kernels.triton.plan import DecodeWorkspace
+from h2o_vllm.kernels.triton.prompt import add_prompt_scores
+from h2o_vllm.kernels.triton.reset import reset_scores
+from h2o_vllm.kernels.triton.tables import EVICTING, SCORED, compact_tables
+
+__all__ = [
+    "EVICTING",
+    "SCORED",
+    "DecodeWorkspace",
+    "Evictions",
+    "KVLayers",
+    "add_prompt_scores",
+    "attend_decode",
+    "compact",
+    "compact_tables",
+    "reset_scores",
+]

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evictions of one step: per layer and kv head, keep the highest-scored tokens and move their KV."""
+# mypy: allow-untyped-defs, allow-untyped-calls
+"""Evictions of one step: per layer and kv head, keep the highest-scored tokens and move their KV.
+
+Two launches for all layers, heads and evictions. The first finds, per (eviction, layer, head), the lowest
+score that survives - bit by bit, on scores mapped to integers of the same order - and lists which slot each
+moving token leaves and which it takes. The second moves, by many programs, because a first eviction may move
+megabytes. The lists live in a scratch of fixed size; a step that needs more takes several pairs of launches.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +14,57 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels import reference_paged
-
 __all__ = ["Evictions", "KVLayers", "compact"]
+
+_CANDIDATES = 4096
+"""Scores that one program ranks in registers; more are read again for each of the 32 bits."""
+_MOVES = 16
+"""Tokens per step of a moving program."""
+_MOVERS = 8
+"""Programs that share the moves of one (eviction, layer, head)."""
 
 
 class KVLayers:
     """The KV of all evictable layers, reachable from one launch; made once, when the caches exist.
 
-    Keeps the tensors alive.
+    Keeps the tensors alive. Owns the scratch for the lists of moves.
     """
 
-    def __init__(self, key_caches: Sequence[Tensor], value_caches: Sequence[Tensor]) -> None:
-        """Note where the layers lie.
+    def __init__(
+        self,
+        key_caches: Sequence[Tensor],
+        value_caches: Sequence[Tensor],
+        scratch_bytes: int = 32 << 20,
+    ) -> None:
+        """Note where the layers lie, and allocate the scratch.
 
         Args:
             key_caches, value_caches: L views [N, BS, KH, D] of one shape, dtype and strides; last stride 1.
+            scratch_bytes: 8 bytes per (kv head, heavy slot) of as many (eviction, layer) pairs as fit.
         """
         self.key_caches = list(key_caches)
         self.value_caches = list(value_caches)
+        first = self.key_caches[0]
+        # Tokens are moved as 8-byte words, whatever the dtype: NaN keeps its payload.
+        self.words = 8 // first.element_size()
+        pointers = [
+            [cache.data_ptr() for cache in caches]
+            for caches in (self.key_caches, self.value_caches)
+        ]
+        self.pointers = torch.tensor(pointers, dtype=torch.int64, device=first.device)
+        self.moves = torch.empty(scratch_bytes // 8, 2, dtype=torch.int32, device=first.device)
+        self.counts = torch.empty(
+            max(1, scratch_bytes // 8192), dtype=torch.int32, device=first.device
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held beside the caches."""
+        return self.pointers.nbytes + self.moves.nbytes + self.counts.nbytes
 
 
 @dataclass(frozen=True)
@@ -49,20 +86,32 @@ class Evictions:
     def pack(
         cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str
     ) -> Evictions:
-        """One asynchronous copy of (heavy ids, doomed ids) per eviction. Those with either empty do nothing."""
+        """(heavy ids, doomed ids) per eviction, in one asynchronous copy.
+
+        Those with either list empty have nothing to move and are left out.
+        """
         pairs = [(heavy, doomed) for heavy, doomed in pairs if heavy and doomed]
         width = max((len(heavy) + len(doomed) for heavy, doomed in pairs), default=0)
-        pinned = torch.device(device).type == "cuda"
-        packed = torch.zeros(len(pairs), 2 + width, dtype=torch.int32, pin_memory=pinned)
-        for row, (heavy, doomed) in zip(packed, pairs, strict=True):
-            ids = [len(heavy), len(doomed), *heavy, *doomed]
-            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        packed = torch.tensor(
+            [
+                [
+                    len(heavy),
+                    len(doomed),
+                    *heavy,
+                    *doomed,
+                    *[0] * (width - len(heavy) - len(doomed)),
+                ]
+                for heavy, doomed in pairs
+            ],
+            dtype=torch.int32,
+            pin_memory=torch.device(device).type == "cuda",
+        ).view(len(pairs), 2 + width)
         there = packed.to(device, non_blocking=True)
         return cls(
-            there[:, 2:],
-            there[:, :2],
-            max((len(heavy) for heavy, _ in pairs), default=0),
-            max((len(doomed) for _, doomed in pairs), default=0),
+            blocks=there[:, 2:],
+            counts=there[:, :2],
+            max_heavy=max((len(heavy) for heavy, _ in pairs), default=0),
+            max_doomed=max((len(doomed) for _, doomed in pairs), default=0),
         )
 
 
@@ -77,10 +126,217 @@ def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:
     Args:
         layers: see there. scores: [L, N, KH, BS], float32, contiguous.
         evictions: heavy blocks are listed once among all of them, and are doomed in none.
+
+    Raises:
+        ValueError: one layer of one eviction does not fit the scratch.
     """
-    pairs = []
-    for row, (heavy, doomed) in zip(
-        evictions.blocks.tolist(), evictions.counts.tolist(), strict=True
-    ):
-        pairs.append((row[:heavy], row[heavy : heavy + doomed]))
-    reference_paged.compact(layers.key_caches, layers.value_caches, scores, pairs)
+    num_layers, num_blocks, heads, block_size = scores.shape
+    units = evictions.blocks.shape[0] * num_layers
+    if units == 0:
+        return
+    # No more tokens can move than there are doomed ones, nor than there is room for.
+    room = min(evictions.max_heavy, evictions.max_doomed) * block_size
+    step = min(layers.moves.shape[0] // (heads * room), layers.counts.shape[0] // heads, units)
+    if step == 0:
+        raise ValueError(f"{heads} lists of {room} moves do not fit {layers.nbytes} bytes")
+    candidates = (evictions.max_heavy + evictions.max_doomed) * block_size
+    chunk = max(64, min(_CANDIDATES, triton.next_power_of_2(candidates)))
+    key, value = layers.key_caches[0], layers.value_caches[0]
+    row_words = key.shape[3] // layers.words
+    for first in range(0, units, step):
+        now = min(step, units - first)
+        _select[(now, heads)](
+            scores,
+            evictions.blocks,
+            evictions.counts,
+            layers.moves,
+            layers.counts,
+            first,
+            num_layers,
+            num_blocks,
+            evictions.blocks.stride(0),
+            evictions.counts.stride(0),
+            room,
+            KH=heads,
+            BS=block_size,
+            CHUNK=chunk,
+            ONE_CHUNK=candidates <= chunk,
+            num_warps=4 if chunk <= 1024 else 8,
+        )
+        _move[(now, heads, _MOVERS)](
+            layers.pointers,
+            scores,
+            layers.moves,
+            layers.counts,
+            first,
+            num_layers,
+            num_blocks,
+            room,
+            *(stride // layers.words for stride in (*key.stride()[:3], *value.stride()[:3])),
+            KH=heads,
+            BS=block_size,
+            WORDS=row_words,
+            WORDS_P=triton.next_power_of_2(row_words),
+            MOVES=_MOVES,
+            MOVERS=_MOVERS,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _slot_of(blocks, candidate, live, BS: tl.constexpr):
+    """Physical slot, ``block_id * BS + offset``, of each candidate."""
+    block = tl.load(blocks + candidate // BS, mask=live, other=0)
+    return block * BS + candidate % BS
+
+
+@triton.jit
+def _ranks(my_scores, blocks, candidate, live, KH: tl.constexpr, BS: tl.constexpr):
+    """Scores as unsigned integers of the same order: NaN as -inf, -0 as 0; 0 for no candidate."""
+    slot = _slot_of(blocks, candidate, live, BS)
+    at = (slot // BS).to(tl.int64) * (KH * BS) + slot % BS
+    bits = tl.load(my_scores + at, mask=live, other=0.0).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    bits = tl.where(magnitude == 0, 0, bits)
+    # Negative floats order the other way round; the sign bit, flipped, puts them below the positive ones.
+    flipped = tl.where(bits < 0, ~bits, bits | -0x80000000)
+    # ~(bits of -inf): what -inf itself maps to.
+    flipped = tl.where(magnitude > 0x7F800000, 0x007FFFFF, flipped)
+    return tl.where(live, flipped, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["first_unit", "num_layers", "num_blocks", "room"])
+def _select(
+    scores,
+    blocks,
+    counts,
+    moves,
+    move_counts,
+    first_unit,
+    num_layers,
+    num_blocks,
+    stride_blocks,
+    stride_counts,
+    room,
+    KH: tl.constexpr,
+    BS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+):
+    """List the moves of one (eviction, layer, head)."""
+    place = tl.program_id(0)
+    head = tl.program_id(1)
+    unit = first_unit + place
+    eviction = unit // num_layers
+    layer = unit % num_layers
+    heavy = tl.load(counts + eviction * stride_counts)
+    doomed = tl.load(counts + eviction * stride_counts + 1)
+    keep = heavy * BS
+    total = keep + doomed * BS
+    my_blocks = blocks + eviction * stride_blocks
+    my_scores = scores + (layer.to(tl.int64) * num_blocks * KH + head) * BS
+    lanes = tl.arange(0, CHUNK)
+
+    # The highest threshold that at least `keep` candidates reach, from the top bit down. A candidate's rank
+    # is never 0, so that the lanes beyond the last one never count.
+    threshold = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 1 << 31, tl.uint32)
+    if ONE_CHUNK:
+        ranks = _ranks(my_scores, my_blocks, lanes, lanes < total, KH, BS)
+        for _ in range(32):
+            higher = threshold | bit
+            reached = tl.sum((ranks >= higher).to(tl.int32), 0)
+            threshold = tl.where(reached >= keep, higher, threshold)
+            bit = bit >> 1
+        above = tl.sum((ranks > threshold).to(tl.int32), 0)
+    else:
+        for _ in range(32):
+            higher = threshold | bit
+            reached = 0
+            for at in range(0, total, CHUNK):
+                ranks = _ranks(my_scores, my_blocks, at + lanes, at + lanes < total, KH, BS)
+                reached += tl.sum((ranks >= higher).to(tl.int32), 0)
+            threshold = tl.where(reached >= keep, higher, threshold)
+            bit = bit >> 1
+        above = 0
+        for at in range(0, total, CHUNK):
+            ranks = _ranks(my_scores, my_blocks, at + lanes, at + lanes < total, KH, BS)
+            above += tl.sum((ranks > threshold).to(tl.int32), 0)
+
+    # In candidate order: of those at the threshold the first ones stay; survivors among the doomed and
+    # losers among the heavy are numbered, and equal numbers meet.
+    ties_left = keep - above
+    leavers = 0
+    takers = 0
+    mine = moves + (place * KH + head).to(tl.int64) * room * 2
+    for at in range(0, total, CHUNK):
+        candidate = at + lanes
+        live = candidate < total
+        ranks = _ranks(my_scores, my_blocks, candidate, live, KH, BS)
+        tie = (live & (ranks == threshold)).to(tl.int32)
+        tie_number = tl.cumsum(tie, 0)
+        survives = live & ((ranks > threshold) | ((tie == 1) & (tie_number <= ties_left)))
+        leaves = (survives & (candidate >= keep)).to(tl.int32)
+        takes = (live & (survives == 0) & (candidate < keep)).to(tl.int32)
+        slot = _slot_of(my_blocks, candidate, live, BS)
+        tl.store(mine + (leavers + tl.cumsum(leaves, 0) - 1) * 2, slot, mask=leaves == 1)
+        tl.store(mine + (takers + tl.cumsum(takes, 0) - 1) * 2 + 1, slot, mask=takes == 1)
+        ties_left -= tl.sum(tie, 0)
+        leavers += tl.sum(leaves, 0)
+        takers += tl.sum(takes, 0)
+    tl.store(move_counts + place * KH + head, leavers)
+
+
+@triton.jit(do_not_specialize=["first_unit", "num_layers", "num_blocks", "room"])
+def _move(
+    pointers,
+    scores,
+    moves,
+    move_counts,
+    first_unit,
+    num_layers,
+    num_blocks,
+    room,
+    stride_kn,
+    stride_ks,
+    stride_kh,
+    stride_vn,
+    stride_vs,
+    stride_vh,
+    KH: tl.constexpr,
+    BS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORDS_P: tl.constexpr,
+    MOVES: tl.constexpr,
+    MOVERS: tl.constexpr,
+):
+    """Copy the K, V and score of every MOVERS-th group of moves of one (eviction, layer, head)."""
+    place = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    layer = (first_unit + place) % num_layers
+    count = tl.load(move_counts + place * KH + head)
+    mine = moves + (place * KH + head) * room * 2
+    keys = tl.load(pointers + layer).to(tl.pointer_type(tl.int64)) + head * stride_kh
+    values = tl.load(pointers + num_layers + layer).to(tl.pointer_type(tl.int64)) + head * stride_vh
+    my_scores = scores + (layer.to(tl.int64) * num_blocks * KH + head) * BS
+    words = tl.arange(0, WORDS_P)[None, :]
+    for at in range(tl.program_id(2) * MOVES, count, MOVES * MOVERS):
+        index = at + tl.arange(0, MOVES)
+        live = index < count
+        source = tl.load(mine + index * 2, mask=live, other=0)
+        target = tl.load(mine + index * 2 + 1, mask=live, other=0)
+        from_block, from_slot = (source // BS).to(tl.int64), source % BS
+        to_block, to_slot = (target // BS).to(tl.int64), target % BS
+        both = live[:, None] & (words < WORDS)
+        k = tl.load(
+            keys + (from_block * stride_kn + from_slot * stride_ks)[:, None] + words, mask=both
+        )
+        v = tl.load(
+            values + (from_block * stride_vn + from_slot * stride_vs)[:, None] + words, mask=both
+        )
+        score = tl.load(my_scores + from_block * (KH * BS) + from_slot, mask=live)
+        tl.store(keys + (to_block * stride_kn + to_slot * stride_ks)[:, None] + words, k, mask=both)
+        tl.store(
+            values + (to_block * stride_vn + to_slot * stride_vs)[:, None] + words, v, mask=both
+        )
+        tl.store(my_scores + to_block * (KH * BS) + to_slot, score, mask=live)

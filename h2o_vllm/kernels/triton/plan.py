@@ -1,12 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the decode kernels, and the plan of a step: which rows decode, split into which pieces."""
+# mypy: allow-untyped-defs, allow-untyped-calls
+"""Memory of the decode kernels, and the plan of a step: which rows decode, split into which pieces.
+
+A piece is a run of one row's keys; one program attends one piece of one kv head. A fixed number of splits per
+row would starve the GPU with few long rows and drown it in tiny programs with many short ones, and its
+number would be frozen into the CUDA graph. So the grid is frozen at ``B + spare`` pieces, and the plan, made
+on the GPU from the live lengths, cuts the rows so that all pieces are about equally long, and never more:
+
+    piece length  C = max(MIN_PIECE, total live keys / spare)
+    pieces        sum over rows of ceil(len / C)  <=  B + total / C  <=  B + spare
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 __all__ = ["DecodeWorkspace"]
+
+_FIELDS = 8
+"""Words of one piece: row, token, first key, end, first tile of the row's scratch or -1, the row's first
+piece, its number of pieces, unused. Row -1 = no piece."""
+_ITEMS = 64
+_ROWS = 64
+_MIN_PIECE = 128
+"""Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
+_PROGRAMS_PER_PROCESSOR = 8
+"""Two to four run at a time; the rest evens out what uneven rows leave."""
 
 
 class DecodeWorkspace:
@@ -14,6 +36,15 @@ class DecodeWorkspace:
 
     Fixed addresses and sizes, so CUDA graphs may hold it. The layers of a model run one after the other; two
     streams that decode at once need two.
+
+    Attributes:
+        tile: keys per step of the kernel's loop. spare: pieces beyond one per row.
+        pieces: [max_batch + spare, 8], int32, the plan.
+        part_out: [max_batch + spare, H, D], part_max, part_sum: [max_batch + spare, H], float32: what
+            the pieces of a row hand over.
+        probs: [H, tiles * tile]: exp(logit - maximum so far) of each key, float16 (float32 for a float32
+            cache, whose tests are as strict).
+        tile_max: [KH, tiles, G], float32: that maximum, in units of log2.
     """
 
     def __init__(
@@ -25,6 +56,7 @@ class DecodeWorkspace:
         dtype: torch.dtype,
         head_size: int,
         device: torch.device | str,
+        spare: int | None = None,
     ) -> None:
         """Allocate.
 
@@ -34,23 +66,141 @@ class DecodeWorkspace:
                 do not fit are attended, but their probabilities are dropped.
             num_heads: H of this rank. num_kv_heads: KH of this rank.
             dtype: of query and output. head_size: D.
+            spare: pieces beyond one per row; by default, what keeps this GPU's processors busy.
         """
+        device = torch.device(device)
+        if spare is None:
+            processors = 1
+            if device.type == "cuda":
+                processors = torch.cuda.get_device_properties(device).multi_processor_count
+            spare = max(4, _PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
+        wide = triton.next_power_of_2(head_size) * dtype.itemsize > 256
+        self.tile = 32 if wide else 64
         self.max_batch = max_batch
-        self.max_tokens = max_tokens
-        self.seq_lens = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self.query_start_loc = torch.zeros(max_batch + 1, dtype=torch.int32, device=device)
-        del num_heads, num_kv_heads, dtype, head_size
+        self.spare = spare
+        # Every row may leave its last tile unfinished.
+        self.max_tiles = max_tokens // self.tile + max_batch
+        rows = max_batch + spare
+
+        def empty(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=of, device=device)
+
+        self.pieces = torch.full((rows, _FIELDS), -1, dtype=torch.int32, device=device)
+        self.part_out = empty(rows, num_heads, head_size)
+        self.part_max = empty(rows, num_heads)
+        self.part_sum = empty(rows, num_heads)
+        probs = torch.float32 if dtype == torch.float32 else torch.float16
+        self.probs = empty(num_heads, self.max_tiles * self.tile, of=probs)
+        self.tile_max = empty(num_kv_heads, self.max_tiles, num_heads // num_kv_heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held, to be subtracted from the KV budget."""
+        held = (self.pieces, self.part_out, self.part_max, self.part_sum, self.probs, self.tile_max)
+        return sum(tensor.nbytes for tensor in held)
 
     def plan(self, query_start_loc: Tensor, seq_lens: Tensor) -> None:
-        """Split this step's rows among the GPU's processors. Once per step, before its first layer.
+        """Cut this step's rows into pieces. Once per step, before its first layer.
 
-        Eager, not in the graph; one launch; no synchronisation.
+        Eager, not in the graph; one launch; no synchronisation. A graph captured with B rows serves plans
+        of at most B rows.
 
         Args:
             query_start_loc: [B + 1], int32. seq_lens: [B], int32: live lengths of the rows to attend here;
                 0 = not ours, or padding. Rows with another number of queries than one are left out as well.
         """
-        rows = seq_lens.shape[0]
-        self.seq_lens.zero_()
-        self.seq_lens[:rows] = seq_lens
-        self.query_start_loc[: rows + 1] = query_start_loc
+        rows = self.pieces.shape[0]
+        _plan[(triton.cdiv(rows, _ITEMS),)](
+            query_start_loc,
+            seq_lens,
+            self.pieces,
+            seq_lens.shape[0],
+            rows,
+            self.spare,
+            self.max_tiles,
+            TILE=self.tile,
+            MIN_PIECE=_MIN_PIECE,
+            ITEMS=_ITEMS,
+            ROWS=_ROWS,
+            FIELDS=_FIELDS,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _row_lengths(query_start_loc, seq_lens, rows, num_rows):
+    """Live lengths of the rows that decode, else 0; and their tokens."""
+    inside = rows < num_rows
+    token = tl.load(query_start_loc + rows, mask=inside, other=0)
+    end = tl.load(query_start_loc + rows + 1, mask=inside, other=0)
+    length = tl.load(seq_lens + rows, mask=inside, other=0)
+    return tl.where(end - token == 1, tl.maximum(length, 0), 0), token
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items", "spare", "max_tiles"])
+def _plan(
+    query_start_loc,
+    seq_lens,
+    pieces,
+    num_rows,
+    num_items,
+    spare,
+    max_tiles,
+    TILE: tl.constexpr,
+    MIN_PIECE: tl.constexpr,
+    ITEMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Each program writes ITEMS pieces; all of them count all rows."""
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    lane = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], tl.int32)
+    for first_row in range(0, num_rows, ROWS):
+        length, _ = _row_lengths(query_start_loc, seq_lens, first_row + lane, num_rows)
+        total += length
+    target = tl.maximum((tl.sum(total, 0) + spare - 1) // spare, MIN_PIECE)
+    target = (target + TILE - 1) // TILE * TILE
+
+    # Which row an item belongs to, found by comparing with all rows' ranges of items: sums over one hit.
+    row = tl.full([ITEMS], -1, tl.int32)
+    token = tl.zeros([ITEMS], tl.int32)
+    start = tl.zeros([ITEMS], tl.int32)
+    end = tl.zeros([ITEMS], tl.int32)
+    base = tl.zeros([ITEMS], tl.int32)
+    first = tl.zeros([ITEMS], tl.int32)
+    count = tl.zeros([ITEMS], tl.int32)
+    items_before = 0
+    tiles_before = 0
+    for first_row in range(0, num_rows, ROWS):
+        length, tokens = _row_lengths(query_start_loc, seq_lens, first_row + lane, num_rows)
+        # All pieces of a row equally long, not a short one left over.
+        parts = tl.maximum((length + target - 1) // target, 1)
+        piece = ((length + parts - 1) // parts + TILE - 1) // TILE * TILE
+        piece = tl.maximum(piece, TILE)
+        parts = (length + piece - 1) // piece
+        tiles = (length + TILE - 1) // TILE
+        firsts = items_before + tl.cumsum(parts, 0) - parts
+        bases = tiles_before + tl.cumsum(tiles, 0) - tiles
+        bases = tl.where(bases + tiles <= max_tiles, bases, -1)
+        mine = (item[:, None] >= firsts[None, :]) & (item[:, None] < (firsts + parts)[None, :])
+        starts = (item[:, None] - firsts[None, :]) * piece[None, :]
+        ends = tl.minimum(starts + piece[None, :], length[None, :])
+        row += tl.sum(tl.where(mine, (first_row + lane + 1)[None, :], 0), 1)
+        token += tl.sum(tl.where(mine, tokens[None, :], 0), 1)
+        start += tl.sum(tl.where(mine, starts, 0), 1)
+        end += tl.sum(tl.where(mine, ends, 0), 1)
+        base += tl.sum(tl.where(mine, bases[None, :], 0), 1)
+        first += tl.sum(tl.where(mine, firsts[None, :], 0), 1)
+        count += tl.sum(tl.where(mine, parts[None, :], 0), 1)
+        items_before += tl.sum(parts, 0)
+        tiles_before += tl.sum(tiles, 0)
+    words = pieces + item * FIELDS
+    inside = item < num_items
+    tl.store(words, row, mask=inside)
+    tl.store(words + 1, token, mask=inside)
+    tl.store(words + 2, start, mask=inside)
+    tl.store(words + 3, end, mask=inside)
+    tl.store(words + 4, base, mask=inside)
+    tl.store(words + 5, first, mask=inside)
+    tl.store(words + 6, count, mask=inside)

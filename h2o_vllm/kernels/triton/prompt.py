@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of prompt chunks: column sums of the causal softmax, given each query's log-sum-exp."""
+# mypy: allow-untyped-defs, allow-untyped-calls
+"""Scores of prompt chunks: column sums of the causal softmax, given each query's log-sum-exp.
+
+The attention itself stays with vLLM's kernel, which knows the log-sum-exp of each query. With it a
+probability needs no second pass: one program owns a tile of keys of one kv head, walks over the later queries
+of all q heads of its group, and sums ``exp(logit - lse)``. Half of attention's operations (no P.V), causal
+tiles only, each score written once by one program.
+"""
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels import reference_paged
+from h2o_vllm.kernels.triton.dot import dot
 
 __all__ = ["add_prompt_scores"]
+
+_LOG2E = 1.4426950408889634
 
 
 def add_prompt_scores(
@@ -39,11 +50,139 @@ def add_prompt_scores(
         max_query_len, max_seq_len: no row of this call has more; host numbers, they size the grid.
         rows: [R], int32: the rows to look at, each once; all if left out. Saves launching empty programs.
     """
-    del max_query_len, max_seq_len
-    if rows is not None:
-        chosen = seq_lens.new_zeros(seq_lens.shape)
-        chosen[rows.long()] = seq_lens[rows.long()]
-        seq_lens = chosen
-    reference_paged.add_prompt_scores(
-        query, key_cache, scores, block_table, query_start_loc, seq_lens, lse, scale
+    count = seq_lens.shape[0] if rows is None else rows.shape[0]
+    if count == 0 or max_query_len < 2 or max_seq_len < 2:
+        return
+    _, block_size, kv_heads, size = key_cache.shape
+    padded = max(16, triton.next_power_of_2(size))
+    width = padded * query.element_size()
+    # Keys and queries per tile, warps: a tile of 128 x 128 sums is 64 registers of 256 threads, twice.
+    tile, warps = (128, 8) if width <= 256 else (64, 4) if width <= 512 else (32, 4)
+    grid = (triton.cdiv(max_seq_len, tile), kv_heads, count)
+    _add_prompt_scores[grid](
+        query,
+        key_cache,
+        scores,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        lse,
+        rows,
+        scale * _LOG2E,
+        query.stride(0),
+        query.stride(1),
+        *key_cache.stride()[:3],
+        block_table.stride(0),
+        lse.stride(0),
+        lse.stride(1),
+        KH=kv_heads,
+        G=query.shape[1] // kv_heads,
+        D=size,
+        DP=padded,
+        BS=block_size,
+        KEYS=tile,
+        QUERIES=tile,
+        num_warps=warps,
+        num_stages=2,
     )
+
+
+@triton.jit
+def _probabilities(
+    queries, lse, k, at, count, stride_qt, stride_qh, stride_lh, stride_lt, scale_log2, dims, wide,
+    G: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """exp(logit - lse) of QUERIES (token, q head) pairs, numbered token by token, for a tile of keys."""
+    pair = at + tl.arange(0, QUERIES)
+    real = pair < count
+    token = pair // G
+    head = pair % G
+    q = tl.load(
+        queries + (token.to(tl.int64) * stride_qt + head * stride_qh)[:, None] + dims[None, :],
+        mask=real[:, None] & wide[None, :],
+        other=0.0,
+    )
+    # A pair that is none: exp(0 - inf) = 0.
+    sums = tl.load(lse + head * stride_lh + token * stride_lt, mask=real, other=float("inf"))
+    logits = dot(q, k, tl.zeros([QUERIES, k.shape[1]], tl.float32)) * scale_log2
+    return tl.exp2(logits - (sums * 1.4426950408889634)[:, None]), token
+
+
+@triton.jit
+def _add_prompt_scores(
+    query,
+    key_cache,
+    scores,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    lse,
+    rows,
+    scale_log2,
+    stride_qt,
+    stride_qh,
+    stride_kn,
+    stride_ks,
+    stride_kh,
+    stride_table,
+    stride_lh,
+    stride_lt,
+    KH: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """One tile of keys of one row and kv head."""
+    row = tl.program_id(2)
+    if rows is not None:
+        row = tl.load(rows + row)
+    kv_head = tl.program_id(1).to(tl.int64)
+    first_key = tl.program_id(0) * KEYS
+    length = tl.load(seq_lens + row)
+    start = tl.load(query_start_loc + row)
+    tokens = tl.load(query_start_loc + row + 1) - start
+    if tokens < 2 or first_key >= length:
+        return
+
+    dims = tl.arange(0, DP)
+    wide = dims < D
+    position = first_key + tl.arange(0, KEYS)
+    live = position < length
+    block = tl.load(
+        block_table + row.to(tl.int64) * stride_table + position // BS, mask=live, other=0
+    ).to(tl.int64)
+    slot = position % BS
+    k = tl.load(
+        key_cache + kv_head * stride_kh + dims[:, None]
+        + (block * stride_kn + slot * stride_ks)[None, :],
+        mask=wide[:, None] & live[None, :],
+        other=0.0,
+    )  # fmt: skip
+    queries = query + start.to(tl.int64) * stride_qt + kv_head * G * stride_qh
+    sums = lse + start.to(tl.int64) * stride_lt + kv_head * G * stride_lh
+
+    # Pairs before `seeing` see no key of the tile, those from `all_seeing` on see all of it.
+    context = length - tokens
+    count = tokens * G
+    seeing = tl.maximum(first_key - context, 0) * G
+    all_seeing = tl.maximum(first_key + KEYS - 1 - context, 0) * G
+    all_seeing = seeing + (tl.maximum(all_seeing - seeing, 0) + QUERIES - 1) // QUERIES * QUERIES
+    # Summed over queries at the end only: a sum across warps costs more than the additions.
+    total = tl.zeros([QUERIES, KEYS], tl.float32)
+    for at in range(seeing, tl.minimum(all_seeing, count), QUERIES):
+        prob, token = _probabilities(
+            queries, sums, k, at, count, stride_qt, stride_qh, stride_lh, stride_lt, scale_log2,
+            dims, wide, G, QUERIES,
+        )  # fmt: skip
+        total += tl.where(position[None, :] <= (context + token)[:, None], prob, 0.0)
+    for at in range(all_seeing, count, QUERIES):
+        prob, _ = _probabilities(
+            queries, sums, k, at, count, stride_qt, stride_qh, stride_lh, stride_lt, scale_log2,
+            dims, wide, G, QUERIES,
+        )  # fmt: skip
+        total += prob
+    target = scores + (block * KH + kv_head) * BS + slot
+    tl.store(target, tl.load(target, mask=live) + tl.sum(total, 0), mask=live)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-untyped-calls
 """First scores of newly written slots, in all layers and heads at once."""
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels import reference_paged
-
 __all__ = ["reset_scores"]
+
+_SLOTS = 128
 
 
 def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
@@ -19,4 +22,32 @@ def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) ->
             twice.
         values: [L, KH, n], float32, contiguous; zero if left out.
     """
-    reference_paged.reset_scores(scores, slots, values)
+    layers, blocks, heads, block_size = scores.shape
+    count = slots.shape[0]
+    if count == 0:
+        return
+    _reset[(triton.cdiv(count, _SLOTS), layers * heads)](
+        scores, slots, values, count, blocks, KH=heads, BS=block_size, SLOTS=_SLOTS, num_warps=4
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _reset(
+    scores,
+    slots,
+    values,
+    count,
+    num_blocks,
+    KH: tl.constexpr,
+    BS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    at = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    which = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + at, mask=at < count, other=-1)
+    live = slot >= 0
+    first = tl.zeros([SLOTS], tl.float32)
+    if values is not None:
+        first = tl.load(values + which * count + at, mask=live, other=0.0)
+    block = (which // KH) * num_blocks + slot // BS
+    tl.store(scores + (block * KH + which % KH) * BS + slot % BS, first, mask=live)

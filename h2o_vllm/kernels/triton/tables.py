@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-untyped-calls
 """Block tables without holes, in the metadata builder's own buffers."""
 
 from __future__ import annotations
 
-import torch
+import triton
+import triton.language as tl
 from torch import Tensor
-
-from h2o_vllm.kernels import reference_paged
 
 __all__ = ["EVICTING", "SCORED", "compact_tables"]
 
@@ -14,6 +14,8 @@ EVICTING = 1
 """Flag of a row whose table may have holes: ids 0 in its used part are dropped."""
 SCORED = 2
 """Flag of a row whose attention is scored: ours, not vLLM's."""
+
+_WIDTH = 512
 
 
 def compact_tables(
@@ -39,13 +41,60 @@ def compact_tables(
             :func:`.prompt.add_prompt_scores`.
         out_rest: live lengths of the rows left to vLLM, 0 for the scored ones.
     """
-    tables, lens = reference_paged.compact_tables(block_table, seq_lens, flags, block_size)
-    for row, table in enumerate(tables):
-        out_table[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
-    live = torch.tensor(lens, dtype=torch.int32, device=seq_lens.device)
-    rows, scored = len(lens), (flags & SCORED).bool()
-    out_lens[:rows] = live
+    _compact_tables[(seq_lens.shape[0],)](
+        block_table,
+        seq_lens,
+        flags,
+        out_table,
+        out_lens,
+        out_scored,
+        out_rest,
+        block_table.stride(0),
+        out_table.stride(0),
+        BS=block_size,
+        EVICTS=EVICTING,
+        SCORES=SCORED,
+        WIDTH=_WIDTH,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _compact_tables(
+    block_table,
+    seq_lens,
+    flags,
+    out_table,
+    out_lens,
+    out_scored,
+    out_rest,
+    stride_table,
+    stride_out,
+    BS: tl.constexpr,
+    EVICTS: tl.constexpr,
+    SCORES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One row: live ids move up by the number of holes before them."""
+    row = tl.program_id(0)
+    length = tl.load(seq_lens + row)
+    flag = tl.load(flags + row).to(tl.int32)
+    source = block_table + row.to(tl.int64) * stride_table
+    target = out_table + row.to(tl.int64) * stride_out
+    used = (length + BS - 1) // BS
+    holes = 0
+    for at in range(0, used, WIDTH):
+        index = at + tl.arange(0, WIDTH)
+        inside = index < used
+        block = tl.load(source + index, mask=inside, other=0)
+        hole = (inside & (block == 0) & ((flag & EVICTS) != 0)).to(tl.int32)
+        before = holes + tl.cumsum(hole, 0)
+        tl.store(target + index - before, block, mask=inside & (hole == 0))
+        holes += tl.sum(hole, 0)
+    live = length - holes * BS
+    scored = (flag & SCORES) != 0
+    tl.store(out_lens + row, live)
     if out_scored is not None:
-        out_scored[:rows] = live.where(scored, 0)
+        tl.store(out_scored + row, tl.where(scored, live, 0))
     if out_rest is not None:
-        out_rest[:rows] = live.where(~scored, 0)
+        tl.store(out_rest + row, tl.where(scored, 0, live))

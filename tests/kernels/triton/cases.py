@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged batches in the layouts of vLLM's CUDA backends: shuffled tables, NaN wherever nobody may look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.kernels import reference_paged
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAN = float("nan")
+
+
+@dataclass
+class Batch:
+    """One layer's cache and the queries of some sequences, as the kernels get them."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    scores: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    scale: float
+    poisoned: Tensor  # [N, KH, BS], bool: slots no live token owns
+
+    def out(self) -> Tensor:
+        """An output that shows every element nobody wrote."""
+        return torch.full_like(self.query, NAN, memory_format=torch.contiguous_format)
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Live length and number of queries of each row."""
+        queries = [end - start for start, end in pairwise(self.query_start_loc.tolist())]
+        return list(zip(self.seq_lens.tolist(), queries, strict=True))
+
+
+def empty_cache(
+    blocks: int, kv_heads: int, block_size: int, size: int, dtype: torch.dtype, layout: str
+) -> Tensor:
+    """vLLM's logical [N, KH, BS, 2 * D], slots (NHD) or heads (HND) first in memory; all NaN."""
+    if layout == "NHD":
+        shape = (blocks, block_size, kv_heads, 2 * size)
+        return torch.full(shape, NAN, dtype=dtype).transpose(1, 2)
+    return torch.full((blocks, kv_heads, block_size, 2 * size), NAN, dtype=dtype)
+
+
+def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V as [N, BS, KH, D], the way vLLM's FlashAttention backend takes them apart."""
+    return kv_cache.transpose(1, 2).split(kv_cache.shape[3] // 2, dim=-1)
+
+
+def make_batch(
+    lengths: list[int],
+    queries: list[int] | None = None,
+    *,
+    kv_heads: int = 2,
+    group: int = 3,
+    size: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "NHD",
+    strided: bool = False,
+    spread: float = 1.0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Batch:
+    """Sequences of ``lengths`` tokens (0 = padding), the last ``queries[i]`` as queries (default 1 each)."""
+    gen = torch.Generator().manual_seed(seed)
+    queries = queries or [1] * len(lengths)
+    needed = [-(-length // block_size) for length in lengths]
+    blocks = sum(needed) + 4
+    free = (torch.randperm(blocks - 1, generator=gen) + 1).int()
+    # Behind a row's blocks lie stale ids, as in vLLM's persistent tables.
+    width = max(needed) + 2
+    table = torch.randint(0, blocks, (len(lengths), width), generator=gen, dtype=torch.int32)
+    kv_cache = empty_cache(blocks, kv_heads, block_size, size, dtype, layout)
+    keys, values = halves(kv_cache)
+    scores = torch.full((blocks, kv_heads, block_size), NAN)
+    poisoned = torch.ones(blocks, kv_heads, block_size, dtype=torch.bool)
+    for row, (length, count) in enumerate(zip(lengths, needed, strict=True)):
+        mine, free = free[:count], free[count:]
+        table[row, :count] = mine
+        slots = torch.arange(length)
+        where = (mine.long()[slots // block_size], slots % block_size)
+        keys[where] = torch.randn(length, kv_heads, size, generator=gen).to(dtype)
+        values[where] = torch.randn(length, kv_heads, size, generator=gen).to(dtype)
+        scores[where[0], :, where[1]] = torch.rand(length, kv_heads, generator=gen)
+        poisoned[where[0], :, where[1]] = False
+    tokens, heads = sum(queries), kv_heads * group
+    query = torch.randn(tokens, heads, size, generator=gen).mul(spread).to(dtype)
+    if strided:  # as if split from one qkv projection
+        wide = torch.full((tokens, (heads + 2 * kv_heads) * size), NAN, dtype=dtype)
+        wide[:, : heads * size] = query.flatten(1)
+        query = wide.to(device)[:, : heads * size].unflatten(1, (heads, size))
+    on_device = kv_cache.to(device)
+    assert on_device.stride() == kv_cache.stride()
+    keys, values = halves(on_device)
+    return Batch(
+        query.to(device), keys, values, scores.to(device), table.to(device),
+        torch.tensor([0, *queries]).cumsum(0).int().to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device), size**-0.5, poisoned.to(device),
+    )  # fmt: skip
+
+
+def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Output and scores of all rows as torch computes them in the cache's dtype: the yardstick of error."""
+    out, scores = batch.out(), batch.scores.clone()
+    block_size, kv_heads = batch.key_cache.shape[1:3]
+    group = batch.query.shape[1] // kv_heads
+    starts = batch.query_start_loc.tolist()
+    for row, (length, count) in enumerate(batch.lengths):
+        if length == 0 or count == 0:
+            continue
+        tokens = slice(starts[row], starts[row] + count)
+        slots = torch.arange(length, device=out.device)
+        where = (batch.block_table[row, slots // block_size].long(), slots % block_size)
+        key = batch.key_cache[where].transpose(0, 1).repeat_interleave(group, 0)
+        value = batch.value_cache[where].transpose(0, 1).repeat_interleave(group, 0)
+        logits = (batch.query[tokens].transpose(0, 1) @ key.mT) * batch.scale
+        future = torch.ones(count, length, dtype=torch.bool, device=out.device)
+        prob = logits.masked_fill(future.triu(length - count + 1), float("-inf")).softmax(-1)
+        out[tokens] = (prob @ value).transpose(0, 1)
+        scores[where[0], :, where[1]] += prob.float().unflatten(0, (-1, group)).sum((1, 2)).T
+    return out, scores
+
+
+def exact(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Output and scores of the rows with one query, by the reference."""
+    out, scores = batch.out(), batch.scores.clone()
+    reference_paged.attend_decode(
+        batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table,
+        batch.query_start_loc, batch.seq_lens, batch.scale, out,
+    )  # fmt: skip
+    return out, scores
+
+
+def exact_prompt(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of all rows, and the scores after the rows with several queries, by the reference."""
+    scores = batch.scores.clone()
+    given = (batch.block_table, batch.query_start_loc, batch.seq_lens)
+    lse = reference_paged.log_sum_exp(batch.query, batch.key_cache, *given, batch.scale)
+    reference_paged.add_prompt_scores(
+        batch.query, batch.key_cache, scores, *given, lse, batch.scale
+    )
+    return lse, scores
+
+
+def row_slots(batch: Batch, row: int) -> Tensor:
+    """[N, KH, BS], bool: the live slots of one row."""
+    mine = torch.zeros_like(batch.poisoned)
+    block_size = batch.key_cache.shape[1]
+    slots = torch.arange(int(batch.seq_lens[row]), device=mine.device)
+    mine[batch.block_table[row, slots // block_size].long(), :, slots % block_size] = True
+    return mine
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Bit patterns, so that NaN equals itself."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])

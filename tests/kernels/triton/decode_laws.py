@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decode attention must do, for the interpreter's small batches and the GPU's large ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.kernels.triton import DecodeWorkspace, attend_decode
+from tests.kernels.cases import assert_no_worse
+from tests.kernels.triton.cases import Batch, bits, exact, plain_torch
+
+
+def workspace_for(
+    batch: Batch, spare: int | None = 4, rows: int = 0, tokens: int | None = None
+) -> DecodeWorkspace:
+    """As the worker makes it; ``spare`` small, so that the interpreter's rows are cut as well."""
+    blocks, block_size, kv_heads, size = batch.key_cache.shape
+    workspace = DecodeWorkspace(
+        max(rows, len(batch.seq_lens)), blocks * block_size if tokens is None else tokens,
+        batch.query.shape[1], kv_heads, batch.query.dtype, size, batch.query.device, spare,
+    )  # fmt: skip
+    for scratch in (workspace.part_out, workspace.part_max, workspace.part_sum):
+        scratch.fill_(float("nan"))
+    workspace.probs.fill_(float("nan"))
+    workspace.tile_max.fill_(float("nan"))
+    return workspace
+
+
+def decode(
+    batch: Batch, out: Tensor, scores: Tensor, workspace: DecodeWorkspace | None = None
+) -> None:
+    workspace = workspace or workspace_for(batch)
+    workspace.plan(batch.query_start_loc, batch.seq_lens)
+    attend_decode(
+        batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table, batch.scale,
+        out, workspace,
+    )  # fmt: skip
+
+
+def check_decode(batch: Batch, workspace: DecodeWorkspace | None = None) -> None:
+    """Output and scores of the rows with one query equal the reference, all else stays as it was."""
+    out, scores = batch.out(), batch.scores.clone()
+    decode(batch, out, scores, workspace)
+    want, want_scores = exact(batch)
+    plain, plain_scores = plain_torch(batch)
+    attended = ~want[:, 0, 0].isnan()
+    assert out[~attended].isnan().all()
+    low = batch.query.dtype != torch.float32
+    # What the exact value loses by being stored in this dtype is nobody's fault.
+    assert_no_worse(out[attended], want[attended], plain[attended], 1e-3 if low else 4e-6)
+    scored = bits(want_scores) != bits(batch.scores)
+    assert torch.equal(bits(scores[~scored]), bits(batch.scores[~scored]))
+    # Per probability, the scratch's float16 costs 2^-11 where q and k are no better than that.
+    assert_no_worse(
+        scores[scored], want_scores[scored], plain_scores[scored], 5e-4 if low else 2e-6
+    )

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compaction keeps exactly the tokens the reference keeps, in the same slots, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_vllm.kernels.triton import compact as compact_module
+from h2o_vllm.kernels.triton.compact import Evictions, KVLayers
+from tests.kernels.triton.cases import DTYPES
+from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
+
+PAIRS = [([7, 2, 9], [1, 11, 4, 3, 5]), ([6], [8])]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "block_size"), [(64, 32), (80, 16), (96, 64), (128, 128)])
+def test_compaction_equals_the_reference(
+    dtype: str, size: int, block_size: int, layout: str
+) -> None:
+    caches, scores = make_layers(DTYPES[dtype], size, block_size, layout)
+    check_compact(caches, scores, PAIRS)
+
+
+@pytest.mark.parametrize(
+    "pairs", [[], [([], [1, 2])], [([3], [])], [([], [1]), ([4], [5]), ([6], [])]]
+)
+def test_evictions_of_nothing_do_nothing(pairs: list[tuple[list[int], list[int]]]) -> None:
+    check_compact(*make_layers(), pairs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ties_and_special_values_rank_as_in_the_reference(seed: int) -> None:
+    """Many ties, infinities, NaN, both zeros, denormals, negative numbers."""
+    caches, scores = make_layers(torch.bfloat16, 16, 16)
+    gen = torch.Generator().manual_seed(seed)
+    picks = torch.randint(0, 2 + 2 * seed, scores.shape, generator=gen)
+    check_compact(caches, SPECIAL[picks], PAIRS)
+
+
+def test_equal_scores_stay_where_they_are() -> None:
+    caches, scores = make_layers()
+    scores.fill_(0.25)
+    before = [cache.clone() for cache in caches]
+    check_compact(caches, scores, PAIRS)
+    for a, b in zip(caches, before, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_many_candidates_are_ranked_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact_module, "_CANDIDATES", 64)
+    caches, scores = make_layers(torch.bfloat16, 16, 16)
+    scores = (scores * 20).round()  # ties across chunks
+    check_compact(caches, scores, PAIRS)
+
+
+def test_a_small_scratch_takes_more_launches() -> None:
+    caches, scores = make_layers(torch.bfloat16, 16, 16)
+    one_layer = 2 * 3 * 16 * 8  # bytes: heads, the larger room in slots, source and target
+    check_compact(caches, scores, PAIRS, scratch_bytes=one_layer)
+    with pytest.raises(ValueError, match="do not fit"):
+        check_compact(caches, scores, PAIRS, scratch_bytes=one_layer - 8)
+
+
+def test_evictions_are_packed_without_gaps() -> None:
+    packed = Evictions.pack([([5, 6], [7]), ([], [1]), ([8], [2, 3, 4])], "cpu")
+    assert packed.counts.tolist() == [[2, 1], [1, 3]]
+    assert packed.blocks.tolist() == [[5, 6, 7, 0], [8, 2, 3, 4]]
+    assert (packed.max_heavy, packed.max_doomed) == (2, 3)
+
+
+def test_layers_may_lie_anywhere() -> None:
+    caches, _ = make_layers()
+    keys: list[Tensor] = [cache.transpose(1, 2) for cache in caches]
+    layers = KVLayers(keys, keys)
+    assert layers.pointers.tolist() == [[key.data_ptr() for key in keys]] * 2

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention with scores equals the reference; the plan cuts the rows as it promises."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from h2o_vllm.kernels.triton.plan import DecodeWorkspace
+from tests.kernels.triton.cases import DTYPES, bits, make_batch, row_slots
+from tests.kernels.triton.decode_laws import check_decode, decode, workspace_for
+
+SHAPES = [  # (group, head size, block size, layout): all groups, sizes and block sizes that are promised
+    (1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"), (8, 96, 64, "HND"),
+    (4, 256, 32, "NHD"), (16, 64, 128, "NHD"), (1, 128, 128, "HND"),
+]  # fmt: skip
+IDS = ["G{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "size", "block_size", "layout"), SHAPES, ids=IDS)
+def test_decode_equals_the_reference(
+    group: int, size: int, block_size: int, layout: str, dtype: str
+) -> None:
+    check_decode(
+        make_batch(
+            [1, 15, 0, 16, 17, 263, 0], group=group, size=size, block_size=block_size,
+            dtype=DTYPES[dtype], layout=layout, strided=True,
+        )
+    )  # fmt: skip
+
+
+def test_rows_with_other_numbers_of_queries_are_left_alone() -> None:
+    check_decode(make_batch([40, 70, 33, 90, 0, 5], [1, 3, 0, 1, 0, 1]))
+
+
+@pytest.mark.parametrize("spread", [0.0, 30.0])
+def test_decode_survives_flat_and_peaked_softmax(spread: float) -> None:
+    check_decode(make_batch([200, 65], dtype=torch.bfloat16, spread=spread))
+
+
+@pytest.mark.parametrize("spare", [1, 4, 40])
+def test_any_cut_gives_the_same(spare: int) -> None:
+    batch = make_batch([700, 0, 3, 129, 64])
+    check_decode(batch, workspace_for(batch, spare))
+
+
+def test_padding_of_a_graph_is_left_alone() -> None:
+    """A graph's grid and workspace are those of its largest batch."""
+    batch = make_batch([40, 300, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0])
+    check_decode(batch, workspace_for(batch, rows=9))
+
+
+def test_a_plan_forgets_the_one_before() -> None:
+    long, short = make_batch([700, 300, 65, 9]), make_batch([12, 0, 3, 0])
+    workspace = workspace_for(long)
+    check_decode(long, workspace)
+    check_decode(short, workspace)
+
+
+def test_a_row_does_not_depend_on_how_its_block_table_continues() -> None:
+    batch = make_batch([33, 64])
+    out, scores = batch.out(), batch.scores.clone()
+    decode(batch, out, scores)
+    batch.block_table[0, 3:] = 0
+    batch.block_table[1, 4:] = 0
+    again, scores_again = batch.out(), batch.scores.clone()
+    decode(batch, again, scores_again)
+    assert torch.equal(out, again)
+    assert torch.equal(bits(scores), bits(scores_again))
+
+
+def test_rows_that_do_not_fit_the_scratch_are_attended_without_scores() -> None:
+    batch = make_batch([64, 200, 30])
+    out, scores = batch.out(), batch.scores.clone()
+    workspace = workspace_for(batch, tokens=0)  # one tile per row
+    decode(batch, out, scores, workspace)
+    want, want_scores = batch.out(), batch.scores.clone()
+    decode(batch, want, want_scores)
+    assert torch.equal(out, want)
+    first = row_slots(batch, 0)
+    assert torch.equal(scores[first], want_scores[first])
+    for row in (1, 2):
+        dropped = row_slots(batch, row)
+        assert torch.equal(scores[dropped], batch.scores[dropped])
+
+
+def test_scores_of_one_query_sum_to_the_group() -> None:
+    """A probability is a probability: what a query hands out sums to one per q head."""
+    batch = make_batch([377, 50], group=4, dtype=torch.bfloat16)
+    scores = torch.where(batch.poisoned, batch.scores, 0.0)
+    decode(batch, batch.out(), scores)
+    total = scores.nansum((0, 2))
+    torch.testing.assert_close(total, torch.full_like(total, 2 * 4.0), rtol=1e-4, atol=0)
+
+
+def test_decode_writes_into_a_strided_output() -> None:
+    batch = make_batch([40, 65, 3], dtype=torch.bfloat16)
+    heads = batch.query.shape[1]
+    wide = torch.full((3, heads * 2, batch.query.shape[2]), float("nan")).bfloat16()
+    decode(batch, wide[:, :heads], batch.scores.clone())
+    want = batch.out()
+    decode(batch, want, batch.scores.clone())
+    assert torch.equal(wide[:, :heads], want)
+    assert wide[:, heads:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [5000], [700, 0, 3, 0, 129, 64], [64] * 40, [1, 9000] * 35, [0, 0], list(range(150))],
+)
+def test_a_plan_covers_each_key_once_in_pieces_of_like_length(lengths: list[int]) -> None:
+    workspace = DecodeWorkspace(len(lengths), sum(lengths), 6, 2, torch.float16, 64, "cpu", spare=8)
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    workspace.plan(starts, torch.tensor(lengths, dtype=torch.int32))
+    pieces = [piece[:7] for piece in workspace.pieces.tolist()]
+    used = [piece for piece in pieces if piece[0] >= 0]
+    assert pieces[: len(used)] == used
+    at, tiles = 0, 0
+    limit = max(128, -(-sum(lengths) // 8)) + workspace.tile - 1
+    for row, length in enumerate(lengths):
+        mine = [piece for piece in used if piece[0] == row]
+        cuts = [0, *(piece[3] for piece in mine)]
+        assert [piece[2] for piece in mine] == cuts[:-1]
+        assert cuts[-1] == length
+        assert all(0 < end - start <= limit for start, end in pairwise(cuts))
+        assert all(cut % workspace.tile == 0 for cut in cuts[:-1])
+        assert all(piece[1:2] + piece[4:] == [row, tiles, at, len(mine)] for piece in mine)
+        at += len(mine)
+        tiles += -(-length // workspace.tile)
+    assert len(used) == at

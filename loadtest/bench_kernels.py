@@ -2,11 +2,12 @@
 """One layer's attention: vLLM's C++ kernel against ours, which also keep the scores.
 
     python -m loadtest.bench_kernels [--quick] [--threads 1] [--impls cpp,numba]
+    python -m loadtest.bench_kernels --device cuda [--quick]
 
-Needs vLLM's CPU build. Every number is taken in rounds that run all contestants one after the other in one
-process; a ratio is the median over rounds of (ours / stock in that round), printed with its quartiles.
-Refuses to time anything that does not first reproduce the reference. Writes one JSON line per
-configuration into ``loadtest/results/``.
+The former needs vLLM's CPU build; the latter is :mod:`loadtest.bench_kernels_cuda`. Every number is taken in
+rounds that run all contestants one after the other in one process; a ratio is the median over rounds of
+(ours / stock in that round), printed with its quartiles. Refuses to time anything that does not first
+reproduce the reference. Writes one JSON line per configuration into ``loadtest/results/``.
 """
 
 from __future__ import annotations
@@ -238,11 +239,21 @@ def as_line(row: dict[str, Any], impls: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="a few small configurations")
     parser.add_argument("--threads", type=int, default=1, help="as vLLM's worker has (default 1)")
     parser.add_argument("--impls", default="cpp,numba", help="which of ours, separated by commas")
     parser.add_argument("--seconds", type=float, default=2.0, help="per configuration")
+    parser.add_argument(
+        "--skip-gate", action="store_true",
+        help="cuda: do not check first, and write no results (rehearsals that compute nothing)",
+    )  # fmt: skip
     args = parser.parse_args()
+    if args.device == "cuda":
+        from loadtest import bench_kernels_cuda
+
+        bench_kernels_cuda.main(args, RESULTS)
+        return
     torch.set_num_threads(args.threads)
 
     from vllm.platforms import current_platform

@@ -18,8 +18,9 @@ the design's law (a policy that moves tokens reads no cached blocks), so sums ne
 
 from __future__ import annotations
 
-from h2o_vllm.kernels.triton.compact import Evictions, KVLayers, compact
+from h2o_vllm.kernels.triton.compact import compact
 from h2o_vllm.kernels.triton.decode import attend_decode
+from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.reset import reset_scores

@@ -10,15 +10,13 @@ megabytes. The lists live in a scratch of fixed size; a step that needs more tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Evictions", "KVLayers", "compact"]
+from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
+
+__all__ = ["compact"]
 
 _CANDIDATES = 4096
 """Scores that one program ranks in registers; more are read again for each of the 32 bits."""
@@ -26,93 +24,6 @@ _MOVES = 16
 """Tokens per step of a moving program."""
 _MOVERS = 8
 """Programs that share the moves of one (eviction, layer, head)."""
-
-
-class KVLayers:
-    """The KV of all evictable layers, reachable from one launch; made once, when the caches exist.
-
-    Keeps the tensors alive. Owns the scratch for the lists of moves.
-    """
-
-    def __init__(
-        self,
-        key_caches: Sequence[Tensor],
-        value_caches: Sequence[Tensor],
-        scratch_bytes: int = 32 << 20,
-    ) -> None:
-        """Note where the layers lie, and allocate the scratch.
-
-        Args:
-            key_caches, value_caches: L views [N, BS, KH, D] of one shape, dtype and strides; last stride 1.
-            scratch_bytes: 8 bytes per (kv head, heavy slot) of as many (eviction, layer) pairs as fit.
-        """
-        self.key_caches = list(key_caches)
-        self.value_caches = list(value_caches)
-        first = self.key_caches[0]
-        # Tokens are moved as 8-byte words, whatever the dtype: NaN keeps its payload.
-        self.words = 8 // first.element_size()
-        pointers = [
-            [cache.data_ptr() for cache in caches]
-            for caches in (self.key_caches, self.value_caches)
-        ]
-        self.pointers = torch.tensor(pointers, dtype=torch.int64, device=first.device)
-        self.moves = torch.empty(scratch_bytes // 8, 2, dtype=torch.int32, device=first.device)
-        self.counts = torch.empty(
-            max(1, scratch_bytes // 8192), dtype=torch.int32, device=first.device
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory held beside the caches."""
-        return self.pointers.nbytes + self.moves.nbytes + self.counts.nbytes
-
-
-@dataclass(frozen=True)
-class Evictions:
-    """All evictions of one step, on the device.
-
-    Attributes:
-        blocks: [E, W], int32: heavy block ids, then at once doomed ones, then padding.
-        counts: [E, 2], int32: how many heavy and doomed.
-        max_heavy, max_doomed: host numbers, the largest counts.
-    """
-
-    blocks: Tensor
-    counts: Tensor
-    max_heavy: int
-    max_doomed: int
-
-    @classmethod
-    def pack(
-        cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str
-    ) -> Evictions:
-        """(heavy ids, doomed ids) per eviction, in one asynchronous copy.
-
-        Those with either list empty have nothing to move and are left out.
-        """
-        pairs = [(heavy, doomed) for heavy, doomed in pairs if heavy and doomed]
-        width = max((len(heavy) + len(doomed) for heavy, doomed in pairs), default=0)
-        packed = torch.tensor(
-            [
-                [
-                    len(heavy),
-                    len(doomed),
-                    *heavy,
-                    *doomed,
-                    *[0] * (width - len(heavy) - len(doomed)),
-                ]
-                for heavy, doomed in pairs
-            ],
-            dtype=torch.int32,
-            pin_memory=torch.device(device).type == "cuda",
-        ).view(len(pairs), 2 + width)
-        there = packed.to(device, non_blocking=True)
-        return cls(
-            blocks=there[:, 2:],
-            counts=there[:, :2],
-            max_heavy=max((len(heavy) for heavy, _ in pairs), default=0),
-            max_doomed=max((len(doomed) for _, doomed in pairs), default=0),
-        )
 
 
 def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:

@@ -57,6 +57,7 @@ class DecodeWorkspace:
         head_size: int,
         device: torch.device | str,
         spare: int | None = None,
+        fixed_piece: int | None = None,
     ) -> None:
         """Allocate.
 
@@ -67,9 +68,14 @@ class DecodeWorkspace:
             num_heads: H of this rank. num_kv_heads: KH of this rank.
             dtype: of query and output. head_size: D.
             spare: pieces beyond one per row; by default, what keeps this GPU's processors busy.
+            fixed_piece: cut all rows into pieces of so many keys, whatever else is in the batch. A row's
+                result is then the same in any batch, bit for bit; the grid grows by one program per
+                ``fixed_piece`` tokens of the pool and kv head.
         """
         device = torch.device(device)
-        if spare is None:
+        if fixed_piece is not None:
+            spare = -(-max_tokens // fixed_piece)
+        elif spare is None:
             processors = 1
             if device.type == "cuda":
                 processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -78,6 +84,7 @@ class DecodeWorkspace:
         self.tile = 32 if wide else 64
         self.max_batch = max_batch
         self.spare = spare
+        self.min_piece = fixed_piece or _MIN_PIECE
         # Every row may leave its last tile unfinished.
         self.max_tiles = max_tokens // self.tile + max_batch
         rows = max_batch + spare
@@ -119,7 +126,7 @@ class DecodeWorkspace:
             self.spare,
             self.max_tiles,
             TILE=self.tile,
-            MIN_PIECE=_MIN_PIECE,
+            MIN_PIECE=self.min_piece,
             ITEMS=_ITEMS,
             ROWS=_ROWS,
             FIELDS=_FIELDS,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -12,13 +14,17 @@ from tests.kernels.triton.cases import Batch, bits, exact, plain_torch
 
 
 def workspace_for(
-    batch: Batch, spare: int | None = 4, rows: int = 0, tokens: int | None = None
+    batch: Batch,
+    spare: int | None = 4,
+    rows: int = 0,
+    tokens: int | None = None,
+    fixed_piece: int | None = None,
 ) -> DecodeWorkspace:
     """As the worker makes it; ``spare`` small, so that the interpreter's rows are cut as well."""
     blocks, block_size, kv_heads, size = batch.key_cache.shape
     workspace = DecodeWorkspace(
         max(rows, len(batch.seq_lens)), blocks * block_size if tokens is None else tokens,
-        batch.query.shape[1], kv_heads, batch.query.dtype, size, batch.query.device, spare,
+        batch.query.shape[1], kv_heads, batch.query.dtype, size, batch.query.device, spare, fixed_piece,
     )  # fmt: skip
     for scratch in (workspace.part_out, workspace.part_max, workspace.part_sum):
         scratch.fill_(float("nan"))
@@ -36,6 +42,20 @@ def decode(
         batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table, batch.scale,
         out, workspace,
     )  # fmt: skip
+
+
+def check_decode_alone(batch: Batch) -> None:
+    """With pieces of fixed length, each row alone gives bit for bit what it gives in its batch."""
+    out, scores = batch.out(), batch.scores.clone()
+    decode(batch, out, scores, workspace_for(batch, fixed_piece=64))
+    alone, alone_scores = batch.out(), batch.scores.clone()
+    for row in range(len(batch.seq_lens)):
+        lens = torch.zeros_like(batch.seq_lens)
+        lens[row] = batch.seq_lens[row]
+        one = dataclasses.replace(batch, seq_lens=lens)
+        decode(one, alone, alone_scores, workspace_for(batch, fixed_piece=64))
+    assert torch.equal(bits(out), bits(alone))
+    assert torch.equal(bits(scores), bits(alone_scores))
 
 
 def check_decode(batch: Batch, workspace: DecodeWorkspace | None = None) -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.triton import compact as compact_module
-from h2o_vllm.kernels.triton.compact import Evictions, KVLayers
+from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
 from tests.kernels.triton.cases import DTYPES
 from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
 
@@ -51,7 +52,7 @@ def test_equal_scores_stay_where_they_are() -> None:
 
 
 def test_many_candidates_are_ranked_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact_module, "_CANDIDATES", 64)
+    monkeypatch.setattr(sys.modules["h2o_vllm.kernels.triton.compact"], "_CANDIDATES", 64)
     caches, scores = make_layers(torch.bfloat16, 16, 16)
     scores = (scores * 20).round()  # ties across chunks
     check_compact(caches, scores, PAIRS)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU kernels take for granted: refused at start-up what they were not tested with.
+
+Runs in the worker. The kernels themselves check nothing: a wrong shape there is a wild write into the KV
+cache. :func:`check_layers` is for start-up; :func:`check_rows` reads tables back from the GPU, which stalls
+it: for tests and debugging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.errors import ConfigError
+from h2o_vllm.kernels.checks import DTYPES
+
+__all__ = ["BLOCK_SIZES", "HEAD_SIZES", "MAX_GROUP", "check_layers", "check_rows"]
+
+HEAD_SIZES = (64, 80, 96, 128, 256)
+"""Head sizes that the tests cover."""
+BLOCK_SIZES = (16, 32, 64, 128)
+"""Block sizes that the tests cover."""
+MAX_GROUP = 16
+"""Query heads per kv head: the rows of one tensor-core product."""
+
+
+def check_layers(
+    key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], scores: Tensor, num_heads: int
+) -> None:
+    """Check the caches and scores of all layers once, at start-up.
+
+    Args:
+        key_caches, value_caches: L views [N, BS, KH, D]. scores: [L, N, KH, BS]. num_heads: H of this rank.
+
+    Raises:
+        ConfigError: naming what does not fit and what would.
+    """
+    if not key_caches or len(key_caches) != len(value_caches):
+        raise ConfigError("H2O needs at least one attention layer with both keys and values")
+    first = key_caches[0]
+    if first.dim() != 4:
+        raise ConfigError(f"key caches must be [N, BS, KH, D], got {tuple(first.shape)}")
+    blocks, block_size, kv_heads, size = first.shape
+    if first.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ConfigError(f"the KV cache dtype must be one of {names}, got {first.dtype}")
+    if size not in HEAD_SIZES:
+        raise ConfigError(f"H2O on GPUs serves head sizes {_listed(HEAD_SIZES)}, got {size}")
+    if block_size not in BLOCK_SIZES:
+        raise ConfigError(
+            f"H2O on GPUs serves block sizes {_listed(BLOCK_SIZES)}, got {block_size}"
+        )
+    if num_heads % kv_heads or not 1 <= num_heads // kv_heads <= MAX_GROUP:
+        raise ConfigError(
+            f"H2O on GPUs serves 1 to {MAX_GROUP} query heads per kv head, "
+            f"got {num_heads} query heads and {kv_heads} kv heads"
+        )
+    if blocks * block_size >= 2**31:
+        raise ConfigError(f"slots are numbered in 32 bits, got {blocks} blocks of {block_size}")
+    for caches in (key_caches, value_caches):
+        for cache in caches:
+            _check_cache(cache, first, caches[0].stride())
+    wanted = (len(key_caches), blocks, kv_heads, block_size)
+    if tuple(scores.shape) != wanted or scores.dtype != torch.float32:
+        raise ConfigError(
+            f"scores must be float32 {wanted}, got {scores.dtype} {tuple(scores.shape)}"
+        )
+    if not scores.is_contiguous() or scores.device != first.device:
+        raise ConfigError(f"scores must be contiguous on {first.device}")
+
+
+def _check_cache(cache: Tensor, first: Tensor, strides: tuple[int, ...]) -> None:
+    if (cache.shape, cache.dtype, cache.device) != (first.shape, first.dtype, first.device):
+        raise ConfigError("the KV caches of all layers must have one shape, dtype and device")
+    if cache.stride() != strides or strides[3] != 1:
+        raise ConfigError("the KV caches of all layers must have one layout, contiguous per head")
+    # A token is moved in words of 8 bytes.
+    if any(stride * cache.element_size() % 8 for stride in strides[:3]) or cache.data_ptr() % 8:
+        raise ConfigError("keys and values must be aligned to 8 bytes")
+
+
+def check_rows(
+    query: Tensor,
+    key_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    out: Tensor | None = None,
+) -> None:
+    """Check one call's tensors: shapes, dtypes, indices inside their tensors, no block in two scored rows.
+
+    Args: those of :func:`.decode.attend_decode`; ``seq_lens``: live lengths of the scored rows, else 0.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    blocks, block_size, heads, size = key_cache.shape
+    for name, tensor in (("query", query), ("out", out)):
+        if tensor is None:
+            continue
+        if tensor.dim() != 3 or tensor.shape[1] % heads or tensor.shape[2] != size:
+            raise ValueError(f"{name} must be [T, H, {size}], got {tuple(tensor.shape)}")
+        if tensor.dtype != key_cache.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, the cache {key_cache.dtype}")
+        if tensor.stride(2) != 1:
+            raise ValueError(f"{name} must be contiguous per head")
+    rows = seq_lens.shape[0]
+    for name, tensor, length in (
+        ("block_table", block_table, rows),
+        ("query_start_loc", query_start_loc, rows + 1),
+        ("seq_lens", seq_lens, rows),
+    ):
+        if tensor.dtype != torch.int32 or tensor.stride(-1) != 1 or tensor.shape[0] != length:
+            raise ValueError(f"{name} must be int32, contiguous, of {length} rows")
+    starts = query_start_loc.tolist()
+    if starts != sorted(starts) or starts[0] < 0 or starts[-1] > query.shape[0]:
+        raise ValueError(f"query_start_loc must ascend within the {query.shape[0]} queries")
+    seen: set[int] = set()
+    for row, length in enumerate(seq_lens.tolist()):
+        if length <= 0:
+            continue
+        if length > block_table.shape[1] * block_size:
+            raise ValueError(f"row {row}: length {length} does not fit its block table")
+        if length < starts[row + 1] - starts[row]:
+            raise ValueError(f"row {row}: more queries than its length {length}")
+        table = block_table[row, : -(-length // block_size)].tolist()
+        if not all(0 < block < blocks for block in table):
+            raise ValueError(f"row {row}: block table has ids outside 1..{blocks - 1}")
+        if len(set(table)) != len(table) or not seen.isdisjoint(table):
+            raise ValueError(f"row {row}: a block is in two scored places, sums would race")
+        seen.update(table)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Triton kernel against its reference at the sizes it is made for, on a real GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.triton import EVICTING, SCORED, DecodeWorkspace, reset_scores
+from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
+from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
+from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
+from tests.kernels.triton.prompt_laws import check_prompt
+from tests.kernels.triton.table_laws import check_tables
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none"),
+]
+
+SHAPES = [  # (group, kv heads, head size, block size, layout)
+    (1, 8, 64, 16, "NHD"), (3, 3, 64, 32, "HND"), (4, 8, 128, 16, "NHD"), (4, 8, 128, 16, "HND"),
+    (7, 4, 128, 16, "NHD"), (8, 8, 128, 128, "HND"), (7, 4, 80, 16, "NHD"), (8, 2, 96, 64, "NHD"),
+    (4, 2, 256, 32, "NHD"), (16, 1, 64, 128, "NHD"),
+]  # fmt: skip
+IDS = ["G{}-KH{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
+LONG = [1, 16, 17, 8191, 0, 300, 2048, 1000, 63, 64, 65, 32000]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "heads", "size", "block_size", "layout"), SHAPES, ids=IDS)
+def test_decode_equals_the_reference(
+    group: int, heads: int, size: int, block_size: int, layout: str, dtype: str
+) -> None:
+    batch = make_batch(
+        LONG, group=group, kv_heads=heads, size=size, block_size=block_size, layout=layout,
+        dtype=DTYPES[dtype], strided=True, device="cuda",
+    )  # fmt: skip
+    check_decode(batch, workspace_for(batch, spare=None))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 300])
+def test_decode_of_few_and_many_rows(rows: int) -> None:
+    lengths = torch.randint(0, 1500, (rows,), generator=torch.Generator().manual_seed(rows))
+    batch = make_batch(
+        [4000, *lengths.tolist()], group=4, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda"
+    )  # fmt: skip
+    check_decode(batch, workspace_for(batch, spare=None))
+
+
+def test_decode_is_the_same_each_time() -> None:
+    batch = make_batch(LONG, group=4, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda")
+    first, scores = batch.out(), batch.scores.clone()
+    decode(batch, first, scores, workspace_for(batch, spare=None))
+    for _ in range(20):
+        again, scores_again = batch.out(), batch.scores.clone()
+        decode(batch, again, scores_again, workspace_for(batch, spare=None))
+        assert torch.equal(bits(first), bits(again))
+        assert torch.equal(bits(scores), bits(scores_again))
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    check_decode_alone(
+        make_batch(LONG, group=4, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda")
+    )
+
+
+def test_a_graph_serves_other_lengths_and_fewer_rows() -> None:
+    """Captured once with padding only; replayed on what is planned outside of it."""
+    lengths, queries = [900, 0, 64, 5000, 17, 0, 0, 0], [1, 0, 1, 1, 1, 0, 0, 0]
+    batch = make_batch(
+        lengths, queries, group=4, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda"
+    )
+    workspace = workspace_for(batch, spare=None, rows=32)
+    nothing = make_batch(lengths, queries, group=4, kv_heads=8, size=128, device="cuda")
+    nothing.seq_lens.zero_()
+    scores, out = batch.scores.clone(), batch.out()
+    _captured(batch, scores, out, workspace, nothing).replay()
+    assert torch.equal(bits(scores), bits(batch.scores))
+    assert out.isnan().all()
+    graph = _captured(batch, scores, out, workspace, nothing)
+    want, want_scores = batch.out(), batch.scores.clone()
+    decode(batch, want, want_scores, workspace_for(batch, spare=None, rows=32))
+    workspace.plan(batch.query_start_loc, batch.seq_lens)
+    graph.replay()
+    assert torch.equal(bits(out), bits(want))
+    assert torch.equal(bits(scores), bits(want_scores))
+    workspace.plan(batch.query_start_loc[:3], batch.seq_lens[:2])
+    scores.copy_(batch.scores)
+    out.fill_(float("nan"))
+    graph.replay()
+    # Cut otherwise than among the others: the sums round otherwise.
+    torch.testing.assert_close(out[0], want[0], rtol=0.01, atol=0.001)
+    assert out[1:].isnan().all()
+
+
+def _captured(
+    batch: Batch, scores: torch.Tensor, out: torch.Tensor, workspace: DecodeWorkspace, plan: Batch
+) -> torch.cuda.CUDAGraph:
+    from h2o_vllm.kernels.triton import attend_decode
+
+    def step() -> None:
+        attend_decode(
+            batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table,
+            batch.scale, out, workspace,
+        )  # fmt: skip
+
+    workspace.plan(plan.query_start_loc, plan.seq_lens)
+    step()  # compiles outside of the graph
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "heads", "size", "block_size", "layout"), SHAPES, ids=IDS)
+def test_prompt_scores_equal_the_reference(
+    group: int, heads: int, size: int, block_size: int, layout: str, dtype: str
+) -> None:
+    check_prompt(
+        make_batch(
+            [1000, 2, 900, 129, 0, 777], [1000, 2, 150, 128, 0, 1], group=group, kv_heads=heads, size=size,
+            block_size=block_size, layout=layout, dtype=DTYPES[dtype], strided=True, device="cuda",
+        )
+    )  # fmt: skip
+
+
+def test_prompt_scores_of_a_long_prompt() -> None:
+    check_prompt(
+        make_batch(
+            [4096], [2048], group=4, kv_heads=2, size=128, dtype=torch.bfloat16, device="cuda"
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_compaction_equals_the_reference(layout: str, dtype: str) -> None:
+    caches, scores = make_layers(
+        DTYPES[dtype], 128, 16, layout, layers=8, blocks=400, kv_heads=8, device="cuda"
+    )
+    order = (torch.randperm(399, generator=torch.Generator().manual_seed(1)) + 1).tolist()
+    pairs = [
+        (order[:50], order[50:250]),
+        (order[250:251], order[251:300]),
+        (order[300:398], order[398:]),
+    ]
+    check_compact(caches, scores, pairs)
+    check_compact(caches, scores, pairs, scratch_bytes=8 * 800 * 8)
+    picks = torch.randint(0, len(SPECIAL), scores.shape)
+    check_compact(caches, SPECIAL[picks].cuda(), pairs)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_a_first_eviction_of_32k_tokens(block_size: int) -> None:
+    blocks = 32768 // block_size
+    caches, scores = make_layers(
+        torch.bfloat16, 64, block_size, layers=2, blocks=blocks + 1, kv_heads=2, device="cuda"
+    )
+    order = list(range(1, blocks + 1))
+    room = blocks // 5
+    for ranks in (scores, (scores * 50).round()):
+        check_compact(caches, ranks, [(order[-room:], order[:-room])])
+
+
+def test_tables_lose_their_holes() -> None:
+    gen = torch.Generator().manual_seed(0)
+    table = torch.randint(1, 1 << 20, (300, 2048), generator=gen, dtype=torch.int32)
+    table[torch.rand(table.shape, generator=gen) < 0.6] = 0
+    lens = torch.randint(0, 2048 * 16, (300,), generator=gen, dtype=torch.int32)
+    flags = torch.randint(0, 4, (300,), generator=gen, dtype=torch.int8)
+    flags[::7] |= EVICTING | SCORED
+    check_tables(table.cuda(), lens.cuda(), flags.cuda(), 16, extra_rows=4)
+
+
+@pytest.mark.parametrize("random_values", [False, True])
+def test_reset_equals_the_reference(random_values: bool) -> None:
+    gen = torch.Generator().manual_seed(0)
+    scores = torch.rand(32, 1000, 8, 16, generator=gen).cuda()
+    slots = torch.randperm(16000, generator=gen)[:8192].cuda()
+    slots[::3] = -1
+    values = torch.rand(32, 8, 8192, generator=gen).cuda() if random_values else None
+    want = scores.clone()
+    reset_scores(scores, slots, values)
+    reference.reset_scores(want, slots, values)
+    assert torch.equal(bits(scores), bits(want))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks refuse what would make a kernel read or write outside its tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_vllm.errors import ConfigError
+from h2o_vllm.kernels.triton import checks
+from tests.kernels.triton.cases import halves, make_batch
+
+
+def cache(
+    blocks: int = 4, block_size: int = 16, heads: int = 2, size: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:  # fmt: skip
+    return torch.zeros(blocks, heads, block_size, 2 * size, dtype=dtype)
+
+
+GOOD = torch.zeros(1, 4, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("caches", "scores", "heads", "message"),
+    [
+        ([cache(), cache()], torch.zeros(2, 4, 2, 16), 6, None),
+        ([], torch.zeros(0, 4, 2, 16), 6, "at least one"),
+        ([cache(dtype=torch.float64)], GOOD, 6, "float64"),
+        ([cache(size=72)], GOOD, 6, "head sizes 64, 80, 96, 128, 256, got 72"),
+        ([cache(block_size=24)], torch.zeros(1, 4, 2, 24), 6, "block sizes 16, 32, 64, 128, got 24"),
+        ([cache()], GOOD, 5, "got 5 query heads and 2 kv heads"),
+        ([cache()], GOOD, 34, "1 to 16 query heads"),
+        ([cache(), cache(blocks=5)], torch.zeros(2, 4, 2, 16), 6, "one shape"),
+        ([cache(), cache().mT.contiguous().mT], torch.zeros(2, 4, 2, 16), 6, "one layout"),
+        ([cache()], torch.zeros(2, 4, 2, 16), 6, "scores must be"),
+        ([cache()], GOOD.half(), 6, "scores must be"),
+        ([cache()], GOOD.mT.contiguous().mT, 6, "contiguous"),
+    ],
+)  # fmt: skip
+def test_layers_outside_the_tested_set_are_refused(
+    caches: list[Tensor], scores: Tensor, heads: int, message: str | None
+) -> None:
+    keys, values = [halves(c)[0] for c in caches], [halves(c)[1] for c in caches]
+    if message is None:
+        checks.check_layers(keys, values, scores, heads)
+        return
+    with pytest.raises(ConfigError, match=message):
+        checks.check_layers(keys, values, scores, heads)
+
+
+def test_misaligned_keys_are_refused() -> None:
+    flat = torch.zeros(4 * 2 * 16 * 128 + 1, dtype=torch.bfloat16)
+    keys, values = halves(flat[1:].view(4, 2, 16, 128))
+    with pytest.raises(ConfigError, match="aligned"):
+        checks.check_layers([keys], [values], GOOD, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"query": torch.zeros(2, 6, 32)}, "query must be"),
+        ({"query": torch.zeros(2, 6, 64).half()}, "query is"),
+        ({"out": torch.zeros(2, 64, 6).mT}, "contiguous"),
+        ({"seq_lens": torch.tensor([40, 70])}, "int32"),
+        ({"query_start_loc": torch.tensor([0, 1], dtype=torch.int32)}, "3 rows"),
+        ({"query_start_loc": torch.tensor([0, 1, 9], dtype=torch.int32)}, "within the 2 queries"),
+        ({"seq_lens": torch.tensor([40, 7000], dtype=torch.int32)}, "does not fit"),
+        ({"block_table": torch.full((2, 9), 99, dtype=torch.int32)}, "outside"),
+        ({"block_table": torch.zeros((2, 9), dtype=torch.int32)}, "outside"),
+        ({"block_table": torch.arange(1, 7, dtype=torch.int32).repeat(2, 1)}, "race"),
+    ],
+)
+def test_bad_rows_are_refused(change: dict[str, Tensor], message: str | None) -> None:
+    batch = make_batch([40, 70])
+    names = ("query", "key_cache", "block_table", "query_start_loc", "seq_lens")
+    arguments = {name: getattr(batch, name) for name in names} | {"out": batch.out()} | change
+    if message is None:
+        checks.check_rows(**arguments)
+        return
+    with pytest.raises(ValueError, match=message):
+        checks.check_rows(**arguments)

@@ -3,7 +3,7 @@
 
 Runs in the worker. Never imports vLLM; imports Triton, so import it only where a GPU serves.
 :mod:`h2o_vllm.kernels.reference_paged` is the truth, :mod:`~h2o_vllm.kernels.triton.checks` what the kernels
-take for granted. Each step, in this order:
+take for granted, :func:`warm_up` compiles them all. Each step, in this order:
 
     compact             before the forward pass, if the step evicts      eager, 2 launches for all layers
     reset_scores        new tokens, all layers                           eager, 1 launch
@@ -25,6 +25,7 @@ from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.tables import EVICTING, SCORED, compact_tables
+from h2o_vllm.kernels.triton.warmup import warm_up
 
 __all__ = [
     "EVICTING",
@@ -37,4 +38,5 @@ __all__ = [
     "compact",
     "compact_tables",
     "reset_scores",
+    "warm_up",
 ]

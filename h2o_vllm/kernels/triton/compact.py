@@ -18,8 +18,9 @@ from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
 
 __all__ = ["compact"]
 
-_CANDIDATES = 4096
-"""Scores that one program ranks in registers; more are read again for each of the 32 bits."""
+_CHUNKS = (1024, 4096)
+"""Candidates that one program ranks in registers, the first by half as many warps; more than the
+second are read again for each of the 32 bits. Few sizes, because each is compiled."""
 _MOVES = 16
 """Tokens per step of a moving program."""
 _MOVERS = 8
@@ -51,7 +52,7 @@ def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:
     if step == 0:
         raise ValueError(f"{heads} lists of {room} moves do not fit {layers.nbytes} bytes")
     candidates = (evictions.max_heavy + evictions.max_doomed) * block_size
-    chunk = max(64, min(_CANDIDATES, triton.next_power_of_2(candidates)))
+    chunk = _CHUNKS[0] if candidates <= _CHUNKS[0] else _CHUNKS[1]
     key, value = layers.key_caches[0], layers.value_caches[0]
     row_words = key.shape[3] // layers.words
     for first in range(0, units, step):
@@ -72,7 +73,7 @@ def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:
             BS=block_size,
             CHUNK=chunk,
             ONE_CHUNK=candidates <= chunk,
-            num_warps=4 if chunk <= 1024 else 8,
+            num_warps=4 if chunk == _CHUNKS[0] else 8,
         )
         _move[(now, heads, _MOVERS)](
             layers.pointers,
@@ -116,7 +117,16 @@ def _ranks(my_scores, blocks, candidate, live, KH: tl.constexpr, BS: tl.constexp
     return tl.where(live, flipped, 0).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first_unit", "num_layers", "num_blocks", "room"])
+@triton.jit(
+    do_not_specialize=[
+        "first_unit",
+        "num_layers",
+        "num_blocks",
+        "room",
+        "stride_blocks",
+        "stride_counts",
+    ]
+)
 def _select(
     scores,
     blocks,

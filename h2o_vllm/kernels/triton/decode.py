@@ -27,13 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import dot
-from h2o_vllm.kernels.triton.plan import DecodeWorkspace
+from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace
 
 __all__ = ["attend_decode"]
 
 _LOG2E = 1.4426950408889634
-_SPAN = 256
-"""Keys per step of the second launch."""
 
 
 def attend_decode(
@@ -85,7 +83,7 @@ def attend_decode(
         block_table.stride(0),
         out.stride(0),
         out.stride(1),
-        workspace.max_tiles,
+        workspace.tile_max.shape[1],
         H=heads,
         G=group,
         GP=max(16, triton.next_power_of_2(group)),
@@ -110,7 +108,7 @@ def attend_decode(
         block_table.stride(0),
         out.stride(0),
         out.stride(1),
-        workspace.max_tiles,
+        workspace.tile_max.shape[1],
         H=heads,
         KH=kv_heads,
         G=group,
@@ -119,14 +117,15 @@ def attend_decode(
         DP=padded,
         BS=block_size,
         TILE=workspace.tile,
-        SPAN=_SPAN,
+        SPAN=SPAN,
         PARTS=16,
         FIELDS=workspace.pieces.shape[1],
         num_warps=4,
     )
 
 
-@triton.jit
+# Not specialised: what a caller's buffers decide, or a new value would compile in the middle of serving.
+@triton.jit(do_not_specialize=["stride_table", "num_tiles"])
 def _attend(
     query,
     key_cache,
@@ -151,7 +150,7 @@ def _attend(
     stride_table,
     stride_ot,
     stride_oh,
-    max_tiles,
+    num_tiles,
     H: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
@@ -168,7 +167,7 @@ def _attend(
     if row < 0:
         return
     token = tl.load(pieces + item * FIELDS + 1).to(tl.int64)
-    start = tl.load(pieces + item * FIELDS + 2)
+    start = tl.multiple_of(tl.load(pieces + item * FIELDS + 2), TILE)
     end = tl.load(pieces + item * FIELDS + 3)
     base = tl.load(pieces + item * FIELDS + 4)
     count = tl.load(pieces + item * FIELDS + 6)
@@ -186,9 +185,9 @@ def _attend(
     table = block_table + row.to(tl.int64) * stride_table
     keys = key_cache + kv_head * stride_kh + dims[:, None]
     values = value_cache + kv_head * stride_vh + dims[None, :]
-    columns = max_tiles.to(tl.int64) * TILE
+    columns = num_tiles.to(tl.int64) * TILE
     my_probs = probs + (kv_head * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
-    my_max = tile_max + (kv_head * max_tiles + base) * G + heads
+    my_max = tile_max + (kv_head * num_tiles + base) * G + heads
     keep = heads < tl.where(base >= 0, G, 0)
 
     top = tl.full([GP], float("-inf"), tl.float32)
@@ -235,7 +234,7 @@ def _attend(
         tl.store(part_out + part[:, None] * D + dims[None, :], acc, mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table", "num_tiles"])
 def _finish(
     scores,
     block_table,
@@ -249,7 +248,7 @@ def _finish(
     stride_table,
     stride_ot,
     stride_oh,
-    max_tiles,
+    num_tiles,
     H: tl.constexpr,
     KH: tl.constexpr,
     G: tl.constexpr,
@@ -269,7 +268,7 @@ def _finish(
     if row < 0:
         return
     token = tl.load(pieces + item * FIELDS + 1).to(tl.int64)
-    start = tl.load(pieces + item * FIELDS + 2)
+    start = tl.multiple_of(tl.load(pieces + item * FIELDS + 2), TILE)
     end = tl.load(pieces + item * FIELDS + 3)
     base = tl.load(pieces + item * FIELDS + 4)
     first = tl.load(pieces + item * FIELDS + 5)
@@ -294,16 +293,16 @@ def _finish(
 
     if base >= 0:
         lanes = tl.arange(0, SPAN)
-        columns = max_tiles.to(tl.int64) * TILE
+        columns = num_tiles.to(tl.int64) * TILE
         my_probs = probs + (kv_head * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
-        my_max = tile_max + (kv_head * max_tiles + base) * G + heads[:, None]
+        my_max = tile_max + (kv_head * num_tiles + base) * G + heads[:, None]
         table = block_table + row.to(tl.int64) * stride_table
         for at in range(start, end, SPAN):
             position = at + lanes
             live = position < end
-            both = real[:, None] & live[None, :]
-            prob = tl.load(my_probs + at, mask=both, other=0.0).to(tl.float32)
-            tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=both, other=0.0)
+            # Not masked by `live`, so that loads are wide: what lies behind the end is not stored.
+            prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
+            tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
             share = prob * tl.exp2(tops - top[:, None]) * weight[:, None]
             block = tl.load(table + position // BS, mask=live, other=0).to(tl.int64)
             slot = scores + (block * KH + kv_head) * BS + position % BS

@@ -18,7 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["DecodeWorkspace"]
+__all__ = ["SPAN", "DecodeWorkspace"]
+
+SPAN = 256
+"""Keys per step of the second launch of :mod:`.decode`; a multiple of the first one's."""
 
 _FIELDS = 8
 """Words of one piece: row, token, first key, end, first tile of the row's scratch or -1, the row's first
@@ -42,9 +45,9 @@ class DecodeWorkspace:
         pieces: [max_batch + spare, 8], int32, the plan.
         part_out: [max_batch + spare, H, D], part_max, part_sum: [max_batch + spare, H], float32: what
             the pieces of a row hand over.
-        probs: [H, tiles * tile]: exp(logit - maximum so far) of each key, float16 (float32 for a float32
-            cache, whose tests are as strict).
-        tile_max: [KH, tiles, G], float32: that maximum, in units of log2.
+        probs: [H, (tiles + slack) * tile]: exp(logit - maximum so far) of each key, float16 (float32 for a
+            float32 cache, whose tests are as strict).
+        tile_max: [KH, tiles + slack, G], float32: that maximum, in units of log2.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class DecodeWorkspace:
         self.min_piece = fixed_piece or _MIN_PIECE
         # Every row may leave its last tile unfinished.
         self.max_tiles = max_tokens // self.tile + max_batch
+        # The second launch reads whole spans, unmasked, and so beyond the last row's tiles.
+        tiles = self.max_tiles + SPAN // self.tile
         rows = max_batch + spare
 
         def empty(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
@@ -97,8 +102,8 @@ class DecodeWorkspace:
         self.part_max = empty(rows, num_heads)
         self.part_sum = empty(rows, num_heads)
         probs = torch.float32 if dtype == torch.float32 else torch.float16
-        self.probs = empty(num_heads, self.max_tiles * self.tile, of=probs)
-        self.tile_max = empty(num_kv_heads, self.max_tiles, num_heads // num_kv_heads)
+        self.probs = empty(num_heads, tiles * self.tile, of=probs)
+        self.tile_max = empty(num_kv_heads, tiles, num_heads // num_kv_heads)
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +120,14 @@ class DecodeWorkspace:
         Args:
             query_start_loc: [B + 1], int32. seq_lens: [B], int32: live lengths of the rows to attend here;
                 0 = not ours, or padding. Rows with another number of queries than one are left out as well.
+
+        Raises:
+            ValueError: more rows than the workspace was made for.
         """
+        if seq_lens.shape[0] > self.max_batch:
+            raise ValueError(
+                f"at most {self.max_batch} rows can be planned, got {seq_lens.shape[0]}"
+            )
         rows = self.pieces.shape[0]
         _plan[(triton.cdiv(rows, _ITEMS),)](
             query_start_loc,

@@ -108,7 +108,8 @@ def _probabilities(
     return tl.exp2(logits - (sums * 1.4426950408889634)[:, None]), token
 
 
-@triton.jit
+# Not specialised: strides that change with the batch would compile in the middle of serving.
+@triton.jit(do_not_specialize=["stride_table", "stride_lh", "stride_lt"])
 def _add_prompt_scores(
     query,
     key_cache,

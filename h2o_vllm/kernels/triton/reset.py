@@ -31,7 +31,7 @@ def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) ->
     )
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "num_blocks"])
 def _reset(
     scores,
     slots,

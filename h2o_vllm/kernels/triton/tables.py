@@ -59,7 +59,7 @@ def compact_tables(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table", "stride_out"])
 def _compact_tables(
     block_table,
     seq_lens,

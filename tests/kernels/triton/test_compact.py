@@ -52,7 +52,7 @@ def test_equal_scores_stay_where_they_are() -> None:
 
 
 def test_many_candidates_are_ranked_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["h2o_vllm.kernels.triton.compact"], "_CANDIDATES", 64)
+    monkeypatch.setattr(sys.modules["h2o_vllm.kernels.triton.compact"], "_CHUNKS", (16, 64))
     caches, scores = make_layers(torch.bfloat16, 16, 16)
     scores = (scores * 20).round()  # ties across chunks
     check_compact(caches, scores, PAIRS)

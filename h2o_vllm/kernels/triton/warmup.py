@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling every kernel before the first request, in the form that serving will call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.kernels.triton.compact import _CHUNKS, compact
+from h2o_vllm.kernels.triton.decode import attend_decode
+from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
+from h2o_vllm.kernels.triton.plan import DecodeWorkspace
+from h2o_vllm.kernels.triton.prompt import add_prompt_scores
+from h2o_vllm.kernels.triton.reset import reset_scores
+
+__all__ = ["warm_up"]
+
+
+def warm_up(layers: KVLayers, scores: Tensor, workspace: DecodeWorkspace, num_heads: int) -> None:
+    """Run each kernel on the real caches with nothing to do: compiles, changes no KV and no score.
+
+    On the real tensors because Triton compiles for their strides and alignment. A kernel that is first called
+    while serving would stall all requests for seconds, and fail inside of a CUDA graph's capture.
+    ``compact_tables`` is left to its caller, whose buffers decide its form; compiling it is quick.
+
+    Args:
+        scores: [L, N, KH, BS]. num_heads: H of this rank.
+    """
+    device, block_size = scores.device, scores.shape[3]
+    key, value = layers.key_caches[0], layers.value_caches[0]
+    query = torch.zeros(2, num_heads, key.shape[3], dtype=key.dtype, device=device)
+    starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    nothing = torch.zeros(1, dtype=torch.int32, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    workspace.plan(starts, nothing)
+    attend_decode(query, key, value, scores[0], table, 1.0, torch.empty_like(query), workspace)
+    lse = torch.zeros(num_heads, 2, device=device)
+    for rows in (None, nothing):
+        add_prompt_scores(
+            query, key, scores[0], table, starts, nothing, lse, 1.0, 2, block_size, rows
+        )
+    padding = torch.full((1,), -1, dtype=torch.int64, device=device)
+    for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):
+        reset_scores(scores, padding, values)
+    for candidates in (1, _CHUNKS[1], _CHUNKS[1] + 1):
+        heavy = -(-candidates // block_size)
+        compact(layers, scores, Evictions(table, torch.zeros_like(starts)[None], heavy, 1))

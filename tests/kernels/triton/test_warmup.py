@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warming up changes nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from h2o_vllm.kernels.triton import DecodeWorkspace, KVLayers, warm_up
+from tests.kernels.triton.cases import bits, halves
+from tests.kernels.triton.evict_laws import make_layers
+
+
+def test_warming_up_changes_nothing() -> None:
+    caches, scores = make_layers()
+    before, scores_before = [cache.clone() for cache in caches], scores.clone()
+    layers = KVLayers(*zip(*(halves(cache) for cache in caches), strict=True))
+    warm_up(layers, scores, DecodeWorkspace(4, 12 * 16, 6, 2, torch.float32, 64, "cpu"), 6)
+    assert torch.equal(bits(scores), bits(scores_before))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(caches, before, strict=True))

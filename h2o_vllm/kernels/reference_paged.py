@@ -38,15 +38,16 @@ def attend_decode(
     seq_lens: Tensor,
     scale: float,
     out: Tensor,
+    value_scale: float = 1.0,
 ) -> None:
-    """See :func:`h2o_vllm.kernels.triton.attend_decode`."""
+    """See :func:`h2o_vllm.kernels.triton.attend_decode`; scales of query and key are part of ``scale``."""
     for row, length in enumerate(seq_lens.tolist()):
         first, end = query_start_loc[row : row + 2].tolist()
         if length <= 0 or end - first != 1:
             continue
         where = _slots(block_table[row], length, key_cache.shape[1])
         prob, attended, _ = attend(query[first:end], key_cache, value_cache, where, scale)
-        out[first] = attended[0].to(out.dtype)
+        out[first] = (attended[0] * value_scale).to(out.dtype)
         _add(scores, where, prob)
 
 

@@ -42,6 +42,20 @@ def test_decode_equals_the_reference(
     check_decode(batch, workspace_for(batch, spare=None))
 
 
+@pytest.mark.parametrize("query_dtype", [None, torch.bfloat16], ids=["q8", "q16"])
+def test_an_8_bit_cache_is_served(query_dtype: torch.dtype | None) -> None:
+    scales = (0.5, 1.5, 0.75) if query_dtype is None else (1.0, 1.5, 0.75)
+    for queries in ([1] * 4, [900, 700, 2, 30]):
+        batch = make_batch(
+            [900, 3000, 2, 64], queries, group=4, kv_heads=8, size=128, dtype=torch.float8_e4m3fn,
+            query_dtype=query_dtype, scales=scales, device="cuda",
+        )  # fmt: skip
+        check_decode(batch, workspace_for(batch, spare=None))
+        check_prompt(batch)
+    caches, scores = make_layers(torch.float8_e4m3fn, 128, 16, blocks=40, kv_heads=8, device="cuda")
+    check_compact(caches, scores, [(list(range(1, 9)), list(range(9, 30)))])
+
+
 @pytest.mark.parametrize("rows", [1, 3, 64, 300])
 def test_decode_of_few_and_many_rows(rows: int) -> None:
     lengths = torch.randint(0, 1500, (rows,), generator=torch.Generator().manual_seed(rows))

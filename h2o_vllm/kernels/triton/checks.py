@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.kernels.checks import DTYPES
 
-__all__ = ["BLOCK_SIZES", "HEAD_SIZES", "MAX_GROUP", "check_layers", "check_rows"]
+__all__ = ["BLOCK_SIZES", "DTYPES", "HEAD_SIZES", "MAX_GROUP", "check_layers", "check_rows"]
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+"""Cache dtypes that the tests cover."""
 HEAD_SIZES = (64, 80, 96, 128, 256)
 """Head sizes that the tests cover."""
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -102,7 +103,7 @@ def check_rows(
             continue
         if tensor.dim() != 3 or tensor.shape[1] % heads or tensor.shape[2] != size:
             raise ValueError(f"{name} must be [T, H, {size}], got {tuple(tensor.shape)}")
-        if tensor.dtype != key_cache.dtype:
+        if tensor.dtype != key_cache.dtype != torch.float8_e4m3fn:
             raise ValueError(f"{name} is {tensor.dtype}, the cache {key_cache.dtype}")
         if tensor.stride(2) != 1:
             raise ValueError(f"{name} must be contiguous per head")

@@ -43,6 +43,9 @@ def attend_decode(
     scale: float,
     out: Tensor,
     workspace: DecodeWorkspace,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Attention of the planned rows' single queries; their probabilities are added to ``scores``.
 
@@ -51,18 +54,21 @@ def attend_decode(
 
     Args:
         query: [T, H, D]; may be strided along T.
-        key_cache, value_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``.
+        key_cache, value_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``, or
+            float8_e4m3fn (then ``query`` may be as well), multiplied as ``out``'s dtype.
         scores: [N, KH, BS], float32, contiguous; receives probabilities summed over the q heads of a group.
         block_table: [B, MB], int32, without holes. May be strided along B.
         scale: factor on q.k before the softmax.
         out: [T, H, D]; only the planned rows' tokens are written. May be strided along T.
+        query_scale, key_scale, value_scale: one float32 on the device each: what a number stored in 8 bits
+            stands for, as a multiple; 1 if left out. vLLM's ``layer._q_scale``, ``_k_scale``, ``_v_scale``.
     """
     _, block_size, kv_heads, size = key_cache.shape
     heads = query.shape[1]
     group = heads // kv_heads
     padded = max(16, triton.next_power_of_2(size))
     grid = (block_table.shape[0] + workspace.spare, kv_heads)
-    per_stage = 2 * workspace.tile * padded * query.element_size()
+    per_stage = 2 * workspace.tile * padded * key_cache.element_size()
     _attend[grid](
         query,
         key_cache,
@@ -75,6 +81,9 @@ def attend_decode(
         workspace.part_sum,
         workspace.probs,
         workspace.tile_max,
+        query_scale,
+        key_scale,
+        value_scale,
         scale * _LOG2E,
         query.stride(0),
         query.stride(1),
@@ -138,6 +147,9 @@ def _attend(
     part_sum,
     probs,
     tile_max,
+    query_scale,
+    key_scale,
+    value_scale,
     scale_log2,
     stride_qt,
     stride_qh,
@@ -182,6 +194,11 @@ def _attend(
         mask=real[:, None] & wide[None, :],
         other=0.0,
     )
+    q = q.to(out.dtype.element_ty)
+    if query_scale is not None:
+        scale_log2 *= tl.load(query_scale)
+    if key_scale is not None:
+        scale_log2 *= tl.load(key_scale)
     table = block_table + row.to(tl.int64) * stride_table
     keys = key_cache + kv_head * stride_kh + dims[:, None]
     values = value_cache + kv_head * stride_vh + dims[None, :]
@@ -204,7 +221,7 @@ def _attend(
             other=0.0,
             eviction_policy="evict_first",
         )
-        logits = dot(q, k, tl.zeros([GP, TILE], tl.float32)) * scale_log2
+        logits = dot(q, k.to(q.dtype), tl.zeros([GP, TILE], tl.float32)) * scale_log2
         logits = tl.where(live[None, :], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         prob = tl.exp2(logits - highest[:, None])
@@ -219,8 +236,10 @@ def _attend(
         )
         shrink = tl.exp2(top - highest)
         total = total * shrink + tl.sum(prob, 1)
-        acc = dot(prob.to(v.dtype), v, acc * shrink[:, None])
+        acc = dot(prob.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
         top = highest
+    if value_scale is not None:
+        acc *= tl.load(value_scale)
 
     part = item * H + kv_head * G + heads
     tl.store(part_max + part, top, mask=real)

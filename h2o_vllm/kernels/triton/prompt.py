@@ -10,6 +10,7 @@ tiles only, each score written once by one program.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +20,8 @@ from h2o_vllm.kernels.triton.dot import dot
 __all__ = ["add_prompt_scores"]
 
 _LOG2E = 1.4426950408889634
+_COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16}
+"""What queries are multiplied in; all others in bfloat16, which holds every float8_e4m3fn exactly."""
 
 
 def add_prompt_scores(
@@ -33,6 +36,8 @@ def add_prompt_scores(
     max_query_len: int,
     max_seq_len: int,
     rows: Tensor | None = None,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
 ) -> None:
     """Add the probabilities that each key receives from its row's queries. Eager.
 
@@ -41,7 +46,8 @@ def add_prompt_scores(
 
     Args:
         query: [T, H, D]; may be strided along T.
-        key_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``.
+        key_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``, or float8_e4m3fn
+            (then ``query`` may be as well; both are multiplied in 16 bits).
         scores: [N, KH, BS], float32, contiguous.
         block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
         seq_lens: [B], int32, live lengths including the chunk.
@@ -49,13 +55,14 @@ def add_prompt_scores(
         scale: factor on q.k before the softmax.
         max_query_len, max_seq_len: no row of this call has more; host numbers, they size the grid.
         rows: [R], int32: the rows to look at, each once; all if left out. Saves launching empty programs.
+        query_scale, key_scale: see :func:`.decode.attend_decode`.
     """
     count = seq_lens.shape[0] if rows is None else rows.shape[0]
     if count == 0 or max_query_len < 2 or max_seq_len < 2:
         return
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
-    width = padded * query.element_size()
+    width = padded * max(2, query.element_size())
     # Keys and queries per tile, warps: a tile of 128 x 128 sums is 64 registers of 256 threads, twice.
     tile, warps = (128, 8) if width <= 256 else (64, 4) if width <= 512 else (32, 4)
     grid = (triton.cdiv(max_seq_len, tile), kv_heads, count)
@@ -68,6 +75,8 @@ def add_prompt_scores(
         seq_lens,
         lse,
         rows,
+        query_scale,
+        key_scale,
         scale * _LOG2E,
         query.stride(0),
         query.stride(1),
@@ -77,6 +86,7 @@ def add_prompt_scores(
         lse.stride(1),
         KH=kv_heads,
         G=query.shape[1] // kv_heads,
+        COMPUTE=_COMPUTE.get(query.dtype, tl.bfloat16),
         D=size,
         DP=padded,
         BS=block_size,
@@ -104,7 +114,7 @@ def _probabilities(
     )
     # A pair that is none: exp(0 - inf) = 0.
     sums = tl.load(lse + head * stride_lh + token * stride_lt, mask=real, other=float("inf"))
-    logits = dot(q, k, tl.zeros([QUERIES, k.shape[1]], tl.float32)) * scale_log2
+    logits = dot(q.to(k.dtype), k, tl.zeros([QUERIES, k.shape[1]], tl.float32)) * scale_log2
     return tl.exp2(logits - (sums * 1.4426950408889634)[:, None]), token
 
 
@@ -119,6 +129,8 @@ def _add_prompt_scores(
     seq_lens,
     lse,
     rows,
+    query_scale,
+    key_scale,
     scale_log2,
     stride_qt,
     stride_qh,
@@ -130,6 +142,7 @@ def _add_prompt_scores(
     stride_lt,
     KH: tl.constexpr,
     G: tl.constexpr,
+    COMPUTE: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     BS: tl.constexpr,
@@ -162,6 +175,11 @@ def _add_prompt_scores(
         mask=wide[:, None] & live[None, :],
         other=0.0,
     )  # fmt: skip
+    k = k.to(COMPUTE)
+    if query_scale is not None:
+        scale_log2 *= tl.load(query_scale)
+    if key_scale is not None:
+        scale_log2 *= tl.load(key_scale)
     queries = query + start.to(tl.int64) * stride_qt + kv_head * G * stride_qh
     sums = lse + start.to(tl.int64) * stride_lt + kv_head * G * stride_lh
 

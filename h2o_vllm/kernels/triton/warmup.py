@@ -16,7 +16,16 @@ from h2o_vllm.kernels.triton.reset import reset_scores
 __all__ = ["warm_up"]
 
 
-def warm_up(layers: KVLayers, scores: Tensor, workspace: DecodeWorkspace, num_heads: int) -> None:
+def warm_up(
+    layers: KVLayers,
+    scores: Tensor,
+    workspace: DecodeWorkspace,
+    query: Tensor,
+    out: Tensor,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> None:
     """Run each kernel on the real caches with nothing to do: compiles, changes no KV and no score.
 
     On the real tensors because Triton compiles for their strides and alignment. A kernel that is first called
@@ -24,20 +33,22 @@ def warm_up(layers: KVLayers, scores: Tensor, workspace: DecodeWorkspace, num_he
     ``compact_tables`` is left to its caller, whose buffers decide its form; compiling it is quick.
 
     Args:
-        scores: [L, N, KH, BS]. num_heads: H of this rank.
+        scores: [L, N, KH, BS].
+        query, out: [at least 2, H, D], of the dtypes and strides that serving will use; ``out`` is not written.
+        query_scale, key_scale, value_scale: given exactly if serving gives them.
     """
     device, block_size = scores.device, scores.shape[3]
     key, value = layers.key_caches[0], layers.value_caches[0]
-    query = torch.zeros(2, num_heads, key.shape[3], dtype=key.dtype, device=device)
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     workspace.plan(starts, nothing)
-    attend_decode(query, key, value, scores[0], table, 1.0, torch.empty_like(query), workspace)
-    lse = torch.zeros(num_heads, 2, device=device)
+    scales = (query_scale, key_scale)
+    attend_decode(query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale)
+    lse = torch.zeros(query.shape[1], 2, device=device)
     for rows in (None, nothing):
         add_prompt_scores(
-            query, key, scores[0], table, starts, nothing, lse, 1.0, 2, block_size, rows
+            query, key, scores[0], table, starts, nothing, lse, 1.0, 2, block_size, rows, *scales
         )
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):

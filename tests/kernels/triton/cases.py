@@ -28,10 +28,22 @@ class Batch:
     seq_lens: Tensor
     scale: float
     poisoned: Tensor  # [N, KH, BS], bool: slots no live token owns
+    scales: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of an 8-bit query, key, value
 
     def out(self) -> Tensor:
         """An output that shows every element nobody wrote."""
-        return torch.full_like(self.query, NAN, memory_format=torch.contiguous_format)
+        dtype = torch.bfloat16 if self.query.element_size() == 1 else self.query.dtype
+        return torch.full(self.query.shape, NAN, dtype=dtype, device=self.query.device)
+
+    @property
+    def device_scales(self) -> list[Tensor | None]:
+        """As the kernels take them: left out if they are 1."""
+        device = self.query.device
+        return [None if s == 1 else torch.tensor(s, device=device) for s in self.scales]
+
+    @property
+    def logit_scale(self) -> float:
+        return self.scale * self.scales[0] * self.scales[1]
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
@@ -69,6 +81,8 @@ def make_batch(
     spread: float = 1.0,
     seed: int = 0,
     device: str = "cpu",
+    query_dtype: torch.dtype | None = None,
+    scales: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> Batch:
     """Sequences of ``lengths`` tokens (0 = padding), the last ``queries[i]`` as queries (default 1 each)."""
     gen = torch.Generator().manual_seed(seed)
@@ -93,6 +107,7 @@ def make_batch(
         scores[where[0], :, where[1]] = torch.rand(length, kv_heads, generator=gen)
         poisoned[where[0], :, where[1]] = False
     tokens, heads = sum(queries), kv_heads * group
+    dtype = query_dtype or dtype
     query = torch.randn(tokens, heads, size, generator=gen).mul(spread).to(dtype)
     if strided:  # as if split from one qkv projection
         wide = torch.full((tokens, (heads + 2 * kv_heads) * size), NAN, dtype=dtype)
@@ -104,7 +119,7 @@ def make_batch(
     return Batch(
         query.to(device), keys, values, scores.to(device), table.to(device),
         torch.tensor([0, *queries]).cumsum(0).int().to(device),
-        torch.tensor(lengths, dtype=torch.int32, device=device), size**-0.5, poisoned.to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device), size**-0.5, poisoned.to(device), scales,
     )  # fmt: skip
 
 
@@ -120,12 +135,13 @@ def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
         tokens = slice(starts[row], starts[row] + count)
         slots = torch.arange(length, device=out.device)
         where = (batch.block_table[row, slots // block_size].long(), slots % block_size)
-        key = batch.key_cache[where].transpose(0, 1).repeat_interleave(group, 0)
-        value = batch.value_cache[where].transpose(0, 1).repeat_interleave(group, 0)
-        logits = (batch.query[tokens].transpose(0, 1) @ key.mT) * batch.scale
+        key = batch.key_cache[where].to(out.dtype).transpose(0, 1).repeat_interleave(group, 0)
+        value = batch.value_cache[where].to(out.dtype).transpose(0, 1).repeat_interleave(group, 0)
+        query = batch.query[tokens].to(out.dtype).transpose(0, 1)
+        logits = (query @ key.mT) * batch.logit_scale
         future = torch.ones(count, length, dtype=torch.bool, device=out.device)
         prob = logits.masked_fill(future.triu(length - count + 1), float("-inf")).softmax(-1)
-        out[tokens] = (prob @ value).transpose(0, 1)
+        out[tokens] = (prob @ value).transpose(0, 1) * batch.scales[2]
         scores[where[0], :, where[1]] += prob.float().unflatten(0, (-1, group)).sum((1, 2)).T
     return out, scores
 
@@ -135,7 +151,7 @@ def exact(batch: Batch) -> tuple[Tensor, Tensor]:
     out, scores = batch.out(), batch.scores.clone()
     reference_paged.attend_decode(
         batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table,
-        batch.query_start_loc, batch.seq_lens, batch.scale, out,
+        batch.query_start_loc, batch.seq_lens, batch.logit_scale, out, batch.scales[2],
     )  # fmt: skip
     return out, scores
 
@@ -144,9 +160,9 @@ def exact_prompt(batch: Batch) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of all rows, and the scores after the rows with several queries, by the reference."""
     scores = batch.scores.clone()
     given = (batch.block_table, batch.query_start_loc, batch.seq_lens)
-    lse = reference_paged.log_sum_exp(batch.query, batch.key_cache, *given, batch.scale)
+    lse = reference_paged.log_sum_exp(batch.query, batch.key_cache, *given, batch.logit_scale)
     reference_paged.add_prompt_scores(
-        batch.query, batch.key_cache, scores, *given, lse, batch.scale
+        batch.query, batch.key_cache, scores, *given, lse, batch.logit_scale
     )
     return lse, scores
 

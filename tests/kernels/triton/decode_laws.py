@@ -24,7 +24,7 @@ def workspace_for(
     blocks, block_size, kv_heads, size = batch.key_cache.shape
     workspace = DecodeWorkspace(
         max(rows, len(batch.seq_lens)), blocks * block_size if tokens is None else tokens,
-        batch.query.shape[1], kv_heads, batch.query.dtype, size, batch.query.device, spare, fixed_piece,
+        batch.query.shape[1], kv_heads, batch.out().dtype, size, batch.query.device, spare, fixed_piece,
     )  # fmt: skip
     for scratch in (workspace.part_out, workspace.part_max, workspace.part_sum):
         scratch.fill_(float("nan"))
@@ -40,7 +40,7 @@ def decode(
     workspace.plan(batch.query_start_loc, batch.seq_lens)
     attend_decode(
         batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table, batch.scale,
-        out, workspace,
+        out, workspace, *batch.device_scales,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def check_decode(batch: Batch, workspace: DecodeWorkspace | None = None) -> None
     plain, plain_scores = plain_torch(batch)
     attended = ~want[:, 0, 0].isnan()
     assert out[~attended].isnan().all()
-    low = batch.query.dtype != torch.float32
+    low = out.dtype != torch.float32
     # What the exact value loses by being stored in this dtype is nobody's fault.
     assert_no_worse(out[attended], want[attended], plain[attended], 1e-3 if low else 4e-6)
     scored = bits(want_scores) != bits(batch.scores)

@@ -30,6 +30,7 @@ def check_prompt(batch: Batch, rows: list[int] | None = None, transposed: bool =
         batch.query, batch.key_cache, scores, batch.block_table, batch.query_start_loc, batch.seq_lens,
         lse, batch.scale, max(count for _, count in lengths), max(length for length, _ in lengths),
         None if rows is None else torch.tensor(rows, dtype=torch.int32, device=scores.device),
+        *batch.device_scales[:2],
     )  # fmt: skip
     scored = bits(want) != bits(batch.scores)
     assert torch.equal(bits(scores[~scored]), bits(batch.scores[~scored]))

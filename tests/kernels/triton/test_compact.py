@@ -26,6 +26,10 @@ def test_compaction_equals_the_reference(
     check_compact(caches, scores, PAIRS)
 
 
+def test_an_8_bit_cache_is_compacted() -> None:
+    check_compact(*make_layers(torch.float8_e4m3fn, 80, 16), PAIRS)
+
+
 @pytest.mark.parametrize(
     "pairs", [[], [([], [1, 2])], [([3], [])], [([], [1]), ([4], [5]), ([6], [])]]
 )

@@ -32,6 +32,16 @@ def test_decode_equals_the_reference(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("query_dtype", [None, torch.bfloat16], ids=["q8", "q16"])
+def test_decode_of_an_8_bit_cache_equals_the_reference(query_dtype: torch.dtype | None) -> None:
+    check_decode(
+        make_batch(
+            [1, 0, 33, 200], group=4, size=80, dtype=torch.float8_e4m3fn,
+            query_dtype=query_dtype, scales=(0.5, 1.5, 0.75) if query_dtype is None else (1.0, 1.5, 0.75),
+        )
+    )  # fmt: skip
+
+
 def test_rows_with_other_numbers_of_queries_are_left_alone() -> None:
     check_decode(make_batch([40, 70, 33, 90, 0, 5], [1, 3, 0, 1, 0, 1]))
 

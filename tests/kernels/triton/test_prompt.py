@@ -29,6 +29,16 @@ def test_prompt_scores_equal_the_reference(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("query_dtype", [None, torch.bfloat16], ids=["q8", "q16"])
+def test_prompt_of_an_8_bit_cache_equals_the_reference(query_dtype: torch.dtype | None) -> None:
+    check_prompt(
+        make_batch(
+            [40, 200], [40, 9], group=4, size=80, dtype=torch.float8_e4m3fn,
+            query_dtype=query_dtype, scales=(0.5, 1.5, 0.75) if query_dtype is None else (1.0, 1.5, 0.75),
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("lengths", "queries"),
     [

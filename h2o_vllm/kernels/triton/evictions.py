@@ -41,9 +41,9 @@ class KVLayers:
         ]
         self.pointers = torch.tensor(pointers, dtype=torch.int64, device=first.device)
         self.moves = torch.empty(scratch_bytes // 8, 2, dtype=torch.int32, device=first.device)
-        self.counts = torch.empty(
-            max(1, scratch_bytes // 8192), dtype=torch.int32, device=first.device
-        )
+        # A list has room for one block at least, and blocks have 16 slots at least.
+        lists = scratch_bytes // 8 // 16
+        self.counts = torch.empty(max(1, lists), dtype=torch.int32, device=first.device)
 
     @property
     def nbytes(self) -> int:

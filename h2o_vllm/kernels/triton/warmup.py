@@ -34,7 +34,7 @@ def warm_up(
 
     Args:
         scores: [L, N, KH, BS].
-        query, out: [at least 2, H, D], of the dtypes and strides that serving will use; ``out`` is not written.
+        query, out: [at least 2, H, D], of the dtypes and strides that serving will use. Not written.
         query_scale, key_scale, value_scale: given exactly if serving gives them.
     """
     device, block_size = scores.device, scores.shape[3]

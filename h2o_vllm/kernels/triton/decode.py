@@ -3,10 +3,11 @@
 """Decode attention over paged KV that also adds each key's probability to the scores.
 
 A probability needs its query's normaliser, which is known only when all keys have been seen; reading K a
-second time would cost half the attention again. So the first launch, which streams K and V once, leaves
+second time would cost half the attention again. So the program that streams a piece of K and V leaves
 ``exp(logit - running maximum)`` of every key and q head in a scratch that all layers share, and the maximum
-of each tile; the second launch adds the pieces of a row up, writes its output, and turns the scratch into
-scores.
+of each tile. Where the piece is a whole row, it then turns its scratch into scores itself, while other
+programs keep the memory busy; rows of several pieces are finished by a second launch (:mod:`.finish`).
+
 Bytes per live key and kv head, 16-bit cache:
 
     K and V              4 * D         512 at D = 128, what stock attention reads
@@ -27,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import dot
+from h2o_vllm.kernels.triton.finish import add_scores, finish, row_totals
 from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace
 
 __all__ = ["attend_decode"]
@@ -81,6 +83,7 @@ def attend_decode(
         workspace.part_sum,
         workspace.probs,
         workspace.tile_max,
+        scores,
         query_scale,
         key_scale,
         value_scale,
@@ -94,17 +97,20 @@ def attend_decode(
         out.stride(1),
         workspace.tile_max.shape[1],
         H=heads,
+        KH=kv_heads,
         G=group,
         GP=max(16, triton.next_power_of_2(group)),
+        GS=triton.next_power_of_2(group),
         D=size,
         DP=padded,
         BS=block_size,
         TILE=workspace.tile,
+        SPAN=SPAN,
         FIELDS=workspace.pieces.shape[1],
         num_warps=4,
         num_stages=3 if per_stage <= 32 << 10 else 2,
     )
-    _finish[grid](
+    finish[grid](
         scores,
         block_table,
         out,
@@ -121,7 +127,7 @@ def attend_decode(
         H=heads,
         KH=kv_heads,
         G=group,
-        GP=triton.next_power_of_2(group),
+        GS=triton.next_power_of_2(group),
         D=size,
         DP=padded,
         BS=block_size,
@@ -147,6 +153,7 @@ def _attend(
     part_sum,
     probs,
     tile_max,
+    scores,
     query_scale,
     key_scale,
     value_scale,
@@ -164,15 +171,18 @@ def _attend(
     stride_oh,
     num_tiles,
     H: tl.constexpr,
+    KH: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
+    GS: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     BS: tl.constexpr,
     TILE: tl.constexpr,
+    SPAN: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One piece of one row, one kv head: attention, and the scratch of its keys."""
+    """One piece of one row, one kv head: attention, and the scratch of its keys; scores of a whole row."""
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.load(pieces + item * FIELDS)
@@ -246,104 +256,15 @@ def _attend(
     tl.store(part_sum + part, total, mask=real)
     both = real[:, None] & wide[None, :]
     if count == 1:
+        # The whole row was here: what this program has written it may read back behind a barrier.
+        tl.debug_barrier()
+        highest, weight = row_totals(part_max, part_sum, item, 1, kv_head, H, G, GS, 1)
+        add_scores(
+            scores, probs, tile_max, table, kv_head, start, end, base, highest, weight, num_tiles,
+            KH, G, GS, BS, TILE, SPAN,
+        )  # fmt: skip
         target = out + token * stride_ot + (kv_head * G + heads)[:, None] * stride_oh
         result = acc / total[:, None]
         tl.store(target + dims[None, :], result.to(out.dtype.element_ty), mask=both)
     else:
         tl.store(part_out + part[:, None] * D + dims[None, :], acc, mask=both)
-
-
-@triton.jit(do_not_specialize=["stride_table", "num_tiles"])
-def _finish(
-    scores,
-    block_table,
-    out,
-    pieces,
-    part_out,
-    part_max,
-    part_sum,
-    probs,
-    tile_max,
-    stride_table,
-    stride_ot,
-    stride_oh,
-    num_tiles,
-    H: tl.constexpr,
-    KH: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    PARTS: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
-    """The scores of one piece's keys, and its share of the row's output."""
-    item = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    row = tl.load(pieces + item * FIELDS)
-    if row < 0:
-        return
-    token = tl.load(pieces + item * FIELDS + 1).to(tl.int64)
-    start = tl.multiple_of(tl.load(pieces + item * FIELDS + 2), TILE)
-    end = tl.load(pieces + item * FIELDS + 3)
-    base = tl.load(pieces + item * FIELDS + 4)
-    first = tl.load(pieces + item * FIELDS + 5)
-    count = tl.load(pieces + item * FIELDS + 6)
-
-    heads = tl.arange(0, GP)
-    real = heads < G
-    parts = tl.arange(0, PARTS)
-    # The row's maximum and sum per q head, from all of its pieces.
-    top = tl.full([GP], float("-inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    for at in range(first, first + count, PARTS):
-        inside = (at + parts < first + count)[:, None] & real[None, :]
-        part = (at + parts).to(tl.int64)[:, None] * H + kv_head * G + heads[None, :]
-        tops = tl.load(part_max + part, mask=inside, other=float("-inf"))
-        sums = tl.load(part_sum + part, mask=inside, other=0.0)
-        # Lanes of no head would be inf - inf.
-        highest = tl.where(real, tl.maximum(top, tl.max(tops, 0)), 0.0)
-        total = total * tl.exp2(top - highest) + tl.sum(sums * tl.exp2(tops - highest[None, :]), 0)
-        top = highest
-    weight = tl.where(real, 1.0 / tl.where(real, total, 1.0), 0.0)
-
-    if base >= 0:
-        lanes = tl.arange(0, SPAN)
-        columns = num_tiles.to(tl.int64) * TILE
-        my_probs = probs + (kv_head * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
-        my_max = tile_max + (kv_head * num_tiles + base) * G + heads[:, None]
-        table = block_table + row.to(tl.int64) * stride_table
-        for at in range(start, end, SPAN):
-            position = at + lanes
-            live = position < end
-            # Not masked by `live`, so that loads are wide: what lies behind the end is not stored.
-            prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
-            tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
-            share = prob * tl.exp2(tops - top[:, None]) * weight[:, None]
-            block = tl.load(table + position // BS, mask=live, other=0).to(tl.int64)
-            slot = scores + (block * KH + kv_head) * BS + position % BS
-            tl.store(slot, tl.load(slot, mask=live) + tl.sum(share, 0), mask=live)
-
-    if count > 1:
-        dims = tl.arange(0, DP)
-        wide = dims < D
-        # The pieces of a row divide its q heads among them.
-        for head in range(item - first, G, count):
-            head_top = tl.sum(tl.where(heads == head, top, 0.0), 0)
-            head_weight = tl.sum(tl.where(heads == head, weight, 0.0), 0)
-            acc = tl.zeros([DP], tl.float32)
-            for at in range(first, first + count, PARTS):
-                inside = at + parts < first + count
-                part = (at + parts).to(tl.int64) * H + kv_head * G + head
-                tops = tl.load(part_max + part, mask=inside, other=float("-inf"))
-                partial = tl.load(
-                    part_out + part[:, None] * D + dims[None, :],
-                    mask=inside[:, None] & wide[None, :],
-                    other=0.0,
-                )
-                acc += tl.sum(partial * tl.exp2(tops - head_top)[:, None], 0)
-            target = out + token * stride_ot + (kv_head * G + head) * stride_oh + dims
-            tl.store(target, (acc * head_weight).to(out.dtype.element_ty), mask=wide)

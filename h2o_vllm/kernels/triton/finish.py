@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-untyped-calls
+"""The second half of decode attention: pieces become rows, the scratch becomes scores. See :mod:`.decode`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["add_scores", "finish", "row_totals"]
+
+
+@triton.jit
+def row_totals(
+    part_max, part_sum, first, count, kv_head,
+    H: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A row's maximum, and one over its sum, per q head, from its ``count`` pieces; [GS] each."""
+    heads = tl.arange(0, GS)
+    real = heads < G
+    parts = tl.arange(0, PARTS)
+    top = tl.full([GS], float("-inf"), tl.float32)
+    total = tl.zeros([GS], tl.float32)
+    for at in range(first, first + count, PARTS):
+        inside = (at + parts < first + count)[:, None] & real[None, :]
+        part = (at + parts).to(tl.int64)[:, None] * H + kv_head * G + heads[None, :]
+        tops = tl.load(part_max + part, mask=inside, other=float("-inf"))
+        sums = tl.load(part_sum + part, mask=inside, other=0.0)
+        # Lanes of no head would be inf - inf.
+        highest = tl.where(real, tl.maximum(top, tl.max(tops, 0)), 0.0)
+        total = total * tl.exp2(top - highest) + tl.sum(sums * tl.exp2(tops - highest[None, :]), 0)
+        top = highest
+    return top, tl.where(real, 1.0 / tl.where(real, total, 1.0), 0.0)
+
+
+@triton.jit
+def add_scores(
+    scores, probs, tile_max, table, kv_head, start, end, base, top, weight, num_tiles,
+    KH: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """Add the probabilities of a piece's keys to their scores, if they fitted the scratch."""
+    if base >= 0:
+        heads = tl.arange(0, GS)
+        real = heads < G
+        lanes = tl.arange(0, SPAN)
+        columns = num_tiles.to(tl.int64) * TILE
+        my_probs = probs + (kv_head * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
+        my_max = tile_max + (kv_head * num_tiles + base) * G + heads[:, None]
+        for at in range(start, end, SPAN):
+            position = at + lanes
+            live = position < end
+            # Not masked by `live`, so that loads are wide: what lies behind the end is not stored.
+            prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
+            tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
+            share = prob * tl.exp2(tops - top[:, None]) * weight[:, None]
+            block = tl.load(table + position // BS, mask=live, other=0).to(tl.int64)
+            slot = scores + (block * KH + kv_head) * BS + position % BS
+            tl.store(slot, tl.load(slot, mask=live) + tl.sum(share, 0), mask=live)
+
+
+@triton.jit(do_not_specialize=["stride_table", "num_tiles"])
+def finish(
+    scores,
+    block_table,
+    out,
+    pieces,
+    part_out,
+    part_max,
+    part_sum,
+    probs,
+    tile_max,
+    stride_table,
+    stride_ot,
+    stride_oh,
+    num_tiles,
+    H: tl.constexpr,
+    KH: tl.constexpr,
+    G: tl.constexpr,
+    GS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    PARTS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """The scores of the keys of one piece of a row of several, and its share of the row's output."""
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    row = tl.load(pieces + item * FIELDS)
+    count = tl.load(pieces + item * FIELDS + 6)
+    if row < 0 or count < 2:
+        return
+    token = tl.load(pieces + item * FIELDS + 1).to(tl.int64)
+    start = tl.multiple_of(tl.load(pieces + item * FIELDS + 2), TILE)
+    end = tl.load(pieces + item * FIELDS + 3)
+    base = tl.load(pieces + item * FIELDS + 4)
+    first = tl.load(pieces + item * FIELDS + 5)
+
+    top, weight = row_totals(part_max, part_sum, first, count, kv_head, H, G, GS, PARTS)
+    table = block_table + row.to(tl.int64) * stride_table
+    add_scores(
+        scores, probs, tile_max, table, kv_head, start, end, base, top, weight, num_tiles,
+        KH, G, GS, BS, TILE, SPAN,
+    )  # fmt: skip
+
+    heads = tl.arange(0, GS)
+    parts = tl.arange(0, PARTS)
+    dims = tl.arange(0, DP)
+    wide = dims < D
+    # The pieces of a row divide its q heads among them.
+    for head in range(item - first, G, count):
+        head_top = tl.sum(tl.where(heads == head, top, 0.0), 0)
+        head_weight = tl.sum(tl.where(heads == head, weight, 0.0), 0)
+        acc = tl.zeros([DP], tl.float32)
+        for at in range(first, first + count, PARTS):
+            inside = at + parts < first + count
+            part = (at + parts).to(tl.int64) * H + kv_head * G + head
+            tops = tl.load(part_max + part, mask=inside, other=float("-inf"))
+            partial = tl.load(
+                part_out + part[:, None] * D + dims[None, :],
+                mask=inside[:, None] & wide[None, :],
+                other=0.0,
+            )
+            acc += tl.sum(partial * tl.exp2(tops - head_top)[:, None], 0)
+        target = out + token * stride_ot + (kv_head * G + head) * stride_oh + dims
+        tl.store(target, (acc * head_weight).to(out.dtype.element_ty), mask=wide)

@@ -4,7 +4,8 @@
 Runs in the worker. Never imports vLLM. :mod:`~h2o_vllm.kernels.reference` is the truth and documents the
 contract; ``cpu_cpp`` (C++, built on first use) and ``cpu_numba`` are the fast ones. The choice is made
 once per process, at the first call or by :func:`load`; ``H2O_CPU_KERNEL=cpp|numba|reference`` overrides it.
-GPUs have a room of their own, :mod:`h2o_vllm.kernels.triton`. ``H2O_CPU_CHECK=1`` checks every call's tensors first (see :mod:`~h2o_vllm.kernels.checks`).
+``H2O_CPU_CHECK=1`` checks every call's tensors first (see :mod:`~h2o_vllm.kernels.checks`). GPUs have a room
+of their own, :mod:`h2o_vllm.kernels.triton`.
 
 Rows that share a block add to the same slots: with several threads, in no fixed order.
 """

@@ -38,7 +38,7 @@ LEFT_OUT = {
 }
 
 
-# Imported by name, but pinned by what brings them: the extra model, vLLM, numba.
+# Imported by name, but pinned by what brings them: the extra model, vLLM, numba, torch.
 COME_WITH_OTHERS = (
     "fastapi",
     "gguf",
@@ -46,6 +46,7 @@ COME_WITH_OTHERS = (
     "pydantic",
     "safetensors",
     "tokenizers",
+    "triton",
     "uvloop",
 )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Evictions of one step: per layer and kv head, keep the highest-scored tokens and move their KV.
 
 Two launches for all layers, heads and evictions. The first finds, per (eviction, layer, head), the lowest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Decode attention over paged KV that also adds each key's probability to the scores.
 
 A probability needs its query's normaliser, which is known only when all keys have been seen; reading K a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """The second half of decode attention: pieces become rows, the scratch becomes scores. See :mod:`.decode`."""
 
 from __future__ import annotations

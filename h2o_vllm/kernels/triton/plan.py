@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Memory of the decode kernels, and the plan of a step: which rows decode, split into which pieces.
 
 A piece is a run of one row's keys; one program attends one piece of one kv head. A fixed number of splits per
@@ -26,8 +26,7 @@ SPAN = 256
 _FIELDS = 8
 """Words of one piece: row, token, first key, end, first tile of the row's scratch or -1, the row's first
 piece, its number of pieces, unused. Row -1 = no piece."""
-_ITEMS = 64
-_ROWS = 64
+_ROWS = 128
 _MIN_PIECE = 128
 """Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
 _PROGRAMS_PER_PROCESSOR = 8
@@ -128,18 +127,17 @@ class DecodeWorkspace:
             raise ValueError(
                 f"at most {self.max_batch} rows can be planned, got {seq_lens.shape[0]}"
             )
-        rows = self.pieces.shape[0]
-        _plan[(triton.cdiv(rows, _ITEMS),)](
+        rows = seq_lens.shape[0]
+        _plan[(max(1, triton.cdiv(rows, _ROWS)),)](
             query_start_loc,
             seq_lens,
             self.pieces,
-            seq_lens.shape[0],
             rows,
+            self.pieces.shape[0],
             self.spare,
             self.max_tiles,
             TILE=self.tile,
             MIN_PIECE=self.min_piece,
-            ITEMS=_ITEMS,
             ROWS=_ROWS,
             FIELDS=_FIELDS,
             num_warps=4,
@@ -156,70 +154,67 @@ def _row_lengths(query_start_loc, seq_lens, rows, num_rows):
     return tl.where(end - token == 1, tl.maximum(length, 0), 0), token
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_items", "spare", "max_tiles"])
+@triton.jit
+def _cut(length, target, TILE: tl.constexpr):
+    """Number of pieces and their length: all of a row's are equally long, no short one is left over."""
+    parts = tl.maximum((length + target - 1) // target, 1)
+    piece = ((length + parts - 1) // parts + TILE - 1) // TILE * TILE
+    piece = tl.maximum(piece, TILE)
+    return (length + piece - 1) // piece, piece
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_pieces", "spare", "max_tiles"])
 def _plan(
     query_start_loc,
     seq_lens,
     pieces,
     num_rows,
-    num_items,
+    num_pieces,
     spare,
     max_tiles,
     TILE: tl.constexpr,
     MIN_PIECE: tl.constexpr,
-    ITEMS: tl.constexpr,
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Each program writes ITEMS pieces; all of them count all rows."""
-    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    """Each program writes the pieces of ROWS rows; all of them count all rows."""
     lane = tl.arange(0, ROWS)
-    total = tl.zeros([ROWS], tl.int32)
-    for first_row in range(0, num_rows, ROWS):
-        length, _ = _row_lengths(query_start_loc, seq_lens, first_row + lane, num_rows)
-        total += length
-    target = tl.maximum((tl.sum(total, 0) + spare - 1) // spare, MIN_PIECE)
+    totals = tl.zeros([ROWS], tl.int32)
+    for at in range(0, num_rows, ROWS):
+        length, _ = _row_lengths(query_start_loc, seq_lens, at + lane, num_rows)
+        totals += length
+    target = tl.maximum((tl.sum(totals, 0) + spare - 1) // spare, MIN_PIECE)
     target = (target + TILE - 1) // TILE * TILE
 
-    # Which row an item belongs to, found by comparing with all rows' ranges of items: sums over one hit.
-    row = tl.full([ITEMS], -1, tl.int32)
-    token = tl.zeros([ITEMS], tl.int32)
-    start = tl.zeros([ITEMS], tl.int32)
-    end = tl.zeros([ITEMS], tl.int32)
-    base = tl.zeros([ITEMS], tl.int32)
-    first = tl.zeros([ITEMS], tl.int32)
-    count = tl.zeros([ITEMS], tl.int32)
-    items_before = 0
-    tiles_before = 0
-    for first_row in range(0, num_rows, ROWS):
-        length, tokens = _row_lengths(query_start_loc, seq_lens, first_row + lane, num_rows)
-        # All pieces of a row equally long, not a short one left over.
-        parts = tl.maximum((length + target - 1) // target, 1)
-        piece = ((length + parts - 1) // parts + TILE - 1) // TILE * TILE
-        piece = tl.maximum(piece, TILE)
-        parts = (length + piece - 1) // piece
-        tiles = (length + TILE - 1) // TILE
-        firsts = items_before + tl.cumsum(parts, 0) - parts
-        bases = tiles_before + tl.cumsum(tiles, 0) - tiles
-        bases = tl.where(bases + tiles <= max_tiles, bases, -1)
-        mine = (item[:, None] >= firsts[None, :]) & (item[:, None] < (firsts + parts)[None, :])
-        starts = (item[:, None] - firsts[None, :]) * piece[None, :]
-        ends = tl.minimum(starts + piece[None, :], length[None, :])
-        row += tl.sum(tl.where(mine, (first_row + lane + 1)[None, :], 0), 1)
-        token += tl.sum(tl.where(mine, tokens[None, :], 0), 1)
-        start += tl.sum(tl.where(mine, starts, 0), 1)
-        end += tl.sum(tl.where(mine, ends, 0), 1)
-        base += tl.sum(tl.where(mine, bases[None, :], 0), 1)
-        first += tl.sum(tl.where(mine, firsts[None, :], 0), 1)
-        count += tl.sum(tl.where(mine, parts[None, :], 0), 1)
-        items_before += tl.sum(parts, 0)
-        tiles_before += tl.sum(tiles, 0)
-    words = pieces + item * FIELDS
-    inside = item < num_items
-    tl.store(words, row, mask=inside)
-    tl.store(words + 1, token, mask=inside)
-    tl.store(words + 2, start, mask=inside)
-    tl.store(words + 3, end, mask=inside)
-    tl.store(words + 4, base, mask=inside)
-    tl.store(words + 5, first, mask=inside)
-    tl.store(words + 6, count, mask=inside)
+    mine = tl.program_id(0) * ROWS
+    pieces_before = tl.zeros([ROWS], tl.int32)
+    tiles_before = tl.zeros([ROWS], tl.int32)
+    pieces_in_all = tl.zeros([ROWS], tl.int32)
+    for at in range(0, num_rows, ROWS):
+        length, _ = _row_lengths(query_start_loc, seq_lens, at + lane, num_rows)
+        parts, _ = _cut(length, target, TILE)
+        pieces_in_all += parts
+        pieces_before += tl.where(at < mine, parts, 0)
+        tiles_before += tl.where(at < mine, (length + TILE - 1) // TILE, 0)
+
+    row = mine + lane
+    length, token = _row_lengths(query_start_loc, seq_lens, row, num_rows)
+    parts, piece = _cut(length, target, TILE)
+    first = tl.sum(pieces_before, 0) + tl.cumsum(parts, 0) - parts
+    tiles = (length + TILE - 1) // TILE
+    base = tl.sum(tiles_before, 0) + tl.cumsum(tiles, 0) - tiles
+    base = tl.where(base + tiles <= max_tiles, base, -1)
+    for part in range(0, tl.max(parts, 0)):
+        words = pieces + (first + part) * FIELDS
+        real = part < parts
+        tl.store(words, row, mask=real)
+        tl.store(words + 1, token, mask=real)
+        tl.store(words + 2, part * piece, mask=real)
+        tl.store(words + 3, tl.minimum((part + 1) * piece, length), mask=real)
+        tl.store(words + 4, base, mask=real)
+        tl.store(words + 5, first, mask=real)
+        tl.store(words + 6, parts, mask=real)
+
+    # What an earlier plan left behind the last piece.
+    for at in range(tl.sum(pieces_in_all, 0) + mine, num_pieces, tl.num_programs(0) * ROWS):
+        tl.store(pieces + (at + lane) * FIELDS, -1, mask=at + lane < num_pieces)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Scores of prompt chunks: column sums of the causal softmax, given each query's log-sum-exp.
 
 The attention itself stays with vLLM's kernel, which knows the log-sum-exp of each query. With it a

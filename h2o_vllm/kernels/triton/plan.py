@@ -204,7 +204,7 @@ def _plan(
     tiles = (length + TILE - 1) // TILE
     base = tl.sum(tiles_before, 0) + tl.cumsum(tiles, 0) - tiles
     base = tl.where(base + tiles <= max_tiles, base, -1)
-    for part in range(0, tl.max(parts, 0)):
+    for part in range(tl.max(parts, 0)):
         words = pieces + (first + part) * FIELDS
         real = part < parts
         tl.store(words, row, mask=real)

@@ -53,6 +53,8 @@ def warm_up(
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):
         reset_scores(scores, padding, values)
+    # Laid out as Evictions.pack does: alignment counts.
+    packed = torch.zeros(1, 3, dtype=torch.int32, device=device)
     for candidates in (1, _CHUNKS[1], _CHUNKS[1] + 1):
         heavy = -(-candidates // block_size)
-        compact(layers, scores, Evictions(table, torch.zeros_like(starts)[None], heavy, 1))
+        compact(layers, scores, Evictions(packed[:, 2:], packed[:, :2], heavy, 1))

@@ -108,7 +108,8 @@ def attend_decode(
         SPAN=SPAN,
         FIELDS=workspace.pieces.shape[1],
         num_warps=4,
-        num_stages=3 if per_stage <= 32 << 10 else 2,
+        # Block ids, then keys and values, then sums: a fourth stage is what loads a tile ahead.
+        num_stages=4 if per_stage <= 32 << 10 else 3,
     )
     finish[grid](
         scores,

@@ -62,9 +62,11 @@ def add_prompt_scores(
         return
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
-    width = padded * max(2, query.element_size())
-    # Keys and queries per tile, warps: a tile of 128 x 128 sums is 64 registers of 256 threads, twice.
-    tile, warps = (128, 8) if width <= 256 else (64, 4) if width <= 512 else (32, 4)
+    # Keys and queries per tile, warps: a tile of 128 x 128 sums is 64 registers of 256 threads, twice. float32
+    # has no tensor core and keeps its operands in registers as well: larger tiles would spill.
+    tile, warps = (128, 8) if padded <= 128 else (64, 4)
+    if query.dtype == torch.float32:
+        tile, warps = 32, 4
     grid = (triton.cdiv(max_seq_len, tile), kv_heads, count)
     _add_prompt_scores[grid](
         query,

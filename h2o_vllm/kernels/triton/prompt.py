@@ -62,8 +62,8 @@ def add_prompt_scores(
         return
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
-    # Keys and queries per tile, warps: a tile of 128 x 128 sums is 64 registers of 256 threads, twice. float32
-    # has no tensor core and keeps its operands in registers as well: larger tiles would spill.
+    # Keys and queries per tile, warps: a tile of 128 x 128 sums is 64 registers of 256 threads, twice.
+    # float32 has no tensor core and keeps its operands in registers as well: larger tiles would spill.
     tile, warps = (128, 8) if padded <= 128 else (64, 4)
     if query.dtype == torch.float32:
         tile, warps = 32, 4

@@ -23,7 +23,7 @@ def test_prompt_scores_equal_the_reference(
 ) -> None:
     check_prompt(
         make_batch(
-            [70, 2, 140], [70, 2, 23], group=group, size=size, block_size=block_size,
+            [70, 2, 100], [40, 2, 13], group=group, size=size, block_size=block_size,
             dtype=DTYPES[dtype], layout=layout, strided=True,
         )
     )  # fmt: skip

@@ -108,8 +108,9 @@ def attend_decode(
         SPAN=SPAN,
         FIELDS=workspace.pieces.shape[1],
         num_warps=4,
-        # Block ids, then keys and values, then sums: a fourth stage is what loads a tile ahead.
-        num_stages=4 if per_stage <= 32 << 10 else 3,
+        # Triton divides stages - 1 between the block ids and the keys and values that they lead to: five give
+        # those two buffers each, so that a program loads one tile while it computes another.
+        num_stages=5 if per_stage <= 32 << 10 else 3,
     )
     finish[grid](
         scores,

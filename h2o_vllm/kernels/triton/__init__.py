@@ -10,6 +10,7 @@ take for granted, :func:`warm_up` compiles them all. Each step, in this order:
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
     DecodeWorkspace.plan  the metadata builder: who decodes, split how   eager, 1 launch
     attend_decode       per layer, in or out of a CUDA graph             2 launches
+    prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch
     add_prompt_scores   per layer, if there are prompt rows              eager, 1 launch
 
 Nothing here waits for the GPU, and nothing in a graph allocates. Rows that are scored share no block: that is
@@ -21,6 +22,7 @@ from __future__ import annotations
 from h2o_vllm.kernels.triton.compact import compact
 from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
+from h2o_vllm.kernels.triton.lse import prompt_lse
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.reset import reset_scores
@@ -37,6 +39,7 @@ __all__ = [
     "attend_decode",
     "compact",
     "compact_tables",
+    "prompt_lse",
     "reset_scores",
     "warm_up",
 ]

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""Log-sum-exp of prompt queries, where the attention kernel keeps its own to itself.
+
+Only on top of vLLM's Triton backend: FlashAttention returns it. Half of attention's operations, no V.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_vllm.kernels.triton.dot import dot
+
+__all__ = ["prompt_lse"]
+
+_LOG2E = 1.4426950408889634
+
+
+def prompt_lse(
+    query: Tensor,
+    key_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out: Tensor,
+    max_query_len: int,
+    rows: Tensor,
+) -> None:
+    """Natural log of each query's sum of exp(scaled logits), for the queries of some rows. Eager.
+
+    The queries of a row are the last positions of its live sequence; each sees what is before it.
+
+    Args:
+        query: [T, H, D]; may be strided along T.
+        key_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``.
+        block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
+        seq_lens: [B], int32, live lengths including the chunk.
+        scale: factor on q.k before the softmax.
+        out: [H, T], float32, any strides; other rows' queries are left alone.
+        max_query_len: no listed row has more queries; a host number, it sizes the grid.
+        rows: [R], int32: the rows to look at, each once.
+    """
+    if rows.shape[0] == 0:
+        return
+    _, block_size, kv_heads, size = key_cache.shape
+    padded = max(16, triton.next_power_of_2(size))
+    width = padded * query.element_size()
+    # Queries and keys per tile, as in prompt.py.
+    tile, warps = (128, 8) if width <= 256 else (64, 4) if width <= 512 else (32, 4)
+    group = query.shape[1] // kv_heads
+    grid = (triton.cdiv(max_query_len * group, tile), kv_heads, rows.shape[0])
+    _prompt_lse[grid](
+        query,
+        key_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        out,
+        rows,
+        scale * _LOG2E,
+        query.stride(0),
+        query.stride(1),
+        *key_cache.stride()[:3],
+        block_table.stride(0),
+        out.stride(0),
+        out.stride(1),
+        G=group,
+        D=size,
+        DP=padded,
+        BS=block_size,
+        KEYS=tile,
+        QUERIES=tile,
+        num_warps=warps,
+        num_stages=2,
+    )
+
+
+@triton.jit(do_not_specialize=["stride_table", "stride_oh", "stride_ot"])
+def _prompt_lse(
+    query,
+    key_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    out,
+    rows,
+    scale_log2,
+    stride_qt,
+    stride_qh,
+    stride_kn,
+    stride_ks,
+    stride_kh,
+    stride_table,
+    stride_oh,
+    stride_ot,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """One tile of (token, q head) pairs of one row and kv head, numbered token by token."""
+    row = tl.load(rows + tl.program_id(2))
+    kv_head = tl.program_id(1).to(tl.int64)
+    start = tl.load(query_start_loc + row)
+    tokens = tl.load(query_start_loc + row + 1) - start
+    first = tl.program_id(0) * QUERIES
+    if first >= tokens * G:
+        return
+    length = tl.load(seq_lens + row)
+    pair = first + tl.arange(0, QUERIES)
+    real = pair < tokens * G
+    token = pair // G
+    head = pair % G
+    dims = tl.arange(0, DP)
+    wide = dims < D
+    at = (start + token).to(tl.int64) * stride_qt + (kv_head * G + head) * stride_qh
+    q = tl.load(query + at[:, None] + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+    position = length - tokens + token
+    # A pair that is none sees the first key, so that nothing is infinite.
+    position = tl.where(real, position, 0)
+    last = tl.minimum(first + QUERIES, tokens * G) - 1
+    seen = length - tokens + last // G + 1
+
+    maximum = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    table = block_table + row.to(tl.int64) * stride_table
+    for first_key in range(0, seen, KEYS):
+        key = first_key + tl.arange(0, KEYS)
+        live = key < seen
+        block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
+        k = tl.load(
+            key_cache
+            + kv_head * stride_kh
+            + dims[:, None]
+            + (block * stride_kn + (key % BS) * stride_ks)[None, :],
+            mask=wide[:, None] & live[None, :],
+            other=0.0,
+        )
+        logits = dot(q, k, tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
+        # The first tile shows every pair at least one key: the maximum is finite from then on.
+        logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(logits, 1))
+        total = total * tl.exp2(maximum - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
+        maximum = higher
+    lse = (maximum + tl.log2(total)) * 0.6931471805599453
+    tl.store(
+        out + (kv_head * G + head) * stride_oh + (start + token).to(tl.int64) * stride_ot,
+        lse,
+        mask=real,
+    )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log-sum-exp of prompt queries equals the reference's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_vllm.kernels.triton import prompt_lse
+from tests.kernels.triton.cases import DTYPES, Batch, exact_prompt, make_batch
+
+SHAPES = [(1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD")]
+IDS = ["G{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
+
+
+def check_lse(batch: Batch, rows: list[int], transposed: bool = False) -> None:
+    """Listed rows' queries equal the reference; nobody else's are written."""
+    want, _ = exact_prompt(batch)
+    out = torch.full_like(want, float("nan"))
+    if transposed:
+        out = out.T.contiguous().T
+    prompt_lse(
+        batch.query, batch.key_cache, batch.block_table, batch.query_start_loc, batch.seq_lens,
+        batch.scale, out, max(count for _, count in batch.lengths),
+        torch.tensor(rows, dtype=torch.int32, device=out.device),
+    )  # fmt: skip
+    starts = batch.query_start_loc.tolist()
+    asked = torch.zeros(out.shape[1], dtype=torch.bool)
+    for row in rows:
+        asked[starts[row] : starts[row + 1]] = True
+    assert out[:, ~asked].isnan().all()
+    torch.testing.assert_close(out[:, asked], want[:, asked], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "size", "block_size", "layout"), SHAPES, ids=IDS)
+def test_lse_equals_the_reference(
+    group: int, size: int, block_size: int, layout: str, dtype: str
+) -> None:
+    batch = make_batch(
+        [70, 2, 140], [70, 2, 23], group=group, size=size, block_size=block_size,
+        dtype=DTYPES[dtype], layout=layout, strided=True,
+    )  # fmt: skip
+    check_lse(batch, [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "queries", "rows"),
+    [
+        ([2, 127, 128, 129], [2, 127, 128, 129], [0, 1, 2, 3]),
+        ([300, 257, 64], [100, 2, 3], [2, 0]),
+        ([40, 0, 90, 7, 33, 5], [1, 0, 30, 7, 0, 1], [2, 3]),
+    ],
+    ids=["whole", "chunked", "mixed"],
+)
+def test_lse_of_mixed_rows(lengths: list[int], queries: list[int], rows: list[int]) -> None:
+    check_lse(make_batch(lengths, queries, dtype=torch.bfloat16), rows)
+
+
+def test_a_transposed_output_will_do() -> None:
+    check_lse(make_batch([40, 70], [40, 30]), [0, 1], transposed=True)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    check_lse(make_batch([150], [150], dtype=torch.float32, spread=30.0), [0])

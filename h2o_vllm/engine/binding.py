@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Law 9 in the workers: every part that vLLM bound is ours, or nothing starts. Worker process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from h2o_vllm.blocks.spec import H2OAttentionSpec, score_bytes_per_block
+from h2o_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+__all__ = ["evictable_group", "evictable_layer", "memory_less_scores", "refuse_unscorable"]
+
+
+def memory_less_scores(available: int, specs: Iterable[KVCacheSpec]) -> int:
+    """The part of ``available`` bytes that is left for KV once every block has its scores."""
+    specs = list(specs)
+    kv_bytes = sum(spec.page_size_bytes for spec in specs)
+    score_bytes = sum(
+        score_bytes_per_block(spec) for spec in specs if isinstance(spec, H2OAttentionSpec)
+    )
+    return available * kv_bytes // (kv_bytes + score_bytes)
+
+
+def evictable_group(builders: Iterable[tuple[Any, Any]], ours: type) -> tuple[Any, Any]:
+    """The one metadata builder of evictable layers, and its ``AttentionGroup``.
+
+    Args:
+        builders: all of the runner's builders, each with its group.
+        ours: the class it must have.
+
+    Raises:
+        ConfigError: there is none, there are several, or it is somebody else's.
+    """
+    found = [pair for pair in builders if isinstance(pair[1].kv_cache_spec, H2OAttentionSpec)]
+    if len(found) != 1 or not isinstance(found[0][0], ours):
+        names = ", ".join(type(builder).__name__ for builder, _ in found) or "none"
+        raise ConfigError(
+            f"h2o_vllm needs one group of evictable layers with its own metadata builder, "
+            f"vLLM built: {names}. Evictions would silently not happen; refusing to start."
+        )
+    return found[0]
+
+
+def evictable_layer(layers: Mapping[str, Any], name: str, num_blocks: int, ours: type) -> Any:
+    """The attention layer ``name``, whose KV lies in ``num_blocks`` blocks.
+
+    Raises:
+        ConfigError: its implementation is not of class ``ours``, or its blocks are not vLLM's.
+    """
+    layer = layers[name]
+    if not isinstance(layer.impl, ours):
+        raise ConfigError(
+            f"layer {name} is served by {type(layer.impl).__name__}, not by our attention"
+        )
+    if layer.kv_cache.dim() != 4 or layer.kv_cache.shape[0] != num_blocks:
+        raise ConfigError(
+            f"layer {name} has KV of shape {tuple(layer.kv_cache.shape)} for {num_blocks} "
+            "blocks: vLLM splits or packs blocks, which compaction does not follow. Choose a "
+            "--block-size that is a multiple of 32"
+        )
+    return layer
+
+
+def refuse_unscorable(impl: Any) -> None:
+    """Refuse attention that our kernels do not compute.
+
+    Args:
+        impl: an attention implementation of vLLM's, CPU or CUDA.
+
+    Raises:
+        ConfigError: naming the feature.
+    """
+    for refused, name in (
+        (impl.alibi_slopes is not None, "ALiBi"),
+        (bool(impl.logits_soft_cap), "a logits soft cap"),
+        (impl.sinks is not None, "attention sinks"),
+        (impl.kv_sharing_target_layer_name is not None, "KV shared between layers"),
+    ):
+        if refused:
+            raise ConfigError(f"h2o_vllm cannot score attention with {name}")

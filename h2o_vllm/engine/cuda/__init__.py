@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM adaptors for NVIDIA GPUs: worker, attention backend, CUDA graphs. Worker processes only.
+
+One step, in stream order, nothing waits for the device::
+
+    compact        one launch for all evictions, layers and heads      worker.execute_model
+    punch holes    staged, applied with vLLM's own block-table writes  worker.execute_model
+    start scores   of the tokens this step computes                    builder.build
+    drop holes     into the builder's own, persistent tables           builder.build
+    forward        a captured graph, or eager; see rows.Variant        impl.forward
+"""

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One CUDA graph per variant and batch size: captured all, replayed the right one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from h2o_vllm.engine.cuda.compat import (
+    VariantDescriptor,
+    VariantGraphManager,
+    captured_variants,
+    runner_stage_holes,
+)
+from h2o_vllm.engine.cuda.rows import StepVariant, Variant
+
+
+def make_manager(sizes: list[int], mode: CUDAGraphMode) -> VariantGraphManager:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
+        ),
+        speculative_config=None,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+    manager: Any = object.__new__(VariantGraphManager)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "vllm.v1.worker.gpu.cudagraph_utils.get_pp_group",
+            lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
+        )
+        patch.setattr(
+            "vllm.v1.worker.gpu.cudagraph_utils.current_platform",
+            SimpleNamespace(get_global_graph_pool=lambda: None),
+        )
+        manager.__init__(StepVariant(), config, torch.device("cpu"), mode, decode_query_len=1)
+    made: VariantGraphManager = manager
+    return made
+
+
+@pytest.mark.parametrize(
+    "mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY], ids=lambda m: m.name
+)
+def test_every_full_graph_is_captured_once_per_variant(mode: CUDAGraphMode) -> None:
+    manager = make_manager([1, 2, 4], mode)
+    full = manager._capture_descs[CUDAGraphMode.FULL]
+    assert [(d.num_tokens, d.variant) for d in full] == [
+        (size, variant) for size in (4, 2, 1) for variant in Variant
+    ]
+    piecewise = manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
+    assert len(piecewise) == (3 if mode is CUDAGraphMode.FULL_AND_PIECEWISE else 0)
+    assert not any(isinstance(desc, VariantDescriptor) for desc in piecewise)
+
+
+def test_the_builder_knows_what_is_captured_only_while_metadata_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = make_manager([1, 2], CUDAGraphMode.FULL_AND_PIECEWISE)
+    seen: list[tuple[Variant | None, Variant | None]] = []
+
+    def capture(self: Any, create: Any, progress_bar_desc: str = "") -> None:
+        for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+            for desc in self._capture_descs[mode]:
+                assert create(desc, warmup=True) == "forward"
+                assert self.step_variant.capturing is None
+
+    def create(desc: Any, warmup: bool) -> str:
+        seen.append((getattr(desc, "variant", None), manager.step_variant.capturing))
+        return "forward"
+
+    monkeypatch.setattr(CudaGraphManager, "capture", capture)
+    # The call that ModelCudaGraphManager.capture makes with super().
+    super(type(manager).__mro__[1], manager).capture(create, "Capturing")
+    assert [told for told, _ in seen] == [told for _, told in seen]
+    assert [told for told, _ in seen] == [None, None, *Variant, *Variant]
+
+
+def test_a_step_replays_its_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager([1, 2], CUDAGraphMode.FULL_AND_PIECEWISE)
+    replayed: list[Variant] = []
+    for desc in manager._capture_descs[CUDAGraphMode.FULL]:
+        manager.graphs[desc] = SimpleNamespace(replay=lambda v=desc.variant: replayed.append(v))
+    manager._graphs_captured = True
+    monkeypatch.setattr(
+        "vllm.v1.worker.gpu.cudagraph_utils.get_offloader",
+        lambda: SimpleNamespace(sync_prev_onload=lambda: None),
+    )
+    manager.hidden_states = torch.zeros(2, 1)
+    for variant in Variant:
+        manager.step_variant.current = variant
+        desc = manager.dispatch(2, 2, 1, 0, 1)
+        assert type(desc) is BatchExecutionDescriptor and desc.cg_mode is CUDAGraphMode.FULL
+        assert manager.run_fullgraph(desc).shape[0] == 2
+    assert replayed == list(Variant)
+    assert captured_variants(manager) == dict.fromkeys(Variant, 2)
+
+
+def test_holes_are_staged_in_runs() -> None:
+    writes: list[tuple[int, int, list[int]]] = []
+    table = SimpleNamespace(stage_write=lambda *write: writes.append(write))
+    runner = SimpleNamespace(
+        req_states=SimpleNamespace(req_id_to_index={"a": 3}),
+        block_tables=SimpleNamespace(block_tables=[None, table]),
+    )
+    runner_stage_holes(runner, 1, "a", (4, 5, 6, 9, 11, 12))
+    runner_stage_holes(runner, 1, "unknown", (1,))
+    assert writes == [(3, 4, [0, 0, 0]), (3, 9, [0]), (3, 11, [0, 0])]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of a batch are whose, from counts alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from h2o_vllm.config import POLICIES
+from h2o_vllm.engine.cuda.rows import PolicySlots, StepRows, Variant
+from h2o_vllm.kernels.triton import EVICTING, SCORED
+from h2o_vllm.policy import get_policy
+
+H2O, WINDOW, RANDOM, FULL = (POLICIES.index(n) + 1 for n in ("h2o", "window", "random", "full"))
+
+
+def step(codes: list[int], query_lens: list[int], seq_lens: list[int]) -> StepRows:
+    starts = np.array([0, *np.cumsum(query_lens)], dtype=np.int32)
+    return StepRows.of(np.array(codes, dtype=np.int8), starts, np.array(seq_lens, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("codes", "query_lens", "variant"),
+    [
+        ([H2O, H2O], [1, 1], Variant.SCORED),
+        ([H2O, H2O], [1, 1, 0, 0], Variant.SCORED),
+        ([H2O, 0], [1, 1], Variant.MIXED),
+        ([H2O, H2O], [1, 5], Variant.MIXED),
+        ([WINDOW, H2O], [1, 1], Variant.MIXED),
+        ([RANDOM], [1], Variant.MIXED),
+    ],
+    ids=["decodes", "padded", "one-without", "a-prompt", "a-window", "random"],
+)
+def test_the_variant_follows_from_the_rows(
+    codes: list[int], query_lens: list[int], variant: Variant
+) -> None:
+    assert step(codes, query_lens, query_lens).variant is variant
+
+
+def test_only_scored_decodes_are_ours_to_attend() -> None:
+    rows = step([H2O, H2O, 0, WINDOW, RANDOM], [1, 4, 1, 1, 1, 0], [9, 4, 7, 8, 9, 0])
+    assert rows.flags.tolist() == [EVICTING | SCORED, EVICTING, 0, EVICTING, EVICTING, 0]
+    assert rows.prompts.tolist() == [False, True, False, False, False, False]
+
+
+def test_new_tokens_come_with_their_logical_positions() -> None:
+    rows = step([RANDOM, 0, H2O, H2O], [1, 2, 3, 1, 0], [50, 2, 13, 21, 0])
+    found = {p.name: (list(t), list(at)) for p, t, at in rows.new_tokens() if t is not None}
+    assert found == {"random": ([0], [49]), "h2o": ([3, 4, 5, 6], [10, 11, 12, 20])}
+
+
+def test_a_batch_that_is_all_ours_needs_no_list_of_tokens() -> None:
+    ((_, tokens, positions),) = step([H2O, H2O], [2, 1, 0], [12, 21, 0]).new_tokens()
+    assert tokens is None and positions.tolist() == [10, 11, 20]
+
+
+def test_policies_that_do_not_move_tokens_need_no_scores() -> None:
+    assert not get_policy("window").moves_tokens
+    assert not list(step([WINDOW, FULL], [4, 1], [4, 1]).new_tokens())
+
+
+def test_slots_learn_and_forget() -> None:
+    slots = PolicySlots(4)
+    at = np.array([2, 0])
+    assert slots.codes(at) is None
+    slots.start({"a": "h2o", "b": "window"})
+    slots.place({"a": 2})
+    codes = slots.codes(at)
+    assert codes is not None and codes.tolist() == [H2O, 0]
+    assert slots.codes(np.array([0, 1])) is None
+    slots.release(["a", "unknown"], {"a": 2})
+    assert slots.codes(at) is None
+    slots.place({"b": 2})
+    codes = slots.codes(at)
+    assert codes is not None and codes.tolist() == [WINDOW, 0]
+
+
+def test_a_released_slot_is_clean_while_others_evict() -> None:
+    slots = PolicySlots(4)
+    slots.start({"a": "h2o", "b": "window"})
+    slots.place({"a": 1, "b": 3})
+    slots.release(["a"], {"a": 1, "b": 3})
+    codes = slots.codes(np.array([1, 3]))
+    assert codes is not None and codes.tolist() == [0, WINDOW]
+
+
+def test_a_request_that_leaves_before_it_was_placed_leaves_nothing() -> None:
+    slots = PolicySlots(2)
+    slots.start({"a": "h2o"})
+    slots.release(["a"], {})
+    slots.place({"a": 1})
+    assert slots.codes(np.array([0, 1])) is None

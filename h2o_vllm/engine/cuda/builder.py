@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metadata builder: drops holes, tells our rows from vLLM's, starts scores. Worker process.
+
+``build`` runs eagerly before every step, also before the replay of a CUDA graph. Everything a graph
+reads is therefore written into buffers that were there at capture; vLLM's input buffers are left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+
+from h2o_vllm.engine.cuda.batch import ScoredBatch
+from h2o_vllm.engine.cuda.rows import Variant
+from h2o_vllm.kernels import triton as kernels
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from h2o_vllm.engine.cuda.state import CudaState
+
+__all__ = ["ScoringBuilder"]
+
+
+class ScoringBuilder(AttentionMetadataBuilder[Any]):
+    """Stands before one of vLLM's builders in the line of bases. Stock until :meth:`bind`."""
+
+    # Our decode kernel takes one query per row; mixed batches are for PIECEWISE graphs, where
+    # attention runs eagerly. This is what vLLM's default mode (FULL_AND_PIECEWISE) asks for.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    supports_update_block_table = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._state: CudaState | None = None
+
+    def bind(self, state: CudaState, block_table: torch.Tensor) -> None:
+        """Take the worker's state, and allocate what graphs will read.
+
+        Args:
+            block_table: the tables vLLM will pass, [max requests, MB], int32.
+        """
+        rows = block_table.shape[0]
+        self._state = state
+        self._table = torch.zeros_like(block_table)
+        self._live = torch.zeros(rows, dtype=torch.int32, device=block_table.device)
+        self._ours = torch.zeros_like(self._live)
+        self._rest = torch.zeros_like(self._live)
+        self._flags = torch.zeros(rows, dtype=torch.int8, device=block_table.device)
+        self._flags_sent: np.ndarray | None = None
+        # Compiles the kernel: one row, of length 0.
+        starts = torch.zeros(2, dtype=torch.int32, device=block_table.device)
+        self._drop_holes(block_table[:1], starts[:1], starts, np.zeros(1, dtype=np.int8))
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """As the base class for a batch without budgets; else a :class:`.ScoredBatch`."""
+        common, state = common_attn_metadata, self._state
+        rows = None if state is None else state.rows(common)
+        if state is None or rows is None:
+            return super().build(common_prefix_len, common, fast_build)
+        for policy, tokens, positions in rows.new_tokens():
+            state.start_scores(policy, positions, common.slot_mapping, tokens)
+        self._drop_holes(
+            common.block_table_tensor, common.seq_lens, common.query_start_loc, rows.flags
+        )
+        prompts = np.flatnonzero(rows.prompts)
+        return self._batch(
+            state.step_variant.current,
+            common,
+            common_prefix_len,
+            fast_build,
+            decodes=bool(rows.decodes.any()),
+            prompt_rows=self._to_device(prompts) if prompts.size else None,
+            max_query_len=int(rows.query_lens[prompts].max(initial=0)),
+            max_seq_len=int(rows.seq_lens[prompts].max(initial=0)),
+        )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """Metadata of a dummy batch, in the shape of the variant that is being captured."""
+        common, state = common_attn_metadata, self._state
+        variant = None if state is None else state.step_variant.capturing
+        if state is None or variant is None or variant is Variant.STOCK:
+            return super().build_for_cudagraph_capture(common)
+        # No row evicts or is ours: whatever runs while capturing leaves KV and scores alone.
+        self._drop_holes(
+            common.block_table_tensor,
+            common.seq_lens,
+            common.query_start_loc,
+            np.zeros(common.num_reqs, dtype=np.int8),
+        )
+        return self._batch(variant, common, 0, False, capturing=True, decodes=True)
+
+    def _drop_holes(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        flags: np.ndarray,
+    ) -> None:
+        """Fill our tables and lengths, and plan the decodes that are ours.
+
+        Args:
+            flags: one per row, as the kernel wants them. The others may have more rows.
+        """
+        assert self._state is not None
+        rows = len(flags)
+        if self._flags_sent is None or not np.array_equal(flags, self._flags_sent):
+            # A steady batch of decodes has the same flags in every step.
+            async_tensor_h2d(flags, out=self._flags[:rows])
+            self._flags_sent = flags
+        kernels.compact_tables(
+            block_table[:rows],
+            seq_lens[:rows],
+            self._flags[:rows],
+            self._state.block_size,
+            self._table,
+            self._live,
+            self._ours,
+            self._rest,
+        )
+        self._state.workspace.plan(query_start_loc, self._ours[:rows])
+
+    def _batch(
+        self,
+        variant: Variant,
+        common: CommonAttentionMetadata,
+        common_prefix_len: int,
+        fast_build: bool,
+        *,
+        capturing: bool = False,
+        **ours: Any,
+    ) -> ScoredBatch:
+        rows = common.num_reqs
+        stock = None
+        if variant is Variant.MIXED:
+            without_holes = replace(
+                common, block_table_tensor=self._table[:rows], seq_lens=self._rest[:rows]
+            )
+            stock = super().build(common_prefix_len, without_holes, fast_build)
+        return ScoredBatch(
+            variant=variant,
+            capturing=capturing,
+            stock=stock,
+            num_tokens=common.num_actual_tokens,
+            block_table=self._table[:rows],
+            query_start_loc=common.query_start_loc,
+            seq_lens=self._live[:rows],
+            **{"prompt_rows": None, **ours},
+        )
+
+    def _to_device(self, rows: np.ndarray) -> torch.Tensor:
+        return async_tensor_h2d(rows.astype(np.int32), device=self._live.device)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile our kernels before vLLM captures graphs and before the first request. Worker process.
+
+Triton takes seconds for each; a kernel that is first called while serving would stall everybody.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from h2o_vllm.kernels import triton as kernels
+
+if TYPE_CHECKING:
+    from h2o_vllm.engine.cuda.state import CudaState
+
+__all__ = ["warm_up"]
+
+
+def warm_up(state: CudaState, num_heads: int) -> None:
+    """Call every kernel on the real caches with nothing to do; changes no KV and no score.
+
+    ``compact_tables`` is the metadata builder's, which compiles it when it is bound.
+
+    Args:
+        num_heads: q heads of this rank.
+    """
+    keys, device = state.kv_layers.key_caches[0], state.scores.device
+    kv_heads, size = keys.shape[2:]
+    # As if split from one qkv projection.
+    wide = torch.zeros(2, (num_heads + 2 * kv_heads) * size, dtype=keys.dtype, device=device)
+    query = wide[:, : num_heads * size].unflatten(1, (num_heads, size))
+    kernels.warm_up(state.kv_layers, state.scores, state.workspace, query, torch.empty_like(query))
+    nothing = torch.zeros(1, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    lens = torch.full((1,), 2, dtype=torch.int32, device=device)
+    lse = torch.empty(num_heads, 2, device=device)
+    # Reads the null block.
+    kernels.prompt_lse(query, keys, nothing[None], starts, lens, 1.0, lse, 2, nothing)

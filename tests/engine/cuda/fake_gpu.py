@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU worker without a GPU: our worker, builder and attention on CPU tensors, vLLM's kernels in torch.
+
+What stands in: model runner V2 (request slots, staged block tables, batches, graphs by number of rows), the
+two attention kernels of vLLM, and the model: q, k and v are random, but the same whenever the same token
+of the same request is computed. Ours, and vLLM's builders and implementations around the kernels, are real.
+
+A "graph" is the metadata object that was built at capture: a replay calls the layers with that object and
+not with the one built for the step, so everything the step decides has to be in persistent buffers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn, triton_attn
+from vllm.v1.worker.gpu_worker import Worker
+
+from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.engine.cuda import backends
+from h2o_vllm.engine.cuda.impl import key_value_views
+from h2o_vllm.engine.cuda.rows import PolicySlots, StepVariant, Variant
+from h2o_vllm.engine.cuda.state import CudaState
+from h2o_vllm.engine.cuda.worker import H2OGPUWorker
+from h2o_vllm.kernels import triton as kernels
+from tests.engine.scheduling import Rig
+
+LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 64
+SCALE = SIZE**-0.5
+GRAPH_SIZES = (1, 2, 4, 8)
+
+
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
+    block_table: Tensor, softmax_scale: float, **_: Any,
+) -> Tensor:  # fmt: skip
+    """vLLM's kernels' contract: causal, rows of length 0 give zeros. Returns the LSE, [H, T]."""
+    lse = torch.full((q.shape[1], q.shape[0]), float("-inf"))
+    for row, length in enumerate(seqused_k.tolist()):
+        first, end = cu_seqlens_q[row : row + 2].tolist()
+        if length == 0:
+            out[first:end] = 0
+            continue
+        blocks = block_table[row, : -(-length // k.shape[1])].long()
+        assert int(blocks.min()) > 0, "a hole was attended"
+        keys, values = (t[blocks].flatten(0, 1)[:length].transpose(0, 1) for t in (k, v))
+        grouped = q[first:end].unflatten(1, (keys.shape[0], -1))
+        logits = torch.einsum("tkgd,ksd->kgts", grouped, keys) * softmax_scale
+        future = torch.ones(end - first, length, dtype=torch.bool).triu(1 + length - (end - first))
+        logits = logits.masked_fill(future, float("-inf"))
+        out[first:end] = torch.einsum("kgts,ksd->tkgd", logits.softmax(-1), values).flatten(1, 2)
+        lse[:, first:end] = logits.logsumexp(-1).flatten(0, 1)
+    return lse
+
+
+def flash_attn_varlen_func(*, return_softmax_lse: bool = False, **kwargs: Any) -> Any:
+    """FlashAttention's front, in torch."""
+    lse = paged_attention(**kwargs)
+    return (kwargs["out"], lse) if return_softmax_lse else kwargs["out"]
+
+
+class StagedTable:
+    """``StagedWriteTensor``: writes are collected, then applied at once and in no promised order."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.gpu = torch.zeros(rows, width, dtype=torch.int32)
+        self._staged: list[tuple[int, int, list[int]]] = []
+
+    def stage_write(self, row: int, start: int, ids: list[int]) -> None:
+        self._staged.append((row, start, ids))
+
+    def apply_write(self) -> None:
+        touched: set[tuple[int, int]] = set()
+        for row, start, ids in reversed(self._staged):
+            cells = {(row, start + i) for i in range(len(ids))}
+            assert not cells & touched, "two writes of one step meet"
+            touched |= cells
+            self.gpu[row, start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        self._staged.clear()
+
+
+class FakeRunner:
+    """The part of model runner V2 between the scheduler's output and the attention layers."""
+
+    def __init__(self, gpu: FakeGPU, num_slots: int, width: int) -> None:
+        self.gpu = gpu
+        self.req_states = SimpleNamespace(req_id_to_index={})
+        self.free_slots = list(range(num_slots))
+        self.table = StagedTable(num_slots, width)
+        self.num_blocks = np.zeros(num_slots, dtype=np.int32)
+        self.block_tables = SimpleNamespace(
+            block_tables=[self.table],
+            input_block_tables=[torch.zeros(num_slots, width, dtype=torch.int32)],
+        )
+        self.starts = torch.zeros(num_slots + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(num_slots, dtype=torch.int32)
+        self.slot_mapping = torch.full((512,), -1, dtype=torch.int64)
+
+    def execute_model(self, output: Any) -> None:
+        slots = self.req_states.req_id_to_index
+        for request_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
+            if request_id in slots:
+                self.free_slots.append(slots.pop(request_id))
+        computed = {}
+        for new in output.scheduled_new_reqs:
+            slots[new.req_id] = slot = self.free_slots.pop()
+            self.num_blocks[slot] = 0
+            self._append(slot, new.block_ids[0])
+            computed[new.req_id] = new.num_computed_tokens
+        old = output.scheduled_cached_reqs
+        assert not old.resumed_req_ids, "model runner V2 gets resumed requests as new ones"
+        for request_id, done, new_ids in zip(
+            old.req_ids, old.num_computed_tokens, old.new_block_ids, strict=True
+        ):
+            computed[request_id] = done
+            if new_ids is not None:
+                self._append(slots[request_id], new_ids[0])
+        self.table.apply_write()
+        if output.num_scheduled_tokens:
+            self._forward(output.num_scheduled_tokens, computed)
+
+    def _append(self, slot: int, ids: list[int]) -> None:
+        self.table.stage_write(slot, int(self.num_blocks[slot]), ids)
+        self.num_blocks[slot] += len(ids)
+
+    def _forward(self, scheduled: dict[str, int], computed: dict[str, int]) -> None:
+        # Decodes first, as vLLM sorts them; else in an order that has nothing to do with slots.
+        ids = sorted(scheduled, key=lambda one: (scheduled[one] > 1, zlib.crc32(one.encode())))
+        query_lens = np.array([scheduled[one] for one in ids], dtype=np.int32)
+        decode = bool((query_lens == 1).all())
+        size = next((size for size in GRAPH_SIZES if size >= len(ids)), None) if decode else None
+        common = self._common(ids, query_lens, computed, size or len(ids))
+        metadata = self.gpu.builder.build(0, common)
+        if size is not None:
+            metadata = self.gpu.graphs[self.gpu.state.step_variant.current, size]
+            self.gpu.replays[self.gpu.state.step_variant.current] += 1
+        tokens = [(one, computed[one] + i) for one in ids for i in range(scheduled[one])]
+        self.gpu.forward(tokens, metadata, self.slot_mapping, padded=size or len(tokens))
+
+    def _common(
+        self, ids: list[str], query_lens: np.ndarray, computed: dict[str, int], rows: int
+    ) -> CommonAttentionMetadata:
+        block_size, table = self.gpu.block_size, self.block_tables.input_block_tables[0]
+        slots = np.array([self.req_states.req_id_to_index[one] for one in ids])
+        num_tokens = int(query_lens.sum())
+        starts = np.full(rows + 1, num_tokens, dtype=np.int32)
+        starts[: len(ids) + 1] = [0, *np.cumsum(query_lens)]
+        lens = np.zeros(rows, dtype=np.int32)
+        lens[: len(ids)] = [
+            computed[one] + n for one, n in zip(ids, query_lens.tolist(), strict=True)
+        ]
+        # The runner copies a row's used part only: what lies behind it is stale.
+        for row, slot in enumerate(slots):
+            used = self.num_blocks[slot]
+            table[row, :used] = self.table.gpu[slot, :used]
+        table[len(ids) : rows] = 0
+        self.starts[: rows + 1] = torch.from_numpy(starts)
+        self.seq_lens[:rows] = torch.from_numpy(lens)
+        self.slot_mapping.fill_(-1)
+        for row, slot in enumerate(slots):
+            positions = torch.arange(lens[row] - query_lens[row], lens[row])
+            block = self.table.gpu[slot, positions // block_size].long()
+            assert int(block.min()) > 0
+            place = slice(starts[row], starts[row + 1])
+            self.slot_mapping[place] = block * block_size + positions % block_size
+        padded = max(num_tokens, rows if num_tokens == len(ids) else 0)
+        return CommonAttentionMetadata(
+            query_start_loc=self.starts[: rows + 1],
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=self.seq_lens[:rows],
+            num_reqs=rows,
+            num_actual_tokens=padded,
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(lens.max()),
+            block_table_tensor=table[:rows],
+            slot_mapping=self.slot_mapping[:padded],
+            seq_lens_cpu_upper_bound=torch.from_numpy(lens),
+            req_idx=slots,
+        )
+
+
+class FakeGPU:
+    """Worker, layers and KV of one rank, fed by a :class:`Rig`'s scheduler.
+
+    Attributes:
+        outputs: (request, position) -> attention output of each layer, [LAYERS, HEADS, SIZE].
+        replays: graph replays per variant.
+    """
+
+    def __init__(self, rig: Rig, num_blocks: int, patch: pytest.MonkeyPatch, base: str) -> None:
+        self.block_size = rig.block_size
+        self.outputs: dict[tuple[str, int], Tensor] = {}
+        self.replays = dict.fromkeys(Variant, 0)
+        _stand_in_for_kernels(patch)
+        spec = H2OAttentionSpec(
+            block_size=self.block_size, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32
+        )
+        backend = {"flash": backends.H2OFlashBackend, "triton": backends.H2OTritonBackend}[base]
+        # Physically [N, BS, KH, 2 * D], as FlashAttention prefers it.
+        self.kv = [
+            torch.full((num_blocks, self.block_size, KV_HEADS, 2 * SIZE), float("nan")).transpose(
+                1, 2
+            )
+            for _ in range(LAYERS)
+        ]
+        self.runner = FakeRunner(self, 16, 64)
+        table = self.runner.block_tables.input_block_tables[0]
+        with set_current_vllm_config(rig.config):
+            names = [f"layer{i}" for i in range(LAYERS)]
+            self.builder = backend.get_builder_cls()(spec, names, rig.config, torch.device("cpu"))
+            self.builder.aot_sliding_window = (-1, -1)
+            make = backend.get_impl_cls()
+            self.impls = [make(HEADS, SIZE, SCALE, KV_HEADS, None, None, "auto") for _ in names]
+        for impl in self.impls:
+            impl.vllm_flash_attn_version = 3
+        self.state = self._state(num_blocks, table.shape[0])
+        self.builder.bind(self.state, table)
+        for index, impl in enumerate(self.impls):
+            impl.bind(self.state, index)
+        self._capture()
+        worker = object.__new__(H2OGPUWorker)
+        worker._state, worker._serving, worker.model_runner = self.state, True, self.runner
+        self.worker = worker
+
+    def _state(self, num_blocks: int, rows: int) -> CudaState:
+        views = [key_value_views(cache, SIZE) for cache in self.kv]
+        return CudaState(
+            kv_layers=kernels.KVLayers([k for k, _ in views], [v for _, v in views]),
+            scores=torch.zeros(LAYERS, num_blocks, KV_HEADS, self.block_size),
+            workspace=kernels.DecodeWorkspace(
+                rows, num_blocks * self.block_size, HEADS, KV_HEADS, torch.float32, SIZE, "cpu"
+            ),
+            kv_cache_group=0,
+            first_kv_head=0,
+            step_variant=StepVariant(),
+            request_slots=self.runner.req_states.req_id_to_index,
+            policies=PolicySlots(rows),
+        )
+
+    def _capture(self) -> None:
+        self.graphs = {}
+        for variant in Variant:
+            for size in GRAPH_SIZES:
+                self.runner.starts[: size + 1] = torch.arange(size + 1)
+                self.runner.seq_lens[:size] = 1
+                common = CommonAttentionMetadata(
+                    query_start_loc=self.runner.starts[: size + 1],
+                    query_start_loc_cpu=self.runner.starts[: size + 1].clone(),
+                    seq_lens=self.runner.seq_lens[:size],
+                    num_reqs=size,
+                    num_actual_tokens=size,
+                    max_query_len=1,
+                    max_seq_len=4096,
+                    block_table_tensor=self.runner.block_tables.input_block_tables[0][:size],
+                    slot_mapping=self.runner.slot_mapping[:size],
+                    req_idx=np.arange(size),
+                )
+                self.state.step_variant.capturing = variant
+                metadata = self.builder.build_for_cudagraph_capture(common)
+                self.state.step_variant.capturing = None
+                if variant is not Variant.STOCK:
+                    self.state.note_served(metadata, 0)
+                self.graphs[variant, size] = metadata
+
+    def forward(
+        self,
+        tokens: list[tuple[str, int]],
+        metadata: Any,
+        slot_mapping: Tensor,
+        padded: int,
+    ) -> None:
+        outs = []
+        layer = SimpleNamespace(
+            _k_scale=torch.ones(1), _v_scale=torch.ones(1), _q_scale=torch.ones(1)
+        )
+        for index, impl in enumerate(self.impls):
+            q = torch.zeros(padded, HEADS, SIZE)
+            k, v = torch.zeros(2, padded, KV_HEADS, SIZE)
+            for i, (request_id, position) in enumerate(tokens):
+                q[i], k[i], v[i] = qkv(request_id, position, index)
+            keys, values = key_value_views(self.kv[index], SIZE)
+            for i in range(len(tokens)):
+                block, slot = divmod(int(slot_mapping[i]), self.block_size)
+                keys[block, slot], values[block, slot] = k[i], v[i]
+            out = torch.full((padded, HEADS, SIZE), float("nan"))
+            impl.forward(layer, q, k, v, self.kv[index], metadata, out)
+            outs.append(out)
+        for i, token in enumerate(tokens):
+            self.outputs[token] = torch.stack([out[i] for out in outs])
+
+
+def qkv(request_id: str, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [HEADS, SIZE], k and v [KV_HEADS, SIZE] of a token: random, always the same."""
+    seed = zlib.crc32(f"{request_id.partition('+')[0]}/{position}/{layer}".encode())
+    gen = torch.Generator().manual_seed(seed)
+    q = torch.randn(HEADS, SIZE, generator=gen) * 2
+    k, v = torch.randn(2, KV_HEADS, SIZE, generator=gen)
+    return q, k, v
+
+
+def _stand_in_for_kernels(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(flash_attn, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
+    patch.setattr(triton_attn, "unified_attention", lambda **kw: paged_attention(**kw))
+    patch.setattr(Worker, "execute_model", lambda self, so: self.model_runner.execute_model(so))
+
+
+@contextmanager
+def fake_gpu(
+    model_dir: str, num_blocks: int, base: str = "flash", **rig: Any
+) -> Iterator[tuple[Rig, FakeGPU]]:
+    """A scheduler and the worker that executes what it plans; see :meth:`FakeGPU.step`."""
+    with pytest.MonkeyPatch.context() as patch:
+        scheduler = Rig(model_dir, num_blocks, max_num_seqs=8, **rig)
+        # Resumed requests reach the workers as new ones.
+        scheduler.scheduler.use_v2_model_runner = True
+        yield scheduler, FakeGPU(scheduler, num_blocks, patch, base)

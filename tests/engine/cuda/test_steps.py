@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many steps of many requests through scheduler, worker, builder and attention, without a GPU.
+
+The kept tokens, their scores and every attention output are compared with an independent H2O
+(``tests/reference_h2o.py``), which never pages, moves, batches or replays anything.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_vllm.engine.cuda.impl import key_value_views
+from h2o_vllm.engine.cuda.rows import Variant
+from tests.engine.cuda.fake_gpu import (
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    SCALE,
+    SIZE,
+    FakeGPU,
+    fake_gpu,
+    qkv,
+)  # fmt: skip
+from tests.engine.scheduling import Rig
+from tests.reference_h2o import Reference
+
+FLOOR = 32
+
+
+def reference_outputs(
+    request_id: str, prompt: int, total: int, budget: float, recent: float, block: int
+) -> tuple[list[torch.Tensor], Reference]:
+    """Attention of every token of one request, computed one by one. [LAYERS, HEADS, SIZE] each."""
+    reference = object.__new__(Reference)
+    reference.fraction, reference.recent, reference.block = budget, recent, block
+    reference.floor, reference.layers = FLOOR, {}
+    outputs = []
+    for position in range(total):
+        if position >= prompt and budget < 1:
+            reference._evict(position)
+        layers = []
+        for layer in range(LAYERS):
+            q, k, v = (t[None, :, None] for t in qkv(request_id, position, layer))
+            module = SimpleNamespace(layer_idx=layer)
+            out, _ = reference._attend(module, q, k, v, scaling=SCALE)
+            layers.append(out[0, 0])
+        outputs.append(torch.stack(layers))
+    return outputs, reference
+
+
+REQUESTS: dict[str, tuple[int, int, dict[str, Any] | None]] = {
+    "tight": (150, 70, {"kv_budget": 0.3}),
+    "full": (90, 60, None),
+    "short": (5, 20, {"kv_budget": 0.2}),
+    "heavy": (100, 90, {"kv_budget": 0.5, "kv_recent": 0.25}),
+    "random": (70, 40, {"kv_budget": 0.4, "kv_policy": "random"}),
+    "window": (70, 40, {"kv_budget": 0.4, "kv_policy": "window"}),
+    "late": (60, 60, {"kv_budget": 0.5, "kv_recent": 0.0}),
+}
+H2O = [name for name, (_, _, asked) in REQUESTS.items() if "kv_policy" not in (asked or {})]
+
+
+def run(rig: Rig, gpu: FakeGPU, late: str = "late") -> None:
+    for name, (prompt, new, asked) in REQUESTS.items():
+        if name != late:
+            rig.add(name, [1 + len(name)] * prompt, asked, max_tokens=new)
+    for count in range(1000):
+        if count == 8 and late:
+            prompt, new, asked = REQUESTS[late]
+            rig.add(late, [3] * prompt, asked, max_tokens=new)
+        if not rig.scheduler.has_unfinished_requests():
+            return
+        gpu.worker.execute_model(rig.step())
+    raise AssertionError("not done")
+
+
+@pytest.mark.parametrize("base", ["flash", "triton"])
+@pytest.mark.parametrize(
+    ("num_blocks", "pipelined"), [(120, False), (120, True), (24, False)],
+    ids=["ample", "async", "preempting"],
+)  # fmt: skip
+def test_attention_equals_an_independent_h2o(
+    model_dir: str, num_blocks: int, pipelined: bool, base: str
+) -> None:
+    with fake_gpu(
+        model_dir, num_blocks, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False
+    ) as (rig, gpu):
+        run(rig, gpu)
+        for name in H2O:
+            prompt, new, asked = REQUESTS[name]
+            budget = (asked or {}).get("kv_budget", 1.0)
+            recent = (asked or {}).get("kv_recent", 0.5)
+            # The last token is sampled, never computed.
+            expected, _ = reference_outputs(
+                name, prompt, prompt + new - 1, budget, recent, rig.block_size
+            )
+            for position, outputs in enumerate(expected):
+                torch.testing.assert_close(
+                    gpu.outputs[name, position], outputs, rtol=1e-4, atol=1e-5,
+                    msg=lambda text, at=position, who=name: f"{who} at {at}: {text}",
+                )  # fmt: skip
+        assert len({eviction.request_id for eviction in rig.evictions}) >= 5
+        assert gpu.replays[Variant.MIXED] and gpu.replays[Variant.SCORED]
+        assert bool(rig.preemptions) == (num_blocks == 24)
+
+
+def test_scores_and_kept_tokens_equal_an_independent_h2o(model_dir: str) -> None:
+    with fake_gpu(model_dir, 40, kv_min_tokens=FLOOR, caching=False) as (rig, gpu):
+        rig.add("one", [1] * 130, {"kv_budget": 0.4}, max_tokens=60)
+        while rig.scheduler.requests:
+            output = rig.step()
+            live = [b.block_id for b in rig.blocks.req_to_blocks.get("one", []) if not b.is_null]
+            gpu.worker.execute_model(output)
+            request = rig.scheduler.requests.get("one")
+            if request is not None and request.num_computed_tokens == 185:
+                break
+        _, reference = reference_outputs("one", 130, 185, 0.4, 0.5, rig.block_size)
+        held = rig.blocks.account("one").report()["tokens_held"]
+        where = torch.tensor(live).repeat_interleave(rig.block_size)[:held]
+        slots = torch.arange(rig.block_size).repeat(len(live))[:held]
+        for layer in range(LAYERS):
+            keys = key_value_views(gpu.kv[layer], SIZE)[0][where, slots]
+            scores = gpu.state.scores[layer][where, :, slots]
+            cache = reference.layers[layer]
+            for head in range(KV_HEADS):
+                distance = torch.cdist(
+                    keys[:, head], cache.keys[head], compute_mode="donot_use_mm_for_euclid_dist"
+                )
+                nearest, position = distance.min(dim=1)
+                assert nearest.max() == 0
+                assert sorted(position.tolist()) == reference.kept(layer, head)
+                torch.testing.assert_close(
+                    scores[:, head], cache.scores[head][position], rtol=1e-4, atol=1e-5
+                )
+        assert HEADS % KV_HEADS == 0
+
+
+def test_a_batch_without_budgets_gets_vllms_own_metadata(model_dir: str) -> None:
+    with fake_gpu(model_dir, 40, kv_min_tokens=FLOOR) as (rig, gpu):
+        rig.add("full", [1] * 60, max_tokens=30)
+        while rig.scheduler.has_unfinished_requests():
+            gpu.worker.execute_model(rig.step())
+        assert gpu.replays[Variant.STOCK] and not gpu.replays[Variant.MIXED]
+        assert not gpu.state.scores.any()
+
+
+def test_a_slot_forgets_its_budget(model_dir: str) -> None:
+    """The next request in a slot of the runner's table does not inherit the policy of the last one."""
+    with fake_gpu(model_dir, 40, kv_min_tokens=FLOOR) as (rig, gpu):
+        for round_trip in range(3):
+            rig.add(f"budget{round_trip}", [1] * 60, {"kv_budget": 0.5}, max_tokens=4)
+            while rig.scheduler.has_unfinished_requests():
+                gpu.worker.execute_model(rig.step())
+            before = gpu.replays[Variant.STOCK]
+            rig.add(f"full{round_trip}", [1] * 60, max_tokens=4)
+            while rig.scheduler.has_unfinished_requests():
+                gpu.worker.execute_model(rig.step())
+            assert gpu.replays[Variant.STOCK] == before + 3

@@ -19,7 +19,10 @@ GROUP, PLUGIN = "vllm.general_plugins", "h2o"
 """Our entry point, see pyproject.toml."""
 
 SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
-WORKER_CLS = {"cpu": "h2o_vllm.engine.worker.H2OCPUWorker"}
+WORKER_CLS = {
+    "cpu": "h2o_vllm.engine.worker.H2OCPUWorker",
+    "cuda": "h2o_vllm.engine.cuda.worker.H2OGPUWorker",
+}
 CPU_EXECUTOR = "h2o_vllm.engine.executor.H2OCPUExecutor"
 CPU_BLOCK_SIZE = 32
 """vLLM's default on CPU is 128, which makes budgets coarse; 32 is the smallest it runs fast."""
@@ -54,7 +57,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     device = current_platform.device_type
     if device not in WORKER_CLS:
         raise ConfigError(
-            f"h2o_vllm serves on {', '.join(WORKER_CLS)} so far; vLLM found {device!r}. To try it on "
+            f"h2o_vllm serves on {', '.join(WORKER_CLS)}; vLLM found {device!r}. To try it on "
             "this machine's CPU: H2O_DEVICE=cpu bash deploy/quickstart"
         )
     check_vllm_version(device)
@@ -67,6 +70,9 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     if device == "cpu":
         args["block_size"] = CPU_BLOCK_SIZE
         args["distributed_executor_backend"] = CPU_EXECUTOR
+    if device == "cuda":
+        # Ours, once our worker has registered it; CPU has no such choice.
+        args["attention_backend"] = "CUSTOM"
     return args
 
 

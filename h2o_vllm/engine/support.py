@@ -28,15 +28,17 @@ def check_supported(config: VllmConfig) -> None:
         ConfigError: names the first option we cannot work with, and the reason.
     """
     device = config.device_config.device_type
-    if device != "cpu":
-        raise ConfigError(f"h2o_vllm serves on CPU only so far; vLLM chose the device {device!r}")
+    if device not in _BY_DEVICE:
+        raise ConfigError(
+            f"h2o_vllm serves on {', '.join(_BY_DEVICE)}; vLLM chose the device {device!r}"
+        )
     check_vllm_version(device)
-    for refused, reason in _findings(config):
+    for refused, reason in [*_everywhere(config), *_BY_DEVICE[device](config)]:
         if refused:
             raise ConfigError(f"h2o_vllm cannot work with {reason}")
 
 
-def _findings(config: VllmConfig) -> list[tuple[bool, str]]:
+def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     scheduler_cls = config.scheduler_config.get_scheduler_cls()
     return [
@@ -86,13 +88,85 @@ def _findings(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (
             cache.cache_dtype not in _KV_DTYPES,
-            f"--kv-cache-dtype {cache.cache_dtype}: quantised KV is not scored yet",
+            f"--kv-cache-dtype {cache.cache_dtype}: quantised KV is not scored yet. Eviction at "
+            "--kv-cache-dtype auto saves more memory than fp8 at any budget below 0.5",
         ),
+    ]
+
+
+def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
+    return [
         (
             config.use_v2_model_runner,
             "model runner V2 on CPU: unset VLLM_USE_V2_MODEL_RUNNER",
         ),
     ]
+
+
+def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
+    """What our GPU adaptors do not follow, or have not been tested with.
+
+    An fp8 KV cache (refused above) needs little more: our kernels read float8_e4m3fn with its scales, and
+    compaction copies bytes. Missing are the views of vLLM's uint8 cache, passing ``layer._q_scale``,
+    ``_k_scale`` and ``_v_scale``, and FlashAttention's descale arguments where the LSE is asked for.
+    """
+    from vllm import envs
+
+    from h2o_vllm.kernels.triton.checks import HEAD_SIZES
+
+    model, parallel = config.model_config, config.parallel_config
+    attention, head_size = config.attention_config, config.model_config.get_head_size()
+    backend = getattr(attention.backend, "name", None)
+    return [
+        (
+            not config.use_v2_model_runner,
+            "model runner V1 on GPUs: unset VLLM_USE_V2_MODEL_RUNNER. If it is unset, vLLM chose V1 "
+            "for this model or option",
+        ),
+        (
+            backend != "CUSTOM",
+            f"--attention-backend {backend}: tokens are scored in our backend, which is built on "
+            "FlashAttention or Triton. Leave the option out",
+        ),
+        (
+            bool(attention.backend_per_kind),
+            f"attention_config.backend_per_kind {attention.backend_per_kind}: full attention has to "
+            "stay with our backend. Leave the option out",
+        ),
+        (
+            head_size not in HEAD_SIZES,
+            f"head size {head_size} on GPUs: our kernels are tested with "
+            f"{', '.join(map(str, HEAD_SIZES))}",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism on GPUs: not tested. Use --tensor-parallel-size",
+        ),
+        (
+            parallel.use_ubatching,
+            "microbatching (--enable-dbo): parts of a batch attend at the same time, and "
+            "our decode kernel has one workspace",
+        ),
+        (
+            envs.VLLM_BATCH_INVARIANT,
+            "VLLM_BATCH_INVARIANT: our decode kernel splits rows by what else is in the batch",
+        ),
+        (
+            model.is_mm_prefix_lm,
+            "bidirectional attention over images (prefix LM): prompts are scored as causal",
+        ),
+        (
+            model.rswa_window is not None,
+            "reference sliding-window attention (R-SWA): it frees blocks by its own rule",
+        ),
+        (
+            config.cache_config.kv_sharing_fast_prefill,
+            "--kv-sharing-fast-prefill: KV shared between layers is not scored",
+        ),
+    ]
+
+
+_BY_DEVICE = {"cpu": _on_cpu, "cuda": _on_cuda}
 
 
 def _is_ours(scheduler_cls: type) -> bool:

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused on GPUs, and by which words; and that our arguments ask vLLM for our parts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.engine import binding, support
+from h2o_vllm.engine.cuda import backends
+from h2o_vllm.engine.cuda.rows import StepVariant, Variant
+from h2o_vllm.engine.cuda.worker import H2OGPUWorker
+from h2o_vllm.errors import ConfigError
+from h2o_vllm.plugin import engine_args
+
+
+def make_config(**changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "use_v2_model_runner": True,
+        "backend": AttentionBackendEnum.CUSTOM,
+        "backend_per_kind": None,
+        "head_size": 128,
+        "pipeline_parallel_size": 1,
+        "use_ubatching": False,
+        "is_mm_prefix_lm": False,
+        "rswa_window": None,
+        "kv_sharing_fast_prefill": False,
+        "cudagraph_mode": None,
+        **changes,
+    }
+    part = SimpleNamespace(**values, get_head_size=lambda: values["head_size"])
+    return SimpleNamespace(
+        use_v2_model_runner=values["use_v2_model_runner"],
+        model_config=part,
+        parallel_config=part,
+        attention_config=part,
+        cache_config=part,
+    )
+
+
+def reasons(config: Any) -> list[str]:
+    return [reason for refused, reason in support._on_cuda(config) if refused]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"use_v2_model_runner": False}, "model runner V1"),
+        ({"backend": AttentionBackendEnum.FLASHINFER}, "--attention-backend FLASHINFER"),
+        ({"backend": None}, "--attention-backend None"),
+        ({"backend_per_kind": {"full_attention": "TRITON_ATTN"}}, "backend_per_kind"),
+        ({"head_size": 72}, "head size 72"),
+        ({"pipeline_parallel_size": 2}, "pipeline"),
+        ({"use_ubatching": True}, "--enable-dbo"),
+        ({"is_mm_prefix_lm": True}, "images"),
+        ({"rswa_window": 128}, "R-SWA"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_unsupported_options_are_refused_by_name(change: dict[str, Any], says: str) -> None:
+    assert not reasons(make_config())
+    (reason,) = reasons(make_config(**change))
+    assert says in reason
+
+
+def test_a_batch_invariant_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert any("VLLM_BATCH_INVARIANT" in reason for reason in reasons(make_config()))
+
+
+def test_the_engine_arguments_name_our_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.platforms
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(device_type="cuda"))
+    args = engine_args(kv_budget=0.2)
+    assert args["attention_backend"] == backends.BACKEND == "CUSTOM"
+    assert args["worker_cls"] == f"{H2OGPUWorker.__module__}.{H2OGPUWorker.__qualname__}"
+    assert "block_size" not in args
+
+
+@pytest.mark.parametrize("backend", [backends.H2OFlashBackend, backends.H2OTritonBackend])
+def test_our_backends_are_vllms_but_for_three_parts(backend: Any) -> None:
+    assert AttentionBackendEnum[backend.get_name()] is AttentionBackendEnum.CUSTOM
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    assert type(backend.customize_spec(spec)) is H2OAttentionSpec
+    stock = backend.__mro__[1]
+    assert issubclass(backend.get_impl_cls(), stock.get_impl_cls())
+    assert issubclass(backend.get_builder_cls(), stock.get_builder_cls())
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "dtype", "chosen"),
+    [
+        (None, 3, torch.bfloat16, backends.H2OFlashBackend),
+        (None, 2, torch.float16, backends.H2OFlashBackend),
+        (None, 3, torch.float32, backends.H2OTritonBackend),
+        (None, 4, torch.bfloat16, backends.H2OTritonBackend),
+        (None, None, torch.bfloat16, backends.H2OTritonBackend),
+        ("triton_attn", 3, torch.bfloat16, backends.H2OTritonBackend),
+    ],
+)
+def test_flash_attention_is_taken_where_vllm_could(
+    monkeypatch: pytest.MonkeyPatch, name: str | None, version: int, dtype: Any, chosen: Any
+) -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    if name is not None:
+        monkeypatch.setenv("H2O_CUDA_BACKEND", name)
+    platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
+    monkeypatch.setattr(backends, "current_platform", platform)
+    monkeypatch.setattr(backends, "get_flash_attn_version", lambda **_: version)
+    monkeypatch.setattr(backends, "is_flash_attn_varlen_func_available", lambda: True)
+    model = SimpleNamespace(get_head_size=lambda: 128, dtype=dtype)
+    assert backends.choose_backend(SimpleNamespace(model_config=model)) is chosen
+
+
+def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("H2O_CUDA_BACKEND", "flashinfer")
+    with pytest.raises(ConfigError, match="H2O_CUDA_BACKEND"):
+        backends.choose_backend(SimpleNamespace())
+
+
+def bare_worker(**attributes: Any) -> H2OGPUWorker:
+    worker = object.__new__(H2OGPUWorker)
+    for name, value in {"_serving": True, "_state": None, **attributes}.items():
+        object.__setattr__(worker, name, value)
+    return worker
+
+
+@pytest.mark.parametrize("state", [None, SimpleNamespace()], ids=["unbound", "no-plan"])
+def test_a_step_that_our_scheduler_did_not_plan_is_not_run(state: object) -> None:
+    with pytest.raises(ConfigError, match="scheduler"):
+        bare_worker(_state=state).execute_model(SimpleNamespace())
+
+
+def graphs(variants: dict[Variant, int], layers: dict[Variant, int], mode: Any) -> Any:
+    state = SimpleNamespace(
+        scores=torch.zeros(2, 1, 1, 1), layers_captured=lambda variant: layers[variant]
+    )
+    worker = bare_worker(
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        model_config=SimpleNamespace(enforce_eager=False),
+        model_runner=SimpleNamespace(cudagraph_manager=None, step_variant=StepVariant()),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h2o_vllm.engine.cuda.worker.captured_variants", lambda _: variants)
+        worker._check_graphs(state)
+
+
+def test_graphs_without_our_kernels_do_not_serve() -> None:
+    from vllm.config.compilation import CUDAGraphMode
+
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    all_of_them = dict.fromkeys(Variant, 5)
+    graphs(all_of_them, dict.fromkeys(Variant, 2), mode)
+    graphs(dict.fromkeys(Variant, 0), dict.fromkeys(Variant, 0), CUDAGraphMode.PIECEWISE)
+    with pytest.raises(ConfigError, match="in 1 of 2 layers"):
+        graphs(all_of_them, {Variant.MIXED: 2, Variant.SCORED: 1}, mode)
+    with pytest.raises(ConfigError, match="0 of 5"):
+        graphs({Variant.STOCK: 5, Variant.MIXED: 0, Variant.SCORED: 5}, all_of_them, mode)
+    with pytest.raises(ConfigError, match="FULL captures prompts"):
+        graphs(all_of_them, dict.fromkeys(Variant, 2), CUDAGraphMode.FULL)
+
+
+def test_scores_take_their_share_of_the_memory() -> None:
+    ours = H2OAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    plain = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    assert binding.memory_less_scores(10_000_000, [plain]) == 10_000_000
+    # 2 * 64 * 2 bytes of KV and 4 of score per token and head.
+    assert binding.memory_less_scores(26_000_000, [ours, ours]) == 26_000_000 * 256 // 260

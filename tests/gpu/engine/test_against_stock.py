@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 1 and 4 on a GPU, each engine in a process of its own: against stock vLLM, and against the paper."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import run_engine
+from tests.gpu.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, MODES, REHEARSED
+from tests.reference_h2o import Reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
+
+H2O = {"kv_min_tokens": FLOOR}
+
+
+def prompts(count: int = 8) -> list[list[int]]:
+    rnd = random.Random(7)
+    return [[rnd.randrange(2, 512) for _ in range(rnd.randrange(40, 700))] for _ in range(count)]
+
+
+def run(model: str, mode: str, **job: Any) -> list[dict[str, Any]]:
+    options = {**ENGINE, **MODES[mode], "skip_tokenizer_init": True, **job.pop("engine", {})}
+    # Any wait for the device inside a step ends the engine.
+    environment = {"VLLM_GPU_SYNC_CHECK": "error"} if not REHEARSED else {}
+    return run_engine(model, prompts(), engine=options, environment=environment, **job)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_law1_requests_without_a_budget_are_served_by_stock_vllm(
+    random_llama: str, mode: str
+) -> None:
+    stock = run(random_llama, mode, max_tokens=40)
+    asked = [None, {"kv_budget": 1.0}] * 4
+    ours = run(random_llama, mode, h2o=H2O, asked=asked, max_tokens=40)
+    assert [one["tokens"] for one in ours] == [one["tokens"] for one in stock]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evictions_happen_in_every_mode(random_llama: str, mode: str) -> None:
+    asked = [{"kv_budget": 0.2}, None] * 4
+    ours = run(random_llama, mode, h2o=H2O, asked=asked, max_tokens=100)
+    for one, wanted in zip(ours, asked, strict=True):
+        assert len(one["tokens"]) == 100
+        assert bool(one["report"]["blocks_freed"]) == (wanted is not None)
+
+
+@pytest.mark.skipif(REHEARSED, reason="kernels compute nothing")
+def test_law1_logprobs_in_float32(any_model: str) -> None:
+    """vLLM's Triton backend: FlashAttention has no float32."""
+    exact = {"dtype": "float32"}
+    stock = run(any_model, "default", engine=exact, max_tokens=24, logprobs=3)
+    ours = run(
+        any_model, "default", h2o=H2O, engine=exact, max_tokens=24, logprobs=3,
+        asked=[None, {"kv_budget": 1.0}] * 4,
+    )  # fmt: skip
+    for one, other in zip(ours, stock, strict=True):
+        assert one["tokens"] == other["tokens"]
+        for step, expected in zip(one["logprobs"], other["logprobs"], strict=True):
+            assert step == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.skipif(REHEARSED, reason="kernels compute nothing")
+@pytest.mark.parametrize("mode", ["default", "eager"])
+@pytest.mark.parametrize(("fraction", "recent"), [(0.2, 0.5), (0.5, 0.25), (0.3, 0.0)])
+def test_law4_logits_equal_the_papers(
+    any_model: str, mode: str, fraction: float, recent: float
+) -> None:
+    """In float32; what is kept follows from the scores, and what is kept decides the logits."""
+    batch = prompts()[:3]
+    asked = [{"kv_budget": fraction, "kv_recent": recent}] * 3
+    options = {**ENGINE, **MODES[mode], "skip_tokenizer_init": True, "dtype": "float32"}
+    ours = run_engine(
+        any_model, batch, h2o=H2O, asked=asked, engine=options, max_tokens=48, logprobs=3
+    )
+    reference = Reference(any_model, fraction, recent, BLOCK_SIZE, FLOOR)
+    for one, prompt in zip(ours, batch, strict=True):
+        tokens, logprobs = reference.generate(prompt, 48)
+        assert one["tokens"] == tokens
+        for step, entries in enumerate(one["logprobs"]):
+            for token, logprob in entries.items():
+                assert logprob == pytest.approx(float(logprobs[step, int(token)]), abs=2e-2)

@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.registry import register_backend as vllm_registe
 
 from h2o_vllm import kernels
 from h2o_vllm.blocks.spec import evictable_spec
+from h2o_vllm.engine.binding import refuse_unscorable
 from h2o_vllm.engine.compat import set_attention_isa
 from h2o_vllm.engine.rows import RowSplit, compact_tables, new_tokens, split_rows
 from h2o_vllm.errors import ConfigError
@@ -144,14 +145,7 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
         Raises:
             ConfigError: this layer's attention is of a kind our kernels do not compute.
         """
-        for refused, name in (
-            (self.alibi_slopes is not None, "ALiBi"),
-            (self.logits_soft_cap != 0, "a logits soft cap"),
-            (self.sinks is not None, "attention sinks"),
-            (self.kv_sharing_target_layer_name is not None, "KV shared between layers"),
-        ):
-            if refused:
-                raise ConfigError(f"h2o_vllm cannot score attention with {name}")
+        refuse_unscorable(self)
         self._scores = scores
 
     def forward(

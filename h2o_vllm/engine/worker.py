@@ -18,8 +18,9 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from h2o_vllm import kernels
-from h2o_vllm.blocks.spec import H2OAttentionSpec, register_spec, score_bytes_per_block
+from h2o_vllm.blocks.spec import register_spec
 from h2o_vllm.engine.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
+from h2o_vllm.engine.binding import evictable_group, evictable_layer, memory_less_scores
 from h2o_vllm.engine.compat import (
     runner_metadata_builders,
     runner_punch_holes,
@@ -56,12 +57,7 @@ class H2OCPUWorker(CPUWorker):
     def determine_available_memory(self) -> int:
         """As the base class, less what the scores of the resulting blocks will take."""
         available = int(super().determine_available_memory())
-        specs = self.get_kv_cache_spec().values()
-        kv_bytes = sum(spec.page_size_bytes for spec in specs)
-        score_bytes = sum(
-            score_bytes_per_block(spec) for spec in specs if isinstance(spec, H2OAttentionSpec)
-        )
-        return available * kv_bytes // (kv_bytes + score_bytes)
+        return memory_less_scores(available, self.get_kv_cache_spec().values())
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """As the base class; then allocates the scores and binds every part (law 9)."""
@@ -96,18 +92,9 @@ class H2OCPUWorker(CPUWorker):
         return self._timer.attach(super().sample_tokens(grammar_output))
 
     def _bind(self, kv_cache_config: KVCacheConfig) -> WorkerState:
-        groups = [
-            (builder, group)
-            for builder, group in runner_metadata_builders(self.model_runner)
-            if isinstance(group.kv_cache_spec, H2OAttentionSpec)
-        ]
-        if len(groups) != 1 or not isinstance(groups[0][0], H2OMetadataBuilder):
-            found = ", ".join(type(builder).__name__ for builder, _ in groups) or "none"
-            raise ConfigError(
-                f"h2o_vllm needs one group of evictable layers with its own metadata builder, "
-                f"vLLM built: {found}. Evictions would silently not happen; refusing to start."
-            )
-        builder, group = groups[0]
+        builder, group = evictable_group(
+            runner_metadata_builders(self.model_runner), H2OMetadataBuilder
+        )
         layers = [
             self._evictable_layer(name, kv_cache_config.num_blocks) for name in group.layer_names
         ]
@@ -134,15 +121,8 @@ class H2OCPUWorker(CPUWorker):
         return state
 
     def _evictable_layer(self, name: str, num_blocks: int) -> Any:
-        layer = self.compilation_config.static_forward_context[name]
-        if not isinstance(layer.impl, H2OAttentionImpl):
-            raise ConfigError(
-                f"layer {name} is served by {type(layer.impl).__name__}, not by our attention"
-            )
-        if layer.kv_cache.shape[0] != num_blocks or not layer.kv_cache.is_contiguous():
-            raise ConfigError(
-                f"layer {name} has KV of shape {tuple(layer.kv_cache.shape)} for {num_blocks} "
-                "blocks: vLLM splits or packs blocks, which compaction does not follow. Choose a "
-                "--block-size that is a multiple of 32"
-            )
+        layers = self.compilation_config.static_forward_context
+        layer = evictable_layer(layers, name, num_blocks, H2OAttentionImpl)
+        if not layer.kv_cache.is_contiguous():
+            raise ConfigError(f"layer {name} has KV that is not contiguous, as our kernels need it")
         return layer

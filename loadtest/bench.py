@@ -2,6 +2,7 @@
 """Throughput of h2o_vllm against stock vLLM: same prompts, same run, alternating processes.
 
     python -m loadtest.bench [--workloads tight ample ...] [--rounds 3] [--out loadtest/results]
+    python -m loadtest.bench --device cuda [--help]
 
 Each variant is an engine in a process of its own; those of one setting live side by side, and only one
 works at a time, warmed up and with an empty prefix cache for each measurement. Rounds alternate the
@@ -37,6 +38,12 @@ from loadtest.workloads import (
 
 def main() -> None:
     """Measure, print, write."""
+    if "cuda" in sys.argv[1:] or "--device=cuda" in sys.argv[1:]:
+        from loadtest import bench_cuda
+
+        # It has options of its own.
+        bench_cuda.main()
+        return
     args = arguments()
     path, rows = opened(args)
     jobs = [job for job in planned(args) if not any(job.measured_by(row) for row in rows)]

@@ -35,6 +35,7 @@ from h2o_vllm.engine.cuda.rows import PolicySlots, Variant
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.warmup import warm_up
 from h2o_vllm.engine.support import check_supported
+from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.kernels.triton.checks import check_layers
@@ -66,6 +67,7 @@ class H2OGPUWorker(Worker):
         super().__init__(vllm_config, *args, **kwargs)
         self._state: CudaState | None = None
         self._serving = False
+        self._timer = EvictionTimer()
 
     def _make_model_runner(self) -> Any:
         return H2OModelRunner(self.vllm_config, self.device)
@@ -124,16 +126,21 @@ class H2OGPUWorker(Worker):
         gone = scheduler_output.finished_req_ids.union(scheduler_output.preempted_req_ids or ())
         state.policies.release(gone, state.request_slots)
         state.policies.start(plan.policies)
-        state.compact(plan.evictions)
-        for eviction in plan.evictions:
-            runner_stage_holes(
-                self.model_runner, state.kv_cache_group, eviction.request_id, eviction.holes
-            )
+        with self._timer.measure(plan.evictions):
+            state.compact(plan.evictions)
+            for eviction in plan.evictions:
+                runner_stage_holes(
+                    self.model_runner, state.kv_cache_group, eviction.request_id, eviction.holes
+                )
         state.in_step = True
         try:
             return super().execute_model(scheduler_output)
         finally:
             state.in_step = False
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As the base class; the output says how long launching this step's evictions took."""
+        return self._timer.attach(super().sample_tokens(grammar_output))
 
     def _bound_state(self) -> CudaState:
         if self._state is None:

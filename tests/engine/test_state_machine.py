@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 2, 3, 6 and 7 under any order of events: hypothesis drives the real scheduler on a real pool.
+
+The short form runs with the suite; ``H2O_STATE_MACHINE=long`` runs thousands of steps more. A failure
+shrinks to a short script of rules, which then becomes a test of its own in ``test_laws_blocks.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle as RequestIds
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+from vllm.v1.request import RequestStatus
+
+from h2o_vllm.policy import budget_tokens
+from tests.engine.scheduling import Rig
+
+FAMILIES = tuple(range(1000 * n, 1000 * n + 200) for n in (1, 2))
+"""Prompts are beginnings of these, so that many share blocks. With its answer each fits into the pool."""
+
+LONG = os.environ.get("H2O_STATE_MACHINE") == "long"
+
+budgets = st.one_of(
+    st.none(),
+    st.fixed_dictionaries(
+        {"kv_budget": st.floats(0.05, 1.0)},
+        optional={
+            "kv_recent": st.floats(0.0, 1.0),
+            "kv_policy": st.sampled_from(["h2o", "window", "random", "full"]),
+        },
+    ),
+    st.fixed_dictionaries({"kv_budget_tokens": st.integers(1, 200)}),
+)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Clients, scheduler and pool; ``model_dir`` is set by the test."""
+
+    model_dir: str
+    steps = evictions = preemptions = 0
+    """Of all runs together."""
+    live = RequestIds("live")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.rig: Any = None
+
+    @initialize(
+        num_blocks=st.integers(24, 40),
+        caching=st.booleans(),
+        pipelined=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        batched_tokens=st.sampled_from([16, 64, 512]),
+    )
+    def start(self, batched_tokens: int, **options: Any) -> None:
+        self.rig = Rig(
+            self.model_dir,
+            max_num_batched_tokens=batched_tokens,
+            kv_min_tokens=16,
+            max_num_seqs=8,
+            **options,
+        )
+
+    @rule(
+        target=live,
+        family=st.sampled_from(FAMILIES),
+        length=st.integers(1, 200),
+        asked=budgets,
+        max_tokens=st.integers(1, 150),
+        priority=st.integers(0, 2),
+    )
+    def admit(self, family: range, length: int, asked: Any, max_tokens: int, priority: int) -> str:
+        self.count += 1
+        name = f"r{self.count}"
+        self.rig.add(name, family[:length], asked, max_tokens=max_tokens, priority=priority)
+        return name
+
+    @rule(steps=st.integers(1, 40))
+    def advance(self, steps: int) -> None:
+        for _ in range(steps):
+            self.rig.step()
+            Traffic.steps += 1
+            self.check_requests()
+
+    @rule(request_id=consumes(live))
+    def abort(self, request_id: str) -> None:
+        self.rig.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @rule()
+    def preempt_all_and_reset_the_prefix_cache(self) -> None:
+        self.rig.scheduler.reset_prefix_cache(reset_running_requests=not self.rig.pipelined)
+
+    @rule(target=live)
+    def forget_nothing(self) -> Any:
+        """No new id: keeps the bundle usable when everybody was aborted."""
+        return multiple()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if self.rig is not None:
+            self.rig.blocks.check_integrity()
+
+    def check_requests(self) -> None:
+        """Laws 3, 6 and 7 for everybody who is running."""
+        blocks = self.rig.blocks
+        for request in self.rig.scheduler.running:
+            account = blocks.account(request.request_id)
+            seen = request.num_computed_tokens
+            if not account.budget.evicts or seen <= account.prompt_tokens:
+                continue
+            allowed = budget_tokens(account.budget, seen)
+            live = self.rig.live_blocks(request.request_id)
+            assert live <= math.ceil(allowed / self.rig.block_size) + 1
+            table = blocks.req_to_blocks[request.request_id]
+            hashed = [i for i, block in enumerate(table) if block.block_hash is not None]
+            if account.policy.moves_tokens:
+                assert not hashed, "a block that evictions write can be found by others"
+            else:
+                assert all(i * self.rig.block_size < account.prompt_tokens for i in hashed)
+
+    def teardown(self) -> None:
+        if self.rig is None:
+            return
+        Traffic.steps += self.rig.run()
+        Traffic.evictions += len(self.rig.evictions)
+        Traffic.preemptions += self.rig.preemptions
+        assert not self.rig.blocks._accounts
+        self.rig.scheduler.reset_prefix_cache()
+        self.rig.blocks.check_integrity(idle=True)
+
+
+@pytest.mark.slow
+def test_any_order_of_events_keeps_the_laws(model_dir: str) -> None:
+    Traffic.model_dir = model_dir
+    run_state_machine_as_test(
+        Traffic,
+        settings=settings(
+            max_examples=1000 if LONG else 60,
+            stateful_step_count=60 if LONG else 30,
+            deadline=None,
+            derandomize=not LONG,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(
+        f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions"
+    )
+    assert Traffic.evictions > 100
+    assert Traffic.preemptions > 10

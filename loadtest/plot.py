@@ -44,8 +44,8 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> Path:
     axes.set_ylabel("generated tokens / s")
     first = rows[0]
     axes.set_title(
-        f"SmolLM2-135M-Instruct, bf16, {first['machine']}, vLLM {first['versions']['vllm']}, "
-        f"{first['date'][:10]}",
+        f"SmolLM2-135M-Instruct, bf16, {first['machine']}\n"
+        f"vLLM {first['versions']['vllm']}, {first['date'][:10]}",
         fontsize=9,
     )
     axes.legend(frameon=False, fontsize=9)

@@ -32,6 +32,7 @@ from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.rows import PolicySlots, StepVariant, Variant
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
+from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.kernels import triton as kernels
 from tests.engine.scheduling import Rig
 
@@ -230,6 +231,7 @@ class FakeGPU:
         self._capture()
         worker = object.__new__(H2OGPUWorker)
         worker._state, worker._serving, worker.model_runner = self.state, True, self.runner
+        worker._timer = EvictionTimer()
         self.worker = worker
 
     def _state(self, num_blocks: int, rows: int) -> CudaState:

@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -187,6 +188,7 @@ def measure(
     root = str(LOCUSTFILE.parent.parent)
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with Sampler(url) as sampler:
+        # Killed if we are interrupted: subprocess.run sees to that.
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths},
                               capture_output=True, text=True, check=False)  # fmt: skip
     if done.returncode != 0:
@@ -199,4 +201,6 @@ def measure(
 
 
 if __name__ == "__main__":
+    # As Ctrl-C: what has been started is stopped on the way out.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     main()

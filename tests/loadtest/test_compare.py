@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from loadtest import compare, report
@@ -105,6 +107,14 @@ def test_summary_covers_the_busy_time() -> None:
     assert (got["running_mean"], got["running_max"], got["preemptions"]) == (6.0, 7.0, 3.0)
     assert summary([idle]) == {}
     assert summary([]) == {}
+
+
+def test_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest.mock_server"]
+    with Server(command, tmp_path / "log") as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/v1/models")
 
 
 def test_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:

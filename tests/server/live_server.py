@@ -65,15 +65,22 @@ class LiveServer:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over its labels, those given excepted."""
+        return self.metrics(name, **labels)[0]
+
+    def metrics(self, *names: str, **labels: str) -> list[float]:
+        """Several metrics as of one moment."""
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        values = [
-            line.rsplit(" ", 1)[1]
-            for line in lines
-            if line.startswith(f"{name}{{") and all(each in line for each in wanted)
-        ]
-        assert values, f"no metric {name}"
-        return sum(map(float, values))
+        sums = []
+        for name in names:
+            values = [
+                line.rsplit(" ", 1)[1]
+                for line in lines
+                if line.startswith(f"{name}{{") and all(each in line for each in wanted)
+            ]
+            assert values, f"no metric {name}"
+            sums.append(sum(map(float, values)))
+        return sums
 
     def wait_for(self, name: str, value: float, seconds: float = 30) -> None:
         """Until the metric has the value; the engine reports with a delay."""

@@ -45,8 +45,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _needs_a_gpu() -> None:
+    # Of the widest scope: fixtures of a module would start their engine before it.
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
 

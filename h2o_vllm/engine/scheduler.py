@@ -62,7 +62,6 @@ class H2OScheduler(ChunkLimitScheduler):
         listened = self.log_stats and self.vllm_config.additional_config.get(METRICS_KEY, False)
         self._meter = Meter(self.blocks.block_size) if listened else None
         self._full = H2OConfig(kv_policy="full").resolve(None)
-        self._admitted: dict[str, str] = {}
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
         self._families: OrderedDict[str, dict[str, dict[str, object]]] = OrderedDict()

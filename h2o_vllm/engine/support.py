@@ -139,10 +139,6 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             f"{', '.join(map(str, HEAD_SIZES))}",
         ),
         (
-            parallel.pipeline_parallel_size > 1,
-            "pipeline parallelism on GPUs: not tested. Use --tensor-parallel-size",
-        ),
-        (
             parallel.use_ubatching,
             "microbatching (--enable-dbo): parts of a batch attend at the same time, and "
             "our decode kernel has one workspace",

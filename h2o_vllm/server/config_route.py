@@ -23,7 +23,7 @@ from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
 from h2o_vllm.config import POLICIES, REQUEST_FIELDS, H2OConfig
-from h2o_vllm.engine.compat import SUPPORTED
+from h2o_vllm.engine.compat import supported_versions
 from h2o_vllm.server.routes import LIFTED, REFUSED
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def attach(application: FastAPI, config: H2OConfig) -> None:
 def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     cache, parallel = engine.cache_config, engine.parallel_config
     device = engine.device_config.device_type
-    low, high = SUPPORTED.get(device, SUPPORTED["cuda"])
+    low, high = supported_versions(device)
     policies = [p for p in POLICIES if p != "full" or config.kv_budget_max >= 1.0]
     # vLLM sums them over the data-parallel engines.
     blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size

@@ -42,6 +42,20 @@ _FLASH_VERSIONS = (2, 3)
 """FlashAttention versions whose treatment of rows of length 0 has been read: they write zeros."""
 
 
+class ScoringBackend:
+    """What our backends share; the first base, so that it comes before vLLM's."""
+
+    @staticmethod
+    def get_name() -> str:
+        """A member of ``AttentionBackendEnum``, by which layers look us up."""
+        return BACKEND
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Make full attention evictable. Quantised KV, which the base would repack, is refused."""
+        return evictable_spec(spec)
+
+
 class H2OFlashBuilder(ScoringBuilder, flash_attn.FlashAttentionMetadataBuilder):
     """FlashAttention's builder; its ahead-of-time schedule sees the lengths that vLLM attends."""
 
@@ -84,18 +98,8 @@ class H2OFlashImpl(ScoringImpl, flash_attn.FlashAttentionImpl):
         return lse
 
 
-class H2OFlashBackend(flash_attn.FlashAttentionBackend):
+class H2OFlashBackend(ScoringBackend, flash_attn.FlashAttentionBackend):
     """vLLM's FlashAttention backend with our builder, implementation and KV cache spec."""
-
-    @staticmethod
-    def get_name() -> str:
-        """A member of ``AttentionBackendEnum``, by which layers look us up."""
-        return BACKEND
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Make full attention evictable."""
-        return evictable_spec(spec)
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
@@ -146,18 +150,8 @@ class H2OTritonImpl(ScoringImpl, triton_attn.TritonAttentionImpl):
         return lse
 
 
-class H2OTritonBackend(triton_attn.TritonAttentionBackend):
+class H2OTritonBackend(ScoringBackend, triton_attn.TritonAttentionBackend):
     """vLLM's Triton backend with our builder, implementation and KV cache spec."""
-
-    @staticmethod
-    def get_name() -> str:
-        """A member of ``AttentionBackendEnum``, by which layers look us up."""
-        return BACKEND
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Make full attention evictable. Quantised KV, which the base would repack, is refused."""
-        return evictable_spec(spec)
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:

@@ -16,52 +16,51 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest.child import Child
 from loadtest.machine import describe_run
 from loadtest.tables import measured_table, ratio_table
-from loadtest.workloads import (
-    RESULT_MARK,
-    SETTINGS,
-    VARIANTS,
-    WORKLOADS,
-    to_measure,
-)
+from loadtest.workloads import SETTINGS, VARIANTS, WORKLOADS, to_measure
 
 
 def main() -> None:
     """Measure, print, write."""
-    if "cuda" in sys.argv[1:] or "--device=cuda" in sys.argv[1:]:
+    device = argparse.ArgumentParser(add_help=False)
+    device.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="each has its own options; see --device cuda --help",
+    )
+    if device.parse_known_args()[0].device == "cuda":
         from loadtest import bench_cuda
 
-        # It has options of its own.
         bench_cuda.main()
         return
-    args = arguments()
+    args = arguments(device)
     path, rows = opened(args)
     jobs = [job for job in planned(args) if not any(job.measured_by(row) for row in rows)]
     with ExitStack() as stack:
-        engines: dict[str, Engine] = {}
+        engines: dict[str, Child] = {}
         for count, job in enumerate(jobs, start=1):
             setting = WORKLOADS[job.workload].setting
-            if any(engine.setting != setting for engine in engines.values()):
+            if any(engine.first["setting"] != setting for engine in engines.values()):
                 stack.close()
                 engines.clear()
             if job.variant not in engines:
                 print(f"starting {job.variant} for {setting} workloads", flush=True)
-                engine = Engine(setting, job.variant, args.model)
-                engines[job.variant] = stack.enter_context(engine)
+                first = {"setting": setting, "variant": job.variant, "model": args.model}
+                engines[job.variant] = stack.enter_context(Child("loadtest.bench_run", first))
             print(
                 f"[{count}/{len(jobs)}] round {job.round + 1} {job.variant}: {job.workload}", end=""
             )
-            row = describe_run("loadtest.bench") | asdict(job) | engines[job.variant].measure(job)
+            result = engines[job.variant].ask(job.workload)
+            row = describe_run("loadtest.bench") | asdict(job) | result
             print(f" {row['tok_per_s']:.1f} tok/s", flush=True)
             rows.append(row)
             with path.open("a") as file:
@@ -72,9 +71,10 @@ def main() -> None:
     print(f"plot: {plot_bench(rows, path.with_suffix('.png'))}")
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def arguments(device: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with the options of ``device``."""
     parser = argparse.ArgumentParser(
+        parents=[device],
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -124,48 +124,6 @@ def planned(args: argparse.Namespace) -> Iterator[Job]:
                 for workload in to_measure(args.workloads, variant):
                     if WORKLOADS[workload].setting == setting:
                         yield Job(round_number, variant, workload)
-
-
-class Engine(AbstractContextManager["Engine"]):
-    """A measuring process with an engine in it, up when the constructor returns.
-
-    Raises:
-        SystemExit: it failed, now or later; the end of its output is shown.
-    """
-
-    def __init__(self, setting: str, variant: str, model: str) -> None:
-        self.setting, self.variant = setting, variant
-        self.log: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "loadtest.bench_run"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
-        )
-        self._ask(json.dumps({"setting": setting, "variant": variant, "model": model}))
-
-    def measure(self, job: Job) -> dict[str, Any]:
-        """The result of one workload."""
-        return self._ask(job.workload)
-
-    def __exit__(self, *_: object) -> None:
-        with self.process:
-            self.process.stdout.close()  # type: ignore[union-attr]
-
-    def _ask(self, line: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        for answer in self.process.stdout:
-            # vLLM logs to the same stream.
-            if answer.startswith(RESULT_MARK):
-                result: dict[str, Any] = json.loads(answer.removeprefix(RESULT_MARK))
-                return result
-            self.log.append(answer)
-        raise SystemExit(f"{self.setting} {self.variant} failed:\n{''.join(self.log)[-6000:]}")
 
 
 if __name__ == "__main__":

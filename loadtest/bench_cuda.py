@@ -13,17 +13,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import statistics
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from loadtest.child import Child
 from loadtest.machine import describe_run
-from loadtest.workloads import RESULT_MARK
+from loadtest.tables import decode_ms
 from loadtest.workloads_cuda import CUDA_VARIANTS, CUDA_WORKLOADS, MODELS, make_model
 
 __all__ = ["main", "ratios"]
@@ -43,11 +42,15 @@ def main(argv: list[str] | None = None) -> None:
         print(f"round {round_number + 1} {variant}: {', '.join(names)}", flush=True)
         about = describe_run("loadtest.bench_cuda") | gpu()
         about |= {"shape": args.shape, "round": round_number, "variant": variant}
-        for result in measure(names, variant, model, args.scale):
-            rows.append(about | result)
-            print(f"    {result['workload']}: {result['tok_per_s']:.1f} tok/s", flush=True)
-            with path.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+        setting = CUDA_WORKLOADS[names[0]].setting
+        first = {"setting": setting, "variant": variant, "model": str(model), "scale": args.scale}
+        # One engine at a time: each may take the whole GPU.
+        with Child("loadtest.bench_cuda_run", first) as engine:
+            for name in names:
+                rows.append(about | engine.ask(name))
+                print(f"    {name}: {rows[-1]['tok_per_s']:.1f} tok/s", flush=True)
+                with path.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
     print(f"\n{ratios(rows)}\n\nrows: {path}")
 
 
@@ -74,12 +77,12 @@ def planned(args: argparse.Namespace, rows: list[Row]) -> Iterator[tuple[int, st
     """(round, variant, workloads) of each engine that is still to be started, in order."""
     there = {(row["round"], row["variant"], row["workload"]) for row in rows}
     for round_number in range(args.rounds):
-        for pool in dict.fromkeys(CUDA_WORKLOADS[name].pool_tokens for name in args.workloads):
+        for setting in dict.fromkeys(CUDA_WORKLOADS[name].setting for name in args.workloads):
             for variant in args.variants:
                 names = [
                     name
                     for name in args.workloads
-                    if CUDA_WORKLOADS[name].pool_tokens == pool
+                    if CUDA_WORKLOADS[name].setting == setting
                     and (round_number, variant, name) not in there
                 ]
                 if names:
@@ -103,55 +106,23 @@ def gpu() -> dict[str, Any]:
     }
 
 
-def measure(names: list[str], variant: str, model: Path, scale: float) -> Iterator[Row]:
-    """Workloads of one pool size on a fresh engine, each result as soon as it is there.
-
-    Raises:
-        SystemExit: it failed; the end of its output is shown.
-    """
-    job = {"workloads": names, "variant": variant, "model": str(model), "scale": scale}
-    with subprocess.Popen(
-        [sys.executable, "-m", "loadtest.bench_cuda_run"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(job))
-        process.stdin.close()
-        log = []
-        for line in process.stdout:
-            # vLLM logs to the same stream.
-            if line.startswith(RESULT_MARK):
-                yield json.loads(line.removeprefix(RESULT_MARK))
-            else:
-                log.append(line)
-    if process.returncode != 0:
-        raise SystemExit(f"{variant}, {', '.join(names)} failed:\n{''.join(log)[-6000:]}")
-
-
-COLUMNS = (
-    ("tok_per_s", "tok/s", "{:.0f}"),
-    ("running_mean", "running", "{:.1f}"),
-    ("running_max", "max", "{:.0f}"),
-    ("preemptions", "preempt.", "{:.0f}"),
-    ("decode_step_ms", "decode step ms", "{:.2f}"),
-    ("start_s", "start s", "{:.0f}"),
+COLUMNS: tuple[tuple[str, Callable[[Row], float], str], ...] = (
+    ("tok/s", lambda row: row["tok_per_s"], "{:.0f}"),
+    ("running", lambda row: row["running_mean"], "{:.1f}"),
+    ("max", lambda row: row["running_max"], "{:.0f}"),
+    ("preempt.", lambda row: row["preemptions"], "{:.0f}"),
+    ("decode step ms", decode_ms, "{:.2f}"),
+    ("start s", lambda row: row["start_s"], "{:.0f}"),
 )
 
 
 def ratios(rows: list[Row]) -> str:
     """Medians per workload and variant, and ours over stock of the same round. Markdown."""
-    heads = ["workload", "variant", *(head for _, head, _ in COLUMNS), "tok/s ratio (range)"]
+    heads = ["workload", "variant", *(head for head, _, _ in COLUMNS), "tok/s ratio (range)"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for workload, variant in dict.fromkeys((row["workload"], row["variant"]) for row in rows):
         mine = [row for row in rows if (row["workload"], row["variant"]) == (workload, variant)]
-        cells = [
-            style.format(statistics.median(row[key] for row in mine)) for key, _, style in COLUMNS
-        ]
+        cells = [style.format(statistics.median(map(of, mine))) for _, of, style in COLUMNS]
         stock = {
             row["round"]: row["tok_per_s"]
             for row in rows

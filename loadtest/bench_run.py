@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import psutil
@@ -21,14 +22,8 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from h2o_vllm.plugin import engine_args
-from loadtest.workloads import (
-    RESULT_MARK,
-    SETTINGS,
-    WORKLOADS,
-    Workload,
-    engine_options,
-    prompts,
-)
+from loadtest.child import answer
+from loadtest.workloads import SETTINGS, WORKLOADS, Workload, engine_options, prompts
 
 
 class Recorder(StatLoggerBase):
@@ -91,45 +86,41 @@ class Engine:
     """An engine and the measuring of workloads on it.
 
     Args:
-        setting: key of ``SETTINGS``. variant: one of ``VARIANTS``. model: a directory.
+        model: a directory.
+        options: engine arguments, our switch not included.
+        ours: whether it is h2o_vllm; to stock vLLM budgets mean nothing.
     """
 
-    def __init__(self, setting: str, variant: str, model: str) -> None:
+    def __init__(self, model: str, options: dict[str, Any], *, ours: bool) -> None:
         self.memory = Memory()
         self.memory.start()
-        self.budgets_apply = variant == "h2o"
-        ours = engine_args() if variant == "h2o" else {}
-        options = {**ours, **engine_options(SETTINGS[setting], variant)}
+        self.ours = ours
+        args = EngineArgs(model=model, **({**engine_args(), **options} if ours else options))
         started = time.perf_counter()
         self.engine = LLMEngine.from_engine_args(
-            EngineArgs(model=model, **options), stat_loggers=[Recorder], enable_multiprocessing=True
+            args, stat_loggers=[Recorder], enable_multiprocessing=True
         )
         self.start_s = time.perf_counter() - started
 
-    def tokenize(self, text: str) -> list[int]:
-        # Not through the tokenizer's length check: the text is longer than any model's context.
-        tokens: list[int] = self.engine.get_tokenizer().encode(text, verbose=False)
-        return tokens
-
-    def measure(self, workload: Workload) -> dict[str, Any]:
-        """Warm up, empty the prefix cache, run once."""
-        batch = prompts(workload, self.tokenize)
+    def measure(self, workload: Workload, batch: list[list[int]]) -> dict[str, Any]:
+        """Warm up, empty the prefix cache, run the prompts of ``batch`` once."""
         budgets = [workload.budgets[i % len(workload.budgets)] for i in range(len(batch))]
         asked = [
-            None if budget is None or not self.budgets_apply else {"kv_budget": budget}
-            for budget in budgets
+            None if budget is None or not self.ours else {"kv_budget": budget} for budget in budgets
         ]
         # Every code path once, with text that shares no prefix with the workload.
-        run(self.engine, [prompt[::-1][:600] for prompt in batch[:2]], asked[:2], 24)
+        run(self.engine, [prompt[::-1][:2048] for prompt in batch[:4]], asked[:4], 32)
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("requests of the warm-up are still running")
         Recorder.steps.clear()
         self.memory.restart()
+        num_blocks = self.engine.vllm_config.cache_config.num_gpu_blocks or 0
         result = run(self.engine, batch, asked, workload.output_tokens)
-        result |= summary(Recorder.steps, self.engine.vllm_config.cache_config.num_gpu_blocks or 0)
         return {
             "workload": workload.name,
             **result,
+            **summary(Recorder.steps, num_blocks),
+            "num_blocks": num_blocks,
             "start_s": self.start_s,
             "peak_rss_mib": self.memory.peak / 2**20,
         }
@@ -195,14 +186,15 @@ def summary(steps: list[dict[str, float]], num_blocks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    engine = Engine(**json.loads(sys.stdin.readline()))
+    job = json.loads(sys.stdin.readline())
+    options = engine_options(SETTINGS[job["setting"]], job["variant"])
+    engine = Engine(job["model"], options, ours=job["variant"] == "h2o")
+    # Not through the tokenizer's length check: the text is longer than any model's context.
+    tokenize = partial(engine.engine.get_tokenizer().encode, verbose=False)
     answer({"start_s": engine.start_s})
     for line in sys.stdin:
-        answer(engine.measure(WORKLOADS[line.strip()]))
-
-
-def answer(result: dict[str, Any]) -> None:
-    print(f"\n{RESULT_MARK}{json.dumps(result)}", flush=True)
+        workload = WORKLOADS[line.strip()]
+        answer(engine.measure(workload, prompts(workload, tokenize)))
 
 
 if __name__ == "__main__":

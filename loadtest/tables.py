@@ -9,14 +9,15 @@ from typing import Any
 
 from loadtest.workloads import WORKLOADS
 
-__all__ = ["measured", "measured_table", "ratio_table"]
+__all__ = ["decode_ms", "measured", "measured_table", "ratio_table"]
 
 Row = dict[str, Any]
 
 
 def decode_ms(row: Row) -> float:
     """Milliseconds per decode step at the largest batch that ran often enough to tell."""
-    return float(row["decode_ms"][max(row["decode_ms"], key=int)])
+    steps = row["decode_ms"]
+    return float(steps[max(steps, key=int)]) if steps else float("nan")
 
 
 COLUMNS: tuple[tuple[str, Callable[[Row], float], str], ...] = (

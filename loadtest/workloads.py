@@ -11,7 +11,6 @@ from h2o_vllm.plugin import CPU_EXECUTOR
 
 __all__ = [
     "BLOCK_SIZE",
-    "RESULT_MARK",
     "SETTINGS",
     "VARIANTS",
     "WORKLOADS",
@@ -21,9 +20,6 @@ __all__ = [
     "prompts",
     "to_measure",
 ]
-
-RESULT_MARK = "RESULT "
-"""Begins the one line of a measuring process that is its result; the rest is vLLM's log."""
 
 BLOCK_SIZE = 32
 STOCK_BLOCK_SIZE = 128
@@ -41,6 +37,13 @@ class Setting:
     max_model_len: int
     pool_tokens: int | None = None
 
+    def pool(self, block_size: int) -> dict[str, Any]:
+        """The engine arguments that make a pool of this size."""
+        if self.pool_tokens is None:
+            return {}
+        # One more: the null block is nobody's.
+        return {"num_gpu_blocks_override": self.pool_tokens // block_size + 1}
+
 
 SETTINGS = {"tight": Setting(1700, pool_tokens=6400), "ample": Setting(7000)}
 
@@ -52,7 +55,7 @@ class Workload:
     Attributes:
         requests, prompt_tokens, output_tokens: how many and how long; prompt lengths vary by 10 %.
         budgets: ``kv_budget`` of request i is ``budgets[i % len(budgets)]``; ``None`` asks for nothing.
-        setting: key of :data:`SETTINGS`.
+        setting: key of the settings it belongs to, such as :data:`SETTINGS`.
     """
 
     name: str
@@ -62,6 +65,11 @@ class Workload:
     output_tokens: int
     budgets: tuple[float | None, ...]
     setting: str = "ample"
+
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of each request's prompt."""
+        last = max(1, self.requests - 1)
+        return [round(self.prompt_tokens * (0.9 + 0.2 * i / last)) for i in range(self.requests)]
 
     @property
     def traffic(self) -> tuple[object, ...]:
@@ -104,20 +112,14 @@ def engine_options(setting: Setting, variant: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": 4 << 30,
         "seed": 0,
     }
-    if setting.pool_tokens is not None:
-        # One more: the null block is nobody's.
-        options["num_gpu_blocks_override"] = setting.pool_tokens // block_size + 1
-    return options
+    return options | setting.pool(block_size)
 
 
 def prompts(workload: Workload, tokenize: Any) -> list[list[int]]:
     """Real English without a shared beginning: stretches of Python's own documentation."""
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     tokens: list[int] = tokenize(text)
-    lengths = [
-        round(workload.prompt_tokens * (0.9 + 0.2 * i / max(1, workload.requests - 1)))
-        for i in range(workload.requests)
-    ]
+    lengths = workload.prompt_lengths()
     last_start = len(tokens) - max(lengths)
     starts = [i * last_start // workload.requests for i in range(workload.requests)]
     return [tokens[a : a + length] for a, length in zip(starts, lengths, strict=True)]

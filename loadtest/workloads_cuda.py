@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from loadtest.workloads import Setting, Workload
+
 __all__ = [
+    "CUDA_SETTINGS",
     "CUDA_VARIANTS",
     "CUDA_WORKLOADS",
     "MODELS",
-    "CudaWorkload",
     "engine_options",
     "make_model",
     "prompts",
+    "scaled",
+    "scaled_pool",
 ]
 
 BLOCK_SIZE = 16
@@ -32,38 +36,21 @@ CUDA_VARIANTS = ("stock", "h2o")
 MAX_MODEL_LEN = 10_240
 """The same for all, so that one engine can serve several workloads."""
 
-
-@dataclass(frozen=True)
-class CudaWorkload:
-    """One traffic pattern; all requests are there at the start (closed loop, throughput).
-
-    Attributes:
-        requests, prompt_tokens, output_tokens: how many and how long; prompt lengths vary by 10 %.
-        budgets: ``kv_budget`` of request i is ``budgets[i % len(budgets)]``; ``None`` asks for nothing.
-        pool_tokens: KV memory in tokens; ``None`` is all there is.
-    """
-
-    name: str
-    what: str
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-    budgets: tuple[float | None, ...]
-    pool_tokens: int | None = None
-
-
-_TIGHT = 131_072
-"""Tokens in the pool of the KV-bound regime: about 42 requests of 2k + 1k, 14 of 8k + 1k."""
+CUDA_SETTINGS = {
+    # The KV-bound regime: about 42 requests of 2k + 1k, 14 of 8k + 1k.
+    "tight": Setting(MAX_MODEL_LEN, pool_tokens=131_072),
+    "ample": Setting(MAX_MODEL_LEN),
+}
 
 CUDA_WORKLOADS = {
     one.name: one
     for one in (
-        CudaWorkload("2k-tight", "KV-bound, budget 0.2", 256, 2048, 1024, (0.2,), _TIGHT),
-        CudaWorkload("8k-tight", "KV-bound, budget 0.2", 96, 8192, 1024, (0.2,), _TIGHT),
-        CudaWorkload("2k-mixed", "half full, half 0.2", 256, 2048, 1024, (None, 0.2), _TIGHT),
-        CudaWorkload("2k-ample", "no memory pressure, budget 0.2", 64, 2048, 1024, (0.2,)),
-        CudaWorkload("8k-ample", "no memory pressure, budget 0.2", 32, 8192, 1024, (0.2,)),
-        CudaWorkload("2k-idle", "no request has a budget", 64, 2048, 1024, (None,)),
+        Workload("2k-tight", "KV-bound, budget 0.2", 256, 2048, 1024, (0.2,), "tight"),
+        Workload("8k-tight", "KV-bound, budget 0.2", 96, 8192, 1024, (0.2,), "tight"),
+        Workload("2k-mixed", "half full, half 0.2", 256, 2048, 1024, (None, 0.2), "tight"),
+        Workload("2k-ample", "no memory pressure, budget 0.2", 64, 2048, 1024, (0.2,)),
+        Workload("8k-ample", "no memory pressure, budget 0.2", 32, 8192, 1024, (0.2,)),
+        Workload("2k-idle", "no request has a budget", 64, 2048, 1024, (None,)),
     )
 }
 
@@ -118,27 +105,39 @@ def make_model(shape: str, folder: Path) -> Path:
     return path
 
 
-def engine_options(pool_tokens: int | None, max_num_seqs: int = 256) -> dict[str, Any]:
+def engine_options(setting: Setting) -> dict[str, Any]:
     """Engine arguments, our switch not included; the same for both variants."""
-    options: dict[str, Any] = {
+    return {
         "dtype": "bfloat16",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_seqs": max_num_seqs,
+        "max_model_len": setting.max_model_len,
+        "max_num_seqs": 256,
         "seed": 0,
-    }
-    if pool_tokens is not None:
-        # One more: the null block is nobody's.
-        options["num_gpu_blocks_override"] = pool_tokens // BLOCK_SIZE + 1
-    return options
+    } | setting.pool(BLOCK_SIZE)
 
 
-def prompts(workload: CudaWorkload, vocab_size: int) -> list[list[int]]:
+def prompts(workload: Workload, vocab_size: int) -> list[list[int]]:
     """Random tokens, which share no beginning."""
     rnd = random.Random(0)
-    result = []
-    for i in range(workload.requests):
-        length = round(workload.prompt_tokens * (0.9 + 0.2 * i / max(1, workload.requests - 1)))
-        result.append([rnd.randrange(3, vocab_size) for _ in range(length)])
-    return result
+    lengths = workload.prompt_lengths()
+    return [[rnd.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def scaled(workload: Workload, by: float) -> Workload:
+    """The same traffic with shorter texts and fewer requests, to rehearse."""
+    if by == 1:
+        return workload
+    return replace(
+        workload,
+        requests=max(4, round(workload.requests * by)),
+        prompt_tokens=max(64, round(workload.prompt_tokens * by)),
+        output_tokens=max(24, round(workload.output_tokens * by)),
+    )
+
+
+def scaled_pool(setting: Setting, by: float) -> Setting:
+    """The pool that :func:`scaled` traffic finds as tight."""
+    if setting.pool_tokens is None:
+        return setting
+    return replace(setting, pool_tokens=max(12_288, round(setting.pool_tokens * by)))

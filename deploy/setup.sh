@@ -134,9 +134,17 @@ install_torch() { # DEVICE
 
 check() { # DEVICE
     "$venv/bin/python" - "$1" <<'PYTHON'
+import ctypes
 import sys
 
 import torch
+
+if sys.argv[1] == "cpu":
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        # vLLM itself says nothing of it until the engine dies.
+        sys.exit("vLLM on CPU needs libnuma.so.1; on Debian: apt install libnuma1")
 
 if sys.argv[1] == "cuda" and torch.version.cuda is None:
     sys.exit(f"torch {torch.__version__} is not a CUDA build")

@@ -7,7 +7,7 @@
 The former needs vLLM's CPU build; the latter is :mod:`loadtest.bench_kernels_cuda`. Every number is taken in
 rounds that run all contestants one after the other in one process; a ratio is the median over rounds of
 (ours / stock in that round), printed with its quartiles. Refuses to time anything that does not first
-reproduce the reference. Writes one JSON line per configuration into ``loadtest/results/``.
+reproduce the reference. Writes one JSON line per configuration into ``loadtest/results/``, and a PNG.
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ def machine_limits() -> dict[str, float]:
 
 
 def cases(quick: bool) -> Iterator[Case]:
+    """What is timed; ``quick`` is a part of it."""
     for shape in SHAPES:
         for length in LENGTHS[1:3] if quick else LENGTHS:
             for requests in REQUESTS[:2] if quick else REQUESTS:
@@ -274,15 +275,20 @@ def main() -> None:
     print(f"{'':31}  {'floor us':>9}  {'stock us':>9}  ours over stock, median (quartiles)")
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"kernels-{about['date'][:19].replace(':', '')}.jsonl"
+    rows = []
     with target.open("w") as lines:
         for case in cases(args.quick):
             if case.cache_bytes > MAX_CACHE:
                 continue
             row = measure(case, impls, args.seconds, limits)
-            lines.write(json.dumps(about | limits | row) + "\n")
+            rows.append(about | limits | row)
+            lines.write(json.dumps(rows[-1]) + "\n")
             lines.flush()
             print(as_line(row, impls), flush=True)
-    print(f"\nwritten to loadtest/results/{target.name}")
+    from loadtest.plot import plot_kernels
+
+    picture = plot_kernels(rows, target.with_suffix(".png"))
+    print(f"\nwritten to loadtest/results/{target.name} and {picture.name}")
 
 
 if __name__ == "__main__":

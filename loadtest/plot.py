@@ -10,7 +10,7 @@ from typing import Any
 from loadtest.tables import measured
 from loadtest.workloads import WORKLOADS
 
-__all__ = ["plot_bench"]
+__all__ = ["plot_bench", "plot_kernels"]
 
 COLOURS = {"stock": "#b0b0b0", "stock-same-flags": "#6f6f6f", "h2o": "#d1495b"}
 LABELS = {"stock": "vLLM defaults", "stock-same-flags": "vLLM, same flags", "h2o": "h2o_vllm"}
@@ -51,4 +51,48 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> Path:
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+def plot_kernels(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Time of attention with scores over vLLM's kernel without: decode and prompts, quartiles as bars."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    names = [key for key in rows[0] if key.endswith(".attend_decode")]
+    for axis, kind in zip(axes, ("decode", "prompt"), strict=True):
+        mine = [row for row in rows if row["kind"] == kind]
+        for key in (name.replace("decode", kind) for name in names):
+            for shape, requests in dict.fromkeys((r["shape"], r["requests"]) for r in mine):
+                line = [r for r in mine if (r["shape"], r["requests"]) == (shape, requests)]
+                times = [row[key] for row in line]
+                low, high = zip(*(time["ratio_quartiles"] for time in times), strict=True)
+                ratios = [time["ratio"] for time in times]
+                below = [max(0.0, r - least) for r, least in zip(ratios, low, strict=True)]
+                above = [max(0.0, most - r) for r, most in zip(ratios, high, strict=True)]
+                axis.errorbar(
+                    [row["length"] for row in line], ratios, yerr=(below, above), marker="o",
+                    markersize=3, linewidth=1, capsize=2, linestyle="-" if shape == "8B" else "--",
+                    label=f"{key.partition('.')[0]}, {shape}"
+                    + (f", {requests} requests" if kind == "decode" else ""),
+                )  # fmt: skip
+        axis.axhline(1, color="#6f6f6f", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel(f"{kind}: tokens per request")
+        axis.legend(frameon=False, fontsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("time over vLLM's kernel, which keeps no scores")
+    axes[0].set_ylim(bottom=0)
+    first = rows[0]
+    figure.suptitle(
+        f"one layer's attention with scores, bf16, {first['threads']} thread(s), {first['machine']}, "
+        f"vLLM {first['versions']['vllm']}, {first['date'][:10]}",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
     return path

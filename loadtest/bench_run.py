@@ -112,7 +112,6 @@ class Engine:
         run(self.engine, [prompt[::-1][:2048] for prompt in batch[:4]], asked[:4], 32)
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("requests of the warm-up are still running")
-        Recorder.steps.clear()
         self.memory.restart()
         num_blocks = self.engine.vllm_config.cache_config.num_gpu_blocks or 0
         result = run(self.engine, batch, asked, workload.output_tokens)
@@ -132,12 +131,19 @@ def run(
     """All requests at once, to the end."""
     arrivals: dict[str, list[float]] = defaultdict(list)
     tokens: dict[str, list[int]] = {}
-    started = time.perf_counter()
+    # Keeps the engine busy until all requests are there. Else the first batches, and with them the rounding
+    # of bfloat16, would depend on when each request arrives.
+    first = SamplingParams(max_tokens=1)
+    engine.add_request("first", {"prompt_token_ids": batch[0][::-1][:1024]}, first)
     for i, (prompt, extra) in enumerate(zip(batch, asked, strict=True)):
         params = SamplingParams(
             temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra
         )
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    while not any(output.finished for output in engine.step()):
+        pass
+    Recorder.steps.clear()
+    started = time.perf_counter()
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()

@@ -23,6 +23,7 @@ __all__ = [
     "attend_decode",
     "compact",
     "compact_tables",
+    "forget_scores",
     "log_sum_exp",
     "reset_scores",
 ]
@@ -60,6 +61,7 @@ def add_prompt_scores(
     seq_lens: Tensor,
     lse: Tensor,
     scale: float,
+    scored_from: Tensor | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; ``lse`` is not looked at but computed."""
     del lse
@@ -67,6 +69,8 @@ def add_prompt_scores(
         first, end = query_start_loc[row : row + 2].tolist()
         if length <= 0 or end - first < 2:
             continue
+        if scored_from is not None:
+            first = int(scored_from[row])
         where = _slots(block_table[row], length, key_cache.shape[1])
         prob, _, _ = attend(query[first:end], key_cache, key_cache, where, scale)
         _add(scores, where, prob)
@@ -158,6 +162,15 @@ def compact_tables(
         tables.append(live)
         lens.append(length - (len(used) - len(live)) * block_size)
     return tables, lens
+
+
+def forget_scores(scores: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor) -> None:
+    """See :func:`h2o_vllm.kernels.triton.forget_scores`."""
+    for row in rows.tolist():
+        used = -(-int(seq_lens[row]) // scores.shape[3])
+        blocks = block_table[row, :used].long()
+        old = scores[:, blocks]
+        scores[:, blocks] = torch.where(old == float("inf"), old, 0.0)
 
 
 def _slots(table: Tensor, length: int, block_size: int) -> tuple[Tensor, Tensor]:

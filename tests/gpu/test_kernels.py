@@ -8,8 +8,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import EVICTING, SCORED, DecodeWorkspace, reset_scores
+from h2o_vllm.kernels import reference, reference_paged
+from h2o_vllm.kernels.triton import (
+    EVICTING,
+    SCORED,
+    DecodeWorkspace,
+    forget_scores,
+    reset_scores,
+)
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
 from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
 from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
@@ -141,6 +147,26 @@ def test_prompt_scores_equal_the_reference(
             block_size=block_size, layout=layout, dtype=DTYPES[dtype], strided=True, device="cuda",
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("last", [1, 32])
+def test_only_the_last_queries_of_a_prompt_are_scored(last: int) -> None:
+    batch = make_batch(
+        [4096, 900, 70], [2048, 900, 40], group=4, kv_heads=2, size=128, dtype=torch.bfloat16,
+        device="cuda",
+    )  # fmt: skip
+    check_prompt(batch, last=[last] * 3)
+
+
+def test_old_scores_are_forgotten() -> None:
+    batch = make_batch(LONG, kv_heads=3, device="cuda")
+    scores = batch.scores[None].repeat(2, 1, 1, 1)
+    scores[:, batch.block_table[3, 0], :, :5] = float("inf")
+    rows = torch.tensor([3, 5, 11], dtype=torch.int32, device="cuda")
+    want, given = scores.clone(), (batch.block_table, batch.seq_lens)
+    reference_paged.forget_scores(want, *given, rows)
+    forget_scores(scores, *given, rows, max(LONG))
+    assert torch.equal(bits(scores), bits(want))
 
 
 def test_prompt_scores_of_a_long_prompt() -> None:

@@ -38,6 +38,7 @@ def add_prompt_scores(
     rows: Tensor | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
+    scored_from: Tensor | None = None,
 ) -> None:
     """Add the probabilities that each key receives from its row's queries. Eager.
 
@@ -56,6 +57,8 @@ def add_prompt_scores(
         max_query_len, max_seq_len: no row of this call has more; host numbers, they size the grid.
         rows: [R], int32: the rows to look at, each once; all if left out. Saves launching empty programs.
         query_scale, key_scale: see :func:`.decode.attend_decode`.
+        scored_from: [B], int32: where in the batch each row's scored queries start, up to its last one; its
+            first query if left out.
     """
     count = seq_lens.shape[0] if rows is None else rows.shape[0]
     if count == 0 or max_query_len < 2 or max_seq_len < 2:
@@ -77,6 +80,7 @@ def add_prompt_scores(
         seq_lens,
         lse,
         rows,
+        scored_from,
         query_scale,
         key_scale,
         scale * _LOG2E,
@@ -131,6 +135,7 @@ def _add_prompt_scores(
     seq_lens,
     lse,
     rows,
+    scored_from,
     query_scale,
     key_scale,
     scale_log2,
@@ -159,9 +164,12 @@ def _add_prompt_scores(
     first_key = tl.program_id(0) * KEYS
     length = tl.load(seq_lens + row)
     start = tl.load(query_start_loc + row)
-    tokens = tl.load(query_start_loc + row + 1) - start
-    if tokens < 2 or first_key >= length:
+    end = tl.load(query_start_loc + row + 1)
+    if end - start < 2 or first_key >= length:
         return
+    if scored_from is not None:
+        start = tl.load(scored_from + row)
+    tokens = end - start
 
     dims = tl.arange(0, DP)
     wide = dims < D

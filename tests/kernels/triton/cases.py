@@ -156,13 +156,13 @@ def exact(batch: Batch) -> tuple[Tensor, Tensor]:
     return out, scores
 
 
-def exact_prompt(batch: Batch) -> tuple[Tensor, Tensor]:
+def exact_prompt(batch: Batch, scored_from: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of all rows, and the scores after the rows with several queries, by the reference."""
     scores = batch.scores.clone()
     given = (batch.block_table, batch.query_start_loc, batch.seq_lens)
     lse = reference_paged.log_sum_exp(batch.query, batch.key_cache, *given, batch.logit_scale)
     reference_paged.add_prompt_scores(
-        batch.query, batch.key_cache, scores, *given, lse, batch.logit_scale
+        batch.query, batch.key_cache, scores, *given, lse, batch.logit_scale, scored_from
     )
     return lse, scores
 

@@ -16,6 +16,7 @@ from h2o_vllm.errors import BudgetError, ConfigError
 
 __all__ = [
     "CONFIG_KEY",
+    "MAX_SINKS",
     "METRICS_KEY",
     "POLICIES",
     "REPORT_KEY",
@@ -34,13 +35,16 @@ scheduler stats, and the key of those counts in ``SchedulerStats.kv_connector_st
 REPORT_KEY = "h2o"
 """Key of our reports inside an output's ``kv_transfer_params``: choice index -> report."""
 
-POLICIES = ("h2o", "window", "random", "full")
-"""Names accepted as ``kv_policy``; see :mod:`h2o_vllm.policy`."""
+POLICIES = ("h2o", "h2o-norm", "snapkv", "tova", "keydiff", "window", "random", "full")
+"""Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
-REQUEST_FIELDS = ("kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy")
+REQUEST_FIELDS = ("kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks")
 """Request fields, accepted at the top level of a body and inside ``vllm_xargs``."""
 
 MAX_BUDGET_TOKENS = 2**31 - 1
+
+MAX_SINKS = 1024
+"""Protected first tokens come on top of an operator's ``kv_budget_max``, so they are few."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class RequestBudget:
         min_fraction, max_fraction: operator limits; they bound ``tokens`` as well.
         floor: budgets never fall below this many tokens.
         recent: share of the budget given to the newest tokens, in [0, 1].
+        sinks: first tokens that are never evicted; no budget falls below them.
         policy: one of :data:`POLICIES`.
     """
 
@@ -63,6 +68,7 @@ class RequestBudget:
     floor: int
     recent: float
     policy: str
+    sinks: int = 0
 
     @property
     def evicts(self) -> bool:
@@ -79,6 +85,7 @@ class H2OConfig:
         kv_budget_tokens: default absolute budget; overrides ``kv_budget`` when set.
         kv_recent: default share of a budget spent on the newest tokens, in [0, 1].
         kv_policy: default policy, one of :data:`POLICIES`.
+        kv_sinks: default number of first tokens that are never evicted, 0 to 1024.
         kv_budget_min: smallest ``kv_budget`` a request may ask for.
         kv_budget_max: largest ``kv_budget`` a request may ask for.
         kv_min_tokens: no budget falls below this many tokens; short sequences stay whole.
@@ -91,6 +98,7 @@ class H2OConfig:
     kv_budget_tokens: int | None = None
     kv_recent: float = 0.5
     kv_policy: str = "h2o"
+    kv_sinks: int = 0
     kv_budget_min: float = 0.01
     kv_budget_max: float = 1.0
     kv_min_tokens: int = 128
@@ -101,6 +109,7 @@ class H2OConfig:
                 _fraction(name, getattr(self, name), 0.0, 1.0, low_open=True)
             _fraction("kv_recent", self.kv_recent, 0.0, 1.0)
             _choice("kv_policy", self.kv_policy)
+            _integer("kv_sinks", self.kv_sinks, 0, MAX_SINKS)
             if self.kv_budget_tokens is not None:
                 _integer("kv_budget_tokens", self.kv_budget_tokens)
             _integer("kv_min_tokens", self.kv_min_tokens)
@@ -152,6 +161,7 @@ class H2OConfig:
         given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
         policy = _choice("kv_policy", given.get("kv_policy", self.kv_policy))
         recent = _fraction("kv_recent", given.get("kv_recent", self.kv_recent), 0.0, 1.0)
+        sinks = _integer("kv_sinks", given.get("kv_sinks", self.kv_sinks), 0, MAX_SINKS)
         if "kv_budget" in given and "kv_budget_tokens" in given:
             raise BudgetError(
                 "kv_budget", given["kv_budget"], "left out when kv_budget_tokens is given"
@@ -179,6 +189,7 @@ class H2OConfig:
             floor=self.kv_min_tokens,
             recent=recent,
             policy=policy,
+            sinks=sinks,
         )
 
 
@@ -195,11 +206,11 @@ def _fraction(name: str, value: Any, low: float, high: float, *, low_open: bool 
     return number
 
 
-def _integer(name: str, value: Any) -> int:
-    accepted = f"an integer in [1, {MAX_BUDGET_TOKENS}]"
+def _integer(name: str, value: Any, low: int = 1, high: int = MAX_BUDGET_TOKENS) -> int:
+    accepted = f"an integer in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, int):
         raise BudgetError(name, value, accepted)
-    if not 1 <= value <= MAX_BUDGET_TOKENS:
+    if not low <= value <= high:
         raise BudgetError(name, value, accepted)
     return value
 

@@ -120,7 +120,8 @@ class Job:
         freed = (seen - keep) // BLOCK_SIZE
         return {
             "budget": budget.fraction, "budget_tokens": keep, "recent": budget.recent,
-            "policy": budget.policy, "tokens_seen": seen, "tokens_held": seen - freed * BLOCK_SIZE,
+            "sinks": budget.sinks, "policy": budget.policy, "tokens_seen": seen,
+            "tokens_held": seen - freed * BLOCK_SIZE,
             "tokens_evicted": freed * BLOCK_SIZE, "blocks_freed": freed,
             "peak_blocks": -(-self.prompt_tokens // BLOCK_SIZE), "block_size": BLOCK_SIZE,
         }  # fmt: skip

@@ -6,11 +6,12 @@ Runs in the engine core. No vLLM: it sees block-table indices, never blocks.
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from h2o_vllm.config import RequestBudget
 from h2o_vllm.policy import (
-    BlockSplit,
     blocks_freed,
     budget_tokens,
     get_policy,
@@ -18,7 +19,19 @@ from h2o_vllm.policy import (
     recent_tokens,
 )
 
-__all__ = ["Account", "RequestCounts"]
+__all__ = ["Account", "RequestCounts", "Verdict"]
+
+
+class Verdict(NamedTuple):
+    """Table indices of one eviction, each ascending.
+
+    ``heavy`` and ``doomed`` are those of :class:`h2o_vllm.policy.BlockSplit`; ``fresh`` are the ones
+    among them that no earlier eviction has ranked, always neighbours.
+    """
+
+    heavy: tuple[int, ...]
+    doomed: tuple[int, ...]
+    fresh: range
 
 
 class RequestCounts(Protocol):
@@ -40,13 +53,15 @@ class Account:
 
     Args:
         counts: the request; read, never written.
-        budget: what it may keep.
+        budget: what it may keep. Its floor is raised to the blocks of the protected first tokens.
         block_size: tokens per block.
     """
 
     def __init__(self, counts: RequestCounts, budget: RequestBudget, block_size: int) -> None:
+        self._protected = math.ceil(budget.sinks / block_size)
+        """Blocks that hold the first tokens which must stay, while they lie where they were written."""
         self.counts = counts
-        self.budget = budget
+        self.budget = replace(budget, floor=max(budget.floor, self._protected * block_size))
         self.block_size = block_size
         self.policy = get_policy(budget.policy)
         self.prompt_tokens = counts.num_prompt_tokens
@@ -58,7 +73,7 @@ class Account:
         self._next_index = 0
         self._next_due = self.prompt_tokens
 
-    def evict(self, computed: int) -> BlockSplit | None:
+    def evict(self, computed: int) -> Verdict | None:
         """Choose the blocks to give back before the token at position ``computed`` is computed.
 
         The caller must free what is doomed: the account counts it as gone. Depends on ``computed``
@@ -77,8 +92,13 @@ class Account:
             self._set_next_due(computed)
             return None
         recent_from = (computed - recent_tokens(self.budget, computed)) // self.block_size
-        candidates = [*self._candidates, *range(self._next_index, recent_from)]
-        split = self.policy.split(candidates, num_doomed, first=self._evicted_at is None)
+        # As many heavy blocks as the first tokens need come before recent ones.
+        recent_from = max(recent_from, self.holes + num_doomed + self._protected)
+        fresh = range(self._next_index, recent_from)
+        candidates = [*self._candidates, *fresh]
+        split = self.policy.split(
+            candidates, num_doomed, first=self._evicted_at is None, protected=self._protected
+        )
         doomed = frozenset(split.doomed)
         self._candidates = [index for index in candidates if index not in doomed]
         self._next_index = max(self._next_index, recent_from)
@@ -86,7 +106,7 @@ class Account:
         if self._evicted_at is None:
             self._evicted_at = computed
         self._set_next_due(computed)
-        return split
+        return Verdict(split.heavy, split.doomed, fresh)
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """How many of ``num_tokens`` to compute now so that no eviction point is skipped.
@@ -135,6 +155,7 @@ class Account:
             "budget": None if self.budget.tokens is not None else self.budget.fraction,
             "budget_tokens": budget_tokens(self.budget, seen),
             "recent": self.budget.recent,
+            "sinks": self.budget.sinks,
             "policy": self.budget.policy,
             "tokens_seen": seen,
             "tokens_held": seen - evicted,

@@ -79,12 +79,14 @@ class H2OBlockManager(FullAttentionManager):
         account = self._accounts.get(request_id)
         if account is None or not account.budget.evicts:
             return
-        split = account.evict(account.counts.num_computed_tokens)
+        seen = account.counts.num_computed_tokens
+        split = account.evict(seen)
         if split is None:
             return
         table = self.req_to_blocks[request_id]
         heavy = [table[index] for index in split.heavy]
         doomed = [table[index] for index in split.doomed]
+        fresh = tuple(table[index].block_id for index in split.fresh)
         check_writable(heavy)
         for index in split.doomed:
             table[index] = self.block_pool.null_block
@@ -95,6 +97,10 @@ class H2OBlockManager(FullAttentionManager):
             heavy_blocks=tuple(block.block_id for block in heavy),
             doomed_blocks=tuple(block.block_id for block in doomed),
             holes=split.doomed,
+            policy=account.budget.policy,
+            fresh_blocks=fresh,
+            fresh_from=split.fresh.start * self.block_size,
+            seen=seen,
         )
 
     def allocate_new_blocks(

@@ -12,7 +12,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Eviction", "StepPlan"]
+__all__ = ["Eviction", "StepPlan", "Terms"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a worker has to know of a request that evicts.
+
+    Attributes:
+        policy: name of its policy.
+        prompt_tokens: length of its prompt at admission; the same after a preemption.
+        sinks: first tokens that are never evicted.
+    """
+
+    policy: str
+    prompt_tokens: int
+    sinks: int = 0
 
 
 @dataclass(frozen=True)
@@ -25,12 +40,21 @@ class Eviction:
         doomed_blocks: physical ids that are freed. They are read, never written: they may still
             be valid prefix-cache entries, or belong to another request from this step on.
         holes: block-table indices of ``doomed_blocks``, which now hold the null block.
+        policy: name of the request's policy.
+        fresh_blocks: those of the heavy and doomed blocks that no eviction has ranked before, in
+            table order. Their tokens lie where they were written, all others where they were moved.
+        fresh_from: logical position of the first token in ``fresh_blocks``; the others follow.
+        seen: tokens computed so far, which is the number of queries so far.
     """
 
     request_id: str
     heavy_blocks: tuple[int, ...]
     doomed_blocks: tuple[int, ...]
     holes: tuple[int, ...]
+    policy: str = "h2o"
+    fresh_blocks: tuple[int, ...] = ()
+    fresh_from: int = 0
+    seen: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,10 +62,10 @@ class StepPlan:
     """Attached to vLLM's ``SchedulerOutput`` as attribute ``h2o``.
 
     Attributes:
-        policies: policy name of each request admitted or resumed in this step that ever evicts.
+        policies: terms of each request admitted or resumed in this step that ever evicts.
         evictions: in the order in which the pool changed hands; a later one may write blocks that
             an earlier one frees, so workers must keep the order.
     """
 
-    policies: dict[str, str] = field(default_factory=dict)
+    policies: dict[str, Terms] = field(default_factory=dict)
     evictions: tuple[Eviction, ...] = ()

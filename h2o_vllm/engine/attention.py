@@ -26,7 +26,14 @@ from h2o_vllm import kernels
 from h2o_vllm.blocks.spec import evictable_spec
 from h2o_vllm.engine.binding import refuse_unscorable
 from h2o_vllm.engine.compat import set_attention_isa
-from h2o_vllm.engine.rows import RowSplit, compact_tables, new_tokens, split_rows
+from h2o_vllm.engine.rows import (
+    RowSplit,
+    Terms,
+    compact_tables,
+    new_tokens,
+    protected_tokens,
+    split_rows,
+)
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,18 +100,27 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """As the base class; a step in which nobody has a budget is left alone entirely."""
         common, state = common_attn_metadata, self._state
-        policies = []
+        terms: list[Terms | None] = []
         if state is not None and state.in_step and state.policies:
             ids = state.row_request_ids()[: common.num_reqs]
-            policies = [state.policies.get(request_id) for request_id in ids]
-        if state is None or not any(policies):
+            terms = [state.policies.get(request_id) for request_id in ids]
+        if state is None or not any(terms):
             return super().build(common_prefix_len, common, fast_build)
         starts = common.query_start_loc_cpu.tolist()
         seq_lens = common.seq_lens.tolist()
-        for policy, tokens, positions in new_tokens(policies, starts, seq_lens):
+        for policy, tokens, positions in new_tokens(terms, starts, seq_lens):
             state.start_scores(policy, positions, common.slot_mapping[tokens])
-        live = compact_tables(common, [policy is not None for policy in policies], self.block_size)
-        rows = split_rows([bool(p and p.scores_attention) for p in policies], starts)
+        if protected := protected_tokens(terms, starts, seq_lens):
+            state.protect(common.slot_mapping[torch.tensor(protected)])
+        live = compact_tables(common, [one is not None for one in terms], self.block_size)
+        scored = [
+            one.scored_queries(seq_lens[row] - starts[row + 1] + starts[row], seq_lens[row])
+            if one
+            else 0
+            for row, one in enumerate(terms)
+        ]
+        self._forget(terms, scored, live)
+        rows = split_rows(scored, starts)
         if rows is None:
             return super().build(common_prefix_len, live, fast_build)
         rest = self._subset(live, rows) if rows.rest_rows.numel() else None
@@ -116,6 +132,16 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             "block_table": live.block_table_tensor,
         }
         return H2OMetadata(**{**vars(metadata), **ours}, rows=rows, rest=rest and metadata)
+
+    def _forget(
+        self, terms: list[Terms | None], scored: list[int], live: CommonAttentionMetadata
+    ) -> None:
+        """Drop the old scores of the rows whose policy counts the newest query alone."""
+        for row, one in enumerate(terms):
+            if one is not None and one.policy.forgets and scored[row]:
+                used = -(-int(live.seq_lens[row]) // self.block_size)
+                assert self._state is not None
+                self._state.forget_scores(live.block_table_tensor[row, :used])
 
     @staticmethod
     def _subset(common: CommonAttentionMetadata, rows: RowSplit) -> CommonAttentionMetadata:
@@ -173,10 +199,24 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
             attended = output[index]
             stock(layer, query[index], key, value, kv_cache, attn_metadata.rest, attended, *scales)
             output[index] = attended
-        batch = (query, kv_cache, scores, attn_metadata.block_table, attn_metadata.seq_lens)
+        table, lens = attn_metadata.block_table, attn_metadata.seq_lens
+        batch = (query, kv_cache, scores, table, lens)
         kernels.attend_decode(*batch, rows.decode_tokens, rows.decode_rows, self.scale, output)
         starts = attn_metadata.query_start_loc
         kernels.attend_prompt(*batch, starts, rows.prompt_rows, self.scale, output)
+        if (last := rows.last_rows).numel():
+            queries = query[rows.last_tokens]
+            every = torch.arange(last.numel(), dtype=torch.int32)
+            kernels.score_prompt(
+                queries,
+                kv_cache,
+                scores,
+                table[last],
+                lens[last],
+                rows.last_starts,
+                every,
+                self.scale,
+            )
         return output
 
 

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.manager import H2OBlockManager
-from h2o_vllm.blocks.plan import StepPlan
+from h2o_vllm.blocks.plan import StepPlan, Terms
 from h2o_vllm.config import (
     CONFIG_KEY,
     METRICS_KEY,
@@ -101,7 +101,9 @@ class H2OScheduler(ChunkLimitScheduler):
         for started in output.scheduled_new_reqs:
             account = self.blocks.account(started.req_id)
             if account is not None and account.budget.evicts:
-                policies[started.req_id] = account.budget.policy
+                policies[started.req_id] = Terms(
+                    account.budget.policy, account.prompt_tokens, account.budget.sinks
+                )
         evictions = self.blocks.take_evictions()
         output.h2o = StepPlan(policies=policies, evictions=evictions)
         if self._meter is not None and evictions:

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from h2o_vllm import kernels
+from h2o_vllm.engine.rescore import candidate_blocks, forgotten, rescore
+from h2o_vllm.engine.rows import Terms
+from h2o_vllm.kernels.reference import key_value_views
 from h2o_vllm.policy import Policy, get_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from h2o_vllm.blocks import plan
     from h2o_vllm.blocks.plan import Eviction
 
 __all__ = ["WorkerState"]
@@ -32,7 +36,7 @@ class WorkerState:
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
         first_kv_head: global index of this rank's first KV head.
         row_request_ids: request id of each row of the batch being prepared.
-        policies: request id -> policy, for the requests that evict.
+        policies: request id -> policy and what it depends on, for the requests that evict.
         in_step: whether a real step (not a warm-up) is being executed.
     """
 
@@ -41,7 +45,7 @@ class WorkerState:
     kv_cache_group: int
     first_kv_head: int
     row_request_ids: Callable[[], Sequence[str]]
-    policies: dict[str, Policy] = field(default_factory=dict)
+    policies: dict[str, Terms] = field(default_factory=dict)
     in_step: bool = False
 
     def warm_up(self, num_heads: int) -> None:
@@ -57,13 +61,14 @@ class WorkerState:
         batch = (query, kv_cache, scores[0], table, lens)
         kernels.attend_decode(*batch, first, first, 1.0, torch.empty_like(query))
         kernels.attend_prompt(*batch, starts, first, 1.0, torch.empty_like(query))
+        kernels.score_prompt(*batch, starts, first, 1.0)
         kernels.compact([kv_cache], scores, one, one + 1)
         kernels.reset_scores(scores, one.long())
 
-    def start(self, policies: dict[str, str]) -> None:
+    def start(self, policies: Mapping[str, plan.Terms]) -> None:
         """Learn the policies of the requests that enter the batch."""
-        for request_id, name in policies.items():
-            self.policies[request_id] = get_policy(name)
+        for request_id, terms in policies.items():
+            self.policies[request_id] = Terms.of(terms)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop finished requests. Unknown ids are fine."""
@@ -73,11 +78,15 @@ class WorkerState:
     def compact(self, eviction: Eviction) -> None:
         """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
 
-        Must run before the forward pass of the step that carries the eviction, and in the order
-        of the step's evictions.
+        The policy may adjust the scores first. Must run before the forward pass of the step that
+        carries the eviction, and in the order of the step's evictions.
         """
         if not eviction.heavy_blocks:
             return
+        policy = get_policy(eviction.policy)
+        if policy.rescores:
+            blocks = torch.tensor(candidate_blocks(eviction))
+            rescore(policy, eviction, self.scores, blocks, lambda layer: self._keys(layer, blocks))
         kernels.compact(
             self.kv_caches,
             self.scores,
@@ -95,3 +104,23 @@ class WorkerState:
         layers, _, heads, _ = self.scores.shape
         values = policy.initial_scores(positions, layers, heads, self.first_kv_head)
         kernels.reset_scores(self.scores, slots, values)
+
+    def protect(self, slots: torch.Tensor) -> None:
+        """Rank first tokens above all others, for as long as they live.
+
+        Args:
+            slots: where their KV goes, [T], int64.
+        """
+        layers, _, heads, _ = self.scores.shape
+        highest = torch.full((layers, heads, slots.numel()), float("inf"))
+        kernels.reset_scores(self.scores, slots, highest)
+
+    def forget_scores(self, blocks: torch.Tensor) -> None:
+        """Drop what earlier queries gave to the tokens in some blocks, [n], int."""
+        blocks = blocks.long()
+        self.scores[:, blocks] = forgotten(self.scores[:, blocks])
+
+    def _keys(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """[KH, D, C] of the tokens in ``blocks``."""
+        keys, _ = key_value_views(self.kv_caches[layer])
+        return keys[blocks].permute(1, 2, 0, 3).flatten(2)

@@ -6,10 +6,16 @@ from __future__ import annotations
 from h2o_vllm.policy.base import BlockSplit, Policy
 from h2o_vllm.policy.baselines import FullPolicy, RandomPolicy, WindowPolicy
 from h2o_vllm.policy.budget import blocks_freed, budget_tokens, next_eviction, recent_tokens
+from h2o_vllm.policy.candidates import Candidates
 from h2o_vllm.policy.h2o import H2OPolicy
+from h2o_vllm.policy.h2o_norm import H2ONormPolicy
+from h2o_vllm.policy.keydiff import KeyDiffPolicy
+from h2o_vllm.policy.snapkv import SnapKVPolicy
+from h2o_vllm.policy.tova import TOVAPolicy
 
 __all__ = [
     "BlockSplit",
+    "Candidates",
     "Policy",
     "blocks_freed",
     "budget_tokens",
@@ -19,7 +25,17 @@ __all__ = [
 ]
 
 _POLICIES: dict[str, Policy] = {
-    policy.name: policy for policy in (H2OPolicy(), WindowPolicy(), RandomPolicy(), FullPolicy())
+    policy.name: policy
+    for policy in (
+        H2OPolicy(),
+        H2ONormPolicy(),
+        SnapKVPolicy(),
+        TOVAPolicy(),
+        KeyDiffPolicy(),
+        WindowPolicy(),
+        RandomPolicy(),
+        FullPolicy(),
+    )
 }
 
 

@@ -2,10 +2,15 @@
 """The contract of a policy: which of a request's blocks die, and what ranks their tokens.
 
 A policy answers in two processes. The engine core asks :meth:`Policy.split` which live blocks
-become heavy and which are doomed, from counts alone. The worker asks whether attention mass has to
-be collected (:attr:`Policy.scores_attention`) and what score a new token starts with
-(:meth:`Policy.initial_scores`); it then keeps the highest-ranked tokens per layer and KV head.
-Plain Python and torch, no vLLM.
+become heavy and which are doomed, from counts alone. The worker asks
+
+* whether attention is added to the scores (:attr:`Policy.scores_attention`), and whose: that of all
+  queries, of the prompt's last ones (:attr:`Policy.scored_prompt_queries`), of the newest one alone
+  (:attr:`Policy.forgets`);
+* what score a new token starts with (:meth:`Policy.initial_scores`);
+* what an eviction makes of the scores first (:meth:`Policy.rescore`).
+
+It then keeps the highest-ranked tokens per layer and KV head. Plain Python and torch, no vLLM.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from h2o_vllm.policy.candidates import Candidates
 
 __all__ = ["BlockSplit", "Policy"]
 
@@ -43,14 +50,28 @@ class Policy(ABC):
     """Whether an eviction writes into surviving blocks. If so, those must never be shared: the
     request publishes only prompt blocks that its first eviction frees, and reads no cached ones."""
 
+    scored_prompt_queries: ClassVar[int | None] = None
+    """How many of the prompt's last queries are scored; ``None`` for all. Counted in positions, so that
+    it does not matter how the prompt is cut into chunks. Generated tokens' queries are always scored."""
+
+    forgets: ClassVar[bool] = False
+    """Whether only the newest query counts: the scores of all live tokens fall to zero before it."""
+
+    rescores: ClassVar[bool] = False
+    """Whether :meth:`rescore` has anything to say."""
+
     @abstractmethod
-    def split(self, candidates: list[int], num_doomed: int, *, first: bool) -> BlockSplit:
+    def split(
+        self, candidates: list[int], num_doomed: int, *, first: bool, protected: int = 0
+    ) -> BlockSplit:
         """Divide the live blocks that lie before the recent window.
 
         Args:
             candidates: table indices, ascending; all blocks are full.
             num_doomed: how many to free, in ``1..len(candidates)``.
             first: whether this is the request's first eviction.
+            protected: how many table indices, from 0, hold first tokens that must stay. A policy that
+                moves tokens may ignore it: there, these tokens rank above all others.
         """
 
     def initial_scores(
@@ -69,4 +90,16 @@ class Policy(ABC):
             ``[num_layers, num_kv_heads, T]``, float32, or ``None``.
         """
         del positions, num_layers, num_kv_heads, first_kv_head
+        return None
+
+    def rescore(self, candidates: Candidates) -> Tensor | None:
+        """New scores of the tokens that an eviction is about to rank; they stay with the survivors.
+
+        Asked only if :attr:`rescores`. May not look beyond one KV head: tensor-parallel ranks have
+        different ones, and must rank as one would.
+
+        Returns:
+            ``[L, KH, C]``, float32, or ``None`` to leave them as they are.
+        """
+        del candidates
         return None

@@ -21,24 +21,30 @@ class FullPolicy(Policy):
     scores_attention: ClassVar[bool] = False
     moves_tokens: ClassVar[bool] = False
 
-    def split(self, candidates: list[int], num_doomed: int, *, first: bool) -> BlockSplit:
+    def split(
+        self, candidates: list[int], num_doomed: int, *, first: bool, protected: int = 0
+    ) -> BlockSplit:
         """Never called: a full budget has no excess."""
         raise AssertionError("the full policy frees no blocks")
 
 
 class WindowPolicy(Policy):
-    """First block plus a sliding window (StreamingLLM, https://arxiv.org/abs/2309.17453).
+    """First blocks plus a sliding window (StreamingLLM, https://arxiv.org/abs/2309.17453).
 
-    Whole blocks are dropped in place: nothing is scored, nothing is copied.
+    Whole blocks are dropped in place: nothing is scored, nothing is copied. The first blocks are those
+    of the protected tokens, at least one.
     """
 
     name: ClassVar[str] = "window"
     scores_attention: ClassVar[bool] = False
     moves_tokens: ClassVar[bool] = False
 
-    def split(self, candidates: list[int], num_doomed: int, *, first: bool) -> BlockSplit:
-        """Free the oldest blocks after the sequence's first one, which goes only if it must."""
-        order = [*candidates[1:], candidates[0]] if candidates[0] == 0 else candidates
+    def split(
+        self, candidates: list[int], num_doomed: int, *, first: bool, protected: int = 0
+    ) -> BlockSplit:
+        """Free the oldest blocks after the sequence's first ones, which go only if they must."""
+        stay = max(1, protected)
+        order = [i for i in candidates if i >= stay] + [i for i in candidates if i < stay]
         return BlockSplit((), tuple(sorted(order[:num_doomed])))
 
 

@@ -22,7 +22,9 @@ class H2OPolicy(Policy):
     scores_attention: ClassVar[bool] = True
     moves_tokens: ClassVar[bool] = True
 
-    def split(self, candidates: list[int], num_doomed: int, *, first: bool) -> BlockSplit:
+    def split(
+        self, candidates: list[int], num_doomed: int, *, first: bool, protected: int = 0
+    ) -> BlockSplit:
         """Free the oldest blocks at the first eviction, the youngest at every later one.
 
         The set of kept tokens is the same either way. At first the oldest blocks go because they

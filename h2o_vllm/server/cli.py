@@ -28,8 +28,8 @@ GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
 GROUP_DESCRIPTION = """How much KV cache a request keeps. Every request may choose for itself with
-the body fields kv_budget or kv_budget_tokens, kv_recent and kv_policy; these are the defaults and
-the limits."""
+the body fields kv_budget or kv_budget_tokens, kv_recent, kv_policy and kv_sinks; these are the
+defaults and the limits."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -154,14 +154,22 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         float,
         "SHARE",
         "Share of the budget spent on the newest tokens, 0 to 1; the rest goes to the tokens "
-        "with the highest accumulated attention.",
+        "that --kv-policy ranks highest.",
     )
     group.add_argument(
         "--kv-policy",
         choices=POLICIES,
         default=_DEFAULTS.kv_policy,
-        help="Which tokens stay. h2o: heavy hitters + newest; window: first + newest; "
-        "random: random + newest; full: all.",
+        help="Which tokens stay beside the newest. h2o: those with the most attention so far; h2o-norm: "
+        "the most per query that could see them; snapkv: the most from the end of the prompt on; tova: "
+        "the most from the newest token; keydiff: the least like the others, whatever the attention; "
+        "window: the first; random: any; full: all.",
+    )
+    add(
+        "kv_sinks",
+        int,
+        "TOKENS",
+        "First tokens that are never evicted, 0 to 1024; no budget falls below them.",
     )
     add("kv_budget_min", float, "SHARE", "Smallest kv_budget a request may ask for.")
     add("kv_budget_max", float, "SHARE", "Largest kv_budget a request may ask for.")

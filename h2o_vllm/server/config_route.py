@@ -22,7 +22,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
-from h2o_vllm.config import POLICIES, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config import MAX_SINKS, POLICIES, REQUEST_FIELDS, H2OConfig
 from h2o_vllm.engine.compat import supported_versions
 from h2o_vllm.server.routes import LIFTED, REFUSED
 
@@ -41,6 +41,7 @@ class Defaults(BaseModel):
     kv_budget_tokens: int | None = Field(description="Absolute budget; comes before kv_budget.")
     kv_recent: float = Field(description="Share of the budget spent on the newest tokens.")
     kv_policy: str = Field(description="Which tokens stay.")
+    kv_sinks: int = Field(description="First tokens that are never evicted.")
 
 
 class Limits(BaseModel):
@@ -49,6 +50,7 @@ class Limits(BaseModel):
     kv_budget_min: float = Field(description="Smallest kv_budget; bounds kv_budget_tokens too.")
     kv_budget_max: float = Field(description="Largest kv_budget.")
     kv_min_tokens: int = Field(description="No budget falls below this many tokens.")
+    kv_sinks_max: int = Field(description="Largest kv_sinks.")
     kv_policies: list[str] = Field(description="Accepted kv_policy values.")
     request_fields: list[str] = Field(description="Budget fields of a request body.")
 
@@ -150,6 +152,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_budget_min=config.kv_budget_min,
             kv_budget_max=config.kv_budget_max,
             kv_min_tokens=config.kv_min_tokens,
+            kv_sinks_max=MAX_SINKS,
             kv_policies=policies,
             request_fields=list(REQUEST_FIELDS),
         ),

@@ -16,6 +16,7 @@ REPORT_KEYS = (
     "budget",
     "budget_tokens",
     "recent",
+    "sinks",
     "policy",
     "tokens_seen",
     "tokens_held",

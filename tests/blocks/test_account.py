@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
 from h2o_vllm.blocks.account import Account
 from h2o_vllm.config import H2OConfig
 
@@ -91,3 +93,40 @@ def test_the_report_adds_up() -> None:
     assert report["tokens_held"] + report["tokens_evicted"] == 450
     assert report["budget_tokens"] == 90
     assert 90 <= report["tokens_held"] < 90 + 16
+
+
+def test_fresh_blocks_are_those_never_ranked() -> None:
+    one = account(400, kv_budget=0.2)
+    ranked: set[int] = set()
+    for computed in range(400, 900):
+        verdict = one.evict(computed)
+        if verdict is not None:
+            assert not ranked & set(verdict.fresh)
+            assert {*verdict.heavy, *verdict.doomed} <= ranked | set(verdict.fresh)
+            ranked |= set(verdict.fresh)
+    assert ranked == set(range(max(ranked) + 1))
+
+
+@pytest.mark.parametrize("policy", ["h2o", "window"])
+@pytest.mark.parametrize("recent", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("sinks", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (200, 13)])
+def test_there_is_always_room_for_protected_tokens(
+    sinks: int, blocks: int, recent: float, policy: str
+) -> None:
+    one = account(400, kv_budget_tokens=1, kv_recent=recent, kv_sinks=sinks, kv_policy=policy)
+    evictions = 0
+    for computed in range(400, 900):
+        verdict = one.evict(computed)
+        if verdict is None:
+            continue
+        evictions += 1
+        assert len(one._candidates) >= blocks
+        assert max((*verdict.heavy, *verdict.doomed)) < computed // 16
+        if policy == "window":
+            assert min(verdict.doomed) >= blocks
+        one.counts.num_computed_tokens = computed  # type: ignore[misc]
+        one.counts.num_tokens = computed + 1  # type: ignore[misc]
+        report = one.report()
+        assert report["sinks"] == sinks
+        assert report["budget_tokens"] == max(16, blocks * 16)
+    assert evictions > 10

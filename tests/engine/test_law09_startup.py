@@ -196,6 +196,7 @@ def test_marked_specs_merge_into_marked_specs() -> None:
         ({"kv_policy": "best"}, "--kv-policy"),
         ({"kv_recent": 2}, "--kv-recent"),
         ({"kv_min_tokens": 0}, "--kv-min-tokens"),
+        ({"kv_sinks": 1.5}, "--kv-sinks"),
         ({"kv_budget_tokens": 1.5}, "--kv-budget-tokens"),
         ({"kv_bugdet": 0.2}, "kv_bugdet"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from h2o_vllm.config import POLICIES
 from h2o_vllm.policy import budget_tokens
 from tests.engine.scheduling import Rig
 
@@ -55,9 +56,9 @@ def _aborted() -> Any:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"kv_budget": 0.2}, {"kv_budget": 0.5}, {"kv_budget_tokens": 70}]
+    "asked", [{"kv_budget": 0.2}, {"kv_budget": 0.5}, {"kv_budget_tokens": 70, "kv_sinks": 100}]
 )
-@pytest.mark.parametrize("policy", ["h2o", "window", "random"])
+@pytest.mark.parametrize("policy", POLICIES[:-1])
 def test_law03_live_blocks_stay_within_the_budget(
     model_dir: str, asked: dict[str, Any], policy: str
 ) -> None:
@@ -118,7 +119,7 @@ def test_law06_budgeted_requests_do_not_read_the_prefix_cache(model_dir: str) ->
     rig.run()
 
 
-@pytest.mark.parametrize("policy", ["h2o", "window", "random"])
+@pytest.mark.parametrize("policy", POLICIES[:-1])
 def test_law07_kv_computed_after_an_eviction_is_never_hashed(model_dir: str, policy: str) -> None:
     rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
     rig.add("a", PROMPT, {"kv_budget": 0.3, "kv_policy": policy}, max_tokens=100)
@@ -144,6 +145,10 @@ BAD = [
     {"kv_policy": 3},
     {"kv_recent": "all"},
     {"kv_recent": 1.5},
+    {"kv_sinks": -1},
+    {"kv_sinks": 2000},
+    {"kv_sinks": "4"},
+    {"kv_sinks": True},
 ]
 
 

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.request import RequestStatus
 
+from h2o_vllm.config import POLICIES
 from h2o_vllm.policy import budget_tokens
 from tests.engine.scheduling import Rig
 
@@ -40,7 +41,8 @@ budgets = st.one_of(
         {"kv_budget": st.floats(0.05, 1.0)},
         optional={
             "kv_recent": st.floats(0.0, 1.0),
-            "kv_policy": st.sampled_from(["h2o", "window", "random", "full"]),
+            "kv_policy": st.sampled_from(POLICIES),
+            "kv_sinks": st.integers(0, 100),
         },
     ),
     st.fixed_dictionaries({"kv_budget_tokens": st.integers(1, 200)}),

@@ -22,6 +22,7 @@ from loadtest.budgets import Mix, MixError
         ("none", "kv=none", {}),
         ("0.2/window", "kv=0.2/window", {"kv_budget": 0.2, "kv_policy": "window"}),
         ("none/full:7", "kv=none/full", {"kv_policy": "full"}),
+        ("0.1/h2o-norm", "kv=0.1/h2o-norm", {"kv_budget": 0.1, "kv_policy": "h2o-norm"}),
     ],
 )
 def test_entry_becomes_a_label_and_body_fields(text: str, label: str, fields: object) -> None:

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a policy gives up, and what the random policy's ranks look like."""
+"""One matrix over all policies, then what is particular to each."""
+
+import sys
 
 import pytest
 import torch
 
 from h2o_vllm.config import POLICIES
-from h2o_vllm.policy import get_policy
+from h2o_vllm.policy import Candidates, get_policy
+
+MATRIX = POLICIES[:-1]
+"""All but ``full``, which is never asked."""
 
 
 def test_every_configurable_policy_exists() -> None:
     assert [get_policy(name).name for name in POLICIES] == list(POLICIES)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+@pytest.mark.parametrize("name", MATRIX)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("num_doomed", [1, 3, 7])
 def test_a_split_frees_what_it_was_asked_to(name: str, first: bool, num_doomed: int) -> None:
@@ -27,6 +32,94 @@ def test_a_split_frees_what_it_was_asked_to(name: str, first: bool, num_doomed: 
         assert heavy == ()
 
 
+@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("num_doomed", [1, 4])
+def test_protected_blocks_stay(name: str, num_doomed: int) -> None:
+    """In place, or as room for their tokens, which rank above all others."""
+    policy, candidates = get_policy(name), list(range(7))
+    heavy, doomed = policy.split(candidates, num_doomed, first=True, protected=3)
+    assert len(heavy) >= 3 if policy.moves_tokens else min(doomed) >= 3
+
+
+def candidates_of(
+    scores: torch.Tensor, known: int, fresh_from: int, seen: int, size: int = 8, seed: int = 0
+) -> Candidates:
+    """With random keys, the same for the same ``seed``."""
+    layers, heads, count = scores.shape
+    gen = torch.Generator().manual_seed(seed)
+    keys = torch.randn(layers, heads, size, count, generator=gen)
+    return Candidates(scores, known, fresh_from, seen, keys.__getitem__)
+
+
+@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize(("known", "count"), [(0, 40), (16, 48), (48, 48)])
+def test_rescoring_gives_finite_scores_head_by_head(name: str, known: int, count: int) -> None:
+    """The scores of some heads do not depend on the others (law 11), nor change the given ones."""
+    policy = get_policy(name)
+    scores = torch.rand(2, 4, count, generator=torch.Generator().manual_seed(1))
+    given = candidates_of(scores.clone(), known, 100, 200)
+    new = policy.rescore(given)
+    assert torch.equal(given.scores, scores)
+    assert policy.rescores or new is None
+    if new is None:
+        return
+    assert new.shape == scores.shape and new.dtype == torch.float32
+    assert new.isfinite().all()
+    some = Candidates(scores[:, 1:3], known, 100, 200, lambda layer: given.keys(layer)[1:3])
+    part = policy.rescore(some)
+    assert part is not None
+    torch.testing.assert_close(part, new[:, 1:3], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_what_a_policy_says_of_itself_fits_together(name: str) -> None:
+    policy = get_policy(name)
+    assert policy.moves_tokens or not (policy.scores_attention or policy.rescores)
+    assert policy.scores_attention or policy.scored_prompt_queries is None
+    assert policy.scores_attention or not policy.forgets
+    assert policy.scored_prompt_queries is None or policy.scored_prompt_queries > 0
+    module = sys.modules[type(policy).__module__]
+    assert "arxiv.org" in f"{module.__doc__} {type(policy).__doc__}" or name == "random"
+
+
+def test_h2o_is_as_published() -> None:
+    """All queries, summed, never adjusted."""
+    policy = get_policy("h2o")
+    assert policy.scores_attention and not policy.rescores and not policy.forgets
+    assert policy.scored_prompt_queries is None
+    assert policy.initial_scores(torch.arange(4), 1, 1, 0) is None
+
+
+def test_h2o_norm_ranks_by_the_mean() -> None:
+    scores = torch.rand(1, 1, 20)
+    new = get_policy("h2o-norm").rescore(candidates_of(scores, 8, 50, 100))
+    assert new is not None
+    assert torch.equal(new[..., :8], scores[..., :8])
+    means = scores[..., 8:] / (100 - torch.arange(50, 62))
+    torch.testing.assert_close(new[..., 8:], means * 100)
+
+
+def test_snapkv_pools_the_fresh_tokens_once() -> None:
+    scores = torch.zeros(1, 1, 30)
+    scores[..., 2], scores[..., 10], scores[..., 20] = 9.0, 5.0, 7.0
+    new = get_policy("snapkv").rescore(candidates_of(scores, 8, 50, 100))
+    assert new is not None
+    assert new[0, 0, :8].tolist() == [0, 0, 9, 0, 0, 0, 0, 0]
+    assert new[0, 0, 8:14].tolist() == [5.0] * 6
+    assert new[0, 0, 17:24].tolist() == [7.0] * 7
+    assert new.count_nonzero() == 1 + 6 + 7
+
+
+def test_keydiff_keeps_the_odd_key_out() -> None:
+    keys = torch.ones(1, 8, 20) + torch.randn(1, 8, 20) * 0.1
+    keys[0, :, 13] *= -100
+    given = Candidates(torch.zeros(1, 1, 20), 0, 0, 20, lambda layer: keys)
+    new = get_policy("keydiff").rescore(given)
+    assert new is not None
+    assert int(new.argmax()) == 13
+    assert -1.0001 <= new.min() and new.max() <= 1.0001
+
+
 def test_h2o_frees_the_published_prompt_first_and_the_youngest_block_later() -> None:
     policy = get_policy("h2o")
     assert policy.split([0, 1, 2, 3, 4], 3, first=True).doomed == (0, 1, 2)
@@ -38,6 +131,7 @@ def test_window_keeps_the_first_block_while_it_can() -> None:
     assert policy.split([0, 1, 2, 3], 2, first=True).doomed == (1, 2)
     assert policy.split([0, 7], 1, first=False).doomed == (7,)
     assert policy.split([0, 7], 2, first=False).doomed == (0, 7)
+    assert policy.split([0, 1, 2, 3], 2, first=True, protected=2).doomed == (2, 3)
 
 
 def test_random_ranks_are_uniform_repeatable_and_independent_of_the_batch() -> None:

@@ -16,6 +16,7 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "budget": 0.2,
         "budget_tokens": 20,
         "recent": 0.5,
+        "sinks": 0,
         "policy": "h2o",
         "tokens_seen": 100,
         "tokens_held": 32,

@@ -42,6 +42,8 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
         (["--kv-recent", "1.1"], "--kv-recent"),
         (["--kv-policy", "lru"], "--kv-policy"),
         (["--kv-min-tokens", "-5"], "--kv-min-tokens"),
+        (["--kv-sinks", "1025"], "--kv-sinks"),
+        (["--kv-sinks", "-1"], "--kv-sinks"),
         (["--kv-budget-min", "0.9", "--kv-budget-max", "0.1"], "--kv-budget-min"),
         (["--kv-budget", "0.1", "--kv-budget-min", "0.2"], "--kv-budget"),
     ],

@@ -30,6 +30,20 @@ BAD_VALUES: dict[str, list[str]] = {
         *("-0.1", "1.1", "2", "-1", "NaN", "Infinity", "-Infinity", "1" + "0" * 400),
         *("true", "false", '"0.5"', '""', "[]", "[0.5]", "{}"),
     ],
+    "kv_sinks": [
+        *(
+            "-1",
+            "1025",
+            "2147483648",
+            "1" + "0" * 400,
+            "-1" + "0" * 400,
+            "4.0",
+            "0.5",
+            "NaN",
+            "Infinity",
+        ),
+        *("true", "false", '"4"', '""', "[]", "[4]", "{}", '{"a": 1}'),
+    ],
     "kv_policy": [
         *('""', '"H2O"', '"h2o "', '"lru"', '"none"', '"random\\u0000"', '"' + "h2o" * 3000 + '"'),
         *("0", "1", "1.5", "true", "false", "NaN", "[]", '["h2o"]', "{}", '{"h2o": 1}'),
@@ -92,6 +106,8 @@ def test_message_names_field_value_and_range(config: H2OConfig) -> None:
         {"kv_budget": 0.05, "kv_recent": 0, "kv_policy": "window"},
         {"kv_budget_tokens": 1, "kv_recent": 1.0},
         {"kv_budget_tokens": 2**31 - 1, "kv_policy": "random"},
+        {"kv_sinks": 0, "kv_policy": "h2o-norm"},
+        {"kv_sinks": 1024, "kv_policy": "keydiff"},
         {"kv_policy": "full"},
     ],
 )

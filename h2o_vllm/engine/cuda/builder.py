@@ -73,7 +73,17 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         self._drop_holes(
             common.block_table_tensor, common.seq_lens, common.query_start_loc, rows.flags
         )
+        if (protected := rows.protected_tokens).size:
+            state.protect(common.slot_mapping, protected)
+        if (forgetting := np.flatnonzero(rows.forgetting)).size:
+            state.forget_scores(
+                self._table,
+                self._live,
+                self._to_device(forgetting),
+                int(rows.seq_lens[forgetting].max()),
+            )
         prompts = np.flatnonzero(rows.prompts)
+        unscored = rows.query_lens - rows.scored_queries
         return self._batch(
             state.step_variant.current,
             common,
@@ -81,6 +91,9 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             fast_build,
             decodes=bool(rows.decodes.any()),
             prompt_rows=self._to_device(prompts) if prompts.size else None,
+            scored_from=self._to_device(common.query_start_loc_cpu[:-1].numpy() + unscored)
+            if unscored[prompts].any()
+            else None,
             max_query_len=int(rows.query_lens[prompts].max(initial=0)),
             max_seq_len=int(rows.seq_lens[prompts].max(initial=0)),
         )
@@ -158,5 +171,5 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             **{"prompt_rows": None, **ours},
         )
 
-    def _to_device(self, rows: np.ndarray) -> torch.Tensor:
-        return async_tensor_h2d(rows.astype(np.int32), device=self._live.device)
+    def _to_device(self, numbers: np.ndarray) -> torch.Tensor:
+        return async_tensor_h2d(numbers.astype(np.int32), device=self._live.device)

@@ -113,6 +113,7 @@ class ScoringImpl(AttentionImpl[Any]):
                 batch.max_query_len,
                 batch.max_seq_len,
                 batch.prompt_rows,
+                scored_from=batch.scored_from,
             )
         return output
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
+
+    from h2o_vllm.blocks.plan import Terms
 
 __all__ = ["PolicySlots", "StepRows", "StepVariant", "Variant"]
 
@@ -57,10 +60,20 @@ _TABLE: tuple[Policy | None, ...] = (None, *(get_policy(name) for name in POLICI
 _CODES = {name: code for code, name in enumerate(POLICIES, start=1)}
 _SCORES = np.array([policy is not None and policy.scores_attention for policy in _TABLE])
 _MOVES = np.array([policy is not None and policy.moves_tokens for policy in _TABLE])
+_FORGETS = np.array([policy is not None and policy.forgets for policy in _TABLE])
+_ALL = np.iinfo(np.int32).max
+_PROMPT_QUERIES = np.array(
+    [
+        _ALL if policy is None or policy.scored_prompt_queries is None
+        else policy.scored_prompt_queries
+        for policy in _TABLE
+    ],
+    dtype=np.int32,
+)  # fmt: skip
 
 
 class PolicySlots:
-    """Policy codes of the requests in the runner's request table, by slot.
+    """Policies of the requests in the runner's request table, and what they depend on, by slot.
 
     A request's slot exists only once the runner has added it, hence the two steps ``start`` (with
     the scheduler's plan) and ``place`` (when the batch is known).
@@ -71,13 +84,14 @@ class PolicySlots:
 
     def __init__(self, num_slots: int) -> None:
         self._codes: NDArray[np.int8] = np.zeros(num_slots, dtype=np.int8)
-        self._waiting: dict[str, int] = {}
+        self._prompt_tokens: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+        self._sinks: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+        self._waiting: dict[str, Terms] = {}
         self._placed: set[int] = set()
 
-    def start(self, policies: Mapping[str, str]) -> None:
-        """Requests (id -> policy name) that evict and enter the batch in this step."""
-        for request_id, name in policies.items():
-            self._waiting[request_id] = _CODES[name]
+    def start(self, policies: Mapping[str, Terms]) -> None:
+        """Requests that evict and enter the batch in this step."""
+        self._waiting.update(policies)
 
     def release(self, request_ids: Iterable[str], slots: Mapping[str, int]) -> None:
         """Requests that leave (finished or preempted), before the runner reuses their slots."""
@@ -91,8 +105,10 @@ class PolicySlots:
     def place(self, slots: Mapping[str, int]) -> None:
         """Look up the slots of the requests that were started."""
         for request_id in [one for one in self._waiting if one in slots]:
-            slot = slots[request_id]
-            self._codes[slot] = self._waiting.pop(request_id)
+            slot, terms = slots[request_id], self._waiting.pop(request_id)
+            self._codes[slot] = _CODES[terms.policy]
+            self._prompt_tokens[slot] = terms.prompt_tokens
+            self._sinks[slot] = terms.sinks
             self._placed.add(slot)
 
     def codes(self, slots: NDArray[np.intp]) -> NDArray[np.int8] | None:
@@ -102,6 +118,14 @@ class PolicySlots:
         codes = self._codes[slots]
         return codes if codes.any() else None
 
+    def prompt_tokens(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Per batch row, for the rows whose code is not 0."""
+        return self._prompt_tokens[slots]
+
+    def sinks(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Protected first tokens per batch row, for the rows whose code is not 0."""
+        return self._sinks[slots]
+
 
 @dataclass(frozen=True)
 class StepRows:
@@ -110,36 +134,72 @@ class StepRows:
     Attributes:
         codes: policy code per row, [B], int8; padding rows have 0.
         query_lens: [B], int32. seq_lens: logical lengths, this step's tokens included, [B], int32.
+        prompt_tokens: [B], int32. sinks: protected first tokens, [B], int32.
     """
 
     codes: NDArray[np.int8]
     query_lens: NDArray[np.int32]
     seq_lens: NDArray[np.int32]
+    prompt_tokens: NDArray[np.int32]
+    sinks: NDArray[np.int32]
 
     @classmethod
     def of(
-        cls, codes: NDArray[np.int8], starts: NDArray[np.int32], seq_lens: NDArray[np.int32]
+        cls,
+        codes: NDArray[np.int8],
+        starts: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        prompt_tokens: NDArray[np.int32],
+        sinks: NDArray[np.int32],
     ) -> StepRows:
-        """From the codes of the real rows and ``starts``, [B + 1], which may have padding rows."""
-        padded = np.zeros(len(starts) - 1, dtype=np.int8)
-        padded[: len(codes)] = codes
-        return cls(padded, np.diff(starts), seq_lens)
+        """From what is known of the real rows, and ``starts``, [B + 1], which may have padding rows."""
+        rows = len(starts) - 1
 
-    @property
-    def scored(self) -> NDArray[np.bool_]:
-        """[B]: rows whose attention probabilities are added up."""
-        scored: NDArray[np.bool_] = _SCORES[self.codes]
-        return scored
+        def padded(values: NDArray[Any]) -> NDArray[Any]:
+            return np.pad(values, (0, rows - len(values)))
+
+        return cls(padded(codes), np.diff(starts), seq_lens, padded(prompt_tokens), padded(sinks))
+
+    @cached_property
+    def scored_queries(self) -> NDArray[np.int32]:
+        """[B]: how many of a row's queries, the last ones, have their probabilities added up.
+
+        See :meth:`h2o_vllm.engine.rows.Terms.scored_queries`, which says the same of one row.
+        """
+        first = np.maximum(self.prompt_tokens - _PROMPT_QUERIES[self.codes], 0)
+        most = np.where(_FORGETS[self.codes], np.minimum(self.query_lens, 1), self.query_lens)
+        counts: NDArray[np.int32] = np.where(
+            _SCORES[self.codes], np.clip(self.seq_lens - first, 0, most), 0
+        )
+        return counts
 
     @property
     def decodes(self) -> NDArray[np.bool_]:
-        """[B]: scored rows with one query: our kernel attends for them."""
-        return self.scored & (self.query_lens == 1)
+        """[B]: rows with one query, which is scored: our kernel attends for them."""
+        return (self.scored_queries == 1) & (self.query_lens == 1)
 
     @property
     def prompts(self) -> NDArray[np.bool_]:
-        """[B]: scored rows with several queries: vLLM's kernel attends, ours only scores."""
-        return self.scored & (self.query_lens > 1)
+        """[B]: rows with several queries, scored ones among them: vLLM's kernel attends, ours scores."""
+        return (self.scored_queries > 0) & (self.query_lens > 1)
+
+    @property
+    def forgetting(self) -> NDArray[np.bool_]:
+        """[B]: scored rows of a policy that counts the newest query alone."""
+        forgetting: NDArray[np.bool_] = _FORGETS[self.codes] & (self.scored_queries > 0)
+        return forgetting
+
+    @property
+    def protected_tokens(self) -> NDArray[np.int64]:
+        """Positions in the batch of the first tokens that must stay."""
+        before = self.seq_lens - self.query_lens
+        rows = np.flatnonzero(_MOVES[self.codes] & (before < self.sinks))
+        starts = np.cumsum(self.query_lens) - self.query_lens
+        counts = np.minimum(self.query_lens, self.sinks - before)
+        return np.concatenate(
+            [np.arange(starts[row], starts[row] + counts[row], dtype=np.int64) for row in rows]
+            or [np.zeros(0, dtype=np.int64)]
+        )
 
     @property
     def variant(self) -> Variant:

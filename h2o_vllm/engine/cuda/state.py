@@ -11,16 +11,18 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from h2o_vllm.engine.cuda.rows import PolicySlots, StepRows, StepVariant, Variant
+from h2o_vllm.engine.rescore import candidate_blocks, rescore
 from h2o_vllm.kernels import triton as kernels
+from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -74,18 +76,27 @@ class CudaState:
                 assert common.seq_lens_cpu_upper_bound is not None
                 # Exact without speculative decoding, which is refused.
                 seq_lens = common.seq_lens_cpu_upper_bound.numpy()
-                rows = StepRows.of(codes, common.query_start_loc_cpu.numpy(), seq_lens)
+                rows = StepRows.of(
+                    codes,
+                    common.query_start_loc_cpu.numpy(),
+                    seq_lens,
+                    self.policies.prompt_tokens(common.req_idx),
+                    self.policies.sinks(common.req_idx),
+                )
         self.step_variant.current = Variant.STOCK if rows is None else rows.variant
         return rows
 
     def compact(self, evictions: Sequence[Eviction]) -> None:
         """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
 
-        Must run before the forward pass of the step that carries the evictions. Their order does
-        not matter: a heavy block belongs to its request since before the step, so no other
-        eviction of the step has doomed it.
+        Policies may adjust the scores first. Must run before the forward pass of the step that
+        carries the evictions. Their order does not matter: a heavy block belongs to its request since
+        before the step, so no other eviction of the step has doomed it.
         """
         pairs = [(one.heavy_blocks, one.doomed_blocks) for one in evictions if one.heavy_blocks]
+        for eviction in evictions:
+            if eviction.heavy_blocks:
+                self._rescore(eviction)
         if pairs:
             packed = kernels.Evictions.pack(pairs, self.scores.device)
             kernels.compact(self.kv_layers, self.scores, packed)
@@ -115,6 +126,36 @@ class CudaState:
         else:
             slots = slot_mapping[async_tensor_h2d(tokens, device=self.scores.device)]
         kernels.reset_scores(self.scores, slots, values)
+
+    def protect(self, slot_mapping: torch.Tensor, tokens: NDArray[np.int64]) -> None:
+        """Rank first tokens above all others, for as long as they live.
+
+        Args:
+            slot_mapping, tokens: as for :meth:`start_scores`.
+        """
+        layers, _, heads, _ = self.scores.shape
+        highest = self.scores.new_full((layers, heads, len(tokens)), float("inf"))
+        slots = slot_mapping[async_tensor_h2d(tokens, device=self.scores.device)]
+        kernels.reset_scores(self.scores, slots, highest)
+
+    def forget_scores(
+        self, table: torch.Tensor, live: torch.Tensor, rows: torch.Tensor, max_len: int
+    ) -> None:
+        """Drop what earlier queries gave to some rows' tokens; see :func:`.kernels.forget_scores`."""
+        kernels.forget_scores(self.scores, table, live, rows, max_len)
+
+    def _rescore(self, eviction: Eviction) -> None:
+        policy = get_policy(eviction.policy)
+        if not policy.rescores:
+            return
+        ids = np.array(candidate_blocks(eviction), dtype=np.int64)
+        blocks = async_tensor_h2d(ids, device=self.scores.device)
+
+        def keys(layer: int) -> torch.Tensor:
+            cached = self.kv_layers.key_caches[layer][blocks]
+            return cached.permute(2, 3, 0, 1).flatten(2)
+
+        rescore(policy, eviction, self.scores, blocks, keys)
 
     def note_served(self, batch: ScoredBatch, layer: int) -> None:
         """A layer's attention ran for a batch with budgets; remembers what was captured."""

@@ -6,17 +6,32 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from h2o_vllm.blocks.plan import Terms
 from h2o_vllm.config import POLICIES
+from h2o_vllm.engine import rows as cpu
 from h2o_vllm.engine.cuda.rows import PolicySlots, StepRows, Variant
 from h2o_vllm.kernels.triton import EVICTING, SCORED
 from h2o_vllm.policy import get_policy
 
 H2O, WINDOW, RANDOM, FULL = (POLICIES.index(n) + 1 for n in ("h2o", "window", "random", "full"))
+SNAPKV, TOVA, KEYDIFF = (POLICIES.index(n) + 1 for n in ("snapkv", "tova", "keydiff"))
 
 
-def step(codes: list[int], query_lens: list[int], seq_lens: list[int]) -> StepRows:
+def step(
+    codes: list[int],
+    query_lens: list[int],
+    seq_lens: list[int],
+    prompts: list[int] | None = None,
+    sinks: list[int] | None = None,
+) -> StepRows:
     starts = np.array([0, *np.cumsum(query_lens)], dtype=np.int32)
-    return StepRows.of(np.array(codes, dtype=np.int8), starts, np.array(seq_lens, dtype=np.int32))
+    return StepRows.of(
+        np.array(codes, dtype=np.int8),
+        starts,
+        np.array(seq_lens, dtype=np.int32),
+        np.array(prompts or [0] * len(codes), dtype=np.int32),
+        np.array(sinks or [0] * len(codes), dtype=np.int32),
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,8 +43,10 @@ def step(codes: list[int], query_lens: list[int], seq_lens: list[int]) -> StepRo
         ([H2O, H2O], [1, 5], Variant.MIXED),
         ([WINDOW, H2O], [1, 1], Variant.MIXED),
         ([RANDOM], [1], Variant.MIXED),
+        ([TOVA, SNAPKV], [1, 1], Variant.SCORED),
+        ([KEYDIFF, H2O], [1, 1], Variant.MIXED),
     ],
-    ids=["decodes", "padded", "one-without", "a-prompt", "a-window", "random"],
+    ids=["decodes", "padded", "one-without", "a-prompt", "a-window", "random", "tova", "keydiff"],
 )
 def test_the_variant_follows_from_the_rows(
     codes: list[int], query_lens: list[int], variant: Variant
@@ -63,8 +80,9 @@ def test_slots_learn_and_forget() -> None:
     slots = PolicySlots(4)
     at = np.array([2, 0])
     assert slots.codes(at) is None
-    slots.start({"a": "h2o", "b": "window"})
+    slots.start({"a": Terms("h2o", 70, 4), "b": Terms("window", 8)})
     slots.place({"a": 2})
+    assert slots.prompt_tokens(at).tolist() == [70, 0] and slots.sinks(at).tolist() == [4, 0]
     codes = slots.codes(at)
     assert codes is not None and codes.tolist() == [H2O, 0]
     assert slots.codes(np.array([0, 1])) is None
@@ -77,7 +95,7 @@ def test_slots_learn_and_forget() -> None:
 
 def test_a_released_slot_is_clean_while_others_evict() -> None:
     slots = PolicySlots(4)
-    slots.start({"a": "h2o", "b": "window"})
+    slots.start({"a": Terms("h2o", 9), "b": Terms("window", 9)})
     slots.place({"a": 1, "b": 3})
     slots.release(["a"], {"a": 1, "b": 3})
     codes = slots.codes(np.array([1, 3]))
@@ -86,7 +104,46 @@ def test_a_released_slot_is_clean_while_others_evict() -> None:
 
 def test_a_request_that_leaves_before_it_was_placed_leaves_nothing() -> None:
     slots = PolicySlots(2)
-    slots.start({"a": "h2o"})
+    slots.start({"a": Terms("h2o", 9)})
     slots.release(["a"], {})
     slots.place({"a": 1})
     assert slots.codes(np.array([0, 1])) is None
+
+
+def test_scored_queries_are_the_cpus() -> None:
+    """One row at a time in ``engine.rows``, all at once here: the same rule, whatever the chunk."""
+    chance = np.random.default_rng(0)
+    for _ in range(300):
+        name = POLICIES[chance.integers(len(POLICIES))]
+        prompt, first = (int(n) for n in chance.integers(1, 90, size=2))
+        count, sinks = (int(n) for n in chance.integers(1, 60, size=2))
+        code = POLICIES.index(name) + 1
+        rows = step([0, code], [3, count], [3, first + count], [0, prompt], [0, sinks])
+        terms = cpu.Terms.of(Terms(name, prompt, sinks))
+        assert rows.scored_queries.tolist() == [0, terms.scored_queries(first, first + count)]
+        expected = cpu.protected_tokens([None, terms], [0, 3, 3 + count], [3, first + count])
+        assert rows.protected_tokens.tolist() == expected
+
+
+def test_a_prompt_is_scored_from_its_window_on() -> None:
+    rows = step(
+        [SNAPKV, SNAPKV, SNAPKV, TOVA, TOVA],
+        [40, 40, 1, 40, 1],
+        [40, 80, 81, 60, 61],
+        [80] * 3 + [60] * 2,
+    )
+    assert rows.scored_queries.tolist() == [0, 32, 1, 1, 1]
+    assert rows.prompts.tolist() == [False, True, False, True, False]
+    assert rows.decodes.tolist() == [False, False, True, False, True]
+    assert rows.forgetting.tolist() == [False, False, False, True, True]
+
+
+def test_protected_tokens_are_found_in_every_chunk() -> None:
+    rows = step(
+        [H2O, WINDOW, H2O, TOVA],
+        [4, 9, 6, 5, 0, 0],
+        [4, 9, 12, 9, 0, 0],
+        [4, 9, 12, 9],
+        [3, 9, 8, 2],
+    )
+    assert rows.protected_tokens.tolist() == [0, 1, 2, 13, 14]

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens one eviction ranks, as :meth:`h2o_vllm.policy.base.Policy.rescore` sees them. Worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Candidates"]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """C tokens of one request, of which some will be evicted; the recent ones are not among them.
+
+    ::
+
+        | known: ranked before, in any order | fresh: never ranked, in the order of their positions |
+        0                                  known                                                    C
+
+    Attributes:
+        scores: [L, KH, C], float32; finite. Protected first tokens have 0: they stay whatever is made
+            of their scores.
+        known: how many earlier evictions have ranked and moved.
+        fresh_from: position of the first fresh token; the others follow one by one.
+        seen: queries so far, which is tokens computed so far.
+        keys: gives one layer's cached keys (rotated, where the model does so), a column each,
+            [KH, D, C], in the model's dtype.
+    """
+
+    scores: Tensor
+    known: int
+    fresh_from: int
+    seen: int
+    keys: Callable[[int], Tensor]
+
+    @property
+    def fresh_positions(self) -> Tensor:
+        """[C - known], float32."""
+        count = self.scores.shape[-1] - self.known
+        start, device = self.fresh_from, self.scores.device
+        return torch.arange(start, start + count, dtype=torch.float32, device=device)
+
+    def with_fresh(self, fresh: Tensor) -> Tensor:
+        """The scores, with those of the fresh tokens, [L, KH, C - known], replaced."""
+        return torch.cat([self.scores[..., : self.known], fresh], dim=-1)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KeyDiff: keep distinctive keys, without looking at attention (Park et al., NeurIPS 2025)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from h2o_vllm.policy.h2o import H2OPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from h2o_vllm.policy.candidates import Candidates
+
+__all__ = ["KeyDiffPolicy"]
+
+_TINY = 1e-20
+"""Below the square of any key's length."""
+
+
+class KeyDiffPolicy(H2OPolicy):
+    """Keep the tokens whose keys are least like the others.
+
+    KeyDiff (https://arxiv.org/abs/2504.15364) observes that keys that differ from the rest receive the
+    most attention, and ranks by minus the cosine of a key and the mean of the normalised keys. Nothing
+    is collected between evictions: attention stays with vLLM's own kernel. The mean is over the
+    candidates; the recent tokens, which always stay, are left out.
+    """
+
+    name: ClassVar[str] = "keydiff"
+    scores_attention: ClassVar[bool] = False
+    rescores: ClassVar[bool] = True
+
+    def rescore(self, candidates: Candidates) -> Tensor | None:
+        """All candidates anew, from their keys; layer by layer, as keys are large."""
+        scores = torch.empty_like(candidates.scores)
+        for layer in range(scores.shape[0]):
+            keys = candidates.keys(layer).float()
+            # Normalising the keys themselves would copy them: scale the products instead.
+            inverse = keys.square().sum(1, keepdim=True).clamp_min(_TINY).rsqrt()
+            anchor = F.normalize(keys @ inverse.mT, dim=1)
+            scores[layer] = ((anchor.mT @ keys) * -inverse).squeeze(1)
+        return scores

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every policy through scheduler, worker, builder and attention, without a GPU.
+
+Every attention output is compared with ``tests/reference_policies.py``: a token kept or scored otherwise
+shows in all later ones.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_vllm.config import POLICIES
+from h2o_vllm.policy import get_policy
+from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
+from tests.engine.scheduling import Rig
+from tests.reference_policies import PolicyModel
+
+FLOOR = 32
+MOVING = [name for name in POLICIES[:-1] if get_policy(name).moves_tokens and name != "random"]
+REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    f"{policy}-{sinks}": (
+        90 + 11 * row,
+        60,
+        {"kv_budget": 0.4, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent},
+    )
+    for row, (policy, sinks, recent) in enumerate(
+        [*[(policy, 0, 0.5) for policy in MOVING], ("tova", 20, 1.0), ("snapkv", 3, 0.0)]
+    )
+}
+"""Prompts are cut into chunks of at most 64 tokens, and where depends on the others."""
+
+
+def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
+    """Attention of every computed token of one request, one by one. [LAYERS, HEADS, SIZE] each."""
+    prompt, new, asked = REQUESTS[name]
+    nothing: Any = None
+    model = PolicyModel(
+        nothing, asked["kv_policy"], asked["kv_budget"], asked["kv_recent"], block, FLOOR,
+        asked["kv_sinks"], prompt=prompt,
+    )  # fmt: skip
+    outputs = []
+    # The last token is sampled, never computed.
+    for position in range(prompt + new - 1):
+        if position >= prompt:
+            model._evict(position)
+        layers = []
+        for layer in range(LAYERS):
+            q, k, v = (t[None, :, None] for t in qkv(name, position, layer))
+            module: Any = SimpleNamespace(layer_idx=layer)
+            layers.append(model.attend(module, q, k, v, SCALE)[0][0, 0])
+        outputs.append(torch.stack(layers))
+    assert len(model.ranked) > 1
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[torch.Tensor]]:
+    return {name: expected_outputs(name, 16) for name in REQUESTS}
+
+
+def run(rig: Rig, gpu: FakeGPU) -> None:
+    rig.add("full", [2] * 90, None, max_tokens=60)
+    for count, (name, (prompt, new, asked)) in enumerate(REQUESTS.items()):
+        rig.add(name, [3 + count] * prompt, asked, max_tokens=new)
+    for _ in range(2000):
+        if not rig.scheduler.has_unfinished_requests():
+            return
+        gpu.worker.execute_model(rig.step())
+    raise AssertionError("not done")
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "pipelined", "base"),
+    [(120, False, "flash"), (120, True, "triton"), (26, False, "flash")],
+    ids=["ample", "async-triton", "preempting"],
+)
+def test_attention_equals_a_plain_model_of_each_policy(
+    model_dir: str,
+    expected: dict[str, list[torch.Tensor]],
+    num_blocks: int,
+    pipelined: bool,
+    base: str,
+) -> None:
+    with fake_gpu(
+        model_dir, num_blocks, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False
+    ) as (rig, gpu):
+        assert rig.block_size == 16
+        run(rig, gpu)
+        for name, outputs in expected.items():
+            for position, output in enumerate(outputs):
+                torch.testing.assert_close(
+                    gpu.outputs[name, position], output, rtol=1e-4, atol=1e-5,
+                    msg=lambda text, at=position, who=name: f"{who} at {at}: {text}",
+                )  # fmt: skip
+        assert {eviction.request_id for eviction in rig.evictions} == set(REQUESTS)
+        assert bool(rig.preemptions) == (num_blocks == 26)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every policy on the real engine: one row of the matrix each, the laws in the columns."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_vllm.config import POLICIES
+from h2o_vllm.kernels.reference import key_value_views
+from h2o_vllm.policy import get_policy
+from tests.engine.conftest import BLOCK_SIZE, FLOOR, NUM_BLOCKS, Engine, report_of, tokens_of
+from tests.reference_policies import PolicyModel, load
+
+pytestmark = pytest.mark.e2e
+
+MATRIX = POLICIES[:-1]
+MOVING = [name for name in MATRIX if get_policy(name).moves_tokens and name != "random"]
+STEPS = 44
+"""Generated tokens: enough for an eviction after the first one."""
+
+
+@pytest.fixture
+def clean(engine: Engine) -> Engine:
+    """The engine with an empty prefix cache and nothing running."""
+    assert engine.llm.reset_prefix_cache()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain_model(model_dir: str) -> torch.nn.Module:
+    return load(model_dir)
+
+
+def watch(engine: Engine, prompt: list[int], asked: dict[str, Any]) -> dict[str, Any]:
+    """Generate step by step, and copy the worker's live keys before the request is gone."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, ignore_eos=True, max_tokens=STEPS + 1, logprobs=5, extra_args=asked
+    )
+    llm_engine, seen = engine.llm.llm_engine, {}
+    llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
+    while llm_engine.has_unfinished_requests():
+        outputs = llm_engine.step()
+        done = outputs[0].outputs[0] if outputs else None
+        if done is not None and len(done.token_ids) == STEPS:
+            (request,) = engine.scheduler.requests.values()
+            report = engine.scheduler.blocks.account(request.request_id).report()
+            table = engine.worker.model_runner.requests[request.request_id].block_ids[0]
+            live = torch.tensor([block for block in table if block != 0])
+            caches = engine.worker._state.kv_caches
+            seen["keys"] = [
+                key_value_views(kv)[0][live].permute(1, 0, 3, 2).flatten(1, 2) for kv in caches
+            ]
+            seen["keys"] = [keys[:, : report["tokens_held"]].clone() for keys in seen["keys"]]
+            seen["tokens"] = list(done.token_ids)
+            seen["logprobs"] = list(done.logprobs)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("policy", "sinks", "recent", "length"),
+    [
+        *[(policy, 0, 0.5, 400) for policy in MOVING if policy != "h2o"],
+        ("h2o", 40, 0.5, 300),
+        ("keydiff", 4, 0.0, 200),
+        ("snapkv", 70, 1.0, 600),
+    ],
+)
+def test_the_kept_set_equals_that_of_a_plain_model(
+    clean: Engine, plain_model: torch.nn.Module, text_tokens: list[int], policy: str, sinks: int,
+    recent: float, length: int,
+) -> None:  # fmt: skip
+    prompt = text_tokens[300 : 300 + length]
+    asked = {"kv_budget": 0.2, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent}
+    ours = watch(clean, prompt, asked)
+    model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks)
+    tokens, logprobs = model.generate(prompt, STEPS)
+    assert len(model.ranked) > 1
+    assert ours["tokens"] == tokens
+    for step, entries in enumerate(ours["logprobs"]):
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(logprobs[step, token]), abs=5e-3)
+    differing = total = 0
+    for layer, keys in enumerate(ours["keys"]):
+        for head in range(keys.shape[0]):
+            distance = torch.cdist(
+                keys[head],
+                model.layers[layer].keys[head],
+                compute_mode="donot_use_mm_for_euclid_dist",
+            )
+            nearest, position = distance.min(dim=1)
+            assert nearest.max() < 4e-3
+            kept = set(position.tolist())
+            assert len(kept) == keys.shape[1]
+            assert kept >= set(range(sinks))
+            differing += len(kept ^ set(model.kept(layer, head)))
+            total += len(kept)
+    # Rounding may swap a pair at the border of some head.
+    assert differing <= total / 1000, (differing, total)
+
+
+def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: list[int]) -> None:
+    """Alone, and among others whose prompts cut theirs into other chunks."""
+    chance = random.Random(6)
+    asked = [
+        {"kv_budget": 0.25, "kv_policy": policy, "kv_sinks": sinks}
+        for policy in MATRIX
+        for sinks in ((0, 5) if policy in ("tova", "window") else (0,))
+    ]
+    prompts = [text_tokens[900 + 40 * i : 1160 + 60 * i] for i in range(len(asked))]
+    alone = [
+        clean.generate([prompt], one, max_tokens=40)[0]
+        for prompt, one in zip(prompts, asked, strict=True)
+    ]
+    assert clean.llm.reset_prefix_cache()
+    crowd = [text_tokens[a : a + chance.randint(20, 300)] for a in range(2000, 2900, 100)]
+    outputs = clean.generate([*crowd, *prompts], [*[None] * len(crowd), *asked], max_tokens=40)
+    for one, reference, output in zip(asked, alone, outputs[len(crowd) :], strict=True):
+        assert tokens_of(output) == tokens_of(reference), one
+        report = report_of(output)
+        assert report == report_of(reference), one
+        assert report["policy"] == one["kv_policy"] and report["sinks"] == one["kv_sinks"]
+        assert report["tokens_evicted"] > 0
+        assert report["tokens_held"] <= math.ceil(report["budget_tokens"] / BLOCK_SIZE + 1) * 32
+    clean.scheduler.blocks.check_integrity(idle=True)
+    assert clean.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "tova"])
+def test_a_preempted_request_is_replayed_to_the_same_tokens(
+    clean: Engine, text_tokens: list[int], policy: str
+) -> None:
+    """A replay computes many generated tokens in one step; each counts as it did."""
+    asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_sinks": 3}
+    prompt = text_tokens[100:320]
+    (alone,) = clean.generate([prompt], asked, max_tokens=130)
+    from vllm import SamplingParams
+
+    llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
+    for i in range(3):
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
+        early = text_tokens[i * 900 : i * 900 + 900]
+        llm_engine.add_request(f"early-{i}", {"prompt_token_ids": early}, params)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=asked)
+    llm_engine.add_request("late", {"prompt_token_ids": prompt}, params)
+    preempted = False
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            if output.request_id == "late" and output.finished:
+                together = output
+        preempted |= any(i.startswith("late") and r.num_preemptions for i, r in requests.items())
+    assert preempted
+    assert tokens_of(together) == tokens_of(alone)
+    assert report_of(together) == report_of(alone)
+
+
+def test_policies_differ(clean: Engine, text_tokens: list[int]) -> None:
+    """Else a name would be a label without effect."""
+    prompt = text_tokens[:1200]
+    outputs = [
+        clean.generate(
+            [prompt], {"kv_budget": 0.1, "kv_policy": policy}, max_tokens=40, logprobs=0
+        )[0].outputs[0]
+        for policy in MATRIX
+    ]
+    assert len({output.cumulative_logprob for output in outputs}) == len(MATRIX)

@@ -34,15 +34,25 @@ def environments() -> list[dict[str, str]]:
     ]
 
 
+def machines(line: str) -> set[int]:
+    """In which environments a line counts."""
+    marker = Requirement(line).marker
+    return {
+        number
+        for number, environment in enumerate(environments())
+        if marker is None or marker.evaluate(environment)
+    }
+
+
 def trimmed(line: str) -> str | None:
     """The line without a needless marker, or ``None`` where the line itself is needless."""
     requirement = Requirement(line)
     if requirement.marker is None:
         return line
-    wanted = [requirement.marker.evaluate(environment) for environment in environments()]
-    if not any(wanted):
+    wanted = machines(line)
+    if not wanted:
         return None
-    return line.partition(" ;")[0] if all(wanted) else line
+    return line.partition(" ;")[0] if len(wanted) == len(environments()) else line
 
 
 def requirements(path: Path | None) -> dict[str, list[str]]:
@@ -66,8 +76,10 @@ def main() -> None:
     lines = requirements(arguments.lock)
     for name, (line, *_) in requirements(arguments.also).items():
         lines.setdefault(name, [f"{line} ; platform_machine == '{platform.machine()}'"])
-    for name in requirements(arguments.without):
-        lines.pop(name, None)
+    for name, known in requirements(arguments.without).items():
+        # It may know a package for fewer Pythons than we need it for.
+        covered = set().union(*map(machines, known))
+        lines[name] = [line for line in lines.get(name, []) if machines(line) - covered]
     print(HEADER)
     for name in sorted(lines):
         for line in filter(None, map(trimmed, lines[name])):

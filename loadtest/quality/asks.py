@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a measure asks of a model, what the model answered, and who can be asked. Imports nothing of ours."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+__all__ = ["TOP", "Answer", "Ask", "Model", "Task"]
+
+TOP = 50
+"""The most likely tokens that can be reported of each place."""
+
+Tag = TypeVar("Tag")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One greedy generation.
+
+    Attributes:
+        prompt: text, or token ids where a measure has to know them.
+        chat: whether ``prompt`` is a user's message, to be put into the model's chat template.
+        max_tokens: how many tokens to generate at most, ``forced`` ones included.
+        forced: the first tokens of the output, whatever the model would have said.
+        stop: texts that end the output.
+        ignore_eos: whether to go on to ``max_tokens`` in any case.
+        logprobs: how many of the most likely tokens to report at each place.
+    """
+
+    prompt: str | tuple[int, ...]
+    max_tokens: int
+    chat: bool = False
+    forced: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        text: the output without the forced tokens.
+        tokens: how many were generated, the forced ones included.
+        ended: whether the model ended by itself: its end token or a stop text.
+        held: KV tokens held at the end over tokens seen.
+        steps: for each generated token the log-probability of it (first) and of the most likely ones.
+    """
+
+    text: str
+    tokens: int
+    ended: bool
+    held: float
+    steps: tuple[dict[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Task(Generic[Tag]):
+    """One ask under one policy and budget; ``tag`` is the caller's."""
+
+    tag: Tag
+    ask: Ask
+    fields: dict[str, Any]
+
+
+class Model(ABC):
+    """A model that can be asked with budgets.
+
+    Attributes:
+        forces: whether it can force tokens and report log-probabilities.
+        about: what its answers have to be read with.
+    """
+
+    forces: bool
+    about: dict[str, Any]
+
+    @abstractmethod
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special ones. Only where :attr:`forces`."""
+
+    @abstractmethod
+    def run(self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, Answer], None]) -> None:
+        """Answer all, many at a time; each is handed to ``done`` when it is there, in any order."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        return

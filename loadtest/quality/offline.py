@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model in this process: one vLLM engine for all policies and budgets, which each request names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from loadtest.quality.asks import TOP, Answer, Ask, Model, Tag, Task
+
+__all__ = ["FLOOR", "Offline"]
+
+FLOOR = 16
+"""``kv_min_tokens`` and so the smallest budget: the default of 128 tokens would make small ones equal."""
+
+SMALLEST = 0.01
+"""``kv_budget_min``."""
+
+KV_GIB = 4
+"""KV memory on CPU, where vLLM would claim nearly all of the machine's: no request has to wait for room."""
+
+
+class Offline(Model):
+    """One engine.
+
+    Args:
+        model: name or directory, as ``LLM`` takes it; ``None`` is the embedded one.
+        dtype: of weights and KV.
+        max_len: tokens of the longest request, output included.
+        running: requests at a time.
+        eager: whether to do without compilation, which takes a minute and pays for long runs.
+        block_size: of the KV blocks; ``None`` is the default.
+    """
+
+    def __init__(
+        self,
+        model: str | None,
+        *,
+        dtype: str = "bfloat16",
+        max_len: int = 2048,
+        running: int = 32,
+        eager: bool = False,
+        block_size: int | None = None,
+    ) -> None:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # Inside this process: a second one would take time from the model on a small machine.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import EngineArgs, LLMEngine
+        from vllm.platforms import current_platform
+
+        import h2o_vllm
+        from h2o_vllm.models import DEFAULT_MODEL_NAME, default_model_dir
+        from loadtest.quality.forced import PROCESSOR
+
+        ours = h2o_vllm.engine_args(kv_min_tokens=FLOOR, kv_budget_min=SMALLEST)
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "max_model_len": max_len,
+            "max_num_seqs": running,
+            "max_num_batched_tokens": 2048,
+            "enforce_eager": eager,
+            "max_logprobs": TOP,
+            "logprobs_mode": "raw_logprobs",
+            "seed": 0,
+        }
+        # Model runner V2, vLLM's on GPUs, has logits processors of another kind.
+        self.forces = current_platform.device_type == "cpu"
+        if self.forces:
+            options["logits_processors"] = [PROCESSOR]
+            options["kv_cache_memory_bytes"] = KV_GIB << 30
+        if block_size is not None:
+            options["block_size"] = block_size
+        options = {**ours, **options}
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(model=model or str(default_model_dir()), **options)
+        )
+        self._tokenizer = self._engine.get_tokenizer()
+        self._running = running
+        self.about = {
+            "model": Path(model).name if model else DEFAULT_MODEL_NAME,
+            "dtype": dtype,
+            "block_size": options.get("block_size", "default"),
+            "kv_min_tokens": FLOOR,
+            "kv_budget_min": SMALLEST,
+            "max_num_seqs": running,
+            "enforce_eager": eager,
+        }
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def encode(self, text: str) -> list[int]:
+        # Not through the tokenizer's length check: passages are longer than any context.
+        tokens: list[int] = self._tokenizer.encode(text, verbose=False)
+        return tokens
+
+    def run(self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, Answer], None]) -> None:
+        waiting = iter(tasks)
+        running: dict[str, Task[Tag]] = {}
+        for number, task in enumerate(self._while_room(waiting, running)):
+            if task is not None:
+                name = str(number)
+                running[name] = task
+                self._engine.add_request(
+                    name, {"prompt_token_ids": self._prompt(task.ask)}, _params(task)
+                )
+                continue
+            for output in self._engine.step():
+                if output.finished:
+                    task = running.pop(output.request_id)
+                    done(task.tag, self._answer(task.ask, output))
+
+    def _while_room(
+        self, waiting: Iterator[Task[Tag]], running: dict[str, Task[Tag]]
+    ) -> Iterator[Task[Tag] | None]:
+        """The next task while there is room for it, else ``None`` for a step; ends when all is done."""
+        while True:
+            # Some wait inside of the engine, so that a place that becomes free is taken at once.
+            task = next(waiting, None) if len(running) < 2 * self._running else None
+            if task is None and not running:
+                return
+            yield task
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _prompt(self, ask: Ask) -> list[int]:
+        if not isinstance(ask.prompt, str):
+            return list(ask.prompt)
+        if ask.chat and self._tokenizer.chat_template:
+            messages = [{"role": "user", "content": ask.prompt}]
+            text = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+            # The template writes the special tokens itself.
+            tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+            return tokens
+        return self.encode(ask.prompt)
+
+    def _answer(self, ask: Ask, output: Any) -> Answer:
+        choice = output.outputs[0]
+        tokens = list(choice.token_ids)
+        if tuple(tokens[: len(ask.forced)]) != ask.forced:
+            raise RuntimeError(
+                "tokens were not forced: this engine does not run our logits processor"
+            )
+        text = choice.text
+        if ask.forced:
+            text = self._tokenizer.decode(tokens[len(ask.forced) :], skip_special_tokens=True)
+        report = ((output.kv_transfer_params or {}).get("h2o") or {}).get("0")
+        return Answer(
+            text=text,
+            tokens=len(tokens),
+            ended=choice.finish_reason == "stop",
+            held=report["tokens_held"] / report["tokens_seen"] if report else 1.0,
+            steps=_steps(choice.logprobs) if choice.logprobs else (),
+        )
+
+
+def _params(task: Task[Tag]) -> Any:
+    from vllm import SamplingParams
+
+    from loadtest.quality.forced import FORCED_FIELD
+
+    ask = task.ask
+    forced = {FORCED_FIELD: list(ask.forced)} if ask.forced else {}
+    return SamplingParams(
+        temperature=0,
+        max_tokens=ask.max_tokens,
+        stop=list(ask.stop) or None,
+        ignore_eos=ask.ignore_eos,
+        logprobs=ask.logprobs,
+        flat_logprobs=ask.logprobs is not None,
+        detokenize=not ask.forced,
+        extra_args={**task.fields, **forced},
+    )
+
+
+def _steps(flat: Any) -> tuple[dict[int, float], ...]:
+    """Of vLLM's ``FlatLogprobs``: one dictionary per token, the chosen token first."""
+    return tuple(
+        dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+    )

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["QUICK", "Sizes"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many samples each generation has, and how long they are.
+
+    Attributes:
+        forced, xsum, retrieval, long: samples. Multiples of 36 have all kinds of retrieval evenly.
+        prompt_tokens, forced_tokens: of a text how much is prompt, and how much is then forced.
+        lengths: of the texts in which something is hidden, in tokens.
+        long_tokens: of long answers at most.
+        xsum_file: the H2O authors' requests.
+    """
+
+    forced: int = 8
+    xsum: int = 40
+    retrieval: int = 36
+    long: int = 16
+    prompt_tokens: int = 1024
+    forced_tokens: int = 512
+    lengths: tuple[int, ...] = (500, 1000)
+    long_tokens: int = 512
+    xsum_file: Path | None = None
+
+
+QUICK = Sizes(
+    forced=2, xsum=4, retrieval=6, long=2, prompt_tokens=256, forced_tokens=48, lengths=(300,),
+    long_tokens=64,
+)  # fmt: skip
+"""Does it run? Says nothing of quality."""

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a measure: what it asks, and what one answer is worth.
+
+A *generation* is a set of samples, named. Measures of the same generation judge the same answers: each is
+generated once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from loadtest.quality.asks import Answer, Ask, Model
+from loadtest.quality.sizes import Sizes
+
+__all__ = ["Measure", "Metric", "Sample"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One thing to ask.
+
+    Attributes:
+        name: the same in every run of the same sizes; no two of any generation are equal.
+        secret: what the measure needs to judge the answer; never written.
+        about: what kind of sample it is; written into its rows.
+    """
+
+    name: str
+    ask: Ask
+    secret: Any = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure of a measure.
+
+    Attributes:
+        key: of ``values``. A sample without it has no part in it.
+        title: what a table of it is called, with its unit.
+        shown: ``mean`` of the samples; ``loss``: by how many percent that mean is above full KV's on the same
+            samples; ``ratio``: that mean over full KV's.
+        better: whether high or low is good; ``None`` where it is neither.
+        scale, digits: how it is printed.
+        pictured: whether the picture has a panel for it.
+    """
+
+    key: str
+    title: str
+    shown: Literal["mean", "loss", "ratio"] = "mean"
+    better: Literal["high", "low"] | None = None
+    scale: float = 1.0
+    digits: int = 1
+    pictured: bool = False
+
+
+class Measure(ABC):
+    """What is asked and how it is judged. Stateless."""
+
+    name: ClassVar[str]
+    generation: ClassVar[str]
+    metrics: ClassVar[tuple[Metric, ...]]
+    forces: ClassVar[bool] = False
+    """Whether it needs :attr:`Model.forces`."""
+
+    @abstractmethod
+    def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
+        """What to ask; the same list for every measure of the generation.
+
+        Raises:
+            ValueError: something it needs is missing.
+        """
+
+    @abstractmethod
+    def values(self, sample: Sample, answer: Answer, full: Answer) -> dict[str, float]:
+        """Figures of one answer; ``full`` is full KV's to the same ask."""

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures as Markdown: per metric a table, lines down, budgets across, each value with its interval."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from loadtest.quality.bootstrap import DRAWS, LEVEL, Figure
+from loadtest.quality.figures import Figures, better_on
+from loadtest.quality.measures import MEASURES, Metric
+
+__all__ = ["cell", "checks", "markdown"]
+
+WINDOW, RANDOM, H2O = "window", "random", "h2o"
+
+
+def markdown(figures: Figures, runs: list[dict[str, Any]]) -> str:
+    """The whole report."""
+    parts = [_head(runs), _held(figures)]
+    for name, measure in MEASURES.items():
+        if name in figures.measures:
+            parts += [_table(figures, name, metric) for metric in measure.metrics]
+    parts.append(_wins(figures))
+    parts.append("\n".join(f"* {line}" for line in checks(figures)))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def cell(figure: Figure | None, digits: int) -> str:
+    """``2.1 (1.4 to 2.9)``."""
+    if figure is None or math.isnan(figure.value):
+        return ""
+    if figure.low == figure.high == figure.value:
+        return f"{figure.value:.{digits}f}"
+    return f"{figure.value:.{digits}f} ({figure.low:.{digits}f} to {figure.high:.{digits}f})"
+
+
+def checks(figures: Figures) -> list[str]:
+    """Sentences about the harness and the paper's claim, from NLL: who loses less on each budget."""
+    found = []
+    for low, high in ((H2O, RANDOM), (H2O, WINDOW)):
+        verdicts = []
+        for budget in figures.budgets:
+            one = figures.values("nll", "nll", low, budget)
+            other = figures.values("nll", "nll", high, budget)
+            count, total = better_on(one, other)
+            if total:
+                verdicts.append(f"{budget:g}: {count} of {total}")
+        if verdicts:
+            found.append(
+                f"texts on which {low} has a lower NLL than {high}, at {', '.join(verdicts)}"
+            )
+    return found
+
+
+def _head(runs: list[dict[str, Any]]) -> str:
+    about = runs[-1]
+    model = about.get("settings", {})
+    facts = (
+        f"{model.get('model')}, {model.get('dtype', 'as served')}",
+        str(about.get("machine")),
+        ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()),
+        f"commit {about.get('commit')}",
+        str(about.get("date", ""))[:10],
+    )
+    notes = (
+        f"{'; '.join(facts)}.",
+        f"In brackets {LEVEL:.0%} intervals: bootstrap over samples, {DRAWS} draws, paired where compared",
+        f"with full KV. Smallest budget: {model.get('kv_min_tokens')} tokens. Full KV is at 1.0;",
+        "`full-again` is full KV measured once more among the others.",
+    )
+    return "\n".join([*(f"    {run.get('command')}" for run in runs), "", *notes])
+
+
+def _held(figures: Figures) -> str:
+    """Whole blocks are freed, so a request holds a little more than its budget."""
+    budgets = [budget for budget in figures.budgets if budget < 1.0]
+    rows = [
+        [name, *(_share(figures.held(name, budget)) for budget in budgets)]
+        for name in MEASURES
+        if name in figures.measures
+    ]
+    if not budgets:
+        return ""
+    title = "**KV tokens held at the end over tokens seen, median**"
+    return _grid(title, ["measure", *(f"{budget:g}" for budget in budgets)], rows)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _table(figures: Figures, measure: str, metric: Metric) -> str:
+    rows = []
+    samples = 0
+    for line in figures.lines:
+        cells = [figures.figure(measure, metric, line, budget) for budget in figures.budgets]
+        samples = max([samples, *(one.samples for one in cells if one)])
+        if any(cells):
+            rows.append([line, *(cell(one, metric.digits) for one in cells)])
+    better = f", {metric.better} is good" if metric.better else ""
+    title = f"**{metric.title}** ({samples} samples{better})"
+    return (
+        _grid(title, ["policy", *(f"{budget:g}" for budget in figures.budgets)], rows)
+        if rows
+        else ""
+    )
+
+
+def _wins(figures: Figures) -> str:
+    """The target is every text: means hide one that is lost."""
+    budgets = [b for b in figures.budgets if figures.values("nll", "nll", WINDOW, b)]
+    rows = []
+    for line in figures.lines:
+        counts = [
+            better_on(
+                figures.values("nll", "nll", line, budget),
+                figures.values("nll", "nll", WINDOW, budget),
+            )
+            for budget in budgets
+        ]
+        if line != WINDOW and any(total for _, total in counts):
+            rows.append([line, *(f"{won} of {total}" if total else "" for won, total in counts)])
+    title = "**Texts with a lower NLL than under `window`**"
+    return _grid(title, ["policy", *(f"{budget:g}" for budget in budgets)], rows) if rows else ""
+
+
+def _grid(title: str, head: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([title, "", lines[0], "|" + "---|" * len(head), *lines[1:]])

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, and what a run is called and described by."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest.quality.measures import MEASURES
+from loadtest.quality.sizes import QUICK, Sizes
+
+__all__ = ["BUDGETS", "arguments", "command", "output_path", "sizes_of"]
+
+BUDGETS = (0.2, 0.1, 0.05, 0.3, 0.5, 1.0)
+"""The most interesting first: a run that is interrupted has whole budgets."""
+QUICK_BUDGETS = (0.2, 1.0)
+QUICK_LINES = ("h2o", "window", "random")
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parsed, and checked as far as it can be without a model."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.quality",
+        description="What eviction costs: every policy and budget on the same samples, against full KV.",
+    )
+    add = parser.add_argument
+    add("--model", help="name or directory; default: the embedded model. With --url its name there")
+    add("--url", help="measure a running server instead of an engine in this process")
+    add("--api-key", default="", help="of that server")
+    add(
+        "--policies",
+        nargs="+",
+        metavar="LINE",
+        help="policies, with extras such as h2o+sinks4 or tova+recent0.25; default: all there are",
+    )
+    add(
+        "--budgets",
+        nargs="+",
+        type=_budget,
+        default=None,
+        help=f"in this order; default: {_list(BUDGETS)}",
+    )
+    add("--measures", nargs="+", choices=MEASURES, help="default: all that can be measured")
+    add("--samples", nargs="+", default=[], metavar="GENERATION=N", type=_count,
+        help="how many samples: forced (of nll and drift), xsum, retrieval, long; defaults: "
+        + _list(f"{name}={getattr(Sizes(), name)}" for name in GENERATIONS))  # fmt: skip
+    add("--recent", type=float, help="kv_recent of all lines that do not have their own")
+    add(
+        "--xsum",
+        type=Path,
+        metavar="FILE",
+        help="the H2O authors' requests; without it xsum is left out",
+    )
+    add("--prompt-tokens", type=int, help=f"of each forced text; default: {Sizes().prompt_tokens}")
+    add("--forced-tokens", type=int, help=f"of each forced text; default: {Sizes().forced_tokens}")
+    add(
+        "--lengths",
+        nargs="+",
+        type=int,
+        help=f"of texts with hidden facts; default: {_list(Sizes().lengths)}",
+    )
+    add("--long-tokens", type=int, help=f"of long answers; default: {Sizes().long_tokens}")
+    add("--dtype", default="bfloat16", help="of the engine; default: %(default)s")
+    add("--block-size", type=int, help="of the engine's KV blocks")
+    add("--running", type=int, default=32, help="requests at a time; default: %(default)s")
+    add("--eager", action="store_true", help="start the engine without compiling the model")
+    add(
+        "--no-control",
+        action="store_true",
+        help="do not measure full KV a second time among the others",
+    )
+    add("--texts", action="store_true", help="write what was generated into the rows")
+    add(
+        "--quick",
+        action="store_true",
+        help="a minute's run that shows whether everything works, no more",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent.parent / "results",
+        help="folder of the results",
+    )
+    add(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="an interrupted run's file: measure only what it lacks",
+    )
+    add(
+        "--report",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: tables and picture of rows",
+    )
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.eager = True
+        args.policies = args.policies or list(QUICK_LINES)
+    args.budgets = args.budgets or (QUICK_BUDGETS if args.quick else BUDGETS)
+    if args.measures and "xsum" in args.measures and args.xsum is None and not args.report:
+        parser.error("--measures: xsum needs --xsum FILE")
+    return args
+
+
+SECRETS = {"--url": "URL", "--api-key": "KEY"}
+"""What is shown in place of what was given."""
+
+GENERATIONS = ("forced", "xsum", "retrieval", "long")
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    """How much to measure."""
+    asked: dict[str, Any] = dict(args.samples)
+    for name in ("prompt_tokens", "forced_tokens", "long_tokens"):
+        if getattr(args, name) is not None:
+            asked[name] = getattr(args, name)
+    if args.lengths:
+        asked["lengths"] = tuple(args.lengths)
+    return dataclasses.replace(QUICK if args.quick else Sizes(), xsum_file=args.xsum, **asked)
+
+
+def command(argv: Sequence[str] | None = None) -> str:
+    """How the run was started; of paths only the last part, of the server nothing."""
+    shown = []
+    secret = ""
+    for word in sys.argv[1:] if argv is None else argv:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if value or not option:
+            if (secret or option) in SECRETS:
+                value = SECRETS[secret or option]
+            value = Path(value).name if "/" in value else value
+        secret = option if option and not equals else ""
+        shown.append(f"{option}{equals}{value}")
+    return " ".join(["python -m loadtest.quality", *shown])
+
+
+def output_path(args: argparse.Namespace) -> Path:
+    """Where the rows go."""
+    if args.resume is not None:
+        return Path(args.resume)
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
+    return Path(args.out) / f"quality-{'live' if args.url else 'cpu'}-{stamp}.jsonl"
+
+
+def _list(values: Any) -> str:
+    return " ".join(str(value) for value in values)
+
+
+def _budget(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted a number in (0, 1]")
+    return value
+
+
+def _count(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if name not in GENERATIONS or not count.isdigit() or not int(count):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, wanted such as xsum=40, one of {', '.join(GENERATIONS)}"
+        )
+    return name, int(count)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model for tests of the quality run: its tokens are words, and what it loses is known."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from h2o_vllm.config import POLICIES
+from loadtest.quality.asks import Answer, Model, Tag, Task
+from loadtest.quality.lines import parse_line, points
+from loadtest.quality.measures import MEASURES
+from loadtest.quality.rows import Writer, latest, read_rows
+from loadtest.quality.runner import plan, token_cost
+from loadtest.quality.sizes import Sizes
+
+SIZES = Sizes(
+    forced=3, xsum=2, retrieval=12, long=2, prompt_tokens=40, forced_tokens=8, lengths=(80,)
+)
+
+
+class Words(Model):
+    """A model whose tokens are words and that finds every fact it still holds."""
+
+    def __init__(self) -> None:
+        self.forces = True
+        self.about = {"model": "words", "kv_min_tokens": 1}
+        self.asked: list[Task[Any]] = []
+
+    def count(self, text: str) -> int:
+        return len(text.split())
+
+    def encode(self, text: str) -> list[int]:
+        return [zlib.crc32(word.encode()) % 1000 for word in text.split()]
+
+    def run(self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, Answer], None]) -> None:
+        for task in tasks:
+            self.asked.append(task)
+            loss = 0.0 if task.fields["kv_policy"] == "full" else 1 - task.fields["kv_budget"]
+            loss *= {"random": 3.0, "window": 2.0}.get(task.fields["kv_policy"], 1.0)
+            steps = tuple({token: -1.0 - loss, -1: -2.0} for token in task.ask.forced)
+            done(task.tag, Answer("a b c", 3, True, 1 - loss / 3, steps))
+
+
+def run(path: Path, model: Words, lines: list[str], budgets: tuple[float, ...]) -> None:
+    """A whole run, as ``__main__`` does it."""
+    measures = [MEASURES[name] for name in ("nll", "drift", "retrieval", "long")]
+    samples = {m.generation: m.samples(model, SIZES) for m in measures}
+    _, rows = read_rows([path] if path.exists() else [])
+    known = latest(rows)
+    wanted = points([parse_line(line, POLICIES) for line in lines], budgets)
+    writer = Writer(path)
+    writer.run({"command": "c", "settings": {"model": "words"}})
+    changed = plan(wanted, samples, measures, token_cost(model), known).run(
+        model, writer.row, known
+    )
+    writer.close()
+    assert not changed

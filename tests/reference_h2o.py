@@ -4,15 +4,17 @@
 Nothing is paged, moved or shared: every key ever computed stays in a list, and a boolean mask per
 layer and KV head says which of them still exist. Imports nothing of h2o_vllm.
 
-Paper: Zhang et al., "H2O: Heavy-Hitter Oracle", NeurIPS 2023, arXiv 2306.14048, Algorithm 1. The
-cadence is ours: eviction happens in units of ``block`` tokens, before the token that would
-exceed the budget by a unit is computed, and the recent window is rounded up to whole blocks.
+Paper: Zhang et al., "H2O: Heavy-Hitter Oracle", NeurIPS 2023, arXiv 2306.14048, Algorithm 1. There
+one token goes for each that comes: ``block=1``. Our cadence: eviction happens in units of
+``block`` tokens, before the token that would exceed the budget by a unit is computed, and the
+recent window is rounded up to whole blocks. Both can be had here, so that ``loadtest.cadence`` can
+measure what lies between them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 @dataclass
 class LayerCache:
-    """One layer. ``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``scores``: [KH, S]."""
+    """One layer. ``keys``, ``values``: [B, KH, S, D]; ``alive``, ``scores``: [B, KH, S]."""
 
     keys: Tensor
     values: Tensor
@@ -31,12 +33,13 @@ class LayerCache:
 
 @dataclass
 class Reference:
-    """Greedy H2O generation of one sequence.
+    """H2O on B sequences of one length, which never see each other.
 
     Args:
         model_dir: a transformers model whose attention goes through the attention interface.
         fraction: share of the tokens seen to keep; ``recent`` of it are the newest.
-        block: tokens evicted at a time. floor: smallest budget in tokens.
+        block: tokens evicted at a time; 1 is the paper's cadence. floor: smallest budget in tokens.
+        window_unit: the recent window begins at a multiple of it; ``None`` is ``block``.
     """
 
     model_dir: str
@@ -44,6 +47,7 @@ class Reference:
     recent: float
     block: int
     floor: int
+    window_unit: int | None = None
     layers: dict[int, LayerCache] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,68 +58,128 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
-        """Returns the generated tokens and their steps' log-probabilities, [num_tokens, V].
+        """Greedily continues one sequence.
 
-        The KV of the last generated token is not computed.
+        Returns:
+            The generated tokens and their steps' log-probabilities, [num_tokens, V]. The KV of the
+            last generated token is not computed.
         """
-        self.layers.clear()
-        logits = self._forward(prompt, 0)
+        logits = self.read(torch.tensor([prompt]))
         tokens, logprobs = [], []
         for step in range(num_tokens):
-            logprobs.append(logits.log_softmax(-1))
+            logprobs.append(logits[0].log_softmax(-1))
             tokens.append(int(logits.argmax()))
             if step + 1 < num_tokens:
-                seen = len(prompt) + step
-                self._evict(seen)
-                logits = self._forward([tokens[-1]], seen)
+                self._evict()
+                logits = self._forward(torch.tensor([tokens[-1:]]))[:, -1]
         return tokens, torch.stack(logprobs)
 
+    @torch.inference_mode()
+    def read(self, prompts: Tensor) -> Tensor:
+        """Computes prompts, [B, T], with full attention, and nothing is evicted yet.
+
+        Returns:
+            The next token's logits, [B, V].
+        """
+        self.layers.clear()
+        return self._forward(prompts)[:, -1]
+
+    @torch.inference_mode()
+    def force(self, tokens: Tensor) -> Tensor:
+        """Feeds given tokens, [B, N], evicting as if they had been generated.
+
+        Returns:
+            Log-probabilities of the second token and those after it, [B, N - 1]. The KV of the
+            last token is not computed.
+        """
+        logprobs = []
+        at, end = 0, tokens.shape[1] - 1
+        while at < end:
+            self._evict()
+            # Until something is due again, one causal pass computes what one pass each would.
+            free = next((n for n in range(1, end - at) if self._excess(n) > 0), end - at)
+            logits = self._forward(tokens[:, at : at + free], keep=free)
+            following = tokens[:, at + 1 : at + free + 1, None]
+            logprobs.append(logits.log_softmax(-1).gather(-1, following)[..., 0])
+            at += free
+        return torch.cat(logprobs, 1)
+
+    def snapshot(self) -> dict[int, LayerCache]:
+        """A copy of :attr:`layers` to go back to. Keys and values are only ever appended to."""
+        return {
+            layer: replace(cache, alive=cache.alive.clone(), scores=cache.scores.clone())
+            for layer, cache in self.layers.items()
+        }
+
     def kept(self, layer: int, head: int) -> list[int]:
-        """Positions whose KV still exists."""
-        return self.layers[layer].alive[head].nonzero().flatten().tolist()
+        """Positions of the first sequence whose KV still exists."""
+        return self.layers[layer].alive[0, head].nonzero().flatten().tolist()
 
-    def _evict(self, seen: int) -> None:
-        budget = min(seen, max(self.floor, math.ceil(round(self.fraction * seen, 6))))
-        protected = (seen - round(self.recent * budget)) // self.block * self.block
+    @property
+    def seen(self) -> int:
+        """Tokens whose KV has been computed."""
+        return self.layers[0].alive.shape[-1]
+
+    @property
+    def held(self) -> int:
+        """Tokens whose KV still exists: as many in every sequence, layer and head."""
+        return int(self.layers[0].alive[0, 0].sum())
+
+    @property
+    def recent_from(self) -> int:
+        """The position at which the recent window begins."""
+        unit = self.window_unit or self.block
+        return (self.seen - round(self.recent * self._budget(self.seen))) // unit * unit
+
+    def _budget(self, seen: int) -> int:
+        return min(seen, max(self.floor, math.ceil(round(self.fraction * seen, 6))))
+
+    def _excess(self, more: int = 0) -> int:
+        """Tokens to evict once ``more`` have been computed."""
+        return (self.held + more - self._budget(self.seen + more)) // self.block * self.block
+
+    def _evict(self) -> None:
+        excess, recent_from = self._excess(), self.recent_from
+        if excess <= 0:
+            return
         for cache in self.layers.values():
-            for head in range(cache.alive.shape[0]):
-                alive = cache.alive[head]
-                excess = (int(alive.sum()) - budget) // self.block * self.block
-                if excess <= 0:
-                    continue
-                scores = cache.scores[head].tolist()
-                old = [p for p in alive.nonzero().flatten().tolist() if p < protected]
-                old.sort(key=scores.__getitem__)
-                alive[old[:excess]] = False
+            candidate = cache.alive.clone()
+            candidate[..., recent_from:] = False
+            scores = cache.scores.masked_fill(~candidate, float("inf"))
+            lowest = scores.argsort(dim=-1, stable=True)[..., :excess]
+            cache.alive.scatter_(-1, lowest, False)
 
-    def _forward(self, tokens: list[int], position: int) -> Tensor:
-        positions = torch.arange(position, position + len(tokens))[None]
+    def _forward(self, tokens: Tensor, keep: int = 1) -> Tensor:
+        """Logits of the last ``keep`` of new tokens, [B, T]."""
+        position = self.seen if self.layers else 0
+        positions = torch.arange(position, position + tokens.shape[1])[None].expand_as(tokens)
         output = self.model(
-            input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False
+            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep
         )
-        return output.logits[0, -1].float()
+        return output.logits.float()
 
     def _attend(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object,
         scaling: float, **__: object,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """query: [1, H, T, D]; key, value: [1, KH, T, D], rotated. Returns [1, T, H, D]."""
-        heads, new = key.shape[1], key.shape[2]
-        nothing = torch.zeros(heads, 0)
+        """query: [B, H, T, D]; key, value: [B, KH, T, D], rotated. Returns [B, T, H, D]."""
+        sequences, heads, new = key.shape[:3]
+        nothing = torch.zeros(sequences, heads, 0)
         cache = self.layers.setdefault(
             module.layer_idx,
-            LayerCache(key[0][:, :0], value[0][:, :0], nothing.bool(), nothing),
+            LayerCache(key[:, :, :0], value[:, :, :0], nothing.bool(), nothing),
         )
-        cache.keys = torch.cat([cache.keys, key[0]], 1)
-        cache.values = torch.cat([cache.values, value[0]], 1)
-        cache.alive = torch.cat([cache.alive, torch.ones(heads, new, dtype=torch.bool)], 1)
-        cache.scores = torch.cat([cache.scores, torch.zeros(heads, new)], 1)
-        total = cache.keys.shape[1]
-        grouped = query[0].unflatten(0, (heads, -1))
-        logits = torch.einsum("kgtd,ksd->kgts", grouped, cache.keys) * scaling
-        visible = torch.ones(new, total, dtype=torch.bool).tril(total - new)
-        visible = visible[None] & cache.alive[:, None]
-        prob = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
-        cache.scores += prob.sum((1, 2))
-        mixed = torch.einsum("kgts,ksd->kgtd", prob, cache.values)
-        return mixed.flatten(0, 1).transpose(0, 1)[None].contiguous(), None
+        alive = torch.ones(sequences, heads, new, dtype=torch.bool)
+        cache.keys = torch.cat([cache.keys, key], 2)
+        cache.values = torch.cat([cache.values, value], 2)
+        cache.alive = torch.cat([cache.alive, alive], 2)
+        cache.scores = torch.cat([cache.scores, torch.zeros(sequences, heads, new)], 2)
+        total = cache.keys.shape[2]
+        grouped = query.unflatten(1, (heads, -1))
+        logits = torch.einsum("bkgtd,bksd->bkgts", grouped, cache.keys) * scaling
+        causal = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        visible = causal & cache.alive[:, :, None]
+        prob = logits.masked_fill(~visible[:, :, None], float("-inf")).softmax(-1)
+        cache.scores += prob.sum((2, 3))
+        mixed = torch.einsum("bkgts,bksd->bkgtd", prob, cache.values)
+        return mixed.flatten(1, 2).transpose(1, 2).contiguous(), None

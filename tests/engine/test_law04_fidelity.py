@@ -76,11 +76,11 @@ def test_kept_tokens_scores_and_logits_equal_the_papers(
         for head in range(keys.shape[0]):
             # Exact distances: by matrix product, equal keys would come out as far as 0.01 apart.
             distance = torch.cdist(
-                keys[head], cache.keys[head], compute_mode="donot_use_mm_for_euclid_dist"
+                keys[head], cache.keys[0, head], compute_mode="donot_use_mm_for_euclid_dist"
             )
             nearest, position = distance.min(dim=1)
             assert nearest.max() < 2e-3
             assert sorted(position.tolist()) == reference.kept(layer, head), (layer, head)
             torch.testing.assert_close(
-                scores[head], cache.scores[head][position], rtol=2e-3, atol=2e-4
+                scores[head], cache.scores[0, head][position], rtol=2e-3, atol=2e-4
             )

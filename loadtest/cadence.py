@@ -9,8 +9,8 @@ attention once, is then fed the same real continuations, and is scored on each t
 log-likelihood (NLL). Of two cadences that differ in their recent window as well, a third variant tells
 the two effects apart: blocks of 32 whose window is not rounded up to whole blocks.
 
-Writes one JSONL row per text, budget and variant. Run again with the same ``--out``, it goes on where it
-was stopped.
+Writes one JSONL row per text, budget and variant, a table and a PNG beside it. Run again with the same
+``--out``, it goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -48,17 +48,25 @@ VARIANTS = (
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure what is missing, then print and write the table and the picture."""
     args = arguments()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    done = {(row["budget"], row["text"]) for row in read_rows(args.out)}
+    rows = read_rows(args.out)
+    done = {(row["budget"], row["text"]) for row in rows}
     for first in range(0, args.texts, args.batch):
         texts = range(first, min(first + args.batch, args.texts))
         missing = [b for b in args.budgets if not done.issuperset((b, text) for text in texts)]
         if missing:
             for measured in measure(args, texts, missing):
+                rows += measured
                 with args.out.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in measured)
+    from loadtest.cadence_report import plot, report
+
+    text = report(rows, args.out.stem)
+    args.out.with_suffix(".md").write_text(text)
+    plot(rows, args.out.with_suffix(".png"))
+    print(text)
 
 
 def arguments() -> argparse.Namespace:
@@ -103,7 +111,7 @@ def measure(args: argparse.Namespace, texts: range, budgets: list[float]) -> Ite
     prompts, forced = tokens[:, : args.prompt_tokens], tokens[:, args.prompt_tokens :]
     model = Reference(args.model, 1.0, args.recent, 1, floor=1)
     show(f"texts {texts.start + 1}-{texts.stop}: full KV")
-    model.read(prompts)
+    model.read(prompts, chunk=128)
     prompt_state = model.snapshot()
     full = -model.force(forced)
     for budget in budgets:
@@ -123,7 +131,11 @@ def measure(args: argparse.Namespace, texts: range, budgets: list[float]) -> Ite
                 rows.append(
                     about
                     | {"text": text, "budget": budget, "variant": variant.name}
-                    | {"recent": args.recent, "prompt_tokens": args.prompt_tokens}
+                    | {
+                        "recent": args.recent,
+                        "prompt_tokens": args.prompt_tokens,
+                        "tokens": args.tokens,
+                    }
                     | {"nll_full": mean(full[place]), "nll": mean(nll[place]), "held": model.held}
                     | overlap(torch.stack(mine), torch.stack(its), model.recent_from)
                 )

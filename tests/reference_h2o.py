@@ -49,6 +49,9 @@ class Reference:
     floor: int
     window_unit: int | None = None
     layers: dict[int, LayerCache] = field(default_factory=dict)
+    closest: float = math.inf
+    """How near a tie the evictions came: the smallest gap between the highest score that went and the
+    lowest that stayed beside it, relative to the latter, over all layers and heads."""
 
     def __post_init__(self) -> None:
         AttentionInterface.register("h2o_reference", self._attend)
@@ -75,14 +78,19 @@ class Reference:
         return tokens, torch.stack(logprobs)
 
     @torch.inference_mode()
-    def read(self, prompts: Tensor) -> Tensor:
+    def read(self, prompts: Tensor, chunk: int | None = None) -> Tensor:
         """Computes prompts, [B, T], with full attention, and nothing is evicted yet.
+
+        ``chunk`` tokens at a time take less memory; ``None`` takes all at once.
 
         Returns:
             The next token's logits, [B, V].
         """
         self.layers.clear()
-        return self._forward(prompts)[:, -1]
+        self.closest = math.inf
+        for part in prompts.split(chunk or prompts.shape[1], 1):
+            logits = self._forward(part)
+        return logits[:, -1]
 
     @torch.inference_mode()
     def force(self, tokens: Tensor) -> Tensor:
@@ -146,8 +154,12 @@ class Reference:
             candidate = cache.alive.clone()
             candidate[..., recent_from:] = False
             scores = cache.scores.masked_fill(~candidate, float("inf"))
-            lowest = scores.argsort(dim=-1, stable=True)[..., :excess]
-            cache.alive.scatter_(-1, lowest, False)
+            ranked, order = scores.sort(dim=-1, stable=True)
+            cache.alive.scatter_(-1, order[..., :excess], False)
+            gone, spared = ranked[..., excess - 1], ranked[..., excess]
+            self.closest = min(
+                self.closest, float(((spared - gone) / spared).nan_to_num(1.0).min())
+            )
 
     def _forward(self, tokens: Tensor, keep: int = 1) -> Tensor:
         """Logits of the last ``keep`` of new tokens, [B, T]."""

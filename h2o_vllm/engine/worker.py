@@ -30,6 +30,7 @@ from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.kernels.checks import check_cache
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -100,9 +101,12 @@ class H2OCPUWorker(CPUWorker):
         ]
         kv_caches = [layer.kv_cache for layer in layers]
         num_blocks, num_kv_heads, block_size, _ = kv_caches[0].shape
+        scores = torch.zeros(len(layers), num_blocks, num_kv_heads, block_size)
+        # The kernels check nothing: another shape or dtype would be a wild write.
+        check_cache(kv_caches, scores, layers[0].impl.num_heads)
         state = WorkerState(
             kv_caches=kv_caches,
-            scores=torch.zeros(len(layers), num_blocks, num_kv_heads, block_size),
+            scores=scores,
             kv_cache_group=group.kv_cache_group_id,
             first_kv_head=get_tensor_model_parallel_rank() * num_kv_heads,
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config import H2OConfig
 from h2o_vllm.engine import compat
-from h2o_vllm.engine.attention import H2OAttentionImpl
+from h2o_vllm.engine.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.scheduler import H2OScheduler
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.engine.worker import H2OCPUWorker
@@ -126,6 +126,21 @@ def test_blocks_split_by_vllm_are_refused() -> None:
     context = SimpleNamespace(static_forward_context={"layer": layer})
     with pytest.raises(ConfigError, match="block-size"):
         bare_worker(compilation_config=context)._evictable_layer("layer", 4)
+
+
+def test_a_cache_that_our_kernels_would_misread_does_not_start() -> None:
+    impl = object.__new__(H2OAttentionImpl)
+    impl.num_heads = 1
+    # Head size 8: the kernels step through a head by 16.
+    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(4, 1, 16, 16))
+    builder = object.__new__(H2OMetadataBuilder)
+    group = SimpleNamespace(layer_names=["l"], kv_cache_spec=spec(), metadata_builders=[builder])
+    worker = bare_worker(
+        model_runner=SimpleNamespace(attn_groups=[[group]]),
+        compilation_config=SimpleNamespace(static_forward_context={"l": layer}),
+    )
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        worker._bind(SimpleNamespace(num_blocks=4))
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,11 @@ class Reference:
     lowest that stayed beside it, relative to the latter, over all layers and heads."""
 
     def __post_init__(self) -> None:
-        AttentionInterface.register("h2o_reference", self._attend)
+        # One name each, so that several instances may live side by side.
+        name = f"h2o_reference_{id(self)}"
+        AttentionInterface.register(name, self._attend)
         self.model = AutoModelForCausalLM.from_pretrained(
-            self.model_dir, dtype=torch.float32, attn_implementation="h2o_reference"
+            self.model_dir, dtype=torch.float32, attn_implementation=name
         ).eval()
 
     @torch.inference_mode()

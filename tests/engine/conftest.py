@@ -9,6 +9,7 @@ import pydoc_data.topics
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,14 +88,20 @@ class Engine:
 
 @pytest.fixture(scope="package")
 def engine(model_dir: str) -> Iterator[Engine]:
+    with started(model_dir, ENGINE, kv_min_tokens=FLOOR) as engine:
+        yield engine
+
+
+@contextmanager
+def started(model: str, options: dict[str, Any], **h2o: Any) -> Iterator[Engine]:
+    """An engine in this process, so that laws about blocks can be checked while requests run."""
     with pytest.MonkeyPatch.context() as patch:
-        # In one process, so that laws about blocks can be checked while requests run.
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM, envs
 
         from h2o_vllm.plugin import engine_args
 
-        llm = LLM(model_dir, **ENGINE, **engine_args(kv_min_tokens=FLOOR))
+        llm = LLM(model, **options, **engine_args(**h2o))
         yield Engine(llm)
         llm.llm_engine.engine_core.shutdown()
     # A started engine freezes vLLM's view of the environment for the whole process.

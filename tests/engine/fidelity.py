@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Law 4's comparison: what a real engine keeps of a request, against the independent reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_vllm.kernels.reference import key_value_views
+from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine
+from tests.reference_h2o import LayerCache, Reference
+
+__all__ = ["STEPS", "Case", "assert_as_expected", "expect"]
+
+STEPS = 48
+"""Generated tokens: enough for an eviction after the first one."""
+
+
+@dataclass
+class Seen:
+    """A request as the worker held it at its last step, and what it had answered.
+
+    ``keys``, ``values``: [KH, S, D] of the live tokens, ``scores``: [KH, S]; one of each per layer.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Any]]
+    keys: list[Tensor]
+    values: list[Tensor]
+    scores: list[Tensor]
+
+
+@dataclass
+class Case:
+    """A request, and what the reference answers and keeps."""
+
+    prompt: list[int]
+    asked: dict[str, Any]
+    reference: Reference
+    tokens: list[int]
+    logprobs: Tensor
+
+
+def expect(model_dir: str, prompt: list[int], fraction: float, recent: float) -> Case:
+    """Ask the reference."""
+    reference = Reference(model_dir, fraction, recent, BLOCK_SIZE, FLOOR)
+    tokens, logprobs = reference.generate(prompt, STEPS)
+    assert reference.held < reference.seen, "nothing was evicted: the test would prove nothing"
+    asked = {"kv_budget": fraction, "kv_recent": recent}
+    return Case(prompt, asked, reference, tokens, logprobs)
+
+
+def assert_as_expected(engine: Engine, case: Case) -> None:
+    """The same tokens, log-probabilities, kept sets, their KV and their scores, everywhere."""
+    ours, reference = run_to_the_end(engine, case.prompt, case.asked), case.reference
+    assert ours.tokens == case.tokens
+    for step, entries in enumerate(ours.logprobs):
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(case.logprobs[step, token]), abs=2e-3)
+    for layer, (keys, values, scores) in enumerate(
+        zip(ours.keys, ours.values, ours.scores, strict=True)
+    ):
+        cache = reference.layers[layer]
+        for head in range(keys.shape[0]):
+            where = positions(keys[head], cache, head)
+            assert sorted(where.tolist()) == reference.kept(layer, head), (
+                f"layer {layer}, head {head}. Of what the reference evicted and what it spared, the "
+                f"nearest scores differ by {reference.closest:.1e} of their size"
+            )
+            its_values, its_scores = cache.values[0, head, where], cache.scores[0, head, where]
+            torch.testing.assert_close(values[head], its_values, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(scores[head], its_scores, rtol=2e-3, atol=2e-4)
+
+
+def positions(keys: Tensor, cache: LayerCache, head: int) -> Tensor:
+    """Which tokens of the reference these keys, [S, D], belong to: the rotated ones tell apart."""
+    # Exact distances: by matrix product, equal keys would come out as far as 0.01 apart.
+    distance = torch.cdist(keys, cache.keys[0, head], compute_mode="donot_use_mm_for_euclid_dist")
+    nearest, position = distance.min(dim=1)
+    assert nearest.max() < 2e-3
+    return position
+
+
+def run_to_the_end(engine: Engine, prompt: list[int], asked: dict[str, Any]) -> Seen:
+    """Generate step by step, and look into the worker before the request is gone."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, ignore_eos=True, max_tokens=STEPS + 1, logprobs=5, detokenize=False,
+        extra_args=asked,
+    )  # fmt: skip
+    llm_engine = engine.llm.llm_engine
+    llm_engine.add_request("law4", {"prompt_token_ids": prompt}, params)
+    seen = None
+    while llm_engine.has_unfinished_requests():
+        outputs = llm_engine.step()
+        done = outputs[0].outputs[0] if outputs else None
+        if done is not None and len(done.token_ids) == STEPS:
+            (request,) = engine.scheduler.requests.values()
+            held = engine.scheduler.blocks.account(request.request_id).report()["tokens_held"]
+            state = engine.worker._state
+            blocks, offsets = live_slots(engine, request.request_id, held)
+            views = [key_value_views(kv) for kv in state.kv_caches]
+            seen = Seen(
+                tokens=list(done.token_ids),
+                logprobs=list(done.logprobs),
+                keys=[keys[blocks, :, :, offsets].transpose(0, 1).clone() for keys, _ in views],
+                values=[values[blocks, :, offsets].transpose(0, 1).clone() for _, values in views],
+                scores=[scores[blocks, :, offsets].T.clone() for scores in state.scores],
+            )
+    assert seen is not None
+    return seen
+
+
+def live_slots(engine: Engine, request_id: str, tokens: int) -> tuple[Tensor, Tensor]:
+    """Block id and offset of every live token of a running request."""
+    state = engine.worker.model_runner.requests[request_id]
+    blocks = [block for block in state.block_ids[0] if block != 0]
+    flat = torch.tensor(blocks).repeat_interleave(BLOCK_SIZE)
+    offsets = torch.arange(BLOCK_SIZE).repeat(len(blocks))
+    return flat[:tokens], offsets[:tokens]

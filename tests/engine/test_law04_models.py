@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Law 4 for the families the paper evaluates: tiny models of random weights, made on the spot.
+
+Llama stands for rotary positions with and without grouped queries, OPT for learned positions, biases and
+a head size outside of vLLM's 32-wide kernels, GPT-NeoX for partly rotated keys. vLLM 0.32 has no GPT-NeoX of
+its own any more and serves it through its Transformers backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.engine.conftest import ENGINE, FLOOR, Engine, started
+from tests.engine.fidelity import Case, assert_as_expected, expect
+from tests.engine.random_models import MODELS, VOCABULARY, one_thread, save_random_model
+
+BUDGETS = {
+    "0.1-several-chunks": (0.1, 0.5, 1100),
+    "0.2-one-chunk": (0.2, 0.5, 400),
+    "0.3-heavy": (0.3, 0.2, 330),
+    "0.5-two-chunks": (0.5, 0.5, 700),
+}
+"""Share kept, recent share of it, tokens of the prompt."""
+
+
+class Served(NamedTuple):
+    """An engine, and what it should do at each budget."""
+
+    engine: Engine
+    cases: dict[str, Case]
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    directory = str(tmp_path_factory.mktemp(request.param))
+    save_random_model(request.param, directory)
+    # Before the engine: vLLM's Transformers backend makes the model's class its own, for all of the
+    # process, and the class then no longer works without vLLM.
+    with one_thread():
+        cases = {
+            name: expect(directory, random_prompt(length), fraction, recent)
+            for name, (fraction, recent, length) in BUDGETS.items()
+        }
+    # A tokenizer would have nothing to say.
+    options = {**ENGINE, "skip_tokenizer_init": True}
+    with started(directory, options, kv_min_tokens=FLOOR) as engine:
+        yield Served(engine, cases)
+
+
+def random_prompt(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    tokens: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+    return tokens
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("budget", list(BUDGETS))
+def test_kept_tokens_scores_and_logits_equal_the_papers(served: Served, budget: str) -> None:
+    assert_as_expected(served.engine, served.cases[budget])

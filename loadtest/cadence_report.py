@@ -72,7 +72,8 @@ def report(rows: list[Row], picture: str) -> str:
                     "" if same else f"{100 * mean_of(mine, 'covered_heavy'):.1f}",
                 )
             )
-    first = rows[0]
+    first, least = rows[0], budgets(rows)[0]
+    by_text = ", ".join(f"{loss(row):.1f}" for row in select(rows, least, "token"))
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     return "\n".join(
         [
@@ -90,10 +91,13 @@ def report(rows: list[Row], picture: str) -> str:
             "that up to a block less one is held beyond the budget, and round the recent window up to whole "
             'blocks, at the cost of heavy hitters. "window exact" has the first effect and not the second.',
             "* Kept sets are compared after the last forced token, per layer and KV head. A Jaccard of 1 "
-            "is out of reach where more tokens are held than the budget; \"paper's set kept\" is not bounded by that. "
-            '"Heavy hitters" are its tokens that are older than our recent window.',
+            "is out of reach where more tokens are held than the budget; \"paper's set kept\" is not bounded "
+            'by that. "Heavy hitters" are its tokens that are older than our recent window.',
             "* Both cadences run in `tests/reference_h2o.py`, in float32; no engine takes part. No floor "
             "(`--kv-min-tokens`), half of each budget recent.",
+            f"* Loss by text, at the paper's cadence and budget {least:g}: {by_text} %. Where a text repeats "
+            "itself word for word, as Python's documentation does in places, full KV copies, and eviction "
+            "has lost what to copy from.",
             f"* command: {commands(rows)}",
             f"* machine: {first['machine']}",
             f"* versions: {versions}",

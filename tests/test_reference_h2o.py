@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.random_models import VOCABULARY, one_thread, save_random_model
+from tests.families.random_models import VOCABULARY, one_thread, save_random_model
 from tests.reference_h2o import Reference
 
 

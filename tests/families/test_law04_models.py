@@ -16,7 +16,7 @@ import torch
 
 from tests.engine.conftest import ENGINE, FLOOR, Engine, started
 from tests.engine.fidelity import Case, assert_as_expected, expect
-from tests.engine.random_models import MODELS, VOCABULARY, one_thread, save_random_model
+from tests.families.random_models import MODELS, VOCABULARY, one_thread, save_random_model
 
 BUDGETS = {
     "0.1-several-chunks": (0.1, 0.5, 1100),

@@ -113,7 +113,7 @@ def test_facts_are_asked_for_in_three_ways_in_the_same_text() -> None:
     assert str(before.ask.prompt).count("What is the secret code of the ") == 2
     assert str(end.ask.prompt).count("What is the secret code of the ") == 1
     assert [*later.ask.prompt, *later.ask.forced] == model.encode(end.ask.prompt), "the same tokens"
-    assert samples[3].ask.prompt.count("The secret code of the ") == 5, "four facts and the answer"
+    assert samples[3].ask.prompt.count("The secret code of the ") == 3, "two facts and the answer"
     # The next depth, with other filler.
     assert samples[6].about["depth"] != samples[0].about["depth"]
     found = MEASURES["retrieval"].values(end, Answer(f" {end.secret}.", 5, True, 1.0), None)  # type: ignore[arg-type]

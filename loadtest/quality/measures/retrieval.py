@@ -30,7 +30,7 @@ WAYS = {
 KINDS = ("needle", "pairs")
 DEPTHS = (0.1, 0.5, 0.9)
 PLACES = ("library", "harbour", "museum", "station", "school", "hospital", "theatre", "market")
-PAIRS = 4
+PAIRS = 2
 """Facts of a kind, of which one is asked for."""
 
 ANSWER_TOKENS = 10

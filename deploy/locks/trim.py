@@ -55,6 +55,15 @@ def trimmed(line: str) -> str | None:
     return line.partition(" ;")[0] if len(wanted) == len(environments()) else line
 
 
+def narrowed(line: str, covered: set[int]) -> str:
+    """The line for the Pythons in which it counts and another lock, which covers the others, does not."""
+    wanted = machines(line) - covered
+    pythons = sorted({environments()[number]["python_version"] for number in wanted})
+    only = " or ".join(f"python_version == '{python}'" for python in pythons)
+    requirement, _, marker = line.partition(" ; ")
+    return f"{requirement} ; ({marker}) and ({only})" if marker else f"{requirement} ; {only}"
+
+
 def requirements(path: Path | None) -> dict[str, list[str]]:
     """The lines of a lock by the package they name; of no lock, none."""
     found: dict[str, list[str]] = {}
@@ -77,9 +86,9 @@ def main() -> None:
     for name, (line, *_) in requirements(arguments.also).items():
         lines.setdefault(name, [f"{line} ; platform_machine == '{platform.machine()}'"])
     for name, known in requirements(arguments.without).items():
-        # It may know a package for fewer Pythons than we need it for.
         covered = set().union(*map(machines, known))
-        lines[name] = [line for line in lines.get(name, []) if machines(line) - covered]
+        mine = (line for line in lines.get(name, []) if machines(line) - covered)
+        lines[name] = [narrowed(line, covered) for line in mine]
     print(HEADER)
     for name in sorted(lines):
         for line in filter(None, map(trimmed, lines[name])):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize, pad
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 WINDOW, KERNEL = 32, 7
@@ -22,12 +23,18 @@ WINDOW, KERNEL = 32, 7
 
 @dataclass
 class Layer:
-    """``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: [KH, Q, S], row by query."""
+    """``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
+    gave to the S tokens so far, [KH, T, S]."""
 
     keys: Tensor
     values: Tensor
     alive: Tensor
-    seen: Tensor
+    seen: list[Tensor]
+
+    def rows(self) -> Tensor:
+        """The attention matrix, [KH, Q, S], its groups of query heads summed."""
+        count = self.keys.shape[1]
+        return torch.cat([pad(rows, (0, count - rows.shape[2])) for rows in self.seen], 1)
 
 
 @dataclass
@@ -86,39 +93,43 @@ class PolicyModel:
         # Of equal scores, those survive that are not copied: see h2o_vllm/kernels/reference.py.
         copied = excess if len(self.ranked) == 1 else 0
         for layer in self.layers.values():
-            for head in range(layer.alive.shape[0]):
-                scores = self._scores(layer, head, seen).tolist()
+            ranks = self._scores(layer).tolist()
+            for head, scores in enumerate(ranks):
                 old = [p for p in layer.alive[head].nonzero().flatten().tolist() if p < until]
                 old.sort(key=lambda p, s=scores: (p >= self.sinks, -s[p], p < copied, p))
                 layer.alive[head][old[len(old) - excess :]] = False
         self.evicted += excess
 
-    def _scores(self, layer: Layer, head: int, seen: int) -> Tensor:
-        """[S]: what the policy thinks of each token, the evicted ones included."""
-        rows, count = layer.seen[head], layer.seen.shape[2]
-        if self.policy == "h2o":
-            return rows.sum(0)
-        if self.policy == "tova":
-            return rows[-1]
+    def _scores(self, layer: Layer) -> Tensor:
+        """[KH, S]: what the policy thinks of each token, the evicted ones included."""
         if self.policy == "keydiff":
-            keys = torch.nn.functional.normalize(layer.keys[head], dim=-1)
+            keys = normalize(layer.keys, dim=-1)
             until = self.ranked[-1][2]
-            anchor = keys[:until][layer.alive[head, :until]].mean(0)
-            return -torch.nn.functional.cosine_similarity(keys, anchor[None], dim=-1)
-        scores = torch.zeros(count)
+            ranked = layer.alive[:, :until, None]
+            anchor = (keys[:, :until] * ranked).sum(1, keepdim=True) / ranked.sum(1, keepdim=True)
+            return -cosine_similarity(keys, anchor, dim=-1)
+        rows = layer.rows()
+        if self.policy == "h2o":
+            return rows.sum(1)
+        if self.policy == "tova":
+            return rows[:, -1]
+        scores = torch.zeros(rows.shape[0], rows.shape[2])
         for when, start, end in self.ranked:
-            before, after = rows[:when, start:end], rows[when:, start:end].sum(0)
+            if start == end:
+                continue
+            before, after = rows[:, :when, start:end], rows[:, when:, start:end].sum(1)
             if self.policy == "h2o-norm":
-                scores[start:end] = before.sum(0) / (when - torch.arange(start, end)) * when + after
+                mean = before.sum(1) / (when - torch.arange(start, end))
+                scores[:, start:end] = mean * when + after
             elif self.policy == "snapkv":
-                sums = before[max(0, self.prompt - WINDOW) :].sum(0)
+                sums = before[:, max(0, self.prompt - WINDOW) :].sum(1)
                 # Protected tokens have no score that neighbours could share.
-                sums[: max(0, self.sinks - start)] = 0.0
+                sums[:, : max(0, self.sinks - start)] = 0.0
                 around = [
-                    sums[max(0, i - KERNEL // 2) : i + KERNEL // 2 + 1] for i in range(end - start)
+                    sums[:, max(0, i - KERNEL // 2) : i + KERNEL // 2 + 1].amax(1)
+                    for i in range(end - start)
                 ]
-                if around:
-                    scores[start:end] = torch.stack([part.max() for part in around]) + after
+                scores[:, start:end] = torch.stack(around, 1) + after
             else:
                 raise AssertionError(self.policy)
         return scores
@@ -138,7 +149,7 @@ class PolicyModel:
         nothing = torch.zeros(heads, 0)
         layer = self.layers.setdefault(
             module.layer_idx,
-            Layer(key[0][:, :0], value[0][:, :0], nothing.bool(), nothing[:, None][:, :0]),
+            Layer(key[0][:, :0], value[0][:, :0], nothing.bool(), []),
         )
         layer.keys = torch.cat([layer.keys, key[0]], 1)
         layer.values = torch.cat([layer.values, value[0]], 1)
@@ -148,8 +159,7 @@ class PolicyModel:
         visible = torch.ones(new, total, dtype=torch.bool).tril(total - new)
         visible = visible[None] & layer.alive[:, None]
         prob = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
-        known = torch.nn.functional.pad(layer.seen, (0, new))
-        layer.seen = torch.cat([known, prob.sum(1)], 1)
+        layer.seen.append(prob.sum(1))
         mixed = prob @ layer.values[:, None]
         return mixed.flatten(0, 1).transpose(0, 1)[None].contiguous(), None
 

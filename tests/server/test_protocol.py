@@ -106,8 +106,8 @@ def test_message_names_field_value_and_range(config: H2OConfig) -> None:
         {"kv_budget": 0.05, "kv_recent": 0, "kv_policy": "window"},
         {"kv_budget_tokens": 1, "kv_recent": 1.0},
         {"kv_budget_tokens": 2**31 - 1, "kv_policy": "random"},
-        {"kv_sinks": 0, "kv_policy": "h2o-norm"},
-        {"kv_sinks": 1024, "kv_policy": "keydiff"},
+        {"kv_policy": "h2o-norm", "kv_sinks": 0},
+        {"kv_policy": "keydiff", "kv_sinks": 1024},
         {"kv_policy": "full"},
     ],
 )

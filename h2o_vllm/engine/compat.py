@@ -84,9 +84,14 @@ def parent_request(request_id: str) -> tuple[str, int] | None:
 
     ``ParentRequest.get_child_info`` (0.32) builds ``f"{index}_{parent}"`` and sends nothing else.
     Goes when the engine core is told about siblings.
+
+    Never raises: the id of a ``/v1/responses`` request begins with what its client chose, and
+    ``int()`` of thousands of digits is a ``ValueError``.
     """
     index, separator, parent = request_id.partition("_")
-    return (parent, int(index)) if separator and index.isdecimal() else None
+    # vLLM allows 16,384 choices.
+    is_index = index.isascii() and index.isdecimal() and len(index) < 10
+    return (parent, int(index)) if separator and is_index else None
 
 
 def set_attention_isa(builder: Any, isa: str) -> None:

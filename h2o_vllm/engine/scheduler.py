@@ -7,7 +7,7 @@ precede, and attaches what was kept to the request's outputs.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +43,13 @@ logger = init_logger(f"vllm.{__name__}")
 
 __all__ = ["H2OScheduler"]
 
-MAX_FAMILIES = 4096
-"""Unfinished ``n > 1`` requests whose finished choices are remembered."""
+MAX_FAMILIES = 64
+"""Requests with ``n > 1`` that are remembered beyond their last choice in the queue: the next one of the
+same request may still be on its way here."""
+
+MAX_SIBLINGS = 64
+"""Choices of one request that are reported together. Every choice carries the reports of the others:
+of the 16,384 that vLLM allows a client to ask for, that would be a hundred million."""
 
 
 class H2OScheduler(ChunkLimitScheduler):
@@ -65,6 +70,7 @@ class H2OScheduler(ChunkLimitScheduler):
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
         self._families: OrderedDict[str, dict[str, dict[str, object]]] = OrderedDict()
+        self._choices: Counter[str] = Counter()
 
     def _bound_manager(self) -> H2OBlockManager:
         """The block manager vLLM built; law 9: anything but ours ends the start-up."""
@@ -85,6 +91,8 @@ class H2OScheduler(ChunkLimitScheduler):
                 # Cached KV comes without the scores by which its tokens would be ranked.
                 request.skip_reading_prefix_cache = True
             self.blocks.track(request, budget)
+            if (family := parent_request(request.request_id)) is not None:
+                self._choices[family[0]] += 1
         super().add_request(request)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
@@ -146,6 +154,10 @@ class H2OScheduler(ChunkLimitScheduler):
     def _collect_reports(self) -> None:
         ended = self.blocks.take_final_reports()
         self._reports.update(ended)
+        for family in filter(None, map(parent_request, ended)):
+            self._choices[family[0]] -= 1
+            if self._choices[family[0]] <= 0:
+                del self._choices[family[0]]
         if self._meter is not None:
             self._meter.ended(ended.values())
 
@@ -196,13 +208,14 @@ class H2OScheduler(ChunkLimitScheduler):
     def _with_siblings(
         self, request_id: str, report: dict[str, object]
     ) -> dict[str, dict[str, object]]:
-        """Unstreamed ``n > 1``: vLLM forwards the last choice's output only, so it carries all."""
+        """Unstreamed ``n > 1``: vLLM forwards the last choice's output only, so it carries them."""
         family = parent_request(request_id)
         if family is None:
             return {"0": report}
         parent, index = family
         known = self._families.setdefault(parent, {})
-        known[str(index)] = report
-        while len(self._families) > MAX_FAMILIES:
-            self._families.popitem(last=False)
-        return dict(known)
+        if len(known) < MAX_SIBLINGS or str(index) in known:
+            known[str(index)] = report
+        while len(self._families) > MAX_FAMILIES + len(self._choices):
+            del self._families[next(p for p in self._families if p not in self._choices)]
+        return {**known, str(index): report}

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Llama of random weights, small enough that thousands of engine steps take seconds.
+
+What it says means nothing, but depends sharply on every key it attends to: the wide initialisation
+makes attention peaked, so one wrong block changes the tokens. Two ranks can share its heads.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+__all__ = ["VOCABULARY", "make_tiny_model"]
+
+VOCABULARY = 512
+
+
+def make_tiny_model(path: Path, tokenizer_of: Path | None = None) -> Path:
+    """Write the model into the directory ``path``; with the tokenizer of another model, or none."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    vocabulary = VOCABULARY
+    if tokenizer_of is not None:
+        vocabulary = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
+        for file in tokenizer_of.iterdir():
+            if file.name.startswith(("tokenizer", "chat_template")):
+                shutil.copy(file, path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path

@@ -26,6 +26,7 @@ from h2o_vllm.config import (
     RequestBudget,
 )
 from h2o_vllm.engine.compat import ChunkLimitScheduler, block_managers, parent_request
+from h2o_vllm.engine.orphan import end_with_parent
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -61,6 +62,7 @@ class H2OScheduler(ChunkLimitScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_supported(self.vllm_config)
+        end_with_parent()
         self.h2o_config = H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
         self.blocks = self._bound_manager()
         # Without a listener the counts would reach vLLM's own loggers, which fail on them.

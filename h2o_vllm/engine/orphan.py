@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the engine core end when the process that started it is gone. Runs in the engine core.
+
+vLLM's workers watch their parent, its engine core does not (0.32): a server killed by SIGKILL, or for want
+of memory, leaves an engine that nobody can reach and that keeps its KV cache and its GPU. Stdlib only.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+
+__all__ = ["end_with_parent"]
+
+GRACE_SECONDS = 10.0
+
+
+def end_with_parent() -> threading.Thread | None:
+    """Watch the parent from a thread; ``None`` if this process is nobody's child.
+
+    Not ``prctl(PR_SET_PDEATHSIG)``, which fires when the *thread* that started us ends, and a script
+    may well make its ``LLM`` in a thread that does.
+    """
+    if multiprocessing.parent_process() is None:
+        return None
+    thread = threading.Thread(target=_watch, name="h2o-parent", daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    logging.getLogger(f"vllm.{__name__}").error("h2o: the server is gone; ending its engine")
+    # vLLM's handler ends the workers in order.
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(GRACE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

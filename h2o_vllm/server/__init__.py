@@ -4,6 +4,7 @@
 ================ ===========================================================================
 ``cli``          the command: vLLM's parser plus our option group
 ``serve``        puts our configuration into vLLM's arguments
+``model_dir``    looks at the model's directory before vLLM does
 ``launch``       runs vLLM's server with them and ends it cleanly
 ``routes``       which HTTP routes take the budget fields, and which must refuse them
 ``protocol``     the body of a request: parse, check, move the fields to where vLLM reads them

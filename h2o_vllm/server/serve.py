@@ -20,6 +20,7 @@ from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.server import launch, middleware
+from h2o_vllm.server.model_dir import check_model_dir
 
 __all__ = ["prepare", "serve"]
 
@@ -72,7 +73,7 @@ def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H
     """Complete ``args`` in place: the model, our engine arguments, our middleware.
 
     Raises:
-        ConfigError: an option contradicts what we have to set.
+        ConfigError: an option contradicts what we have to set, or the model's directory is none.
     """
     _refuse_other_frontends(args)
     _set_engine_args(args, parser, config)
@@ -84,8 +85,9 @@ def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H
 
         args.model = str(default_model_dir())
         args.served_model_name = args.served_model_name or [DEFAULT_MODEL_NAME]
-    elif args.model is None:
-        args.model = args.model_tag
+    else:
+        args.model = args.model if args.model is not None else args.model_tag
+        check_model_dir(args.model, args.load_format)
 
 
 def _refuse_other_frontends(args: argparse.Namespace) -> None:

@@ -30,6 +30,11 @@ TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
 """vLLM kills its engine when told to stop; Python then removes the shared memory, and says so."""
 
 
+GRACE_SECONDS = 10
+"""How long the end of the server waits for clients to read what has been said. uvicorn's own default is
+for ever: one client that stopped reading keeps a server from ending on SIGTERM, or when its engine dies."""
+
+
 class _StoppedError(SystemExit):
     """SIGINT or SIGTERM came before the server was up. Carries the conventional exit code."""
 
@@ -83,7 +88,9 @@ def _run_one(args: argparse.Namespace) -> None:
     decorate_logs("APIServer", skip_if_decorated=True)
     listen_address, sock = setup_server(args, reuse_port=False)
     args.api_server_count = None
-    uvloop.run(run_server_worker(listen_address, sock, args))
+    uvloop.run(
+        run_server_worker(listen_address, sock, args, timeout_graceful_shutdown=GRACE_SECONDS)
+    )
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

@@ -15,7 +15,7 @@ from typing import Any
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
-from h2o_vllm.server import config_route, tap
+from h2o_vllm.server import config_route, engine_end, tap
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.quiet import ShutdownFilter
 from h2o_vllm.server.report import Reports
@@ -72,13 +72,22 @@ class KVCacheMiddleware:
         global _startup_error
         try:
             self._bind(scope["app"])
+            client = scope["app"].state.engine_client
+            engine_end.watch(client)
         except (ConfigError, TypeError, AttributeError) as error:
             _startup_error = f"h2o_vllm cannot serve this application: {error}"
             await receive()
             await send({"type": "lifespan.startup.failed", "message": _startup_error})
             return
         ShutdownFilter.install()
-        await self._app(scope, receive, send)
+
+        async def looking() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                engine_end.look(client)
+            return message
+
+        await self._app(scope, looking, send)
 
     def _bind(self, application: Any) -> H2OConfig:
         """Read the configuration that the engine got, tap the engine client, add what we serve."""

@@ -19,7 +19,7 @@ from vllm.logger import configure_logging_from_args, init_logger
 from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.server import launch, middleware
+from h2o_vllm.server import engine_end, launch, middleware
 from h2o_vllm.server.model_dir import check_model_dir
 
 __all__ = ["prepare", "serve"]
@@ -34,7 +34,7 @@ MIDDLEWARE = f"{middleware.__name__}.{middleware.KVCacheMiddleware.__name__}"
 
 
 def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2OConfig) -> int:
-    """Serve until told to stop; returns the exit code.
+    """Serve until told to stop; returns the exit code, which is 1 if the engine died.
 
     Raises:
         ConfigError: the options cannot work, the address cannot be bound, or our middleware found
@@ -66,6 +66,9 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
         raise _as_config_error(error, args) from None
     if (reason := middleware.startup_error()) is not None:
         raise ConfigError(reason)
+    if engine_end.died():
+        logger.error("h2o: the engine died; ending with exit code 1")
+        return 1
     return code
 
 

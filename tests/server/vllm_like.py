@@ -32,6 +32,10 @@ class Engine:
         self.seen: list[dict[str, Any]] = []
         self.aborted = 0
         self.allowed = tokens
+        self.errored = False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.errored = True
 
     async def generate(
         self, prompt: str, request: dict[str, Any], request_id: str
@@ -82,7 +86,15 @@ def build(
 ) -> FastAPI:
     app = FastAPI()
     options = {"h2o": (config or H2OConfig()).to_mapping()}
-    app.state.vllm_config = SimpleNamespace(additional_config=options)
+    app.state.vllm_config = SimpleNamespace(
+        additional_config=options,
+        model_config=SimpleNamespace(served_model_name="m"),
+        cache_config=SimpleNamespace(block_size=32, num_gpu_blocks=10, enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+        ),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
     app.state.engine_client = engine
     for name, value in state.items():
         setattr(app.state, name, value)
@@ -111,9 +123,9 @@ def build(
         )
 
     @app.post("/v1/messages")
-    async def messages(raw_request: Request) -> Response:
+    async def messages(request: dict[str, Any], raw_request: Request) -> Response:
         client = raw_request.app.state.engine_client
-        outputs = [o async for o in client.generate("p", await raw_request.json(), "id")]
+        outputs = [o async for o in client.generate("p", request, "id")]
         return JSONResponse({"kv_transfer_params": outputs[-1].kv_transfer_params})
 
     @app.post("/tokenize")

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell an engine that died from one that was told to stop. API-server process; imports nothing.
+
+When its engine dies vLLM's server answers ``/health`` with 503, ends its streams with an error, and itself
+some seconds later with exit code 0 (0.32): a supervisor that restarts what failed would leave it down.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+__all__ = ["died", "look", "watch"]
+
+_stopped = False
+_died = False
+
+
+def watch(engine_client: Any) -> None:
+    """Note when vLLM tells its engine to stop: wraps ``engine_client.shutdown``, on this object only.
+
+    Raises:
+        AttributeError: the object cannot be watched.
+    """
+    global _stopped, _died
+    _stopped = _died = False
+    shutdown, _ = engine_client.shutdown, engine_client.errored
+
+    @functools.wraps(shutdown)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        global _stopped
+        _stopped = True
+        return shutdown(*args, **kwargs)
+
+    engine_client.shutdown = noted
+
+
+def look(engine_client: Any) -> None:
+    """To be called when the server begins to end, which vLLM does after it has told the engine."""
+    global _died
+    _died = engine_client.errored and not _stopped
+
+
+def died() -> bool:
+    """Whether the server of this process ended because its engine had died."""
+    return _died

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GET /plugins/h2o/config``: what this server does and accepts. API-server process.
 
-Read-only and without secrets: no paths, no keys, nothing of another option's. vLLM authenticates
-only what lies below ``/v1`` and a few other prefixes, so the route checks ``--api-key`` itself, in
-vLLM's way. It is added to the application rather than loaded as an endpoint plugin, because vLLM
-loads those only where ``VLLM_PLUGINS`` names them, which would shut out every plugin it leaves out.
+Read-only and without secrets: no paths, no keys, nothing of another option's. ``--api-key`` covers
+it, see :mod:`h2o_vllm.server.access`. It is added to the application rather than loaded as an endpoint
+plugin, because vLLM loads those only where ``VLLM_PLUGINS`` names them, which would shut out every
+plugin it leaves out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from fastapi import FastAPI, Request, Response, Security
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, Field
-from vllm import envs
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
@@ -105,17 +103,13 @@ class H2OServerConfig(BaseModel):
     support: Support
 
 
-def attach(application: FastAPI, config: H2OConfig) -> None:
+def attach(application: FastAPI, config: H2OConfig, *, documents_key: bool) -> None:
     """Add the route to vLLM's application, and to its OpenAPI page."""
     args = getattr(application.state, "args", None)
-    keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
-    authentication = AuthenticationMiddleware(application, tokens=keys)
     # The engine knows the first one only.
     aliases: list[str] = list(getattr(args, "served_model_name", None) or [])
 
     async def h2o_config(request: Request) -> Response:
-        if keys and not authentication.verify_token(request.headers):
-            return JSONResponse({"error": "Unauthorized"}, status_code=401)
         described = _describe(config, request.app.state.vllm_config)
         if aliases:
             described.models = aliases
@@ -127,8 +121,8 @@ def attach(application: FastAPI, config: H2OConfig) -> None:
         methods=["GET"],
         response_model=H2OServerConfig,
         responses={401: {"description": "The server has an API key, and this is not it."}},
-        # Documents the key; the check is above, so that the answer is vLLM's.
-        dependencies=[Security(HTTPBearer(auto_error=False))] if keys else [],
+        # Documents the key; it is asked for in front of the application.
+        dependencies=[Security(HTTPBearer(auto_error=False))] if documents_key else [],
         tags=["H2O"],
         summary="KV budgets of this server",
         description="Budgets, limits, policies, versions and support state of h2o_vllm. Read-only.",

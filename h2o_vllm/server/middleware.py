@@ -2,9 +2,9 @@
 """The ASGI layer around vLLM's application; runs in every API-server process.
 
 vLLM adds it through ``--middleware``, which makes it the outermost layer: a request passes here
-before vLLM has authenticated it. Therefore the body is not read on arrival but when something
-behind the authentication asks for it. An unauthenticated request is refused by vLLM with nothing
-read, and a refusal of ours takes the place of whatever answer the application makes of it.
+before vLLM has authenticated it. Where vLLM would not ask for the key, we do. The body is not read on
+arrival but when something behind the authentication asks for it. An unauthenticated request is refused
+with nothing read, and a refusal of ours takes the place of whatever answer the application makes of it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
 from h2o_vllm.server import config_route, engine_end, tap
+from h2o_vllm.server.access import Access
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.quiet import ShutdownFilter
 from h2o_vllm.server.report import Reports
@@ -41,7 +44,7 @@ def startup_error() -> str | None:
 
 
 class KVCacheMiddleware:
-    """Budget fields in, ``kv_cache`` out; everything else passes as it comes.
+    """Budget fields in, ``kv_cache`` out, nothing without the key; all else passes as it comes.
 
     Args:
         app: the next ASGI application; vLLM constructs middleware with nothing else.
@@ -50,19 +53,24 @@ class KVCacheMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._config: H2OConfig | None = None
+        self._access: Access | None = None
         self._count_refusal: CountRefusal = _not_bound
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
             return
-        rule = None
-        if scope["type"] == "http":
-            rule = rule_for(scope["method"], scope["path"], scope.get("root_path", ""))
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        config, access = self._bind(scope["app"])
+        if access.refuses(scope):
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+            return
+        rule = rule_for(scope["method"], scope["path"], scope.get("root_path", ""))
         if rule is None:
             await self._app(scope, receive, send)
             return
-        config = self._bind(scope["app"])
         with tap.collecting() as reports:
             exchange = _Exchange(scope, receive, send, rule, config, reports, self._count_refusal)
             await exchange.run(self._app)
@@ -89,9 +97,9 @@ class KVCacheMiddleware:
 
         await self._app(scope, looking, send)
 
-    def _bind(self, application: Any) -> H2OConfig:
+    def _bind(self, application: Any) -> tuple[H2OConfig, Access]:
         """Read the configuration that the engine got, tap the engine client, add what we serve."""
-        if self._config is None:
+        if self._config is None or self._access is None:
             state = application.state
             options = state.vllm_config.additional_config.get(CONFIG_KEY)
             if options is None:
@@ -99,9 +107,10 @@ class KVCacheMiddleware:
             config = H2OConfig.from_mapping(options)
             tap.install(state.engine_client)
             self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
-            config_route.attach(application, config)
+            self._access = Access(application)
+            config_route.attach(application, config, documents_key=bool(self._access.keys))
             self._config = config
-        return self._config
+        return self._config, self._access
 
 
 class _Exchange:

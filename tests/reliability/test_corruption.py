@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hunt for silent corruption, short; ``H2O_CORRUPTION=long`` runs many rounds.
+
+In a process of its own: it schedules asynchronously on CPU and computes in float64, as nobody else should.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+LONG = os.environ.get("H2O_CORRUPTION") == "long"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    options = ["--rounds", "20" if LONG else "1", "--self-check"]
+    done = subprocess.run(
+        [sys.executable, "-m", "loadtest.corruption", *options],
+        capture_output=True,
+        text=True,
+        timeout=7200 if LONG else 500,
+        check=False,
+    )
+    print(done.stdout)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode in (0, 1), done.stderr[-3000:]
+    assert found, done.stderr[-3000:]
+    return found
+
+
+def test_everybody_says_in_a_crowd_what_he_says_alone(rows: list[dict[str, Any]]) -> None:
+    rounds = [row for row in rows if "seed" in row]
+    for row in rounds:
+        assert row["wrong"] == []
+        assert row["ties"] <= 2
+        # What it was meant to be: crowded, short of blocks, and with something to corrupt.
+        assert row["requests"] == 200
+        assert row["running_max"] > 40
+        assert row["preemptions"] > 50
+        assert row["evictions"] > 300
+        assert row["aborted"] > 5
+        assert row["cached_tokens"] > 1000
+        assert row["poisoned_blocks"] > 1000
+    assert len(rounds) == (20 if LONG else 1)
+
+
+def test_planted_bugs_are_found(rows: list[dict[str, Any]]) -> None:
+    planted = {row["planted"]: row["wrong"] for row in rows if "planted" in row}
+    assert set(planted) == {
+        "holes_stay", "survivors_are_lost", "compaction_is_late", "scores_are_stale", "nothing",
+    }  # fmt: skip
+    assert planted.pop("nothing") == 0, "a planted bug outlived its removal"
+    assert all(planted.values())

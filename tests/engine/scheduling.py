@@ -152,6 +152,11 @@ class Rig:
         self.blocks.check_integrity()
         return output
 
+    def settle(self) -> None:
+        """Let the steps in flight come back."""
+        while self._in_flight:
+            self._update(*self._in_flight.popleft())
+
     def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for outputs in self.scheduler.update_from_output(output, result).values():
             if outputs.scheduler_stats is not None:

@@ -3,6 +3,7 @@
 
 The short form runs with the suite; ``H2O_STATE_MACHINE=long`` runs thousands of steps more. A failure
 shrinks to a short script of rules, which then becomes a test of its own in ``test_laws_blocks.py``.
+Bugs that are planted have to be found, else the machine would prove nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle as RequestIds
 from hypothesis.stateful import (
@@ -26,6 +27,8 @@ from hypothesis.stateful import (
 )
 from vllm.v1.request import RequestStatus
 
+from h2o_vllm.blocks.account import Account
+from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.config import POLICIES
 from h2o_vllm.policy import budget_tokens
 from tests.engine.scheduling import Rig
@@ -37,6 +40,7 @@ LONG = os.environ.get("H2O_STATE_MACHINE") == "long"
 
 budgets = st.one_of(
     st.none(),
+    st.fixed_dictionaries({"kv_budget": st.sampled_from([0.1, 0.2, 0.4])}),
     st.fixed_dictionaries(
         {"kv_budget": st.floats(0.05, 1.0)},
         optional={
@@ -81,7 +85,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(
         target=live,
         family=st.sampled_from(FAMILIES),
-        length=st.integers(1, 200),
+        length=st.one_of(st.integers(1, 200), st.integers(60, 200)),
         asked=budgets,
         max_tokens=st.integers(1, 150),
         priority=st.integers(0, 2),
@@ -105,7 +109,12 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def preempt_all_and_reset_the_prefix_cache(self) -> None:
-        self.rig.scheduler.reset_prefix_cache(reset_running_requests=not self.rig.pipelined)
+        # As vLLM does: it asks for this between steps.
+        self.rig.settle()
+        before = [request.num_preemptions for request in self.rig.scheduler.requests.values()]
+        self.rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+        after = [request.num_preemptions for request in self.rig.scheduler.requests.values()]
+        Traffic.preemptions += sum(after) - sum(before)
 
     @rule(target=live)
     def forget_nothing(self) -> Any:
@@ -152,7 +161,7 @@ def test_any_order_of_events_keeps_the_laws(model_dir: str) -> None:
     run_state_machine_as_test(
         Traffic,
         settings=settings(
-            max_examples=1000 if LONG else 60,
+            max_examples=3000 if LONG else 200,
             stateful_step_count=60 if LONG else 30,
             deadline=None,
             derandomize=not LONG,
@@ -162,5 +171,79 @@ def test_any_order_of_events_keeps_the_laws(model_dir: str) -> None:
     print(
         f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions"
     )
-    assert Traffic.evictions > 100
-    assert Traffic.preemptions > 10
+    assert Traffic.steps > 10_000
+    assert Traffic.evictions > 1000
+    assert Traffic.preemptions > 100
+
+
+def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Account, "release", lambda self: None)
+
+
+def everything_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that evictions write go into the prefix cache."""
+    monkeypatch.setattr(Account, "publishable_tokens", lambda self, computed: computed)
+
+
+def eviction_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets are kept, but three blocks too late."""
+    evict = Account.evict
+    monkeypatch.setattr(Account, "evict", lambda self, computed: evict(self, computed - 48))
+
+
+def block_is_freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doomed blocks stay in the table, and are freed again with the request."""
+
+    def freeing(self: H2OBlockManager, request_id: str, *args: Any, **kwargs: Any) -> None:
+        table = list(self.req_to_blocks[request_id])
+        remove(self, request_id, *args, **kwargs)
+        self.req_to_blocks[request_id][: len(table)] = table
+
+    remove = H2OBlockManager.remove_skipped_blocks
+    monkeypatch.setattr(H2OBlockManager, "remove_skipped_blocks", freeing)
+
+
+def block_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One doomed block never returns to the pool."""
+
+    def losing(self: H2OBlockManager, request_id: str, *args: Any, **kwargs: Any) -> None:
+        before = len(self._evictions)
+        remove(self, request_id, *args, **kwargs)
+        if len(self._evictions) > before:
+            doomed = self._evictions[request_id].doomed_blocks[0]
+            self.block_pool.touch([self.block_pool.blocks[doomed]])
+
+    remove = H2OBlockManager.remove_skipped_blocks
+    monkeypatch.setattr(H2OBlockManager, "remove_skipped_blocks", losing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [
+        holes_survive_a_preemption,
+        everything_is_published,
+        eviction_comes_late,
+        block_is_freed_twice,
+        block_is_lost,
+    ],
+)
+def test_planted_bugs_are_found(
+    model_dir: str, plant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    Traffic.model_dir = model_dir
+    with pytest.raises((AssertionError, LookupError)):
+        run_state_machine_as_test(
+            Traffic,
+            settings=settings(
+                max_examples=600,
+                stateful_step_count=30,
+                deadline=None,
+                derandomize=True,
+                # Found is enough: no shrinking.
+                phases=[Phase.generate],
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )

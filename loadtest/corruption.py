@@ -107,7 +107,7 @@ def make_asks(chance: random.Random, count: int, longest: int) -> list[Ask]:
             Ask(
                 prompt=tuple([*family[:length], *own][:longest]),
                 asked=chance.choice(BUDGETS),
-                max_tokens=round(chance.triangular(1, 70, 20)),
+                max_tokens=round(chance.triangular(1, 140, 60)),
                 arrives=0,
                 leaves=None,
             )
@@ -427,8 +427,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", type=int, default=200, help="requests of a round (%(default)s)")
     add("--rounds", type=int, default=1, help="rounds, each with its own seed (%(default)s)")
     add("--seed", type=int, default=0, help="seed of the first round (%(default)s)")
-    add("--blocks", type=int, default=200, help="blocks of 16 tokens in the pool (%(default)s)")
-    add("--longest", type=int, default=240, help="longest prompt in tokens (%(default)s)")
+    add("--blocks", type=int, default=140, help="blocks of 16 tokens in the pool (%(default)s)")
+    add("--longest", type=int, default=200, help="longest prompt in tokens (%(default)s)")
     add("--threads", type=int, default=1, help="threads that compute (%(default)s)")
     add("--model", help="a directory, or 'embedded'; a tiny one of random weights if not given")
     add("--self-check", action="store_true", help="also plant bugs and expect to find them")

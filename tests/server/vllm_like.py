@@ -130,7 +130,7 @@ def build(
 
     @app.post("/tokenize")
     async def tokenize(raw_request: Request) -> Response:
-        return JSONResponse({"body": (await raw_request.body()).decode()})
+        return JSONResponse({"body": (await raw_request.body()).decode(errors="replace")})
 
     @app.post("/v1/chat/completions")
     async def broken(request: CompletionRequest) -> Response:

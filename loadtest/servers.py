@@ -37,6 +37,7 @@ class Server:
 
     Attributes:
         url: where it listens.
+        pid: of the process started.
         command: how it was started, without what is only known here (port).
     """
 
@@ -56,6 +57,7 @@ class Server:
                 start_new_session=True,
                 env={**DEFAULTS, **os.environ},
             )
+        self.pid = self._process.pid
         try:
             self._wait()
         except BaseException:

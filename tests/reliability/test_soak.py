@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The soak, for half a minute; ``tests/loadtest/test_trend.py`` checks what it calls flat."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_half_a_minute_of_everything_leaves_no_block_and_no_error(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "loadtest.soak", "--minutes", "0.4", "--users", "6"]
+    command += ["--out", str(tmp_path), "--name", "soak", "--", "--model", str(tiny_model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    print(done.stdout, done.stderr[-3000:])
+    about, *rows = map(json.loads, (tmp_path / "soak.jsonl").read_text().splitlines())
+    assert not [outcome for outcome in about["outcomes"] if outcome.startswith("error")]
+    assert {"complete", "stream", "leave", "chat", "refused"} <= set(about["outcomes"])
+    assert about["tracebacks"] == 0
+    pauses = [row for row in rows if "pause" in row]
+    assert len(pauses) >= 2
+    assert all(row["quiet"] and row["idle_blocks"] == 0 for row in pauses)
+    # Half a minute says nothing of memory or latency; that they were measured and judged, it does.
+    assert {verdict["name"] for verdict in about["verdicts"] if verdict["points"] >= 2} >= {
+        "rss_mib", "fds", "threads", "latency_s", "idle_blocks",
+    }  # fmt: skip
+    assert (tmp_path / "soak.png").stat().st_size > 10_000
+    assert done.returncode in (0, 1)
+    assert (done.returncode == 0) is about["flat"]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SECURITY.md promises: nothing of a client's is executed, our routes read only, limits are kept."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from h2o_vllm.config import H2OConfig
+from h2o_vllm.server.config_route import PATH
+from tests.server.vllm_like import Engine, build
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "h2o_vllm").rglob("*.py"))
+
+EXECUTING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "code"}
+EXECUTING_CALLS = {
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "yaml.load",
+    "numpy.load", "np.load", "joblib.load",
+}  # fmt: skip
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Every call by its dotted name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+@pytest.mark.parametrize("file", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_of_ours_can_execute_data(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.split(".")[0] for name in names} & EXECUTING_MODULES
+    for name, call in calls(tree):
+        assert name not in EXECUTING_CALLS, name
+        shell = [keyword for keyword in call.keywords if keyword.arg == "shell"]
+        assert not shell, f"{name}(shell=...)"
+
+
+def test_the_check_above_can_fail() -> None:
+    found = {name for name, _ in calls(ast.parse("x = eval(a); os.system(b); torch.load(c)"))}
+    assert found == {"eval", "os.system", "torch.load"} <= EXECUTING_CALLS
+
+
+class Bomb:
+    """Whoever unpickles it makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_in_a_request_stays_one(tmp_path: Path) -> None:
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"), protocol=0)
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "works")))
+    assert (tmp_path / "works").exists()
+    engine = Engine()
+    app = build(engine)
+
+    async def send() -> None:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://s") as client:
+            for path in ("/v1/completions", "/v1/messages", "/tokenize"):
+                for kind in ("application/json", "application/x-python-pickle", "text/plain"):
+                    await client.post(path, content=bomb, headers={"content-type": kind})
+            for field in ("kv_budget", "kv_policy", "kv_recent", "kv_budget_tokens"):
+                body = {"prompt": "p", field: bomb.decode("ascii")}
+                assert (await client.post("/v1/completions", json=body)).status_code == 400
+
+    asyncio.run(send())
+    assert not (tmp_path / "exploded").exists()
+    assert engine.seen == []
+
+
+def test_our_routes_only_read() -> None:
+    """What our layer adds to vLLM's application."""
+
+    async def ask() -> dict[str, int]:
+        app = build(Engine())
+        before = {route.path for route in app.routes}  # type: ignore[attr-defined]
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://s") as client:
+            methods = ("GET", "POST", "PUT", "PATCH", "DELETE")
+            answers = {m: (await client.request(m, PATH)).status_code for m in methods}
+        added = {route.path for route in app.routes} - before  # type: ignore[attr-defined]
+        assert added == {PATH}
+        return answers
+
+    answers = asyncio.run(ask())
+    assert answers.pop("GET") == 200
+    assert set(answers.values()) == {405}
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen", "kept"),
+    [
+        # Half of the tokens at most, a fifth at least, whatever is asked for.
+        ({"kv_budget_tokens": 2**31 - 1}, 1000, 500),
+        ({"kv_budget_tokens": 1}, 1000, 200),
+        ({"kv_budget": 0.5}, 1000, 500),
+        ({"kv_budget": 0.2}, 1000, 200),
+    ],
+)
+def test_no_request_gets_past_the_operators_limits(
+    asked: dict[str, Any], seen: int, kept: int
+) -> None:
+    from h2o_vllm.policy import budget_tokens
+
+    limits = H2OConfig(kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5, kv_min_tokens=16)
+    assert budget_tokens(limits.resolve(asked), seen) == kept
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"kv_budget": 0.51}, {"kv_budget": 1.0}, {"kv_policy": "full"}, {"kv_budget": 0.19}, {"kv_budget": 1}],
+)  # fmt: skip
+def test_what_lies_outside_of_the_limits_is_refused(asked: dict[str, Any]) -> None:
+    limits = H2OConfig(kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5)
+    engine = Engine()
+
+    async def ask() -> int:
+        transport = httpx.ASGITransport(app=build(engine, limits))
+        async with httpx.AsyncClient(transport=transport, base_url="http://s") as client:
+            return (await client.post("/v1/completions", json={"prompt": "p", **asked})).status_code
+
+    assert asyncio.run(ask()) == 400
+    assert engine.seen == []

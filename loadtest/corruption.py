@@ -427,7 +427,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", type=int, default=200, help="requests of a round (%(default)s)")
     add("--rounds", type=int, default=1, help="rounds, each with its own seed (%(default)s)")
     add("--seed", type=int, default=0, help="seed of the first round (%(default)s)")
-    add("--blocks", type=int, default=140, help="blocks of 16 tokens in the pool (%(default)s)")
+    add("--blocks", type=int, default=190, help="blocks of 16 tokens in the pool (%(default)s)")
     add("--longest", type=int, default=200, help="longest prompt in tokens (%(default)s)")
     add("--threads", type=int, default=1, help="threads that compute (%(default)s)")
     add("--model", help="a directory, or 'embedded'; a tiny one of random weights if not given")

@@ -44,7 +44,7 @@ def test_everybody_says_in_a_crowd_what_he_says_alone(rows: list[dict[str, Any]]
         # What it was meant to be: crowded, short of blocks, and with something to corrupt.
         assert row["requests"] == 200
         assert row["running_max"] > 40
-        assert row["preemptions"] > 50
+        assert row["preemptions"] > 10
         assert row["evictions"] > 300
         assert row["aborted"] > 5
         assert row["cached_tokens"] > 1000

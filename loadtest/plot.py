@@ -14,6 +14,7 @@ __all__ = ["plot_bench", "plot_kernels"]
 
 COLOURS = {"stock": "#b0b0b0", "stock-same-flags": "#6f6f6f", "h2o": "#d1495b"}
 LABELS = {"stock": "vLLM defaults", "stock-same-flags": "vLLM, same flags", "h2o": "h2o_vllm"}
+KERNELS = {"cpp": "#d1495b", "numba": "#2e6f95"}
 
 
 def plot_bench(rows: list[dict[str, Any]], path: Path) -> Path:
@@ -67,6 +68,7 @@ def plot_kernels(rows: list[dict[str, Any]], path: Path) -> Path:
     for axis, kind in zip(axes, ("decode", "prompt"), strict=True):
         mine = [row for row in rows if row["kind"] == kind]
         for key in (name.replace("decode", kind) for name in names):
+            name = key.partition(".")[0]
             for shape, requests in dict.fromkeys((r["shape"], r["requests"]) for r in mine):
                 line = [r for r in mine if (r["shape"], r["requests"]) == (shape, requests)]
                 times = [row[key] for row in line]
@@ -75,14 +77,15 @@ def plot_kernels(rows: list[dict[str, Any]], path: Path) -> Path:
                 below = [max(0.0, r - least) for r, least in zip(ratios, low, strict=True)]
                 above = [max(0.0, most - r) for r, most in zip(ratios, high, strict=True)]
                 axis.errorbar(
-                    [row["length"] for row in line], ratios, yerr=(below, above), marker="o",
-                    markersize=3, linewidth=1, capsize=2, linestyle="-" if shape == "8B" else "--",
-                    label=f"{key.partition('.')[0]}, {shape}"
-                    + (f", {requests} requests" if kind == "decode" else ""),
+                    [row["length"] for row in line], ratios, yerr=(below, above), capsize=2,
+                    color=KERNELS.get(name), linestyle="-" if shape == "8B" else "--",
+                    linewidth=1, marker="o", markersize=2 + requests**0.5,
+                    label=f"{name}, {shape}" if requests == 1 else None,
                 )  # fmt: skip
         axis.axhline(1, color="#6f6f6f", linewidth=1)
         axis.set_xscale("log", base=2)
-        axis.set_xlabel(f"{kind}: tokens per request")
+        many = "; larger dots are more requests (1 to 32)" if kind == "decode" else ""
+        axis.set_xlabel(f"{kind}: tokens per request{many}")
         axis.legend(frameon=False, fontsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("time over vLLM's kernel, which keeps no scores")

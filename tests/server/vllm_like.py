@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
@@ -104,6 +105,11 @@ def build(
 
     # The order in which vLLM adds what --middleware names: last, so outermost.
     app.add_middleware(KVCacheMiddleware)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        # As vLLM, and unlike FastAPI, which repeats the input and fails on an infinity in it.
+        return JSONResponse({"detail": "invalid"}, 422)
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, raw_request: Request) -> Response:

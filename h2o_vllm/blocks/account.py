@@ -35,10 +35,11 @@ class Verdict(NamedTuple):
 
 
 class RequestCounts(Protocol):
-    """The part of ``vllm.v1.request.Request`` an account reads."""
+    """The part of ``vllm.v1.request.Request`` an account and its manager need."""
 
     num_prompt_tokens: int
     num_computed_tokens: int
+    skip_reading_prefix_cache: bool
 
     @property
     def num_tokens(self) -> int:

@@ -140,4 +140,8 @@ class H2OBlockManager(FullAttentionManager):
                 del self._accounts[request_id]
             else:
                 account.release()
+                if account.budget.evicts:
+                    # On its return it could find KV cached that lies behind its first eviction: its own
+                    # up to there, or that of others who did not evict. It would go on as if it had not.
+                    account.counts.skip_reading_prefix_cache = True
         return super().pop_blocks_for_free(request_id)

@@ -179,6 +179,27 @@ def test_resumed_requests_are_replayed_with_the_same_evictions(model_dir: str) -
     assert tight[restart:] == calm
 
 
+def test_a_resumed_request_finds_nothing_cached_behind_its_first_eviction(model_dir: str) -> None:
+    """Found by the corruption hunt: KV of the 2 tokens up to the first eviction (at 48) was published."""
+
+    def evictions(*, preempt: bool) -> list[tuple[int, tuple[int, ...]]]:
+        rig = Rig(model_dir, 60, kv_min_tokens=32)
+        asked = {"kv_budget": 0.3, "kv_policy": "window"}
+        request = rig.add("one", PROMPT[:46], asked, max_tokens=53)
+        while request.num_computed_tokens < 52:
+            rig.step()
+        if preempt:
+            rig.evictions.clear()
+            rig.scheduler.running.remove(request)
+            rig.scheduler._preempt_request(request, 0.0)
+        rig.run()
+        return [(eviction.seen, eviction.holes) for eviction in rig.evictions]
+
+    calm = evictions(preempt=False)
+    assert calm[0][0] == 48
+    assert evictions(preempt=True) == calm
+
+
 @pytest.mark.parametrize("policy", ["h2o", "window"])
 def test_asynchronous_scheduling_evicts_at_the_same_tokens(model_dir: str, policy: str) -> None:
     """Decisions hang on counts, not on when results come back."""

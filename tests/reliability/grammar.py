@@ -54,6 +54,10 @@ BROKEN = (
     "1_0",
 )
 
+SOUND = (
+    '"kv_budget":0.2', '"kv_budget_tokens":200', '"kv_recent":0.5', '"kv_policy":"window"', '"kv_sinks":4',
+)  # fmt: skip
+
 KEYS = (
     *REQUEST_FIELDS, *REQUEST_FIELDS, *REQUEST_FIELDS, "kv_bugdet", "KV_BUDGET", "kv-budget", "kv_",
     "kv_budget ", "kv_transfer_params", "kv_\\u0062udget", "kv_budget\\u0000", "kv_cache",
@@ -127,6 +131,9 @@ def _body(chance: random.Random, model: str) -> str:
 
 
 def _member(chance: random.Random) -> str:
+    if chance.random() < 0.2:
+        # Else next to nothing would pass us by.
+        return chance.choice(SOUND)
     return f'"{chance.choice(KEYS)}"{chance.choice((":", ":", ": ", " :"))}{_value(chance)}'
 
 

@@ -94,12 +94,14 @@ def is_sound(xargs: dict[str, Any], limits: H2OConfig) -> bool:
         value = xargs.get(name, low)
         return type(value) in (int, float) and low <= value <= high and math.isfinite(value)
 
-    tokens = xargs.get("kv_budget_tokens", 1)
+    tokens, sinks = xargs.get("kv_budget_tokens", 1), xargs.get("kv_sinks", 0)
     return (
         number("kv_budget", limits.kv_budget_min, limits.kv_budget_max)
         and number("kv_recent", 0, 1)
         and type(tokens) is int
         and 1 <= tokens < 2**31
+        and type(sinks) is int
+        and 0 <= sinks <= 1024
         and xargs.get("kv_policy", "h2o") in POLICIES
         and not {"kv_budget", "kv_budget_tokens"} <= xargs.keys()
         and all(

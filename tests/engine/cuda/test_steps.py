@@ -41,7 +41,7 @@ def reference_outputs(
     outputs = []
     for position in range(total):
         if position >= prompt and budget < 1:
-            reference._evict(position)
+            reference._evict()
         layers = []
         for layer in range(LAYERS):
             q, k, v = (t[None, :, None] for t in qkv(request_id, position, layer))
@@ -128,13 +128,13 @@ def test_scores_and_kept_tokens_equal_an_independent_h2o(model_dir: str) -> None
             cache = reference.layers[layer]
             for head in range(KV_HEADS):
                 distance = torch.cdist(
-                    keys[:, head], cache.keys[head], compute_mode="donot_use_mm_for_euclid_dist"
+                    keys[:, head], cache.keys[0, head], compute_mode="donot_use_mm_for_euclid_dist"
                 )
                 nearest, position = distance.min(dim=1)
                 assert nearest.max() == 0
                 assert sorted(position.tolist()) == reference.kept(layer, head)
                 torch.testing.assert_close(
-                    scores[:, head], cache.scores[head][position], rtol=1e-4, atol=1e-5
+                    scores[:, head], cache.scores[0, head][position], rtol=1e-4, atol=1e-5
                 )
         assert HEADS % KV_HEADS == 0
 

@@ -87,7 +87,7 @@ class LiveServer:
         deadline = time.monotonic() + seconds
         while (got := self.metric(name)) != value:
             assert time.monotonic() < deadline, f"{name} is {got}, not {value}"
-            time.sleep(0.2)
+            time.sleep(0.05)
 
     def stop(self, signum: int = signal.SIGTERM) -> int:
         """Signal the process that the user started; returns its exit code."""

@@ -33,9 +33,9 @@ ENGINES = len(CORES)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     options = ["--api-key", KEY, "--kv-budget", "0.9", "--kv-budget-max", "0.9"]
     options += ["--data-parallel-size", str(ENGINES), "--api-server-count", "1"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
-        server = LiveServer(tmp_path_factory.mktemp("server") / "log", *options)
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES))}
+    log = tmp_path_factory.mktemp("server") / "log"
+    server = LiveServer(log, *options, environment=binding)
     try:
         server.wait_until_up()
         yield server

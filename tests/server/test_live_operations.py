@@ -152,7 +152,8 @@ def test_config_says_what_is_served(server: LiveServer) -> None:
     assert config["support"]["device"] == "cpu"
     assert config["support"]["data_parallel_size"] == ENGINES
     assert set(config["versions"]) == {"h2o_vllm", "vllm", "torch", "python"}
-    assert httpx.post(url).status_code == 405
+    assert httpx.post(url).status_code == 401
+    assert httpx.post(url, headers={"authorization": f"Bearer {KEY}"}).status_code == 405
 
 
 def test_config_is_in_the_openapi_page(server: LiveServer) -> None:

@@ -199,24 +199,14 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
             attended = output[index]
             stock(layer, query[index], key, value, kv_cache, attn_metadata.rest, attended, *scales)
             output[index] = attended
-        table, lens = attn_metadata.block_table, attn_metadata.seq_lens
-        batch = (query, kv_cache, scores, table, lens)
+        tables = (attn_metadata.block_table, attn_metadata.seq_lens)
+        batch = (query, kv_cache, scores, *tables)
         kernels.attend_decode(*batch, rows.decode_tokens, rows.decode_rows, self.scale, output)
         starts = attn_metadata.query_start_loc
         kernels.attend_prompt(*batch, starts, rows.prompt_rows, self.scale, output)
-        if (last := rows.last_rows).numel():
-            queries = query[rows.last_tokens]
-            every = torch.arange(last.numel(), dtype=torch.int32)
-            kernels.score_prompt(
-                queries,
-                kv_cache,
-                scores,
-                table[last],
-                lens[last],
-                rows.last_starts,
-                every,
-                self.scale,
-            )
+        if rows.last_rows.numel():
+            batch = (query[rows.last_tokens], kv_cache, scores, *tables)
+            kernels.score_prompt(*batch, rows.last_starts, rows.last_rows, self.scale)
         return output
 
 

@@ -58,8 +58,9 @@ class RowSplit:
         prompt_rows: rows with several queries, all scored; int32.
         rest_rows, rest_starts: rows left to vLLM, and their query starts once gathered; int32.
         rest_tokens: their queries' positions in the batch; int64.
-        last_rows: those of the rest whose last queries are scored, not all; int64. last_starts: where
-            these queries start once gathered; int32. last_tokens: their positions in the batch; int64.
+        last_rows: those of the rest whose last queries are scored, not all; int32. last_starts: where
+            these queries of every row of the batch start once gathered (most have none), and the end of
+            the last one; int32. last_tokens: their positions in the batch; int64.
     """
 
     decode_rows: torch.Tensor
@@ -94,6 +95,7 @@ def split_rows(scored: list[int], starts: list[int]) -> RowSplit | None:
     last_starts = [0]
     last_tokens: list[int] = []
     for row, queries in enumerate(scored):
+        last_starts.append(last_starts[-1])
         first, end = starts[row], starts[row + 1]
         if queries == end - first == 1:
             decode.append(row)
@@ -107,7 +109,7 @@ def split_rows(scored: list[int], starts: list[int]) -> RowSplit | None:
         if queries:
             last.append(row)
             last_tokens.extend(range(end - queries, end))
-            last_starts.append(len(last_tokens))
+            last_starts[-1] = len(last_tokens)
     return RowSplit(
         decode_rows=_int32(decode),
         decode_tokens=_int32([starts[row] for row in decode]),
@@ -115,7 +117,7 @@ def split_rows(scored: list[int], starts: list[int]) -> RowSplit | None:
         rest_rows=_int32(rest),
         rest_starts=_int32(rest_starts),
         rest_tokens=torch.tensor(rest_tokens, dtype=torch.int64),
-        last_rows=torch.tensor(last, dtype=torch.int64),
+        last_rows=_int32(last),
         last_starts=_int32(last_starts),
         last_tokens=torch.tensor(last_tokens, dtype=torch.int64),
     )

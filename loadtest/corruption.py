@@ -29,11 +29,13 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest.exact_linear import exact_linear_layers
+from loadtest.planted_bugs import PLANTED, nothing
 from loadtest.tiny_model import VOCABULARY, make_tiny_model
 
 __all__ = ["Ask", "Hunt", "main", "make_asks"]
@@ -305,83 +307,6 @@ def _params(ask: Ask, logprobs: int | None = None) -> Any:
     )
 
 
-def exact_linear_layers() -> None:
-    """Compute every linear layer in float64; the models loaded from now on, in this process."""
-    import torch
-    from vllm.model_executor.layers import utils
-
-    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-        wide = torch.nn.functional.linear(
-            x.double(), weight, None if bias is None else bias.double()
-        )
-        return wide.to(x.dtype)
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        # Widened once: the conversion would cost more than the product.
-        wide = layer.weight.detach().double()
-        layer.cpu_linear = lambda x, weight, bias: linear(x, wide, bias)
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-# Bugs that other systems had, planted to see them found ---------------------------------------------
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    kept = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
-
-
-def _holes_stay(hunt: Hunt) -> Any:
-    """The freed blocks stay in the worker's block table, and are attended to."""
-    from h2o_vllm.engine import worker
-
-    return _replaced(worker, "runner_punch_holes", lambda *args: None)
-
-
-def _survivors_are_lost(hunt: Hunt) -> Any:
-    """Nothing is compacted: the heavy tokens of the doomed blocks are gone."""
-    return _replaced(hunt.worker._state, "compact", lambda eviction: None)
-
-
-@contextlib.contextmanager
-def _compaction_is_late(hunt: Hunt) -> Iterator[None]:
-    """Compaction after the forward pass, when doomed blocks may belong to somebody else."""
-    state, runner, late = hunt.worker._state, hunt.worker.model_runner, []
-    compact, execute_model = state.compact, runner.execute_model
-
-    def executing(*args: Any, **kwargs: Any) -> Any:
-        done = execute_model(*args, **kwargs)
-        while late:
-            compact(late.pop(0))
-        return done
-
-    with _replaced(state, "compact", late.append), _replaced(runner, "execute_model", executing):
-        yield
-
-
-def _scores_are_stale(hunt: Hunt) -> Any:
-    """New tokens inherit the scores of whoever had the block before."""
-    return _replaced(hunt.worker._state, "start_scores", lambda *args: None)
-
-
-def _nothing(hunt: Hunt) -> Any:
-    return contextlib.nullcontext()
-
-
-PLANTED: tuple[Callable[[Hunt], Any], ...] = (
-    _holes_stay,
-    _survivors_are_lost,
-    _compaction_is_late,
-    _scores_are_stale,
-)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Hunt; 0 if every request said what it says alone."""
     args = _arguments(argv)
@@ -413,11 +338,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         asks = make_asks(random.Random(args.seed), args.requests, args.longest)[:40]
         hunt.alone(asks)
         # Nothing last: none of them may have left anything behind.
-        for plant in (*PLANTED, _nothing):
+        for plant in (*PLANTED, nothing):
             with plant(hunt):
                 # Alone it would have the bug, too.
                 wrong = len(hunt.together(asks, judge=False).wrong)
-            failed |= (wrong == 0) is (plant is not _nothing)
+            failed |= (wrong == 0) is (plant is not nothing)
             row = {"planted": plant.__name__.strip("_"), "requests": len(asks), "wrong": wrong}
             print(json.dumps(row), flush=True)
     hunt.close()

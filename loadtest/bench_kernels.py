@@ -242,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="a few small configurations")
-    parser.add_argument("--threads", type=int, default=1, help="as vLLM's worker has (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help="of each contestant (default 1)")
     parser.add_argument("--impls", default="cpp,numba", help="which of ours, separated by commas")
     parser.add_argument("--seconds", type=float, default=2.0, help="per configuration")
     parser.add_argument(

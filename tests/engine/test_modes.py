@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from loadtest.tiny_model import make_tiny_model
 from tests.engine.conftest import run_engine
 
 pytestmark = pytest.mark.e2e
@@ -66,22 +67,7 @@ def test_budgets_hold_in_every_mode(
 @pytest.fixture(scope="module")
 def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose heads two ranks can share; the embedded model's nine cannot be halved."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-    )
-    path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return make_tiny_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,8 +220,10 @@ def idle_share(url: str) -> float:
     return now["blocks_used"]
 
 
-def run(server: Server, minutes: float, users: int, seed: int) -> tuple[list[dict[str, Any]], Any]:
-    """Load, sample, pause, look; the rows and the outcomes of all requests."""
+def run(
+    server: Server, minutes: float, users: int, seed: int, show: Callable[[dict[str, Any]], None]
+) -> tuple[list[dict[str, Any]], Any]:
+    """Load, sample, pause, look; the rows, each shown as it is measured, and the outcomes of all requests."""
     traffic, rows = Traffic(server.url, seed), []
     traffic.start(users)
     started = time.monotonic()
@@ -235,13 +237,31 @@ def run(server: Server, minutes: float, users: int, seed: int) -> tuple[list[dic
                 # Alone, so that it measures the server and not its load.
                 row["latency_s"] = round(min(traffic.probe() for _ in range(3)), 4)
                 row |= sample(server, started)
-            rows.append(row)
             next_pause = time.monotonic() + pause_every
         else:
-            rows.append(sample(server, started))
+            row = sample(server, started)
             time.sleep(SAMPLE_SECONDS)
+        rows.append(row)
+        show(row)
     traffic.stop()
     return rows, dict(sorted(traffic.outcomes.items()))
+
+
+@contextlib.contextmanager
+def progress(path: Path, minutes: float) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A bar of the time, and each row written as it comes: what a run that is stopped has seen stays."""
+    from tqdm import tqdm
+
+    layout = "{percentage:3.0f}% |{bar}| {n:.1f}/{total:g} min{postfix}"
+    with path.open("w") as file, tqdm(total=minutes, bar_format=layout) as bar:
+
+        def show(row: dict[str, Any]) -> None:
+            print(json.dumps(row), file=file, flush=True)
+            level = f"{row['rss_mib']:.0f} MiB, {row['fds']} files, {row['running']:.0f} running"
+            bar.set_postfix_str(level, refresh=False)
+            bar.update(min(row["t"] / 60, minutes) - bar.n)
+
+        yield show
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
@@ -264,13 +284,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     path: Path = args.out / f"{args.name or f'soak-{stamp}'}.jsonl"
     if path.exists():
         sys.exit(f"{path} exists")
+    args.out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "h2o_vllm.server.cli", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--num-gpu-blocks-override", str(args.blocks)]
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         with Server([*command, *args.options], log) as server:
             try:
-                rows, outcomes = run(server, args.minutes, args.users, args.seed)
+                with progress(path, args.minutes) as show:
+                    rows, outcomes = run(server, args.minutes, args.users, args.seed, show)
             except BaseException:
                 print(log.read_text(errors="replace")[-5000:], file=sys.stderr)
                 raise
@@ -287,7 +309,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "verdicts": [verdict.row() for verdict in judged],
         "flat": flat,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for row in (about, *rows):
             file.write(json.dumps(row) + "\n")

@@ -194,6 +194,49 @@ class Reference:
         causal = torch.ones(new, total, dtype=torch.bool).tril(total - new)
         visible = causal & cache.alive[:, :, None]
         prob = logits.masked_fill(~visible[:, :, None], float("-inf")).softmax(-1)
-        cache.scores += prob.sum((2, 3))
+        self._note(module.layer_idx, prob)
         mixed = torch.einsum("bkgts,bksd->bkgtd", prob, cache.values)
         return mixed.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    def _note(self, layer: int, prob: Tensor) -> None:
+        """Attention of new tokens to all: [B, KH, G, T, S]."""
+        self.layers[layer].scores += prob.sum((2, 3))
+
+
+@dataclass
+class Foresight(Reference):
+    """The same, ranked by what a key will get: no policy could, all are measured by it.
+
+    Of one sequence. Holds the attention of all foreseen tokens, [KH, N, S] per layer in float32.
+    """
+
+    foresees: bool = True
+    """Whether to rank by it, or as :class:`Reference` does."""
+    _seeing: bool = False
+    _foreseen: dict[int, Tensor] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def foresee(self, tokens: Tensor) -> Tensor:
+        """Reads what :meth:`force` will be given, [1, N], with nothing evicted.
+
+        Returns:
+            Log-probabilities as :meth:`force` returns them.
+        """
+        self._foreseen.clear()
+        self._seeing = True
+        logits = self._forward(tokens[:, :-1], keep=tokens.shape[1] - 1)
+        self._seeing = False
+        return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+    def _note(self, layer: int, prob: Tensor) -> None:
+        if self._seeing:
+            self._foreseen[layer] = prob[0].sum(1)
+        super()._note(layer, prob)
+
+    def _evict(self) -> None:
+        if self.foresees:
+            for layer, prob in self._foreseen.items():
+                # Query i is the one at position S - N + i.
+                done = self.seen - (prob.shape[2] - prob.shape[1])
+                self.layers[layer].scores = prob[:, done:, : self.seen].sum(1)[None]
+        super()._evict()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.families.random_models import VOCABULARY, one_thread, save_random_model
-from tests.reference_h2o import Reference
+from tests.reference_h2o import Foresight, Reference
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +91,35 @@ def test_the_window_may_be_rounded_to_blocks_or_exact(directory: str, texts: tor
         model.force(texts[:, 80:82])
         # 60 in excess are one block.
         assert model.held == 80 - 32 + 1
+
+
+def test_foresight_evicts_what_full_kv_will_attend_to_least(
+    directory: str, texts: torch.Tensor
+) -> None:
+    prompt, forced = texts[:1, :64], texts[:1, 64:]
+    model = Foresight(directory, 1.0, 0.0, 8, floor=8)
+    model.read(prompt)
+    before = model.snapshot()
+    full = model.foresee(forced)
+    # By another way: what all 99 queries give to a key, less what the first 64 gave.
+    future = {n: c.scores[..., :64] - before[n].scores for n, c in model.layers.items()}
+
+    model.layers = before
+    model.layers = model.snapshot()
+    torch.testing.assert_close(model.force(forced), full, rtol=0, atol=1e-4)
+
+    model.fraction = 0.25
+    model.layers = before
+    model.layers = model.snapshot()
+    model._evict()
+    assert model.held == 16
+    for layer, cache in model.layers.items():
+        for alive, score in zip(cache.alive[0], future[layer][0], strict=True):
+            assert score[~alive].max() <= score[alive].min() + 1e-4
+
+    model.foresees = False
+    model.layers = before
+    model.layers = model.snapshot()
+    plain = Reference(directory, 0.25, 0.0, 8, floor=8)
+    plain.read(prompt)
+    torch.testing.assert_close(model.force(forced), plain.force(forced), rtol=0, atol=1e-5)

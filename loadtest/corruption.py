@@ -74,6 +74,7 @@ class Ask:
     Attributes:
         arrives: the step before which it is sent.
         leaves: the step, counted from its arrival, after which its client is gone; never if ``None``.
+        priority: low comes first, and is preempted last.
     """
 
     prompt: tuple[int, ...]
@@ -81,11 +82,15 @@ class Ask:
     max_tokens: int
     arrives: int
     leaves: int | None
+    priority: int = 0
 
 
 @dataclass
 class Result:
-    """What a round was and what it found. ``wrong`` must be empty, ``ties`` few."""
+    """What a round was and what it found. ``wrong`` must be empty, ``ties`` few.
+
+    ``both``: how often a request was preempted in the very step that had already evicted from it.
+    """
 
     requests: int = 0
     aborted: int = 0
@@ -94,6 +99,7 @@ class Result:
     running_max: int = 0
     preemptions: int = 0
     evictions: int = 0
+    both: int = 0
     cached_tokens: int = 0
     poisoned_blocks: int = 0
     seconds: float = 0.0
@@ -101,8 +107,8 @@ class Result:
     wrong: list[str] = dataclasses.field(default_factory=list)
 
 
-def make_asks(chance: random.Random, count: int, longest: int) -> list[Ask]:
-    """``count`` requests, each about twice; prompts of up to ``longest`` tokens."""
+def make_asks(chance: random.Random, count: int, longest: int, outputs: int) -> list[Ask]:
+    """``count`` requests, each about twice; prompts of up to ``longest`` tokens, outputs of ``outputs``."""
     families = [[chance.randrange(VOCABULARY) for _ in range(longest)] for _ in range(FAMILIES)]
     different = []
     for _ in range(-(-count // 2)):
@@ -113,7 +119,7 @@ def make_asks(chance: random.Random, count: int, longest: int) -> list[Ask]:
             Ask(
                 prompt=tuple([*family[:length], *own][:longest]),
                 asked=chance.choice(BUDGETS),
-                max_tokens=round(chance.triangular(1, 140, 60)),
+                max_tokens=round(chance.triangular(1, outputs, 3 * outputs / 7)),
                 arrives=0,
                 leaves=None,
             )
@@ -125,6 +131,7 @@ def make_asks(chance: random.Random, count: int, longest: int) -> list[Ask]:
             ask,
             arrives=chance.randrange(20),
             leaves=chance.randrange(120) if chance.random() < 0.15 else None,
+            priority=chance.randrange(3),
         )
         for ask in asks
     ]
@@ -162,6 +169,8 @@ class Hunt:
             num_gpu_blocks_override=num_blocks,
             kv_cache_memory_bytes=1 << 30,
             seed=0,
+            # Whom it preempts may have had its turn in the same step, eviction included.
+            scheduling_policy="priority",
         )
         self._engine: Any = self._llm.llm_engine
         self._core: Any = self._engine.engine_core.engine_core
@@ -243,7 +252,7 @@ class Hunt:
                 name = waiting.pop(0)
                 ask = asks[names[name]]
                 prompt = {"prompt_token_ids": list(ask.prompt)}
-                self._engine.add_request(name, prompt, _params(ask))
+                self._engine.add_request(name, prompt, _params(ask), priority=ask.priority)
                 if ask.leaves is not None:
                     leaving[name] = step + ask.leaves
             for output in self._engine.step():
@@ -270,9 +279,10 @@ class Hunt:
         scheduler = self._scheduler
         preempt, take = scheduler._preempt_request, scheduler.blocks.take_evictions
 
-        def preempting(*args: Any, **kwargs: Any) -> Any:
+        def preempting(request: Any, *args: Any, **kwargs: Any) -> Any:
             result.preemptions += 1
-            return preempt(*args, **kwargs)
+            result.both += request.request_id in scheduler.blocks._evictions
+            return preempt(request, *args, **kwargs)
 
         def taking() -> Any:
             evictions = take()
@@ -323,7 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     failed = False
     for number in range(args.rounds):
-        asks = make_asks(random.Random(args.seed + number), args.requests, args.longest)
+        asks = make_asks(
+            random.Random(args.seed + number), args.requests, args.longest, args.outputs
+        )
         started = time.monotonic()
         hunt.alone(asks)
         alone = round(time.monotonic() - started, 1)
@@ -335,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = {"seed": args.seed + number, "seconds_alone": alone, **dataclasses.asdict(result)}
         print(json.dumps(row), flush=True)
     if args.self_check:
-        asks = make_asks(random.Random(args.seed), args.requests, args.longest)[:40]
+        asks = make_asks(random.Random(args.seed), args.requests, args.longest, args.outputs)[:40]
         hunt.alone(asks)
         # Nothing last: none of them may have left anything behind.
         for plant in (*PLANTED, nothing):
@@ -358,6 +370,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the first round (%(default)s)")
     add("--blocks", type=int, default=190, help="blocks of 16 tokens in the pool (%(default)s)")
     add("--longest", type=int, default=200, help="longest prompt in tokens (%(default)s)")
+    add("--outputs", type=int, default=140, help="longest output in tokens (%(default)s)")
     add("--threads", type=int, default=1, help="threads that compute (%(default)s)")
     add("--model", help="a directory, or 'embedded'; a tiny one of random weights if not given")
     add("--self-check", action="store_true", help="also plant bugs and expect to find them")

@@ -104,6 +104,16 @@ class Rig:
         self.evictions: list[Eviction] = []
         self.stats: list[SchedulerStats] = []
         self.preemptions = 0
+        self.both = 0
+        """Preemptions of a request from which the same step had already evicted."""
+        pop = self.blocks.pop_blocks_for_free
+
+        def popping(request_id: str) -> Any:
+            finished = self.scheduler.requests[request_id].is_finished()
+            self.both += request_id in self.blocks._evictions and not finished
+            return pop(request_id)
+
+        self.blocks.pop_blocks_for_free = popping  # type: ignore[method-assign]
 
     def add(
         self,

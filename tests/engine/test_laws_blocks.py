@@ -179,6 +179,25 @@ def test_resumed_requests_are_replayed_with_the_same_evictions(model_dir: str) -
     assert tight[restart:] == calm
 
 
+def test_a_preemption_takes_back_the_eviction_of_the_same_step(model_dir: str) -> None:
+    """By priority a request may be preempted that had its turn, and its eviction, in the same step."""
+
+    def evictions(num_blocks: int) -> list[tuple[int, tuple[int, ...]]]:
+        rig = Rig(model_dir, num_blocks, policy="priority", kv_min_tokens=16)
+        rig.add("low", PROMPT[:150], {"kv_budget": 0.5}, max_tokens=200, priority=1)
+        while not rig.tokens["low"]:
+            rig.step()
+        # All four need a block in a step in which "low" has given one back, and go before it.
+        for number in range(4):
+            rig.add(f"high{number}", PROMPT[100 + number : 158 + number], max_tokens=100)
+        rig.run()
+        assert (rig.both > 0) is (num_blocks < 100)
+        return [(e.seen, e.holes) for e in rig.evictions if e.request_id == "low"]
+
+    calm, tight = evictions(100), evictions(26)
+    assert tight[-len(calm) :] == calm
+
+
 def test_a_resumed_request_finds_nothing_cached_behind_its_first_eviction(model_dir: str) -> None:
     """Found by the corruption hunt: KV of the 2 tokens up to the first eviction (at 48) was published."""
 

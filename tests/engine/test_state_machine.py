@@ -57,8 +57,8 @@ class Traffic(RuleBasedStateMachine):
     """Clients, scheduler and pool; ``model_dir`` is set by the test."""
 
     model_dir: str
-    steps = evictions = preemptions = 0
-    """Of all runs together."""
+    steps = evictions = preemptions = both = 0
+    """Of all runs together; ``both``: preempted in the step that had already evicted from it."""
     live = RequestIds("live")
 
     def __init__(self) -> None:
@@ -150,6 +150,7 @@ class Traffic(RuleBasedStateMachine):
         Traffic.steps += self.rig.run()
         Traffic.evictions += len(self.rig.evictions)
         Traffic.preemptions += self.rig.preemptions
+        Traffic.both += self.rig.both
         assert not self.rig.blocks._accounts
         self.rig.scheduler.reset_prefix_cache()
         self.rig.blocks.check_integrity(idle=True)
@@ -169,11 +170,13 @@ def test_any_order_of_events_keeps_the_laws(model_dir: str) -> None:
         ),
     )
     print(
-        f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions"
+        f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions, "
+        f"{Traffic.both} of both at once"
     )
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 100
+    assert Traffic.both > 0
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ scheduler stats, and the key of those counts in ``SchedulerStats.kv_connector_st
 REPORT_KEY = "h2o"
 """Key of our reports inside an output's ``kv_transfer_params``: choice index -> report."""
 
-POLICIES = ("h2o", "h2o-norm", "snapkv", "tova", "keydiff", "window", "random", "full")
+POLICIES = ("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff", "window", "random", "full")
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
 REQUEST_FIELDS = ("kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks")

@@ -61,6 +61,7 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 0.3, "kv_policy": "window"},
     {"kv_budget": 0.3, "kv_policy": "random"},
     {"kv_budget": 0.2, "kv_policy": "h2o-norm"},
+    {"kv_budget": 0.2, "kv_policy": "caote"},
     {"kv_budget": 0.2, "kv_policy": "snapkv", "kv_sinks": 4},
     {"kv_budget": 0.3, "kv_policy": "tova"},
     {"kv_budget": 0.3, "kv_policy": "keydiff"},

@@ -24,12 +24,14 @@ WINDOW, KERNEL = 32, 7
 @dataclass
 class Layer:
     """``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
-    gave to the S tokens so far, [KH, T, S]."""
+    gave to the S tokens so far, [KH, T, S]; ``weights``: per eviction, CAOTE's of all tokens before the
+    recent ones, [KH, until]."""
 
     keys: Tensor
     values: Tensor
     alive: Tensor
     seen: list[Tensor]
+    weights: list[Tensor] = field(default_factory=list)
 
     def rows(self) -> Tensor:
         """The attention matrix, [KH, Q, S], its groups of query heads summed."""
@@ -113,13 +115,17 @@ class PolicyModel:
             return rows.sum(1)
         if self.policy == "tova":
             return rows[:, -1]
+        if self.policy == "caote":
+            layer.weights.append(self._weights(layer))
         scores = torch.zeros(rows.shape[0], rows.shape[2])
-        for when, start, end in self.ranked:
+        for number, (when, start, end) in enumerate(self.ranked):
             if start == end:
                 continue
             before, after = rows[:, :when, start:end], rows[:, when:, start:end].sum(1)
-            if self.policy == "h2o-norm":
+            if self.policy in ("h2o-norm", "caote"):
                 mean = before.sum(1) / (when - torch.arange(start, end))
+                if self.policy == "caote":
+                    mean *= layer.weights[number][:, start:end]
                 scores[:, start:end] = mean * when + after
             elif self.policy == "snapkv":
                 sums = before[:, max(0, self.prompt - WINDOW) :].sum(1)
@@ -133,6 +139,15 @@ class PolicyModel:
             else:
                 raise AssertionError(self.policy)
         return scores
+
+    def _weights(self, layer: Layer) -> Tensor:
+        """How far each value lies from the mean of those that are ranked now, over their mean distance."""
+        until = self.ranked[-1][2]
+        ranked, values = layer.alive[:, :until].float(), layer.values[:, :until]
+        count = ranked.sum(1, keepdim=True)
+        centre = torch.einsum("ks,ksd->kd", ranked, values) / count
+        distances = torch.linalg.vector_norm(values - centre[:, None], dim=2)
+        return distances / ((distances * ranked).sum(1, keepdim=True) / count)
 
     def _forward(self, tokens: list[int], position: int) -> Tensor:
         positions = torch.arange(position, position + len(tokens))[None]

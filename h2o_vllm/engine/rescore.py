@@ -32,13 +32,14 @@ def rescore(
     scores: torch.Tensor,
     blocks: torch.Tensor,
     keys: Callable[[int], torch.Tensor],
+    values: Callable[[int], torch.Tensor],
 ) -> None:
     """Let ``policy`` adjust the scores of one eviction's candidates, in place.
 
     Args:
         scores: [L, N, KH, BS], float32.
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
-        keys: gives one layer's keys in ``blocks``, in that order, [KH, D, C].
+        keys, values: give one layer's in ``blocks``, in that order, [KH, D, C].
     """
     old = scores[:, blocks]
     layers, count, heads, block_size = old.shape
@@ -52,6 +53,7 @@ def rescore(
             fresh_from=eviction.fresh_from,
             seen=eviction.seen,
             keys=keys,
+            values=values,
         )
     )
     if new is not None:

@@ -7,6 +7,7 @@ Runs in each worker process; one instance per worker, shared with the metadata b
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,7 +87,8 @@ class WorkerState:
         policy = get_policy(eviction.policy)
         if policy.rescores:
             blocks = torch.tensor(candidate_blocks(eviction))
-            rescore(policy, eviction, self.scores, blocks, lambda layer: self._keys(layer, blocks))
+            keys, values = partial(self._keys, blocks), partial(self._values, blocks)
+            rescore(policy, eviction, self.scores, blocks, keys, values)
         kernels.compact(
             self.kv_caches,
             self.scores,
@@ -120,7 +122,12 @@ class WorkerState:
         blocks = blocks.long()
         self.scores[:, blocks] = forgotten(self.scores[:, blocks])
 
-    def _keys(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+    def _keys(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
         """[KH, D, C] of the tokens in ``blocks``."""
         keys, _ = key_value_views(self.kv_caches[layer])
         return keys[blocks].permute(1, 2, 0, 3).flatten(2)
+
+    def _values(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
+        """[KH, D, C] of the tokens in ``blocks``."""
+        _, values = key_value_views(self.kv_caches[layer])
+        return values[blocks].permute(1, 3, 0, 2).flatten(2)

@@ -7,6 +7,7 @@ from h2o_vllm.policy.base import BlockSplit, Policy
 from h2o_vllm.policy.baselines import FullPolicy, RandomPolicy, WindowPolicy
 from h2o_vllm.policy.budget import blocks_freed, budget_tokens, next_eviction, recent_tokens
 from h2o_vllm.policy.candidates import Candidates
+from h2o_vllm.policy.caote import CAOTEPolicy
 from h2o_vllm.policy.h2o import H2OPolicy
 from h2o_vllm.policy.h2o_norm import H2ONormPolicy
 from h2o_vllm.policy.keydiff import KeyDiffPolicy
@@ -29,6 +30,7 @@ _POLICIES: dict[str, Policy] = {
     for policy in (
         H2OPolicy(),
         H2ONormPolicy(),
+        CAOTEPolicy(),
         SnapKVPolicy(),
         TOVAPolicy(),
         KeyDiffPolicy(),

@@ -29,6 +29,7 @@ class Candidates:
         seen: queries so far, which is tokens computed so far.
         keys: gives one layer's cached keys (rotated, where the model does so), a column each,
             [KH, D, C], in the model's dtype.
+        values: the same of its values.
     """
 
     scores: Tensor
@@ -36,6 +37,7 @@ class Candidates:
     fresh_from: int
     seen: int
     keys: Callable[[int], Tensor]
+    values: Callable[[int], Tensor]
 
     @property
     def fresh_positions(self) -> Tensor:

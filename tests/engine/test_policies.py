@@ -27,6 +27,7 @@ OTHERS = ("h2o", "window", "random")
 """Kept sets: ``test_law04_fidelity.py``; other batches: ``test_laws_tokens.py``."""
 KEPT = {
     "h2o-norm": (0, 0.5, 260),
+    "caote": (4, 0.25, 250),
     "snapkv": (70, 1.0, 530),
     "tova": (0, 0.5, 230),
     "keydiff": (4, 0.0, 200),

@@ -44,11 +44,11 @@ def test_protected_blocks_stay(name: str, num_doomed: int) -> None:
 def candidates_of(
     scores: torch.Tensor, known: int, fresh_from: int, seen: int, size: int = 8, seed: int = 0
 ) -> Candidates:
-    """With random keys, the same for the same ``seed``."""
+    """With random keys and values, the same for the same ``seed``."""
     layers, heads, count = scores.shape
     gen = torch.Generator().manual_seed(seed)
-    keys = torch.randn(layers, heads, size, count, generator=gen)
-    return Candidates(scores, known, fresh_from, seen, keys.__getitem__)
+    keys, values = torch.randn(2, layers, heads, size, count, generator=gen)
+    return Candidates(scores, known, fresh_from, seen, keys.__getitem__, values.__getitem__)
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -65,8 +65,8 @@ def test_rescoring_gives_finite_scores_head_by_head(name: str, known: int, count
         return
     assert new.shape == scores.shape and new.dtype == torch.float32
     assert new.isfinite().all()
-    some = Candidates(scores[:, 1:3], known, 100, 200, lambda layer: given.keys(layer)[1:3])
-    part = policy.rescore(some)
+    cached = (lambda layer: given.keys(layer)[1:3], lambda layer: given.values(layer)[1:3])
+    part = policy.rescore(Candidates(scores[:, 1:3], known, 100, 200, *cached))
     assert part is not None
     torch.testing.assert_close(part, new[:, 1:3], rtol=1e-6, atol=1e-7)
 
@@ -99,6 +99,19 @@ def test_h2o_norm_ranks_by_the_mean() -> None:
     torch.testing.assert_close(new[..., 8:], means * 100)
 
 
+def test_caote_weighs_the_mean_by_what_the_value_adds() -> None:
+    scores, values = torch.rand(1, 1, 20), torch.zeros(1, 8, 20)
+    # Of all 20 candidates two values differ, one of a survivor and, three times as far, one of a newcomer.
+    values[0, 0, 3], values[0, 1, 13] = 20.0, 60.0
+    given = Candidates(scores, 8, 50, 100, lambda layer: values, lambda layer: values)
+    new, means = get_policy("caote").rescore(given), get_policy("h2o-norm").rescore(given)
+    assert new is not None and means is not None
+    assert torch.equal(new[..., :8], scores[..., :8]), "survivors have been weighed before"
+    away = values[0] - torch.tensor([1.0, 3.0, *[0.0] * 6])[:, None]
+    distances = away.norm(dim=0)
+    torch.testing.assert_close(new[0, 0, 8:], (means[0, 0] * distances / distances.mean())[8:])
+
+
 def test_snapkv_pools_the_fresh_tokens_once() -> None:
     scores = torch.zeros(1, 1, 30)
     scores[..., 2], scores[..., 10], scores[..., 20] = 9.0, 5.0, 7.0
@@ -113,7 +126,7 @@ def test_snapkv_pools_the_fresh_tokens_once() -> None:
 def test_keydiff_keeps_the_odd_key_out() -> None:
     keys = torch.ones(1, 8, 20) + torch.randn(1, 8, 20) * 0.1
     keys[0, :, 13] *= -100
-    given = Candidates(torch.zeros(1, 1, 20), 0, 0, 20, lambda layer: keys)
+    given = Candidates(torch.zeros(1, 1, 20), 0, 0, 20, lambda layer: keys, lambda layer: keys)
     new = get_policy("keydiff").rescore(given)
     assert new is not None
     assert int(new.argmax()) == 13

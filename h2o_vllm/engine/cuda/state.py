@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -151,11 +152,12 @@ class CudaState:
         ids = np.array(candidate_blocks(eviction), dtype=np.int64)
         blocks = async_tensor_h2d(ids, device=self.scores.device)
 
-        def keys(layer: int) -> torch.Tensor:
-            cached = self.kv_layers.key_caches[layer][blocks]
-            return cached.permute(2, 3, 0, 1).flatten(2)
+        def cached(caches: Sequence[torch.Tensor], layer: int) -> torch.Tensor:
+            return caches[layer][blocks].permute(2, 3, 0, 1).flatten(2)
 
-        rescore(policy, eviction, self.scores, blocks, keys)
+        keys = partial(cached, self.kv_layers.key_caches)
+        values = partial(cached, self.kv_layers.value_caches)
+        rescore(policy, eviction, self.scores, blocks, keys, values)
 
     def note_served(self, batch: ScoredBatch, layer: int) -> None:
         """A layer's attention ran for a batch with budgets; remembers what was captured."""

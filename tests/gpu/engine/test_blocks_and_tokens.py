@@ -25,6 +25,7 @@ BUDGETS: list[dict[str, Any] | None] = [
     {"kv_budget": 0.3, "kv_policy": "snapkv", "kv_sinks": 4},
     {"kv_budget": 0.3, "kv_policy": "tova", "kv_sinks": 40},
     {"kv_budget": 0.3, "kv_policy": "keydiff"},
+    {"kv_budget": 0.3, "kv_policy": "caote"},
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import schemathesis
 
-FIELDS = ("kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy")
+FIELDS = ("kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks")
 REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
 
 

@@ -7,7 +7,7 @@ No engine: both cadences run in ``tests.reference_h2o``, the plain-torch H2O tha
 sets are tested to equal, in float32 with the embedded model. Every variant reads the same prompts with full
 attention once, is then fed the same real continuations, and is scored on each token's negative
 log-likelihood (NLL). Of two cadences that differ in their recent window as well, a third variant tells
-the two effects apart: blocks of 32 whose window is not rounded up to whole blocks.
+the two effects apart: blocks of 32 whose window is not rounded to whole blocks.
 
 Writes one JSONL row per text, budget and variant, a table and a PNG beside it. Run again with the same
 ``--out``, it goes on where it was stopped.

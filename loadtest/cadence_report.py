@@ -88,8 +88,8 @@ def report(rows: list[Row], picture: str) -> str:
             *lines,
             "",
             "* The paper evicts a token for each that comes. We evict a block once a block is in excess, so "
-            "that up to a block less one is held beyond the budget, and round the recent window up to whole "
-            'blocks, at the cost of heavy hitters. "window exact" has the first effect and not the second.',
+            "that up to a block less one is held beyond the budget, and let the recent window begin at the "
+            'nearest block. "window exact" has the first effect and not the second.',
             "* Kept sets are compared after the last forced token, per layer and KV head. A Jaccard of 1 "
             "is out of reach where more tokens are held than the budget; \"paper's set kept\" is not bounded "
             'by that. "Heavy hitters" are its tokens that are older than our recent window.',

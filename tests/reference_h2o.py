@@ -7,7 +7,7 @@ layer and KV head says which of them still exist. Imports nothing of h2o_vllm.
 Paper: Zhang et al., "H2O: Heavy-Hitter Oracle", NeurIPS 2023, arXiv 2306.14048, Algorithm 1. There
 one token goes for each that comes: ``block=1``. Our cadence: eviction happens in units of
 ``block`` tokens, before the token that would exceed the budget by a unit is computed, and the
-recent window is rounded up to whole blocks. Both can be had here, so that ``loadtest.cadence`` can
+recent window begins at the nearest block. Both can be had here, so that ``loadtest.cadence`` can
 measure what lies between them.
 """
 
@@ -39,7 +39,7 @@ class Reference:
         model_dir: a transformers model whose attention goes through the attention interface.
         fraction: share of the tokens seen to keep; ``recent`` of it are the newest.
         block: tokens evicted at a time; 1 is the paper's cadence. floor: smallest budget in tokens.
-        window_unit: the recent window begins at a multiple of it; ``None`` is ``block``.
+        window_unit: the recent window begins at the nearest multiple of it; ``None`` is ``block``.
     """
 
     model_dir: str
@@ -139,7 +139,8 @@ class Reference:
     def recent_from(self) -> int:
         """The position at which the recent window begins."""
         unit = self.window_unit or self.block
-        return (self.seen - round(self.recent * self._budget(self.seen))) // unit * unit
+        exact = self.seen - round(self.recent * self._budget(self.seen))
+        return min((exact + unit // 2) // unit, self.seen // unit) * unit
 
     def _budget(self, seen: int) -> int:
         return min(seen, max(self.floor, math.ceil(round(self.fraction * seen, 6))))

@@ -4,7 +4,7 @@
 Written to be compared with the engine: nothing is paged, moved, accumulated or rescored. Each query's
 probabilities are kept as a row, and a policy is one formula over them. Imports nothing of h2o_vllm.
 The cadence is the engine's: whole blocks of tokens go, before the token that would exceed the budget by
-a block is computed, and the recent window is rounded up to whole blocks.
+a block is computed, and the recent window begins at the nearest full block.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class PolicyModel:
         excess = (seen - self.evicted - budget) // self.block * self.block
         if excess <= 0:
             return
-        until = (seen - round(self.recent * budget)) // self.block * self.block
+        exact = seen - round(self.recent * budget)
+        until = min((exact + self.block // 2) // self.block, seen // self.block) * self.block
         until = max(until, self.evicted + excess + first_blocks)
         fresh = max((end for _, _, end in self.ranked), default=0)
         self.ranked.append((seen, fresh, max(fresh, until)))

@@ -83,14 +83,19 @@ def test_by_the_token_the_budget_is_held_exactly(directory: str, texts: torch.Te
         assert model.held == math.ceil(0.25 * seen) + 1
 
 
-def test_the_window_may_be_rounded_to_blocks_or_exact(directory: str, texts: torch.Tensor) -> None:
-    for unit, start in ((None, 64), (1, 70)):
-        model = Reference(directory, 0.25, 0.5, 32, floor=10, window_unit=unit)
-        model.read(texts[:, :80])
-        assert model.recent_from == start
-        model.force(texts[:, 80:82])
-        # 60 in excess are one block.
-        assert model.held == 80 - 32 + 1
+@pytest.mark.parametrize(
+    ("recent", "unit", "start"), [(0.5, None, 64), (0.5, 1, 70), (1.0, None, 64), (0.5, 9, 72)]
+)
+def test_the_window_may_be_rounded_to_blocks_or_exact(
+    directory: str, texts: torch.Tensor, recent: float, unit: int | None, start: int
+) -> None:
+    """Of 80 tokens 10 or 20 are recent: from 70 or 60, to the nearest block that is full before it."""
+    model = Reference(directory, 0.25, recent, 32, floor=10, window_unit=unit)
+    model.read(texts[:, :80])
+    assert model.recent_from == start
+    model.force(texts[:, 80:82])
+    # 60 in excess are one block.
+    assert model.held == 80 - 32 + 1
 
 
 def test_foresight_evicts_what_full_kv_will_attend_to_least(

@@ -16,7 +16,7 @@ from h2o_vllm.policy import (
     budget_tokens,
     get_policy,
     next_eviction,
-    recent_tokens,
+    recent_from,
 )
 
 __all__ = ["Account", "RequestCounts", "Verdict"]
@@ -92,17 +92,17 @@ class Account:
         if num_doomed <= 0:
             self._set_next_due(computed)
             return None
-        recent_from = (computed - recent_tokens(self.budget, computed)) // self.block_size
+        until = recent_from(self.budget, computed, self.block_size)
         # As many heavy blocks as the first tokens need come before recent ones.
-        recent_from = max(recent_from, self.holes + num_doomed + self._protected)
-        fresh = range(self._next_index, recent_from)
+        until = max(until, self.holes + num_doomed + self._protected)
+        fresh = range(self._next_index, until)
         candidates = [*self._candidates, *fresh]
         split = self.policy.split(
             candidates, num_doomed, first=self._evicted_at is None, protected=self._protected
         )
         doomed = frozenset(split.doomed)
         self._candidates = [index for index in candidates if index not in doomed]
-        self._next_index = max(self._next_index, recent_from)
+        self._next_index = max(self._next_index, until)
         self.holes += num_doomed
         if self._evicted_at is None:
             self._evicted_at = computed

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from h2o_vllm.policy.base import BlockSplit, Policy
 from h2o_vllm.policy.baselines import FullPolicy, RandomPolicy, WindowPolicy
-from h2o_vllm.policy.budget import blocks_freed, budget_tokens, next_eviction, recent_tokens
+from h2o_vllm.policy.budget import (
+    blocks_freed,
+    budget_tokens,
+    next_eviction,
+    recent_from,
+    recent_tokens,
+)
 from h2o_vllm.policy.candidates import Candidates
 from h2o_vllm.policy.caote import CAOTEPolicy
 from h2o_vllm.policy.h2o import H2OPolicy
@@ -22,6 +28,7 @@ __all__ = [
     "budget_tokens",
     "get_policy",
     "next_eviction",
+    "recent_from",
     "recent_tokens",
 ]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_vllm.config import H2OConfig, RequestBudget
-from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_tokens
+from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_from, recent_tokens
 
 BLOCK_SIZES = st.sampled_from([16, 32, 128])
 COUNTS = st.integers(0, 20_000)
@@ -55,8 +55,19 @@ def test_blocks_once_freed_stay_freed(budget: RequestBudget, seen: int, block_si
     freed = [blocks_freed(budget, seen + i, block_size) for i in range(3)]
     assert freed == sorted(freed)
     assert freed[-1] - freed[0] <= 1
-    windows = [seen + i - recent_tokens(budget, seen + i) for i in range(3)]
+    windows = [recent_from(budget, seen + i, block_size) for i in range(3)]
     assert windows == sorted(windows)
+
+
+@given(budgets(), COUNTS, BLOCK_SIZES)
+def test_the_recent_window_begins_at_the_nearest_full_block(
+    budget: RequestBudget, seen: int, block_size: int
+) -> None:
+    start = recent_from(budget, seen, block_size) * block_size
+    exact = seen - recent_tokens(budget, seen)
+    assert 0 <= start <= seen
+    assert start - exact <= block_size / 2
+    assert exact - start <= block_size / 2 or start + block_size > seen
 
 
 @given(budgets(), st.integers(0, 3000), BLOCK_SIZES, st.integers(1, 600))

@@ -39,7 +39,7 @@ def rescore(
     Args:
         scores: [L, N, KH, BS], float32.
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
-        keys, values: give one layer's in ``blocks``, in that order, [KH, D, C].
+        keys, values: give one layer's in ``blocks``, in that order, [KH, D, C] and [KH, C / BS, BS, D].
     """
     old = scores[:, blocks]
     layers, count, heads, block_size = old.shape

@@ -128,6 +128,6 @@ class WorkerState:
         return keys[blocks].permute(1, 2, 0, 3).flatten(2)
 
     def _values(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """[KH, D, C] of the tokens in ``blocks``."""
+        """[KH, n, BS, D] of the tokens in n ``blocks``."""
         _, values = key_value_views(self.kv_caches[layer])
-        return values[blocks].permute(1, 3, 0, 2).flatten(2)
+        return values[blocks].transpose(0, 1)

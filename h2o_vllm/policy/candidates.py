@@ -29,7 +29,7 @@ class Candidates:
         seen: queries so far, which is tokens computed so far.
         keys: gives one layer's cached keys (rotated, where the model does so), a column each,
             [KH, D, C], in the model's dtype.
-        values: the same of its values.
+        values: gives one layer's cached values, block by block, [KH, C / BS, BS, D], a view or a copy.
     """
 
     scores: Tensor

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from h2o_vllm.policy.h2o_norm import H2ONormPolicy
 
 if TYPE_CHECKING:
@@ -16,6 +18,9 @@ __all__ = ["CAOTEPolicy"]
 
 _TINY = 1e-20
 """Below any distance between two values."""
+
+_AT_ONCE = 2**22
+"""Elements of values in float32 that are looked at together: 16 MiB."""
 
 
 class CAOTEPolicy(H2ONormPolicy):
@@ -34,13 +39,18 @@ class CAOTEPolicy(H2ONormPolicy):
     name: ClassVar[str] = "caote"
 
     def rescore(self, candidates: Candidates) -> Tensor | None:
-        """Weigh the means of the fresh tokens; layer by layer, as values are large."""
+        """Weigh the means of the fresh tokens, as many layers at once as fit."""
         scores, known = super().rescore(candidates), candidates.known
         if scores is None or scores.shape[-1] == known:
             return scores
-        for layer in range(scores.shape[0]):
-            values = candidates.values(layer).float()
-            distances = (values - values.mean(2, keepdim=True)).norm(dim=1)
-            weights = distances / distances.mean(1, keepdim=True).clamp_min(_TINY)
-            scores[layer, :, known:] *= weights[:, known:]
+        layers, heads, count = scores.shape
+        size = candidates.values(0).shape[-1]
+        at_once = max(1, _AT_ONCE // (heads * count * size))
+        for start in range(0, layers, at_once):
+            some = range(start, min(start + at_once, layers))
+            values = torch.stack([candidates.values(layer) for layer in some]).float().flatten(2, 3)
+            values -= values.mean(2, keepdim=True)
+            distances = torch.linalg.vector_norm(values, dim=-1)
+            weights = distances / distances.mean(2, keepdim=True).clamp_min(_TINY)
+            scores[start : some.stop, :, known:] *= weights[..., known:]
         return scores

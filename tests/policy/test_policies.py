@@ -48,7 +48,8 @@ def candidates_of(
     layers, heads, count = scores.shape
     gen = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, layers, heads, size, count, generator=gen)
-    return Candidates(scores, known, fresh_from, seen, keys.__getitem__, values.__getitem__)
+    blocks = values.mT.unflatten(2, (-1, 2))
+    return Candidates(scores, known, fresh_from, seen, keys.__getitem__, blocks.__getitem__)
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -103,7 +104,8 @@ def test_caote_weighs_the_mean_by_what_the_value_adds() -> None:
     scores, values = torch.rand(1, 1, 20), torch.zeros(1, 8, 20)
     # Of all 20 candidates two values differ, one of a survivor and, three times as far, one of a newcomer.
     values[0, 0, 3], values[0, 1, 13] = 20.0, 60.0
-    given = Candidates(scores, 8, 50, 100, lambda layer: values, lambda layer: values)
+    blocks = values.mT.unflatten(1, (-1, 2))
+    given = Candidates(scores, 8, 50, 100, lambda layer: values, lambda layer: blocks)
     new, means = get_policy("caote").rescore(given), get_policy("h2o-norm").rescore(given)
     assert new is not None and means is not None
     assert torch.equal(new[..., :8], scores[..., :8]), "survivors have been weighed before"

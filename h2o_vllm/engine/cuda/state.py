@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -152,11 +151,12 @@ class CudaState:
         ids = np.array(candidate_blocks(eviction), dtype=np.int64)
         blocks = async_tensor_h2d(ids, device=self.scores.device)
 
-        def cached(caches: Sequence[torch.Tensor], layer: int) -> torch.Tensor:
-            return caches[layer][blocks].permute(2, 3, 0, 1).flatten(2)
+        def keys(layer: int) -> torch.Tensor:
+            return self.kv_layers.key_caches[layer][blocks].permute(2, 3, 0, 1).flatten(2)
 
-        keys = partial(cached, self.kv_layers.key_caches)
-        values = partial(cached, self.kv_layers.value_caches)
+        def values(layer: int) -> torch.Tensor:
+            return self.kv_layers.value_caches[layer][blocks].permute(2, 0, 1, 3)
+
         rescore(policy, eviction, self.scores, blocks, keys, values)
 
     def note_served(self, batch: ScoredBatch, layer: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hunt for silent corruption: what a request says among 200 others must be what it says alone.
 
-    python -m loadtest.corruption [--requests 200] [--rounds 3] [--seed 0] [--model embedded] [--self-check]
+    python -m loadtest.corruption [--requests 200] [--rounds 4] [--seed 0] [--model embedded] [--self-check]
 
 A real engine in this process, float32, asynchronous scheduling, chunked prompts, prefix caching, and a pool
 so small that requests keep preempting each other. Random budgets, policies, lengths and shared prefixes; some
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.crowd import Ask, make_asks
+from loadtest.crowd import CROWDS, Ask, make_asks
 from loadtest.exact_linear import exact_linear_layers
 from loadtest.planted_bugs import PLANTED, nothing
 from loadtest.tiny_model import make_tiny_model
@@ -266,9 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     failed = False
     for number in range(args.rounds):
-        asks = make_asks(
-            random.Random(args.seed + number), args.requests, args.longest, args.outputs
-        )
+        crowd = args.crowds[number % len(args.crowds)]
+        asks = make_asks(random.Random(args.seed + number), args.requests, CROWDS[crowd])
         started = time.monotonic()
         hunt.alone(asks)
         alone = round(time.monotonic() - started, 1)
@@ -276,11 +275,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with hunt.counting(counts):
             result = hunt.together(asks)
         result.preemptions, result.evictions = counts.preemptions, counts.evictions
+        result.both = counts.both
         failed |= bool(result.wrong)
-        row = {"seed": args.seed + number, "seconds_alone": alone, **dataclasses.asdict(result)}
-        print(json.dumps(row), flush=True)
+        row = {"seed": args.seed + number, "crowd": crowd, "seconds_alone": alone}
+        print(json.dumps(row | dataclasses.asdict(result)), flush=True)
     if args.self_check:
-        asks = make_asks(random.Random(args.seed), args.requests, args.longest, args.outputs)[:40]
+        asks = make_asks(random.Random(args.seed), args.requests, CROWDS["mixed"])[:40]
         hunt.alone(asks)
         # Nothing last: none of them may have left anything behind.
         for plant in (*PLANTED, nothing):
@@ -302,8 +302,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=1, help="rounds, each with its own seed (%(default)s)")
     add("--seed", type=int, default=0, help="seed of the first round (%(default)s)")
     add("--blocks", type=int, default=190, help="blocks of 16 tokens in the pool (%(default)s)")
-    add("--longest", type=int, default=200, help="longest prompt in tokens (%(default)s)")
-    add("--outputs", type=int, default=140, help="longest output in tokens (%(default)s)")
+    add("--crowds", nargs="+", choices=CROWDS, default=list(CROWDS), help="kinds, a round each in turn; "
+        "mixed: prompts of up to 200 tokens; growing: short prompts and long outputs, so that many run and "
+        "then take each other's blocks; default: both")  # fmt: skip
     add("--threads", type=int, default=1, help="threads that compute (%(default)s)")
     add("--model", help="a directory, or 'embedded'; a tiny one of random weights if not given")
     add("--self-check", action="store_true", help="also plant bugs and expect to find them")

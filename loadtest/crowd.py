@@ -10,7 +10,7 @@ from typing import Any
 
 from loadtest.tiny_model import VOCABULARY
 
-__all__ = ["Ask", "make_asks"]
+__all__ = ["CROWDS", "Ask", "Crowd", "make_asks"]
 
 FAMILIES = 6
 """Prompts are beginnings of this many texts, so that many share their first blocks."""
@@ -36,6 +36,17 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
 
 
 @dataclass(frozen=True)
+class Crowd:
+    """How long requests are: ``prompt`` and ``output`` tokens at most."""
+
+    prompt: int
+    output: int
+
+
+CROWDS = {"mixed": Crowd(200, 140), "growing": Crowd(64, 300)}
+
+
+@dataclass(frozen=True)
 class Ask:
     """One request of the hunt.
 
@@ -53,8 +64,9 @@ class Ask:
     priority: int = 0
 
 
-def make_asks(chance: random.Random, count: int, longest: int, outputs: int) -> list[Ask]:
-    """``count`` requests, each about twice; prompts of up to ``longest`` tokens, outputs of ``outputs``."""
+def make_asks(chance: random.Random, count: int, crowd: Crowd) -> list[Ask]:
+    """``count`` requests, each about twice."""
+    longest = crowd.prompt
     families = [[chance.randrange(VOCABULARY) for _ in range(longest)] for _ in range(FAMILIES)]
     different = []
     for _ in range(-(-count // 2)):
@@ -65,7 +77,7 @@ def make_asks(chance: random.Random, count: int, longest: int, outputs: int) -> 
             Ask(
                 prompt=tuple([*family[:length], *own][:longest]),
                 asked=chance.choice(BUDGETS),
-                max_tokens=round(chance.triangular(1, outputs, 3 * outputs / 7)),
+                max_tokens=round(chance.triangular(1, crowd.output, 3 * crowd.output / 7)),
                 arrives=0,
                 leaves=None,
             )

@@ -21,7 +21,7 @@ LONG = os.environ.get("H2O_CORRUPTION") == "long"
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    options = ["--rounds", "20" if LONG else "1", "--self-check"]
+    options = ["--rounds", "20" if LONG else "2", "--self-check"]
     done = subprocess.run(
         [sys.executable, "-m", "loadtest.corruption", *options],
         capture_output=True,
@@ -46,10 +46,12 @@ def test_everybody_says_in_a_crowd_what_he_says_alone(rows: list[dict[str, Any]]
         assert row["running_max"] > 40
         assert row["preemptions"] > 10
         assert row["evictions"] > 300
+        assert row["both"] > 0
         assert row["aborted"] > 5
         assert row["cached_tokens"] > 1000
         assert row["poisoned_blocks"] > 1000
-    assert len(rounds) == (20 if LONG else 1)
+    assert len(rounds) == (20 if LONG else 2)
+    assert {row["crowd"] for row in rounds} == {"mixed", "growing"}
 
 
 def test_planted_bugs_are_found(rows: list[dict[str, Any]]) -> None:

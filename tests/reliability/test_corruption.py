@@ -44,11 +44,10 @@ def test_everybody_says_in_a_crowd_what_he_says_alone(rows: list[dict[str, Any]]
         # What it was meant to be: crowded, short of blocks, and with something to corrupt.
         assert row["requests"] == 200
         assert row["running_max"] > 40
-        assert row["preemptions"] > 10
+        assert row["preemptions"] > (100 if row["crowd"] == "growing" else 10)
         assert row["evictions"] > 300
-        assert row["both"] > 0
         assert row["aborted"] > 5
-        assert row["cached_tokens"] > 1000
+        assert row["cached_tokens"] > (50 if row["crowd"] == "growing" else 300)
         assert row["poisoned_blocks"] > 1000
     assert len(rounds) == (20 if LONG else 2)
     assert {row["crowd"] for row in rounds} == {"mixed", "growing"}

@@ -25,7 +25,7 @@ from loadtest.quality.figures import Figures
 from loadtest.quality.lines import default_lines, parse_line, points
 from loadtest.quality.measures import MEASURES, Measure, Sample
 from loadtest.quality.measures.xsum import longest_request
-from loadtest.quality.offline import FLOOR, Offline
+from loadtest.quality.offline import Offline
 from loadtest.quality.rows import Writer, latest, read_rows
 from loadtest.quality.runner import plan, token_cost
 from loadtest.quality.settings import arguments, command, output_path, sizes_of
@@ -109,10 +109,10 @@ def open_model(args: argparse.Namespace, sizes: Sizes) -> Model:
         from loadtest.quality.live import Live
 
         live = Live(args.url, args.model, api_key=args.api_key, running=args.running)
-        if live.floor is not None and live.floor > FLOOR:
+        if live.floor is not None and live.floor > args.min_tokens:
             print(
                 f"this server keeps at least {live.floor} tokens whatever the budget; "
-                f"start it with --kv-min-tokens {FLOOR} to measure small budgets"
+                f"start it with --kv-min-tokens {args.min_tokens} to measure small budgets"
             )
         return live
     longest = max(
@@ -121,7 +121,7 @@ def open_model(args: argparse.Namespace, sizes: Sizes) -> Model:
     )  # fmt: skip
     return Offline(
         args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,
-        block_size=args.block_size,
+        block_size=args.block_size, min_tokens=args.min_tokens,
     )  # fmt: skip
 
 

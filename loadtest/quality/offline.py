@@ -32,6 +32,7 @@ class Offline(Model):
         running: requests at a time.
         eager: whether to do without compilation, which takes a minute and pays for long runs.
         block_size: of the KV blocks; ``None`` is the default.
+        min_tokens: ``kv_min_tokens``.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Offline(Model):
         running: int = 32,
         eager: bool = False,
         block_size: int | None = None,
+        min_tokens: int = FLOOR,
     ) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # Inside this process: a second one would take time from the model on a small machine.
@@ -54,7 +56,7 @@ class Offline(Model):
         from h2o_vllm.models import DEFAULT_MODEL_NAME, default_model_dir
         from loadtest.quality.forced import PROCESSOR
 
-        ours = h2o_vllm.engine_args(kv_min_tokens=FLOOR, kv_budget_min=SMALLEST)
+        ours = h2o_vllm.engine_args(kv_min_tokens=min_tokens, kv_budget_min=SMALLEST)
         options: dict[str, Any] = {
             "dtype": dtype,
             "max_model_len": max_len,
@@ -82,7 +84,7 @@ class Offline(Model):
             "model": Path(model).name if model else DEFAULT_MODEL_NAME,
             "dtype": dtype,
             "block_size": options.get("block_size", "default"),
-            "kv_min_tokens": FLOOR,
+            "kv_min_tokens": min_tokens,
             "kv_budget_min": SMALLEST,
             "max_num_seqs": running,
             "enforce_eager": eager,

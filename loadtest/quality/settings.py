@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.quality.measures import MEASURES
+from loadtest.quality.offline import FLOOR
 from loadtest.quality.sizes import QUICK, Sizes
 
 __all__ = ["BUDGETS", "arguments", "command", "output_path", "sizes_of"]
@@ -67,6 +68,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--long-tokens", type=int, help=f"of long answers; default: {Sizes().long_tokens}")
     add("--dtype", default="bfloat16", help="of the engine; default: %(default)s")
     add("--block-size", type=int, help="of the engine's KV blocks")
+    add("--min-tokens", type=int, default=FLOOR, help="kv_min_tokens of the engine; default: %(default)s, "
+        "that of a server would make small budgets equal")  # fmt: skip
     add("--running", type=int, default=32, help="requests at a time; default: %(default)s")
     add("--eager", action="store_true", help="start the engine without compiling the model")
     add(

@@ -58,7 +58,8 @@ class Traffic(RuleBasedStateMachine):
 
     model_dir: str
     steps = evictions = preemptions = both = 0
-    """Of all runs together; ``both``: preempted in the step that had already evicted from it."""
+    """Of all runs together; ``both``: preempted in the step that had already evicted from it. Chance hardly
+    brings that about: ``test_laws_blocks.py`` has a script for it."""
     live = RequestIds("live")
 
     def __init__(self) -> None:
@@ -176,7 +177,6 @@ def test_any_order_of_events_keeps_the_laws(model_dir: str) -> None:
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 100
-    assert Traffic.both > 0
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:

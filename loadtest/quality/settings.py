@@ -148,7 +148,7 @@ def output_path(args: argparse.Namespace) -> Path:
     """Where the rows go."""
     if args.resume is not None:
         return Path(args.resume)
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M%S")
     return Path(args.out) / f"quality-{'live' if args.url else 'cpu'}-{stamp}.jsonl"
 
 

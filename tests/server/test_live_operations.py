@@ -62,11 +62,10 @@ def test_metrics_follow_what_is_evicted(server: LiveServer, client: openai.OpenA
     )
     stream = complete(client, LONG, max_tokens=1000, ignore_eos=True, kv_budget=0.2, stream=True)
     full = held = 0.0
-    for number, _ in enumerate(stream):
-        # The engine reports with a delay, and the first tokens may be faster.
-        if number >= 60 and number % 20 == 0 and full == 0.0:
-            full, held = server.metrics("h2o:kv_tokens_full", "h2o:kv_tokens_held")
-        if full > 0.0:
+    # The engine reports with a delay. Events are no measure of it: a busy server puts many tokens into one.
+    for _ in stream:
+        full, held = server.metrics("h2o:kv_tokens_full", "h2o:kv_tokens_held")
+        if full >= 1500 and held < full:
             break
     assert full >= 1500
     assert 0.2 * full <= held <= 0.25 * full

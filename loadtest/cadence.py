@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,10 +63,7 @@ def main() -> None:
                     file.writelines(json.dumps(row) + "\n" for row in measured)
     from loadtest.cadence_report import plot, report
 
-    text = report(rows, args.out.stem)
-    args.out.with_suffix(".md").write_text(text)
-    plot(rows, args.out.with_suffix(".png"))
-    print(text)
+    publish(rows, args.out, report, plot)
 
 
 def arguments() -> argparse.Namespace:
@@ -94,6 +91,27 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def publish(
+    rows: list[Row],
+    out: Path,
+    report: Callable[[list[Row], str], str],
+    plot: Callable[[list[Row], Path], Path],
+) -> None:
+    """Print the table, and write it and the picture beside the rows."""
+    text = report(rows, out.stem)
+    out.with_suffix(".md").write_text(text)
+    plot(rows, out.with_suffix(".png"))
+    print(text)
+
+
+def about_run(module: str) -> Row:
+    """How the rows come about."""
+    about = describe_run(module)
+    # Not the path of a result, which says where somebody's checkout is.
+    about["command"] = about["command"].partition(" --out")[0]
+    return about
+
+
 def read_rows(path: Path) -> list[Row]:
     """The rows of an earlier run, if there are any."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -104,9 +122,7 @@ def measure(args: argparse.Namespace, texts: range, budgets: list[float]) -> Ite
     from tests.reference_h2o import Reference
 
     torch.set_num_threads(args.threads)
-    about = describe_run("loadtest.cadence")
-    # Not the path of a result, which says where somebody's checkout is.
-    about["command"] = about["command"].partition(" --out")[0]
+    about = about_run("loadtest.cadence")
     tokens = text_tokens(args, texts)
     prompts, forced = tokens[:, : args.prompt_tokens], tokens[:, args.prompt_tokens :]
     model = Reference(args.model, 1.0, args.recent, 1, floor=1)

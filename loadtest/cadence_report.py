@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Interval", "bootstrap", "plot", "report"]
+__all__ = ["Interval", "Line", "bootstrap", "draw_lines", "plot", "provenance", "report"]
 
 Row = dict[str, Any]
 
@@ -33,6 +33,14 @@ class Interval(NamedTuple):
     mean: float
     low: float
     high: float
+
+
+class Line(NamedTuple):
+    """A line of a picture: an interval for each budget."""
+
+    label: str
+    colour: str
+    found: list[Interval]
 
 
 def bootstrap(values: Sequence[float], resamples: int = 10_000) -> Interval:
@@ -74,7 +82,6 @@ def report(rows: list[Row], picture: str) -> str:
             )
     first, least = rows[0], budgets(rows)[0]
     by_text = ", ".join(f"{loss(row):.1f}" for row in select(rows, least, "token"))
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     return "\n".join(
         [
             f"# {picture}",
@@ -98,12 +105,7 @@ def report(rows: list[Row], picture: str) -> str:
             f"* Loss by text, at the paper's cadence and budget {least:g}: {by_text} %. Where a text repeats "
             "itself word for word, as Python's documentation does in places, full KV copies, and eviction "
             "has lost what to copy from.",
-            f"* command: {commands(rows)}",
-            f"* machine: {first['machine']}",
-            f"* versions: {versions}",
-            f"* commit: {', '.join(sorted({row['commit'] for row in rows}))}",
-            f"* date: {min(row['date'] for row in rows)}",
-            "",
+            *provenance(rows),
         ]
     )  # fmt: skip
 
@@ -136,22 +138,45 @@ def plot(rows: list[Row], path: Path) -> Path:
 
 def draw(axis: Any, rows: list[Row], names: list[str], value: Callable[[Row], float]) -> None:
     """``value`` at each budget, with its interval."""
-    for place, name in enumerate(names):
-        found = [bootstrap([value(row) for row in select(rows, b, name)]) for b in budgets(rows)]
+    lines = [
+        Line(LABELS[name], COLOURS[name],
+             [bootstrap([value(row) for row in select(rows, b, name)]) for b in budgets(rows)])
+        for name in names
+    ]  # fmt: skip
+    draw_lines(axis, budgets(rows), lines)
+
+
+def draw_lines(axis: Any, every: list[float], lines: list[Line]) -> None:
+    """Lines over the budgets ``every``, on a logarithmic axis."""
+    for place, (label, colour, found) in enumerate(lines):
         # Beside each other, so that intervals can be told apart.
-        where = [budget * 1.03 ** (place - (len(names) - 1) / 2) for budget in budgets(rows)]
+        where = [budget * 1.03 ** (place - (len(lines) - 1) / 2) for budget in every]
         errors = [[it.mean - it.low for it in found], [it.high - it.mean for it in found]]
         axis.errorbar(
             where, [it.mean for it in found], yerr=errors, marker="o", markersize=4, capsize=3,
-            color=COLOURS[name], label=LABELS[name], linewidth=1.3,
+            color=colour, label=label, linewidth=1.3,
         )  # fmt: skip
     axis.set_xscale("log")
-    axis.set_xticks(budgets(rows), [f"{budget:g}" for budget in budgets(rows)])
+    axis.set_xticks(every, [f"{budget:g}" for budget in every])
     axis.minorticks_off()
     axis.set_xlabel("kv_budget")
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def provenance(rows: list[Row]) -> list[str]:
+    """Where the numbers come from, a Markdown list."""
+    first = rows[0]
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    return [
+        f"* command: {commands(rows)}",
+        f"* machine: {first['machine']}",
+        f"* versions: {versions}",
+        f"* commit: {', '.join(sorted({row['commit'] for row in rows}))}",
+        f"* date: {min(row['date'] for row in rows)}",
+        "",
+    ]
 
 
 def select(rows: Iterable[Row], budget: float, variant: str) -> list[Row]:

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from loadtest.cadence import mean, read_rows, show
-from loadtest.machine import describe_run
+from loadtest.cadence import about_run, mean, publish, read_rows, show
 
 Row = dict[str, Any]
 
@@ -66,10 +65,7 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
     from loadtest.foresight_report import plot, report
 
-    text = report(rows, args.out.stem)
-    args.out.with_suffix(".md").write_text(text)
-    plot(rows, args.out.with_suffix(".png"))
-    print(text)
+    publish(rows, args.out, report, plot)
 
 
 def arguments() -> argparse.Namespace:
@@ -130,9 +126,7 @@ def measure(
     from tests.reference_h2o import Foresight
 
     torch.set_num_threads(args.threads)
-    about = describe_run("loadtest.foresight")
-    # Not the path of a result, which says where somebody's checkout is.
-    about["command"] = about["command"].partition(" --out")[0]
+    about = about_run("loadtest.foresight")
     show(f"{name}: full KV")
     model = Foresight(args.model, 1.0, 0.5, BLOCK, FLOOR)
     model.read(prompt)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loadtest.cadence_report import Interval, budgets, commands, line, spread
+from loadtest.cadence_report import Interval, Line, budgets, draw_lines, line, provenance, spread
 from loadtest.quality.bootstrap import ratio
 
 __all__ = ["plot", "report"]
@@ -34,7 +34,6 @@ def report(rows: list[Row], picture: str) -> str:
             mine = select(rows, budget, ranking)
             each = [f"{100 * (row['nll'] / row['nll_full'] - 1):.1f}" for row in mine]
             lines.append(line(f"{budget:g}", LABELS[ranking], spread(loss(mine), "{:.2f}"), *each))
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     return "\n".join(
         [
             f"# {picture}",
@@ -52,12 +51,7 @@ def report(rows: list[Row], picture: str) -> str:
             "knowing costs, and what is left is what holding so few tokens costs.",
             "* In `tests/reference_h2o.py`, float32, blocks of 32; half of each budget recent unless said "
             "otherwise.",
-            f"* command: {commands(rows)}",
-            f"* machine: {first['machine']}",
-            f"* versions: {versions}",
-            f"* commit: {', '.join(sorted({row['commit'] for row in rows}))}",
-            f"* date: {min(row['date'] for row in rows)}",
-            "",
+            *provenance(rows),
         ]
     )  # fmt: skip
 
@@ -71,24 +65,13 @@ def plot(rows: list[Row], path: Path) -> Path:
 
     figure, axis = pyplot.subplots(figsize=(6, 3.9), layout="constrained")
     every = budgets(rows)
-    for place, ranking in enumerate(rankings(rows)):
-        found = [loss(select(rows, budget, ranking)) for budget in every]
-        # Beside each other, so that intervals can be told apart.
-        where = [budget * 1.03 ** (place - 1) for budget in every]
-        errors = [[it.mean - it.low for it in found], [it.high - it.mean for it in found]]
-        axis.errorbar(
-            where, [it.mean for it in found], yerr=errors, marker="o", markersize=4, capsize=3,
-            color=COLOURS[ranking], label=LABELS[ranking], linewidth=1.3,
-        )  # fmt: skip
+    lines = [
+        Line(LABELS[it], COLOURS[it], [loss(select(rows, budget, it)) for budget in every])
+        for it in rankings(rows)
+    ]
+    draw_lines(axis, every, lines)
     axis.axhline(0, color="black", linewidth=0.8)
-    axis.set_xscale("log")
-    axis.set_xticks(every, [f"{budget:g}" for budget in every])
-    axis.minorticks_off()
-    axis.set_xlabel("kv_budget")
     axis.set_ylabel("NLL above full KV, %")
-    axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
     first = rows[0]
     axis.set_title(
         f"SmolLM2-135M-Instruct, float32, {first['prompt_tokens']} + {first['tokens']} tokens, "

@@ -19,8 +19,8 @@ __all__ = ["CAOTEPolicy"]
 _TINY = 1e-20
 """Below any distance between two values."""
 
-_AT_ONCE = 2**22
-"""Elements of values in float32 that are looked at together: 16 MiB."""
+_AT_ONCE = 2**16
+"""Values that are looked at together, in float32: 16 MiB where a head has 64 elements."""
 
 
 class CAOTEPolicy(H2ONormPolicy):
@@ -44,8 +44,7 @@ class CAOTEPolicy(H2ONormPolicy):
         if scores is None or scores.shape[-1] == known:
             return scores
         layers, heads, count = scores.shape
-        size = candidates.values(0).shape[-1]
-        at_once = max(1, _AT_ONCE // (heads * count * size))
+        at_once = max(1, _AT_ONCE // (heads * count))
         for start in range(0, layers, at_once):
             some = range(start, min(start + at_once, layers))
             values = torch.stack([candidates.values(layer) for layer in some]).float().flatten(2, 3)

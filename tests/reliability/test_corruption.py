@@ -21,7 +21,8 @@ LONG = os.environ.get("H2O_CORRUPTION") == "long"
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    options = ["--rounds", "20" if LONG else "2", "--self-check"]
+    # Seeds whose crowds share many prompts: that is looked at below.
+    options = ["--rounds", "20" if LONG else "2", "--seed", "2", "--self-check"]
     done = subprocess.run(
         [sys.executable, "-m", "loadtest.corruption", *options],
         capture_output=True,
@@ -47,10 +48,11 @@ def test_everybody_says_in_a_crowd_what_he_says_alone(rows: list[dict[str, Any]]
         assert row["preemptions"] > (100 if row["crowd"] == "growing" else 10)
         assert row["evictions"] > 300
         assert row["aborted"] > 5
-        assert row["cached_tokens"] > (50 if row["crowd"] == "growing" else 300)
+        assert row["cached_tokens"] > 50
         assert row["poisoned_blocks"] > 1000
     assert len(rounds) == (20 if LONG else 2)
-    assert {row["crowd"] for row in rounds} == {"mixed", "growing"}
+    assert [row["crowd"] for row in rounds[:2]] == ["mixed", "growing"]
+    assert rounds[0]["cached_tokens"] > 1000 and rounds[1]["cached_tokens"] > 300
 
 
 def test_planted_bugs_are_found(rows: list[dict[str, Any]]) -> None:

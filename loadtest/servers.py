@@ -53,8 +53,10 @@ class Server:
                 [*self.command, "--port", str(self.port)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Its engine is a process too; a signal to the group reaches whatever is left of it.
-                start_new_session=True,
+                # Its engine is a process too; a signal to the group reaches whatever is left of it. Not a
+                # session: Linux schedules sessions against each other, and vLLM's spinning workers can keep
+                # the load from running for seconds.
+                process_group=0,
                 env={**DEFAULTS, **os.environ},
             )
         self.pid = self._process.pid

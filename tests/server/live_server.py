@@ -44,7 +44,9 @@ class LiveServer:
                 env={**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", **(environment or {})},
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # Not a session of its own: Linux schedules sessions against each other, and vLLM's spinning
+                # workers then keep the test from running for as long as they have work.
+                process_group=0,
             )
         self.group = self.process.pid
 

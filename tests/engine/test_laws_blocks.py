@@ -119,6 +119,17 @@ def test_law06_budgeted_requests_do_not_read_the_prefix_cache(model_dir: str) ->
     rig.run()
 
 
+def test_law06_an_answer_up_to_its_first_eviction_is_shared(model_dir: str) -> None:
+    """Where a policy moves no tokens. Nothing after the eviction, at 32 tokens, is (law 7)."""
+    rig = Rig(model_dir, 24, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig.add("a", PROMPT[:11], {"kv_budget": 0.5, "kv_policy": "window"}, max_tokens=100)
+    rig.run()
+    assert rig.evictions[0].seen == 32
+    rig.add("b", PROMPT[:11] + rig.tokens["a"], max_tokens=2)
+    assert rig.step().num_scheduled_tokens["b"] == 111 - 32
+    rig.run()
+
+
 @pytest.mark.parametrize("policy", POLICIES[:-1])
 def test_law07_kv_computed_after_an_eviction_is_never_hashed(model_dir: str, policy: str) -> None:
     rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)

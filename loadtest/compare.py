@@ -57,9 +57,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if path.exists():
         sys.exit(f"{path} exists")
     about = describe_run("loadtest.compare")
-    if path.is_absolute():
-        # The reader's machine has no such directory.
-        about["command"] = about["command"].replace(str(args.out), args.out.name)
     variants = [Variant(label(budget), OURS, budget) for budget in args.budgets]
     variants += [Variant("vLLM", VLLM, "none")] if args.vllm or args.vllm_url else []
     with tempfile.TemporaryDirectory() as scratch, Servers(args, Path(scratch)) as servers:

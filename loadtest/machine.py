@@ -15,7 +15,10 @@ __all__ = ["describe_host", "describe_run"]
 
 
 def describe_run(module: str) -> dict[str, Any]:
-    """The fields every result row begins with; ``module`` is what ``python -m`` was given."""
+    """The fields every result row begins with; ``module`` is what ``python -m`` was given.
+
+    Absolute paths lose their folders: the reader's machine has none of them.
+    """
     import torch
     from vllm.version import __version__ as vllm_version
 
@@ -23,7 +26,7 @@ def describe_run(module: str) -> dict[str, Any]:
     versions = {**host["versions"], "vllm": vllm_version, "torch": torch.__version__}
     return {
         **host,
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {module}", *map(_without_folders, sys.argv[1:])]),
         "versions": versions,
     }
 
@@ -53,3 +56,9 @@ def describe_host() -> dict[str, Any]:
         "machine": f"{cpu}, {os.cpu_count()} cores",
         "versions": {"h2o_vllm": __version__, "python": platform.python_version()},
     }
+
+
+def _without_folders(argument: str) -> str:
+    """An absolute path's last part, also behind ``--option=``; anything else as it is."""
+    option, equals, value = argument.rpartition("=")
+    return f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}"

@@ -104,14 +104,6 @@ def publish(
     print(text)
 
 
-def about_run(module: str) -> Row:
-    """How the rows come about."""
-    about = describe_run(module)
-    # Not the path of a result, which says where somebody's checkout is.
-    about["command"] = about["command"].partition(" --out")[0]
-    return about
-
-
 def read_rows(path: Path) -> list[Row]:
     """The rows of an earlier run, if there are any."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -122,7 +114,7 @@ def measure(args: argparse.Namespace, texts: range, budgets: list[float]) -> Ite
     from tests.reference_h2o import Reference
 
     torch.set_num_threads(args.threads)
-    about = about_run("loadtest.cadence")
+    about = describe_run("loadtest.cadence")
     tokens = text_tokens(args, texts)
     prompts, forced = tokens[:, : args.prompt_tokens], tokens[:, args.prompt_tokens :]
     model = Reference(args.model, 1.0, args.recent, 1, floor=1)

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from loadtest.cadence import about_run, mean, publish, read_rows, show
+from loadtest.cadence import mean, publish, read_rows, show
+from loadtest.machine import describe_run
 
 Row = dict[str, Any]
 
@@ -126,7 +127,7 @@ def measure(
     from tests.reference_h2o import Foresight
 
     torch.set_num_threads(args.threads)
-    about = about_run("loadtest.foresight")
+    about = describe_run("loadtest.foresight")
     show(f"{name}: full KV")
     model = Foresight(args.model, 1.0, 0.5, BLOCK, FLOOR)
     model.read(prompt)

@@ -62,7 +62,7 @@ def test_metrics_follow_what_is_evicted(server: LiveServer, client: openai.OpenA
     )
     stream = complete(client, LONG, max_tokens=1000, ignore_eos=True, kv_budget=0.2, stream=True)
     full = held = 0.0
-    # The engine reports with a delay. Events are no measure of it: a busy server puts many tokens into one.
+    # The engine reports with a delay.
     for _ in stream:
         full, held = server.metrics("h2o:kv_tokens_full", "h2o:kv_tokens_held")
         if full >= 1500 and held < full:

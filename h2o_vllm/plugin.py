@@ -20,10 +20,10 @@ GROUP, PLUGIN = "vllm.general_plugins", "h2o"
 
 SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
 WORKER_CLS = {
-    "cpu": "h2o_vllm.engine.worker.H2OCPUWorker",
+    "cpu": "h2o_vllm.engine.cpu.worker.H2OCPUWorker",
     "cuda": "h2o_vllm.engine.cuda.worker.H2OGPUWorker",
 }
-CPU_EXECUTOR = "h2o_vllm.engine.executor.H2OCPUExecutor"
+CPU_EXECUTOR = "h2o_vllm.engine.cpu.executor.H2OCPUExecutor"
 CPU_BLOCK_SIZE = 32
 """vLLM's default on CPU is 128, which makes budgets coarse; 32 is the smallest it runs fast."""
 

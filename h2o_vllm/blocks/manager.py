@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from h2o_vllm.blocks.account import Account
+from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.ledger import check_pool, check_writable
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.config import RequestBudget
@@ -32,23 +32,23 @@ __all__ = ["H2OBlockManager"]
 class H2OBlockManager(FullAttentionManager):
     """Frees the blocks that hold low-score tokens, from counts alone.
 
-    Which tokens those are is the workers' business; see :mod:`h2o_vllm.engine.worker`. Requests
+    Which tokens those are is the workers' business; see :mod:`h2o_vllm.engine.cpu.worker`. Requests
     that were never handed to :meth:`track` are managed exactly as by the base class.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._accounts: dict[str, Account] = {}
+        self._eviction_states: dict[str, EvictionState] = {}
         self._evictions: dict[str, Eviction] = {}
         self._final_reports: dict[str, dict[str, object]] = {}
 
     def track(self, request: Request, budget: RequestBudget) -> None:
-        """Open an account. Must precede the request's first allocation."""
-        self._accounts[request.request_id] = Account(request, budget, self.block_size)
+        """Begin to follow a request. Must precede the request's first allocation."""
+        self._eviction_states[request.request_id] = EvictionState(request, budget, self.block_size)
 
-    def account(self, request_id: str) -> Account | None:
-        """The open account of a request, if it has one."""
-        return self._accounts.get(request_id)
+    def eviction_state(self, request_id: str) -> EvictionState | None:
+        """A request's state, if it is tracked."""
+        return self._eviction_states.get(request_id)
 
     def take_evictions(self) -> tuple[Eviction, ...]:
         """Drain this step's evictions, in the order in which they happened."""
@@ -76,11 +76,11 @@ class H2OBlockManager(FullAttentionManager):
         run steps in order and compact before the forward pass, so blocks that a step in flight
         still reads are safe, and the moment of an eviction does not depend on scheduling.
         """
-        account = self._accounts.get(request_id)
-        if account is None or not account.budget.evicts:
+        state = self._eviction_states.get(request_id)
+        if state is None or not state.budget.evicts:
             return
-        seen = account.counts.num_computed_tokens
-        split = account.evict(seen)
+        seen = state.counts.num_computed_tokens
+        split = state.evict(seen)
         if split is None:
             return
         table = self.req_to_blocks[request_id]
@@ -97,7 +97,7 @@ class H2OBlockManager(FullAttentionManager):
             heavy_blocks=tuple(block.block_id for block in heavy),
             doomed_blocks=tuple(block.block_id for block in doomed),
             holes=split.doomed,
-            policy=account.budget.policy,
+            policy=state.budget.policy,
             fresh_blocks=fresh,
             fresh_from=split.fresh.start * self.block_size,
             seen=seen,
@@ -106,12 +106,12 @@ class H2OBlockManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """As the base class; keeps the account's high-water mark."""
+        """As the base class; keeps the high-water mark."""
         blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        account = self._accounts.get(request_id)
-        if account is not None and blocks:
-            live = len(self.req_to_blocks[request_id]) - account.holes
-            account.peak_blocks = max(account.peak_blocks, live)
+        state = self._eviction_states.get(request_id)
+        if state is not None and blocks:
+            live = len(self.req_to_blocks[request_id]) - state.holes
+            state.peak_blocks = max(state.peak_blocks, live)
         return blocks
 
     def cache_blocks(
@@ -123,25 +123,25 @@ class H2OBlockManager(FullAttentionManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         """As the base class, for the part of the sequence that may be shared."""
-        account = self._accounts.get(request.request_id)
-        if account is not None:
-            num_tokens = account.publishable_tokens(num_tokens)
+        state = self._eviction_states.get(request.request_id)
+        if state is not None:
+            num_tokens = state.publishable_tokens(num_tokens)
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """As the base class. Cancels a pending eviction, and closes the account of the finished."""
+        """As the base class. Cancels a pending eviction, and forgets the finished."""
         self._evictions.pop(request_id, None)
-        account = self._accounts.get(request_id)
-        if account is not None:
-            if account.counts.is_finished():
-                self._final_reports[request_id] = account.report()
-                del self._accounts[request_id]
+        state = self._eviction_states.get(request_id)
+        if state is not None:
+            if state.counts.is_finished():
+                self._final_reports[request_id] = state.report()
+                del self._eviction_states[request_id]
             else:
-                account.release()
-                if account.budget.evicts:
+                state.release()
+                if state.budget.evicts:
                     # On its return it could find KV cached that lies behind its first eviction: its own
                     # up to there, or that of others who did not evict. It would go on as if it had not.
-                    account.counts.skip_reading_prefix_cache = True
+                    state.counts.skip_reading_prefix_cache = True
         return super().pop_blocks_for_free(request_id)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Eviction", "StepPlan", "Terms"]
+__all__ = ["Eviction", "EvictionParams", "StepPlan"]
 
 
 @dataclass(frozen=True)
-class Terms:
+class EvictionParams:
     """What a worker has to know of a request that evicts.
 
     Attributes:
@@ -67,5 +67,5 @@ class StepPlan:
             an earlier one frees, so workers must keep the order.
     """
 
-    policies: dict[str, Terms] = field(default_factory=dict)
+    policies: dict[str, EvictionParams] = field(default_factory=dict)
     evictions: tuple[Eviction, ...] = ()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler with budgets. Runs in the engine core.
 
-Gives each request its account, ships the resulting evictions to the workers with the step they
+Gives each request its eviction state, ships the resulting evictions to the workers with the step they
 precede, and attaches what was kept to the request's outputs.
 """
 
@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.manager import H2OBlockManager
-from h2o_vllm.blocks.plan import StepPlan, Terms
+from h2o_vllm.blocks.plan import EvictionParams, StepPlan
 from h2o_vllm.config import (
     CONFIG_KEY,
     METRICS_KEY,
@@ -86,7 +86,7 @@ class H2OScheduler(ChunkLimitScheduler):
         return ours[0]
 
     def add_request(self, request: Request) -> None:
-        """Open the request's account, then queue it. Never raises for what a client sent."""
+        """Track the request, then queue it. Never raises for what a client sent."""
         if request.request_id not in self.requests:
             budget = self._budget(request)
             if budget.evicts and get_policy(budget.policy).moves_tokens:
@@ -99,20 +99,20 @@ class H2OScheduler(ChunkLimitScheduler):
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """End chunks where an eviction is due."""
-        account = self.blocks.account(request.request_id)
-        if account is None or not account.budget.evicts:
+        state = self.blocks.eviction_state(request.request_id)
+        if state is None or not state.budget.evicts:
             return num_tokens
-        return account.chunk_limit(computed, num_tokens)
+        return state.chunk_limit(computed, num_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
         output = super().schedule(*args, **kwargs)
         policies = {}
         for started in output.scheduled_new_reqs:
-            account = self.blocks.account(started.req_id)
-            if account is not None and account.budget.evicts:
-                policies[started.req_id] = Terms(
-                    account.budget.policy, account.prompt_tokens, account.budget.sinks
+            state = self.blocks.eviction_state(started.req_id)
+            if state is not None and state.budget.evicts:
+                policies[started.req_id] = EvictionParams(
+                    state.budget.policy, state.prompt_tokens, state.budget.sinks
                 )
         evictions = self.blocks.take_evictions()
         output.h2o = StepPlan(policies=policies, evictions=evictions)
@@ -165,8 +165,8 @@ class H2OScheduler(ChunkLimitScheduler):
 
     def _running_counts(self) -> Iterator[tuple[int, int]]:
         for request in self.running:
-            account = self.blocks.account(request.request_id)
-            yield request.num_computed_tokens, account.holes if account is not None else 0
+            state = self.blocks.eviction_state(request.request_id)
+            yield request.num_computed_tokens, state.holes if state is not None else 0
 
     def _budget(self, request: Request) -> RequestBudget:
         params = request.sampling_params
@@ -204,8 +204,8 @@ class H2OScheduler(ChunkLimitScheduler):
         params = request.sampling_params if request is not None else None
         if params is None or not params.stop:
             return None
-        account = self.blocks.account(output.request_id)
-        return account.report() if account is not None else None
+        state = self.blocks.eviction_state(output.request_id)
+        return state.report() if state is not None else None
 
     def _with_siblings(
         self, request_id: str, report: dict[str, object]

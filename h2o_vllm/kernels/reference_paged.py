@@ -21,9 +21,9 @@ __all__ = [
     "add_prompt_scores",
     "attend",
     "attend_decode",
+    "clear_scores",
     "compact",
     "compact_tables",
-    "forget_scores",
     "log_sum_exp",
     "reset_scores",
 ]
@@ -164,8 +164,8 @@ def compact_tables(
     return tables, lens
 
 
-def forget_scores(scores: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor) -> None:
-    """See :func:`h2o_vllm.kernels.triton.forget_scores`."""
+def clear_scores(scores: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor) -> None:
+    """See :func:`h2o_vllm.kernels.triton.clear_scores`."""
     for row in rows.tolist():
         used = -(-int(seq_lens[row]) // scores.shape[3])
         blocks = block_table[row, :used].long()

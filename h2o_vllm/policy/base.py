@@ -6,9 +6,9 @@ become heavy and which are doomed, from counts alone. The worker asks
 
 * whether attention is added to the scores (:attr:`Policy.scores_attention`), and whose: that of all
   queries, of the prompt's last ones (:attr:`Policy.scored_prompt_queries`), of the newest one alone
-  (:attr:`Policy.forgets`);
+  (:attr:`Policy.last_query_only`);
 * what score a new token starts with (:meth:`Policy.initial_scores`);
-* what an eviction makes of the scores first (:meth:`Policy.rescore`).
+* what an eviction makes of the scores first (:meth:`Policy.eviction_scores`).
 
 It then keeps the highest-ranked tokens per layer and KV head. Plain Python and torch, no vLLM.
 """
@@ -54,11 +54,11 @@ class Policy(ABC):
     """How many of the prompt's last queries are scored; ``None`` for all. Counted in positions, so that
     it does not matter how the prompt is cut into chunks. Generated tokens' queries are always scored."""
 
-    forgets: ClassVar[bool] = False
+    last_query_only: ClassVar[bool] = False
     """Whether only the newest query counts: the scores of all live tokens fall to zero before it."""
 
-    rescores: ClassVar[bool] = False
-    """Whether :meth:`rescore` has anything to say."""
+    scores_at_eviction: ClassVar[bool] = False
+    """Whether :meth:`eviction_scores` has anything to say."""
 
     @abstractmethod
     def split(
@@ -92,7 +92,7 @@ class Policy(ABC):
         del positions, num_layers, num_kv_heads, first_kv_head
         return None
 
-    def rescore(self, candidates: Candidates) -> Tensor | None:
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
         """New scores of the tokens that an eviction is about to rank; they stay with the survivors.
 
         Asked only if :attr:`rescores`. May not look beyond one KV head: tensor-parallel ranks have

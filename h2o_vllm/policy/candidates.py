@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens one eviction ranks, as :meth:`h2o_vllm.policy.base.Policy.rescore` sees them. Worker."""
+"""The tokens one eviction ranks, as :meth:`h2o_vllm.policy.base.Policy.eviction_scores` sees them. Worker."""
 
 from __future__ import annotations
 

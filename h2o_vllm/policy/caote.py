@@ -38,9 +38,9 @@ class CAOTEPolicy(H2ONormPolicy):
 
     name: ClassVar[str] = "caote"
 
-    def rescore(self, candidates: Candidates) -> Tensor | None:
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
         """Weigh the means of the fresh tokens, as many layers at once as fit."""
-        scores, known = super().rescore(candidates), candidates.known
+        scores, known = super().eviction_scores(candidates), candidates.known
         if scores is None or scores.shape[-1] == known:
             return scores
         layers, heads, count = scores.shape

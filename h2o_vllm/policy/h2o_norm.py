@@ -29,9 +29,9 @@ class H2ONormPolicy(H2OPolicy):
     """
 
     name: ClassVar[str] = "h2o-norm"
-    rescores: ClassVar[bool] = True
+    scores_at_eviction: ClassVar[bool] = True
 
-    def rescore(self, candidates: Candidates) -> Tensor | None:
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
         """Extrapolate the sums of the fresh tokens to all queries so far."""
         seen = candidates.seen
         # Candidates lie before the newest query: the divisor is at least 1.

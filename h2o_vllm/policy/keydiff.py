@@ -32,9 +32,9 @@ class KeyDiffPolicy(H2OPolicy):
 
     name: ClassVar[str] = "keydiff"
     scores_attention: ClassVar[bool] = False
-    rescores: ClassVar[bool] = True
+    scores_at_eviction: ClassVar[bool] = True
 
-    def rescore(self, candidates: Candidates) -> Tensor | None:
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
         """All candidates anew, from their keys; layer by layer, as keys are large."""
         scores = torch.empty_like(candidates.scores)
         for layer in range(scores.shape[0]):

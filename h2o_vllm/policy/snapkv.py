@@ -36,9 +36,9 @@ class SnapKVPolicy(H2OPolicy):
 
     name: ClassVar[str] = "snapkv"
     scored_prompt_queries: ClassVar[int | None] = WINDOW
-    rescores: ClassVar[bool] = True
+    scores_at_eviction: ClassVar[bool] = True
 
-    def rescore(self, candidates: Candidates) -> Tensor | None:
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
         """Pool the fresh tokens, whose neighbours in memory are still those in the text."""
         fresh = candidates.scores[..., candidates.known :]
         if fresh.shape[-1] == 0:

@@ -22,4 +22,4 @@ class TOVAPolicy(H2OPolicy):
 
     name: ClassVar[str] = "tova"
     scored_prompt_queries: ClassVar[int | None] = 1
-    forgets: ClassVar[bool] = True
+    last_query_only: ClassVar[bool] = True

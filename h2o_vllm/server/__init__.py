@@ -7,7 +7,7 @@
 ``model_dir``    looks at the model's directory before vLLM does
 ``launch``       runs vLLM's server with them and ends it cleanly
 ``access``       asks for ``--api-key`` where vLLM would not
-``engine_end``   tells an engine that died from one that was stopped, for the exit code
+``engine_death``   tells an engine that died from one that was stopped, for the exit code
 ``routes``       which HTTP routes take the budget fields, and which must refuse them
 ``protocol``     the body of a request: parse, check, move the fields to where vLLM reads them
 ``report``       the ``kv_cache`` object: from the engine's reports to what a client reads

@@ -17,13 +17,13 @@ from fastapi.responses import JSONResponse
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
-from h2o_vllm.server import config_route, engine_end, tap
+from h2o_vllm.server import config_route, engine_death, report_interceptor
 from h2o_vllm.server.access import Access
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
-from h2o_vllm.server.quiet import ShutdownFilter
 from h2o_vllm.server.report import Reports
+from h2o_vllm.server.report_injection import EventSplicer, into_json
 from h2o_vllm.server.routes import Rule, rule_for
-from h2o_vllm.server.splice import EventSplicer, into_json
+from h2o_vllm.server.shutdown_log import ShutdownFilter
 
 __all__ = ["KVCacheMiddleware", "startup_error"]
 
@@ -71,7 +71,7 @@ class KVCacheMiddleware:
         if rule is None:
             await self._app(scope, receive, send)
             return
-        with tap.collecting() as reports:
+        with report_interceptor.collecting() as reports:
             exchange = _Exchange(scope, receive, send, rule, config, reports, self._count_refusal)
             await exchange.run(self._app)
 
@@ -81,7 +81,7 @@ class KVCacheMiddleware:
         try:
             self._bind(scope["app"])
             client = scope["app"].state.engine_client
-            engine_end.watch(client)
+            engine_death.watch(client)
         except (ConfigError, TypeError, AttributeError) as error:
             _startup_error = f"h2o_vllm cannot serve this application: {error}"
             await receive()
@@ -92,7 +92,7 @@ class KVCacheMiddleware:
         async def looking() -> Message:
             message = await receive()
             if message["type"] == "lifespan.shutdown":
-                engine_end.look(client)
+                engine_death.look(client)
             return message
 
         await self._app(scope, looking, send)
@@ -105,7 +105,7 @@ class KVCacheMiddleware:
             if options is None:
                 raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
             config = H2OConfig.from_mapping(options)
-            tap.install(state.engine_client)
+            report_interceptor.install(state.engine_client)
             self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
             self._access = Access(application)
             config_route.attach(application, config, documents_key=bool(self._access.keys))

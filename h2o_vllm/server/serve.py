@@ -19,7 +19,7 @@ from vllm.logger import configure_logging_from_args, init_logger
 from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.server import engine_end, launch, middleware
+from h2o_vllm.server import engine_death, launch, middleware
 from h2o_vllm.server.model_dir import check_model_dir
 
 __all__ = ["prepare", "serve"]
@@ -66,7 +66,7 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
         raise _as_config_error(error, args) from None
     if (reason := middleware.startup_error()) is not None:
         raise ConfigError(reason)
-    if engine_end.died():
+    if engine_death.died():
         logger.error("h2o: the engine died; ending with exit code 1")
         return 1
     return code

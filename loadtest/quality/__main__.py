@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from h2o_vllm.config import POLICIES, REQUEST_FIELDS
-from loadtest.client import HTTPStatusError
-from loadtest.machine import describe_host, describe_run
+from loadtest.common.machine import describe_host, describe_run
+from loadtest.http.client import HTTPStatusError
 from loadtest.quality.asks import Model
 from loadtest.quality.figures import Figures
 from loadtest.quality.lines import default_lines, parse_line, points

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from loadtest.client import Client, HTTPStatusError
+from loadtest.common.texts import CHARS_PER_TOKEN
+from loadtest.http.client import Client, HTTPStatusError
 from loadtest.quality.asks import Answer, Ask, Model, Tag, Task
-from loadtest.texts import CHARS_PER_TOKEN
 
 __all__ = ["Live"]
 

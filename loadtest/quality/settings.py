@@ -86,7 +86,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--out",
         type=Path,
-        default=Path(__file__).parent.parent / "results",
+        default=Path(__file__).parents[1] / "results",
         help="folder of the results",
     )
     add(

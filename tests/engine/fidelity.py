@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.reference import key_value_views
+from loadtest.quality.reference_h2o import LayerCache, Reference
 from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine
-from tests.reference_h2o import LayerCache, Reference
 
 __all__ = ["STEPS", "Case", "assert_as_expected", "expect"]
 
@@ -101,7 +101,9 @@ def run_to_the_end(engine: Engine, prompt: list[int], asked: dict[str, Any]) -> 
         done = outputs[0].outputs[0] if outputs else None
         if done is not None and len(done.token_ids) == STEPS:
             (request,) = engine.scheduler.requests.values()
-            held = engine.scheduler.blocks.account(request.request_id).report()["tokens_held"]
+            held = engine.scheduler.blocks.eviction_state(request.request_id).report()[
+                "tokens_held"
+            ]
             state = engine.worker._state
             blocks, offsets = live_slots(engine, request.request_id, held)
             views = [key_value_views(kv) for kv in state.kv_caches]

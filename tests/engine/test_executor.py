@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.engine import executor
+from h2o_vllm.engine.cpu import executor
 
 IN_PROCESS, PROCESSES = "in the engine core", "worker processes"
 

@@ -14,10 +14,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config import H2OConfig
 from h2o_vllm.engine import compat
-from h2o_vllm.engine.attention import H2OAttentionImpl, H2OMetadataBuilder
+from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
+from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.engine.scheduler import H2OScheduler
 from h2o_vllm.engine.support import check_supported
-from h2o_vllm.engine.worker import H2OCPUWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 from tests.engine.scheduling import Rig

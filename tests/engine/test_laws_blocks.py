@@ -46,7 +46,7 @@ def test_law02_every_block_comes_home(
     rig.run()
     assert rig.preemptions >= 5
     assert len(rig.evictions) > 100
-    assert not rig.blocks._accounts
+    assert not rig.blocks._eviction_states
 
 
 def _aborted() -> Any:
@@ -69,9 +69,9 @@ def test_law03_live_blocks_stay_within_the_budget(
         seen = request.num_computed_tokens
         rig.step()
         if seen >= len(PROMPT) and not request.is_finished():
-            account = rig.blocks.account("a")
-            assert account is not None
-            allowed = budget_tokens(account.budget, request.num_computed_tokens)
+            state = rig.blocks.eviction_state("a")
+            assert state is not None
+            allowed = budget_tokens(state.budget, request.num_computed_tokens)
             assert rig.live_blocks("a") <= math.ceil(allowed / rig.block_size) + 1
             checked += 1
     assert checked > 100

@@ -108,7 +108,7 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     llm_engine.add_request("late", {"prompt_token_ids": late}, params)
     evicted_before_preemption = 0
     while llm_engine.has_unfinished_requests():
-        held = {i: clean.scheduler.blocks.account(i).holes for i in requests}
+        held = {i: clean.scheduler.blocks.eviction_state(i).holes for i in requests}
         for output in llm_engine.step():
             if output.request_id == "late" and output.finished:
                 together = output

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from loadtest.tiny_model import make_tiny_model
+from loadtest.common.tiny_model import make_tiny_model
 from tests.engine.conftest import run_engine
 
 pytestmark = pytest.mark.e2e

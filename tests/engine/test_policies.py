@@ -16,8 +16,8 @@ import torch
 
 from h2o_vllm.config import POLICIES
 from h2o_vllm.kernels.reference import key_value_views
+from loadtest.quality.reference_policies import PolicyModel, load
 from tests.engine.conftest import BLOCK_SIZE, FLOOR, NUM_BLOCKS, Engine, report_of, tokens_of
-from tests.reference_policies import PolicyModel, load
 
 pytestmark = pytest.mark.e2e
 
@@ -64,7 +64,7 @@ def watch(engine: Engine, prompt: list[int], asked: dict[str, Any]) -> dict[str,
         done = outputs[0].outputs[0] if outputs else None
         if done is not None and len(done.token_ids) == STEPS:
             (request,) = engine.scheduler.requests.values()
-            report = engine.scheduler.blocks.account(request.request_id).report()
+            report = engine.scheduler.blocks.eviction_state(request.request_id).report()
             table = engine.worker.model_runner.requests[request.request_id].block_ids[0]
             live = torch.tensor([block for block in table if block != 0])
             caches = engine.worker._state.kv_caches

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.request import RequestStatus
 
-from h2o_vllm.blocks.account import Account
+from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.config import POLICIES
 from h2o_vllm.policy import blocks_freed, budget_tokens
@@ -131,20 +131,20 @@ class Traffic(RuleBasedStateMachine):
         """Laws 3, 6 and 7 for everybody who is running."""
         blocks = self.rig.blocks
         for request in self.rig.scheduler.running:
-            account = blocks.account(request.request_id)
+            state = blocks.eviction_state(request.request_id)
             seen = request.num_computed_tokens
-            if not account.budget.evicts or seen <= account.prompt_tokens:
+            if not state.budget.evicts or seen <= state.prompt_tokens:
                 continue
-            allowed = budget_tokens(account.budget, seen)
+            allowed = budget_tokens(state.budget, seen)
             live = self.rig.live_blocks(request.request_id)
             assert live <= math.ceil(allowed / self.rig.block_size) + 1
             table = blocks.req_to_blocks[request.request_id]
             hashed = [i for i, block in enumerate(table) if block.block_hash is not None]
-            if account.policy.moves_tokens:
+            if state.policy.moves_tokens:
                 assert not hashed, "a block that evictions write can be found by others"
             elif hashed:
                 # What was computed before the first eviction is everybody's, be it of the answer.
-                assert (max(hashed) + 1) * self.rig.block_size <= first_eviction(account, seen)
+                assert (max(hashed) + 1) * self.rig.block_size <= first_eviction(state, seen)
 
     def teardown(self) -> None:
         if self.rig is None:
@@ -154,15 +154,15 @@ class Traffic(RuleBasedStateMachine):
         Traffic.evictions += len(self.rig.evictions)
         Traffic.preemptions += self.rig.preemptions
         Traffic.both += self.rig.both
-        assert not self.rig.blocks._accounts
+        assert not self.rig.blocks._eviction_states
         self.rig.scheduler.reset_prefix_cache()
         self.rig.blocks.check_integrity(idle=True)
 
 
-def first_eviction(account: Account, seen: int) -> int:
+def first_eviction(state: EvictionState, seen: int) -> int:
     """Tokens a request has computed when its first block goes; all of them if none has gone yet."""
-    counts = range(account.prompt_tokens, seen)
-    return next((n for n in counts if blocks_freed(account.budget, n, account.block_size)), seen)
+    counts = range(state.prompt_tokens, seen)
+    return next((n for n in counts if blocks_freed(state.budget, n, state.block_size)), seen)
 
 
 @pytest.mark.slow
@@ -188,18 +188,18 @@ def test_any_order_of_events_keeps_the_laws(model_dir: str) -> None:
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Account, "release", lambda self: None)
+    monkeypatch.setattr(EvictionState, "release", lambda self: None)
 
 
 def everything_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that evictions write go into the prefix cache."""
-    monkeypatch.setattr(Account, "publishable_tokens", lambda self, computed: computed)
+    monkeypatch.setattr(EvictionState, "publishable_tokens", lambda self, computed: computed)
 
 
 def eviction_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets are kept, but three blocks too late."""
-    evict = Account.evict
-    monkeypatch.setattr(Account, "evict", lambda self, computed: evict(self, computed - 48))
+    evict = EvictionState.evict
+    monkeypatch.setattr(EvictionState, "evict", lambda self, computed: evict(self, computed - 48))
 
 
 def block_is_freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from h2o_vllm.kernels.triton import (
     EVICTING,
     SCORED,
     DecodeWorkspace,
-    forget_scores,
+    clear_scores,
     reset_scores,
 )
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
@@ -164,8 +164,8 @@ def test_old_scores_are_forgotten() -> None:
     scores[:, batch.block_table[3, 0], :, :5] = float("inf")
     rows = torch.tensor([3, 5, 11], dtype=torch.int32, device="cuda")
     want, given = scores.clone(), (batch.block_table, batch.seq_lens)
-    reference_paged.forget_scores(want, *given, rows)
-    forget_scores(scores, *given, rows, max(LONG))
+    reference_paged.clear_scores(want, *given, rows)
+    clear_scores(scores, *given, rows, max(LONG))
     assert torch.equal(bits(scores), bits(want))
 
 

@@ -107,7 +107,7 @@ def test_every_kernel_compiles_for_hopper(
     calls_of_a_step(*shape)
     assert {name for name, *_ in calls} == {
         "_plan", "_attend", "finish", "_add_prompt_scores", "_reset", "_select", "_move",
-        "_compact_tables", "_forget",
+        "_compact_tables", "_clear",
     }  # fmt: skip
     for call in calls.values():
         assert compile_for_hopper(call).asm["cubin"]

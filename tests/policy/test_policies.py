@@ -59,15 +59,15 @@ def test_rescoring_gives_finite_scores_head_by_head(name: str, known: int, count
     policy = get_policy(name)
     scores = torch.rand(2, 4, count, generator=torch.Generator().manual_seed(1))
     given = candidates_of(scores.clone(), known, 100, 200)
-    new = policy.rescore(given)
+    new = policy.eviction_scores(given)
     assert torch.equal(given.scores, scores)
-    assert policy.rescores or new is None
+    assert policy.scores_at_eviction or new is None
     if new is None:
         return
     assert new.shape == scores.shape and new.dtype == torch.float32
     assert new.isfinite().all()
     cached = (lambda layer: given.keys(layer)[1:3], lambda layer: given.values(layer)[1:3])
-    part = policy.rescore(Candidates(scores[:, 1:3], known, 100, 200, *cached))
+    part = policy.eviction_scores(Candidates(scores[:, 1:3], known, 100, 200, *cached))
     assert part is not None
     torch.testing.assert_close(part, new[:, 1:3], rtol=1e-6, atol=1e-7)
 
@@ -75,9 +75,9 @@ def test_rescoring_gives_finite_scores_head_by_head(name: str, known: int, count
 @pytest.mark.parametrize("name", MATRIX)
 def test_what_a_policy_says_of_itself_fits_together(name: str) -> None:
     policy = get_policy(name)
-    assert policy.moves_tokens or not (policy.scores_attention or policy.rescores)
+    assert policy.moves_tokens or not (policy.scores_attention or policy.scores_at_eviction)
     assert policy.scores_attention or policy.scored_prompt_queries is None
-    assert policy.scores_attention or not policy.forgets
+    assert policy.scores_attention or not policy.last_query_only
     assert policy.scored_prompt_queries is None or policy.scored_prompt_queries > 0
     module = sys.modules[type(policy).__module__]
     assert "arxiv.org" in f"{module.__doc__} {type(policy).__doc__}" or name == "random"
@@ -86,14 +86,14 @@ def test_what_a_policy_says_of_itself_fits_together(name: str) -> None:
 def test_h2o_is_as_published() -> None:
     """All queries, summed, never adjusted."""
     policy = get_policy("h2o")
-    assert policy.scores_attention and not policy.rescores and not policy.forgets
+    assert policy.scores_attention and not policy.scores_at_eviction and not policy.last_query_only
     assert policy.scored_prompt_queries is None
     assert policy.initial_scores(torch.arange(4), 1, 1, 0) is None
 
 
 def test_h2o_norm_ranks_by_the_mean() -> None:
     scores = torch.rand(1, 1, 20)
-    new = get_policy("h2o-norm").rescore(candidates_of(scores, 8, 50, 100))
+    new = get_policy("h2o-norm").eviction_scores(candidates_of(scores, 8, 50, 100))
     assert new is not None
     assert torch.equal(new[..., :8], scores[..., :8])
     means = scores[..., 8:] / (100 - torch.arange(50, 62))
@@ -106,7 +106,10 @@ def test_caote_weighs_the_mean_by_what_the_value_adds() -> None:
     values[0, 0, 3], values[0, 1, 13] = 20.0, 60.0
     blocks = values.mT.unflatten(1, (-1, 2))
     given = Candidates(scores, 8, 50, 100, lambda layer: values, lambda layer: blocks)
-    new, means = get_policy("caote").rescore(given), get_policy("h2o-norm").rescore(given)
+    new, means = (
+        get_policy("caote").eviction_scores(given),
+        get_policy("h2o-norm").eviction_scores(given),
+    )
     assert new is not None and means is not None
     assert torch.equal(new[..., :8], scores[..., :8]), "survivors have been weighed before"
     away = values[0] - torch.tensor([1.0, 3.0, *[0.0] * 6])[:, None]
@@ -117,7 +120,7 @@ def test_caote_weighs_the_mean_by_what_the_value_adds() -> None:
 def test_snapkv_pools_the_fresh_tokens_once() -> None:
     scores = torch.zeros(1, 1, 30)
     scores[..., 2], scores[..., 10], scores[..., 20] = 9.0, 5.0, 7.0
-    new = get_policy("snapkv").rescore(candidates_of(scores, 8, 50, 100))
+    new = get_policy("snapkv").eviction_scores(candidates_of(scores, 8, 50, 100))
     assert new is not None
     assert new[0, 0, :8].tolist() == [0, 0, 9, 0, 0, 0, 0, 0]
     assert new[0, 0, 8:14].tolist() == [5.0] * 6
@@ -129,7 +132,7 @@ def test_keydiff_keeps_the_odd_key_out() -> None:
     keys = torch.ones(1, 8, 20) + torch.randn(1, 8, 20) * 0.1
     keys[0, :, 13] *= -100
     given = Candidates(torch.zeros(1, 1, 20), 0, 0, 20, lambda layer: keys, lambda layer: keys)
-    new = get_policy("keydiff").rescore(given)
+    new = get_policy("keydiff").eviction_scores(given)
     assert new is not None
     assert int(new.argmax()) == 13
     assert -1.0001 <= new.min() and new.max() <= 1.0001

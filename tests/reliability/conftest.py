@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from h2o_vllm.models import default_model_dir
-from loadtest.tiny_model import make_tiny_model
+from loadtest.common.tiny_model import make_tiny_model
 from tests.engine.conftest import model_dir
 from tests.server.live_server import KEY, MODEL
 

@@ -24,7 +24,7 @@ def rows() -> list[dict[str, Any]]:
     # Seeds whose crowds share many prompts: that is looked at below.
     options = ["--rounds", "20" if LONG else "2", "--seed", "2", "--self-check"]
     done = subprocess.run(
-        [sys.executable, "-m", "loadtest.corruption", *options],
+        [sys.executable, "-m", "loadtest.reliability.corruption", *options],
         capture_output=True,
         text=True,
         timeout=7200 if LONG else 500,

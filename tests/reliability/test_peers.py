@@ -122,8 +122,8 @@ def test_nothing_is_evicted_before_the_whole_prompt_is_computed(
 
 def test_scores_grow_beyond_what_fp16_holds() -> None:
     """65504 is the largest fp16: a first token that many look at gets there in a long generation."""
-    from h2o_vllm import kernels
-    from tests.kernels.cases import make_batch
+    from h2o_vllm.kernels import cpu as kernels
+    from tests.kernels.cpu.cases import make_batch
 
     batch = make_batch([100], dtype=torch.float16, kv_heads=2, group=4)
     batch.scores += 1e5
@@ -144,8 +144,8 @@ def test_a_fifth_of_the_kv_is_attended_faster_than_all_of_it() -> None:
     vllm = pytest.importorskip("vllm")
     from vllm.platforms import current_platform
 
-    from h2o_vllm import kernels
-    from loadtest.bench_kernels import Case, rounds
+    from h2o_vllm.kernels import cpu as kernels
+    from loadtest.kernels.bench import Case, rounds
 
     if not current_platform.is_cpu():
         pytest.skip(f"needs vLLM's CPU build, found {vllm.__version__}")

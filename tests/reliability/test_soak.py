@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak, for half a minute; ``tests/loadtest/test_trend.py`` checks what it calls flat."""
+"""The soak, for half a minute; ``tests/loadtest/reliability/test_trend.py`` checks what it calls flat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def test_half_a_minute_of_everything_leaves_no_block_and_no_error(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "loadtest.soak", "--minutes", "0.4", "--users", "6"]
+    command = [
+        sys.executable,
+        "-m",
+        "loadtest.reliability.soak",
+        "--minutes",
+        "0.4",
+        "--users",
+        "6",
+    ]
     command += ["--out", str(tmp_path), "--name", "soak", "--", "--model", str(tiny_model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     print(done.stdout, done.stderr[-3000:])

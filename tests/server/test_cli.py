@@ -259,7 +259,7 @@ class TestShutdownFilter:
     def test_engine_death_is_reported_unless_it_was_asked_for(self) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        from h2o_vllm.server.quiet import ShutdownFilter
+        from h2o_vllm.server.shutdown_log import ShutdownFilter
 
         quiet = ShutdownFilter()
         death = self.record(ShutdownFilter.NOISE, "failed", EngineDeadError())

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from h2o_vllm.server.report import REPORT_KEYS
-from loadtest.generator import Generator
-from loadtest.options import LoadSettings
+from loadtest.http.generator import Generator
+from loadtest.http.options import LoadSettings
 from tests.server.live_server import KEY, MODEL, LiveServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

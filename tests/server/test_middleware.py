@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from h2o_vllm.config import H2OConfig
-from h2o_vllm.server import middleware, tap
+from h2o_vllm.server import middleware, report_interceptor
 from h2o_vllm.server.report import REPORT_KEYS
 from tests.server.conftest import engine_report
 from tests.server.vllm_like import Engine, build
@@ -260,14 +260,14 @@ async def test_operator_limits_come_from_the_engines_configuration() -> None:
 
 async def test_client_is_tapped_once() -> None:
     engine = Engine()
-    tap.install(engine)
+    report_interceptor.install(engine)
     tapped = engine.generate
     assert tapped != Engine.generate.__get__(engine)
-    tap.install(engine)
+    report_interceptor.install(engine)
     assert engine.generate == tapped
     assert type(engine).generate is Engine.generate
     with pytest.raises(TypeError, match="no generate"):
-        tap.install(SimpleNamespace())
+        report_interceptor.install(SimpleNamespace())
 
 
 @pytest.mark.parametrize("broken", ["config", "client", "key"])

@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from h2o_vllm.server.protocol import VLLM_FIELDS, XARGS
-from h2o_vllm.server.quiet import ShutdownFilter
 from h2o_vllm.server.routes import LIFTED, REFUSED, UNTOUCHED, Rule, rule_for
+from h2o_vllm.server.shutdown_log import ShutdownFilter
 
 
 def literals(kind: Any) -> list[str]:

@@ -75,12 +75,12 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         )
         if (protected := rows.protected_tokens).size:
             state.protect(common.slot_mapping, protected)
-        if (forgetting := np.flatnonzero(rows.forgetting)).size:
-            state.forget_scores(
+        if (clearing := np.flatnonzero(rows.last_query_rows)).size:
+            state.clear_scores(
                 self._table,
                 self._live,
-                self._to_device(forgetting),
-                int(rows.seq_lens[forgetting].max()),
+                self._to_device(clearing),
+                int(rows.seq_lens[clearing].max()),
             )
         prompts = np.flatnonzero(rows.prompts)
         unscored = rows.query_lens - rows.scored_queries

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from h2o_vllm.blocks.plan import Terms
+    from h2o_vllm.blocks.plan import EvictionParams
 
 __all__ = ["PolicySlots", "StepRows", "StepVariant", "Variant"]
 
@@ -60,7 +60,7 @@ _TABLE: tuple[Policy | None, ...] = (None, *(get_policy(name) for name in POLICI
 _CODES = {name: code for code, name in enumerate(POLICIES, start=1)}
 _SCORES = np.array([policy is not None and policy.scores_attention for policy in _TABLE])
 _MOVES = np.array([policy is not None and policy.moves_tokens for policy in _TABLE])
-_FORGETS = np.array([policy is not None and policy.forgets for policy in _TABLE])
+_LAST_QUERY_ONLY = np.array([policy is not None and policy.last_query_only for policy in _TABLE])
 _ALL = np.iinfo(np.int32).max
 _PROMPT_QUERIES = np.array(
     [
@@ -86,10 +86,10 @@ class PolicySlots:
         self._codes: NDArray[np.int8] = np.zeros(num_slots, dtype=np.int8)
         self._prompt_tokens: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._sinks: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
-        self._waiting: dict[str, Terms] = {}
+        self._waiting: dict[str, EvictionParams] = {}
         self._placed: set[int] = set()
 
-    def start(self, policies: Mapping[str, Terms]) -> None:
+    def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Requests that evict and enter the batch in this step."""
         self._waiting.update(policies)
 
@@ -164,10 +164,12 @@ class StepRows:
     def scored_queries(self) -> NDArray[np.int32]:
         """[B]: how many of a row's queries, the last ones, have their probabilities added up.
 
-        See :meth:`h2o_vllm.engine.rows.Terms.scored_queries`, which says the same of one row.
+        See :meth:`h2o_vllm.engine.cpu.rows.EvictionParams.scored_queries`, which says the same of one row.
         """
         first = np.maximum(self.prompt_tokens - _PROMPT_QUERIES[self.codes], 0)
-        most = np.where(_FORGETS[self.codes], np.minimum(self.query_lens, 1), self.query_lens)
+        most = np.where(
+            _LAST_QUERY_ONLY[self.codes], np.minimum(self.query_lens, 1), self.query_lens
+        )
         counts: NDArray[np.int32] = np.where(
             _SCORES[self.codes], np.clip(self.seq_lens - first, 0, most), 0
         )
@@ -184,10 +186,10 @@ class StepRows:
         return (self.scored_queries > 0) & (self.query_lens > 1)
 
     @property
-    def forgetting(self) -> NDArray[np.bool_]:
+    def last_query_rows(self) -> NDArray[np.bool_]:
         """[B]: scored rows of a policy that counts the newest query alone."""
-        forgetting: NDArray[np.bool_] = _FORGETS[self.codes] & (self.scored_queries > 0)
-        return forgetting
+        clearing: NDArray[np.bool_] = _LAST_QUERY_ONLY[self.codes] & (self.scored_queries > 0)
+        return clearing
 
     @property
     def protected_tokens(self) -> NDArray[np.int64]:

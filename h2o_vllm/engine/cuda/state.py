@@ -16,7 +16,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from h2o_vllm.engine.cuda.rows import PolicySlots, StepRows, StepVariant, Variant
-from h2o_vllm.engine.rescore import candidate_blocks, rescore
+from h2o_vllm.engine.eviction_scores import candidate_blocks, eviction_scores
 from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.policy import get_policy
 
@@ -96,7 +96,7 @@ class CudaState:
         pairs = [(one.heavy_blocks, one.doomed_blocks) for one in evictions if one.heavy_blocks]
         for eviction in evictions:
             if eviction.heavy_blocks:
-                self._rescore(eviction)
+                self._score_candidates(eviction)
         if pairs:
             packed = kernels.Evictions.pack(pairs, self.scores.device)
             kernels.compact(self.kv_layers, self.scores, packed)
@@ -138,15 +138,15 @@ class CudaState:
         slots = slot_mapping[async_tensor_h2d(tokens, device=self.scores.device)]
         kernels.reset_scores(self.scores, slots, highest)
 
-    def forget_scores(
+    def clear_scores(
         self, table: torch.Tensor, live: torch.Tensor, rows: torch.Tensor, max_len: int
     ) -> None:
-        """Drop what earlier queries gave to some rows' tokens; see :func:`.kernels.forget_scores`."""
-        kernels.forget_scores(self.scores, table, live, rows, max_len)
+        """Drop what earlier queries gave to some rows' tokens; see :func:`.kernels.clear_scores`."""
+        kernels.clear_scores(self.scores, table, live, rows, max_len)
 
-    def _rescore(self, eviction: Eviction) -> None:
+    def _score_candidates(self, eviction: Eviction) -> None:
         policy = get_policy(eviction.policy)
-        if not policy.rescores:
+        if not policy.scores_at_eviction:
             return
         ids = np.array(candidate_blocks(eviction), dtype=np.int64)
         blocks = async_tensor_h2d(ids, device=self.scores.device)
@@ -157,7 +157,7 @@ class CudaState:
         def values(layer: int) -> torch.Tensor:
             return self.kv_layers.value_caches[layer][blocks].permute(2, 0, 1, 3)
 
-        rescore(policy, eviction, self.scores, blocks, keys, values)
+        eviction_scores(policy, eviction, self.scores, blocks, keys, values)
 
     def note_served(self, batch: ScoredBatch, layer: int) -> None:
         """A layer's attention ran for a batch with budgets; remembers what was captured."""

@@ -8,7 +8,7 @@ take for granted, :func:`warm_up` compiles them all. Each step, in this order:
     compact             before the forward pass, if the step evicts      eager, 2 launches for all layers
     reset_scores        new tokens, all layers                           eager, 1 launch
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
-    forget_scores       rows of a policy that counts the newest query    eager, 1 launch
+    clear_scores       rows of a policy that counts the newest query    eager, 1 launch
     DecodeWorkspace.plan  the metadata builder: who decodes, split how   eager, 1 launch
     attend_decode       per layer, in or out of a CUDA graph             2 launches
     prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch
@@ -20,10 +20,10 @@ the design's law (a policy that moves tokens reads no cached blocks), so sums ne
 
 from __future__ import annotations
 
+from h2o_vllm.kernels.triton.clear import clear_scores
 from h2o_vllm.kernels.triton.compact import compact
 from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
-from h2o_vllm.kernels.triton.forget import forget_scores
 from h2o_vllm.kernels.triton.lse import prompt_lse
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
@@ -39,9 +39,9 @@ __all__ = [
     "KVLayers",
     "add_prompt_scores",
     "attend_decode",
+    "clear_scores",
     "compact",
     "compact_tables",
-    "forget_scores",
     "prompt_lse",
     "reset_scores",
     "warm_up",

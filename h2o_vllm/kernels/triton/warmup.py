@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_vllm.kernels.triton.clear import clear_scores
 from h2o_vllm.kernels.triton.compact import _CHUNKS, compact
 from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
-from h2o_vllm.kernels.triton.forget import forget_scores
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.reset import reset_scores
@@ -50,7 +50,7 @@ def warm_up(
     given = (query, key, scores[0], table, starts, nothing, lse, 1.0, 2, block_size)
     for rows, scored_from in ((None, None), (nothing, None), (nothing, nothing)):
         add_prompt_scores(*given, rows, *scales, scored_from=scored_from)
-    forget_scores(scores, table, nothing, nothing, block_size)
+    clear_scores(scores, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):
         reset_scores(scores, padding, values)

@@ -15,10 +15,10 @@ import random
 import re
 from typing import ClassVar
 
+from loadtest.common.texts import Prompts, documentation
 from loadtest.quality.asks import Answer, Ask, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.sizes import Sizes
-from loadtest.texts import Prompts, documentation
 
 __all__ = ["Retrieval", "first_number", "hidden"]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every policy through scheduler, worker, builder and attention, without a GPU.
 
-Every attention output is compared with ``tests/reference_policies.py``: a token kept or scored otherwise
-shows in all later ones.
+Every attention output is compared with ``loadtest.quality.reference_policies``: a token kept or scored
+otherwise shows in all later ones.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from h2o_vllm.config import POLICIES
 from h2o_vllm.policy import get_policy
+from loadtest.quality.reference_policies import PolicyModel
 from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
 from tests.engine.scheduling import Rig
-from tests.reference_policies import PolicyModel
 
 FLOOR = 32
 MOVING = [name for name in POLICIES[:-1] if get_policy(name).moves_tokens and name != "random"]

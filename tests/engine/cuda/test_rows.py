@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from h2o_vllm.blocks.plan import Terms
+from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.config import POLICIES
-from h2o_vllm.engine import rows as cpu
+from h2o_vllm.engine.cpu import rows as cpu
 from h2o_vllm.engine.cuda.rows import PolicySlots, StepRows, Variant
 from h2o_vllm.kernels.triton import EVICTING, SCORED
 from h2o_vllm.policy import get_policy
@@ -80,7 +80,7 @@ def test_slots_learn_and_forget() -> None:
     slots = PolicySlots(4)
     at = np.array([2, 0])
     assert slots.codes(at) is None
-    slots.start({"a": Terms("h2o", 70, 4), "b": Terms("window", 8)})
+    slots.start({"a": EvictionParams("h2o", 70, 4), "b": EvictionParams("window", 8)})
     slots.place({"a": 2})
     assert slots.prompt_tokens(at).tolist() == [70, 0] and slots.sinks(at).tolist() == [4, 0]
     codes = slots.codes(at)
@@ -95,7 +95,7 @@ def test_slots_learn_and_forget() -> None:
 
 def test_a_released_slot_is_clean_while_others_evict() -> None:
     slots = PolicySlots(4)
-    slots.start({"a": Terms("h2o", 9), "b": Terms("window", 9)})
+    slots.start({"a": EvictionParams("h2o", 9), "b": EvictionParams("window", 9)})
     slots.place({"a": 1, "b": 3})
     slots.release(["a"], {"a": 1, "b": 3})
     codes = slots.codes(np.array([1, 3]))
@@ -104,7 +104,7 @@ def test_a_released_slot_is_clean_while_others_evict() -> None:
 
 def test_a_request_that_leaves_before_it_was_placed_leaves_nothing() -> None:
     slots = PolicySlots(2)
-    slots.start({"a": Terms("h2o", 9)})
+    slots.start({"a": EvictionParams("h2o", 9)})
     slots.release(["a"], {})
     slots.place({"a": 1})
     assert slots.codes(np.array([0, 1])) is None
@@ -119,7 +119,7 @@ def test_scored_queries_are_the_cpus() -> None:
         count, sinks = (int(n) for n in chance.integers(1, 60, size=2))
         code = POLICIES.index(name) + 1
         rows = step([0, code], [3, count], [3, first + count], [0, prompt], [0, sinks])
-        terms = cpu.Terms.of(Terms(name, prompt, sinks))
+        terms = cpu.EvictionParams.of(EvictionParams(name, prompt, sinks))
         assert rows.scored_queries.tolist() == [0, terms.scored_queries(first, first + count)]
         expected = cpu.protected_tokens([None, terms], [0, 3, 3 + count], [3, first + count])
         assert rows.protected_tokens.tolist() == expected

@@ -2,7 +2,7 @@
 """Many steps of many requests through scheduler, worker, builder and attention, without a GPU.
 
 The kept tokens, their scores and every attention output are compared with an independent H2O
-(``tests/reference_h2o.py``), which never pages, moves, batches or replays anything.
+(``loadtest/quality/reference_h2o.py``), which never pages, moves, batches or replays anything.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.rows import Variant
+from loadtest.quality.reference_h2o import Reference
 from tests.engine.cuda.fake_gpu import (
     HEADS,
     KV_HEADS,
@@ -27,7 +28,6 @@ from tests.engine.cuda.fake_gpu import (
     qkv,
 )  # fmt: skip
 from tests.engine.scheduling import Rig
-from tests.reference_h2o import Reference
 
 FLOOR = 32
 
@@ -123,7 +123,7 @@ def test_scores_and_kept_tokens_equal_an_independent_h2o(model_dir: str) -> None
             if request is not None and request.num_computed_tokens == 185:
                 break
         _, reference = reference_outputs("one", 130, 185, 0.4, 0.5, rig.block_size)
-        held = rig.blocks.account("one").report()["tokens_held"]
+        held = rig.blocks.eviction_state("one").report()["tokens_held"]
         where = torch.tensor(live).repeat_interleave(rig.block_size)[:held]
         slots = torch.arange(rig.block_size).repeat(len(live))[:held]
         for layer in range(LAYERS):

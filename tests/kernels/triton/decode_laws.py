@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.triton import DecodeWorkspace, attend_decode
-from tests.kernels.cases import assert_no_worse
+from tests.kernels.cpu.cases import assert_no_worse
 from tests.kernels.triton.cases import Batch, bits, exact, plain_torch
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import torch
 
 from h2o_vllm.kernels.triton import add_prompt_scores
-from tests.kernels.cases import assert_no_worse
+from tests.kernels.cpu.cases import assert_no_worse
 from tests.kernels.triton.cases import Batch, bits, exact_prompt, plain_torch
 
 

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The eviction state of one request: which of its blocks live, die, and may be published.
+
+Runs in the engine core. No vLLM: it sees block-table indices, never blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from h2o_vllm.config import RequestBudget
+from h2o_vllm.policy import (
+    blocks_freed,
+    budget_tokens,
+    get_policy,
+    next_eviction,
+    recent_from,
+)
+
+__all__ = ["EvictionIndices", "EvictionState", "RequestCounts"]
+
+
+class EvictionIndices(NamedTuple):
+    """Table indices of one eviction, each ascending.
+
+    ``heavy`` and ``doomed`` are those of :class:`h2o_vllm.policy.BlockSplit`; ``fresh`` are the ones
+    among them that no earlier eviction has ranked, always neighbours.
+    """
+
+    heavy: tuple[int, ...]
+    doomed: tuple[int, ...]
+    fresh: range
+
+
+class RequestCounts(Protocol):
+    """The part of ``vllm.v1.request.Request`` this state and its manager need."""
+
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    skip_reading_prefix_cache: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus generated tokens."""
+
+    def is_finished(self) -> bool:
+        """Whether the request has left the engine."""
+
+
+class EvictionState:
+    """What a request holds and what it has given back.
+
+    Args:
+        counts: the request; read, never written.
+        budget: what it may keep. Its floor is raised to the blocks of the protected first tokens.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, counts: RequestCounts, budget: RequestBudget, block_size: int) -> None:
+        self._protected = math.ceil(budget.sinks / block_size)
+        """Blocks that hold the first tokens which must stay, while they lie where they were written."""
+        self.counts = counts
+        self.budget = replace(budget, floor=max(budget.floor, self._protected * block_size))
+        self.block_size = block_size
+        self.policy = get_policy(budget.policy)
+        self.prompt_tokens = counts.num_prompt_tokens
+        """Fixed at admission: evictions start here, also after a preemption."""
+        self.peak_blocks = 0
+        self.holes = 0
+        self._evicted_at: int | None = None
+        self._candidates: list[int] = []
+        self._next_index = 0
+        self._next_due = self.prompt_tokens
+
+    def evict(self, computed: int) -> EvictionIndices | None:
+        """Choose the blocks to give back before the token at position ``computed`` is computed.
+
+        The caller must free what is doomed: they count as gone here. Depends on ``computed``
+        alone, hence not on the batch, on timing, or on the tensor-parallel rank.
+
+        Args:
+            computed: tokens whose KV exists.
+
+        Returns:
+            Table indices, or ``None`` when nothing is due.
+        """
+        if computed < self._next_due:
+            return None
+        num_doomed = blocks_freed(self.budget, computed, self.block_size) - self.holes
+        if num_doomed <= 0:
+            self._set_next_due(computed)
+            return None
+        until = recent_from(self.budget, computed, self.block_size)
+        # As many heavy blocks as the first tokens need come before recent ones.
+        until = max(until, self.holes + num_doomed + self._protected)
+        fresh = range(self._next_index, until)
+        candidates = [*self._candidates, *fresh]
+        split = self.policy.split(
+            candidates, num_doomed, first=self._evicted_at is None, protected=self._protected
+        )
+        doomed = frozenset(split.doomed)
+        self._candidates = [index for index in candidates if index not in doomed]
+        self._next_index = max(self._next_index, until)
+        self.holes += num_doomed
+        if self._evicted_at is None:
+            self._evicted_at = computed
+        self._set_next_due(computed)
+        return EvictionIndices(split.heavy, split.doomed, fresh)
+
+    def chunk_limit(self, computed: int, num_tokens: int) -> int:
+        """How many of ``num_tokens`` to compute now so that no eviction point is skipped.
+
+        Only a resumed request has several known tokens behind its prompt. Replaying them between
+        the same evictions as the first time makes a preemption invisible in the output.
+        """
+        if num_tokens <= 1:
+            return num_tokens
+        if computed < self.prompt_tokens:
+            return min(num_tokens, self.prompt_tokens - computed)
+        due = next_eviction(self.budget, computed, self.block_size, computed + num_tokens)
+        return num_tokens if due is None else due - computed
+
+    def publishable_tokens(self, computed: int) -> int:
+        """How many leading tokens' KV may be hashed into the prefix cache.
+
+        Never KV that was computed after an eviction (it depends on the budget), and, if the policy
+        writes into surviving blocks, only blocks that the first eviction frees untouched.
+        """
+        if not self.budget.evicts:
+            return computed
+        if self.policy.moves_tokens:
+            first = blocks_freed(self.budget, self.prompt_tokens, self.block_size)
+            return min(computed, first * self.block_size)
+        return computed if self._evicted_at is None else min(computed, self._evicted_at)
+
+    def release(self) -> None:
+        """Forget what was held: the request was preempted or has finished."""
+        self.holes = 0
+        self._evicted_at = None
+        self._candidates = []
+        self._next_index = 0
+        self._next_due = self.prompt_tokens
+
+    def report(self) -> dict[str, object]:
+        """The ``kv_cache`` report of this request, as of now.
+
+        ``budget`` is the fraction in force (``None`` for an absolute budget), ``budget_tokens``
+        what that means for the tokens seen so far, floor and limits included.
+        """
+        # The last sampled token has no KV yet, and async scheduling counts steps in flight.
+        seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
+        evicted = self.holes * self.block_size
+        return {
+            "budget": None if self.budget.tokens is not None else self.budget.fraction,
+            "budget_tokens": budget_tokens(self.budget, seen),
+            "recent": self.budget.recent,
+            "sinks": self.budget.sinks,
+            "policy": self.budget.policy,
+            "tokens_seen": seen,
+            "tokens_held": seen - evicted,
+            "tokens_evicted": evicted,
+            "blocks_freed": self.holes,
+            "peak_blocks": self.peak_blocks,
+            "block_size": self.block_size,
+        }
+
+    def _set_next_due(self, computed: int) -> None:
+        # A horizon instead of infinity: the search is then cheap and repeated rarely.
+        horizon = computed + 4096
+        due = next_eviction(self.budget, computed, self.block_size, horizon)
+        self._next_due = horizon if due is None else due

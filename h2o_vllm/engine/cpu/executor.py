@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's executors runs the model on CPU. Runs in the engine core.
+
+vLLM runs a CPU worker in a process of its own and reserves a core for the engine core, which spins
+while it waits: of a machine's two cores, half. One rank on a small machine is better off inside the
+engine core, which then does not wait at all: every core computes, and there is a process less.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
+__all__ = ["H2OCPUExecutor"]
+
+FEW_CORES = 4
+"""On more, a reserved core costs little, and binding threads to cores, which needs a process, pays."""
+
+BINDING = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
+"""Who sets one of these wants vLLM's own way of sharing the cores."""
+
+
+class H2OCPUExecutor(MultiprocExecutor):
+    """``--distributed-executor-backend h2o_vllm.engine.cpu.executor.H2OCPUExecutor``.
+
+    Makes vLLM's ``UniProcExecutor`` for a single rank on at most :data:`FEW_CORES` cores, else is
+    vLLM's ``MultiprocExecutor``.
+    """
+
+    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        parallel = vllm_config.parallel_config
+        cores = len(os.sched_getaffinity(0))
+        single = parallel.world_size == 1 and parallel.data_parallel_size == 1
+        if not single or cores > FEW_CORES or any(name in os.environ for name in BINDING):
+            return super().__new__(cls)
+        logger.info("h2o: the model runs in the engine core's process and uses all %d cores", cores)
+        return UniProcExecutor(vllm_config)

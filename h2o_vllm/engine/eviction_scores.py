@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask a policy for new scores just before an eviction ranks by them. Worker process, any device.
+
+No vLLM, and nothing that waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from h2o_vllm.policy import Candidates, Policy
+
+if TYPE_CHECKING:
+    from h2o_vllm.blocks.plan import Eviction
+
+__all__ = ["candidate_blocks", "cleared", "eviction_scores"]
+
+
+def candidate_blocks(eviction: Eviction) -> list[int]:
+    """The blocks an eviction ranks: those ranked before, then the fresh ones in table order."""
+    fresh = set(eviction.fresh_blocks)
+    known = [b for b in (*eviction.heavy_blocks, *eviction.doomed_blocks) if b not in fresh]
+    return [*known, *eviction.fresh_blocks]
+
+
+def eviction_scores(
+    policy: Policy,
+    eviction: Eviction,
+    scores: torch.Tensor,
+    blocks: torch.Tensor,
+    keys: Callable[[int], torch.Tensor],
+    values: Callable[[int], torch.Tensor],
+) -> None:
+    """Let ``policy`` adjust the scores of one eviction's candidates, in place.
+
+    Args:
+        scores: [L, N, KH, BS], float32.
+        blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
+        keys, values: give one layer's in ``blocks``, in that order, [KH, D, C] and [KH, C / BS, BS, D].
+    """
+    old = scores[:, blocks]
+    layers, count, heads, block_size = old.shape
+    # Protected tokens: not to be spread over their neighbours, not to be lost.
+    protected = old == float("inf")
+    ranked = old.masked_fill(protected, 0.0).transpose(1, 2).reshape(layers, heads, -1)
+    new = policy.eviction_scores(
+        Candidates(
+            scores=ranked,
+            known=(count - len(eviction.fresh_blocks)) * block_size,
+            fresh_from=eviction.fresh_from,
+            seen=eviction.seen,
+            keys=keys,
+            values=values,
+        )
+    )
+    if new is not None:
+        new = new.view(layers, heads, count, block_size).transpose(1, 2)
+        scores[:, blocks] = torch.where(protected, old, new)
+
+
+def cleared(scores: torch.Tensor) -> torch.Tensor:
+    """Zero, but for protected tokens: what a policy that forgets starts each step with."""
+    return torch.where(scores == float("inf"), scores, 0.0)

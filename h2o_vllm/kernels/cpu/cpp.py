@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU kernels in C++ (``csrc/``), built for this machine on first use and called through ctypes.
+
+Runs in the worker. Imports torch and ctypes. Functions and meanings are those of
+:mod:`h2o_vllm.kernels.reference`. Importing this module builds and loads the library; it raises OSError
+where that cannot be done. The number of threads is OpenMP's, which is torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.kernels.cpu import build
+
+__all__ = ["attend_decode", "attend_prompt", "compact", "describe", "reset_scores", "score_prompt"]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Call(ctypes.Structure):
+    """``struct Call`` of ``csrc/attend.cpp``, field by field."""
+
+    _pointers = ("query", "cache", "scores", "table", "lens", "starts", "rows", "out")
+    _strides = ("query_stride", "out_stride", "table_stride")
+    _numbers = ("count", "heads", "group", "size", "block", "dtype", "prompt")
+    _fields_ = [
+        *((name, c_void_p) for name in _pointers),
+        *((name, c_int64) for name in _strides),
+        *((name, c_int32) for name in _numbers),
+        ("scale", c_float),
+    ]
+
+
+_library = ctypes.CDLL(str(build.library()))
+_library.h2o_isa.restype = ctypes.c_char_p
+_attend = _library.h2o_attend
+_attend.argtypes, _attend.restype = [c_void_p], None
+_compact = _library.h2o_compact
+_compact.argtypes = [c_void_p] * 3 + [c_int] * 3 + [c_int64] + [c_int] * 4
+_compact.restype = None
+_reset = _library.h2o_reset
+_reset.argtypes = [c_void_p] * 3 + [c_int64, c_int, c_int64, c_int, c_int]
+_reset.restype = None
+
+
+def describe() -> str:
+    """One line for the start-up log."""
+    return f"C++ {_library.h2o_isa().decode()}, {_library.h2o_threads()} thread(s)"
+
+
+def attend_decode(
+    query: Tensor,
+    kv_cache: Tensor,
+    scores: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """See :func:`h2o_vllm.kernels.reference.attend_decode`."""
+    _run(query, kv_cache, scores, block_table, seq_lens, tokens, rows, scale, out, False)
+
+
+def score_prompt(
+    query: Tensor,
+    kv_cache: Tensor,
+    scores: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+) -> None:
+    """See :func:`h2o_vllm.kernels.reference.score_prompt`."""
+    _run(query, kv_cache, scores, block_table, seq_lens, query_start_loc, rows, scale, None, True)
+
+
+def attend_prompt(
+    query: Tensor,
+    kv_cache: Tensor,
+    scores: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """See :func:`h2o_vllm.kernels.reference.attend_prompt`."""
+    _run(query, kv_cache, scores, block_table, seq_lens, query_start_loc, rows, scale, out, True)
+
+
+def compact(
+    kv_caches: Sequence[Tensor], scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor
+) -> None:
+    """See :func:`h2o_vllm.kernels.reference.compact`."""
+    heavy = heavy_blocks.numel()
+    if heavy == 0 or doomed_blocks.numel() == 0:
+        return
+    order = torch.cat([heavy_blocks, doomed_blocks]).to(torch.int32)
+    layers, blocks, heads, block = scores.shape
+    caches = (c_void_p * layers)(*[cache.data_ptr() for cache in kv_caches])
+    first = kv_caches[0]
+    _compact(
+        caches, scores.data_ptr(), order.data_ptr(), heavy, order.numel(),
+        layers, blocks, heads, first.shape[3] // 2, block, first.element_size(),
+    )  # fmt: skip
+
+
+def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
+    """See :func:`h2o_vllm.kernels.reference.reset_scores`."""
+    layers, blocks, heads, block = scores.shape
+    slots = slots.contiguous()
+    values = None if values is None else values.contiguous()
+    _reset(
+        scores.data_ptr(), slots.data_ptr(), None if values is None else values.data_ptr(),
+        slots.numel(), layers, blocks, heads, block,
+    )  # fmt: skip
+
+
+def _run(
+    query: Tensor,
+    kv_cache: Tensor,
+    scores: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    starts: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor | None,
+    prompt: bool,
+) -> None:
+    count = rows.numel()
+    if count == 0:
+        return
+    _, heads, block, width = kv_cache.shape
+    call = _Call(
+        query.data_ptr(), kv_cache.data_ptr(), scores.data_ptr(), block_table.data_ptr(),
+        seq_lens.data_ptr(), starts.data_ptr(), rows.data_ptr(), None if out is None else out.data_ptr(),
+        query.stride(0), 0 if out is None else out.stride(0), block_table.stride(0),
+        count, heads, query.shape[1] // heads, width // 2, block, _DTYPES[query.dtype], prompt, scale,
+    )  # fmt: skip
+    _attend(byref(call))

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""Dropping old scores, for policies that count the newest query alone."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["clear_scores"]
+
+
+def clear_scores(
+    scores: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor, max_len: int
+) -> None:
+    """Zero the scores of all tokens of some rows, in all layers and heads. Eager, one launch.
+
+    Infinite ones, those of protected tokens, stay.
+
+    Args:
+        scores: [L, N, KH, BS], float32, contiguous.
+        block_table: [B, MB], int32, without holes. seq_lens: [B], int32, live lengths.
+        rows: [R], int32: the rows to look at, each once.
+        max_len: no listed row is longer; a host number, it sizes the grid.
+    """
+    layers, blocks, heads, block_size = scores.shape
+    if rows.shape[0] == 0 or max_len < 1:
+        return
+    _clear[(triton.cdiv(max_len, block_size), rows.shape[0], layers)](
+        scores,
+        block_table,
+        seq_lens,
+        rows,
+        blocks,
+        block_table.stride(0),
+        BS=block_size,
+        PAGE=heads * block_size,
+        PADDED=triton.next_power_of_2(heads * block_size),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_blocks", "stride_table"])
+def _clear(
+    scores,
+    block_table,
+    seq_lens,
+    rows,
+    num_blocks,
+    stride_table,
+    BS: tl.constexpr,
+    PAGE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """One block of one row and layer."""
+    index = tl.program_id(0)
+    row = tl.load(rows + tl.program_id(1))
+    if index * BS >= tl.load(seq_lens + row):
+        return
+    block = tl.load(block_table + row.to(tl.int64) * stride_table + index).to(tl.int64)
+    slot = tl.arange(0, PADDED)
+    page = scores + (tl.program_id(2).to(tl.int64) * num_blocks + block) * PAGE + slot
+    old = tl.load(page, mask=slot < PAGE, other=0.0)
+    tl.store(page, tl.where(old == float("inf"), old, 0.0), mask=slot < PAGE)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine and the workloads of its setting, in a process of its own. Started by ``loadtest.engine.bench``.
+
+Reads ``{"setting", "variant", "model"}`` as one line of JSON on stdin, then a workload's name per line.
+Writes one line of JSON on stdout when the engine is up, and one per workload. Ends with its input.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import psutil
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from h2o_vllm.plugin import engine_args
+from loadtest.common.child import answer
+from loadtest.engine.workloads import SETTINGS, WORKLOADS, Workload, engine_options, prompts
+
+
+class Recorder(StatLoggerBase):
+    """Keeps what the scheduler says about each step."""
+
+    steps: list[dict[str, float]]
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        type(self).steps = []
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is None:
+            return
+        step = {
+            "at": time.perf_counter(),
+            "running": scheduler_stats.num_running_reqs,
+            "usage": scheduler_stats.kv_cache_usage,
+            "prompt_tokens": 0,
+            "preempted": 0,
+        }
+        if iteration_stats is not None:
+            step["prompt_tokens"] = iteration_stats.num_prompt_tokens
+            step["preempted"] = iteration_stats.num_preempted_reqs
+        self.steps.append(step)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+class Memory(threading.Thread):
+    """Peak resident memory of this process and its children since :meth:`restart`, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+
+    def restart(self) -> None:
+        self.peak = 0
+
+    def run(self) -> None:
+        me = psutil.Process()
+        while True:
+            total = 0
+            for process in (me, *me.children(recursive=True)):
+                try:
+                    total += process.memory_info().rss
+                except psutil.NoSuchProcess:
+                    continue
+            self.peak = max(self.peak, total)
+            time.sleep(0.5)
+
+
+class Engine:
+    """An engine and the measuring of workloads on it.
+
+    Args:
+        model: a directory.
+        options: engine arguments, our switch not included.
+        ours: whether it is h2o_vllm; to stock vLLM budgets mean nothing.
+    """
+
+    def __init__(self, model: str, options: dict[str, Any], *, ours: bool) -> None:
+        self.memory = Memory()
+        self.memory.start()
+        self.ours = ours
+        args = EngineArgs(model=model, **({**engine_args(), **options} if ours else options))
+        started = time.perf_counter()
+        self.engine = LLMEngine.from_engine_args(
+            args, stat_loggers=[Recorder], enable_multiprocessing=True
+        )
+        self.start_s = time.perf_counter() - started
+
+    def measure(self, workload: Workload, batch: list[list[int]]) -> dict[str, Any]:
+        """Warm up, empty the prefix cache, run the prompts of ``batch`` once."""
+        budgets = [workload.budgets[i % len(workload.budgets)] for i in range(len(batch))]
+        asked = [
+            None if budget is None or not self.ours else {"kv_budget": budget} for budget in budgets
+        ]
+        # Every code path once, with text that shares no prefix with the workload.
+        run(self.engine, [prompt[::-1][:2048] for prompt in batch[:4]], asked[:4], 32)
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("requests of the warm-up are still running")
+        self.memory.restart()
+        num_blocks = self.engine.vllm_config.cache_config.num_gpu_blocks or 0
+        result = run(self.engine, batch, asked, workload.output_tokens)
+        return {
+            "workload": workload.name,
+            **result,
+            **summary(Recorder.steps, num_blocks),
+            "num_blocks": num_blocks,
+            "start_s": self.start_s,
+            "peak_rss_mib": self.memory.peak / 2**20,
+        }
+
+
+def run(
+    engine: LLMEngine, batch: list[list[int]], asked: list[Any], output_tokens: int
+) -> dict[str, Any]:
+    """All requests at once, to the end."""
+    arrivals: dict[str, list[float]] = defaultdict(list)
+    tokens: dict[str, list[int]] = {}
+    # Keeps the engine busy until all requests are there. Else the first batches, and with them the rounding
+    # of bfloat16, would depend on when each request arrives.
+    first = SamplingParams(max_tokens=1)
+    engine.add_request("first", {"prompt_token_ids": batch[0][::-1][:1024]}, first)
+    for i, (prompt, extra) in enumerate(zip(batch, asked, strict=True)):
+        params = SamplingParams(
+            temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra
+        )
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    while not any(output.finished for output in engine.step()):
+        pass
+    Recorder.steps.clear()
+    started = time.perf_counter()
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            arrivals[output.request_id].append(now)
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+    wall = time.perf_counter() - started
+    ttft = [times[0] - started for times in arrivals.values()]
+    itl = [b - a for times in arrivals.values() for a, b in itertools.pairwise(times)]
+    return {
+        "tok_per_s": sum(map(len, tokens.values())) / wall,
+        "wall_s": wall,
+        # All prompts are computed when the last request has its first token.
+        "prompts_s": max(ttft),
+        "ttft_s": percentiles(ttft),
+        "itl_s": percentiles(itl),
+        "tokens_hash": hash(tuple(tuple(tokens[str(i)]) for i in range(len(batch)))),
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+
+
+def summary(steps: list[dict[str, float]], num_blocks: int) -> dict[str, Any]:
+    """What the scheduler saw, and decode milliseconds by batch size."""
+    decode: dict[int, list[float]] = defaultdict(list)
+    for before, step in itertools.pairwise(steps):
+        if step["prompt_tokens"] == 0 and before["prompt_tokens"] == 0 and step["running"]:
+            decode[int(step["running"])].append((step["at"] - before["at"]) * 1000)
+    usage = [step["usage"] * num_blocks for step in steps]
+    return {
+        "running_mean": statistics.fmean(step["running"] for step in steps),
+        "running_max": max(step["running"] for step in steps),
+        "preemptions": sum(step["preempted"] for step in steps),
+        "blocks_mean": statistics.fmean(usage),
+        "blocks_peak": max(usage),
+        "decode_ms": {
+            str(batch): statistics.median(times)
+            for batch, times in sorted(decode.items())
+            if len(times) >= 5
+        },
+    }
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.readline())
+    options = engine_options(SETTINGS[job["setting"]], job["variant"])
+    engine = Engine(job["model"], options, ours=job["variant"] == "h2o")
+    # Not through the tokenizer's length check: the text is longer than any model's context.
+    tokenize = partial(engine.engine.get_tokenizer().encode, verbose=False)
+    answer({"start_s": engine.start_s})
+    for line in sys.stdin:
+        workload = WORKLOADS[line.strip()]
+        answer(engine.measure(workload, prompts(workload, tokenize)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one streamed response was: from its bytes and the times they came. Pure.
+
+A *token event* is a chunk of the stream that carries text. Its time is when its last byte was read. A
+server may put several tokens into one event, so the gaps between events are the inter-token latency as a
+client sees it, and token counts come from ``usage`` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+from loadtest.http.sse import DONE, Parser
+
+__all__ = ["StreamMeter"]
+
+
+class StreamMeter:
+    """Reads one response.
+
+    Attributes:
+        times: when each token event came, in the caller's clock.
+        usage, kv_cache: the objects of those names, if the server sent them.
+        finish: ``finish_reason`` of the first choice.
+        error: what the server said went wrong inside the stream.
+        done: whether ``[DONE]`` came.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.usage: dict[str, Any] | None = None
+        self.kv_cache: dict[str, Any] | None = None
+        self.finish: str | None = None
+        self.error: str | None = None
+        self.done = False
+        self._parser = Parser()
+
+    def feed(self, chunk: bytes, now: float) -> None:
+        """Take the next bytes of the body, read at ``now``."""
+        for event in self._parser.feed(chunk):
+            if event.data == DONE:
+                self.done = True
+            else:
+                self._event(event.data, now)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the response does not count, or ``None`` if it is whole."""
+        if self.error is not None:
+            return self.error
+        if not self.done:
+            return "the stream ended without [DONE]"
+        return None if self.times else "the stream has no text"
+
+    @property
+    def output_tokens(self) -> int:
+        """From ``usage``; of a stream that broke off, the token events, which may be fewer."""
+        if self.usage is not None:
+            return int(self.usage.get("completion_tokens") or 0)
+        return len(self.times)
+
+    def gaps(self) -> list[float]:
+        """Seconds between token events."""
+        return [later - sooner for sooner, later in itertools.pairwise(self.times)]
+
+    def _event(self, data: str, now: float) -> None:
+        try:
+            body = json.loads(data)
+        except ValueError:
+            self.error = f"not JSON: {data[:80]!r}"
+            return
+        if not isinstance(body, dict):
+            self.error = f"not an object: {data[:80]!r}"
+            return
+        if body.get("error"):
+            self.error = _message(body["error"])
+            return
+        self.usage = body.get("usage") or self.usage
+        self.kv_cache = body.get("kv_cache") or self.kv_cache
+        choices = body.get("choices") or []
+        if any(_has_text(choice) for choice in choices):
+            self.times.append(now)
+        for choice in choices:
+            self.finish = self.finish or choice.get("finish_reason")
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Whether a token is in it. A chat stream opens with a role and an empty text: not a token."""
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta") or {}
+    kinds = ("content", "reasoning", "reasoning_content", "tool_calls")
+    return any(delta.get(kind) for kind in kinds)
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:200]

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An OpenAI-compatible server that generates nothing at a speed one can set.
+
+    python -m loadtest.http.mock_server --port 8100 --ttft-ms 200 --itl-ms 20 --max-running 8
+
+The load generator is tested against it: what it measures must be what was set here. Tokens are words; times
+are kept against a schedule, so that a late one does not make the next late. It understands the fields
+``kv_budget`` and so on as ``h2o-serve`` does (``h2o_vllm.config`` checks them) and answers with ``kv_cache``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from h2o_vllm.config import REQUEST_FIELDS, H2OConfig, RequestBudget
+from h2o_vllm.errors import BudgetError
+from loadtest.common.settings import option, parse
+
+__all__ = ["MockSettings", "build_app", "main"]
+
+BLOCK_SIZE = 32
+WORDS = ("the ", "quick ", "brown ", "fox ", "déjà ", "vu ", "日本 ", "🙂 ")
+
+
+@dataclass(frozen=True)
+class MockSettings:
+    """Options of the mock server."""
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8100, "Port to listen on; 0 takes a free one and prints it.", low=0)
+    model: str = option("mock", "Name of the one model.")
+    ttft_ms: float = option(100.0, "Milliseconds from a request's start to its first token.", low=0)
+    itl_ms: float = option(10.0, "Milliseconds between two tokens.", low=0)
+    jitter: float = option(
+        0.0,
+        "Each of these times is multiplied by a number drawn evenly from 1 -+ this.",
+        low=0,
+        high=1,
+    )
+    output_tokens: int = option(
+        128,
+        "Length of an answer, unless max_tokens is smaller, or ignore_eos asks for all of it.",
+        low=1,
+    )
+    tokens_per_event: int = option(1, "Tokens in one event of a stream.", low=1)
+    chars_per_token: float = option(4.0, "How prompts are counted.", low=0.1)
+    max_running: int = option(0, "Requests worked on at once; others wait. 0: no limit.", low=0)
+    error_rate: float = option(0.0, "Share of requests answered with a 500.", low=0, high=1)
+    cut_rate: float = option(0.0, "Share of streams that break off half-way.", low=0, high=1)
+    keep_alive_ms: float = option(
+        0.0, "Send a comment this often until the first token; 0: none.", low=0
+    )
+    seed: int = option(0, "Of jitter, errors and cuts.")
+
+
+class Mock:
+    """The state of one server: its random numbers and its places."""
+
+    def __init__(self, settings: MockSettings) -> None:
+        self.settings = settings
+        self.random = random.Random(settings.seed)
+        self.places = asyncio.Semaphore(settings.max_running or sys.maxsize)
+        self.config = H2OConfig()
+        self.count = 0
+
+    def schedule(self, tokens: int) -> list[float]:
+        """Seconds after the start at which each of ``tokens`` is due."""
+        times, now = [], 0.0
+        for number in range(tokens):
+            step = self.settings.itl_ms if number else self.settings.ttft_ms
+            now += (
+                step
+                / 1000
+                * self.random.uniform(1 - self.settings.jitter, 1 + self.settings.jitter)
+            )
+            times.append(now)
+        return times
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request, checked."""
+
+    chat: bool
+    stream: bool
+    with_usage: bool
+    prompt_tokens: int
+    tokens: int
+    budget: RequestBudget
+    ends_early: bool
+
+    @property
+    def usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.tokens,
+            "total_tokens": total,
+        }
+
+    def kv_cache(self) -> dict[str, Any]:
+        """What ``h2o-serve`` would report: the arithmetic of ``h2o_vllm.policy.budget``, without torch."""
+        # KV of the last token is never computed.
+        seen, budget = self.prompt_tokens + self.tokens - 1, self.budget
+        keep = seen
+        if budget.evicts:
+            wanted = budget.tokens or math.ceil(budget.fraction * seen - 1e-9)
+            keep = min(seen, max(wanted, budget.floor))
+        freed = (seen - keep) // BLOCK_SIZE
+        return {
+            "budget": budget.fraction, "budget_tokens": keep, "recent": budget.recent,
+            "sinks": budget.sinks, "policy": budget.policy, "tokens_seen": seen,
+            "tokens_held": seen - freed * BLOCK_SIZE,
+            "tokens_evicted": freed * BLOCK_SIZE, "blocks_freed": freed,
+            "peak_blocks": -(-self.prompt_tokens // BLOCK_SIZE), "block_size": BLOCK_SIZE,
+        }  # fmt: skip
+
+
+def build_app(settings: MockSettings) -> FastAPI:
+    """The server of ``settings``."""
+    app, mock = FastAPI(title="mock"), Mock(settings)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": "mock"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": settings.model, "object": "model"}]}
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, int]:
+        return {"count": _count((await request.json())["prompt"], settings)}
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Any:
+        return await _answer(mock, await request.json(), chat=False)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Any:
+        return await _answer(mock, await request.json(), chat=True)
+
+    return app
+
+
+async def _answer(mock: Mock, body: dict[str, Any], chat: bool) -> Any:
+    settings = mock.settings
+    if mock.random.random() < settings.error_rate:
+        return _error(500, "the mock was told to fail", None)
+    if body.get("model", settings.model) != settings.model:
+        return _error(404, f"the model {body['model']!r} does not exist", "model")
+    try:
+        budget = mock.config.resolve({**(body.get("vllm_xargs") or {}), **_ours(body)})
+    except BudgetError as error:
+        return _error(400, str(error), error.parameter)
+    asked = body.get("max_completion_tokens") or body.get("max_tokens") or settings.output_tokens
+    said = body["messages"] if chat else body.get("prompt", "")
+    job = Job(
+        chat=chat,
+        stream=bool(body.get("stream")),
+        with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        prompt_tokens=_count(said, settings),
+        tokens=asked if body.get("ignore_eos") else min(asked, settings.output_tokens),
+        budget=budget,
+        ends_early=mock.random.random() < settings.cut_rate,
+    )
+    mock.count += 1
+    if job.stream:
+        return StreamingResponse(_events(mock, job, mock.count), media_type="text/event-stream")
+    async with mock.places:
+        await asyncio.sleep(mock.schedule(job.tokens)[-1])
+    text = "".join(WORDS[i % len(WORDS)] for i in range(job.tokens))
+    return {**_chunk(mock, job, mock.count, text, whole=True), "usage": job.usage,
+            "kv_cache": job.kv_cache()}  # fmt: skip
+
+
+async def _events(mock: Mock, job: Job, number: int) -> AsyncIterator[bytes]:
+    """The stream of one answer. A cut one ends, as a connection does, in the middle of an event."""
+    per_event = mock.settings.tokens_per_event
+    async with mock.places:
+        start = time.perf_counter()
+        if job.chat:
+            yield _event(_chunk(mock, job, number, ""))
+        schedule = mock.schedule(job.tokens)
+        async for comment in _keep_alive(mock, start + schedule[0]):
+            yield comment
+        for first in range(0, job.tokens, per_event):
+            group = range(first, min(first + per_event, job.tokens))
+            await _until(start + schedule[group[-1]])
+            text = "".join(WORDS[i % len(WORDS)] for i in group)
+            event = _event(_chunk(mock, job, number, text, last=group[-1] == job.tokens - 1))
+            if job.ends_early and first >= job.tokens // 2:
+                yield event[: len(event) // 2]
+                return
+            yield event
+    if job.with_usage:
+        final = {**_chunk(mock, job, number, ""), "choices": [], "usage": job.usage}
+        yield _event({**final, "kv_cache": job.kv_cache()})
+    yield b"data: [DONE]\n\n"
+
+
+async def _keep_alive(mock: Mock, until: float) -> AsyncIterator[bytes]:
+    pause = mock.settings.keep_alive_ms / 1000
+    while pause and time.perf_counter() + pause < until:
+        await asyncio.sleep(pause)
+        yield b": keep-alive\n\n"
+
+
+async def _until(moment: float) -> None:
+    await asyncio.sleep(max(0.0, moment - time.perf_counter()))
+
+
+def _chunk(
+    mock: Mock, job: Job, number: int, text: str, last: bool = False, whole: bool = False
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last or whole else None}
+    if job.chat:
+        said = {"content": text}
+        if whole or not text:
+            said["role"] = "assistant"
+        choice["message" if whole else "delta"] = said
+    else:
+        choice["text"] = text
+    kind = "chat.completion" if job.chat else "text_completion"
+    return {
+        "id": f"mock-{number}",
+        "object": f"{kind}.chunk" if job.chat and not whole else kind,
+        "created": int(time.time()),
+        "model": mock.settings.model,
+        "choices": [choice],
+    }
+
+
+def _ours(body: dict[str, Any]) -> dict[str, Any]:
+    return {field: body[field] for field in REQUEST_FIELDS if body.get(field) is not None}
+
+
+def _count(said: Any, settings: MockSettings) -> int:
+    """Tokens of a prompt: of ids exactly, of text by its length."""
+    if isinstance(said, list) and said and isinstance(said[0], int):
+        return len(said)
+    text = said if isinstance(said, str) else json.dumps(said)
+    return max(1, round(len(text) / settings.chars_per_token))
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+def _error(status: int, message: str, param: str | None) -> JSONResponse:
+    error = {"message": message, "type": "MockError", "param": param, "code": status}
+    return JSONResponse({"error": error}, status)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until interrupted."""
+    import uvicorn
+
+    settings = parse(MockSettings, "MOCK_", "python -m loadtest.http.mock_server",
+                     "An OpenAI-compatible server with settable speed.", argv)  # fmt: skip
+    config = uvicorn.Config(
+        build_app(settings), host=settings.host, port=settings.port, log_level="warning"
+    )
+    socket = config.bind_socket()
+    # uvicorn would listen later: whoever reads the line below may connect at once.
+    socket.listen(config.backlog)
+    host, port = socket.getsockname()[:2]
+    print(f"mock server on http://{host}:{port}", flush=True)
+    uvicorn.Server(config).run(sockets=[socket])
+
+
+if __name__ == "__main__":
+    main()

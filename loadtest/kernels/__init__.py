@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer's attention, ours against vLLM's."""

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""H2O in plain torch on a transformers model, written from the paper and not from our code.
+
+Nothing is paged, moved or shared: every key ever computed stays in a list, and a boolean mask per
+layer and KV head says which of them still exist. Imports nothing of h2o_vllm.
+
+Paper: Zhang et al., "H2O: Heavy-Hitter Oracle", NeurIPS 2023, arXiv 2306.14048, Algorithm 1. There
+one token goes for each that comes: ``block=1``. Our cadence: eviction happens in units of
+``block`` tokens, before the token that would exceed the budget by a unit is computed, and the
+recent window begins at the nearest block. Both can be had here, so that ``loadtest.quality.cadence`` can
+measure what lies between them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+
+@dataclass
+class LayerCache:
+    """One layer. ``keys``, ``values``: [B, KH, S, D]; ``alive``, ``scores``: [B, KH, S]."""
+
+    keys: Tensor
+    values: Tensor
+    alive: Tensor
+    scores: Tensor
+
+
+@dataclass
+class Reference:
+    """H2O on B sequences of one length, which never see each other.
+
+    Args:
+        model_dir: a transformers model whose attention goes through the attention interface.
+        fraction: share of the tokens seen to keep; ``recent`` of it are the newest.
+        block: tokens evicted at a time; 1 is the paper's cadence. floor: smallest budget in tokens.
+        window_unit: the recent window begins at the nearest multiple of it; ``None`` is ``block``.
+    """
+
+    model_dir: str
+    fraction: float
+    recent: float
+    block: int
+    floor: int
+    window_unit: int | None = None
+    layers: dict[int, LayerCache] = field(default_factory=dict)
+    closest: float = math.inf
+    """How near a tie the evictions came: the smallest gap between the highest score that went and the
+    lowest that stayed beside it, relative to the latter, over all layers and heads."""
+
+    def __post_init__(self) -> None:
+        # One name each, so that several instances may live side by side.
+        name = f"h2o_reference_{id(self)}"
+        AttentionInterface.register(name, self._attend)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            self.model_dir, dtype=torch.float32, attn_implementation=name
+        ).eval()
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
+        """Greedily continues one sequence.
+
+        Returns:
+            The generated tokens and their steps' log-probabilities, [num_tokens, V]. The KV of the
+            last generated token is not computed.
+        """
+        logits = self.read(torch.tensor([prompt]))
+        tokens, logprobs = [], []
+        for step in range(num_tokens):
+            logprobs.append(logits[0].log_softmax(-1))
+            tokens.append(int(logits.argmax()))
+            if step + 1 < num_tokens:
+                self._evict()
+                logits = self._forward(torch.tensor([tokens[-1:]]))[:, -1]
+        return tokens, torch.stack(logprobs)
+
+    @torch.inference_mode()
+    def read(self, prompts: Tensor, chunk: int | None = None) -> Tensor:
+        """Computes prompts, [B, T], with full attention, and nothing is evicted yet.
+
+        ``chunk`` tokens at a time take less memory; ``None`` takes all at once.
+
+        Returns:
+            The next token's logits, [B, V].
+        """
+        self.layers.clear()
+        self.closest = math.inf
+        for part in prompts.split(chunk or prompts.shape[1], 1):
+            logits = self._forward(part)
+        return logits[:, -1]
+
+    @torch.inference_mode()
+    def force(self, tokens: Tensor) -> Tensor:
+        """Feeds given tokens, [B, N], evicting as if they had been generated.
+
+        Returns:
+            Log-probabilities of the second token and those after it, [B, N - 1]. The KV of the
+            last token is not computed.
+        """
+        logprobs = []
+        at, end = 0, tokens.shape[1] - 1
+        while at < end:
+            self._evict()
+            # Until something is due again, one causal pass computes what one pass each would.
+            free = next((n for n in range(1, end - at) if self._excess(n) > 0), end - at)
+            logits = self._forward(tokens[:, at : at + free], keep=free)
+            following = tokens[:, at + 1 : at + free + 1, None]
+            logprobs.append(logits.log_softmax(-1).gather(-1, following)[..., 0])
+            at += free
+        return torch.cat(logprobs, 1)
+
+    def snapshot(self) -> dict[int, LayerCache]:
+        """A copy of :attr:`layers` to go back to. Keys and values are only ever appended to."""
+        return {
+            layer: replace(cache, alive=cache.alive.clone(), scores=cache.scores.clone())
+            for layer, cache in self.layers.items()
+        }
+
+    def kept(self, layer: int, head: int) -> list[int]:
+        """Positions of the first sequence whose KV still exists."""
+        return self.layers[layer].alive[0, head].nonzero().flatten().tolist()
+
+    @property
+    def seen(self) -> int:
+        """Tokens whose KV has been computed."""
+        return self.layers[0].alive.shape[-1]
+
+    @property
+    def held(self) -> int:
+        """Tokens whose KV still exists: as many in every sequence, layer and head."""
+        return int(self.layers[0].alive[0, 0].sum())
+
+    @property
+    def recent_from(self) -> int:
+        """The position at which the recent window begins."""
+        unit = self.window_unit or self.block
+        exact = self.seen - round(self.recent * self._budget(self.seen))
+        return min((exact + unit // 2) // unit, self.seen // unit) * unit
+
+    def _budget(self, seen: int) -> int:
+        return min(seen, max(self.floor, math.ceil(round(self.fraction * seen, 6))))
+
+    def _excess(self, more: int = 0) -> int:
+        """Tokens to evict once ``more`` have been computed."""
+        return (self.held + more - self._budget(self.seen + more)) // self.block * self.block
+
+    def _evict(self) -> None:
+        excess, recent_from = self._excess(), self.recent_from
+        if excess <= 0:
+            return
+        for cache in self.layers.values():
+            candidate = cache.alive.clone()
+            candidate[..., recent_from:] = False
+            scores = cache.scores.masked_fill(~candidate, float("inf"))
+            ranked, order = scores.sort(dim=-1, stable=True)
+            cache.alive.scatter_(-1, order[..., :excess], False)
+            gone, spared = ranked[..., excess - 1], ranked[..., excess]
+            self.closest = min(
+                self.closest, float(((spared - gone) / spared).nan_to_num(1.0).min())
+            )
+
+    def _forward(self, tokens: Tensor, keep: int = 1) -> Tensor:
+        """Logits of the last ``keep`` of new tokens, [B, T]."""
+        position = self.seen if self.layers else 0
+        positions = torch.arange(position, position + tokens.shape[1])[None].expand_as(tokens)
+        output = self.model(
+            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep
+        )
+        return output.logits.float()
+
+    def _attend(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object,
+        scaling: float, **__: object,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """query: [B, H, T, D]; key, value: [B, KH, T, D], rotated. Returns [B, T, H, D]."""
+        sequences, heads, new = key.shape[:3]
+        nothing = torch.zeros(sequences, heads, 0)
+        cache = self.layers.setdefault(
+            module.layer_idx,
+            LayerCache(key[:, :, :0], value[:, :, :0], nothing.bool(), nothing),
+        )
+        alive = torch.ones(sequences, heads, new, dtype=torch.bool)
+        cache.keys = torch.cat([cache.keys, key], 2)
+        cache.values = torch.cat([cache.values, value], 2)
+        cache.alive = torch.cat([cache.alive, alive], 2)
+        cache.scores = torch.cat([cache.scores, torch.zeros(sequences, heads, new)], 2)
+        total = cache.keys.shape[2]
+        grouped = query.unflatten(1, (heads, -1))
+        logits = torch.einsum("bkgtd,bksd->bkgts", grouped, cache.keys) * scaling
+        causal = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        visible = causal & cache.alive[:, :, None]
+        prob = logits.masked_fill(~visible[:, :, None], float("-inf")).softmax(-1)
+        self._note(module.layer_idx, prob)
+        mixed = torch.einsum("bkgts,bksd->bkgtd", prob, cache.values)
+        return mixed.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    def _note(self, layer: int, prob: Tensor) -> None:
+        """Attention of new tokens to all: [B, KH, G, T, S]."""
+        self.layers[layer].scores += prob.sum((2, 3))
+
+
+@dataclass
+class Foresight(Reference):
+    """The same, ranked by what a key will get: no policy could, all are measured by it.
+
+    Of one sequence. Holds the attention of all foreseen tokens, [KH, N, S] per layer in float32.
+    """
+
+    foresees: bool = True
+    """Whether to rank by it, or as :class:`Reference` does."""
+    _seeing: bool = False
+    _foreseen: dict[int, Tensor] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def foresee(self, tokens: Tensor) -> Tensor:
+        """Reads what :meth:`force` will be given, [1, N], with nothing evicted.
+
+        Returns:
+            Log-probabilities as :meth:`force` returns them.
+        """
+        self._foreseen.clear()
+        self._seeing = True
+        logits = self._forward(tokens[:, :-1], keep=tokens.shape[1] - 1)
+        self._seeing = False
+        return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+    def _note(self, layer: int, prob: Tensor) -> None:
+        if self._seeing:
+            self._foreseen[layer] = prob[0].sum(1)
+        super()._note(layer, prob)
+
+    def _evict(self) -> None:
+        if self.foresees:
+            for layer, prob in self._foreseen.items():
+                # Query i is the one at position S - N + i.
+                done = self.seen - (prob.shape[2] - prob.shape[1])
+                self.layers[layer].scores = prob[:, done:, : self.seen].sum(1)[None]
+        super()._evict()

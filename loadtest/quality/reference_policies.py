@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every policy that keeps single tokens, in plain torch, from the whole attention matrix.
+
+Written to be compared with the engine: nothing is paged, moved, accumulated or rescored. Each query's
+probabilities are kept as a row, and a policy is one formula over them. Imports nothing of h2o_vllm.
+The cadence is the engine's: whole blocks of tokens go, before the token that would exceed the budget by
+a block is computed, and the recent window begins at the nearest full block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize, pad
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+WINDOW, KERNEL = 32, 7
+"""SnapKV's."""
+
+
+@dataclass
+class Layer:
+    """``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
+    gave to the S tokens so far, [KH, T, S]; ``weights``: per eviction, CAOTE's of all tokens before the
+    recent ones, [KH, until]."""
+
+    keys: Tensor
+    values: Tensor
+    alive: Tensor
+    seen: list[Tensor]
+    weights: list[Tensor] = field(default_factory=list)
+
+    def rows(self) -> Tensor:
+        """The attention matrix, [KH, Q, S], its groups of query heads summed."""
+        count = self.keys.shape[1]
+        return torch.cat([pad(rows, (0, count - rows.shape[2])) for rows in self.seen], 1)
+
+
+@dataclass
+class PolicyModel:
+    """Greedy generation of one sequence under a policy.
+
+    Args:
+        model: a transformers model whose attention is :meth:`attend`; see :func:`load`.
+        policy: value of ``kv_policy``. fraction, recent, block, floor: as in ``reference_h2o.py``.
+        sinks: first tokens that stay.
+    """
+
+    model: torch.nn.Module
+    policy: str
+    fraction: float
+    recent: float
+    block: int
+    floor: int
+    sinks: int = 0
+    layers: dict[int, Layer] = field(default_factory=dict)
+    prompt: int = 0
+    evicted: int = 0
+    ranked: list[tuple[int, int, int]] = field(default_factory=list)
+    """Per eviction: tokens seen, and the positions that it ranked for the first time, from .. to."""
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
+        """The generated tokens and their log-probabilities, [num_tokens, V]."""
+        global _RUNNING
+        _RUNNING = self
+        self.prompt = len(prompt)
+        logits, tokens, logprobs = self._forward(prompt, 0), [], []
+        for step in range(num_tokens):
+            logprobs.append(logits.log_softmax(-1))
+            tokens.append(int(logits.argmax()))
+            if step + 1 < num_tokens:
+                self._evict(len(prompt) + step)
+                logits = self._forward([tokens[-1]], len(prompt) + step)
+        return tokens, torch.stack(logprobs)
+
+    def kept(self, layer: int, head: int) -> list[int]:
+        """Positions whose KV still exists."""
+        return self.layers[layer].alive[head].nonzero().flatten().tolist()
+
+    def _evict(self, seen: int) -> None:
+        first_blocks = math.ceil(self.sinks / self.block) * self.block
+        floor = max(self.floor, first_blocks)
+        budget = min(seen, max(floor, math.ceil(round(self.fraction * seen, 6))))
+        excess = (seen - self.evicted - budget) // self.block * self.block
+        if excess <= 0:
+            return
+        exact = seen - round(self.recent * budget)
+        until = min((exact + self.block // 2) // self.block, seen // self.block) * self.block
+        until = max(until, self.evicted + excess + first_blocks)
+        fresh = max((end for _, _, end in self.ranked), default=0)
+        self.ranked.append((seen, fresh, max(fresh, until)))
+        # Of equal scores, those survive that are not copied: see h2o_vllm/kernels/reference.py.
+        copied = excess if len(self.ranked) == 1 else 0
+        for layer in self.layers.values():
+            ranks = self._scores(layer).tolist()
+            for head, scores in enumerate(ranks):
+                old = [p for p in layer.alive[head].nonzero().flatten().tolist() if p < until]
+                old.sort(key=lambda p, s=scores: (p >= self.sinks, -s[p], p < copied, p))
+                layer.alive[head][old[len(old) - excess :]] = False
+        self.evicted += excess
+
+    def _scores(self, layer: Layer) -> Tensor:
+        """[KH, S]: what the policy thinks of each token, the evicted ones included."""
+        if self.policy == "keydiff":
+            keys = normalize(layer.keys, dim=-1)
+            until = self.ranked[-1][2]
+            ranked = layer.alive[:, :until, None]
+            anchor = (keys[:, :until] * ranked).sum(1, keepdim=True) / ranked.sum(1, keepdim=True)
+            return -cosine_similarity(keys, anchor, dim=-1)
+        rows = layer.rows()
+        if self.policy == "h2o":
+            return rows.sum(1)
+        if self.policy == "tova":
+            return rows[:, -1]
+        if self.policy == "caote":
+            layer.weights.append(self._weights(layer))
+        scores = torch.zeros(rows.shape[0], rows.shape[2])
+        for number, (when, start, end) in enumerate(self.ranked):
+            if start == end:
+                continue
+            before, after = rows[:, :when, start:end], rows[:, when:, start:end].sum(1)
+            if self.policy in ("h2o-norm", "caote"):
+                mean = before.sum(1) / (when - torch.arange(start, end))
+                if self.policy == "caote":
+                    mean *= layer.weights[number][:, start:end]
+                scores[:, start:end] = mean * when + after
+            elif self.policy == "snapkv":
+                sums = before[:, max(0, self.prompt - WINDOW) :].sum(1)
+                # Protected tokens have no score that neighbours could share.
+                sums[:, : max(0, self.sinks - start)] = 0.0
+                around = [
+                    sums[:, max(0, i - KERNEL // 2) : i + KERNEL // 2 + 1].amax(1)
+                    for i in range(end - start)
+                ]
+                scores[:, start:end] = torch.stack(around, 1) + after
+            else:
+                raise AssertionError(self.policy)
+        return scores
+
+    def _weights(self, layer: Layer) -> Tensor:
+        """How far each value lies from the mean of those that are ranked now, over their mean distance."""
+        until = self.ranked[-1][2]
+        ranked, values = layer.alive[:, :until].float(), layer.values[:, :until]
+        count = ranked.sum(1, keepdim=True)
+        centre = torch.einsum("ks,ksd->kd", ranked, values) / count
+        distances = torch.linalg.vector_norm(values - centre[:, None], dim=2)
+        return distances / ((distances * ranked).sum(1, keepdim=True) / count)
+
+    def _forward(self, tokens: list[int], position: int) -> Tensor:
+        positions = torch.arange(position, position + len(tokens))[None]
+        output = self.model(
+            input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False
+        )
+        return output.logits[0, -1].float()
+
+    def attend(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> tuple[Tensor, None]:
+        """query: [1, H, T, D]; key, value: [1, KH, T, D], rotated. Returns [1, T, H, D]."""
+        heads, new = key.shape[1], key.shape[2]
+        nothing = torch.zeros(heads, 0)
+        layer = self.layers.setdefault(
+            module.layer_idx,
+            Layer(key[0][:, :0], value[0][:, :0], nothing.bool(), []),
+        )
+        layer.keys = torch.cat([layer.keys, key[0]], 1)
+        layer.values = torch.cat([layer.values, value[0]], 1)
+        layer.alive = torch.cat([layer.alive, torch.ones(heads, new, dtype=torch.bool)], 1)
+        total = layer.keys.shape[1]
+        logits = query[0].unflatten(0, (heads, -1)) @ layer.keys[:, None].mT * scaling
+        visible = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        visible = visible[None] & layer.alive[:, None]
+        prob = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
+        layer.seen.append(prob.sum(1))
+        mixed = prob @ layer.values[:, None]
+        return mixed.flatten(0, 1).transpose(0, 1)[None].contiguous(), None
+
+
+_RUNNING: PolicyModel | None = None
+
+
+def _attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object,
+    scaling: float, **__: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    assert _RUNNING is not None
+    return _RUNNING.attend(module, query, key, value, scaling)
+
+
+def load(model_dir: str) -> torch.nn.Module:
+    """The model, once for all policies."""
+    AttentionInterface.register("policy_reference", _attend)
+    return AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="policy_reference"
+    ).eval()

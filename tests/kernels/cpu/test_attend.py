@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with scores equals the reference, on shapes that vectorised loops get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from h2o_vllm.kernels import reference
+from tests.kernels.cpu.cases import Batch, assert_no_worse, make_batch, plain_torch
+
+LENGTHS = {16: [1, 15, 16, 17, 1000], 32: [1, 31, 32, 33, 1000], 128: [1, 127, 128, 129, 1000]}
+SHAPES = [  # (group, head size, block size)
+    pytest.param(*shape, id="G{}-D{}-BS{}".format(*shape))
+    for shape in [
+        (1, 64, 32),
+        (3, 64, 32),
+        (3, 64, 16),
+        (4, 128, 32),
+        (4, 80, 16),
+        (7, 96, 32),
+        (8, 128, 128),
+        (3, 64, 128),
+        (16, 64, 32),
+    ]
+]
+DTYPES = [
+    pytest.param(dtype, id=str(dtype).removeprefix("torch."))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+
+
+def check(batch: Batch, out: torch.Tensor | None, scores: torch.Tensor) -> None:
+    exact, exact_scores = batch.out(), batch.scores.clone()
+    reference.attend_prompt(
+        batch.query, batch.kv_cache, exact_scores, batch.block_table, batch.seq_lens,
+        batch.query_start_loc, batch.rows, batch.scale, exact,
+    )  # fmt: skip
+    plain, plain_scores = plain_torch(batch)
+    if out is not None:
+        # What the exact value loses by being stored in this dtype is nobody's fault.
+        assert_no_worse(out, exact, plain, 4e-6 if out.dtype == torch.float32 else 1e-3)
+    assert_no_worse(
+        batch.used_scores(scores), batch.used_scores(exact_scores),
+        batch.used_scores(plain_scores), 2e-5,
+    )  # fmt: skip
+    assert torch.equal(
+        scores[batch.poisoned].isnan(), torch.ones_like(scores[batch.poisoned], dtype=torch.bool)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "size", "block_size"), SHAPES)
+def test_decode_equals_the_reference(
+    impl: ModuleType, group: int, size: int, block_size: int, dtype: torch.dtype
+) -> None:
+    batch = make_batch(
+        LENGTHS[block_size],
+        group=group,
+        size=size,
+        block_size=block_size,
+        dtype=dtype,
+        strided=True,
+    )
+    out, scores = batch.out(), batch.scores.clone()
+    impl.attend_decode(
+        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
+        batch.rows, batch.rows, batch.scale, out,
+    )  # fmt: skip
+    check(batch, out, scores)
+
+
+@pytest.mark.parametrize("spread", [0.0, 30.0])
+def test_decode_survives_flat_and_peaked_softmax(impl: ModuleType, spread: float) -> None:
+    batch = make_batch([700, 65], dtype=torch.bfloat16, spread=spread)
+    out, scores = batch.out(), batch.scores.clone()
+    impl.attend_decode(
+        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
+        batch.rows, batch.rows, batch.scale, out,
+    )  # fmt: skip
+    check(batch, out, scores)
+
+
+def test_decode_touches_listed_rows_only(impl: ModuleType) -> None:
+    batch = make_batch([40, 70, 5, 33])
+    tokens, rows = torch.tensor([3, 0], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
+    out, scores = batch.out(), batch.scores.clone()
+    exact, exact_scores = batch.out(), batch.scores.clone()
+    arguments = (batch.block_table, batch.seq_lens, tokens, rows, batch.scale)
+    impl.attend_decode(batch.query, batch.kv_cache, scores, *arguments, out)
+    reference.attend_decode(batch.query, batch.kv_cache, exact_scores, *arguments, exact)
+    torch.testing.assert_close(out, exact, equal_nan=True, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores, exact_scores, equal_nan=True, rtol=1e-5, atol=1e-6)
+    for row in (0, 3):
+        block = batch.block_table[row, 0]
+        assert torch.equal(scores[block].nan_to_num(-1), batch.scores[block].nan_to_num(-1))
+
+
+def test_decode_of_nothing_does_nothing(impl: ModuleType) -> None:
+    batch = make_batch([40])
+    out, scores = batch.out(), batch.scores.clone()
+    none = torch.empty(0, dtype=torch.int32)
+    impl.attend_decode(
+        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens, none, none, 1.0, out
+    )
+    assert out.isnan().all()
+    assert torch.equal(scores.nan_to_num(-1), batch.scores.nan_to_num(-1))
+
+
+def test_decode_writes_into_a_strided_output(impl: ModuleType) -> None:
+    batch = make_batch([40, 65, 3], dtype=torch.bfloat16)
+    wide = torch.full((3, batch.query.shape[1] * 2, batch.query.shape[2]), float("nan")).bfloat16()
+    out, scores = wide[:, : batch.query.shape[1]], batch.scores.clone()
+    impl.attend_decode(
+        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
+        batch.rows, batch.rows, batch.scale, out,
+    )  # fmt: skip
+    check(batch, out, scores)
+    assert wide[:, batch.query.shape[1] :].isnan().all()
+
+
+PROMPTS = {  # lengths, queries
+    "whole": ([1, 31, 32, 33, 500], [1, 31, 32, 33, 500]),
+    "chunked": ([300, 700, 64], [100, 3, 1]),
+    "long": ([1100], [1100]),
+}
+
+
+@pytest.mark.parametrize("with_output", [False, True], ids=["score", "attend"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lengths", "queries"), PROMPTS.values(), ids=PROMPTS.keys())
+def test_prompt_equals_the_reference(
+    impl: ModuleType, lengths: list[int], queries: list[int], dtype: torch.dtype, with_output: bool
+) -> None:
+    batch = make_batch(lengths, queries, dtype=dtype, strided=True)
+    out, scores = batch.out() if with_output else None, batch.scores.clone()
+    arguments = (
+        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
+        batch.query_start_loc, batch.rows, batch.scale,
+    )  # fmt: skip
+    if with_output:
+        impl.attend_prompt(*arguments, out)
+    else:
+        impl.score_prompt(*arguments)
+    check(batch, out, scores)
+
+
+@pytest.mark.parametrize(("group", "size", "block_size"), SHAPES)
+def test_prompt_equals_the_reference_on_odd_shapes(
+    impl: ModuleType, group: int, size: int, block_size: int
+) -> None:
+    batch = make_batch(
+        [70, 129, 300],
+        [70, 129, 55],
+        group=group,
+        size=size,
+        block_size=block_size,
+        dtype=torch.bfloat16,
+    )
+    out, scores = batch.out(), batch.scores.clone()
+    impl.attend_prompt(
+        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
+        batch.query_start_loc, batch.rows, batch.scale, out,
+    )  # fmt: skip
+    check(batch, out, scores)
+
+
+def test_scores_of_one_query_sum_to_the_group(impl: ModuleType) -> None:
+    """A probability is a probability: what a query hands out sums to one per q head."""
+    batch = make_batch([777, 50], group=4, dtype=torch.bfloat16)
+    scores = torch.where(batch.poisoned, batch.scores, 0.0)
+    impl.attend_decode(
+        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
+        batch.rows, batch.rows, batch.scale, batch.out(),
+    )  # fmt: skip
+    total = scores.nansum((0, 2))
+    torch.testing.assert_close(total, torch.full_like(total, 2 * 4.0), rtol=1e-5, atol=0)
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_rows_shared_by_threads_equal_the_reference(
+    impl: ModuleType, threads: int, dtype: torch.dtype
+) -> None:
+    lengths = [5000, 1, 2047, 2048, 3 * 1024 + 1]
+    batch = make_batch(lengths, dtype=dtype)
+    out, scores = batch.out(), batch.scores.clone()
+    impl.attend_decode(
+        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
+        batch.rows, batch.rows, batch.scale, out,
+    )  # fmt: skip
+    check(batch, out, scores)
+    batch = make_batch([400, 900], [400, 300], dtype=dtype)
+    out, scores = batch.out(), batch.scores.clone()
+    impl.attend_prompt(
+        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
+        batch.query_start_loc, batch.rows, batch.scale, out,
+    )  # fmt: skip
+    check(batch, out, scores)
+
+
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+def test_a_row_does_not_depend_on_its_batch(impl: ModuleType, threads: int) -> None:
+    batch = make_batch([5000, 33, 70, 1200, 2500, 64, 1, 900], dtype=torch.bfloat16)
+    together, scores = batch.out(), batch.scores.clone()
+    arguments = (batch.block_table, batch.seq_lens)
+    impl.attend_decode(
+        batch.query,
+        batch.kv_cache,
+        scores,
+        *arguments,
+        batch.rows,
+        batch.rows,
+        batch.scale,
+        together,
+    )
+    alone, alone_scores = batch.out(), batch.scores.clone()
+    for row in batch.rows.split(1):
+        impl.attend_decode(
+            batch.query, batch.kv_cache, alone_scores, *arguments, row, row, batch.scale, alone
+        )
+    assert torch.equal(together, alone)
+    assert torch.equal(batch.used_scores(scores), batch.used_scores(alone_scores))
+
+
+def test_padded_rows_are_left_alone(impl: ModuleType) -> None:
+    """CUDA-graph-like padding: rows of length 0 and prompts of no queries."""
+    batch = make_batch([40, 70], [1, 1])
+    out, scores = batch.out(), batch.scores.clone()
+    batch.seq_lens[0] = 0
+    arguments = (batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens)
+    impl.attend_decode(*arguments, batch.rows[:1], batch.rows[:1], batch.scale, out)
+    none = torch.zeros(3, dtype=torch.int32)
+    impl.attend_prompt(*arguments, none, batch.rows, batch.scale, out)
+    assert out.isnan().all()
+    assert torch.equal(batch.used_scores(scores), batch.used_scores(batch.scores))
+
+
+STOCK = [(1, 64, 32), (3, 64, 32), (4, 128, 32), (8, 128, 128), (4, 80, 16)]
+
+
+@pytest.mark.parametrize(("group", "size", "block_size"), STOCK)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_is_as_good_as_stock(
+    impl: ModuleType, group: int, size: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """vLLM writes the cache and attends over it; ours over the same cache is as close to the truth."""
+    vllm = pytest.importorskip("vllm")
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip(f"needs vLLM's CPU build, found {vllm.__version__}")
+    current_platform.import_kernels()
+    isa = "vec16" if size % 32 or block_size % 32 else "vec"
+    lengths, queries = [300, 65, 700], [300, 1, 40]
+    batch = make_batch(lengths, queries, group=group, size=size, block_size=block_size, dtype=dtype)
+    # Through vLLM's own writer, so that a change of its layout shows here.
+    keys, values = (view.clone() for view in reference.key_value_views(batch.kv_cache))
+    blocks, heads = batch.kv_cache.shape[:2]
+    batch.kv_cache.zero_()
+    pages = batch.kv_cache.view(blocks, heads, 2 * block_size, size).chunk(2, dim=2)
+    slots = torch.arange(blocks * block_size)
+    ops.cpu_attn_reshape_and_cache(
+        keys.nan_to_num().permute(0, 3, 1, 2).flatten(0, 1).contiguous(),
+        values.nan_to_num().transpose(1, 2).flatten(0, 1).contiguous(),
+        *pages, slots, isa,
+    )  # fmt: skip
+    theirs = batch.out()
+    common = {"query_start_loc": batch.query_start_loc, "seq_lens": batch.seq_lens, "causal": True}
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=3, num_heads=heads * group, num_kv_heads=heads, head_dim=size, dtype=dtype,
+        sliding_window_size=-1, isa=isa, enable_kv_split=True, **common,
+    )  # fmt: skip
+    ops.cpu_attention_with_kv_cache(
+        query=batch.query, key_cache=pages[0], value_cache=pages[1], output=theirs,
+        scale=batch.scale, alibi_slopes=None, sliding_window=-1, block_table=batch.block_table,
+        softcap=0, scheduler_metadata=plan, s_aux=None, **common,
+    )  # fmt: skip
+    given = (batch.kv_cache, batch.scores.clone(), batch.block_table, batch.seq_lens)
+    ours, exact = batch.out(), batch.out()
+    for attend, out in ((impl.attend_prompt, ours), (reference.attend_prompt, exact)):
+        attend(batch.query, *given, batch.query_start_loc, batch.rows, batch.scale, out)
+    ulp = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert_no_worse(ours, exact, theirs, ulp)
+    assert_no_worse(theirs, exact, exact, 2 * ulp)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ kernels are built once, atomically, for this CPU; without a compiler numba steps in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from h2o_vllm.kernels import cpu as kernels
+from h2o_vllm.kernels.cpu import build
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty user cache and an empty folder for temporary files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "one.cpp").write_text('extern "C" int one() { return 1; }')
+    monkeypatch.setattr(build, "SOURCES", sources)
+    return tmp_path
+
+
+@needs_compiler
+def test_one_build_serves_all(place: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: build.library(), range(4)))
+    assert len(paths) == 1
+    assert set((place / "cache" / "h2o_vllm").iterdir()) == paths  # no temporary file left
+
+
+@needs_compiler
+def test_other_sources_are_another_library(place: Path) -> None:
+    first = build.library()
+    (place / "csrc" / "one.cpp").write_text('extern "C" int one() { return 2; }')
+    assert build.library() != first
+
+
+@needs_compiler
+def test_an_unwritable_cache_is_replaced(place: Path) -> None:
+    (place / "cache").write_text("a file where a folder should be")
+    assert build.library().is_relative_to(place / "tmp")
+
+
+@needs_compiler
+def test_nothing_is_loaded_from_a_folder_others_can_write(place: Path) -> None:
+    folder = place / "cache" / "h2o_vllm"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert build.library().is_relative_to(place / "tmp")
+
+
+@needs_compiler
+def test_a_compile_error_says_so(place: Path) -> None:
+    (place / "csrc" / "one.cpp").write_text("this is not C++")
+    with pytest.raises(OSError, match="failed"):
+        build.library()
+
+
+def test_without_a_compiler_numba_steps_in(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("H2O_CPU_KERNEL", raising=False)
+    monkeypatch.delitem(sys.modules, "h2o_vllm.kernels.cpu.cpp", raising=False)
+    with caplog.at_level(logging.INFO, "h2o_vllm.kernels"):
+        chosen = kernels.load.__wrapped__()
+    assert chosen.__name__.endswith("numba_kernels")
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "no C++ compiler" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif("avx512f" not in build._cpu(), reason="needs a CPU with something to leave out")
+@pytest.mark.parametrize(
+    ("without", "isa"), [("avx512bf16", "AVX-512"), ("avx512f", "AVX2"), ("avx", "portable")]
+)
+def test_lesser_cpus_equal_the_reference(tmp_path: Path, without: str, isa: str) -> None:
+    environment = os.environ | {"CXX": f"g++ -mno-{without}", "XDG_CACHE_HOME": str(tmp_path)}
+    told = subprocess.run(
+        [sys.executable, "-c", "from h2o_vllm.kernels import cpu as kernels; print(kernels.load('cpp').describe())"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert isa in told.stdout
+    tests = Path(__file__).with_name("test_attend.py")
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "cpp and not long", str(tests)],
+        env=environment, check=True,
+    )  # fmt: skip
+
+
+def test_kernels_do_not_import_vllm() -> None:
+    code = "import sys; from h2o_vllm.kernels import cpu as kernels; kernels.describe(); assert 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

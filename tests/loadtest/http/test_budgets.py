@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixes of budgets: what is sent, and in which shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtest.http.budgets import Mix, MixError
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "fields"),
+    [
+        ("0.2", "kv=0.2", {"kv_budget": 0.2}),
+        (".5", "kv=0.5", {"kv_budget": 0.5}),
+        ("1.0", "kv=1", {"kv_budget": 1.0}),
+        ("512t", "kv=512t", {"kv_budget_tokens": 512}),
+        ("none", "kv=none", {}),
+        ("0.2/window", "kv=0.2/window", {"kv_budget": 0.2, "kv_policy": "window"}),
+        ("none/full:7", "kv=none/full", {"kv_policy": "full"}),
+        ("0.1/h2o-norm", "kv=0.1/h2o-norm", {"kv_budget": 0.1, "kv_policy": "h2o-norm"}),
+    ],
+)
+def test_entry_becomes_a_label_and_body_fields(text: str, label: str, fields: object) -> None:
+    (budget,) = Mix(text).budgets
+    assert (budget.label, budget.fields) == (label, fields)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 1000))
+def test_every_full_cycle_has_exactly_the_weights(weights: list[int], start: int) -> None:
+    mix = Mix(",".join(f"{i + 1}t:{weight}" for i, weight in enumerate(weights)))
+    dealt = Counter(mix[start + i].label for i in range(sum(weights)))
+    assert dealt == {f"kv={i + 1}t": weight for i, weight in enumerate(weights)}
+
+
+def test_budgets_are_spread_not_dealt_in_blocks() -> None:
+    mix = Mix("1.0:2,0.2:2")
+    assert [mix[i].label for i in range(4)] == ["kv=1", "kv=0.2", "kv=1", "kv=0.2"]
+
+
+@pytest.mark.parametrize("text", ["", "x", "0.2:0", "0.2:-1", "0.2;1.0", "0.2,", "t", "0.2/"])
+def test_what_is_no_mix_is_refused_with_the_entry_and_the_form(text: str) -> None:
+    with pytest.raises(MixError, match="--budgets"):
+        Mix(text)
+
+
+def test_budget_named_twice_is_refused() -> None:
+    with pytest.raises(MixError, match="twice"):
+        Mix("0.2:1,0.20:3")

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison: alternating rounds under Locust, what is read from servers, and the report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtest.common.servers import Server, ServerError, metrics, summary
+from loadtest.http import compare, report
+from loadtest.http.records import Record, Run, read_runs, write_runs
+from tests.loadtest.conftest import FAST, StartMock
+
+ABOUT = {
+    "machine": "m",
+    "versions": {"vllm": "0"},
+    "date": "2026-01-01",
+    "commit": "c",
+    "command": "x",
+}
+
+
+def test_rounds_alternate_and_are_reported(
+    start_mock: StartMock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compare, "describe_run", lambda module: dict(ABOUT))
+    compare.main(
+        ["--url", start_mock(*FAST), "--rounds", "2", "--users", "4", "--requests", "4",
+         "--output-tokens", "8", "--out", str(tmp_path), "--name", "try"]
+    )  # fmt: skip
+    runs = read_runs(tmp_path / "try.jsonl")
+    order = [(run.about["round"], run.about["variant"]) for run in runs]
+    assert order == [(0, "full KV"), (0, "kv_budget 0.2"), (1, "kv_budget 0.2"), (1, "full KV")]
+    assert [len(run.records) for run in runs] == [4] * 4
+    salts = {run.about["settings"]["cache_salt"] for run in runs}
+    assert len(salts) == 4
+    prompts = [[one.prompt_tokens for one in run.records] for run in runs]
+    assert sorted(prompts[0]) == sorted(prompts[1])
+    assert "| full KV | 2 |" in (tmp_path / "try.md").read_text()
+    assert (tmp_path / "try.png").exists()
+    assert "round 2 full KV" in capsys.readouterr().out
+
+
+def compared() -> list[Run]:
+    """Two rounds: 100 and 90 tokens per second full, 200 and 270 with a budget."""
+    speeds = [
+        ("full KV", 0, 100),
+        ("kv_budget 0.2", 0, 200),
+        ("full KV", 1, 90),
+        ("kv_budget 0.2", 1, 270),
+    ]
+    return [
+        Run(
+            {**ABOUT, "variant": name, "round": number, "server": {"running_mean": speed / 10}},
+            [Record("kv=0.2", 0.0, ttft=0.1, latency=1.0, gaps_ms=[10.0], output_tokens=speed)],
+        )
+        for name, number, speed in speeds
+    ]
+
+
+def test_ratio_is_taken_within_a_round() -> None:
+    text = report.markdown(compared(), [])
+    # 2.0 and 3.0, not the ratio of the medians.
+    assert "| kv_budget 0.2 | 2 | 235.0 (200.0-270.0) | **2.50 (2.00-3.00)** |" in text
+    assert "| full KV | 2 | 95.0 (90.0-100.0) |  |" in text
+    assert "| 23.5 |" in text
+
+
+def test_report_judges_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.jsonl"
+    write_runs(path, compared())
+    assert report.main([str(path), "--slo", "ttft_p99=0.2"]) == 0
+    assert report.main([str(path), "--slo", "ttft_p99=0.05"]) == 3
+    with pytest.raises(SystemExit):
+        report.main([str(path), "--slo", "nonsense"])
+    assert "--slo" in capsys.readouterr().err
+
+
+METRICS = """# HELP vllm:num_requests_running x
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 1e3
+h2o:evicted_tokens_total{engine="0"} 9.0
+"""
+
+
+def test_metrics_are_summed_over_engines() -> None:
+    got = metrics(METRICS)
+    assert got["vllm:num_requests_running"] == 5.0
+    assert got["vllm:prefix_cache_hits_total"] == 1000.0
+
+
+def test_summary_covers_the_busy_time() -> None:
+    busy = metrics(METRICS)
+    idle = {**busy, "vllm:num_requests_running": 0.0, "vllm:num_preemptions_total": 4.0}
+    got: dict[str, Any] = summary([idle, busy, {**busy, "vllm:num_requests_running": 7.0}])
+    assert (got["running_mean"], got["running_max"], got["preemptions"]) == (6.0, 7.0, 3.0)
+    assert summary([idle]) == {}
+    assert summary([]) == {}
+
+
+def test_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest.http.mock_server"]
+    with Server(command, tmp_path / "log") as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/v1/models")
+
+
+def test_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    command = ["sh", "-c", "echo no such model; exit 1"]
+    with pytest.raises(ServerError, match="no such model"), Server(command, tmp_path / "log"):
+        pass

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locust itself, in its own process (gevent patches it), against the mock server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.http.records import ALL, percentile, read_runs, summarise
+from tests.loadtest.conftest import BROKEN, ONE_PLACE, ROOT, TIMED, StartMock
+
+
+def locust(url: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "locust", "-f", "loadtest/http/locustfile.py", "--headless"]
+    return subprocess.run(
+        [*command, "--host", url, "--json", *options],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def entries(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Locust's own rows by name."""
+    # The last list: workers print theirs too, which are empty.
+    start = done.stdout.rindex("\n[\n    {")
+    return {row["name"]: row for row in json.JSONDecoder().raw_decode(done.stdout, start + 1)[0]}
+
+
+def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(
+    start_mock: StartMock, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.jsonl"
+    done = locust(
+        start_mock(*TIMED), "-u", "4", "-r", "4", "--requests", "12", "--budgets", "1.0:1,0.2:2",
+        "--output-tokens", "20", "--warmup", "1", "--slo", "ttft_p99=5,itl_p50[kv=0.2]=0.001",
+        "--jsonl", str(file), "--report", LOADTEST_PROMPT_TOKENS="300",
+    )  # fmt: skip
+    # One objective is not met.
+    assert done.returncode == 3, done.stderr
+    assert "itl_p50[kv=0.2] <= 0.001" in done.stdout
+    rows = entries(done)
+    counts = {name: row["num_requests"] for name, row in rows.items()}
+    assert counts == {
+        "/v1/completions[kv=0.2]": 8, "ttft[kv=0.2]": 8, "itl[kv=0.2]": 8 * 19, "tok/s[kv=0.2]": 8,
+        "/v1/completions[kv=1]": 4, "ttft[kv=1]": 4, "itl[kv=1]": 4 * 19, "tok/s[kv=1]": 4,
+    }  # fmt: skip
+    mean = rows["ttft[kv=1]"]["total_response_time"] / 4
+    assert 148 < mean < 250
+    (run,) = read_runs(file)
+    assert run.about["settings"]["prompt_tokens"] == 300
+    assert "api_key" not in run.about["settings"]
+    assert len(run.records) == 12
+    got = summarise(run.records)
+    # Three rounds of four users.
+    assert 12 * 20 / got[ALL].tok_per_s == pytest.approx(3 * (0.15 + 19 * 0.02), rel=0.2)
+    assert percentile(got["kv=0.2"].samples["itl"], 0.5) == pytest.approx(0.02, rel=0.2)
+    report = file.with_suffix(".md").read_text()
+    assert "| kv=0.2 | 8 | 0 |" in report
+    assert file.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_open_loop_keeps_its_rate_whatever_the_server_does(
+    start_mock: StartMock, tmp_path: Path
+) -> None:
+    """One place of 0.53 s takes two requests per second; twelve per second come all the same."""
+    file = tmp_path / "run.jsonl"
+    done = locust(
+        start_mock(*ONE_PLACE), "-u", "3", "-r", "100", "-t", "3",
+        "--arrival", "open", "--rate", "4", "--output-tokens", "20", "--warmup", "0",
+        "--jsonl", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = read_runs(file)
+    # 36 are expected, with a standard deviation of 6.
+    assert 12 < len(run.records) < 70
+    whole = [record for record in run.records if record.whole]
+    assert 2 <= len(whole) <= 6
+    assert all(record.cut for record in run.records if not record.whole)
+    waits = [record.ttft for record in sorted(whole, key=lambda record: record.at)]
+    assert waits == sorted(waits)
+
+
+def test_stages_ramp_the_users(start_mock: StartMock, tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    done = locust(
+        start_mock(*TIMED), "--stages", "1s:1,0s:6,2s:6",
+        "--output-tokens", "8", "--warmup", "0", "--jsonl", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = read_runs(file)
+
+    def running(moment: float) -> int:
+        return sum(record.at <= moment < record.end for record in run.records)
+
+    assert running(0.5) <= 1
+    assert max(running(1.2 + i / 20) for i in range(30)) == 6
+
+
+def test_failures_are_locusts_exit_code(start_mock: StartMock) -> None:
+    done = locust(start_mock(*BROKEN), "-u", "2", "-r", "2", "--requests", "12", "--warmup", "0")
+    assert done.returncode == 1
+    assert "told to fail" in done.stderr + done.stdout
+
+
+def test_workers_send_all_they_have_measured(start_mock: StartMock, tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    done = locust(
+        start_mock(*TIMED), "-u", "4", "-r", "40", "-t", "1", "--processes", "2",
+        "--stop-timeout", "5", "--output-tokens", "40", "--warmup", "0", "--jsonl", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = read_runs(file)
+    assert run.about["model"] == "mock"
+    assert all(record.whole for record in run.records)
+    (count,) = (
+        row["num_requests"] for name, row in entries(done).items() if name.startswith("/v1")
+    )
+    assert len(run.records) == count >= 4
+    # Each worker has prompts of its own.
+    assert len({record.prompt_tokens for record in run.records}) > 2
+
+
+def test_bad_option_ends_with_one_line_and_code_2() -> None:
+    done = locust("http://127.0.0.1:9", "--budgets", "x")
+    assert done.returncode == 2
+    assert "locust: error: --budgets: got 'x'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_server_that_is_not_there_ends_with_one_line_and_code_2() -> None:
+    done = locust("http://127.0.0.1:9", "-t", "20")
+    assert done.returncode == 2
+    assert "locust: error: http://127.0.0.1:9: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_gevent_stays_in_locusts_processes() -> None:
+    assert not {"gevent", "locust"} & set(sys.modules)

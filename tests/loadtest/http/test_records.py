@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures are exact, and what is written is what is read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadtest.http.records import ALL, Record, Run, percentile, read_runs, summarise, write_runs
+
+
+def record(label: str = "kv=0.2", at: float = 0.0, **changes: object) -> Record:
+    values = {"ttft": 0.5, "latency": 2.5, "gaps_ms": [1000.0, 1000.0], "output_tokens": 3}
+    return Record(label, at, **(values | changes))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.floats(0, 1))
+def test_percentile_equals_numpys(values: list[float], share: float) -> None:
+    assert percentile(values, share) == pytest.approx(np.percentile(values, 100 * share), abs=1e-6)
+
+
+def test_percentile_of_nothing_is_not_a_number() -> None:
+    assert math.isnan(percentile([], 0.5))
+
+
+def test_speed_of_a_budget_is_its_share_of_the_whole_run() -> None:
+    records = [record(), record("kv=1", 2.5, output_tokens=7)]
+    got = summarise(records)
+    assert list(got) == [ALL, "kv=0.2", "kv=1"]
+    assert got[ALL].seconds == 5.0
+    speeds = {label: summary.tok_per_s for label, summary in got.items()}
+    assert speeds == pytest.approx({ALL: 2.0, "kv=0.2": 0.6, "kv=1": 1.4})
+
+
+def test_failed_and_cut_requests_give_no_latencies_and_only_the_failed_are_errors() -> None:
+    records = [record(), record(error="500", ttft=9.0), record(cut=True, ttft=9.0)]
+    got = summarise(records)[ALL]
+    assert (got.requests, got.failures, got.cut) == (3, 1, 1)
+    assert got.error_rate == 0.5
+    assert got.samples["ttft"] == [0.5]
+    assert got.samples["itl"] == [1.0, 1.0]
+    # But tokens that came did come.
+    assert got.output_tokens == 9
+
+
+def test_time_per_output_token_counts_tokens_not_events() -> None:
+    assert record(output_tokens=5).tpot == 0.5
+    assert record(output_tokens=1, gaps_ms=[]).tpot is None
+
+
+def test_held_share_comes_from_the_reports() -> None:
+    reports = [
+        {"tokens_seen": 100, "tokens_held": 20},
+        {"tokens_seen": 300, "tokens_held": 180},
+        None,
+    ]
+    assert summarise([record(kv_cache=one) for one in reports])[ALL].held == 0.5
+
+
+def test_file_gives_back_runs_and_records(tmp_path: Path) -> None:
+    runs = [
+        Run({"variant": "full"}, [record(kv_cache={"tokens_seen": 5}), record("kv=1", error="x")]),
+        Run({"variant": "0.2"}, []),
+    ]
+    path = tmp_path / "new" / "runs.jsonl"
+    write_runs(path, runs[:1])
+    write_runs(path, runs[1:])
+    assert read_runs(path) == runs
+
+
+def test_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"workload": "tight"}\n')
+    with pytest.raises(ValueError, match=r"other\.jsonl:1"):
+        read_runs(path)

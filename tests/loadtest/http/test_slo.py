@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate: what it reads, and that it never passes what was not measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtest.http.records import Record, summarise
+from loadtest.http.slo import SLOError, check, parse_slo
+
+RECORDS = [
+    Record("kv=0.2", 0.0, ttft=0.1 * i, latency=1.0, gaps_ms=[10.0], output_tokens=2)
+    for i in range(1, 11)
+] + [Record("kv=1", 0.0, ttft=5.0, latency=8.0, error="500")]
+
+
+@pytest.mark.parametrize(
+    ("text", "met"),
+    [
+        ("ttft_p50=0.55", True),
+        ("ttft_p50=0.54", False),
+        ("ttft_max=1.0", True),
+        ("ttft_mean=0.5499", False),
+        ("ttft_p99.9[kv=0.2]=1.0", True),
+        ("itl_p99=0.01", True),
+        ("latency_p50=0.9", False),
+        ("tok_per_s=2.5", True),
+        ("tok_per_s=2.6", False),
+        ("tok_per_s[kv=0.2]=2.5", True),
+        ("error_rate=0.1", True),
+        ("error_rate=0", False),
+        ("error_rate[kv=0.2]=0", True),
+        ("req_per_s=1.25", True),
+        ("ttft_p50[kv=1]=100", False),
+        ("ttft_p50[kv=0.5]=100", False),
+        ("error_rate[kv=0.5]=1", False),
+    ],
+)
+def test_objective(text: str, met: bool) -> None:
+    (verdict,) = check(parse_slo(text), summarise(RECORDS))
+    assert verdict.met is met
+
+
+def test_run_without_requests_meets_nothing() -> None:
+    text = "ttft_p50=1,error_rate=1,tok_per_s=0"
+    assert [verdict.met for verdict in check(parse_slo(text), summarise([]))] == [False] * 3
+
+
+def test_several_objectives_and_how_they_are_shown() -> None:
+    found = parse_slo(" ttft_p99=2.0, itl_p95[kv=0.2]=0.05 ,tok_per_s=100,")
+    assert [str(one) for one in found] == [
+        "ttft_p99 <= 2",
+        "itl_p95[kv=0.2] <= 0.05",
+        "tok_per_s >= 100",
+    ]
+    assert parse_slo("") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ttft=1", "ttft_p99", "ttft_p101=1", "ttft_99=1", "tok_per_s_p50=1", "x_p1=1", "ttft_p9=-1"],
+)
+def test_what_is_no_objective_is_refused(text: str) -> None:
+    with pytest.raises(SLOError, match="--slo"):
+        parse_slo(text)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quality run on a real engine, from the command line, against the model as transformers computes it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from loadtest.quality.measures.nll import forced_samples
+from loadtest.quality.rows import Key, Row, latest, read_rows
+from loadtest.quality.sizes import QUICK
+
+ROOT = Path(__file__).parents[3]
+# Float32: in bfloat16 two right answers differ in the second digit.
+OPTIONS = ("--quick", "--dtype", "float32", "--policies", "h2o", "random", "--budgets", "0.2",
+           "--measures", "nll", "drift", "retrieval", "--samples", "retrieval=3")  # fmt: skip
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Row]:
+    out = tmp_path_factory.mktemp("quality")
+    command = [sys.executable, "-m", "loadtest.quality", *OPTIONS, "--out", str(out)]
+    # In a process of its own: an engine changes the one it starts in.
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (path,) = out.glob("*.jsonl")
+    assert path.with_suffix(".png").exists()
+    assert "| h2o |" in path.with_suffix(".md").read_text()
+    runs, found = read_rows([path])
+    assert str(out) not in runs[0]["command"]
+    return latest(found)
+
+
+def test_full_kv_finds_a_text_as_likely_as_transformers_does(rows: dict[Key, Row]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from h2o_vllm.models import default_model_dir
+
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir())
+    encode = SimpleNamespace(encode=lambda text: tokenizer.encode(text, verbose=False))
+    model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32)
+    for sample in forced_samples(cast(Any, encode), QUICK):
+        ids = torch.tensor([[*sample.ask.prompt, *sample.ask.forced]])
+        with torch.inference_mode():
+            logprobs = model(ids).logits[0].log_softmax(-1)
+        start = len(sample.ask.prompt)
+        said = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])
+        found = rows["full", 1.0, "nll", sample.name].values["nll"]
+        assert found == pytest.approx(-said.mean().item(), rel=1e-4)
+
+
+def test_full_kv_once_more_loses_nothing(rows: dict[Key, Row]) -> None:
+    again = [row for row in rows.values() if row.line == "full-again"]
+    assert {row.measure for row in again} == {"nll", "drift", "retrieval"}
+    for row in again:
+        if row.measure == "drift":
+            assert row.values["kl"] == pytest.approx(0, abs=1e-6)
+            assert row.values["agree"] == 1.0
+        else:
+            full = rows["full", 1.0, row.measure, row.sample]
+            assert row.values == pytest.approx(full.values, rel=1e-4)
+
+
+def test_random_eviction_costs_more_than_h2o(rows: dict[Key, Row]) -> None:
+    def total(line: str, measure: str, key: str) -> float:
+        return sum(
+            row.values[key] for row in rows.values() if (row.line, row.measure) == (line, measure)
+        )
+
+    assert total("random", "nll", "nll") > total("h2o", "nll", "nll") > total("full", "nll", "nll")
+    assert total("random", "drift", "kl") > total("h2o", "drift", "kl") > 0
+
+
+def test_evicting_requests_held_their_share(rows: dict[Key, Row]) -> None:
+    held = {row.held for row in rows.values() if row.budget == 0.2}
+    # 61 of 304 tokens, and at most a block more.
+    assert all(0.2 <= share <= 0.2 + 32 / 256 + 0.01 for share in held)
+    assert {row.held for row in rows.values() if row.budget == 1.0} == {1.0}

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rows of the quality run to numbers with intervals, tables and a picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.quality import bootstrap
+from loadtest.quality.figures import Figures, better_on
+from loadtest.quality.measures import MEASURES
+from loadtest.quality.rows import read_rows
+from loadtest.quality.tables import cell, checks, markdown
+from tests.loadtest.quality.quality_words import Words, run
+
+
+def test_an_interval_holds_its_value_and_narrows_with_samples() -> None:
+    few, many = bootstrap.mean([1.0, 2.0, 3.0, 6.0]), bootstrap.mean([1.0, 2.0, 3.0, 6.0] * 25)
+    assert few.value == many.value == 3.0
+    assert few.low < many.low < 3.0 < many.high < few.high
+    assert (few.samples, many.samples) == (4, 100)
+
+
+def test_an_interval_is_the_same_every_time() -> None:
+    assert bootstrap.mean([1.0, 2.0, 5.0]) == bootstrap.mean([1.0, 2.0, 5.0])
+
+
+def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    import numpy as np
+
+    source = np.random.default_rng(0)
+    figures = [bootstrap.mean(source.normal(size=40).tolist()) for _ in range(100)]
+    assert 86 <= sum(one.low <= 0 <= one.high for one in figures) <= 100
+
+
+def test_pairs_are_drawn_together() -> None:
+    # Samples differ by hundreds; the sides differ by 1 % everywhere, which unpaired draws would not see.
+    base = [1.0, 10.0, 100.0, 500.0]
+    found = bootstrap.ratio([1.01 * value for value in base], base)
+    assert found[:3] == pytest.approx((1.01, 1.01, 1.01))
+    found = bootstrap.difference([value + 2 for value in base], base)
+    assert found[:3] == pytest.approx((2, 2, 2))
+
+
+def test_nothing_over_nothing_is_no_ratio() -> None:
+    assert math.isnan(bootstrap.ratio([1.0], [0.0]).value)
+    with pytest.raises(ValueError, match="2 values against 1"):
+        bootstrap.ratio([1.0, 2.0], [1.0])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Figures, list[dict[str, Any]]]:
+    path = tmp_path_factory.mktemp("quality") / "rows.jsonl"
+    run(path, Words(), ["random", "window", "h2o"], (0.2, 0.5))
+    runs, rows = read_rows([path])
+    return Figures.of(rows), runs
+
+
+def test_full_kv_against_itself_loses_nothing(measured: Any) -> None:
+    figures, _ = measured
+    loss, *_ = MEASURES["nll"].metrics
+    for line in ("full", "full-again"):
+        assert figures.figure("nll", loss, line, 1.0)[:3] == (0, 0, 0)
+    kl, same = MEASURES["drift"].metrics
+    assert figures.figure("drift", kl, "full-again", 1.0).value == 0
+    assert figures.figure("drift", same, "full-again", 1.0).value == 100
+
+
+def test_a_figure_is_what_the_samples_say(measured: Any) -> None:
+    figures, _ = measured
+    loss, nats, *_ = MEASURES["nll"].metrics
+    assert figures.figure("nll", nats, "h2o", 0.2).value == pytest.approx(1.8)
+    assert figures.figure("nll", loss, "h2o", 0.2).value == pytest.approx(80)
+    assert figures.figure("nll", loss, "window", 0.5).value == pytest.approx(100)
+    assert figures.figure("nll", loss, "h2o", 1.0) is None
+    assert better_on({"a": 1, "b": 2}, {"a": 2, "b": 1, "c": 0}) == (1, 2)
+
+
+def test_the_report_has_a_table_per_metric_and_every_policy(measured: Any) -> None:
+    figures, runs = measured
+    text = markdown(figures, runs)
+    assert "| policy | 0.2 | 0.5 | 1 |" in text
+    assert "| h2o | 80.00 | 50.00 |  |" in text
+    assert "| full |  |  | 0.00 |" in text
+    assert text.count("**") == 2 * (1 + 6 + 2 + 5 + 6 + 1)
+    assert checks(figures) == [
+        "texts on which h2o has a lower NLL than random, at 0.2: 3 of 3, 0.5: 3 of 3",
+        "texts on which h2o has a lower NLL than window, at 0.2: 3 of 3, 0.5: 3 of 3",
+    ]
+
+
+def test_a_cell_shows_the_interval() -> None:
+    assert cell(bootstrap.Figure(2.14, 1.0, 3.2, 8), 1) == "2.1 (1.0 to 3.2)"
+    assert cell(bootstrap.Figure(2.0, 2.0, 2.0, 8), 0) == "2"
+    assert cell(None, 1) == ""
+
+
+def test_the_picture_is_drawn(measured: Any, tmp_path: Path) -> None:
+    from loadtest.quality.plot import plot_quality
+
+    image = plot_quality(*measured, tmp_path / "rows.png")
+    assert image.read_bytes().startswith(b"\x89PNG")

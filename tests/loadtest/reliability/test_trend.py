@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a soak calls flat."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from loadtest.reliability.soak import BOUNDS, verdicts
+from loadtest.reliability.trend import Bound, judge, slope
+
+HOUR = [i / 1800 for i in range(1801)]
+"""A sample every two seconds."""
+
+MEMORY = Bound("rss", "MiB", per_hour=48, share=0.05)
+
+
+def noise(level: float, spread: float, per_hour: float = 0.0) -> list[tuple[float, float]]:
+    chance = random.Random(0)
+    return [(x, chance.gauss(level + per_hour * x, spread)) for x in HOUR]
+
+
+@pytest.mark.parametrize("per_hour", [-30.0, 0.0, 7.0, 500.0])
+def test_slope_is_found_under_noise(per_hour: float) -> None:
+    assert slope(noise(2000, 10, per_hour)) == pytest.approx(per_hour, abs=4)
+
+
+def test_outliers_do_not_bend_it() -> None:
+    points = noise(2000, 1)
+    points[-90:] = [(x, 9000.0) for x, _ in points[-90:]]
+    assert slope(points) == pytest.approx(0, abs=4)
+
+
+def test_leak_is_no_trend_that_passes() -> None:
+    assert judge(MEMORY, noise(2000, 10)).flat
+    assert judge(MEMORY, noise(2000, 10, -500)).flat
+    leak = judge(MEMORY, noise(2000, 10, 300))
+    assert not leak.flat
+    assert "GROWS" in str(leak)
+    assert leak.row()["flat"] is False
+
+
+def test_what_must_be_zero_is_held_against_its_worst() -> None:
+    (bound,) = (bound for bound in BOUNDS if bound.name == "idle_blocks")
+    assert judge(bound, [(x, 0.0) for x in HOUR]).flat
+    assert not judge(bound, [(x, 0.01 if x == 0.5 else 0.0) for x in HOUR]).flat
+
+
+@pytest.mark.parametrize("points", [[], [(0.0, 1.0)]])
+def test_what_was_not_measured_is_not_flat(points: list[tuple[float, float]]) -> None:
+    verdict = judge(MEMORY, points)
+    assert not verdict.flat
+    assert "NOT MEASURED" in str(verdict)
+
+
+def test_first_quarter_is_not_judged() -> None:
+    rows = [
+        {
+            "t": t,
+            "rss_mib": 3000 + min(0, t - 20) * 50,
+            "fds": 90,
+            "threads": 40,
+            "latency_s": 0.5,
+            "idle_blocks": 0.0,
+        }
+        for t in range(0, 120, 2)
+    ]
+    assert all(verdict.flat for verdict in verdicts(rows))
+    leaking = [row | {"fds": 90 + row["t"]} for row in rows]
+    assert [verdict.name for verdict in verdicts(leaking) if not verdict.flat] == ["fds"]

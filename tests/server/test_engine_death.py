@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the server ended because it was told to, or because its engine died."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from h2o_vllm.config import H2OConfig
+from h2o_vllm.server import engine_death, launch, serve
+from tests.server.vllm_like import Engine, build
+
+
+@pytest.fixture(autouse=True)
+def _nothing_happened_yet() -> Iterator[None]:
+    yield
+    engine_death.watch(Engine())
+
+
+async def lifespan(engine: Engine, told_to_stop: bool) -> None:
+    """Start the application of vLLM's server and end it, as uvicorn does."""
+    app = build(engine)
+    messages = iter(["lifespan.startup", "lifespan.shutdown"])
+
+    async def receive() -> Any:
+        kind = next(messages)
+        if kind == "lifespan.shutdown" and told_to_stop:
+            # vLLM's handler of SIGTERM does this before it ends the HTTP server.
+            app.state.engine_client.shutdown(timeout=0)
+        return {"type": kind}
+
+    async def send(message: Any) -> None:
+        assert message["type"].endswith("complete")
+
+    await app({"type": "lifespan", "asgi": {"version": "3.0"}, "app": app}, receive, send)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("errored", "told_to_stop", "died"),
+    [(False, False, False), (True, False, True), (True, True, False), (False, True, False)],
+)
+async def test_only_an_engine_that_nobody_stopped_has_died(
+    errored: bool, told_to_stop: bool, died: bool
+) -> None:
+    engine = Engine()
+    engine.errored = errored
+    await lifespan(engine, told_to_stop)
+    assert engine_death.died() is died
+
+
+@pytest.mark.asyncio
+async def test_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cli_env_setup", "configure_logging_from_args", "prepare"):
+        monkeypatch.setattr(serve, name, lambda *_: None)
+    monkeypatch.setattr(serve, "validate_parsed_serve_args", lambda _: None)
+    monkeypatch.setattr(launch, "run", lambda _: 0)
+    args = argparse.Namespace(block_size=32), argparse.ArgumentParser(), H2OConfig()
+    assert serve.serve(*args) == 0
+    engine = Engine()
+    engine.errored = True
+    await lifespan(engine, told_to_stop=False)
+    assert serve.serve(*args) == 1
+
+
+def test_vllm_stops_its_engine_before_the_http_server_ends() -> None:
+    from vllm.entrypoints.launchers import launcher
+
+    source = inspect.getsource(launcher.serve_http)
+    stops, ends = source.index("engine_client.shutdown"), source.index("server.should_exit = True")
+    assert stops < ends
+    assert "engine.errored" in inspect.getsource(launcher.terminate_if_errored)

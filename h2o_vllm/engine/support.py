@@ -10,13 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from h2o_vllm.config import CONFIG_KEY
-from h2o_vllm.engine.compat import check_vllm_version
+from h2o_vllm.engine.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["check_supported"]
+
+SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
+"""Class path of our scheduler, as ``--scheduler-cls`` takes it."""
 
 _KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -166,6 +169,6 @@ _BY_DEVICE = {"cpu": _on_cpu, "cuda": _on_cuda}
 
 
 def _is_ours(scheduler_cls: type) -> bool:
-    from h2o_vllm.engine.scheduler import H2OScheduler
-
-    return issubclass(scheduler_cls, H2OScheduler)
+    # By name: the scheduler imports this module.
+    paths = (f"{base.__module__}.{base.__qualname__}" for base in scheduler_cls.__mro__)
+    return SCHEDULER_CLS in paths

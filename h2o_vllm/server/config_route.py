@@ -21,7 +21,7 @@ from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
 from h2o_vllm.config import MAX_SINKS, POLICIES, REQUEST_FIELDS, H2OConfig
-from h2o_vllm.engine.compat import supported_versions
+from h2o_vllm.engine.version import supported_versions
 from h2o_vllm.server.routes import LIFTED, REFUSED
 
 if TYPE_CHECKING:

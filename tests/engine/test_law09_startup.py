@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config import H2OConfig
-from h2o_vllm.engine import compat
+from h2o_vllm.engine import compat, version
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.engine.scheduler import H2OScheduler
@@ -158,10 +158,11 @@ def test_attention_we_cannot_score_is_refused(name: str, value: object) -> None:
     }
     for attribute, default in plain.items():
         setattr(impl, attribute, default)
-    impl.bind(torch.zeros(1))
+    state: Any = SimpleNamespace(scores=torch.zeros(1, 1))
+    impl.bind(state, 0)
     setattr(impl, name, value)
     with pytest.raises(ConfigError, match="cannot score"):
-        impl.bind(torch.zeros(1))
+        impl.bind(state, 0)
 
 
 @pytest.mark.parametrize("state", [None, SimpleNamespace()], ids=["unbound", "no-plan"])
@@ -170,20 +171,22 @@ def test_a_step_that_our_scheduler_did_not_plan_is_not_run(state: object) -> Non
         bare_worker(_state=state).execute_model(SimpleNamespace())
 
 
-@pytest.mark.parametrize("version", [(0, 31, 2), (0, 34, 0), (1, 0, 0)], ids=str)
-def test_another_vllm_is_refused(version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.version.__version_tuple__", version)
+@pytest.mark.parametrize("installed", [(0, 31, 2), (0, 34, 0), (1, 0, 0)], ids=str)
+def test_another_vllm_is_refused(
+    installed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.version.__version_tuple__", installed)
     with pytest.raises(ConfigError, match=r"supports vLLM >= 0\.32"):
-        compat.check_vllm_version("cpu")
+        version.check_vllm_version("cpu")
     with pytest.raises(ConfigError, match=r"supports vLLM >= 0\.32"):
         engine_args()
 
 
 def test_cuda_accepts_one_version_more_than_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.version.__version_tuple__", (0, 33, 0))
-    compat.check_vllm_version("cuda")
+    version.check_vllm_version("cuda")
     with pytest.raises(ConfigError, match=r"< 0\.33 on cpu"):
-        compat.check_vllm_version("cpu")
+        version.check_vllm_version("cpu")
 
 
 def test_sliding_windows_are_left_alone() -> None:

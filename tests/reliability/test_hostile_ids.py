@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_vllm.engine.compat import parent_request
-from h2o_vllm.engine.scheduler import MAX_FAMILIES, MAX_SIBLINGS
+from h2o_vllm.engine.siblings import MAX_FAMILIES, MAX_SIBLINGS, parent_request
 from tests.engine.scheduling import Rig
 
 PROMPT = list(range(1000, 1100))
@@ -62,8 +61,8 @@ def test_finished_requests_with_several_choices_are_forgotten(model_dir: str) ->
         rig.step()
     rig.add("0_last", PROMPT[:20], max_tokens=1)
     rig.run()
-    assert len(rig.scheduler._families) <= MAX_FAMILIES + 1
-    assert not rig.scheduler._choices
+    assert len(rig.scheduler._siblings.families) <= MAX_FAMILIES + 1
+    assert not rig.scheduler._siblings.choices
     # However many came after it, whoever was still running has kept its first choice's report.
     assert set(rig.reports["1_old"]) == {"0", "1"}
 
@@ -77,4 +76,4 @@ def test_aborted_choices_are_forgotten_too(model_dir: str) -> None:
     rig.step()
     rig.scheduler.finish_requests(["0_p", "1_p"], RequestStatus.FINISHED_ABORTED)
     rig.run()
-    assert not rig.scheduler._choices
+    assert not rig.scheduler._siblings.choices

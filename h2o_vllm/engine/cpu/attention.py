@@ -3,7 +3,7 @@
 
 Without a budget in the batch every call goes straight to vLLM's own backend. With one, the
 metadata builder first drops the holes from the block tables (``build``), and each layer then adds
-the attention probabilities of the scored rows to its scores (``forward``), in the same pass over the
+the attention probabilities of the scored rows to its scores (``attend``), in the same pass over the
 keys as the attention itself. Rows without a budget stay with vLLM's kernel.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -23,16 +22,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.registry import register_backend as vllm_register_backend
 
 from h2o_vllm.blocks.spec import evictable_spec
-from h2o_vllm.engine.binding import refuse_unscorable
+from h2o_vllm.engine.attention import AttentionCall, ScoringImpl
 from h2o_vllm.engine.compat import set_attention_isa
-from h2o_vllm.engine.cpu.rows import (
-    EvictionParams,
-    RowSplit,
-    compact_tables,
-    new_tokens,
-    protected_tokens,
-    split_rows,
-)
+from h2o_vllm.engine.cpu.rows import RowSplit, compact_tables, split_rows
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 
@@ -40,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata, MultipleOf
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-    from h2o_vllm.engine.cpu.state import WorkerState
+    from h2o_vllm.engine.cpu.state import CPUState
 
 __all__ = ["H2OAttentionBackend", "H2OAttentionImpl", "H2OMetadataBuilder", "register_backend"]
 
@@ -63,11 +55,11 @@ class H2OMetadata(CPUAttentionMetadata):
     """vLLM's metadata (holes already dropped) of a batch with scored rows.
 
     Attributes:
-        rows: which rows are scored, and how.
+        split: which rows are scored, and how.
         rest: metadata of the rows left to vLLM, if there are any.
     """
 
-    rows: RowSplit | None = None
+    split: RowSplit | None = None
     rest: CPUAttentionMetadata | None = None
 
 
@@ -75,7 +67,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
     """Drops holes from the block tables and tells scored rows from the others."""
 
     isa: str
-    _state: WorkerState | None = None
+    _state: CPUState | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +80,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
                 f"KV layout of {_READABLE_ISAS} only"
             )
 
-    def bind(self, state: WorkerState) -> None:
+    def bind(self, state: CPUState) -> None:
         """Hand over the worker's state; until then everything is stock."""
         self._state = state
 
@@ -100,30 +92,18 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """As the base class; a step in which nobody has a budget is left alone entirely."""
         common, state = common_attn_metadata, self._state
-        terms: list[EvictionParams | None] = []
-        if state is not None and state.in_step and state.policies:
-            ids = state.row_request_ids()[: common.num_reqs]
-            terms = [state.policies.get(request_id) for request_id in ids]
-        if state is None or not any(terms):
+        rows = None if state is None else state.rows(common)
+        if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
-        starts = common.query_start_loc_cpu.tolist()
-        seq_lens = common.seq_lens.tolist()
-        for policy, tokens, positions in new_tokens(terms, starts, seq_lens):
-            state.start_scores(policy, positions, common.slot_mapping[tokens])
-        if protected := protected_tokens(terms, starts, seq_lens):
-            state.protect(common.slot_mapping[torch.tensor(protected)])
-        live = compact_tables(common, [one is not None for one in terms], self.block_size)
-        scored = [
-            one.scored_queries(seq_lens[row] - starts[row + 1] + starts[row], seq_lens[row])
-            if one
-            else 0
-            for row, one in enumerate(terms)
-        ]
-        self._forget(terms, scored, live)
-        rows = split_rows(scored, starts)
-        if rows is None:
+        state.start_tokens(rows, common.slot_mapping)
+        live = compact_tables(common, rows.codes > 0, self.block_size)
+        clearing = rows.last_query_rows
+        if clearing.size:
+            state.clear_scores(live.block_table_tensor, live.seq_lens, clearing)
+        split = split_rows(rows)
+        if split is None:
             return super().build(common_prefix_len, live, fast_build)
-        rest = self._subset(live, rows) if rows.rest_rows.numel() else None
+        rest = self._subset(live, split) if split.rest_rows.numel() else None
         # vLLM's kernel serves the rest only; ours read nothing but these three tensors.
         metadata = super().build(common_prefix_len, rest or live, fast_build)
         ours = {
@@ -131,83 +111,48 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             "seq_lens": live.seq_lens,
             "block_table": live.block_table_tensor,
         }
-        return H2OMetadata(**{**vars(metadata), **ours}, rows=rows, rest=rest and metadata)
-
-    def _forget(
-        self, terms: list[EvictionParams | None], scored: list[int], live: CommonAttentionMetadata
-    ) -> None:
-        """Drop the old scores of the rows whose policy counts the newest query alone."""
-        for row, one in enumerate(terms):
-            if one is not None and one.policy.last_query_only and scored[row]:
-                used = -(-int(live.seq_lens[row]) // self.block_size)
-                assert self._state is not None
-                self._state.clear_scores(live.block_table_tensor[row, :used])
+        return H2OMetadata(**{**vars(metadata), **ours}, split=split, rest=rest and metadata)
 
     @staticmethod
-    def _subset(common: CommonAttentionMetadata, rows: RowSplit) -> CommonAttentionMetadata:
-        index = rows.rest_rows.long()
+    def _subset(common: CommonAttentionMetadata, split: RowSplit) -> CommonAttentionMetadata:
+        index = split.rest_rows.long()
         return replace(
             common,
-            query_start_loc=rows.rest_starts,
-            query_start_loc_cpu=rows.rest_starts,
+            query_start_loc=split.rest_starts,
+            query_start_loc_cpu=split.rest_starts,
             seq_lens=common.seq_lens[index],
             num_reqs=index.numel(),
-            num_actual_tokens=rows.rest_tokens.numel(),
+            num_actual_tokens=split.rest_tokens.numel(),
             block_table_tensor=common.block_table_tensor[index],
-            slot_mapping=common.slot_mapping[rows.rest_tokens],
+            slot_mapping=common.slot_mapping[split.rest_tokens],
         )
 
 
-class H2OAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, which adds probabilities to ``scores`` for the scored rows."""
+class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
+    """vLLM's CPU attention, which adds probabilities to the scores for the scored rows."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._scores: torch.Tensor | None = None
+    stock = CPUAttentionBackendImpl
+    scored_metadata = H2OMetadata
 
-    def bind(self, scores: torch.Tensor) -> None:
-        """Take this layer's scores, ``[N, KH, BS]``, float32.
-
-        Raises:
-            ConfigError: this layer's attention is of a kind our kernels do not compute.
-        """
-        refuse_unscorable(self)
-        self._scores = scores
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As the base class; also adds the scored rows' probabilities to the scores."""
-        stock = super().forward
-        scales = (output_scale, output_block_scale)
-        if not isinstance(attn_metadata, H2OMetadata):
-            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        rows, scores = attn_metadata.rows, self._scores
-        assert rows is not None
-        assert scores is not None
-        if attn_metadata.rest is not None:
-            index = rows.rest_tokens
+    def attend(self, call: AttentionCall, batch: H2OMetadata) -> None:
+        """The rows left to vLLM, then ours: each query's attention and scores in one pass."""
+        split = batch.split
+        assert split is not None
+        query, output = call.query, call.output
+        if batch.rest is not None:
+            index = split.rest_tokens
             attended = output[index]
-            stock(layer, query[index], key, value, kv_cache, attn_metadata.rest, attended, *scales)
+            self.attend_stock(call._replace(query=query[index], output=attended), batch.rest)
             output[index] = attended
-        tables = (attn_metadata.block_table, attn_metadata.seq_lens)
-        batch = (query, kv_cache, scores, *tables)
-        kernels.attend_decode(*batch, rows.decode_tokens, rows.decode_rows, self.scale, output)
-        starts = attn_metadata.query_start_loc
-        kernels.attend_prompt(*batch, starts, rows.prompt_rows, self.scale, output)
-        if rows.last_rows.numel():
-            batch = (query[rows.last_tokens], kv_cache, scores, *tables)
-            kernels.score_prompt(*batch, rows.last_starts, rows.last_rows, self.scale)
-        return output
+        cached = (call.kv_cache, self._scores, batch.block_table, batch.seq_lens)
+        kernels.attend_decode(
+            query, *cached, split.decode_tokens, split.decode_rows, self.scale, output
+        )
+        starts = batch.query_start_loc
+        kernels.attend_prompt(query, *cached, starts, split.prompt_rows, self.scale, output)
+        if split.last_rows.numel():
+            last = query[split.last_tokens]
+            kernels.score_prompt(last, *cached, split.last_starts, split.last_rows, self.scale)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):
@@ -217,7 +162,8 @@ class H2OAttentionBackend(CPUAttentionBackend):
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        """vLLM declares multiples of 32; its kernels run on multiples of 16."""
+        """Multiples of 16, on which vLLM's kernels run though it declares those of 32."""
+        del kv_cache_spec
         from vllm.v1.attention.backend import MultipleOf
 
         return [MultipleOf(16)]

@@ -38,6 +38,8 @@ class H2OCPUExecutor(MultiprocExecutor):
     """
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        """Make the executor that fits the machine."""
+        del args, kwargs
         parallel = vllm_config.parallel_config
         cores = len(os.sched_getaffinity(0))
         single = parallel.world_size == 1 and parallel.data_parallel_size == 1

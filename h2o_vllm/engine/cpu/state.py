@@ -1,57 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker knows about budgets: who is scored, the scores, the KV they belong to.
-
-Runs in each worker process; one instance per worker, shared with the metadata builder. No vLLM.
-"""
+"""The worker's state on CPU: requests by id, kernels of :mod:`h2o_vllm.kernels.cpu`. Worker process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from h2o_vllm.engine.cpu.rows import EvictionParams
-from h2o_vllm.engine.eviction_scores import candidate_blocks, cleared, eviction_scores
+from h2o_vllm.engine.eviction_scores import cleared
+from h2o_vllm.engine.rows import POLICY_CODES, StepRows
+from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.reference import key_value_views
-from h2o_vllm.policy import Policy, get_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from h2o_vllm.blocks import plan
-    from h2o_vllm.blocks.plan import Eviction
+    from numpy.typing import NDArray
+    from vllm.v1.attention.backend import CommonAttentionMetadata
 
-__all__ = ["WorkerState"]
+    from h2o_vllm.blocks.plan import Eviction, EvictionParams
+
+__all__ = ["CPUState"]
+
+_NEVER = (0, 0, 0)
+"""Policy code, prompt tokens and sinks of a request that never evicts."""
 
 
-@dataclass
-class WorkerState:
+@dataclass(kw_only=True)
+class CPUState(WorkerState):
     """Scores and their bookkeeping.
 
     Attributes:
         kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
-        scores: ``[L, N, KH, BS]``, float32; see :mod:`h2o_vllm.kernels`.
-        kv_cache_group: index of vLLM's KV cache group whose layers these are.
-        first_kv_head: global index of this rank's first KV head.
-        row_request_ids: request id of each row of the batch being prepared.
-        policies: request id -> policy and what it depends on, for the requests that evict.
-        in_step: whether a real step (not a warm-up) is being executed.
+        row_request_ids: gives the request id of each row of the batch being prepared.
+        policies: request id -> policy code, prompt tokens and sinks, for the requests that evict.
     """
 
     kv_caches: list[torch.Tensor]
-    scores: torch.Tensor
-    kv_cache_group: int
-    first_kv_head: int
     row_request_ids: Callable[[], Sequence[str]]
-    policies: dict[str, EvictionParams] = field(default_factory=dict)
-    in_step: bool = False
+    policies: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def warm_up(self, num_heads: int) -> None:
-        """Run every kernel once on scratch memory: building or compiling them takes seconds, which
-        must not be the first request's."""
+        """Run every kernel once on scratch memory.
+
+        Building or compiling them takes seconds, which must not be the first request's.
+        """
         _, num_kv_heads, block_size, width = self.kv_caches[0].shape
         kv_cache = torch.zeros(3, num_kv_heads, block_size, width, dtype=self.kv_caches[0].dtype)
         scores = torch.zeros(1, 3, num_kv_heads, block_size)
@@ -66,68 +62,61 @@ class WorkerState:
         kernels.compact([kv_cache], scores, one, one + 1)
         kernels.reset_scores(scores, one.long())
 
-    def start(self, policies: Mapping[str, plan.EvictionParams]) -> None:
-        """Learn the policies of the requests that enter the batch."""
-        for request_id, terms in policies.items():
-            self.policies[request_id] = EvictionParams.of(terms)
+    def start(self, policies: Mapping[str, EvictionParams]) -> None:
+        """Learn what the requests that evict and enter the batch depend on."""
+        for request_id, params in policies.items():
+            code = POLICY_CODES[params.policy]
+            self.policies[request_id] = (code, params.prompt_tokens, params.sinks)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop finished requests. Unknown ids are fine."""
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Drop requests that leave the batch. Unknown ids are fine."""
         for request_id in request_ids:
             self.policies.pop(request_id, None)
 
-    def compact(self, eviction: Eviction) -> None:
-        """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
+    def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
+        """The rows of this batch, or ``None`` if nobody in it evicts."""
+        if not self.in_step or not self.policies:
+            return None
+        ids = self.row_request_ids()[: common.num_reqs]
+        known = [self.policies.get(request_id, _NEVER) for request_id in ids]
+        if all(one is _NEVER for one in known):
+            return None
+        codes, prompt_tokens, sinks = np.array(known, dtype=np.int32).T
+        starts, seq_lens = common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()
+        return StepRows.of(codes, starts, seq_lens, prompt_tokens, sinks)
 
-        The policy may adjust the scores first. Must run before the forward pass of the step that
-        carries the eviction, and in the order of the step's evictions.
-        """
-        if not eviction.heavy_blocks:
-            return
-        policy = get_policy(eviction.policy)
-        if policy.scores_at_eviction:
-            blocks = torch.tensor(candidate_blocks(eviction))
-            keys, values = partial(self._keys, blocks), partial(self._values, blocks)
-            eviction_scores(policy, eviction, self.scores, blocks, keys, values)
-        kernels.compact(
-            self.kv_caches,
-            self.scores,
-            torch.tensor(eviction.heavy_blocks, dtype=torch.int32),
-            torch.tensor(eviction.doomed_blocks, dtype=torch.int32),
-        )
-
-    def start_scores(self, policy: Policy, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Give new tokens the score they start with.
+    def clear_scores(
+        self, table: torch.Tensor, seq_lens: torch.Tensor, rows: NDArray[np.intp]
+    ) -> None:
+        """Drop what earlier queries gave to some rows' tokens.
 
         Args:
-            positions: logical positions, [T], int64.
-            slots: where their KV goes, ``block_id * BS + offset``, [T], int64.
+            table: without holes, [B, MB], int32. seq_lens: live lengths, [B], int32.
         """
-        layers, _, heads, _ = self.scores.shape
-        values = policy.initial_scores(positions, layers, heads, self.first_kv_head)
-        kernels.reset_scores(self.scores, slots, values)
-
-    def protect(self, slots: torch.Tensor) -> None:
-        """Rank first tokens above all others, for as long as they live.
-
-        Args:
-            slots: where their KV goes, [T], int64.
-        """
-        layers, _, heads, _ = self.scores.shape
-        highest = torch.full((layers, heads, slots.numel()), float("inf"))
-        kernels.reset_scores(self.scores, slots, highest)
-
-    def clear_scores(self, blocks: torch.Tensor) -> None:
-        """Drop what earlier queries gave to the tokens in some blocks, [n], int."""
-        blocks = blocks.long()
+        used = -(-seq_lens.numpy()[rows] // self.block_size)
+        blocks = torch.cat(
+            [table[row, :count] for row, count in zip(rows, used, strict=True)]
+        ).long()
         self.scores[:, blocks] = cleared(self.scores[:, blocks])
 
+    def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(data)
+
+    def _reset_scores(self, slots: torch.Tensor, values: torch.Tensor | None) -> None:
+        kernels.reset_scores(self.scores, slots, values)
+
+    def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
+        for eviction in evictions:
+            heavy, doomed = (
+                torch.tensor(blocks, dtype=torch.int32)
+                for blocks in (eviction.heavy_blocks, eviction.doomed_blocks)
+            )
+            kernels.compact(self.kv_caches, self.scores, heavy, doomed)
+
     def _keys(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """[KH, D, C] of the tokens in ``blocks``."""
         keys, _ = key_value_views(self.kv_caches[layer])
         return keys[blocks].permute(1, 2, 0, 3).flatten(2)
 
     def _values(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """[KH, n, BS, D] of the tokens in n ``blocks``."""
         _, values = key_value_views(self.kv_caches[layer])
         return values[blocks].transpose(0, 1)

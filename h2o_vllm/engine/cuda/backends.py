@@ -8,7 +8,7 @@ speed. Triton serves what FlashAttention does not: float32, older GPUs.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.platforms import current_platform
@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.registry import register_backend as vllm_registe
 
 from h2o_vllm.blocks.spec import evictable_spec
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
-from h2o_vllm.engine.cuda.impl import ScoringImpl, key_value_views, paged_views
+from h2o_vllm.engine.cuda.impl import CudaScoringImpl, key_value_views, paged_views
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
     from vllm.v1.kv_cache_interface import AttentionSpec
 
+    from h2o_vllm.engine.attention import AttentionCall
     from h2o_vllm.engine.cuda.batch import ScoredBatch
 
 __all__ = ["H2OFlashBackend", "H2OTritonBackend", "choose_backend", "register_backend"]
@@ -44,6 +45,19 @@ _FLASH_VERSIONS = (2, 3)
 
 class ScoringBackend:
     """What our backends share; the first base, so that it comes before vLLM's."""
+
+    impl_cls: ClassVar[type[AttentionImpl]]
+    builder_cls: ClassVar[type[ScoringBuilder]]
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """Our attention."""
+        return cls.impl_cls
+
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        """Our metadata builder."""
+        return cls.builder_cls
 
     @staticmethod
     def get_name() -> str:
@@ -60,29 +74,21 @@ class H2OFlashBuilder(ScoringBuilder, flash_attn.FlashAttentionMetadataBuilder):
     """FlashAttention's builder; its ahead-of-time schedule sees the lengths that vLLM attends."""
 
 
-class H2OFlashImpl(ScoringImpl, flash_attn.FlashAttentionImpl):
+class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
     """FlashAttention, which returns the LSE by itself."""
 
-    def attend_with_lse(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: ScoredBatch,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
+    stock = flash_attn.FlashAttentionImpl
+
+    def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
         """The call of ``FlashAttentionImpl.forward`` for plain causal attention, asking for the LSE."""
-        del layer, key, value
         stock = batch.stock
         assert stock is not None
-        keys, values = paged_views(kv_cache, self.head_size)
+        keys, values = paged_views(call.kv_cache, self.head_size)
         _, lse = flash_attn.flash_attn_varlen_func(
-            q=query[: batch.num_tokens],
+            q=call.query[: batch.num_tokens],
             k=keys,
             v=values,
-            out=output[: batch.num_tokens],
+            out=call.output[: batch.num_tokens],
             cu_seqlens_q=stock.query_start_loc,
             max_seqlen_q=stock.max_query_len,
             seqused_k=stock.seq_lens,
@@ -101,43 +107,28 @@ class H2OFlashImpl(ScoringImpl, flash_attn.FlashAttentionImpl):
 class H2OFlashBackend(ScoringBackend, flash_attn.FlashAttentionBackend):
     """vLLM's FlashAttention backend with our builder, implementation and KV cache spec."""
 
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        """Our attention."""
-        return H2OFlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        """Our metadata builder."""
-        return H2OFlashBuilder
+    impl_cls, builder_cls = H2OFlashImpl, H2OFlashBuilder
 
 
 class H2OTritonBuilder(ScoringBuilder, triton_attn.TritonAttentionMetadataBuilder):
     """The Triton backend's builder."""
 
 
-class H2OTritonImpl(ScoringImpl, triton_attn.TritonAttentionImpl):
+class H2OTritonImpl(CudaScoringImpl, triton_attn.TritonAttentionImpl):
     """The Triton backend, which keeps its LSE to itself: one more pass over the prompt's keys."""
 
-    def attend_with_lse(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: ScoredBatch,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
-        """vLLM's attention, then the LSE of the prompt rows."""
+    stock = triton_attn.TritonAttentionImpl
+
+    def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
+        """Stock attention, then the LSE of the prompt rows."""
         assert batch.prompt_rows is not None
-        self.forward(layer, query, key, value, kv_cache, batch.stock, output)
-        keys, _ = key_value_views(kv_cache, self.head_size)
-        lse = torch.empty(
-            query.shape[1], batch.num_tokens, dtype=torch.float32, device=query.device
-        )
+        self.attend_stock(call, batch.stock)
+        query = call.query[: batch.num_tokens]
+        keys, _ = key_value_views(call.kv_cache, self.head_size)
+        tokens, heads, _ = query.shape
+        lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
         kernels.prompt_lse(
-            query[: batch.num_tokens],
+            query,
             keys,
             batch.block_table,
             batch.query_start_loc,
@@ -153,15 +144,7 @@ class H2OTritonImpl(ScoringImpl, triton_attn.TritonAttentionImpl):
 class H2OTritonBackend(ScoringBackend, triton_attn.TritonAttentionBackend):
     """vLLM's Triton backend with our builder, implementation and KV cache spec."""
 
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        """Our attention."""
-        return H2OTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        """Our metadata builder."""
-        return H2OTritonBuilder
+    impl_cls, builder_cls = H2OTritonImpl, H2OTritonBuilder
 
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {

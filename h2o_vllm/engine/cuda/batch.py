@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from h2o_vllm.engine.cuda.rows import Variant
+    from h2o_vllm.engine.cuda.variants import Variant
 
 __all__ = ["ScoredBatch"]
 

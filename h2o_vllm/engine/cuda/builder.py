@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from h2o_vllm.engine.cuda.batch import ScoredBatch
-from h2o_vllm.engine.cuda.rows import Variant
+from h2o_vllm.engine.cuda.variants import Variant, row_flags
 from h2o_vllm.kernels import triton as kernels
 
 if TYPE_CHECKING:
@@ -68,14 +68,11 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         rows = None if state is None else state.rows(common)
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
-        for policy, tokens, positions in rows.new_tokens():
-            state.start_scores(policy, positions, common.slot_mapping, tokens)
+        state.start_tokens(rows, common.slot_mapping)
         self._drop_holes(
-            common.block_table_tensor, common.seq_lens, common.query_start_loc, rows.flags
+            common.block_table_tensor, common.seq_lens, common.query_start_loc, row_flags(rows)
         )
-        if (protected := rows.protected_tokens).size:
-            state.protect(common.slot_mapping, protected)
-        if (clearing := np.flatnonzero(rows.last_query_rows)).size:
+        if (clearing := rows.last_query_rows).size:
             state.clear_scores(
                 self._table,
                 self._live,

@@ -29,8 +29,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.engine.cuda import backends
 from h2o_vllm.engine.cuda.impl import key_value_views
-from h2o_vllm.engine.cuda.rows import PolicySlots, StepVariant, Variant
+from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.state import CudaState
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.kernels import triton as kernels

@@ -11,13 +11,13 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from h2o_vllm.engine.cuda.compat import (
+from h2o_vllm.engine.cuda.compat import runner_stage_holes
+from h2o_vllm.engine.cuda.graphs import (
     VariantDescriptor,
     VariantGraphManager,
     captured_variants,
-    runner_stage_holes,
 )
-from h2o_vllm.engine.cuda.rows import StepVariant, Variant
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant
 
 
 def make_manager(sizes: list[int], mode: CUDAGraphMode) -> VariantGraphManager:

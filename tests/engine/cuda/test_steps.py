@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from h2o_vllm.engine.cuda.impl import key_value_views
-from h2o_vllm.engine.cuda.rows import Variant
+from h2o_vllm.engine.cuda.variants import Variant
 from loadtest.quality.reference_h2o import Reference
 from tests.engine.cuda.fake_gpu import (
     HEADS,

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.engine import binding, support
 from h2o_vllm.engine.cuda import backends
-from h2o_vllm.engine.cuda.rows import StepVariant, Variant
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.engine.cuda.rows import Variant
+from h2o_vllm.engine.cuda.variants import Variant
 from tests.engine.conftest import Engine, report_of, tokens_of
 from tests.gpu.engine.conftest import BLOCK_SIZE, FLOOR, REHEARSED
 

@@ -8,8 +8,9 @@ import pytest
 
 from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.config import POLICIES
-from h2o_vllm.engine.cpu import rows as cpu
-from h2o_vllm.engine.cuda.rows import PolicySlots, StepRows, Variant
+from h2o_vllm.engine.cuda.slots import PolicySlots
+from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of
+from h2o_vllm.engine.rows import StepRows
 from h2o_vllm.kernels.triton import EVICTING, SCORED
 from h2o_vllm.policy import get_policy
 
@@ -51,12 +52,12 @@ def step(
 def test_the_variant_follows_from_the_rows(
     codes: list[int], query_lens: list[int], variant: Variant
 ) -> None:
-    assert step(codes, query_lens, query_lens).variant is variant
+    assert variant_of(step(codes, query_lens, query_lens)) is variant
 
 
 def test_only_scored_decodes_are_ours_to_attend() -> None:
     rows = step([H2O, H2O, 0, WINDOW, RANDOM], [1, 4, 1, 1, 1, 0], [9, 4, 7, 8, 9, 0])
-    assert rows.flags.tolist() == [EVICTING | SCORED, EVICTING, 0, EVICTING, EVICTING, 0]
+    assert row_flags(rows).tolist() == [EVICTING | SCORED, EVICTING, 0, EVICTING, EVICTING, 0]
     assert rows.prompts.tolist() == [False, True, False, False, False, False]
 
 
@@ -110,8 +111,25 @@ def test_a_request_that_leaves_before_it_was_placed_leaves_nothing() -> None:
     assert slots.codes(np.array([0, 1])) is None
 
 
-def test_scored_queries_are_the_cpus() -> None:
-    """One row at a time in ``engine.rows``, all at once here: the same rule, whatever the chunk."""
+def one_row(params: EvictionParams, first: int, end: int) -> tuple[int, list[int]]:
+    """The rule for the queries ``first`` .. ``end - 1``: how many are scored, who is protected."""
+    policy = get_policy(params.policy)
+    protected = [at for at in range(first, end) if at < params.sinks and policy.moves_tokens]
+    if not policy.scores_attention:
+        return 0, protected
+    if policy.last_query_only:
+        # The newest query, if it is one of those that are scored.
+        return int(end > scored_from(params)), protected
+    return sum(at >= scored_from(params) for at in range(first, end)), protected
+
+
+def scored_from(params: EvictionParams) -> int:
+    queries = get_policy(params.policy).scored_prompt_queries
+    return 0 if queries is None else params.prompt_tokens - queries
+
+
+def test_rows_follow_the_rule_of_one_row() -> None:
+    """Position by position here, all rows at once there: the same, whatever the chunk."""
     chance = np.random.default_rng(0)
     for _ in range(300):
         name = POLICIES[chance.integers(len(POLICIES))]
@@ -119,10 +137,9 @@ def test_scored_queries_are_the_cpus() -> None:
         count, sinks = (int(n) for n in chance.integers(1, 60, size=2))
         code = POLICIES.index(name) + 1
         rows = step([0, code], [3, count], [3, first + count], [0, prompt], [0, sinks])
-        terms = cpu.EvictionParams.of(EvictionParams(name, prompt, sinks))
-        assert rows.scored_queries.tolist() == [0, terms.scored_queries(first, first + count)]
-        expected = cpu.protected_tokens([None, terms], [0, 3, 3 + count], [3, first + count])
-        assert rows.protected_tokens.tolist() == expected
+        scored, protected = one_row(EvictionParams(name, prompt, sinks), first, first + count)
+        assert rows.scored_queries.tolist() == [0, scored]
+        assert rows.protected_tokens.tolist() == [3 + at - first for at in protected]
 
 
 def test_a_prompt_is_scored_from_its_window_on() -> None:
@@ -135,7 +152,7 @@ def test_a_prompt_is_scored_from_its_window_on() -> None:
     assert rows.scored_queries.tolist() == [0, 32, 1, 1, 1]
     assert rows.prompts.tolist() == [False, True, False, True, False]
     assert rows.decodes.tolist() == [False, False, True, False, True]
-    assert rows.forgetting.tolist() == [False, False, False, True, True]
+    assert rows.last_query_rows.tolist() == [3, 4]
 
 
 def test_protected_tokens_are_found_in_every_chunk() -> None:

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of our attention that both devices share: who serves a batch. Worker process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from vllm.v1.attention.backend import AttentionImpl
+
+from h2o_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from h2o_vllm.engine.state import WorkerState
+
+__all__ = ["AttentionCall", "ScoringImpl"]
+
+
+class AttentionCall(NamedTuple):
+    """What vLLM hands to an attention layer, its metadata aside.
+
+    Attributes:
+        query: [T, H, D]. key, value: [T, KH, D], in the cache already.
+        kv_cache: the layer's, in the backend's layout.
+        output: [T, H, D], to be written. output_scale, output_block_scale: for a quantised output.
+    """
+
+    layer: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    kv_cache: torch.Tensor
+    output: torch.Tensor
+    output_scale: torch.Tensor | None = None
+    output_block_scale: torch.Tensor | None = None
+
+
+class ScoringImpl(AttentionImpl[Any]):
+    """Stands before one of vLLM's implementations in the line of bases. Stock until :meth:`bind`.
+
+    ``scale``, ``head_size`` and what :meth:`bind` reads are the base's.
+    """
+
+    stock: ClassVar[type]
+    """The implementation of vLLM's that serves whatever is not scored."""
+    scored_metadata: ClassVar[type]
+    """What our builder gives for a batch with scored rows; any other metadata is for ``stock``."""
+
+    scale: float
+    head_size: int
+    _state: Any = None
+    _layer: int
+    _scores: torch.Tensor
+    """This layer's, [N, KH, BS], float32."""
+
+    def bind(self, state: WorkerState, layer: int) -> None:
+        """Take the worker's state.
+
+        Args:
+            layer: index of this layer among the evictable ones.
+
+        Raises:
+            ConfigError: this layer's attention is of a kind our kernels do not compute.
+        """
+        unscorable: Any = self
+        for refused, name in (
+            (unscorable.alibi_slopes is not None, "ALiBi"),
+            (bool(unscorable.logits_soft_cap), "a logits soft cap"),
+            (unscorable.sinks is not None, "attention sinks"),
+            (unscorable.kv_sharing_target_layer_name is not None, "KV shared between layers"),
+        ):
+            if refused:
+                raise ConfigError(f"h2o_vllm cannot score attention with {name}")
+        self._state, self._layer, self._scores = state, layer, state.scores[layer]
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As the base class; also adds the scored rows' probabilities to the scores."""
+        scales = (output_scale, output_block_scale)
+        if not isinstance(attn_metadata, self.scored_metadata):
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales
+            )
+        call = AttentionCall(layer, query, key, value, kv_cache, output, *scales)
+        self.attend(call, attn_metadata)
+        return output
+
+    def attend(self, call: AttentionCall, batch: Any) -> None:
+        """Attend for a batch with scored rows, of which ``batch`` is the metadata."""
+        raise NotImplementedError
+
+    def attend_stock(self, call: AttentionCall, metadata: Any) -> None:
+        """Stock attention."""
+        super().forward(
+            call.layer,
+            call.query,
+            call.key,
+            call.value,
+            call.kv_cache,
+            metadata,
+            call.output,
+            call.output_scale,
+            call.output_block_scale,
+        )

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs: each full one is captured once per variant, and the step's is replayed. Worker processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from h2o_vllm.engine.cuda.compat import FullGraphsManager
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["H2OModelRunner", "VariantDescriptor", "VariantGraphManager", "captured_variants"]
+
+
+@dataclass(frozen=True)
+class VariantDescriptor(BatchExecutionDescriptor):
+    """vLLM's description of a captured graph, plus which kernels it holds."""
+
+    variant: Variant = Variant.STOCK
+
+    @classmethod
+    def of(cls, desc: BatchExecutionDescriptor, variant: Variant) -> VariantDescriptor:
+        """``desc`` for one variant."""
+        values = {field.name: getattr(desc, field.name) for field in fields(desc)}
+        return cls(**{**values, "variant": variant})
+
+
+class _VariantCapture(FullGraphsManager):
+    """Captures each full graph once per variant, and replays the one the step needs."""
+
+    step_variant: StepVariant
+
+    def full_graphs(
+        self, stock: list[BatchExecutionDescriptor]
+    ) -> Iterator[BatchExecutionDescriptor]:
+        """Largest batch first, all its variants together: memory profiling samples two of them."""
+        return (VariantDescriptor.of(desc, variant) for desc in stock for variant in Variant)
+
+    def capture(self, create_forward_fn: Any, *args: Any, **kwargs: Any) -> None:
+        """As the base class; the metadata builder is told which variant it builds for."""
+
+        def create(desc: BatchExecutionDescriptor, *args: Any, **kwargs: Any) -> Any:
+            # The metadata that decides what is captured is built in here.
+            self.step_variant.capturing = getattr(desc, "variant", None)
+            try:
+                return create_forward_fn(desc, *args, **kwargs)
+            finally:
+                self.step_variant.capturing = None
+
+        super().capture(create, *args, **kwargs)
+
+    def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
+        """As the base class, for the variant of this step."""
+        return super().run_fullgraph(VariantDescriptor.of(desc, self.step_variant.current))
+
+
+class VariantGraphManager(ModelCudaGraphManager, _VariantCapture):
+    """vLLM's graph manager with three full graphs per batch size.
+
+    The order of the bases matters: ``ModelCudaGraphManager`` hands the capture loop, and the
+    replay, to the next class in line. Its ``super()`` calls reach ours.
+    """
+
+    def __init__(self, step_variant: StepVariant, *args: Any, **kwargs: Any) -> None:
+        self.step_variant = step_variant
+        super().__init__(*args, **kwargs)
+
+
+def captured_variants(manager: CudaGraphManager) -> dict[Variant, int]:
+    """How many full graphs have been captured per variant."""
+    counts = dict.fromkeys(Variant, 0)
+    for desc in manager.graphs:
+        if isinstance(desc, VariantDescriptor):
+            counts[desc.variant] += 1
+    return counts
+
+
+class H2OModelRunner(GPUModelRunner):
+    """Model runner V2 with our graph manager; made by the worker's ``_make_model_runner`` (0.32)."""
+
+    cudagraph_manager: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.step_variant = StepVariant()
+        super().__init__(*args, **kwargs)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class, also when it profiles: the memory of all variants is then counted."""
+        super().initialize_kv_cache(*args, **kwargs)
+        stock = self.cudagraph_manager
+        self.cudagraph_manager = VariantGraphManager(
+            self.step_variant,
+            stock.vllm_config,
+            stock.device,
+            stock.cudagraph_mode,
+            decode_query_len=stock.decode_query_len,
+            lora_capture_cases=stock.lora_capture_cases,
+        )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker knows about budgets: who evicts, the scores, the KV they belong to.
+
+One instance per worker, shared with the metadata builder and the attention layers. Nothing in here
+waits for a device: with async scheduling the worker runs ahead of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from h2o_vllm.engine.eviction_scores import candidate_blocks, eviction_scores
+from h2o_vllm.policy import get_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from h2o_vllm.blocks.plan import Eviction, EvictionParams
+    from h2o_vllm.engine.rows import StepRows
+    from h2o_vllm.policy import Policy
+
+__all__ = ["WorkerState"]
+
+
+@dataclass(kw_only=True)
+class WorkerState(ABC):
+    """Scores and their bookkeeping; subclasses know the device's kernels and the runner's batch.
+
+    Attributes:
+        scores: ``[L, N, KH, BS]``, float32; see :mod:`h2o_vllm.kernels`.
+        kv_cache_group: index of vLLM's KV cache group whose layers these are.
+        first_kv_head: global index of this rank's first KV head.
+        in_step: whether a real step (not a warm-up) is being executed.
+    """
+
+    scores: torch.Tensor
+    kv_cache_group: int
+    first_kv_head: int
+    in_step: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.scores.shape[3]
+
+    @abstractmethod
+    def start(self, policies: Mapping[str, EvictionParams]) -> None:
+        """Learn what the requests that evict and enter the batch depend on."""
+
+    @abstractmethod
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Drop requests that leave the batch. Unknown ids are fine."""
+
+    @abstractmethod
+    def rows(self, common: Any) -> StepRows | None:
+        """The rows of vLLM's ``CommonAttentionMetadata``, or ``None`` if nobody in it evicts."""
+
+    def compact(self, evictions: Sequence[Eviction]) -> None:
+        """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
+
+        Policies may adjust the scores first. Must run before the forward pass of the step that
+        carries the evictions, in any order: see :class:`h2o_vllm.blocks.plan.StepPlan`.
+        """
+        moving = [eviction for eviction in evictions if eviction.heavy_blocks]
+        for eviction in moving:
+            self._adjust_scores(eviction)
+        if moving:
+            self._move_tokens(moving)
+
+    def start_tokens(self, rows: StepRows, slot_mapping: torch.Tensor) -> None:
+        """Give this step's tokens the scores they start with.
+
+        Args:
+            slot_mapping: where the batch's KV goes, ``block_id * BS + offset``, int64, on the device.
+        """
+        for policy, tokens, positions in rows.new_tokens():
+            self.start_scores(policy, positions, slot_mapping, tokens)
+        protected = rows.protected_tokens
+        if protected.size:
+            self.protect(slot_mapping, protected)
+
+    def start_scores(
+        self,
+        policy: Policy,
+        positions: NDArray[np.int64],
+        slot_mapping: torch.Tensor,
+        tokens: NDArray[np.int64] | None,
+    ) -> None:
+        """Give new tokens the score they start with.
+
+        Args:
+            positions: logical positions, [T]. tokens: their places in the batch, [T], or ``None`` for
+                its first T, which saves a copy to the device.
+            slot_mapping: as for :meth:`start_tokens`.
+        """
+        layers, _, heads, _ = self.scores.shape
+        values = policy.initial_scores(
+            torch.from_numpy(positions), layers, heads, self.first_kv_head
+        )
+        if values is not None:
+            values = self._to_device(values)
+        places = slice(len(positions)) if tokens is None else self._to_device(tokens)
+        self._reset_scores(slot_mapping[places], values)
+
+    def protect(self, slot_mapping: torch.Tensor, tokens: NDArray[np.int64]) -> None:
+        """Rank first tokens above all others, for as long as they live.
+
+        Args:
+            slot_mapping, tokens: as for :meth:`start_scores`.
+        """
+        layers, _, heads, _ = self.scores.shape
+        highest = self.scores.new_full((layers, heads, len(tokens)), float("inf"))
+        self._reset_scores(slot_mapping[self._to_device(tokens)], highest)
+
+    def _adjust_scores(self, eviction: Eviction) -> None:
+        policy = get_policy(eviction.policy)
+        if not policy.scores_at_eviction:
+            return
+        blocks = self._to_device(np.array(candidate_blocks(eviction), dtype=np.int64))
+        keys, values = partial(self._keys, blocks), partial(self._values, blocks)
+        eviction_scores(policy, eviction, self.scores, blocks, keys, values)
+
+    @abstractmethod
+    def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+        """``data``, from the host, where ``scores`` are."""
+
+    @abstractmethod
+    def _reset_scores(self, slots: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Set the scores of ``slots``, [T], to ``values``, [L, KH, T], or to zero."""
+
+    @abstractmethod
+    def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
+        """Compact evictions that have heavy blocks, by the scores as they are."""
+
+    @abstractmethod
+    def _keys(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
+        """[KH, D, C] of the tokens in ``blocks``."""
+
+    @abstractmethod
+    def _values(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
+        """[KH, n, BS, D] of the tokens in n ``blocks``."""

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker of ours does beside vLLM's, on any device. Runs in each worker process.
+
+``execute_model`` of one step, on a GPU queued on the stream and not waited for::
+
+    compact      move survivors into the heavy blocks   (reads blocks the scheduler has freed)
+    punch holes  the doomed blocks leave the block table
+    forward      stock vLLM; the freed blocks may already be another request's
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.v1.worker.worker_base import WorkerBase
+
+from h2o_vllm.blocks.spec import register_spec
+from h2o_vllm.engine.binding import evictable_group, evictable_layer, memory_less_scores
+from h2o_vllm.engine.compat import runner_metadata_builders
+from h2o_vllm.engine.state import WorkerState
+from h2o_vllm.engine.support import check_supported
+from h2o_vllm.engine.timing import EvictionTimer
+from h2o_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from h2o_vllm.blocks.plan import Eviction
+    from h2o_vllm.engine.attention import ScoringImpl
+
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
+__all__ = ["EvictingWorker"]
+
+State = TypeVar("State", bound=WorkerState)
+
+
+class EvictingWorker(WorkerBase, Generic[State]):
+    """Stands before one of vLLM's workers in the line of bases."""
+
+    builder_cls: ClassVar[type]
+    """The metadata builder that vLLM must have bound."""
+    impl_cls: ClassVar[type[ScoringImpl]]
+    """The attention that vLLM must have bound."""
+
+    _state: State | None = None
+    _serving = True
+    """Whether steps come from our scheduler, and not from vLLM's warm-up."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        check_supported(vllm_config)
+        # Here and not in the plugin: a plain ``vllm serve`` in this environment keeps its backend.
+        self._register_backend(vllm_config)
+        register_spec()
+        super().__init__(vllm_config, *args, **kwargs)
+        self._timer = EvictionTimer()
+
+    @staticmethod
+    @abstractmethod
+    def _register_backend(vllm_config: VllmConfig) -> None:
+        """Make vLLM choose our attention backend, in this process."""
+
+    def determine_available_memory(self) -> int:
+        """As the base class, less what the scores of the resulting blocks will take."""
+        available = int(super().determine_available_memory())
+        return memory_less_scores(available, self.get_kv_cache_spec().values())
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """As the base class; then allocates the scores and binds every part (law 9)."""
+        super().initialize_from_config(kv_cache_config)
+        self._state = self._bind(kv_cache_config)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Compact what the scheduler evicted, then run the step.
+
+        Raises:
+            ConfigError: the step was not planned by our scheduler.
+        """
+        if not self._serving:
+            return super().execute_model(scheduler_output)
+        state, plan = self._bound_state(), getattr(scheduler_output, "h2o", None)
+        if plan is None:
+            raise ConfigError("a step without an h2o plan: our scheduler is not the one in charge")
+        state.release(self._left(scheduler_output))
+        state.start(plan.policies)
+        with self._timer.measure(plan.evictions):
+            state.compact(plan.evictions)
+            for eviction in plan.evictions:
+                self._punch_holes(state, eviction)
+        state.in_step = True
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            state.in_step = False
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As the base class; the output says how long this step's evictions took.
+
+        On a GPU that is how long it took to launch them.
+        """
+        return self._timer.attach(super().sample_tokens(grammar_output))
+
+    @abstractmethod
+    def _left(self, scheduler_output: SchedulerOutput) -> Iterable[str]:
+        """Requests that are unknown to the runner from this step on; should they return, they are new."""
+
+    @abstractmethod
+    def _punch_holes(self, state: State, eviction: Eviction) -> None:
+        """Write the null block into the runner's block table."""
+
+    def _bound_state(self) -> State:
+        if self._state is None:
+            raise ConfigError("vLLM did not hand our worker its KV cache: our scheduler is missing")
+        return self._state
+
+    def _bind(self, kv_cache_config: KVCacheConfig) -> State:
+        builder, group = evictable_group(
+            runner_metadata_builders(self.model_runner), self.builder_cls
+        )
+        layers = [
+            self._evictable_layer(name, kv_cache_config.num_blocks) for name in group.layer_names
+        ]
+        state = self._make_state(layers, group)
+        self._bind_builder(builder, state)
+        for index, layer in enumerate(layers):
+            layer.impl.bind(state, index)
+        logger.info(
+            "h2o: %d evictable layers on top of %s, block size %d, %.1f MiB of scores%s",
+            len(layers),
+            layers[0].impl.stock.__name__,
+            state.block_size,
+            state.scores.nbytes / 2**20,
+            self._kernels_in_use(),
+        )
+        return state
+
+    def _evictable_layer(self, name: str, num_blocks: int) -> Any:
+        layers = self.compilation_config.static_forward_context
+        return evictable_layer(layers, name, num_blocks, self.impl_cls)
+
+    @abstractmethod
+    def _make_state(self, layers: list[Any], group: Any) -> State:
+        """Allocate the scores of the evictable ``layers`` of vLLM's ``AttentionGroup``."""
+
+    def _bind_builder(self, builder: Any, state: State) -> None:
+        builder.bind(state)
+
+    def _kernels_in_use(self) -> str:
+        """What the start-up log says of our kernels, if there is a choice."""
+        return ""
+
+    def _first_kv_head(self) -> int:
+        """Global index of this rank's first KV head. Heads repeat where there are fewer than ranks."""
+        total: int = self.model_config.get_total_num_kv_heads()
+        ranks: int = self.parallel_config.tensor_parallel_size
+        return int(get_tensor_model_parallel_rank()) * total // ranks

@@ -29,11 +29,13 @@ CONFIG_KEY = "h2o"
 """Key of our part of vLLM's ``additional_config``."""
 
 METRICS_KEY = "h2o_metrics"
-"""Key of ``additional_config`` by which a server says that it takes our counts out of vLLM's
-scheduler stats, and the key of those counts in ``SchedulerStats.kv_connector_stats``."""
+"""Key of ``additional_config`` by which a server says that it reads what our scheduler sends: it takes our
+counts out of vLLM's scheduler stats, and completes reports. In ``SchedulerStats.kv_connector_stats`` the
+key of those counts."""
 
 REPORT_KEY = "h2o"
-"""Key of our reports inside an output's ``kv_transfer_params``: choice index -> report."""
+"""Key of our reports inside an output's ``kv_transfer_params``: choice index -> report, or, if a server reads
+them and the request may go on, the values to make one of; see :mod:`h2o_vllm.blocks.report`."""
 
 POLICIES = ("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff", "window", "random", "full")
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from h2o_vllm.blocks.report import budget_values, request_report
 from h2o_vllm.config import RequestBudget
-from h2o_vllm.policy import (
-    blocks_freed,
-    budget_tokens,
-    get_policy,
-    next_eviction,
-    recent_from,
-)
+from h2o_vllm.policy import blocks_freed, get_policy, next_eviction, recent_from
 
 __all__ = ["EvictionIndices", "EvictionState", "RequestCounts"]
 
@@ -64,6 +59,7 @@ class EvictionState:
         self.counts = counts
         self.budget = replace(budget, floor=max(budget.floor, self._protected * block_size))
         self.block_size = block_size
+        self._budget_values = budget_values(self.budget, block_size)
         self.policy = get_policy(budget.policy)
         self.prompt_tokens = counts.num_prompt_tokens
         """Fixed at admission: evictions start here, also after a preemption."""
@@ -144,27 +140,18 @@ class EvictionState:
         self._next_due = self.prompt_tokens
 
     def report(self) -> dict[str, object]:
-        """The ``kv_cache`` report of this request, as of now.
+        """The ``kv_cache`` report of this request, as of now."""
+        return request_report(
+            self.budget, self.block_size, self._seen(), self.holes, self.peak_blocks
+        )
 
-        ``budget`` is the fraction in force (``None`` for an absolute budget), ``budget_tokens``
-        what that means for the tokens seen so far, floor and limits included.
-        """
+    def report_values(self) -> tuple[Any, ...]:
+        """What :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report of."""
+        return (*self._budget_values, self._seen(), self.holes, self.peak_blocks)
+
+    def _seen(self) -> int:
         # The last sampled token has no KV yet, and async scheduling counts steps in flight.
-        seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
-        evicted = self.holes * self.block_size
-        return {
-            "budget": None if self.budget.tokens is not None else self.budget.fraction,
-            "budget_tokens": budget_tokens(self.budget, seen),
-            "recent": self.budget.recent,
-            "sinks": self.budget.sinks,
-            "policy": self.budget.policy,
-            "tokens_seen": seen,
-            "tokens_held": seen - evicted,
-            "tokens_evicted": evicted,
-            "blocks_freed": self.holes,
-            "peak_blocks": self.peak_blocks,
-            "block_size": self.block_size,
-        }
+        return min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
 
     def _set_next_due(self, computed: int) -> None:
         # A horizon instead of infinity: the search is then cheap and repeated rarely.

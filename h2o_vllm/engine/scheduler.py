@@ -7,7 +7,7 @@ precede, and attaches what was kept to the request's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -45,6 +45,10 @@ logger = init_logger(f"vllm.{__name__}")
 __all__ = ["H2OScheduler"]
 
 
+_Report = dict[str, object] | tuple[Any, ...]
+"""A report, or what :func:`h2o_vllm.blocks.report.report_from_values` makes one of."""
+
+
 class H2OScheduler(ChunkLimitScheduler):
     """``--scheduler-cls h2o_vllm.engine.scheduler.H2OScheduler``.
 
@@ -57,13 +61,14 @@ class H2OScheduler(ChunkLimitScheduler):
         end_with_parent()
         self.h2o_config = H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
         self.blocks = self._bound_manager()
-        # Without a listener the counts would reach vLLM's own loggers, which fail on them.
-        listened = self.log_stats and self.vllm_config.additional_config.get(METRICS_KEY, False)
-        self._meter = Meter(self.blocks.block_size) if listened else None
+        self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
+        # Without a server the counts would reach vLLM's own loggers, which fail on them.
+        metered = self.log_stats and self._served
+        self._meter = Meter(self.blocks.block_size) if metered else None
         self._full = H2OConfig(kv_policy="full").resolve(None)
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
-        self._siblings: SiblingReports[dict[str, object]] = SiblingReports()
+        self._siblings: SiblingReports[_Report] = SiblingReports()
 
     def _bound_manager(self) -> H2OBlockManager:
         """The block manager vLLM built; law 9: anything but ours ends the start-up."""
@@ -120,14 +125,9 @@ class H2OScheduler(ChunkLimitScheduler):
         if self._rejected:
             self._end_rejected(outputs)
         self._collect_reports()
-        reports, self._reports = self._reports, {}
         for client_outputs in outputs.values():
-            for output in client_outputs.outputs:
-                report = reports.get(output.request_id) or self._interim_report(output)
-                if report is not None:
-                    params = output.kv_transfer_params or {}
-                    by_choice = self._siblings.joined(output.request_id, report)
-                    output.kv_transfer_params = {**params, REPORT_KEY: by_choice}
+            self._attach_reports(client_outputs.outputs)
+        self._reports.clear()
         return outputs
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
@@ -186,11 +186,24 @@ class H2OScheduler(ChunkLimitScheduler):
             )
         self._rejected.clear()
 
-    def _interim_report(self, output: EngineCoreOutput) -> dict[str, object] | None:
-        """Stop strings are found by the front end: any output may be the last one it looks at."""
+    def _attach_reports(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        for output in outputs:
+            report = self._reports.get(output.request_id) or self._interim_report(output)
+            if report is not None:
+                by_choice = self._siblings.joined(output.request_id, report)
+                params = output.kv_transfer_params or {}
+                output.kv_transfer_params = {**params, REPORT_KEY: by_choice}
+
+    def _interim_report(self, output: EngineCoreOutput) -> _Report | None:
+        """Stop strings are found by the front end: any output may be the last one it looks at.
+
+        A server makes the report once it knows; to the offline API nobody can tell.
+        """
         request = self.requests.get(output.request_id)
         params = request.sampling_params if request is not None else None
         if params is None or not params.stop:
             return None
         state = self.blocks.eviction_state(output.request_id)
-        return state.report() if state is not None else None
+        if state is None:
+            return None
+        return state.report_values() if self._served else state.report()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the engine's reports to the ``kv_cache`` object of a response. Imports nothing.
+"""From the engine's reports to the ``kv_cache`` object of a response. Imports no vLLM.
 
 API-server process. One sequence gives the engine's report as it is; several (``n > 1`` or several
 prompts) give one object with the same keys, sums of the counts, and every sequence's own report.
@@ -7,8 +7,10 @@ prompts) give one object with the same keys, sums of the counts, and every seque
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from h2o_vllm.blocks.report import report_from_values
 
 __all__ = ["REPORT_KEYS", "Reports", "kv_cache"]
 
@@ -38,21 +40,27 @@ class Reports:
     """
 
     def __init__(self) -> None:
-        self._calls: list[dict[int, Mapping[str, Any]]] = []
+        self._calls: list[dict[int, Mapping[str, Any] | Sequence[Any]]] = []
 
     def open_call(self) -> int:
         """Reserve the next place; calls are made in the order of the prompts."""
         self._calls.append({})
         return len(self._calls) - 1
 
-    def record(self, call: int, by_index: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note the reports of some sequences of ``call``; a later one replaces an earlier one."""
+    def record(self, call: int, by_index: Mapping[str, Mapping[str, Any] | Sequence[Any]]) -> None:
+        """Note the reports of some sequences of ``call``; a later one replaces an earlier one.
+
+        Of a request that may go on, the engine sends the values to make a report of.
+        """
         for index, report in by_index.items():
             self._calls[call][int(index)] = report
 
     def kv_cache(self) -> dict[str, Any] | None:
         """The object for the client, or ``None`` if the engine has reported nothing."""
-        return kv_cache([call[index] for call in self._calls for index in sorted(call)])
+        newest = [call[index] for call in self._calls for index in sorted(call)]
+        return kv_cache(
+            [one if isinstance(one, Mapping) else report_from_values(one) for one in newest]
+        )
 
 
 def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:

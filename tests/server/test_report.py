@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from h2o_vllm.blocks.report import budget_values, report_from_values
+from h2o_vllm.config import H2OConfig
+from h2o_vllm.server import report as report_module
 from h2o_vllm.server.report import REPORT_KEYS, Reports
 from tests.server.conftest import engine_report
 
@@ -57,3 +62,31 @@ def test_several_sequences_give_sums_and_every_report() -> None:
         "sequences": [one, two],
     }
     assert tuple(kv_cache) == (*REPORT_KEYS, "sequences")
+
+
+def test_only_the_last_values_of_a_sequence_become_a_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine sends values with every output of a request with stop strings."""
+    built: list[object] = []
+
+    def counting(values: list[object]) -> dict[str, object]:
+        built.append(values)
+        return report_from_values(values)
+
+    monkeypatch.setattr(report_module, "report_from_values", counting)
+    budget = budget_values(H2OConfig().resolve({"kv_budget": 0.2, "kv_sinks": 4}), 16)
+    reports = Reports()
+    call = reports.open_call()
+    for seen in range(1000, 1100):
+        reports.record(call, {"0": [*budget, seen, 50, 63], "1": [*budget, seen + 7, 50, 63]})
+    reports.record(call, {"1": engine_report()})
+    assert not built
+    kv_cache = reports.kv_cache()
+    assert len(built) == 1
+    assert kv_cache is not None
+    first, second = kv_cache["sequences"]
+    assert tuple(first) == REPORT_KEYS
+    assert second == engine_report()
+    assert first | {"tokens_seen": 1099, "budget_tokens": 220, "tokens_held": 1099 - 800} == first
+    assert (first["budget"], first["sinks"], first["block_size"]) == (0.2, 4, 16)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``kv_cache`` report of one request, and the few values it is made of. Any process; imports no vLLM.
+
+Stop strings are found by the front end, so any output of such a request may be its last, whose report a
+client reads. The engine sends the values with each of these outputs, and the server makes a report of the
+last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, fields
+from typing import Any
+
+from h2o_vllm.config import RequestBudget
+from h2o_vllm.policy import budget_tokens
+
+__all__ = ["budget_values", "report_from_values", "request_report"]
+
+_BUDGET_FIELDS = len(fields(RequestBudget))
+
+
+def request_report(
+    budget: RequestBudget, block_size: int, seen: int, holes: int, peak_blocks: int
+) -> dict[str, object]:
+    """The report of a request.
+
+    ``budget`` is the fraction in force (``None`` for an absolute budget), ``budget_tokens``
+    what that means for the tokens seen so far, floor and limits included.
+
+    Args:
+        seen: tokens whose KV has been computed. holes: blocks evicted so far.
+    """
+    evicted = holes * block_size
+    return {
+        "budget": None if budget.tokens is not None else budget.fraction,
+        "budget_tokens": budget_tokens(budget, seen),
+        "recent": budget.recent,
+        "sinks": budget.sinks,
+        "policy": budget.policy,
+        "tokens_seen": seen,
+        "tokens_held": seen - evicted,
+        "tokens_evicted": evicted,
+        "blocks_freed": holes,
+        "peak_blocks": peak_blocks,
+        "block_size": block_size,
+    }
+
+
+def budget_values(budget: RequestBudget, block_size: int) -> tuple[Any, ...]:
+    """The first values of a report, which stay as they are while the request runs."""
+    return (*astuple(budget), block_size)
+
+
+def report_from_values(values: Sequence[Any]) -> dict[str, object]:
+    """The report made of :func:`budget_values`, ``seen``, ``holes`` and ``peak_blocks``."""
+    return request_report(RequestBudget(*values[:_BUDGET_FIELDS]), *values[_BUDGET_FIELDS:])

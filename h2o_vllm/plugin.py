@@ -77,7 +77,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
 
 
 def _check_plugin_loads() -> None:
-    """vLLM finds plugins by the entry points of installed packages, and may be told to skip some."""
+    """Plugins are found by the entry points of installed packages; vLLM may be told to skip some."""
     from vllm import envs
 
     if not entry_points(group=GROUP, name=PLUGIN):

@@ -132,7 +132,7 @@ class EvictionState:
         return computed if self._evicted_at is None else min(computed, self._evicted_at)
 
     def release(self) -> None:
-        """Forget what was held: the request was preempted or has finished."""
+        """Nothing is held any more: the request was preempted or has finished."""
         self.holes = 0
         self._evicted_at = None
         self._candidates = []

@@ -32,7 +32,7 @@ __all__ = ["H2OBlockManager"]
 class H2OBlockManager(FullAttentionManager):
     """Frees the blocks that hold low-score tokens, from counts alone.
 
-    Which tokens those are is the workers' business; see :mod:`h2o_vllm.engine.cpu.worker`. Requests
+    Which tokens those are is the workers' business; see :mod:`h2o_vllm.engine.worker`. Requests
     that were never handed to :meth:`track` are managed exactly as by the base class.
     """
 
@@ -51,7 +51,7 @@ class H2OBlockManager(FullAttentionManager):
         return self._eviction_states.get(request_id)
 
     def take_evictions(self) -> tuple[Eviction, ...]:
-        """Drain this step's evictions, in the order in which they happened."""
+        """Drain this step's evictions: at most one per request."""
         evictions, self._evictions = tuple(self._evictions.values()), {}
         return evictions
 
@@ -76,6 +76,7 @@ class H2OBlockManager(FullAttentionManager):
         run steps in order and compact before the forward pass, so blocks that a step in flight
         still reads are safe, and the moment of an eviction does not depend on scheduling.
         """
+        del processed_computed_tokens, num_prompt_tokens
         state = self._eviction_states.get(request_id)
         if state is None or not state.budget.evicts:
             return
@@ -131,7 +132,7 @@ class H2OBlockManager(FullAttentionManager):
         )
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """As the base class. Cancels a pending eviction, and forgets the finished."""
+        """As the base class. Cancels a pending eviction, and drops the finished."""
         self._evictions.pop(request_id, None)
         state = self._eviction_states.get(request_id)
         if state is not None:

@@ -61,10 +61,20 @@ class Eviction:
 class StepPlan:
     """Attached to vLLM's ``SchedulerOutput`` as attribute ``h2o``.
 
+    Law of the evictions of one step: **they commute**. A block that one of them writes (heavy) is in no
+    other one, neither as heavy nor as doomed:
+
+    * a heavy block has one owner and no hash when its eviction is decided, so no other table holds it;
+    * a request evicts at most once in a step, before it gets new blocks in that step: what an earlier
+      eviction freed can become its newest block, never a heavy one of the same step;
+    * an eviction whose request is preempted later in the step, which frees its heavy blocks, is cancelled.
+
+    Nor does one adjust scores that another ranks by: who moves tokens reads no cached blocks, so the
+    candidates of two such evictions are disjoint. Workers may run them in any order, or at once.
+
     Attributes:
-        policies: terms of each request admitted or resumed in this step that ever evicts.
-        evictions: in the order in which the pool changed hands; a later one may write blocks that
-            an earlier one frees, so workers must keep the order.
+        policies: what workers must know of each request that evicts and is admitted or resumed in this step.
+        evictions: one per request at most, in the order in which the scheduler decided them.
     """
 
     policies: dict[str, EvictionParams] = field(default_factory=dict)

@@ -62,5 +62,5 @@ def eviction_scores(
 
 
 def cleared(scores: torch.Tensor) -> torch.Tensor:
-    """Zero, but for protected tokens: what a policy that forgets starts each step with."""
+    """Zero, but for protected tokens: what a step starts with if the newest query alone counts."""
     return torch.where(scores == float("inf"), scores, 0.0)

@@ -56,6 +56,7 @@ class H2OStatLogger(AggregateStatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         """Take our part, if there is one, and leave what vLLM would have seen without us."""
+        del iteration_stats, mm_cache_stats
         if scheduler_stats is None:
             return
         carried = scheduler_stats.kv_connector_stats

@@ -25,6 +25,7 @@ class FullPolicy(Policy):
         self, candidates: list[int], num_doomed: int, *, first: bool, protected: int = 0
     ) -> BlockSplit:
         """Never called: a full budget has no excess."""
+        del candidates, num_doomed, first, protected
         raise AssertionError("the full policy frees no blocks")
 
 
@@ -43,6 +44,7 @@ class WindowPolicy(Policy):
         self, candidates: list[int], num_doomed: int, *, first: bool, protected: int = 0
     ) -> BlockSplit:
         """Free the oldest blocks after the sequence's first ones, which go only if they must."""
+        del first
         stay = max(1, protected)
         order = [i for i in candidates if i >= stay] + [i for i in candidates if i < stay]
         return BlockSplit((), tuple(sorted(order[:num_doomed])))

@@ -31,6 +31,7 @@ class H2OPolicy(Policy):
         are the prompt's published ones, which must not be written (they stay valid prefix-cache
         entries); later the youngest goes because it is the one with the fewest survivors to copy.
         """
+        del protected
         if first:
             return BlockSplit(tuple(candidates[num_doomed:]), tuple(candidates[:num_doomed]))
         keep = len(candidates) - num_doomed

@@ -105,7 +105,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, FlexibleArgumentPars
 
 
 def build_parser() -> FlexibleArgumentParser:
-    """vLLM's parser of ``vllm serve`` with our group, our defaults and a short help."""
+    """The parser of ``vllm serve`` with our group, our defaults and a short help."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

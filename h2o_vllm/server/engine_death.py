@@ -8,12 +8,21 @@ some seconds later with exit code 0 (0.32): a supervisor that restarts what fail
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["died", "look", "watch"]
 
-_stopped = False
-_died = False
+
+@dataclass
+class _Engine:
+    """That of this process, as far as its end goes."""
+
+    stopped: bool = False
+    died: bool = False
+
+
+_engine = _Engine()
 
 
 def watch(engine_client: Any) -> None:
@@ -22,14 +31,12 @@ def watch(engine_client: Any) -> None:
     Raises:
         AttributeError: the object cannot be watched.
     """
-    global _stopped, _died
-    _stopped = _died = False
+    _engine.stopped = _engine.died = False
     shutdown, _ = engine_client.shutdown, engine_client.errored
 
     @functools.wraps(shutdown)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        global _stopped
-        _stopped = True
+        _engine.stopped = True
         return shutdown(*args, **kwargs)
 
     engine_client.shutdown = noted
@@ -37,10 +44,9 @@ def watch(engine_client: Any) -> None:
 
 def look(engine_client: Any) -> None:
     """To be called when the server begins to end, which vLLM does after it has told the engine."""
-    global _died
-    _died = engine_client.errored and not _stopped
+    _engine.died = engine_client.errored and not _engine.stopped
 
 
 def died() -> bool:
     """Whether the server of this process ended because its engine had died."""
-    return _died
+    return _engine.died

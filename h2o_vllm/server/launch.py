@@ -62,7 +62,7 @@ def leave(code: int) -> NoReturn:
 
     The teardown lets Triton's bindings print a screenful about leaked references.
     """
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # noqa: SLF001 - CPython's own way; there is no public one
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -94,6 +94,7 @@ def _run_one(args: argparse.Namespace) -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    del frame
     # A second signal must not interrupt the cleaning up after the first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

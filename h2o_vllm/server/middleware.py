@@ -21,7 +21,7 @@ from h2o_vllm.server import config_route, engine_death, report_interceptor
 from h2o_vllm.server.access import Access
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.report import Reports
-from h2o_vllm.server.report_injection import EventSplicer, into_json
+from h2o_vllm.server.report_injection import EventCompleter, into_json
 from h2o_vllm.server.routes import Rule, rule_for
 from h2o_vllm.server.shutdown_log import ShutdownFilter
 
@@ -57,6 +57,7 @@ class KVCacheMiddleware:
         self._count_refusal: CountRefusal = _not_bound
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
             return
@@ -77,7 +78,7 @@ class KVCacheMiddleware:
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Bind before the first request, so that a failure ends the start instead of a request."""
-        global _startup_error
+        global _startup_error  # noqa: PLW0603 - vLLM builds the application: ``serve`` never meets it
         try:
             self._bind(scope["app"])
             client = scope["app"].state.engine_client
@@ -98,7 +99,7 @@ class KVCacheMiddleware:
         await self._app(scope, looking, send)
 
     def _bind(self, application: Any) -> tuple[H2OConfig, Access]:
-        """Read the configuration that the engine got, tap the engine client, add what we serve."""
+        """Read the configuration that the engine got, wrap the engine client, add what we serve."""
         if self._config is None or self._access is None:
             state = application.state
             options = state.vllm_config.additional_config.get(CONFIG_KEY)
@@ -137,7 +138,7 @@ class _Exchange:
         self._reported = False
         self._refusal: RefusalError | None = None
         self._answered = False
-        self._events: EventSplicer | None = None
+        self._events: EventCompleter | None = None
         self._held_start: Message | None = None
         self._body: list[bytes] = []
 
@@ -206,7 +207,7 @@ class _Exchange:
             self._held_start = message
             return
         if self._reported and plain and media_type == b"text/event-stream":
-            self._events = EventSplicer(self._reports.kv_cache)
+            self._events = EventCompleter(self._reports.kv_cache)
         await self._inner_send(message)
 
     async def _send_body(self, message: Message) -> None:
@@ -228,7 +229,7 @@ class _Exchange:
         await self._inner_send({**start, "headers": headers})
         await self._inner_send({**message, "body": body})
 
-    async def _send_events(self, events: EventSplicer, message: Message) -> None:
+    async def _send_events(self, events: EventCompleter, message: Message) -> None:
         more = message.get("more_body", False)
         out = events.feed(bytes(message.get("body", b"")))
         if not more:

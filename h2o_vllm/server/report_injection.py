@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["EventSplicer", "into_json"]
+__all__ = ["EventCompleter", "into_json"]
 
 Report = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def into_json(body: bytes, report: Report | None) -> bytes:
     return head + comma + b'"kv_cache":' + _dumps(report) + b"}"
 
 
-class EventSplicer:
+class EventCompleter:
     """Passes on a stream of server-sent events and completes its last data event.
 
     An event that may be the last is held until the next one, or the end, decides; no other is.

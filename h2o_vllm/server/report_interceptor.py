@@ -22,6 +22,9 @@ from h2o_vllm.server.report import Reports
 
 __all__ = ["collecting", "install"]
 
+_MARK = "_h2o_intercepted"
+"""Attribute of a ``generate`` that is wrapped already."""
+
 _reports: ContextVar[Reports | None] = ContextVar("h2o_vllm_reports", default=None)
 
 
@@ -45,23 +48,23 @@ def install(engine_client: Any) -> None:
     generate = getattr(engine_client, "generate", None)
     if not callable(generate):
         raise TypeError(f"{type(engine_client).__name__} has no generate() to take reports from")
-    if not getattr(generate, "_h2o_tapped", False):
-        engine_client.generate = _tapped(generate)
+    if not hasattr(generate, _MARK):
+        engine_client.generate = _intercepted(generate)
 
 
-def _tapped(
+def _intercepted(
     generate: Callable[..., AsyncGenerator[Any, None]],
 ) -> Callable[..., AsyncGenerator[Any, None]]:
     @functools.wraps(generate)
-    def tapped(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    def intercepted(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         # Read here, not while iterating: vLLM may iterate in another task.
-        return _Tap(generate(*args, **kwargs), _reports.get())
+        return _Outputs(generate(*args, **kwargs), _reports.get())
 
-    tapped._h2o_tapped = True  # type: ignore[attr-defined]
-    return tapped
+    setattr(intercepted, _MARK, True)
+    return intercepted
 
 
-class _Tap(AsyncGenerator[Any, None]):
+class _Outputs(AsyncGenerator[Any, None]):
     """The outputs of one call of ``generate``, without our reports."""
 
     def __init__(self, outputs: AsyncGenerator[Any, None], reports: Reports | None) -> None:

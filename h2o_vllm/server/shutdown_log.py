@@ -27,11 +27,12 @@ class ShutdownFilter(logging.Filter):
         """Hang one filter into vLLM's two loggers; twice is the same as once."""
         loggers = [logging.getLogger(name) for name in (cls.START, cls.NOISE)]
         if not any(isinstance(each, cls) for each in loggers[0].filters):
-            quiet = cls()
+            ours = cls()
             for logger in loggers:
-                logger.addFilter(quiet)
+                logger.addFilter(ours)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log ``record``."""
         if record.name == self.START and "[shutdown]" in str(record.msg):
             self._stopping = True
         raised = record.exc_info[0] if record.exc_info else None

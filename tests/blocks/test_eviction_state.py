@@ -100,11 +100,11 @@ def test_fresh_blocks_are_those_never_ranked() -> None:
     one = make_state(400, kv_budget=0.2)
     ranked: set[int] = set()
     for computed in range(400, 900):
-        verdict = one.evict(computed)
-        if verdict is not None:
-            assert not ranked & set(verdict.fresh)
-            assert {*verdict.heavy, *verdict.doomed} <= ranked | set(verdict.fresh)
-            ranked |= set(verdict.fresh)
+        evicted = one.evict(computed)
+        if evicted is not None:
+            assert not ranked & set(evicted.fresh)
+            assert {*evicted.heavy, *evicted.doomed} <= ranked | set(evicted.fresh)
+            ranked |= set(evicted.fresh)
     assert ranked == set(range(max(ranked) + 1))
 
 
@@ -117,14 +117,14 @@ def test_there_is_always_room_for_protected_tokens(
     one = make_state(400, kv_budget_tokens=1, kv_recent=recent, kv_sinks=sinks, kv_policy=policy)
     evictions = 0
     for computed in range(400, 900):
-        verdict = one.evict(computed)
-        if verdict is None:
+        evicted = one.evict(computed)
+        if evicted is None:
             continue
         evictions += 1
         assert len(one._candidates) >= blocks
-        assert max((*verdict.heavy, *verdict.doomed)) < computed // 16
+        assert max((*evicted.heavy, *evicted.doomed)) < computed // 16
         if policy == "window":
-            assert min(verdict.doomed) >= blocks
+            assert min(evicted.doomed) >= blocks
         one.counts.num_computed_tokens = computed  # type: ignore[misc]
         one.counts.num_tokens = computed + 1  # type: ignore[misc]
         report = one.report()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +33,17 @@ from h2o_vllm.config import METRICS_KEY
 from h2o_vllm.engine.scheduler import H2OScheduler
 from h2o_vllm.plugin import engine_args, register
 
-__all__ = ["Rig"]
+__all__ = ["Rig", "check_commuting"]
+
+
+def check_commuting(evictions: Sequence[Eviction]) -> None:
+    """The law of :class:`h2o_vllm.blocks.plan.StepPlan`: no order of a step's evictions is another."""
+    assert len({eviction.request_id for eviction in evictions}) == len(evictions)
+    for one, other in itertools.permutations(evictions, 2):
+        touched = {*other.heavy_blocks, *other.doomed_blocks}
+        assert touched.isdisjoint(one.heavy_blocks), "one writes what another reads or writes"
+        if other.heavy_blocks and one.heavy_blocks:
+            assert touched.isdisjoint(one.doomed_blocks), "two rank, and may rescore, one block"
 
 
 class Rig:
@@ -190,6 +201,7 @@ class Rig:
         return sum(not b.is_null for b in self.blocks.req_to_blocks[request_id])
 
     def _check_plan(self, output: SchedulerOutput) -> None:
+        check_commuting(output.h2o.evictions)
         for eviction in output.h2o.evictions:
             table = self.blocks.req_to_blocks[eviction.request_id]
             live = {block.block_id for block in table if not block.is_null}

@@ -11,9 +11,10 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from h2o_vllm import plugin
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config import H2OConfig
-from h2o_vllm.engine import compat, version
+from h2o_vllm.engine import compat, support, version
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.engine.scheduler import H2OScheduler
@@ -223,3 +224,13 @@ def test_marked_specs_merge_into_marked_specs() -> None:
 def test_bad_start_up_values_name_their_flag(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         H2OConfig.from_mapping(options)
+
+
+def test_our_scheduler_is_known_by_its_name_and_so_is_what_builds_on_it() -> None:
+    class Mine(H2OScheduler):
+        """An operator's."""
+
+    path = f"{H2OScheduler.__module__}.{H2OScheduler.__qualname__}"
+    assert path == support.SCHEDULER_CLS == plugin.SCHEDULER_CLS
+    assert support._is_ours(H2OScheduler) and support._is_ours(Mine)
+    assert not any(support._is_ours(base) for base in H2OScheduler.__bases__)

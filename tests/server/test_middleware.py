@@ -76,7 +76,7 @@ class Call:
 
     async def until(self, count: int) -> None:
         async with asyncio.timeout(5):
-            while len(self.bodies) < count:
+            while len(self.bodies) < count:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0)
 
 
@@ -157,7 +157,7 @@ async def test_client_that_leaves_aborts_its_stream_in_the_engine(stream: str) -
         async with asyncio.timeout(5):
             await call.task
     else:
-        while not engine.seen:
+        while not engine.seen:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0)
         call.task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -258,7 +258,7 @@ async def test_operator_limits_come_from_the_engines_configuration() -> None:
     assert (await post(app, kv_budget=0.4)).status_code == 200
 
 
-async def test_client_is_tapped_once() -> None:
+async def test_client_is_wrapped_once() -> None:
     engine = Engine()
     report_interceptor.install(engine)
     tapped = engine.generate

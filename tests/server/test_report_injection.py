@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.server.report_injection import EventSplicer, into_json
+from h2o_vllm.server.report_injection import EventCompleter, into_json
 
 REPORT = {"budget": 0.2, "tokens_held": 32}
 TEXT = 'says \\"finish_reason\\":\\"stop\\" and \\"choices\\":[] é\\n'
@@ -36,7 +36,7 @@ COMPLETED = b'event: response.completed\ndata: {"response":{"usage":{}},"type":"
 
 
 def run(chunks: list[bytes], report: Any = REPORT) -> list[bytes]:
-    splicer = EventSplicer(lambda: report)
+    splicer = EventCompleter(lambda: report)
     return [*map(splicer.feed, chunks), splicer.finish()]
 
 

@@ -313,7 +313,7 @@ def qkv(request_id: str, position: int, layer: int) -> tuple[Tensor, Tensor, Ten
 
 def _stand_in_for_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(flash_attn, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
-    patch.setattr(triton_attn, "unified_attention", lambda **kw: paged_attention(**kw))
+    patch.setattr(triton_attn, "unified_attention", paged_attention)
     patch.setattr(Worker, "execute_model", lambda self, so: self.model_runner.execute_model(so))
 
 

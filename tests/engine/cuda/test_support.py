@@ -91,6 +91,7 @@ def test_our_backends_are_vllms_but_for_three_parts(backend: Any) -> None:
     _, stock = backend.__bases__
     assert issubclass(backend.get_impl_cls(), stock.get_impl_cls())
     assert issubclass(backend.get_builder_cls(), stock.get_builder_cls())
+    assert backend.get_impl_cls().stock is stock.get_impl_cls()
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,7 @@ def set_attention_isa(builder: Any, isa: str) -> None:
 
 def runner_row_request_ids(model_runner: Any) -> list[str]:
     """Request id of each batch row, in the order the metadata builder sees them."""
-    ids: list[str] = model_runner.input_batch.req_ids
-    return ids
+    return list(model_runner.input_batch.req_ids)
 
 
 def runner_punch_holes(

@@ -7,5 +7,5 @@ One step, in stream order, nothing waits for the device::
     punch holes    staged, applied with vLLM's own block-table writes  worker.execute_model
     start scores   of the tokens this step computes                    builder.build
     drop holes     into the builder's own, persistent tables           builder.build
-    forward        a captured graph, or eager; see rows.Variant        impl.forward
+    forward        a captured graph, or eager; see variants.Variant    impl.attend
 """

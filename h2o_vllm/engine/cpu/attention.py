@@ -200,13 +200,13 @@ class H2OAttentionImpl(CPUAttentionBackendImpl):
             stock(layer, query[index], key, value, kv_cache, attn_metadata.rest, attended, *scales)
             output[index] = attended
         tables = (attn_metadata.block_table, attn_metadata.seq_lens)
-        batch = (query, kv_cache, scores, *tables)
-        kernels.attend_decode(*batch, rows.decode_tokens, rows.decode_rows, self.scale, output)
+        batch = kernels.PagedBatch(query, kv_cache, scores, *tables)
+        kernels.attend_decode(batch, rows.decode_tokens, rows.decode_rows, self.scale, output)
         starts = attn_metadata.query_start_loc
-        kernels.attend_prompt(*batch, starts, rows.prompt_rows, self.scale, output)
+        kernels.attend_prompt(batch, starts, rows.prompt_rows, self.scale, output)
         if rows.last_rows.numel():
-            batch = (query[rows.last_tokens], kv_cache, scores, *tables)
-            kernels.score_prompt(*batch, rows.last_starts, rows.last_rows, self.scale)
+            last = batch._replace(query=query[rows.last_tokens])
+            kernels.score_prompt(last, rows.last_starts, rows.last_rows, self.scale)
         return output
 
 

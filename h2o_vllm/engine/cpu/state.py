@@ -15,7 +15,7 @@ import torch
 from h2o_vllm.engine.cpu.rows import EvictionParams
 from h2o_vllm.engine.eviction_scores import candidate_blocks, cleared, eviction_scores
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.reference import key_value_views
+from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.policy import Policy, get_policy
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ class WorkerState:
         one, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
         first, table = torch.zeros(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
         lens = torch.tensor([2], dtype=torch.int32)
-        batch = (query, kv_cache, scores[0], table, lens)
-        kernels.attend_decode(*batch, first, first, 1.0, torch.empty_like(query))
-        kernels.attend_prompt(*batch, starts, first, 1.0, torch.empty_like(query))
-        kernels.score_prompt(*batch, starts, first, 1.0)
+        batch = kernels.PagedBatch(query, kv_cache, scores[0], table, lens)
+        kernels.attend_decode(batch, first, first, 1.0, torch.empty_like(query))
+        kernels.attend_prompt(batch, starts, first, 1.0, torch.empty_like(query))
+        kernels.score_prompt(batch, starts, first, 1.0)
         kernels.compact([kv_cache], scores, one, one + 1)
         kernels.reset_scores(scores, one.long())
 

@@ -15,7 +15,7 @@ from ctypes import byref, c_float, c_int, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.cpu import build
+from h2o_vllm.kernels.cpu import build, prebuilt
 from h2o_vllm.kernels.cpu.batch import PagedBatch
 
 __all__ = ["attend_decode", "attend_prompt", "compact", "describe", "reset_scores", "score_prompt"]
@@ -37,7 +37,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-_library = ctypes.CDLL(str(build.library()))
+_library = prebuilt.load() or ctypes.CDLL(str(build.library()))
 _library.h2o_isa.restype = ctypes.c_char_p
 _attend = _library.h2o_attend
 _attend.argtypes, _attend.restype = [c_void_p], None

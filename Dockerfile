@@ -10,8 +10,8 @@ ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${PYTHON_IMAGE} AS cpu
-# vLLM's CPU build needs libnuma. The compiler builds our CPU kernels on the first start; without it the slower
-# numba ones are used.
+# vLLM's CPU build needs libnuma. The compiler builds our CPU kernels on the first start; without it plain PyTorch
+# would step in, many times slower.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ libnuma1 \

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from h2o_vllm.kernels.cpu import fallback
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -29,6 +31,7 @@ def bash(
         ["/bin/bash", "-c", f'set -euo pipefail; . "{root}/deploy/setup.sh"; {script}'],
         capture_output=True,
         text=True,
+        check=False,
         cwd=cwd or "/",
         env=os.environ | environment,
     )
@@ -111,6 +114,39 @@ def test_unknown_device_is_refused(checkout: Path) -> None:
     done = bash(checkout, "device", H2O_DEVICE="tpu")
     assert done.returncode != 0
     assert "H2O_DEVICE must be cpu or cuda, got tpu" in done.stderr
+
+
+def warned(checkout: Path, path: Path, device: str = "cpu", **environment: str) -> str:
+    done = bash(checkout, f'PATH="{path}"; warn_without_compiler {device}', **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_missing_compiler_is_said_and_what_it_costs(checkout: Path, tmp_path: Path) -> None:
+    said = warned(checkout, tmp_path, CXX="")
+    assert "there is no g++" in said
+    assert fallback.COST in said
+    assert "apt install g++" in said
+
+
+def test_nothing_is_said_where_no_compiler_is_needed(checkout: Path, tmp_path: Path) -> None:
+    assert not warned(checkout, tmp_path, "cuda", CXX="")
+    assert not warned(checkout, tmp_path, CXX="", H2O_CPU_KERNEL="torch")
+    for name in ("g++", "my-compiler"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert not warned(checkout, tmp_path, CXX="")
+    assert not warned(checkout, tmp_path / "nothing", CXX=f"{tmp_path}/my-compiler -O2")
+    prebuilt = checkout / "h2o_vllm" / "kernels" / "cpu" / "lib"
+    prebuilt.mkdir(parents=True)
+    (prebuilt / "manifest.json").touch()
+    assert not warned(checkout, tmp_path / "nothing", CXX="")
+
+
+def test_quickstart_warns_before_it_does_anything_else(checkout: Path) -> None:
+    lines = (checkout / "deploy" / "quickstart").read_text().splitlines()
+    calls = [line.split()[0] for line in lines if line.startswith(("warn_", "setup_", "exec"))]
+    assert calls == ["warn_without_compiler", "setup_environment", "exec"]
 
 
 def test_uv_uses_the_index_pip_is_configured_for(checkout: Path, tmp_path: Path) -> None:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The truth: every kernel in plain torch, float64 inside, written to be read.
+"""The truth: every kernel in plain torch, float64 inside, written to be read. Any device, any memory layout.
 
-Runs in tests and, if asked for with ``H2O_CPU_KERNEL=reference``, in the worker. Imports torch only.
+Runs in tests and, through :mod:`h2o_vllm.kernels.cpu.reference`, in a worker that asks for it. Imports torch
+only, and nothing of the fast kernels. Arguments are those of :mod:`h2o_vllm.kernels.triton`, less what only a
+kernel needs (a workspace, upper bounds).
 
 Letters: T tokens, H q heads, KH kv heads, G = H / KH, D head size, N blocks, BS block size,
 B requests, MB blocks per table row, R listed rows, L layers, S live length.
 
-Memory of one layer on CPU (vLLM's isa "vec" and "vec16", ``cpu_attn_vec.hpp``: reshape_and_cache)::
-
-    kv_cache [N, KH, BS, 2 * D], contiguous; one (block, kv head) page is
-    +---------------------+---------------------+
-    | K transposed [D, BS]|      V [BS, D]      |   the nominal last two axes mean nothing
-    +---------------------+---------------------+
+``key_cache`` and ``value_cache`` are views ``[N, BS, KH, D]`` of one layer with any strides: on GPUs
+``kv_cache.transpose(1, 2).split(D, dim=-1)`` of vLLM's ``[N, KH, BS, 2 * D]``; on CPU see
+:func:`h2o_vllm.kernels.cpu.batch.key_value_views`.
 """
 
 from __future__ import annotations
@@ -22,126 +21,124 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "add_probabilities",
+    "add_prompt_scores",
+    "attend",
     "attend_decode",
-    "attend_prompt",
+    "clear_scores",
     "compact",
-    "describe",
-    "key_value_views",
+    "compact_tables",
+    "live_slots",
+    "log_sum_exp",
     "reset_scores",
-    "score_prompt",
     "select_keep",
 ]
 
+Slots = tuple[Tensor, Tensor]
+"""Block ids and offsets of the S live slots of a sequence, in order; [S] each."""
 
-def key_value_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of one layer's cache as what it means: K^T ``[N, KH, D, BS]`` and V ``[N, KH, BS, D]``."""
-    blocks, heads, block_size, width = kv_cache.shape
-    size = width // 2
-    halves = kv_cache.view(blocks, heads, 2, block_size * size)
-    keys = halves[:, :, 0].unflatten(-1, (size, block_size))
-    values = halves[:, :, 1].unflatten(-1, (block_size, size))
-    return keys, values
+
+def live_slots(table: Tensor, length: int, block_size: int) -> Slots:
+    """Where the ``length`` live tokens of the row with block table ``table`` [MB] lie."""
+    slots = torch.arange(length, device=table.device)
+    return table[slots // block_size].long(), slots % block_size
+
+
+def attend(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, where: Slots, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention of one sequence's last queries over its live slots, in float64.
+
+    Args:
+        query: [t, H, D]. scale: factor on q.k before the softmax.
+
+    Returns:
+        probabilities [t, KH, G, S], output [t, H, D], log-sum-exp [t, KH, G].
+    """
+    # Only live slots are gathered: the others may hold NaN.
+    key = key_cache[where].transpose(0, 1).double()
+    value = value_cache[where].transpose(0, 1).double()
+    q = query.double().unflatten(1, (key.shape[0], -1))
+    length = key.shape[1]
+    logits = torch.einsum("tkgd,ksd->tkgs", q, key) * scale
+    positions = torch.arange(length - q.shape[0], length, device=query.device)
+    future = torch.arange(length, device=query.device) > positions[:, None]
+    logits = logits.masked_fill(future[:, None, None], float("-inf"))
+    prob = logits.softmax(-1)
+    return prob, torch.einsum("tkgs,ksd->tkgd", prob, value).flatten(1, 2), logits.logsumexp(-1)
+
+
+def add_probabilities(scores: Tensor, where: Slots, prob: Tensor) -> None:
+    """Add ``prob`` [t, KH, G, S], summed over queries and the q heads of a group, to scores [N, KH, BS]."""
+    blocks, offsets = where
+    scores[blocks, :, offsets] += prob.sum((0, 2)).T.float()
 
 
 def attend_decode(
     query: Tensor,
-    kv_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
     scores: Tensor,
     block_table: Tensor,
+    query_start_loc: Tensor,
     seq_lens: Tensor,
-    tokens: Tensor,
-    rows: Tensor,
     scale: float,
     out: Tensor,
+    value_scale: float = 1.0,
 ) -> None:
-    """Attention of one query per listed row, and its probabilities added to ``scores``.
-
-    Args:
-        query: [T, H, D]; may be strided along T.
-        kv_cache: [N, KH, BS, 2 * D], same dtype as ``query``; the query's own key is its last one.
-        scores: [N, KH, BS], float32; receives the probabilities summed over the q heads of a group.
-        block_table: [B, MB], int32. seq_lens: [B], int32, live lengths.
-        tokens: [R], int32, index into ``query`` and ``out``. rows: [R], int32, index into the batch.
-        scale: factor on q.k before the softmax.
-        out: [T, H, D]; only the listed tokens are written. May be strided along T.
-
-    No row may be listed twice. An empty list does nothing.
-    """
-    for token, row in zip(tokens.tolist(), rows.tolist(), strict=True):
-        length = int(seq_lens[row])
-        _attend(
-            query, kv_cache, scores, block_table[row], length, slice(token, token + 1), scale, out
-        )
+    """See :func:`h2o_vllm.kernels.triton.attend_decode`; scales of query and key are part of ``scale``."""
+    for row, length in enumerate(seq_lens.tolist()):
+        first, end = query_start_loc[row : row + 2].tolist()
+        if length <= 0 or end - first != 1:
+            continue
+        where = live_slots(block_table[row], length, key_cache.shape[1])
+        prob, attended, _ = attend(query[first:end], key_cache, value_cache, where, scale)
+        out[first] = (attended[0] * value_scale).to(out.dtype)
+        add_probabilities(scores, where, prob)
 
 
-def score_prompt(
+def add_prompt_scores(
     query: Tensor,
-    kv_cache: Tensor,
+    key_cache: Tensor,
     scores: Tensor,
     block_table: Tensor,
-    seq_lens: Tensor,
     query_start_loc: Tensor,
-    rows: Tensor,
+    seq_lens: Tensor,
     scale: float,
+    scored_from: Tensor | None = None,
 ) -> None:
-    """Column sums of the causal softmax of each listed row's queries, added to ``scores``.
+    """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed."""
+    for row, length in enumerate(seq_lens.tolist()):
+        first, end = query_start_loc[row : row + 2].tolist()
+        if length <= 0 or end - first < 2:
+            continue
+        if scored_from is not None:
+            first = int(scored_from[row])
+        where = live_slots(block_table[row], length, key_cache.shape[1])
+        prob, _, _ = attend(query[first:end], key_cache, key_cache, where, scale)
+        add_probabilities(scores, where, prob)
 
-    The queries of a row are the last ``query_start_loc[row + 1] - query_start_loc[row]`` positions of
-    its live sequence; there may be context before them (chunked prefill, prefix-cache hit).
 
-    Args:
-        query_start_loc: [B + 1], int32. The others are those of :func:`attend_decode`.
-    """
-    attend_prompt(
-        query, kv_cache, scores, block_table, seq_lens, query_start_loc, rows, scale, None
-    )
-
-
-def attend_prompt(
+def log_sum_exp(
     query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
+    key_cache: Tensor,
     block_table: Tensor,
-    seq_lens: Tensor,
     query_start_loc: Tensor,
-    rows: Tensor,
+    seq_lens: Tensor,
     scale: float,
-    out: Tensor | None,
-) -> None:
-    """:func:`score_prompt` that also writes the attention output of the same queries to ``out``."""
-    for row in rows.tolist():
-        tokens = slice(int(query_start_loc[row]), int(query_start_loc[row + 1]))
-        _attend(query, kv_cache, scores, block_table[row], int(seq_lens[row]), tokens, scale, out)
+) -> Tensor:
+    """Natural log of each query's sum of exp(scaled logits), ``[H, T]``, float32; NaN for rows left out.
 
-
-def _attend(
-    query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
-    table: Tensor,
-    length: int,
-    tokens: slice,
-    scale: float,
-    out: Tensor | None,
-) -> None:
-    if length <= 0 or tokens.start >= tokens.stop:  # padding
-        return
-    block_size = kv_cache.shape[2]
-    blocks = table[: -(-length // block_size)].long()
-    keys, values = key_value_views(kv_cache)
-    # [KH, S, D], in float64; the tail of the last block is cut off before anything is computed.
-    key = keys[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].double()
-    value = values[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double()
-    q = query[tokens].double().unflatten(1, (key.shape[0], -1))
-    logits = torch.einsum("tkgd,ksd->tkgs", q, key) * scale
-    positions = torch.arange(length - q.shape[0], length)
-    future = torch.arange(length) > positions[:, None]
-    prob = logits.masked_fill(future[:, None, None], float("-inf")).softmax(-1)
-    if out is not None:
-        out[tokens] = torch.einsum("tkgs,ksd->tkgd", prob, value).flatten(1, 2).to(out.dtype)
-    slots = torch.arange(length)
-    where = (blocks[slots // block_size], slice(None), slots % block_size)
-    scores[where] += prob.sum((0, 2)).T.float()
+    What an attention kernel returns beside its output (FlashAttention: ``return_softmax_lse``).
+    """
+    lse = torch.full((query.shape[1], query.shape[0]), float("nan"), device=query.device)
+    for row, length in enumerate(seq_lens.tolist()):
+        first, end = query_start_loc[row : row + 2].tolist()
+        if length > 0 and end > first:
+            where = live_slots(block_table[row], length, key_cache.shape[1])
+            _, _, sums = attend(query[first:end], key_cache, key_cache, where, scale)
+            lse[:, first:end] = sums.flatten(1).T.float()
+    return lse
 
 
 def select_keep(scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor) -> Tensor:
@@ -165,34 +162,39 @@ def select_keep(scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor) -> 
 
 
 def compact(
-    kv_caches: Sequence[Tensor], scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor
+    key_caches: Sequence[Tensor],
+    value_caches: Sequence[Tensor],
+    scores: Tensor,
+    evictions: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> None:
-    """Move the survivors of one request's eviction into its heavy blocks, with their scores.
+    """Move the survivors of each eviction into its heavy blocks, with their scores.
 
     Per layer and kv head: survivors in heavy blocks stay where they are; those in doomed blocks are
     copied, in ascending order, over the heavy slots whose tokens did not survive, in ascending order.
     Doomed blocks are read, never written. Does not free anything.
 
     Args:
-        kv_caches: L tensors [N, KH, BS, 2 * D]. scores: [L, N, KH, BS], float32.
-        heavy_blocks: [nh], integer; must be writable by this request. doomed_blocks: [nd], integer;
-            disjoint from ``heavy_blocks``. With either empty nothing happens.
+        key_caches, value_caches: L views [N, BS, KH, D] each. scores: [L, N, KH, BS], float32.
+        evictions: pairs of heavy block ids, which must be writable, and doomed ones; disjoint. With either
+            empty nothing happens.
     """
     heads, block_size = scores.shape[2:]
-    room = heavy_blocks.numel() * block_size
-    order = torch.cat([heavy_blocks, doomed_blocks]).long()
-    for layer, kv_cache in enumerate(kv_caches):
-        keys, values = key_value_views(kv_cache)
-        kept = select_keep(scores[layer], heavy_blocks, doomed_blocks)
-        for head in range(heads):
-            source = kept[head][kept[head] >= room]
-            stays = torch.isin(torch.arange(room), kept[head])
-            target = (~stays).nonzero().flatten()
-            to_block, to_slot = order[target // block_size], target % block_size
-            from_block, from_slot = order[source // block_size], source % block_size
-            keys[to_block, head, :, to_slot] = keys[from_block, head, :, from_slot]
-            values[to_block, head, to_slot] = values[from_block, head, from_slot]
-            scores[layer, to_block, head, to_slot] = scores[layer, from_block, head, from_slot]
+    for heavy, doomed in evictions:
+        room = len(heavy) * block_size
+        heavy_ids = torch.tensor(heavy, dtype=torch.int64, device=scores.device)
+        doomed_ids = torch.tensor(doomed, dtype=torch.int64, device=scores.device)
+        order = torch.cat([heavy_ids, doomed_ids])
+        for layer, (keys, values) in enumerate(zip(key_caches, value_caches, strict=True)):
+            kept = select_keep(scores[layer], heavy_ids, doomed_ids)
+            for head in range(heads):
+                source = kept[head][kept[head] >= room]
+                stays = torch.isin(torch.arange(room, device=scores.device), kept[head])
+                target = (~stays).nonzero().flatten()
+                to_block, to_slot = order[target // block_size], target % block_size
+                from_block, from_slot = order[source // block_size], source % block_size
+                for cache in (keys, values):
+                    cache[to_block, to_slot, head] = cache[from_block, from_slot, head]
+                scores[layer, to_block, head, to_slot] = scores[layer, from_block, head, from_slot]
 
 
 def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
@@ -208,6 +210,23 @@ def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) ->
     scores[:, block, :, offset] = 0.0 if values is None else values[:, :, live].permute(2, 0, 1)
 
 
-def describe() -> str:
-    """One line for the start-up log."""
-    return "plain torch reference (slow)"
+def clear_scores(scores: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor) -> None:
+    """See :func:`h2o_vllm.kernels.triton.clear_scores`."""
+    for row in rows.tolist():
+        used = -(-int(seq_lens[row]) // scores.shape[3])
+        blocks = block_table[row, :used].long()
+        old = scores[:, blocks]
+        scores[:, blocks] = torch.where(old == float("inf"), old, 0.0)
+
+
+def compact_tables(
+    block_table: Tensor, seq_lens: Tensor, flags: Tensor, block_size: int
+) -> tuple[list[list[int]], list[int]]:
+    """Block ids and live length of each row; see :func:`h2o_vllm.kernels.triton.compact_tables`."""
+    tables, lens = [], []
+    for row, length in enumerate(seq_lens.tolist()):
+        used = block_table[row, : -(-length // block_size)].tolist()
+        live = [block for block in used if block != 0] if flags[row] & 1 else used
+        tables.append(live)
+        lens.append(length - (len(used) - len(live)) * block_size)
+    return tables, lens

@@ -14,7 +14,7 @@ __all__ = ["plot_bench", "plot_kernels"]
 
 COLOURS = {"stock": "#b0b0b0", "stock-same-flags": "#6f6f6f", "h2o": "#d1495b"}
 LABELS = {"stock": "vLLM defaults", "stock-same-flags": "vLLM, same flags", "h2o": "h2o_vllm"}
-KERNELS = {"cpp": "#d1495b", "numba": "#2e6f95"}
+KERNELS = {"cpp": "#d1495b", "torch": "#2e6f95"}
 
 
 def plot_bench(rows: list[dict[str, Any]], path: Path) -> Path:

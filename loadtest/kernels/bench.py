@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer's attention: vLLM's C++ kernel against ours, which also keep the scores.
 
-    python -m loadtest.kernels.bench [--quick] [--threads 1] [--impls cpp,numba]
+    python -m loadtest.kernels.bench [--quick] [--threads 1] [--impls cpp,torch]
     python -m loadtest.kernels.bench --device cuda [--quick]
 
 The former needs vLLM's CPU build; the latter is :mod:`loadtest.kernels.bench_cuda`. Every number is taken in
@@ -26,7 +26,7 @@ import torch
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.cpu import reference
 from loadtest.common.machine import describe_run
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -88,14 +88,14 @@ class Case:
 
     def ours(self, impl: Any) -> dict[str, Callable[[], None]]:
         """The calls to time, by name."""
-        given = (self.query, self.kv_cache, self.scores, self.table, self.lens)
+        batch = kernels.PagedBatch(self.query, self.kv_cache, self.scores, self.table, self.lens)
         if self.kind == "decode":
             rows = (self.rows, self.rows, self.scale)
-            return {"attend_decode": lambda: impl.attend_decode(*given, *rows, self.out)}
+            return {"attend_decode": lambda: impl.attend_decode(batch, *rows, self.out)}
         rows = (self.starts, self.rows, self.scale)
         return {
-            "attend_prompt": lambda: impl.attend_prompt(*given, *rows, self.out),
-            "score_prompt": lambda: impl.score_prompt(*given, *rows),
+            "attend_prompt": lambda: impl.attend_prompt(batch, *rows, self.out),
+            "score_prompt": lambda: impl.score_prompt(batch, *rows),
         }
 
     def stock(self) -> Callable[[], None]:
@@ -129,10 +129,8 @@ def gate(impls: dict[str, Any]) -> None:
             case = Case(shape, 3, 333, queries)
             case.build()
             exact, scores = torch.empty_like(case.out), torch.zeros_like(case.scores)
-            reference.attend_prompt(
-                case.query, case.kv_cache, scores, case.table, case.lens, case.starts, case.rows,
-                case.scale, exact,
-            )  # fmt: skip
+            batch = kernels.PagedBatch(case.query, case.kv_cache, scores, case.table, case.lens)
+            reference.attend_prompt(batch, case.starts, case.rows, case.scale, exact)
             calls = {("stock", "attention"): case.stock()}
             calls |= {(n, c): f for n, impl in impls.items() for c, f in case.ours(impl).items()}
             for (name, what), call in calls.items():
@@ -243,7 +241,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="a few small configurations")
     parser.add_argument("--threads", type=int, default=1, help="of each contestant (default 1)")
-    parser.add_argument("--impls", default="cpp,numba", help="which of ours, separated by commas")
+    parser.add_argument("--impls", default="cpp,torch", help="which of ours, separated by commas")
     parser.add_argument("--seconds", type=float, default=2.0, help="per configuration")
     parser.add_argument(
         "--skip-gate", action="store_true",

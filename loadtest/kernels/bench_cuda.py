@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from h2o_vllm.kernels import reference_paged
+from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import Evictions, KVLayers, compact
 from loadtest.common.machine import describe_run
 from loadtest.kernels.cuda_cases import BLOCK_SIZE, SHAPES, Call, Case
@@ -50,10 +50,10 @@ def gate() -> None:
             given = (case.table, case.starts, lens)
             where = (case.query, case.keys[0])
             if queries > 1:
-                reference_paged.add_prompt_scores(*where, want_scores, *given, case.lse, case.scale)
+                reference.add_prompt_scores(*where, want_scores, *given, case.scale)
             want = torch.empty_like(case.out)
             if queries == 1:
-                reference_paged.attend_decode(
+                reference.attend_decode(
                     *where, case.values[0], want_scores, *given, case.scale, want
                 )
             for name, call in case.contestants().items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.reference import key_value_views
+from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.reference_h2o import LayerCache, Reference
 from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from h2o_vllm.config import POLICIES
-from h2o_vllm.kernels.reference import key_value_views
+from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.reference_policies import PolicyModel, load
 from tests.engine.conftest import BLOCK_SIZE, FLOOR, NUM_BLOCKS, Engine, report_of, tokens_of
 

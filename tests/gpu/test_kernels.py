@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from h2o_vllm.kernels import reference, reference_paged
+from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import (
     EVICTING,
     SCORED,
@@ -164,7 +164,7 @@ def test_old_scores_are_forgotten() -> None:
     scores[:, batch.block_table[3, 0], :, :5] = float("inf")
     rows = torch.tensor([3, 5, 11], dtype=torch.int32, device="cuda")
     want, given = scores.clone(), (batch.block_table, batch.seq_lens)
-    reference_paged.clear_scores(want, *given, rows)
+    reference.clear_scores(want, *given, rows)
     clear_scores(scores, *given, rows, max(LONG))
     assert torch.equal(bits(scores), bits(want))
 

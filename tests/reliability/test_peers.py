@@ -130,10 +130,7 @@ def test_scores_grow_beyond_what_fp16_holds() -> None:
     before = batch.used_scores(batch.scores).double().sum()
     out, rows = batch.out(), batch.rows
     for _ in range(50):
-        kernels.attend_decode(
-            batch.query, batch.kv_cache, batch.scores, batch.block_table, batch.seq_lens, rows,
-            rows, batch.scale, out,
-        )  # fmt: skip
+        kernels.attend_decode(batch.paged(), rows, rows, batch.scale, out)
     grown = batch.used_scores(batch.scores).double().sum() - before
     # 50 queries of 2 x 4 heads, each worth 1. One step of float32 here is 0.008, in each of 200 sums.
     assert grown.item() == pytest.approx(400, abs=50)

@@ -144,15 +144,14 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             attended = output[index]
             self.attend_stock(call._replace(query=query[index], output=attended), batch.rest)
             output[index] = attended
-        cached = (call.kv_cache, self._scores, batch.block_table, batch.seq_lens)
-        kernels.attend_decode(
-            query, *cached, split.decode_tokens, split.decode_rows, self.scale, output
-        )
+        tables = (batch.block_table, batch.seq_lens)
+        ours = kernels.PagedBatch(query, call.kv_cache, self._scores, *tables)
+        kernels.attend_decode(ours, split.decode_tokens, split.decode_rows, self.scale, output)
         starts = batch.query_start_loc
-        kernels.attend_prompt(query, *cached, starts, split.prompt_rows, self.scale, output)
+        kernels.attend_prompt(ours, starts, split.prompt_rows, self.scale, output)
         if split.last_rows.numel():
-            last = query[split.last_tokens]
-            kernels.score_prompt(last, *cached, split.last_starts, split.last_rows, self.scale)
+            last = ours._replace(query=query[split.last_tokens])
+            kernels.score_prompt(last, split.last_starts, split.last_rows, self.scale)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):

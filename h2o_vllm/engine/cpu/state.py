@@ -13,7 +13,7 @@ from h2o_vllm.engine.eviction_scores import cleared
 from h2o_vllm.engine.rows import POLICY_CODES, StepRows
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.reference import key_value_views
+from h2o_vllm.kernels.cpu.batch import key_value_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,10 +55,10 @@ class CPUState(WorkerState):
         one, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
         first, table = torch.zeros(1, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
         lens = torch.tensor([2], dtype=torch.int32)
-        batch = (query, kv_cache, scores[0], table, lens)
-        kernels.attend_decode(*batch, first, first, 1.0, torch.empty_like(query))
-        kernels.attend_prompt(*batch, starts, first, 1.0, torch.empty_like(query))
-        kernels.score_prompt(*batch, starts, first, 1.0)
+        batch = kernels.PagedBatch(query, kv_cache, scores[0], table, lens)
+        kernels.attend_decode(batch, first, first, 1.0, torch.empty_like(query))
+        kernels.attend_prompt(batch, starts, first, 1.0, torch.empty_like(query))
+        kernels.score_prompt(batch, starts, first, 1.0)
         kernels.compact([kv_cache], scores, one, one + 1)
         kernels.reset_scores(scores, one.long())
 

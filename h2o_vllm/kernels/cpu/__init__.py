@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HOW tokens are attended, scored, moved: the kernels, and the choice between their implementations.
+"""The kernels on CPU: the contract, and the choice between its implementations.
 
-Runs in the worker. Never imports vLLM. :mod:`~h2o_vllm.kernels.reference` is the truth and documents the
-contract; ``cpp`` (C++, built on first use) and ``numba_kernels`` are the fast ones. The choice is made
-once per process, at the first call or by :func:`load`; ``H2O_CPU_KERNEL=cpp|numba|reference`` overrides it.
-``H2O_CPU_CHECK=1`` checks every call's tensors first (see :mod:`~h2o_vllm.kernels.cpu.checks`). GPUs have a
-room of their own, :mod:`h2o_vllm.kernels.triton`.
+Runs in the worker. Never imports vLLM. :mod:`~h2o_vllm.kernels.cpu.cpp` (C++) is what serves;
+:mod:`~h2o_vllm.kernels.cpu.fallback` (plain torch, slow) steps in, with a warning, where there is neither a
+prebuilt library nor a compiler; :mod:`~h2o_vllm.kernels.cpu.reference` is the truth. The choice is made once
+per process, at the first call or by :func:`load`. Environment variables:
+
+* ``H2O_CPU_KERNEL=cpp|torch|reference`` overrides the choice.
+* ``H2O_CPU_BUILD=source`` builds the C++ kernels for this very CPU instead of loading what the wheel carries
+  (see :mod:`~h2o_vllm.kernels.cpu.prebuilt`); set while a wheel is built, it leaves the libraries out of it.
+* ``H2O_CPU_CHECK=1`` checks every call's tensors first (see :mod:`~h2o_vllm.kernels.cpu.checks`).
 
 Rows that share a block add to the same slots: with several threads, in no fixed order.
 """
@@ -23,8 +27,10 @@ from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu import checks
+from h2o_vllm.kernels.cpu.batch import PagedBatch
 
 __all__ = [
+    "PagedBatch",
     "attend_decode",
     "attend_prompt",
     "compact",
@@ -39,11 +45,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 _CHECK = os.environ.get("H2O_CPU_CHECK") == "1"
 
-_MODULES = {
-    "cpp": f"{__name__}.cpp",
-    "numba": f"{__name__}.numba_kernels",
-    "reference": "h2o_vllm.kernels.reference",
-}
+_MODULES = {"cpp": "cpp", "torch": "fallback", "reference": "reference"}
 
 
 @cache
@@ -51,7 +53,7 @@ def load(name: str | None = None) -> ModuleType:
     """The module that implements the kernels in this process, imported and built.
 
     Args:
-        name: ``cpp``, ``numba`` or ``reference``; by default ``H2O_CPU_KERNEL``, else the first that works.
+        name: ``cpp``, ``torch`` or ``reference``; by default ``H2O_CPU_KERNEL``, else C++ if it can be had.
 
     Raises:
         ConfigError: the name is unknown, or the one asked for cannot be had.
@@ -59,15 +61,19 @@ def load(name: str | None = None) -> ModuleType:
     wanted = name or os.environ.get("H2O_CPU_KERNEL")
     if wanted is not None and wanted not in _MODULES:
         raise ConfigError(f"H2O_CPU_KERNEL must be one of {', '.join(_MODULES)}, got {wanted!r}")
-    for candidate in [wanted] if wanted else ["cpp", "numba"]:
-        try:
-            return import_module(_MODULES[candidate])
-        except (ImportError, OSError) as error:
-            if wanted:
-                raise ConfigError(f"H2O_CPU_KERNEL={wanted} cannot be had: {error}") from error
-            logger.info("H2O %s kernels are not available: %s", candidate, error)
-    logger.warning("Neither C++ nor numba kernels are available; H2O will be very slow.")
-    return import_module(_MODULES["reference"])
+    try:
+        return import_module(f"{__name__}.{_MODULES[wanted or 'cpp']}")
+    except (ImportError, OSError) as error:
+        if wanted:
+            raise ConfigError(f"H2O_CPU_KERNEL={wanted} cannot be had: {error}") from error
+        fallback = import_module(f"{__name__}.{_MODULES['torch']}")
+        logger.warning(
+            "H2O runs without its C++ kernels (%s) on plain torch, which is SLOW: %s. "
+            "Install g++ (Debian: apt install g++) and start again.",
+            error,
+            fallback.COST,
+        )
+        return fallback
 
 
 def describe() -> str:
@@ -76,68 +82,61 @@ def describe() -> str:
 
 
 def attend_decode(
-    query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    tokens: Tensor,
-    rows: Tensor,
-    scale: float,
-    out: Tensor,
+    batch: PagedBatch, tokens: Tensor, rows: Tensor, scale: float, out: Tensor
 ) -> None:
-    """One query per listed row, its probabilities added: see :func:`.reference.attend_decode`."""
+    """Attention of one query per listed row; its probabilities are added to ``batch.scores``.
+
+    A slot receives the probabilities of its key summed over the q heads of a group. The query's own key is
+    the last one of its row. No row may be listed twice. An empty list does nothing.
+
+    Args:
+        tokens: [R], int32, index into ``batch.query`` and ``out``. rows: [R], int32, index into the batch.
+        scale: factor on q.k before the softmax.
+        out: [T, H, D]; only the listed tokens are written. May be strided along T.
+    """
     if _CHECK:
-        checks.check_batch(query, kv_cache, scores, block_table, seq_lens, rows, out)
-    load().attend_decode(query, kv_cache, scores, block_table, seq_lens, tokens, rows, scale, out)
+        checks.check_batch(batch, rows, out)
+    load().attend_decode(batch, tokens, rows, scale, out)
 
 
-def score_prompt(
-    query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    rows: Tensor,
-    scale: float,
-) -> None:
-    """The scores of prompt chunks alone: see :func:`.reference.score_prompt`."""
+def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
+    """Column sums of the causal softmax of each listed row's queries, added to ``batch.scores``.
+
+    The queries of a row are the last ``query_start_loc[row + 1] - query_start_loc[row]`` positions of
+    its live sequence; there may be context before them (chunked prefill, prefix-cache hit).
+
+    Args:
+        query_start_loc: [B + 1], int32. The others are those of :func:`attend_decode`.
+    """
     if _CHECK:
-        checks.check_batch(query, kv_cache, scores, block_table, seq_lens, rows)
-    load().score_prompt(
-        query, kv_cache, scores, block_table, seq_lens, query_start_loc, rows, scale
-    )
+        checks.check_batch(batch, rows)
+    load().score_prompt(batch, query_start_loc, rows, scale)
 
 
 def attend_prompt(
-    query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    rows: Tensor,
-    scale: float,
-    out: Tensor,
+    batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Attention output and scores of prompt chunks: see :func:`.reference.attend_prompt`."""
+    """:func:`score_prompt` that also writes the attention output of the same queries to ``out``."""
     if _CHECK:
-        checks.check_batch(query, kv_cache, scores, block_table, seq_lens, rows, out)
-    load().attend_prompt(
-        query, kv_cache, scores, block_table, seq_lens, query_start_loc, rows, scale, out
-    )
+        checks.check_batch(batch, rows, out)
+    load().attend_prompt(batch, query_start_loc, rows, scale, out)
 
 
 def compact(
     kv_caches: Sequence[Tensor], scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor
 ) -> None:
-    """Move one eviction's survivors into its heavy blocks: see :func:`.reference.compact`."""
+    """Move the survivors of one eviction into its heavy blocks: :func:`h2o_vllm.kernels.reference.compact`.
+
+    Args:
+        kv_caches: L tensors [N, KH, BS, 2 * D]. scores: [L, N, KH, BS], float32.
+        heavy_blocks: [nh], integer; must be writable by this request. doomed_blocks: [nd], integer;
+            disjoint from ``heavy_blocks``. With either empty nothing happens.
+    """
     if _CHECK:
         checks.check_eviction(heavy_blocks, doomed_blocks, scores.shape[1])
     load().compact(kv_caches, scores, heavy_blocks, doomed_blocks)
 
 
 def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
-    """First score of newly written slots: see :func:`.reference.reset_scores`."""
+    """First score of newly written slots: see :func:`h2o_vllm.kernels.reference.reset_scores`."""
     load().reset_scores(scores, slots, values)

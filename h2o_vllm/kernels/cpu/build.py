@@ -1,34 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile ``csrc/`` for this machine, once; later processes load what the first one left.
+"""Compile ``csrc/`` for this very machine, once; later processes load what the first one left.
 
-Runs in the worker. Imports the standard library only. The library goes into the user's cache directory
-under a name that says what it was built from: sources, compiler, flags, CPU. It is written under a
-temporary name and renamed, so processes that build at the same time cannot see half a file.
+Runs in the worker, where the wheel brought no library that fits: checkouts, editable installs. Imports the
+standard library only. The library goes into the user's cache directory under a name that says what it was
+built from: sources, compiler, flags, CPU. It is written under a temporary name and renamed, so processes that
+build at the same time cannot see half a file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import platform
-import shlex
-import shutil
 import stat
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-__all__ = ["library"]
+from h2o_vllm.kernels.cpu import toolchain
+
+__all__ = ["cpu_features", "library", "loaded_openmp"]
 
 # Below "vllm", so that vLLM's logging configuration applies where there is one.
 logger = logging.getLogger(f"vllm.{__name__}")
-
-SOURCES = Path(__file__).parent / "csrc"
-# No -ffast-math: NaN in slots nobody wrote must stay out, and exp2's rounding trick must stay in.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-w")
-TIMEOUT = 300  # seconds; a build takes about ten
 
 
 def library() -> Path:
@@ -37,13 +32,10 @@ def library() -> Path:
     Raises:
         OSError: there is no compiler, it failed, or nothing can be written; the message says which.
     """
-    compiler = _compiler()
+    compiler = toolchain.compiler()
     tune = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
-    sources = sorted(SOURCES.glob("*.cpp"))
-    if not sources:
-        raise OSError(f"no C++ sources in {SOURCES}")
-    command = [*compiler, *FLAGS, tune, *map(str, sources)]
-    if runtime := _loaded_openmp():
+    command = [*compiler, *toolchain.FLAGS, "-shared", tune, *map(str, toolchain.source_files())]
+    if runtime := loaded_openmp():
         # Named before the compiler's own, so the symbols bind to the OpenMP torch runs on: two of them in
         # one process means two sets of threads, one not bound to vLLM's cores.
         command += [runtime, "-Wl,--as-needed"]
@@ -70,34 +62,13 @@ def library() -> Path:
     raise OSError("no directory to build in: " + "; ".join(errors))
 
 
-def _compiler() -> list[str]:
-    if chosen := os.environ.get("CXX"):
-        command = shlex.split(chosen)
-        if command and shutil.which(command[0]):
-            return command
-    for name in ("g++", "c++", "clang++"):
-        if found := shutil.which(name):
-            return [found]
-    raise OSError("no C++ compiler found (set CXX or install g++)")
-
-
 def _compile(command: list[str], target: Path) -> Path:
     handle, temporary = tempfile.mkstemp(prefix=".build-", suffix=".so", dir=target.parent)
     os.close(handle)
     started = time.monotonic()
     try:
-        done = subprocess.run(
-            [*command, "-o", temporary],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-        if done.returncode:
-            raise OSError(f"{command[0]} failed: {done.stderr.strip()[-600:]}")
+        toolchain.run([*command, "-o", temporary])
         Path(temporary).replace(target)
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"{command[0]} took more than {TIMEOUT} s") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
     logger.info("Built the H2O CPU kernels in %.0f s: %s", time.monotonic() - started, target)
@@ -117,7 +88,7 @@ def _ours(directory: Path) -> bool:
     return state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _loaded_openmp() -> str | None:
+def loaded_openmp() -> str | None:
     """Path of the GNU OpenMP runtime that is already in this process (torch brings its own)."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -127,23 +98,24 @@ def _loaded_openmp() -> str | None:
     return min(paths) if paths else None
 
 
+def cpu_features() -> set[str]:
+    """The instruction sets of this CPU, by Linux's names."""
+    return {word for line in _cpuinfo("flags", "Features") for word in line.split()}
+
+
 def _fingerprint(command: list[str]) -> str:
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in (".cpp", ".hpp"):
-            digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    version = subprocess.run(
+    # S603: the user's own compiler.
+    version = subprocess.run(  # noqa: S603
         [command[0], "--version"], capture_output=True, text=True, timeout=60, check=False
-    )
-    digest.update("\0".join([*command, version.stdout, platform.machine(), _cpu()]).encode())
-    return digest.hexdigest()[:16]
+    ).stdout
+    # Model and instruction sets: a home directory may be shared by unlike machines.
+    cpu = _cpuinfo("flags", "Features", "model name", "CPU implementer", "CPU part")
+    return toolchain.fingerprint(*command, version, platform.machine(), *cpu)
 
 
-def _cpu() -> str:
-    """Model and instruction sets: a home directory may be shared by unlike machines."""
+def _cpuinfo(*names: str) -> list[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
-    wanted = ("flags", "Features", "model name", "CPU implementer", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+        return [platform.processor()]
+    return sorted({line for line in lines if line.startswith(names)})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.kernels.cpu.batch import PagedBatch
 
 __all__ = ["DTYPES", "check_batch", "check_cache", "check_eviction"]
 
@@ -60,15 +61,7 @@ def check_cache(kv_caches: Sequence[Tensor], scores: Tensor, num_heads: int) -> 
         raise ConfigError("scores must be a contiguous CPU tensor")
 
 
-def check_batch(
-    query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    rows: Tensor,
-    out: Tensor | None = None,
-) -> None:
+def check_batch(batch: PagedBatch, rows: Tensor, out: Tensor | None = None) -> None:
     """Check one call's tensors: shapes, dtypes, and that every index stays inside its tensor.
 
     Reads all of ``block_table``'s live part: for tests and debugging, not for every step.
@@ -76,6 +69,7 @@ def check_batch(
     Raises:
         ValueError: naming what does not fit.
     """
+    query, kv_cache, scores, block_table, seq_lens = batch
     blocks, heads, block_size, width = kv_cache.shape
     for name, tensor in (("query", query), ("out", out)):
         if tensor is None:

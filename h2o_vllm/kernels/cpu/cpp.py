@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU kernels in C++ (``csrc/``), built for this machine on first use and called through ctypes.
+"""CPU kernels in C++ (``csrc/``), called through ctypes.
 
-Runs in the worker. Imports torch and ctypes. Functions and meanings are those of
-:mod:`h2o_vllm.kernels.reference`. Importing this module builds and loads the library; it raises OSError
-where that cannot be done. The number of threads is OpenMP's, which is torch's.
+Runs in the worker. Imports torch and ctypes. Importing this module loads the library, the one that the wheel
+carries or one built now; it raises OSError where neither can be had. The number of threads is OpenMP's, which
+is torch's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ctypes import byref, c_float, c_int, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.cpu import build
+from h2o_vllm.kernels.cpu import build, prebuilt
+from h2o_vllm.kernels.cpu.batch import PagedBatch
 
 __all__ = ["attend_decode", "attend_prompt", "compact", "describe", "reset_scores", "score_prompt"]
 
@@ -36,7 +37,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-_library = ctypes.CDLL(str(build.library()))
+_library = prebuilt.load() or ctypes.CDLL(str(build.library()))
 _library.h2o_isa.restype = ctypes.c_char_p
 _attend = _library.h2o_attend
 _attend.argtypes, _attend.restype = [c_void_p], None
@@ -54,53 +55,28 @@ def describe() -> str:
 
 
 def attend_decode(
-    query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    tokens: Tensor,
-    rows: Tensor,
-    scale: float,
-    out: Tensor,
+    batch: PagedBatch, tokens: Tensor, rows: Tensor, scale: float, out: Tensor
 ) -> None:
-    """See :func:`h2o_vllm.kernels.reference.attend_decode`."""
-    _run(query, kv_cache, scores, block_table, seq_lens, tokens, rows, scale, out, False)
+    """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
+    _run(batch, tokens, rows, scale, out, prompt=False)
 
 
-def score_prompt(
-    query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    rows: Tensor,
-    scale: float,
-) -> None:
-    """See :func:`h2o_vllm.kernels.reference.score_prompt`."""
-    _run(query, kv_cache, scores, block_table, seq_lens, query_start_loc, rows, scale, None, True)
+def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
+    """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
+    _run(batch, query_start_loc, rows, scale, None, prompt=True)
 
 
 def attend_prompt(
-    query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    rows: Tensor,
-    scale: float,
-    out: Tensor,
+    batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float, out: Tensor
 ) -> None:
-    """See :func:`h2o_vllm.kernels.reference.attend_prompt`."""
-    _run(query, kv_cache, scores, block_table, seq_lens, query_start_loc, rows, scale, out, True)
+    """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
+    _run(batch, query_start_loc, rows, scale, out, prompt=True)
 
 
 def compact(
     kv_caches: Sequence[Tensor], scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor
 ) -> None:
-    """See :func:`h2o_vllm.kernels.reference.compact`."""
+    """See :func:`h2o_vllm.kernels.cpu.compact`."""
     heavy = heavy_blocks.numel()
     if heavy == 0 or doomed_blocks.numel() == 0:
         return
@@ -115,7 +91,7 @@ def compact(
 
 
 def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
-    """See :func:`h2o_vllm.kernels.reference.reset_scores`."""
+    """See :func:`h2o_vllm.kernels.cpu.reset_scores`."""
     layers, blocks, heads, block = scores.shape
     slots = slots.contiguous()
     values = None if values is None else values.contiguous()
@@ -126,20 +102,18 @@ def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) ->
 
 
 def _run(
-    query: Tensor,
-    kv_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
+    batch: PagedBatch,
     starts: Tensor,
     rows: Tensor,
     scale: float,
     out: Tensor | None,
+    *,
     prompt: bool,
 ) -> None:
     count = rows.numel()
     if count == 0:
         return
+    query, kv_cache, scores, block_table, seq_lens = batch
     _, heads, block, width = kv_cache.shape
     call = _Call(
         query.data_ptr(), kv_cache.data_ptr(), scores.data_ptr(), block_table.data_ptr(),

@@ -2,13 +2,13 @@
 """The kernels for GPUs: attention that keeps scores, prompt scores, compaction, block tables.
 
 Runs in the worker. Never imports vLLM; imports Triton, so import it only where a GPU serves.
-:mod:`h2o_vllm.kernels.reference_paged` is the truth, :mod:`~h2o_vllm.kernels.triton.checks` what the kernels
+:mod:`h2o_vllm.kernels.reference` is the truth, :mod:`~h2o_vllm.kernels.triton.checks` what the kernels
 take for granted, :func:`warm_up` compiles them all. Each step, in this order:
 
     compact             before the forward pass, if the step evicts      eager, 2 launches for all layers
     reset_scores        new tokens, all layers                           eager, 1 launch
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
-    clear_scores       rows of a policy that counts the newest query    eager, 1 launch
+    clear_scores        rows of a policy that counts the newest query    eager, 1 launch
     DecodeWorkspace.plan  the metadata builder: who decodes, split how   eager, 1 launch
     attend_decode       per layer, in or out of a CUDA graph             2 launches
     prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch

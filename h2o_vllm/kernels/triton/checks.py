@@ -97,16 +97,10 @@ def check_rows(
     Raises:
         ValueError: naming what does not fit.
     """
-    blocks, block_size, heads, size = key_cache.shape
-    for name, tensor in (("query", query), ("out", out)):
-        if tensor is None:
-            continue
-        if tensor.dim() != 3 or tensor.shape[1] % heads or tensor.shape[2] != size:
-            raise ValueError(f"{name} must be [T, H, {size}], got {tuple(tensor.shape)}")
-        if tensor.dtype != key_cache.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"{name} is {tensor.dtype}, the cache {key_cache.dtype}")
-        if tensor.stride(2) != 1:
-            raise ValueError(f"{name} must be contiguous per head")
+    blocks, block_size = key_cache.shape[:2]
+    _check_heads("query", query, key_cache)
+    if out is not None:
+        _check_heads("out", out, key_cache)
     rows = seq_lens.shape[0]
     for name, tensor, length in (
         ("block_table", block_table, rows),
@@ -132,6 +126,16 @@ def check_rows(
         if len(set(table)) != len(table) or not seen.isdisjoint(table):
             raise ValueError(f"row {row}: a block is in two scored places, sums would race")
         seen.update(table)
+
+
+def _check_heads(name: str, tensor: Tensor, key_cache: Tensor) -> None:
+    heads, size = key_cache.shape[2:]
+    if tensor.dim() != 3 or tensor.shape[1] % heads or tensor.shape[2] != size:
+        raise ValueError(f"{name} must be [T, H, {size}], got {tuple(tensor.shape)}")
+    if tensor.dtype != key_cache.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{name} is {tensor.dtype}, the cache {key_cache.dtype}")
+    if tensor.stride(2) != 1:
+        raise ValueError(f"{name} must be contiguous per head")
 
 
 def _listed(numbers: Sequence[int]) -> str:

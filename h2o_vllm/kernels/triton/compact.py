@@ -127,7 +127,7 @@ def _ranks(my_scores, blocks, candidate, live, KH: tl.constexpr, BS: tl.constexp
         "stride_counts",
     ]
 )
-def _select(
+def _select(  # noqa: PLR0915 - one kernel, in the order of what it does
     scores,
     blocks,
     counts,

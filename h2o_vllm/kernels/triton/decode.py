@@ -29,7 +29,8 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import dot
 from h2o_vllm.kernels.triton.finish import add_scores, finish, row_totals
-from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace
+from h2o_vllm.kernels.triton.paged import load_keys, locate
+from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace, load_piece
 
 __all__ = ["attend_decode"]
 
@@ -71,18 +72,23 @@ def attend_decode(
     padded = max(16, triton.next_power_of_2(size))
     grid = (block_table.shape[0] + workspace.spare, kv_heads)
     per_stage = 2 * workspace.tile * padded * key_cache.element_size()
+    handed_over = (
+        workspace.pieces, workspace.part_out, workspace.part_max, workspace.part_sum, workspace.probs,
+        workspace.tile_max,
+    )  # fmt: skip
+    strides = (block_table.stride(0), out.stride(0), out.stride(1), workspace.tile_max.shape[1])
+    sizes = {
+        "H": heads, "KH": kv_heads, "G": group, "GS": triton.next_power_of_2(group), "D": size,
+        "DP": padded, "BS": block_size, "TILE": workspace.tile, "SPAN": SPAN,
+        "FIELDS": workspace.pieces.shape[1],
+    }  # fmt: skip
     _attend[grid](
         query,
         key_cache,
         value_cache,
         block_table,
         out,
-        workspace.pieces,
-        workspace.part_out,
-        workspace.part_max,
-        workspace.part_sum,
-        workspace.probs,
-        workspace.tile_max,
+        *handed_over,
         scores,
         query_scale,
         key_scale,
@@ -92,58 +98,20 @@ def attend_decode(
         query.stride(1),
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        block_table.stride(0),
-        out.stride(0),
-        out.stride(1),
-        workspace.tile_max.shape[1],
-        H=heads,
-        KH=kv_heads,
-        G=group,
+        *strides,
+        **sizes,
         GP=max(16, triton.next_power_of_2(group)),
-        GS=triton.next_power_of_2(group),
-        D=size,
-        DP=padded,
-        BS=block_size,
-        TILE=workspace.tile,
-        SPAN=SPAN,
-        FIELDS=workspace.pieces.shape[1],
         num_warps=4,
         # Triton divides stages - 1 between the block ids and the keys and values that they lead to: five give
         # those two buffers each, so that a program loads one tile while it computes another.
         num_stages=5 if per_stage <= 32 << 10 else 3,
     )
-    finish[grid](
-        scores,
-        block_table,
-        out,
-        workspace.pieces,
-        workspace.part_out,
-        workspace.part_max,
-        workspace.part_sum,
-        workspace.probs,
-        workspace.tile_max,
-        block_table.stride(0),
-        out.stride(0),
-        out.stride(1),
-        workspace.tile_max.shape[1],
-        H=heads,
-        KH=kv_heads,
-        G=group,
-        GS=triton.next_power_of_2(group),
-        D=size,
-        DP=padded,
-        BS=block_size,
-        TILE=workspace.tile,
-        SPAN=SPAN,
-        PARTS=16,
-        FIELDS=workspace.pieces.shape[1],
-        num_warps=4,
-    )
+    finish[grid](scores, block_table, out, *handed_over, *strides, **sizes, PARTS=16, num_warps=4)
 
 
 # Not specialised: what a caller's buffers decide, or a new value would compile in the middle of serving.
 @triton.jit(do_not_specialize=["stride_table", "num_tiles"])
-def _attend(
+def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functions
     query,
     key_cache,
     value_cache,
@@ -187,14 +155,9 @@ def _attend(
     """One piece of one row, one kv head: attention, and the scratch of its keys; scores of a whole row."""
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
-    row = tl.load(pieces + item * FIELDS)
+    row, token, start, end, base, _, count = load_piece(pieces, item, TILE, FIELDS)
     if row < 0:
         return
-    token = tl.load(pieces + item * FIELDS + 1).to(tl.int64)
-    start = tl.multiple_of(tl.load(pieces + item * FIELDS + 2), TILE)
-    end = tl.load(pieces + item * FIELDS + 3)
-    base = tl.load(pieces + item * FIELDS + 4)
-    count = tl.load(pieces + item * FIELDS + 6)
 
     heads = tl.arange(0, GP)
     dims = tl.arange(0, DP)
@@ -225,14 +188,8 @@ def _attend(
     for at in range(start, end, TILE):
         position = at + lanes
         live = position < end
-        block = tl.load(table + position // BS, mask=live, other=0).to(tl.int64)
-        slot = position % BS
-        k = tl.load(
-            keys + (block * stride_kn + slot * stride_ks)[None, :],
-            mask=wide[:, None] & live[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
+        block, slot = locate(table, position, live, BS)
+        k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "evict_first")
         logits = dot(q, k.to(q.dtype), tl.zeros([GP, TILE], tl.float32)) * scale_log2
         logits = tl.where(live[None, :], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))

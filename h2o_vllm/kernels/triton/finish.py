@@ -7,6 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from h2o_vllm.kernels.triton.paged import locate
+from h2o_vllm.kernels.triton.plan import load_piece
+
 __all__ = ["add_scores", "finish", "row_totals"]
 
 
@@ -54,9 +57,9 @@ def add_scores(
             prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
             tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
             share = prob * tl.exp2(tops - top[:, None]) * weight[:, None]
-            block = tl.load(table + position // BS, mask=live, other=0).to(tl.int64)
-            slot = scores + (block * KH + kv_head) * BS + position % BS
-            tl.store(slot, tl.load(slot, mask=live) + tl.sum(share, 0), mask=live)
+            block, slot = locate(table, position, live, BS)
+            target = scores + (block * KH + kv_head) * BS + slot
+            tl.store(target, tl.load(target, mask=live) + tl.sum(share, 0), mask=live)
 
 
 @triton.jit(do_not_specialize=["stride_table", "num_tiles"])
@@ -89,15 +92,9 @@ def finish(
     """The scores of the keys of one piece of a row of several, and its share of the row's output."""
     item = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    row = tl.load(pieces + item * FIELDS)
-    count = tl.load(pieces + item * FIELDS + 6)
+    row, token, start, end, base, first, count = load_piece(pieces, item, TILE, FIELDS)
     if row < 0 or count < 2:
         return
-    token = tl.load(pieces + item * FIELDS + 1).to(tl.int64)
-    start = tl.multiple_of(tl.load(pieces + item * FIELDS + 2), TILE)
-    end = tl.load(pieces + item * FIELDS + 3)
-    base = tl.load(pieces + item * FIELDS + 4)
-    first = tl.load(pieces + item * FIELDS + 5)
 
     top, weight = row_totals(part_max, part_sum, first, count, kv_head, H, G, GS, PARTS)
     table = block_table + row.to(tl.int64) * stride_table

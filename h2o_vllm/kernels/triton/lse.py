@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import dot
+from h2o_vllm.kernels.triton.paged import load_keys, locate
 
 __all__ = ["prompt_lse"]
 
@@ -129,18 +130,12 @@ def _prompt_lse(
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     table = block_table + row.to(tl.int64) * stride_table
+    keys = key_cache + kv_head * stride_kh + dims[:, None]
     for first_key in range(0, seen, KEYS):
         key = first_key + tl.arange(0, KEYS)
         live = key < seen
-        block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
-        k = tl.load(
-            key_cache
-            + kv_head * stride_kh
-            + dims[:, None]
-            + (block * stride_kn + (key % BS) * stride_ks)[None, :],
-            mask=wide[:, None] & live[None, :],
-            other=0.0,
-        )
+        block, slot = locate(table, key, live, BS)
+        k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live)
         logits = dot(q, k, tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
         # The first tile shows every pair at least one key: the maximum is finite from then on.
         logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["SPAN", "DecodeWorkspace"]
+__all__ = ["SPAN", "DecodeWorkspace", "load_piece"]
 
 SPAN = 256
 """Keys per step of the second launch of :mod:`.decode`; a multiple of the first one's."""
@@ -142,6 +142,20 @@ class DecodeWorkspace:
             FIELDS=_FIELDS,
             num_warps=4,
         )
+
+
+@triton.jit
+def load_piece(pieces, item, TILE: tl.constexpr, FIELDS: tl.constexpr):
+    """The words of a piece, in their order; see ``_FIELDS``."""
+    words = pieces + item * FIELDS
+    row = tl.load(words)
+    token = tl.load(words + 1).to(tl.int64)
+    start = tl.multiple_of(tl.load(words + 2), TILE)
+    end = tl.load(words + 3)
+    base = tl.load(words + 4)
+    first = tl.load(words + 5)
+    count = tl.load(words + 6)
+    return row, token, start, end, base, first, count
 
 
 @triton.jit

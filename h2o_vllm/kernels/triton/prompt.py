@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import dot
+from h2o_vllm.kernels.triton.paged import load_keys, locate
 
 __all__ = ["add_prompt_scores"]
 
@@ -175,17 +176,9 @@ def _add_prompt_scores(
     wide = dims < D
     position = first_key + tl.arange(0, KEYS)
     live = position < length
-    block = tl.load(
-        block_table + row.to(tl.int64) * stride_table + position // BS, mask=live, other=0
-    ).to(tl.int64)
-    slot = position % BS
-    k = tl.load(
-        key_cache + kv_head * stride_kh + dims[:, None]
-        + (block * stride_kn + slot * stride_ks)[None, :],
-        mask=wide[:, None] & live[None, :],
-        other=0.0,
-    )  # fmt: skip
-    k = k.to(COMPUTE)
+    block, slot = locate(block_table + row.to(tl.int64) * stride_table, position, live, BS)
+    keys = key_cache + kv_head * stride_kh + dims[:, None]
+    k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live).to(COMPUTE)
     if query_scale is not None:
         scale_log2 *= tl.load(query_scale)
     if key_scale is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
 
 
 @dataclass
@@ -27,6 +27,11 @@ class Batch:
     @property
     def rows(self) -> Tensor:
         return torch.arange(len(self.seq_lens), dtype=torch.int32)
+
+    def paged(self, scores: Tensor | None = None) -> PagedBatch:
+        """What the kernels take, with other scores if given."""
+        scores = self.scores if scores is None else scores
+        return PagedBatch(self.query, self.kv_cache, scores, self.block_table, self.seq_lens)
 
     def out(self) -> Tensor:
         """An output that shows every element nobody wrote."""
@@ -59,7 +64,7 @@ def make_batch(
     kv_cache = torch.full((blocks, kv_heads, block_size, 2 * size), float("nan"), dtype=dtype)
     scores = torch.full((blocks, kv_heads, block_size), float("nan"))
     poisoned = torch.ones(blocks, kv_heads, block_size, dtype=torch.bool)
-    keys, values = reference.key_value_views(kv_cache)
+    keys, values = key_value_views(kv_cache)
     for row, (length, count) in enumerate(zip(lengths, needed, strict=True)):
         mine, free = free[:count], free[count:]
         table[row, :count] = mine
@@ -85,7 +90,7 @@ def make_batch(
 
 def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
     """Output and scores as plain torch computes them in the cache's own dtype: the yardstick of error."""
-    exact = reference.key_value_views(batch.kv_cache)
+    exact = key_value_views(batch.kv_cache)
     out, scores = batch.out(), batch.scores.clone()
     block_size = batch.kv_cache.shape[2]
     for row, length in enumerate(batch.seq_lens.tolist()):

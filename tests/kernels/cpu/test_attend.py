@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.cpu import reference
+from h2o_vllm.kernels.cpu.batch import key_value_views
 from tests.kernels.cpu.cases import Batch, assert_no_worse, make_batch, plain_torch
 
 LENGTHS = {16: [1, 15, 16, 17, 1000], 32: [1, 31, 32, 33, 1000], 128: [1, 127, 128, 129, 1000]}
@@ -36,9 +37,8 @@ DTYPES = [
 def check(batch: Batch, out: torch.Tensor | None, scores: torch.Tensor) -> None:
     exact, exact_scores = batch.out(), batch.scores.clone()
     reference.attend_prompt(
-        batch.query, batch.kv_cache, exact_scores, batch.block_table, batch.seq_lens,
-        batch.query_start_loc, batch.rows, batch.scale, exact,
-    )  # fmt: skip
+        batch.paged(exact_scores), batch.query_start_loc, batch.rows, batch.scale, exact
+    )
     plain, plain_scores = plain_torch(batch)
     if out is not None:
         # What the exact value loses by being stored in this dtype is nobody's fault.
@@ -66,10 +66,7 @@ def test_decode_equals_the_reference(
         strided=True,
     )
     out, scores = batch.out(), batch.scores.clone()
-    impl.attend_decode(
-        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
-        batch.rows, batch.rows, batch.scale, out,
-    )  # fmt: skip
+    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out)
     check(batch, out, scores)
 
 
@@ -77,10 +74,7 @@ def test_decode_equals_the_reference(
 def test_decode_survives_flat_and_peaked_softmax(impl: ModuleType, spread: float) -> None:
     batch = make_batch([700, 65], dtype=torch.bfloat16, spread=spread)
     out, scores = batch.out(), batch.scores.clone()
-    impl.attend_decode(
-        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
-        batch.rows, batch.rows, batch.scale, out,
-    )  # fmt: skip
+    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out)
     check(batch, out, scores)
 
 
@@ -89,9 +83,8 @@ def test_decode_touches_listed_rows_only(impl: ModuleType) -> None:
     tokens, rows = torch.tensor([3, 0], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
     out, scores = batch.out(), batch.scores.clone()
     exact, exact_scores = batch.out(), batch.scores.clone()
-    arguments = (batch.block_table, batch.seq_lens, tokens, rows, batch.scale)
-    impl.attend_decode(batch.query, batch.kv_cache, scores, *arguments, out)
-    reference.attend_decode(batch.query, batch.kv_cache, exact_scores, *arguments, exact)
+    impl.attend_decode(batch.paged(scores), tokens, rows, batch.scale, out)
+    reference.attend_decode(batch.paged(exact_scores), tokens, rows, batch.scale, exact)
     torch.testing.assert_close(out, exact, equal_nan=True, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scores, exact_scores, equal_nan=True, rtol=1e-5, atol=1e-6)
     for row in (0, 3):
@@ -103,9 +96,7 @@ def test_decode_of_nothing_does_nothing(impl: ModuleType) -> None:
     batch = make_batch([40])
     out, scores = batch.out(), batch.scores.clone()
     none = torch.empty(0, dtype=torch.int32)
-    impl.attend_decode(
-        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens, none, none, 1.0, out
-    )
+    impl.attend_decode(batch.paged(scores), none, none, 1.0, out)
     assert out.isnan().all()
     assert torch.equal(scores.nan_to_num(-1), batch.scores.nan_to_num(-1))
 
@@ -114,10 +105,7 @@ def test_decode_writes_into_a_strided_output(impl: ModuleType) -> None:
     batch = make_batch([40, 65, 3], dtype=torch.bfloat16)
     wide = torch.full((3, batch.query.shape[1] * 2, batch.query.shape[2]), float("nan")).bfloat16()
     out, scores = wide[:, : batch.query.shape[1]], batch.scores.clone()
-    impl.attend_decode(
-        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
-        batch.rows, batch.rows, batch.scale, out,
-    )  # fmt: skip
+    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out)
     check(batch, out, scores)
     assert wide[:, batch.query.shape[1] :].isnan().all()
 
@@ -137,10 +125,7 @@ def test_prompt_equals_the_reference(
 ) -> None:
     batch = make_batch(lengths, queries, dtype=dtype, strided=True)
     out, scores = batch.out() if with_output else None, batch.scores.clone()
-    arguments = (
-        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
-        batch.query_start_loc, batch.rows, batch.scale,
-    )  # fmt: skip
+    arguments = (batch.paged(scores), batch.query_start_loc, batch.rows, batch.scale)
     if with_output:
         impl.attend_prompt(*arguments, out)
     else:
@@ -161,10 +146,7 @@ def test_prompt_equals_the_reference_on_odd_shapes(
         dtype=torch.bfloat16,
     )
     out, scores = batch.out(), batch.scores.clone()
-    impl.attend_prompt(
-        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
-        batch.query_start_loc, batch.rows, batch.scale, out,
-    )  # fmt: skip
+    impl.attend_prompt(batch.paged(scores), batch.query_start_loc, batch.rows, batch.scale, out)
     check(batch, out, scores)
 
 
@@ -172,10 +154,7 @@ def test_scores_of_one_query_sum_to_the_group(impl: ModuleType) -> None:
     """A probability is a probability: what a query hands out sums to one per q head."""
     batch = make_batch([777, 50], group=4, dtype=torch.bfloat16)
     scores = torch.where(batch.poisoned, batch.scores, 0.0)
-    impl.attend_decode(
-        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
-        batch.rows, batch.rows, batch.scale, batch.out(),
-    )  # fmt: skip
+    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, batch.out())
     total = scores.nansum((0, 2))
     torch.testing.assert_close(total, torch.full_like(total, 2 * 4.0), rtol=1e-5, atol=0)
 
@@ -196,17 +175,11 @@ def test_long_rows_shared_by_threads_equal_the_reference(
     lengths = [5000, 1, 2047, 2048, 3 * 1024 + 1]
     batch = make_batch(lengths, dtype=dtype)
     out, scores = batch.out(), batch.scores.clone()
-    impl.attend_decode(
-        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
-        batch.rows, batch.rows, batch.scale, out,
-    )  # fmt: skip
+    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out)
     check(batch, out, scores)
     batch = make_batch([400, 900], [400, 300], dtype=dtype)
     out, scores = batch.out(), batch.scores.clone()
-    impl.attend_prompt(
-        batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens,
-        batch.query_start_loc, batch.rows, batch.scale, out,
-    )  # fmt: skip
+    impl.attend_prompt(batch.paged(scores), batch.query_start_loc, batch.rows, batch.scale, out)
     check(batch, out, scores)
 
 
@@ -214,22 +187,10 @@ def test_long_rows_shared_by_threads_equal_the_reference(
 def test_a_row_does_not_depend_on_its_batch(impl: ModuleType, threads: int) -> None:
     batch = make_batch([5000, 33, 70, 1200, 2500, 64, 1, 900], dtype=torch.bfloat16)
     together, scores = batch.out(), batch.scores.clone()
-    arguments = (batch.block_table, batch.seq_lens)
-    impl.attend_decode(
-        batch.query,
-        batch.kv_cache,
-        scores,
-        *arguments,
-        batch.rows,
-        batch.rows,
-        batch.scale,
-        together,
-    )
+    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, together)
     alone, alone_scores = batch.out(), batch.scores.clone()
     for row in batch.rows.split(1):
-        impl.attend_decode(
-            batch.query, batch.kv_cache, alone_scores, *arguments, row, row, batch.scale, alone
-        )
+        impl.attend_decode(batch.paged(alone_scores), row, row, batch.scale, alone)
     assert torch.equal(together, alone)
     assert torch.equal(batch.used_scores(scores), batch.used_scores(alone_scores))
 
@@ -239,10 +200,10 @@ def test_padded_rows_are_left_alone(impl: ModuleType) -> None:
     batch = make_batch([40, 70], [1, 1])
     out, scores = batch.out(), batch.scores.clone()
     batch.seq_lens[0] = 0
-    arguments = (batch.query, batch.kv_cache, scores, batch.block_table, batch.seq_lens)
-    impl.attend_decode(*arguments, batch.rows[:1], batch.rows[:1], batch.scale, out)
+    paged = batch.paged(scores)
+    impl.attend_decode(paged, batch.rows[:1], batch.rows[:1], batch.scale, out)
     none = torch.zeros(3, dtype=torch.int32)
-    impl.attend_prompt(*arguments, none, batch.rows, batch.scale, out)
+    impl.attend_prompt(paged, none, batch.rows, batch.scale, out)
     assert out.isnan().all()
     assert torch.equal(batch.used_scores(scores), batch.used_scores(batch.scores))
 
@@ -267,7 +228,7 @@ def test_output_is_as_good_as_stock(
     lengths, queries = [300, 65, 700], [300, 1, 40]
     batch = make_batch(lengths, queries, group=group, size=size, block_size=block_size, dtype=dtype)
     # Through vLLM's own writer, so that a change of its layout shows here.
-    keys, values = (view.clone() for view in reference.key_value_views(batch.kv_cache))
+    keys, values = (view.clone() for view in key_value_views(batch.kv_cache))
     blocks, heads = batch.kv_cache.shape[:2]
     batch.kv_cache.zero_()
     pages = batch.kv_cache.view(blocks, heads, 2 * block_size, size).chunk(2, dim=2)
@@ -288,10 +249,10 @@ def test_output_is_as_good_as_stock(
         scale=batch.scale, alibi_slopes=None, sliding_window=-1, block_table=batch.block_table,
         softcap=0, scheduler_metadata=plan, s_aux=None, **common,
     )  # fmt: skip
-    given = (batch.kv_cache, batch.scores.clone(), batch.block_table, batch.seq_lens)
+    paged = batch.paged(batch.scores.clone())
     ours, exact = batch.out(), batch.out()
     for attend, out in ((impl.attend_prompt, ours), (reference.attend_prompt, exact)):
-        attend(batch.query, *given, batch.query_start_loc, batch.rows, batch.scale, out)
+        attend(paged, batch.query_start_loc, batch.rows, batch.scale, out)
     ulp = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert_no_worse(ours, exact, theirs, ulp)
     assert_no_worse(theirs, exact, exact, 2 * ulp)

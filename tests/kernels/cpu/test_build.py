@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ kernels are built once, atomically, for this CPU; without a compiler numba steps in."""
+"""The C++ kernels are built once, atomically, for this CPU; without a compiler plain torch steps in."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.cpu import build
+from h2o_vllm.kernels.cpu import build, fallback, toolchain
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -28,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources = tmp_path / "csrc"
     sources.mkdir()
     (sources / "one.cpp").write_text('extern "C" int one() { return 1; }')
-    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setattr(toolchain, "SOURCES", sources)
     return tmp_path
 
 
@@ -68,34 +70,53 @@ def test_a_compile_error_says_so(place: Path) -> None:
         build.library()
 
 
-def test_without_a_compiler_numba_steps_in(
+def test_without_a_compiler_torch_steps_in_and_says_so_once(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("numba")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("H2O_CPU_KERNEL", raising=False)
     monkeypatch.delitem(sys.modules, "h2o_vllm.kernels.cpu.cpp", raising=False)
-    with caplog.at_level(logging.INFO, "h2o_vllm.kernels"):
-        chosen = kernels.load.__wrapped__()
-    assert chosen.__name__.endswith("numba_kernels")
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert "no C++ compiler" in caplog.text
+    load = functools.cache(kernels.load.__wrapped__)
+    with caplog.at_level(logging.INFO, "vllm.h2o_vllm.kernels"):
+        assert load() is fallback
+        assert load() is fallback
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for word in ("no C++ compiler", "apt install g++", fallback.COST):
+        assert word in record.getMessage()
+
+
+def test_an_implementation_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = kernels.load.__wrapped__
+    monkeypatch.setenv("H2O_CPU_KERNEL", "torch")
+    assert load() is fallback
+    monkeypatch.setenv("H2O_CPU_KERNEL", "numba")
+    with pytest.raises(ConfigError, match="cpp, torch, reference"):
+        load()
+
+
+def test_one_that_is_asked_for_is_not_replaced(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delitem(sys.modules, "h2o_vllm.kernels.cpu.cpp", raising=False)
+    with pytest.raises(ConfigError, match="H2O_CPU_KERNEL=cpp cannot be had"):
+        kernels.load.__wrapped__("cpp")
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.skipif("avx512f" not in build._cpu(), reason="needs a CPU with something to leave out")
-@pytest.mark.parametrize(
-    ("without", "isa"), [("avx512bf16", "AVX-512"), ("avx512f", "AVX2"), ("avx", "portable")]
-)
-def test_lesser_cpus_equal_the_reference(tmp_path: Path, without: str, isa: str) -> None:
-    environment = os.environ | {"CXX": f"g++ -mno-{without}", "XDG_CACHE_HOME": str(tmp_path)}
+@pytest.mark.skipif("avx" not in build.cpu_features(), reason="has no AVX to leave out")
+def test_the_portable_code_equals_the_reference(tmp_path: Path) -> None:
+    """What no wheel carries a library for; the levels it carries are tested in test_prebuilt.py."""
+    environment = os.environ | {"CXX": "g++ -mno-avx", "XDG_CACHE_HOME": str(tmp_path)}
     told = subprocess.run(
-        [sys.executable, "-c", "from h2o_vllm.kernels import cpu as kernels; print(kernels.load('cpp').describe())"],
+        [sys.executable, "-c", "from h2o_vllm.kernels import cpu; print(cpu.load('cpp').describe())"],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert isa in told.stdout
+    assert "portable" in told.stdout
     tests = Path(__file__).with_name("test_attend.py")
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "cpp and not long", str(tests)],
@@ -104,5 +125,5 @@ def test_lesser_cpus_equal_the_reference(tmp_path: Path, without: str, isa: str)
 
 
 def test_kernels_do_not_import_vllm() -> None:
-    code = "import sys; from h2o_vllm.kernels import cpu as kernels; kernels.describe(); assert 'vllm' not in sys.modules"
+    code = "import sys; from h2o_vllm.kernels import cpu; cpu.describe(); assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

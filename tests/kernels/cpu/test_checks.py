@@ -58,13 +58,12 @@ def test_a_bad_cache_is_refused(
 )
 def test_a_bad_batch_is_refused(change: dict[str, Tensor], message: str | None) -> None:
     batch = make_batch([40, 70])
-    names = ("query", "kv_cache", "scores", "block_table", "seq_lens", "rows")
-    arguments = {name: getattr(batch, name) for name in names} | change
+    paged = batch.paged()._replace(**change)
     if message is None:
-        checks.check_batch(**arguments)
+        checks.check_batch(paged, batch.rows)
         return
     with pytest.raises(ValueError, match=message):
-        checks.check_batch(**arguments)
+        checks.check_batch(paged, batch.rows)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.cpu import reference
 
 LAYERS, BLOCKS, HEADS = 3, 12, 2
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels import reference_paged
+from h2o_vllm.kernels import reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAN = float("nan")
@@ -149,7 +149,7 @@ def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
 def exact(batch: Batch) -> tuple[Tensor, Tensor]:
     """Output and scores of the rows with one query, by the reference."""
     out, scores = batch.out(), batch.scores.clone()
-    reference_paged.attend_decode(
+    reference.attend_decode(
         batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table,
         batch.query_start_loc, batch.seq_lens, batch.logit_scale, out, batch.scales[2],
     )  # fmt: skip
@@ -160,9 +160,9 @@ def exact_prompt(batch: Batch, scored_from: Tensor | None = None) -> tuple[Tenso
     """Log-sum-exp of all rows, and the scores after the rows with several queries, by the reference."""
     scores = batch.scores.clone()
     given = (batch.block_table, batch.query_start_loc, batch.seq_lens)
-    lse = reference_paged.log_sum_exp(batch.query, batch.key_cache, *given, batch.logit_scale)
-    reference_paged.add_prompt_scores(
-        batch.query, batch.key_cache, scores, *given, lse, batch.logit_scale, scored_from
+    lse = reference.log_sum_exp(batch.query, batch.key_cache, *given, batch.logit_scale)
+    reference.add_prompt_scores(
+        batch.query, batch.key_cache, scores, *given, batch.logit_scale, scored_from
     )
     return lse, scores
 

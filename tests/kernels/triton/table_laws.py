@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels import reference_paged
+from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import SCORED, compact_tables
 
 
@@ -19,7 +19,7 @@ def check_tables(
     out_lens, scored, rest = (torch.full_like(out[:, 0], -7) for _ in range(3))
     before = table.clone()
     compact_tables(table, lens, flags, block_size, out, out_lens, scored, rest)
-    want, want_lens = reference_paged.compact_tables(table, lens, flags, block_size)
+    want, want_lens = reference.compact_tables(table, lens, flags, block_size)
     for row, ids in enumerate(want):
         assert out[row].tolist() == ids + [-7] * (out.shape[1] - len(ids))
     ours = [bool(flag & SCORED) for flag in flags.tolist()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from h2o_vllm.kernels import reference_paged
+from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import clear_scores
 from tests.kernels.triton.cases import bits, make_batch
 
@@ -16,7 +16,7 @@ def test_forgetting_equals_the_reference() -> None:
     scores[:, batch.block_table[2, 0], :, :5] = float("inf")
     want, given = scores.clone(), (batch.block_table, batch.seq_lens)
     rows = torch.tensor([2, 3, 1], dtype=torch.int32)
-    reference_paged.clear_scores(want, *given, rows)
+    reference.clear_scores(want, *given, rows)
     clear_scores(scores, *given, rows, 70)
     assert torch.equal(bits(scores), bits(want))
     assert scores.isinf().sum() == 2 * 3 * 5

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU kernels in plain torch: what runs where there is neither a compiler nor a prebuilt library.
+
+Runs in the worker. Imports torch only. Row by row, so that a row's result does not depend on its batch;
+vectorised over heads, queries and keys, summed in float32. torch cannot read pages in place: each row's K
+and V are gathered and widened first. What that costs: :data:`COST`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
+from h2o_vllm.kernels.reference import reset_scores
+
+__all__ = [
+    "COST",
+    "attend_decode",
+    "attend_prompt",
+    "compact",
+    "describe",
+    "reset_scores",
+    "score_prompt",
+]
+
+COST = (
+    "attention takes 5 to 15 times as long as vLLM's own when decoding, 1.4 to 3 times in prompts"
+)
+"""``python -m loadtest.kernels.bench --quick --impls cpp,torch``: bfloat16, one thread of an Intel Xeon with
+AMX, where C++ takes 0.6 to 1.2 times and 1.5 times as long."""
+
+_TILE_FLOATS = 1 << 20
+"""Logits that are held at once: 4 MiB, so that a long prompt needs no S x S matrix."""
+
+
+def describe() -> str:
+    """One line for the start-up log."""
+    return f"plain torch (no C++), {torch.get_num_threads()} thread(s)"
+
+
+def attend_decode(
+    batch: PagedBatch, tokens: Tensor, rows: Tensor, scale: float, out: Tensor
+) -> None:
+    """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
+    for token, row in zip(tokens.tolist(), rows.tolist(), strict=True):
+        _attend(batch, row, token, token + 1, scale, out)
+
+
+def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
+    """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
+    attend_prompt(batch, query_start_loc, rows, scale, None)
+
+
+def attend_prompt(
+    batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float, out: Tensor | None
+) -> None:
+    """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
+    starts = query_start_loc.tolist()
+    for row in rows.tolist():
+        _attend(batch, row, starts[row], starts[row + 1], scale, out)
+
+
+def _attend(
+    batch: PagedBatch, row: int, first: int, end: int, scale: float, out: Tensor | None
+) -> None:
+    """Queries ``first`` to ``end`` of the batch, the last ones of ``row``, over the row's keys."""
+    length, block_size = int(batch.seq_lens[row]), batch.kv_cache.shape[2]
+    if length <= 0 or first >= end:  # padding
+        return
+    blocks = batch.block_table[row, : -(-length // block_size)].long()
+    keys, values = key_value_views(batch.kv_cache)
+    # K^T [KH, D, S] and V [KH, S, D]; cut to the live length, because unused slots may hold NaN.
+    key = keys[blocks].permute(1, 2, 0, 3).flatten(2)[:, :, :length].float()
+    value = values[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
+    heads, size = key.shape[:2]
+    received = key.new_zeros(heads, blocks.numel() * block_size)
+    step = max(1, _TILE_FLOATS // (batch.query.shape[1] * length))
+    for at in range(first, end, step):
+        tokens = slice(at, min(at + step, end))
+        count, context = tokens.stop - at, length - (end - at)
+        seen = context + count
+        # [KH, t * G, D]
+        query = batch.query[tokens].float().unflatten(1, (heads, -1)).transpose(0, 1)
+        logits = (query.flatten(1, 2) @ key[:, :, :seen]).mul_(scale)
+        if count > 1:
+            future = torch.ones(count, seen, dtype=torch.bool).triu_(context + 1)
+            logits.view(heads, count, -1, seen).masked_fill_(future[:, None], float("-inf"))
+        prob = logits.softmax(-1)
+        received[:, :seen] += prob.sum(1)
+        if out is not None:
+            attended = (prob @ value[:, :seen]).view(heads, count, -1, size).transpose(0, 1)
+            out[tokens] = attended.flatten(1, 2).to(out.dtype)
+    # Whole blocks: slots behind the end receive zero.
+    batch.scores[blocks] += received.unflatten(1, (-1, block_size)).transpose(0, 1)
+
+
+def compact(
+    kv_caches: Sequence[Tensor], scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor
+) -> None:
+    """See :func:`h2o_vllm.kernels.cpu.compact`."""
+    block_size = scores.shape[3]
+    room = heavy_blocks.numel() * block_size
+    order = torch.cat([heavy_blocks, doomed_blocks]).long()
+    for layer_scores, kv_cache in zip(scores, kv_caches, strict=True):
+        rank = layer_scores[order].transpose(0, 1).flatten(1)  # [KH, candidates]
+        rank.masked_fill_(rank.isnan(), float("-inf"))
+        best = rank.argsort(dim=1, descending=True, stable=True)[:, :room]
+        stays = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, best, value=True)
+        # Per head as many survivors leave doomed slots as heavy slots fall free, so the two lists, ordered by
+        # head and candidate, pair up.
+        head, source = stays[:, room:].nonzero(as_tuple=True)
+        _, target = (~stays[:, :room]).nonzero(as_tuple=True)
+        source += room
+        to_block, to_slot = order[target // block_size], target % block_size
+        from_block, from_slot = order[source // block_size], source % block_size
+        keys, values = key_value_views(kv_cache)
+        keys[to_block, head, :, to_slot] = keys[from_block, head, :, from_slot]
+        values[to_block, head, to_slot] = values[from_block, head, from_slot]
+        layer_scores[to_block, head, to_slot] = layer_scores[from_block, head, from_slot]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The truth behind the calls of :mod:`h2o_vllm.kernels.cpu`: :mod:`h2o_vllm.kernels.reference` on CPU memory.
+
+Runs in tests and, if asked for with ``H2O_CPU_KERNEL=reference``, in the worker. Imports torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
+from h2o_vllm.kernels.reference import reset_scores
+
+__all__ = ["attend_decode", "attend_prompt", "compact", "describe", "reset_scores", "score_prompt"]
+
+
+def describe() -> str:
+    """One line for the start-up log."""
+    return "plain torch reference (slow)"
+
+
+def attend_decode(
+    batch: PagedBatch, tokens: Tensor, rows: Tensor, scale: float, out: Tensor
+) -> None:
+    """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
+    for token, row in zip(tokens.tolist(), rows.tolist(), strict=True):
+        _attend(batch, row, slice(token, token + 1), scale, out)
+
+
+def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
+    """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
+    attend_prompt(batch, query_start_loc, rows, scale, None)
+
+
+def attend_prompt(
+    batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float, out: Tensor | None
+) -> None:
+    """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
+    for row in rows.tolist():
+        tokens = slice(int(query_start_loc[row]), int(query_start_loc[row + 1]))
+        _attend(batch, row, tokens, scale, out)
+
+
+def compact(
+    kv_caches: Sequence[Tensor], scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor
+) -> None:
+    """See :func:`h2o_vllm.kernels.cpu.compact`."""
+    views = [_token_views(kv_cache) for kv_cache in kv_caches]
+    eviction = (heavy_blocks.tolist(), doomed_blocks.tolist())
+    reference.compact(
+        [keys for keys, _ in views], [values for _, values in views], scores, [eviction]
+    )
+
+
+def _attend(batch: PagedBatch, row: int, tokens: slice, scale: float, out: Tensor | None) -> None:
+    length = int(batch.seq_lens[row])
+    if length <= 0 or tokens.start >= tokens.stop:  # padding
+        return
+    where = reference.live_slots(batch.block_table[row], length, batch.kv_cache.shape[2])
+    keys, values = _token_views(batch.kv_cache)
+    prob, attended, _ = reference.attend(batch.query[tokens], keys, values, where, scale)
+    if out is not None:
+        out[tokens] = attended.to(out.dtype)
+    reference.add_probabilities(batch.scores, where, prob)
+
+
+def _token_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V as the reference wants them, ``[N, BS, KH, D]``; still views."""
+    keys, values = key_value_views(kv_cache)
+    return keys.permute(0, 3, 1, 2), values.transpose(1, 2)

@@ -95,41 +95,32 @@ def _notes(rows: list[Row]) -> list[str]:
 
 def plot(rows: list[Row], path: Path) -> Path:
     """Loss and overlap against the budget, one line per cadence."""
-    from loadtest.common.plots import (
-        BLUE,
-        GREY,
-        RED,
-        YELLOW,
-        Curve,
-        budget_axis,
-        caption,
-        legend,
-        panels,
-        save,
-    )
+    from loadtest.common import plots
 
-    colours = dict(zip(LABELS, (GREY, BLUE, RED, YELLOW), strict=True))
+    colours = dict(zip(LABELS, (plots.GREY, plots.BLUE, plots.RED, plots.YELLOW), strict=True))
     every, cadences = budgets_of(rows), in_order(rows, "variant", LABELS)
 
-    def curves(names: Iterable[str], value: Callable[[Row], float]) -> list[Curve]:
+    def curves(names: Iterable[str], value: Callable[[Row], float]) -> list[plots.Curve]:
         return [
-            Curve(LABELS[name], colours[name],
+            plots.Curve(LABELS[name], colours[name],
                   [mean(list(map(value, _texts(rows, budget, name)))) for budget in every])
             for name in names
         ]  # fmt: skip
 
-    figure, (losses, overlaps) = panels(2, size=(9.5, 3.9))
-    budget_axis(losses, every, curves(cadences, percent_loss))
+    figure, (losses, overlaps) = plots.panels(2, size=(9.5, 3.9))
+    plots.budget_axis(losses, every, curves(cadences, percent_loss))
     losses.axhline(0, color="black", linewidth=0.8)
     losses.set_ylabel("NLL above full KV, %")
     compared = [name for name in cadences if name != "token"]
-    budget_axis(overlaps, every, curves(compared, lambda row: float(row["jaccard"])))
+    plots.budget_axis(overlaps, every, curves(compared, lambda row: float(row["jaccard"])))
     overlaps.set_ylabel("Jaccard with the paper's kept set")
     overlaps.set_ylim(0, 1.02)
-    legend(losses)
-    legend(overlaps)
+    plots.legend(losses)
+    plots.legend(overlaps)
     lengths = f"{rows[0]['prompt_tokens']} + {rows[0]['tokens']} tokens"
-    return save(figure, path, caption(rows[0], EMBEDDED, "float32", lengths, "95 % intervals"))
+    return plots.save(
+        figure, path, plots.caption(rows[0], EMBEDDED, "float32", lengths, "95 % intervals")
+    )
 
 
 def _texts(rows: Iterable[Row], budget: float, cadence: str) -> list[Row]:

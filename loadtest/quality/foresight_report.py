@@ -52,31 +52,23 @@ def report(rows: list[Row], picture: str) -> str:
 
 def plot(rows: list[Row], path: Path) -> Path:
     """Loss against the budget, one line per ranking."""
-    from loadtest.common.plots import (
-        BLUE,
-        RED,
-        YELLOW,
-        Curve,
-        budget_axis,
-        caption,
-        legend,
-        panels,
-        save,
-    )
+    from loadtest.common import plots
 
-    colours = dict(zip(LABELS, (RED, BLUE, YELLOW), strict=True))
+    colours = dict(zip(LABELS, (plots.RED, plots.BLUE, plots.YELLOW), strict=True))
     every = budgets_of(rows)
     curves = [
-        Curve(LABELS[name], colours[name], [loss(_texts(rows, budget, name)) for budget in every])
+        plots.Curve(
+            LABELS[name], colours[name], [loss(_texts(rows, budget, name)) for budget in every]
+        )
         for name in in_order(rows, "ranking", LABELS)
     ]
-    figure, (axis,) = panels(size=(6.5, 3.9))
-    budget_axis(axis, every, curves)
+    figure, (axis,) = plots.panels(size=(6.5, 3.9))
+    plots.budget_axis(axis, every, curves)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_ylabel("NLL above full KV, %")
-    legend(axis)
+    plots.legend(axis)
     lengths = f"{rows[0]['prompt_tokens']} + {rows[0]['tokens']} tokens"
-    return save(figure, path, caption(rows[0], EMBEDDED, "float32", lengths))
+    return plots.save(figure, path, plots.caption(rows[0], EMBEDDED, "float32", lengths))
 
 
 def _texts(rows: list[Row], budget: float, ranking: str) -> list[Row]:

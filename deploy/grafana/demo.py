@@ -11,12 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
-import pydoc_data.topics
 import random
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+
+if str(root := Path(__file__).parents[2]) not in sys.path:
+    sys.path.append(str(root))
+
+from loadtest.common.servers import H2O_SERVE, Server
+from loadtest.common.texts import documentation
 
 HERE = Path(__file__).parent
 MODEL = "SmolLM2-135M-Instruct"
@@ -46,17 +48,9 @@ PHASES: tuple[Sequence[dict[str, object]], ...] = (
 """Budget fields of the requests; the last two are refused."""
 
 
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 def prompts() -> list[str]:
     """Real English, 800 to 1,100 tokens each, no two alike: Python's own documentation."""
-    text = " ".join("\n".join(pydoc_data.topics.topics.values()).split())
+    text = " ".join(documentation().split())
     rng = random.Random(0)
     size = 3400
     starts = [rng.randrange(len(text) - size - 800) for _ in range(400)]
@@ -67,11 +61,11 @@ async def load(url: str, seconds: float) -> None:
     """Closed loop: each client sends its next request when the last one is answered."""
     texts = itertools.cycle(prompts())
     async with httpx.AsyncClient(timeout=300) as http:
-        for asked in PHASES:
+        for budgets in PHASES:
             rng = random.Random(1)
             end = time.monotonic() + seconds
             await asyncio.gather(
-                *(_client(http, url, texts, asked, rng, end) for _ in range(CLIENTS))
+                *(_client(http, url, texts, budgets, rng, end) for _ in range(CLIENTS))
             )
 
 
@@ -79,7 +73,7 @@ async def _client(
     http: httpx.AsyncClient,
     url: str,
     texts: itertools.cycle[str],
-    asked: Sequence[dict[str, object]],
+    budgets: Sequence[dict[str, object]],
     rng: random.Random,
     end: float,
 ) -> None:
@@ -90,38 +84,13 @@ async def _client(
             "max_tokens": rng.randrange(96, 192),
             "ignore_eos": True,
             "temperature": 0,
-            **rng.choice(asked),
+            **rng.choice(budgets),
         }
         answer = await http.post(f"{url}/v1/completions", json=body)
         if answer.status_code not in (200, 400):
             answer.raise_for_status()
         if answer.status_code == 400:
             await asyncio.sleep(1)
-
-
-def wait_until_up(url: str, process: subprocess.Popen[bytes], seconds: float = 240) -> None:
-    """Until the server answers.
-
-    Raises:
-        RuntimeError: it ended, or took longer.
-    """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    raise RuntimeError(f"{url} did not come up")
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server we started, in order."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(timeout=60)
-    except subprocess.TimeoutExpired:
-        process.kill()
 
 
 def scrape_config(port: int) -> str:
@@ -143,39 +112,25 @@ def main() -> None:
     prometheus = shutil.which("prometheus")
     if prometheus is None:
         sys.exit("no prometheus in PATH; on Debian: apt install prometheus")
-    port, scraper_port = free_port(), free_port()
-    url, scraper_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{scraper_port}"
-    command = [sys.executable, "-m", "h2o_vllm.server.cli", "--port", str(port)]
-    command += ["--enforce-eager", "--max-model-len", "2048", "--num-gpu-blocks-override"]
-    command += [str(BLOCKS), "--no-enable-prefix-caching"]
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "prometheus.yaml")
-        config.write_text(scrape_config(port))
-        # GiB; more than the pool needs, and less than vLLM would take.
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-        scraper = subprocess.Popen(
-            [
-                prometheus,
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder}/data",
-                f"--web.listen-address=127.0.0.1:{scraper_port}",
-                "--log.level=error",
-            ]
-        )
-        try:
-            wait_until_up(f"{url}/health", server)
-            wait_until_up(f"{scraper_url}/-/ready", scraper)
-            started = time.time()
-            asyncio.run(load(url, options.seconds))
-            time.sleep(5)
-            draw = [sys.executable, str(HERE / "render.py"), str(options.out)]
-            draw += ["--prometheus", scraper_url, "--title", options.title]
-            draw += ["--minutes", f"{(time.time() - started) / 60:.2f}"]
-            subprocess.run(draw, check=True)
-        finally:
-            stop(server)
-            stop(scraper)
+    serving = ["--enforce-eager", "--max-model-len", "2048", "--no-enable-prefix-caching"]
+    serving += ["--num-gpu-blocks-override", str(BLOCKS)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with Server(H2O_SERVE, serving, folder / "server.log") as server:
+            config = folder / "prometheus.yaml"
+            config.write_text(scrape_config(server.port))
+            scraping = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data"]
+            with Server(
+                [prometheus], [*scraping, "--log.level=error"], folder / "scraper.log", name="prometheus",
+                listen=("--web.listen-address=127.0.0.1:{port}",), health="/-/ready",
+            ) as scraper:  # fmt: skip
+                started = time.time()
+                asyncio.run(load(server.url, options.seconds))
+                time.sleep(5)
+                draw = [sys.executable, str(HERE / "render.py"), str(options.out)]
+                draw += ["--prometheus", scraper.url, "--title", options.title]
+                draw += ["--minutes", f"{(time.time() - started) / 60:.2f}"]
+                subprocess.run(draw, check=True)
 
 
 if __name__ == "__main__":

@@ -37,19 +37,23 @@ class Child(AbstractContextManager["Child"]):
             text=True,
             env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
         )
-        self.ask(json.dumps(first))
+        self.request(json.dumps(first))
 
-    def ask(self, line: str) -> dict[str, Any]:
-        """Send a line, wait for its answer."""
+    def request(self, line: str) -> dict[str, Any]:
+        """Send a line, wait for its answer.
+
+        Raises:
+            SystemExit: the process ended instead.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
-        for said in self.process.stdout:
-            if said.startswith(_MARK):
-                result: dict[str, Any] = json.loads(said.removeprefix(_MARK))
+        for output in self.process.stdout:
+            if output.startswith(_MARK):
+                result: dict[str, Any] = json.loads(output.removeprefix(_MARK))
                 return result
-            self.log.append(said)
+            self.log.append(output)
         raise SystemExit(f"{self.first} failed:\n{''.join(self.log)[-6000:]}")
 
     def __exit__(self, *_: object) -> None:

@@ -1,128 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings as a frozen dataclass: each field is an option, an environment variable and its description.
+"""Options that are environment variables too, by pydantic-settings; on their own or in Locust's parser.
 
-The load generator and the mock server declare theirs with :func:`option`; an option given on the command
-line comes before the environment variable, which comes before the default. Imports nothing of ours.
+An option given on the command line comes before the environment variable, which comes before the default.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import os
+import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-__all__ = ["SettingsError", "add_options", "option", "parse", "public", "read"]
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
-T = TypeVar("T")
+__all__ = ["Settings", "SettingsError", "add_options", "parse", "read"]
+
+S = TypeVar("S", bound="Settings")
 
 
 class SettingsError(ValueError):
     """A setting has a value that cannot be used; the message names the option."""
 
 
-def option(
-    default: Any,
-    text: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    secret: bool = False,
-    **more: Any,
-) -> Any:
-    """A field of a settings class.
+class Settings(BaseSettings):
+    """Each field is an option, an environment variable and its description.
 
-    Args:
-        default: used where neither the command line nor the environment gives a value; its type is the
-            option's type.
-        text: what the option means, with its unit.
-        low, high: the smallest and the largest value accepted.
-        secret: no help text or result file shows its value.
-        more: passed to ``add_argument`` (``choices``, ``metavar`` ...).
+    Fields with ``exclude`` are secret: :meth:`public` and so result files lack them.
     """
-    meta = {"help": text, "low": low, "high": high, "secret": secret, "more": more}
-    return dataclasses.field(default=default, metadata=meta)
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Name the environment variable in each description."""
+        for name, field in cls.model_fields.items():
+            field.description = f"{field.description} [{variable(cls, name)}]"
+
+    def public(self) -> dict[str, Any]:
+        """By name, without the secret ones."""
+        return self.model_dump()
 
 
-def add_options(parser: Any, settings: type, prefix: str) -> None:
-    """Add one option for each field of ``settings`` to an argparse parser or group.
-
-    The environment variable of ``prompt_tokens`` is ``<prefix>PROMPT_TOKENS``.
-
-    Raises:
-        SettingsError: an environment variable cannot be read as its option's type.
-    """
-    for field in dataclasses.fields(settings):
-        name, kind = f"--{field.name.replace('_', '-')}", type(field.default)
-        variable = f"{prefix}{field.name.upper()}"
-        default = field.default
-        if variable in os.environ:
-            try:
-                default = _yes(os.environ[variable]) if kind is bool else kind(os.environ[variable])
-            except ValueError:
-                raise SettingsError(
-                    f"{variable}: got {os.environ[variable]!r}, wanted {kind.__name__}"
-                ) from None
-        how: dict[str, Any] = {"default": default, **field.metadata["more"]}
-        if kind is bool:
-            how["action"] = argparse.BooleanOptionalAction
-        else:
-            how |= {"type": kind}
-            how.setdefault("metavar", kind.__name__.upper())
-        hidden = field.metadata["secret"] or default == ""
-        shown = "" if hidden else f" Default: {default}."
-        parser.add_argument(
-            name, help=f"{field.metadata['help']}{shown} [{variable}]".replace("%", "%%"), **how
-        )
+def variable(settings: type[Settings], name: str) -> str:
+    """The environment variable of a field."""
+    return f"{settings.model_config['env_prefix']}{name}".upper()
 
 
-def read(settings: type[T], parsed: argparse.Namespace) -> T:
-    """``parsed`` as an instance of ``settings``.
-
-    Raises:
-        SettingsError: a value lies outside of its range.
-    """
-    values = {}
-    for field in dataclasses.fields(settings):  # type: ignore[arg-type]
-        value = getattr(parsed, field.name)
-        low, high = field.metadata["low"], field.metadata["high"]
-        if (low is not None and value < low) or (high is not None and value > high):
-            accepted = " and ".join(
-                f"{sign} {limit:g}"
-                for sign, limit in ((">=", low), ("<=", high))
-                if limit is not None
-            )
-            raise SettingsError(
-                f"--{field.name.replace('_', '-')}: got {value}, wanted a value {accepted}"
-            )
-        values[field.name] = value
-    return settings(**values)
-
-
-def parse(settings: type[T], prefix: str, prog: str, about: str, argv: Sequence[str] | None) -> T:
+def parse(settings: type[S], prog: str, argv: Sequence[str] | None) -> S:
     """A whole command line of such options.
 
     Raises:
         SystemExit: with code 2 after one line on stderr, or 0 after ``--help``.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=about)
+    source: CliSettingsSource[Any] = CliSettingsSource(settings, cli_prog_name=prog)
     try:
-        add_options(parser, settings, prefix)
-        return read(settings, parser.parse_args(argv))
-    except SettingsError as error:
-        parser.error(str(error))
+        return CliApp.run(
+            settings, cli_args=None if argv is None else list(argv), cli_settings_source=source
+        )
+    except ValidationError as error:
+        print(f"{prog}: error: {_complaint(settings, error)}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
-def public(settings: Any) -> dict[str, Any]:
-    """``settings`` by name without the secret ones, for result files."""
-    fields = dataclasses.fields(settings)
-    return {f.name: getattr(settings, f.name) for f in fields if not f.metadata["secret"]}
+def add_options(group: Any, settings: type[Settings]) -> None:
+    """Add the options to a group of somebody else's argparse parser."""
+    kind = type(group)
+    CliSettingsSource[Any](
+        settings,
+        root_parser=group,
+        parse_args_method=lambda *_: argparse.Namespace(),
+        add_argument_method=kind.add_argument,
+        add_argument_group_method=kind.add_argument_group,
+        add_parser_method=None,
+        add_subparsers_method=None,
+    )
 
 
-def _yes(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off", ""):
-        return False
-    raise ValueError(text)
+def read(settings: type[S], parsed: argparse.Namespace) -> S:
+    """What such a parser found.
+
+    Raises:
+        SettingsError: a value lies outside of its range, or is of another type.
+    """
+    given = {name: getattr(parsed, name) for name in settings.model_fields if hasattr(parsed, name)}
+    try:
+        source: CliSettingsSource[Any] = CliSettingsSource(settings)
+        return CliApp.run(
+            settings, cli_args=argparse.Namespace(**given), cli_settings_source=source
+        )
+    except ValidationError as error:
+        raise SettingsError(_complaint(settings, error)) from None
+
+
+def _complaint(settings: type[Settings], error: ValidationError) -> str:
+    """Of the first value that cannot be used: option, variable, value, and what is accepted."""
+    first = error.errors()[0]
+    name = str(first["loc"][0]).replace("-", "_")
+    limits = [
+        f"{sign} {limit:g}"
+        for sign, key in ((">=", "ge"), ("<=", "le"))
+        for item in settings.model_fields[name].metadata
+        if (limit := getattr(item, key, None)) is not None
+    ]
+    wanted = first["msg"].removeprefix("Input should be ")
+    if limits:
+        kind = "an integer" if settings.model_fields[name].annotation is int else "a number"
+        wanted = f"{kind} {' and '.join(limits)}"
+    option = f"--{name.replace('_', '-')} ({variable(settings, name)})"
+    return f"{option}: got {first['input']!r}, wanted {wanted}"

@@ -1,137 +1,170 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throughput of h2o_vllm against stock vLLM: same prompts, same run, alternating processes.
 
-    python -m loadtest.engine.bench [--workloads tight ample ...] [--rounds 3] [--out loadtest/results]
-    python -m loadtest.engine.bench --device cuda [--help]
+    python -m loadtest.engine [--workloads tight ample ...] [--rounds 3] [--out loadtest/results]
+    python -m loadtest.engine --device cuda [--shape 8b] [--workloads 2k-tight ...]
 
-Each variant is an engine in a process of its own; those of one setting live side by side, and only one
-works at a time, warmed up and with an empty prefix cache for each measurement. Rounds alternate the
-variants, so that a slow minute of the machine hits all of them; ratios are taken within a round, then
-their median. Writes one JSONL row per measurement, two tables and a PNG. ``--resume FILE`` goes on
-where an interrupted run stopped.
+Each variant is an engine in a process of its own, warmed up and with an empty prefix cache for each
+measurement. On CPU those of one setting live side by side, and only one works at a time; on a GPU each has
+the device to itself. Rounds alternate the variants, so that a slow minute of the machine hits all of them;
+ratios are taken within a round, then their median. Writes one JSONL row per measurement as soon as it is
+made, two tables and a PNG. ``--resume FILE`` goes on where an interrupted run stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.common.child import Child
-from loadtest.common.machine import describe_run
+from loadtest.common.machine import describe_gpu, describe_run
+from loadtest.common.results import RESULTS, Row, append_rows, read_rows, result_path
+from loadtest.engine.models import SHAPES, make_model
 from loadtest.engine.tables import measured_table, ratio_table
-from loadtest.engine.workloads import SETTINGS, VARIANTS, WORKLOADS, to_measure
+from loadtest.engine.workloads import SUITES, Suite
 
-
-def main() -> None:
-    """Measure, print, write."""
-    device = argparse.ArgumentParser(add_help=False)
-    device.add_argument(
-        "--device",
-        choices=["cpu", "cuda"],
-        default="cpu",
-        help="each has its own options; see --device cuda --help",
-    )
-    if device.parse_known_args()[0].device == "cuda":
-        from loadtest.engine import bench_cuda
-
-        bench_cuda.main()
-        return
-    args = arguments(device)
-    path, rows = opened(args)
-    jobs = [job for job in planned(args) if not any(job.measured_by(row) for row in rows)]
-    with ExitStack() as stack:
-        engines: dict[str, Child] = {}
-        for count, job in enumerate(jobs, start=1):
-            setting = WORKLOADS[job.workload].setting
-            if any(engine.first["setting"] != setting for engine in engines.values()):
-                stack.close()
-                engines.clear()
-            if job.variant not in engines:
-                print(f"starting {job.variant} for {setting} workloads", flush=True)
-                first = {"setting": setting, "variant": job.variant, "model": args.model}
-                engines[job.variant] = stack.enter_context(
-                    Child("loadtest.engine.bench_run", first)
-                )
-            print(
-                f"[{count}/{len(jobs)}] round {job.round + 1} {job.variant}: {job.workload}", end=""
-            )
-            result = engines[job.variant].ask(job.workload)
-            row = describe_run("loadtest.engine.bench") | asdict(job) | result
-            print(f" {row['tok_per_s']:.1f} tok/s", flush=True)
-            rows.append(row)
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    print(f"\n{measured_table(rows)}\n\n{ratio_table(rows)}\n\nrows: {path}")
-    from loadtest.engine.plot import plot_bench
-
-    print(f"plot: {plot_bench(rows, path.with_suffix('.png'))}")
-
-
-def arguments(device: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line, with the options of ``device``."""
-    parser = argparse.ArgumentParser(
-        parents=[device],
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="what to serve")
-    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="by what")
-    add("--rounds", type=int, default=3, help="how often; variants alternate")
-    add(
-        "--out",
-        type=Path,
-        default=Path(__file__).parents[1] / "results",
-        help="folder of the results",
-    )
-    add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
-    add("--model", help="a model directory; by default the embedded model")
-    args = parser.parse_args()
-    if args.model is None:
-        from h2o_vllm.models import default_model_dir
-
-        args.model = str(default_model_dir())
-    return args
-
-
-def opened(args: argparse.Namespace) -> tuple[Path, list[dict[str, Any]]]:
-    """Where the rows go, and those already there."""
-    if args.resume is not None:
-        lines = args.resume.read_text().splitlines() if args.resume.exists() else []
-        return args.resume, [json.loads(line) for line in lines]
-    args.out.mkdir(parents=True, exist_ok=True)
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
-    return args.out / f"bench-cpu-{stamp}.jsonl", []
+__all__ = ["Measurement", "main", "planned"]
 
 
 @dataclass(frozen=True)
-class Job:
-    """One measurement."""
+class Measurement:
+    """One variant serving one workload in one round."""
 
     round: int
     variant: str
     workload: str
 
-    def measured_by(self, row: dict[str, Any]) -> bool:
+    def measured_by(self, row: Row) -> bool:
         """Whether ``row`` is its result."""
         return all(row[name] == value for name, value in asdict(self).items())
 
 
-def planned(args: argparse.Namespace) -> Iterator[Job]:
-    """All measurements, in order: settings, in them rounds, in them variants in turn."""
-    for setting in SETTINGS:
-        for round_number in range(args.rounds):
-            for variant in args.variants:
-                for workload in to_measure(args.workloads, variant):
-                    if WORKLOADS[workload].setting == setting:
-                        yield Job(round_number, variant, workload)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what is missing, then publish."""
+    args = parse_arguments(argv)
+    path = args.resume or result_path(f"bench-{args.device}", args.out)
+    rows = measure(args, path)
+    publish(rows, SUITES[args.device], path)
 
 
-if __name__ == "__main__":
-    main()
+def measure(args: argparse.Namespace, path: Path) -> list[Row]:
+    """Run what ``path`` lacks, appending to it; returns all rows."""
+    suite, rows = SUITES[args.device], read_rows(path)
+    missing = [
+        one
+        for one in planned(suite, args.workloads, args.variants, args.rounds)
+        if not any(one.measured_by(row) for row in rows)
+    ]
+    with Engines(suite, model_options(args)) as engines:
+        for count, one in enumerate(missing, start=1):
+            engine = engines.get(suite.workloads[one.workload].setting, one)
+            print(f"[{count}/{len(missing)}] round {one.round + 1} {one.variant}: {one.workload}",
+                  end="", flush=True)  # fmt: skip
+            row = describe_run("loadtest.engine") | about_device(args) | asdict(one)
+            row |= engine.request(one.workload)
+            print(f" {row['tok_per_s']:.1f} tok/s", flush=True)
+            rows.append(row)
+            append_rows(path, [row])
+    return rows
+
+
+def publish(rows: list[Row], suite: Suite, path: Path) -> None:
+    """Print the tables; write the picture beside the rows."""
+    from loadtest.engine.plot import plot_bench
+
+    print(f"\n{measured_table(rows)}\n\n{ratio_table(rows, suite)}\n\nrows: {path}")
+    print(f"plot: {plot_bench(rows, suite, path.with_suffix('.png'))}")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; each device has its own workloads and models."""
+    device = argparse.ArgumentParser(add_help=False)
+    device.add_argument(
+        "--device",
+        choices=list(SUITES),
+        default="cpu",
+        help="each has its own options; see --device cuda --help",
+    )
+    name = device.parse_known_args(argv)[0].device
+    suite = SUITES[name]
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.engine",
+        parents=[device],
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    workloads, variants = list(suite.workloads), list(suite.variants)
+    add("--workloads", nargs="+", choices=workloads, default=workloads, help="what to serve")
+    add("--variants", nargs="+", choices=variants, default=variants, help="by what")
+    add("--rounds", type=int, default=3, help="how often; variants alternate")
+    add("--scale", type=float, default=1.0, help="multiplies all lengths and pools; to rehearse")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
+    if name == "cuda":
+        add("--shape", choices=SHAPES, default="8b", help="of the model of random weights")
+    else:
+        add("--model", help="a model directory; by default the embedded model")
+    return parser.parse_args(argv)
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the measuring processes are told beside setting and variant."""
+    if args.device == "cuda":
+        model = str(make_model(args.shape, Path(tempfile.gettempdir())))
+    elif args.model is None:
+        from h2o_vllm.models import default_model_dir
+
+        model = str(default_model_dir())
+    else:
+        model = args.model
+    return {"device": args.device, "model": model, "scale": args.scale}
+
+
+def about_device(args: argparse.Namespace) -> dict[str, Any]:
+    """What only rows of a GPU say."""
+    return {**describe_gpu(), "shape": args.shape} if args.device == "cuda" else {}
+
+
+class Engines(ExitStack):
+    """The engines that live now: those of one setting, or one where they cannot live side by side."""
+
+    def __init__(self, suite: Suite, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._suite = suite
+        self._options = options
+        self._setting = ""
+        self._live: dict[object, Child] = {}
+
+    def get(self, setting: str, one: Measurement) -> Child:
+        """The engine of a measurement, started if it does not live."""
+        # An engine that has the device to itself serves one round.
+        key = one.variant if self._suite.side_by_side else (one.variant, one.round)
+        if setting != self._setting or (key not in self._live and not self._suite.side_by_side):
+            self.close()
+            self._live.clear()
+            self._setting = setting
+        if key not in self._live:
+            print(f"starting {one.variant} for {setting} workloads", flush=True)
+            first = {**self._options, "setting": setting, "variant": one.variant}
+            self._live[key] = self.enter_context(Child("loadtest.engine.run", first))
+        return self._live[key]
+
+
+def planned(
+    suite: Suite, workloads: Sequence[str], variants: Sequence[str], rounds: int
+) -> Iterator[Measurement]:
+    """All measurements in order: engines that live side by side serve all rounds before they end."""
+    turns = [(turn, setting) for turn in range(rounds) for setting in suite.settings]
+    if suite.side_by_side:
+        turns.sort(key=lambda turn: list(suite.settings).index(turn[1]))
+    for turn, setting in turns:
+        for variant in variants:
+            for workload in suite.to_measure(workloads, variant):
+                if suite.workloads[workload].setting == setting:
+                    yield Measurement(turn, variant, workload)

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from typing import Any
 
-from loadtest.engine.workloads import WORKLOADS
+from loadtest.common.results import Row
+from loadtest.common.tables import Column, markdown_table, median_range, pick
+from loadtest.engine.workloads import Suite
 
 __all__ = ["decode_ms", "measured", "measured_table", "ratio_table"]
-
-Row = dict[str, Any]
 
 
 def decode_ms(row: Row) -> float:
@@ -20,35 +18,22 @@ def decode_ms(row: Row) -> float:
     return float(steps[max(steps, key=int)]) if steps else float("nan")
 
 
-COLUMNS: tuple[tuple[str, Callable[[Row], float], str], ...] = (
-    ("tok/s", lambda row: row["tok_per_s"], "{:.1f}"),
-    ("running", lambda row: row["running_mean"], "{:.1f}"),
-    ("max", lambda row: row["running_max"], "{:.0f}"),
-    ("preempt.", lambda row: row["preemptions"], "{:.0f}"),
-    ("blocks mean", lambda row: row["blocks_mean"], "{:.0f}"),
-    ("peak", lambda row: row["blocks_peak"], "{:.0f}"),
-    ("prompts s", lambda row: row["prompts_s"], "{:.1f}"),
-    ("decode step ms", decode_ms, "{:.1f}"),
-    ("TTFT p50 s", lambda row: row["ttft_s"]["p50"], "{:.2f}"),
-    ("p99", lambda row: row["ttft_s"]["p99"], "{:.2f}"),
-    ("ITL p50 ms", lambda row: row["itl_s"]["p50"] * 1e3, "{:.1f}"),
-    ("p99", lambda row: row["itl_s"]["p99"] * 1e3, "{:.1f}"),
-    ("RSS MiB", lambda row: row["peak_rss_mib"], "{:.0f}"),
+COLUMNS = (
+    Column("tok/s", lambda row: row["tok_per_s"], "{:.1f}"),
+    Column("running", lambda row: row["running_mean"], "{:.1f}"),
+    Column("max", lambda row: row["running_max"], "{:.0f}"),
+    Column("preempt.", lambda row: row["preemptions"], "{:.0f}"),
+    Column("blocks mean", lambda row: row["blocks_mean"], "{:.0f}"),
+    Column("peak", lambda row: row["blocks_peak"], "{:.0f}"),
+    Column("prompts s", lambda row: row["prompts_s"], "{:.1f}"),
+    Column("decode step ms", decode_ms, "{:.2f}"),
+    Column("TTFT p50 s", lambda row: row["ttft_s"]["p50"], "{:.2f}"),
+    Column("p99", lambda row: row["ttft_s"]["p99"], "{:.2f}"),
+    Column("ITL p50 ms", lambda row: row["itl_s"]["p50"] * 1e3, "{:.1f}"),
+    Column("p99", lambda row: row["itl_s"]["p99"] * 1e3, "{:.1f}"),
+    Column("RSS MiB", lambda row: row["peak_rss_mib"], "{:.0f}"),
+    Column("start s", lambda row: row["start_s"], "{:.0f}"),
 )
-
-
-def measured_table(rows: list[Row]) -> str:
-    """Medians over the rounds, per workload and variant. Markdown."""
-    lines = [
-        _line("workload", "variant", *(name for name, _, _ in COLUMNS)),
-        _rule(2 + len(COLUMNS)),
-    ]
-    for workload, variant in dict.fromkeys((row["workload"], row["variant"]) for row in rows):
-        mine = [row for row in rows if (row["workload"], row["variant"]) == (workload, variant)]
-        cells = [style.format(statistics.median(map(of, mine))) for _, of, style in COLUMNS]
-        lines.append(_line(workload, variant, *cells))
-    return "\n".join(lines)
-
 
 RATIOS: tuple[tuple[str, Callable[[Row], float]], ...] = (
     ("tok/s", lambda row: row["tok_per_s"]),
@@ -57,55 +42,56 @@ RATIOS: tuple[tuple[str, Callable[[Row], float]], ...] = (
 )
 
 
-def ratio_table(rows: list[Row]) -> str:
+def measured_table(rows: list[Row]) -> str:
+    """Medians over the rounds, per workload and variant. Markdown."""
+    groups = dict.fromkeys((row["workload"], row["variant"]) for row in rows)
+    head = ["workload", "variant", *(column.head for column in COLUMNS)]
+    return markdown_table(
+        head,
+        (
+            [workload, variant,
+             *(column.median(pick(rows, workload=workload, variant=variant)) for column in COLUMNS)]
+            for workload, variant in groups
+        ),
+    )  # fmt: skip
+
+
+def ratio_table(rows: list[Row], suite: Suite) -> str:
     """Ours over each baseline of the same round: median (smallest-largest). Markdown.
 
     A baseline was measured once per traffic: stock vLLM does not know budgets.
     """
-    head = _line("workload", "ours over", *(name for name, _ in RATIOS), "same tokens")
-    lines = [head, _rule(3 + len(RATIOS))]
+    lines = []
     baselines = dict.fromkeys(row["variant"] for row in rows if row["variant"] != "h2o")
     for workload in dict.fromkeys(row["workload"] for row in rows if row["variant"] == "h2o"):
         for variant in baselines:
-            pairs = list(_pairs(rows, workload, variant))
+            pairs = _pairs(rows, suite, workload, variant)
             if pairs:
-                cells = [_spread([of(ours) / of(it) for ours, it in pairs]) for _, of in RATIOS]
-                same = sum(ours["tokens_hash"] == it["tokens_hash"] for ours, it in pairs)
-                lines.append(_line(workload, variant, *cells, f"{same} of {len(pairs)}"))
-    return "\n".join(lines)
+                cells = [median_range([of(own) / of(base) for own, base in pairs], 2)
+                         for _, of in RATIOS]  # fmt: skip
+                same = sum(own["tokens_hash"] == base["tokens_hash"] for own, base in pairs)
+                lines.append([workload, variant, *cells, f"{same} of {len(pairs)}"])
+    head = ["workload", "ours over", *(name for name, _ in RATIOS), "same tokens"]
+    return markdown_table(head, lines)
 
 
-def measured(rows: list[Row], workload: str, variant: str) -> list[Row]:
+def measured(rows: list[Row], suite: Suite, workload: str, variant: str) -> list[Row]:
     """The rows that tell how ``variant`` serves ``workload``, its twin's if it has one."""
-    mine = [row for row in rows if (row["workload"], row["variant"]) == (workload, variant)]
+    mine = pick(rows, workload=workload, variant=variant)
     if mine or variant == "h2o":
         return mine
-    traffic = WORKLOADS[workload].traffic
+    traffic = suite.workloads[workload].traffic
     return [
         row
-        for row in rows
-        if row["variant"] == variant and WORKLOADS[row["workload"]].traffic == traffic
+        for row in pick(rows, variant=variant)
+        if suite.workloads[row["workload"]].traffic == traffic
     ]
 
 
-def _pairs(rows: list[Row], workload: str, variant: str) -> list[tuple[Row, Row]]:
-    baseline = {row["round"]: row for row in measured(rows, workload, variant)}
+def _pairs(rows: list[Row], suite: Suite, workload: str, variant: str) -> list[tuple[Row, Row]]:
+    baseline = {row["round"]: row for row in measured(rows, suite, workload, variant)}
     return [
         (row, baseline[row["round"]])
-        for row in measured(rows, workload, "h2o")
+        for row in pick(rows, workload=workload, variant="h2o")
         if row["round"] in baseline
     ]
-
-
-def _spread(values: list[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _rule(columns: int) -> str:
-    return "|" + "---|" * columns

@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: prompts, lengths, budgets, pools. Same prompts for every variant."""
+"""What is measured on each device: prompts, lengths, budgets, pools. Same prompts for every variant."""
 
 from __future__ import annotations
 
-import pydoc_data.topics
-from dataclasses import dataclass
-from typing import Any
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from h2o_vllm.plugin import CPU_EXECUTOR
+from loadtest.common.texts import documentation
 
-__all__ = [
-    "BLOCK_SIZE",
-    "SETTINGS",
-    "VARIANTS",
-    "WORKLOADS",
-    "Setting",
-    "Workload",
-    "engine_options",
-    "prompts",
-    "to_measure",
-]
+__all__ = ["SUITES", "Setting", "Suite", "Workload"]
 
-BLOCK_SIZE = 32
-STOCK_BLOCK_SIZE = 128
+STOCK_CPU_BLOCK_SIZE = 128
 """vLLM's default on CPU."""
 
 
@@ -44,8 +36,11 @@ class Setting:
         # One more: the null block is nobody's.
         return {"num_gpu_blocks_override": self.pool_tokens // block_size + 1}
 
-
-SETTINGS = {"tight": Setting(1700, pool_tokens=6400), "ample": Setting(7000)}
+    def scaled(self, by: float) -> Setting:
+        """The pool that scaled traffic finds as tight."""
+        if self.pool_tokens is None or by == 1:
+            return self
+        return replace(self, pool_tokens=max(12_288, round(self.pool_tokens * by)))
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class Workload:
     Attributes:
         requests, prompt_tokens, output_tokens: how many and how long; prompt lengths vary by 10 %.
         budgets: ``kv_budget`` of request i is ``budgets[i % len(budgets)]``; ``None`` asks for nothing.
-        setting: key of the settings it belongs to, such as :data:`SETTINGS`.
+        setting: key of its suite's settings.
     """
 
     name: str
@@ -76,10 +71,60 @@ class Workload:
         """What is left without budgets: stock vLLM serves workloads of equal traffic alike."""
         return (self.setting, self.requests, self.prompt_tokens, self.output_tokens)
 
+    def scaled(self, by: float) -> Workload:
+        """The same traffic with shorter texts and fewer requests, to rehearse."""
+        if by == 1:
+            return self
+        return replace(
+            self,
+            requests=max(4, round(self.requests * by)),
+            prompt_tokens=max(64, round(self.prompt_tokens * by)),
+            output_tokens=max(24, round(self.output_tokens * by)),
+        )
 
-WORKLOADS = {
-    one.name: one
-    for one in (
+
+def _by_name(*workloads: Workload) -> dict[str, Workload]:
+    return {workload.name: workload for workload in workloads}
+
+
+class Suite(ABC):
+    """What a device is measured with.
+
+    Attributes:
+        variants: who serves; the last is ours, the others are baselines.
+        side_by_side: whether the engines of a setting live side by side, one working at a time; otherwise
+            each is started anew and has the device to itself.
+    """
+
+    variants: ClassVar[tuple[str, ...]]
+    side_by_side: ClassVar[bool]
+    settings: ClassVar[Mapping[str, Setting]]
+    workloads: ClassVar[Mapping[str, Workload]]
+
+    @abstractmethod
+    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
+        """Engine arguments of a variant, our switch not included."""
+
+    @abstractmethod
+    def prompts(self, workload: Workload, engine: Any) -> list[list[int]]:
+        """Token ids of each request's prompt, without a shared beginning."""
+
+    def to_measure(self, names: Sequence[str], variant: str) -> list[str]:
+        """The workloads to run: without budgets, equal traffic is measured once."""
+        if variant == "h2o":
+            return list(names)
+        found = {self.workloads[name].traffic: name for name in reversed(names)}
+        return [name for name in names if name in found.values()]
+
+
+class CPUSuite(Suite):
+    """The embedded model on real English."""
+
+    variants = ("stock", "stock-same-flags", "h2o")
+    """vLLM with its defaults, vLLM with exactly our flags, and ours."""
+    side_by_side = True
+    settings: ClassVar = {"tight": Setting(1700, pool_tokens=6400), "ample": Setting(7000)}
+    workloads: ClassVar = _by_name(
         Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (0.2,), "tight"),
         Workload("mixed", "half full, half 0.2, tight pool", 32, 1000, 512, (None, 0.2), "tight"),
         Workload("ample", "no memory pressure, budget 0.2", 16, 1000, 512, (0.2,)),
@@ -87,39 +132,70 @@ WORKLOADS = {
         Workload("long-0.2", "6,000-token prompts, budget 0.2", 4, 6000, 256, (0.2,)),
         Workload("long-0.1", "6,000-token prompts, budget 0.1", 4, 6000, 256, (0.1,)),
     )
-}
 
-VARIANTS = ("stock", "stock-same-flags", "h2o")
-"""vLLM with its defaults, vLLM with exactly our flags, and ours."""
+    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
+        """Blocks of 32 tokens but for stock's defaults."""
+        stock = variant == "stock"
+        block_size = STOCK_CPU_BLOCK_SIZE if stock else 32
+        options: dict[str, Any] = {
+            **({} if stock else {"distributed_executor_backend": CPU_EXECUTOR}),
+            "dtype": "bfloat16",
+            "max_model_len": setting.max_model_len,
+            "block_size": block_size,
+            "kv_cache_memory_bytes": 4 << 30,
+            "seed": 0,
+        }
+        return options | setting.pool(block_size)
+
+    def prompts(self, workload: Workload, engine: Any) -> list[list[int]]:
+        """Stretches of Python's own documentation."""
+        # Not through the tokenizer's length check: the text is longer than any model's context.
+        tokens: list[int] = engine.get_tokenizer().encode(documentation(), verbose=False)
+        lengths = workload.prompt_lengths()
+        last_start = len(tokens) - max(lengths)
+        starts = [i * last_start // workload.requests for i in range(workload.requests)]
+        return [tokens[a : a + length] for a, length in zip(starts, lengths, strict=True)]
 
 
-def to_measure(names: list[str], variant: str) -> list[str]:
-    """The workloads to run: without budgets, equal traffic is measured once."""
-    if variant == "h2o":
-        return names
-    found = {WORKLOADS[name].traffic: name for name in reversed(names)}
-    return [name for name in names if name in found.values()]
+class CUDASuite(Suite):
+    """The workloads of the CPU scaled up, on a 7-8B-shaped model and random tokens."""
 
-
-def engine_options(setting: Setting, variant: str) -> dict[str, Any]:
-    """Engine arguments of a variant, our switch not included."""
-    block_size = STOCK_BLOCK_SIZE if variant == "stock" else BLOCK_SIZE
-    options: dict[str, Any] = {
-        **({} if variant == "stock" else {"distributed_executor_backend": CPU_EXECUTOR}),
-        "dtype": "bfloat16",
-        "max_model_len": setting.max_model_len,
-        "block_size": block_size,
-        "kv_cache_memory_bytes": 4 << 30,
-        "seed": 0,
+    variants = ("stock", "h2o")
+    """We change none of vLLM's defaults on GPUs: stock with our flags is stock."""
+    side_by_side = False
+    settings: ClassVar = {
+        # The KV-bound regime: about 42 requests of 2k + 1k, 14 of 8k + 1k. The same length for all, so that
+        # one engine can serve several workloads.
+        "tight": Setting(10_240, pool_tokens=131_072),
+        "ample": Setting(10_240),
     }
-    return options | setting.pool(block_size)
+    workloads: ClassVar = _by_name(
+        Workload("2k-tight", "KV-bound, budget 0.2", 256, 2048, 1024, (0.2,), "tight"),
+        Workload("8k-tight", "KV-bound, budget 0.2", 96, 8192, 1024, (0.2,), "tight"),
+        Workload("2k-mixed", "half full, half 0.2", 256, 2048, 1024, (None, 0.2), "tight"),
+        Workload("2k-ample", "no memory pressure, budget 0.2", 64, 2048, 1024, (0.2,)),
+        Workload("8k-ample", "no memory pressure, budget 0.2", 32, 8192, 1024, (0.2,)),
+        Workload("2k-idle", "no request has a budget", 64, 2048, 1024, (None,)),
+    )
+
+    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:  # noqa: ARG002
+        """The same for both variants; blocks of 16 tokens are vLLM's default and ours."""
+        return {
+            "dtype": "bfloat16",
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": setting.max_model_len,
+            "max_num_seqs": 256,
+            "seed": 0,
+        } | setting.pool(16)
+
+    def prompts(self, workload: Workload, engine: Any) -> list[list[int]]:
+        """Random tokens."""
+        rng = random.Random(0)
+        vocabulary = engine.vllm_config.model_config.get_vocab_size()
+        draw: Callable[[], int] = lambda: rng.randrange(3, vocabulary)  # noqa: E731
+        return [[draw() for _ in range(length)] for length in workload.prompt_lengths()]
 
 
-def prompts(workload: Workload, tokenize: Any) -> list[list[int]]:
-    """Real English without a shared beginning: stretches of Python's own documentation."""
-    text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-    tokens: list[int] = tokenize(text)
-    lengths = workload.prompt_lengths()
-    last_start = len(tokens) - max(lengths)
-    starts = [i * last_start // workload.requests for i in range(workload.requests)]
-    return [tokens[a : a + length] for a, length in zip(starts, lengths, strict=True)]
+SUITES: dict[str, Suite] = {"cpu": CPUSuite(), "cuda": CUDASuite()}
+"""By device."""

@@ -14,33 +14,40 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.common.machine import describe_run
-from loadtest.common.servers import Sampler, Server, ServerError
-from loadtest.http import report
+from loadtest.common.prometheus import Sampler
+from loadtest.common.results import RESULTS, result_path
+from loadtest.common.servers import H2O_SERVE, Server, ServerError
 from loadtest.http.records import ALL, Run, read_runs, summarise, write_runs
+from loadtest.http.report import write_report
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 OURS, VLLM = "h2o-serve", "vllm"
+PROGRAMS = {
+    OURS: H2O_SERVE,
+    # `vllm serve` asks for a distribution called vllm, which its CPU build is not.
+    VLLM: (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
+}
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What one bar of the picture is.
+class ServerConfig:
+    """What one bar of the picture is: who serves, and which budget is asked for.
 
     Attributes:
-        server: who serves it, ``OURS`` or ``VLLM``.
+        name: how it is called in tables and pictures.
+        server: ``OURS`` or ``VLLM``.
         budget: as ``--budgets`` of the load test takes it.
     """
 
@@ -51,30 +58,51 @@ class Variant:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all rounds, write, report."""
-    args = arguments(argv)
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
-    path: Path = args.out / f"{args.name or f'locust-{stamp}'}.jsonl"
+    args = parse_arguments(argv)
+    path = result_path("locust", args.out, args.name)
     if path.exists():
         sys.exit(f"{path} exists")
-    about = describe_run("loadtest.http.compare")
-    variants = [Variant(label(budget), OURS, budget) for budget in args.budgets]
-    variants += [Variant("vLLM", VLLM, "none")] if args.vllm or args.vllm_url else []
-    with tempfile.TemporaryDirectory() as scratch, Servers(args, Path(scratch)) as servers:
-        for number in range(args.rounds):
-            for variant in variants if number % 2 == 0 else reversed(variants):
-                url, command = servers.get(variant.server)
-                run = measure(args, variant, number, url, Path(scratch))
-                run.about = {**about, **run.about, "versions": about["versions"]}
-                run.about |= {"variant": variant.name, "round": number, "server_command": command}
-                # Whole runs only: what is interrupted leaves no half one behind.
-                write_runs(path, [run])
-                speed = summarise(run.records)[ALL].tok_per_s
-                print(f"round {number + 1} {variant.name}: {speed:.1f} tok/s", flush=True)
-    report.main([str(path)])
-    print(report.markdown(read_runs(path), []))
+    run_rounds(args, path)
+    print(write_report(read_runs(path), [], path))
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def run_rounds(args: argparse.Namespace, path: Path) -> None:
+    """Measure every configuration in every round; rows go to ``path`` run by run."""
+    description = describe_run("loadtest.http.compare")
+    with tempfile.TemporaryDirectory() as folder, Servers(args, Path(folder)) as servers:
+        for turn, config in alternating(configurations(args), args.rounds):
+            url, command = servers.get(config.server)
+            run = run_locust(args, config, turn, url, Path(folder))
+            run.description = {
+                **description, **run.description, "versions": description["versions"],
+                "variant": config.name, "round": turn, "server_command": command,
+            }  # fmt: skip
+            # Whole runs only: what is interrupted leaves no half one behind.
+            write_runs(path, [run])
+            speed = summarise(run.records)[ALL].tok_per_s
+            print(f"round {turn + 1} {config.name}: {speed:.1f} tok/s", flush=True)
+
+
+def configurations(args: argparse.Namespace) -> list[ServerConfig]:
+    """What is compared; the first is the baseline."""
+    configs = [ServerConfig(label(budget), OURS, budget) for budget in args.budgets]
+    plain = args.vllm or args.vllm_url
+    return [*configs, ServerConfig("vLLM", VLLM, "none")] if plain else configs
+
+
+def alternating(configs: Sequence[ServerConfig], rounds: int) -> Iterator[tuple[int, ServerConfig]]:
+    """All configurations in each round, forwards and backwards in turn."""
+    for turn in range(rounds):
+        for config in configs if turn % 2 == 0 else reversed(configs):
+            yield turn, config
+
+
+def label(budget: str) -> str:
+    """How a budget is called in tables and pictures."""
+    return "full KV" if budget in ("1", "1.0") else f"kv_budget {budget}"
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.http.compare",
@@ -100,7 +128,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     server.add_argument("--server-args", default="--dtype bfloat16 --enforce-eager",
                         help="more arguments for the servers that are started")  # fmt: skip
     out = parser.add_argument_group("results")
-    out.add_argument("--out", type=Path, default=Path("loadtest/results"), help="directory")
+    out.add_argument("--out", type=Path, default=RESULTS, help="directory")
     out.add_argument("--name", help="of the files; otherwise locust-DATE-TIME")
     args = parser.parse_args(argv)
     if min(args.rounds, args.users, args.requests) < 1:
@@ -108,44 +136,32 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def label(budget: str) -> str:
-    """How a budget is called in tables and pictures."""
-    return "full KV" if budget in ("1", "1.0") else f"kv_budget {budget}"
-
-
 class Servers(contextlib.ExitStack):
     """At most one server that we have started; they would share the processors otherwise."""
 
-    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         super().__init__()
         self._args = args
-        self._scratch = scratch
+        self._folder = folder
         self._given = {OURS: args.url, VLLM: args.vllm_url}
-        self._kind = ""
+        self._name = ""
         self._live: Server | None = None
 
-    def get(self, kind: str) -> tuple[str, str]:
-        """URL and command line of a server of ``kind``, starting it in place of the one before."""
-        if self._given[kind]:
-            return self._given[kind], ""
-        if self._kind != kind or self._live is None:
+    def get(self, name: str) -> tuple[str, str]:
+        """URL and command line of a server, starting it in place of the one before."""
+        if self._given[name]:
+            return self._given[name], ""
+        if self._name != name or self._live is None:
             self.close()
-            self._kind = kind
-            print(f"starting {kind} ...", flush=True)
-            command = [*launcher(kind), *server_options(self._args)]
+            self._name = name
+            print(f"starting {name} ...", flush=True)
+            options = server_options(self._args)
+            server = Server(PROGRAMS[name], options, self._folder / f"{name}.log", name=name)
             try:
-                self._live = self.enter_context(Server(command, self._scratch / f"{kind}.log"))
+                self._live = self.enter_context(server)
             except ServerError as error:
-                sys.exit(f"{kind}: {error}")
-        return self._live.url, f"{kind} {shlex.join(shown_options(self._args))}"
-
-
-def launcher(kind: str) -> list[str]:
-    """The command of a server in this Python's environment, installed as a script or not."""
-    if kind == OURS:
-        return [sys.executable, "-m", "h2o_vllm.server.cli"]
-    # `vllm serve` asks for a distribution called vllm, which its CPU build is not.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+                sys.exit(f"{name}: {error}")
+        return self._live.url, self._live.shown
 
 
 def server_options(args: argparse.Namespace) -> list[str]:
@@ -154,30 +170,25 @@ def server_options(args: argparse.Namespace) -> list[str]:
 
     model = ["--model", args.model] if args.model else ["--model", str(default_model_dir()),
              "--served-model-name", DEFAULT_MODEL_NAME]  # fmt: skip
-    return [*model, *shown_options(args)]
-
-
-def shown_options(args: argparse.Namespace) -> list[str]:
-    """What of them is worth showing: all but the directory of the embedded model."""
     length = args.prompt_tokens + args.prompt_tokens // 5 + args.output_tokens + 64
-    return ["--block-size", str(args.block_size), "--num-gpu-blocks-override", str(args.blocks),
+    return [*model, "--block-size", str(args.block_size), "--num-gpu-blocks-override", str(args.blocks),
             "--max-model-len", str(length), *shlex.split(args.server_args)]  # fmt: skip
 
 
-def measure(
-    args: argparse.Namespace, variant: Variant, number: int, url: str, scratch: Path
+def run_locust(
+    args: argparse.Namespace, config: ServerConfig, turn: int, url: str, folder: Path
 ) -> Run:
     """One run of Locust, in a process of its own.
 
     Raises:
         SystemExit: Locust failed, or requests did.
     """
-    file = scratch / f"{number}-{len(list(scratch.iterdir()))}.jsonl"
+    file = folder / f"{turn}-{len(list(folder.iterdir()))}.jsonl"
     options: dict[str, Any] = {
         "--host": url, "-u": args.users, "-r": args.users, "--requests": args.requests,
-        "--budgets": variant.budget, "--prompt-tokens": args.prompt_tokens,
-        "--output-tokens": args.output_tokens, "--salt": number, "--jsonl": file,
-        "--cache-salt": f"{variant.name} {number}",
+        "--budgets": config.budget, "--prompt-tokens": args.prompt_tokens,
+        "--output-tokens": args.output_tokens, "--salt": turn, "--jsonl": file,
+        "--cache-salt": f"{config.name} {turn}",
     }  # fmt: skip
     words = [str(word) for pair in options.items() for word in pair]
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless",
@@ -189,15 +200,13 @@ def measure(
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths},
                               capture_output=True, text=True, check=False)  # fmt: skip
     if done.returncode != 0:
-        sys.exit(
-            f"{variant.name}: locust failed ({done.returncode}):\n{done.stdout}\n{done.stderr}"
-        )
+        sys.exit(f"{config.name}: locust failed ({done.returncode}):\n{done.stdout}\n{done.stderr}")
     (run,) = read_runs(file)
-    run.about["server"] = sampler.result
+    run.description["server"] = sampler.result
     return run
 
 
 if __name__ == "__main__":
     # As Ctrl-C: what has been started is stopped on the way out.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     main()

@@ -10,14 +10,15 @@ import http.client
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loadtest.common.client import Client, HTTPStatusError
 from loadtest.common.settings import SettingsError
 from loadtest.common.texts import CHARS_PER_TOKEN, LENGTH, Prompts, documentation, read_jsonl
 from loadtest.http.arrivals import Stages
 from loadtest.http.budgets import Budget, Mix
-from loadtest.http.client import Client, HTTPStatusError
 from loadtest.http.measure import StreamMeter
 from loadtest.http.options import PATHS, LoadSettings
 from loadtest.http.records import Record
@@ -36,10 +37,13 @@ class Generator:
     Attributes:
         records: what has been measured and not been taken away yet.
         in_flight: requests sent and not answered.
+        server: what the server says of itself: model and version.
         ready: whether :meth:`prepare` has been called and went well.
 
     Args:
         on_record: called with every record once it is complete.
+        clock: seconds, of which only differences matter.
+        client: to send with; a new one for ``base_url`` if none is given.
 
     Raises:
         SettingsError, MixError, StagesError, SLOError, ValueError: a setting cannot be used.
@@ -49,8 +53,10 @@ class Generator:
         self,
         settings: LoadSettings,
         base_url: str,
-        on_record: Callable[[Record], None] = lambda record: None,
+        on_record: Callable[[Record], None] = lambda _: None,
+        *,
         clock: Callable[[], float] = time.perf_counter,
+        client: Client | None = None,
     ) -> None:
         self.settings = settings
         self.url = base_url
@@ -61,20 +67,14 @@ class Generator:
         self.in_flight = 0
         self.ready = False
         self._counts = True
-        self.about: dict[str, Any] = {}
-        self._client = Client(base_url, settings.api_key, settings.timeout)
+        self.server: dict[str, Any] = {}
+        self._client = client or Client(base_url, settings.api_key, settings.timeout)
         self._extra = _object("--body", settings.body)
         self._on_record = on_record
         self._clock = clock
         self._begin = clock()
         self._taken = self._kept = 0
-        self._documents = [documentation()]
-        if settings.prompts:
-            self._documents = read_jsonl(Path(settings.prompts), settings.prompts_key)
-        elif not settings.prompt_tokens:
-            raise SettingsError(
-                "--prompt-tokens: 0 needs --prompts, whose documents are taken whole"
-            )
+        self._documents = _documents(settings)
         if settings.report and not settings.jsonl:
             raise SettingsError("--report needs --jsonl, beside which it is written")
         if settings.jsonl and Path(settings.jsonl).exists():
@@ -103,7 +103,7 @@ class Generator:
         model = self.settings.model
         if not model:
             model = self._client.get_json("/v1/models")["data"][0]["id"]
-        self.about = {"model": model, "server_version": self._version()}
+        self.server = {"model": model, "server_version": self._version()}
         self._prompts = Prompts(
             self._documents,
             self.settings.prompt_tokens,
@@ -116,7 +116,7 @@ class Generator:
             warm = self._request(WARM_NUMBER + number, self.mix[number])
             warm["max_tokens"] = min(warm["max_tokens"], WARM_TOKENS)
             meter = StreamMeter()
-            self._client.stream(self.path, warm, lambda chunk, into=meter: into.feed(chunk, 0.0))
+            self._client.stream(self.path, warm, partial(meter.feed, now=0.0))
             if meter.problem:
                 raise OSError(f"warm-up: {meter.problem}")
         self.records = []
@@ -180,7 +180,7 @@ class Generator:
         settings, prompt = self.settings, self._prompts[number]
         spread = 2 * ((number * LENGTH) % 1.0) - 1
         body: dict[str, Any] = {
-            "model": self.about["model"],
+            "model": self.server["model"],
             "max_tokens": max(
                 1, round(settings.output_tokens * (1 + settings.output_jitter * spread))
             ),
@@ -202,7 +202,7 @@ class Generator:
         """Tokens of ``text``; a guess where the server cannot be asked, which it is only once."""
         if self._counts:
             try:
-                body = {"model": self.about["model"], "prompt": text}
+                body = {"model": self.server["model"], "prompt": text}
                 return int(self._client.post_json("/tokenize", body)["count"])
             except (HTTPStatusError, ValueError, KeyError, TypeError):
                 self._counts = False
@@ -213,6 +213,15 @@ class Generator:
             return str(self._client.get_json("/version")["version"])
         except (HTTPStatusError, ValueError, KeyError, TypeError):
             return None
+
+
+def _documents(settings: LoadSettings) -> list[str]:
+    """What prompts are taken from."""
+    if settings.prompts:
+        return read_jsonl(Path(settings.prompts), settings.prompts_key)
+    if not settings.prompt_tokens:
+        raise SettingsError("--prompt-tokens: 0 needs --prompts, whose documents are taken whole")
+    return [documentation()]
 
 
 def _fill(record: Record, meter: StreamMeter, now: float) -> None:

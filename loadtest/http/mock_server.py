@@ -4,7 +4,8 @@
     python -m loadtest.http.mock_server --port 8100 --ttft-ms 200 --itl-ms 20 --max-running 8
 
 The load generator is tested against it: what it measures must be what was set here. Tokens are words; times
-are kept against a schedule, so that a late one does not make the next late. It understands the fields
+are kept against a schedule, so that a late one does not make the next late. Its clock is the event loop's:
+a loop whose time is set by a test gives exactly the times that were asked for. It understands the fields
 ``kv_budget`` and so on as ``h2o-serve`` does (``h2o_vllm.config`` checks them) and answers with ``kv_cache``.
 """
 
@@ -22,10 +23,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
 
 from h2o_vllm.config import REQUEST_FIELDS, H2OConfig, RequestBudget
 from h2o_vllm.errors import BudgetError
-from loadtest.common.settings import option, parse
+from loadtest.common.settings import Settings, parse
 
 __all__ = ["MockSettings", "build_app", "main"]
 
@@ -33,35 +36,48 @@ BLOCK_SIZE = 32
 WORDS = ("the ", "quick ", "brown ", "fox ", "déjà ", "vu ", "日本 ", "🙂 ")
 
 
-@dataclass(frozen=True)
-class MockSettings:
-    """Options of the mock server."""
+class MockSettings(Settings):
+    """An OpenAI-compatible server with settable speed; each option is an environment variable, too."""
 
-    host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8100, "Port to listen on; 0 takes a free one and prints it.", low=0)
-    model: str = option("mock", "Name of the one model.")
-    ttft_ms: float = option(100.0, "Milliseconds from a request's start to its first token.", low=0)
-    itl_ms: float = option(10.0, "Milliseconds between two tokens.", low=0)
-    jitter: float = option(
-        0.0,
-        "Each of these times is multiplied by a number drawn evenly from 1 -+ this.",
-        low=0,
-        high=1,
+    model_config = SettingsConfigDict(env_prefix="MOCK_")
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(
+        default=8100, ge=0, description="Port to listen on; 0 takes a free one and prints it."
     )
-    output_tokens: int = option(
-        128,
-        "Length of an answer, unless max_tokens is smaller, or ignore_eos asks for all of it.",
-        low=1,
+    model: str = Field(default="mock", description="Name of the one model.")
+    ttft_ms: float = Field(
+        default=100.0,
+        ge=0,
+        description="Milliseconds from a request's start to its first token.",
     )
-    tokens_per_event: int = option(1, "Tokens in one event of a stream.", low=1)
-    chars_per_token: float = option(4.0, "How prompts are counted.", low=0.1)
-    max_running: int = option(0, "Requests worked on at once; others wait. 0: no limit.", low=0)
-    error_rate: float = option(0.0, "Share of requests answered with a 500.", low=0, high=1)
-    cut_rate: float = option(0.0, "Share of streams that break off half-way.", low=0, high=1)
-    keep_alive_ms: float = option(
-        0.0, "Send a comment this often until the first token; 0: none.", low=0
+    itl_ms: float = Field(default=10.0, ge=0, description="Milliseconds between two tokens.")
+    jitter: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Each of these times is multiplied by a number drawn evenly from 1 -+ this.",
     )
-    seed: int = option(0, "Of jitter, errors and cuts.")
+    output_tokens: int = Field(
+        default=128,
+        ge=1,
+        description="Length of an answer, unless max_tokens is smaller, or ignore_eos asks for all of it.",
+    )
+    tokens_per_event: int = Field(default=1, ge=1, description="Tokens in one event of a stream.")
+    chars_per_token: float = Field(default=4.0, ge=0.1, description="How prompts are counted.")
+    max_running: int = Field(
+        default=0, ge=0, description="Requests worked on at once; others wait. 0: no limit."
+    )
+    error_rate: float = Field(
+        default=0.0, ge=0, le=1, description="Share of requests answered with a 500."
+    )
+    cut_rate: float = Field(
+        default=0.0, ge=0, le=1, description="Share of streams that break off half-way."
+    )
+    keep_alive_ms: float = Field(
+        default=0.0, ge=0, description="Send a comment this often until the first token; 0: none."
+    )
+    seed: int = Field(default=0, description="Of jitter, errors and cuts.")
 
 
 class Mock:
@@ -89,9 +105,10 @@ class Mock:
 
 
 @dataclass(frozen=True)
-class Job:
+class Generation:
     """One request, checked."""
 
+    number: int
     chat: bool
     stream: bool
     with_usage: bool
@@ -102,6 +119,7 @@ class Job:
 
     @property
     def usage(self) -> dict[str, int]:
+        """As the OpenAI API counts."""
         total = self.prompt_tokens + self.tokens
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -165,96 +183,108 @@ async def _answer(mock: Mock, body: dict[str, Any], chat: bool) -> Any:
     if body.get("model", settings.model) != settings.model:
         return _error(404, f"the model {body['model']!r} does not exist", "model")
     try:
-        budget = mock.config.resolve({**(body.get("vllm_xargs") or {}), **_ours(body)})
+        budget = mock.config.resolve({**(body.get("vllm_xargs") or {}), **_budget_fields(body)})
     except BudgetError as error:
         return _error(400, str(error), error.parameter)
-    asked = body.get("max_completion_tokens") or body.get("max_tokens") or settings.output_tokens
-    said = body["messages"] if chat else body.get("prompt", "")
-    job = Job(
+    generation = _generation(mock, body, chat, budget)
+    if generation.stream:
+        return StreamingResponse(_events(mock, generation), media_type="text/event-stream")
+    async with mock.places:
+        await asyncio.sleep(mock.schedule(generation.tokens)[-1])
+    return {**_chunk(mock, generation, _text(range(generation.tokens)), whole=True),
+            "usage": generation.usage, "kv_cache": generation.kv_cache()}  # fmt: skip
+
+
+def _generation(mock: Mock, body: dict[str, Any], chat: bool, budget: RequestBudget) -> Generation:
+    settings = mock.settings
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or settings.output_tokens
+    mock.count += 1
+    return Generation(
+        number=mock.count,
         chat=chat,
         stream=bool(body.get("stream")),
         with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        prompt_tokens=_count(said, settings),
-        tokens=asked if body.get("ignore_eos") else min(asked, settings.output_tokens),
+        prompt_tokens=_count(body["messages"] if chat else body.get("prompt", ""), settings),
+        tokens=limit if body.get("ignore_eos") else min(limit, settings.output_tokens),
         budget=budget,
         ends_early=mock.random.random() < settings.cut_rate,
     )
-    mock.count += 1
-    if job.stream:
-        return StreamingResponse(_events(mock, job, mock.count), media_type="text/event-stream")
-    async with mock.places:
-        await asyncio.sleep(mock.schedule(job.tokens)[-1])
-    text = "".join(WORDS[i % len(WORDS)] for i in range(job.tokens))
-    return {**_chunk(mock, job, mock.count, text, whole=True), "usage": job.usage,
-            "kv_cache": job.kv_cache()}  # fmt: skip
 
 
-async def _events(mock: Mock, job: Job, number: int) -> AsyncIterator[bytes]:
+async def _events(mock: Mock, generation: Generation) -> AsyncIterator[bytes]:
     """The stream of one answer. A cut one ends, as a connection does, in the middle of an event."""
-    per_event = mock.settings.tokens_per_event
+    per_event, tokens = mock.settings.tokens_per_event, generation.tokens
     async with mock.places:
-        start = time.perf_counter()
-        if job.chat:
-            yield _event(_chunk(mock, job, number, ""))
-        schedule = mock.schedule(job.tokens)
+        start = _now()
+        if generation.chat:
+            yield _event(_chunk(mock, generation, ""))
+        schedule = mock.schedule(tokens)
         async for comment in _keep_alive(mock, start + schedule[0]):
             yield comment
-        for first in range(0, job.tokens, per_event):
-            group = range(first, min(first + per_event, job.tokens))
+        for first in range(0, tokens, per_event):
+            group = range(first, min(first + per_event, tokens))
             await _until(start + schedule[group[-1]])
-            text = "".join(WORDS[i % len(WORDS)] for i in group)
-            event = _event(_chunk(mock, job, number, text, last=group[-1] == job.tokens - 1))
-            if job.ends_early and first >= job.tokens // 2:
+            last = group[-1] == tokens - 1
+            event = _event(_chunk(mock, generation, _text(group), last=last))
+            if generation.ends_early and first >= tokens // 2:
                 yield event[: len(event) // 2]
                 return
             yield event
-    if job.with_usage:
-        final = {**_chunk(mock, job, number, ""), "choices": [], "usage": job.usage}
-        yield _event({**final, "kv_cache": job.kv_cache()})
+    if generation.with_usage:
+        final = {**_chunk(mock, generation, ""), "choices": [], "usage": generation.usage}
+        yield _event({**final, "kv_cache": generation.kv_cache()})
     yield b"data: [DONE]\n\n"
 
 
 async def _keep_alive(mock: Mock, until: float) -> AsyncIterator[bytes]:
     pause = mock.settings.keep_alive_ms / 1000
-    while pause and time.perf_counter() + pause < until:
+    while pause and _now() + pause < until:
         await asyncio.sleep(pause)
         yield b": keep-alive\n\n"
 
 
 async def _until(moment: float) -> None:
-    await asyncio.sleep(max(0.0, moment - time.perf_counter()))
+    await asyncio.sleep(max(0.0, moment - _now()))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _text(tokens: range) -> str:
+    return "".join(WORDS[i % len(WORDS)] for i in tokens)
 
 
 def _chunk(
-    mock: Mock, job: Job, number: int, text: str, last: bool = False, whole: bool = False
+    mock: Mock, generation: Generation, text: str, *, last: bool = False, whole: bool = False
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last or whole else None}
-    if job.chat:
-        said = {"content": text}
+    if generation.chat:
+        message = {"content": text}
         if whole or not text:
-            said["role"] = "assistant"
-        choice["message" if whole else "delta"] = said
+            message["role"] = "assistant"
+        choice["message" if whole else "delta"] = message
     else:
         choice["text"] = text
-    kind = "chat.completion" if job.chat else "text_completion"
+    kind = "chat.completion" if generation.chat else "text_completion"
     return {
-        "id": f"mock-{number}",
-        "object": f"{kind}.chunk" if job.chat and not whole else kind,
+        "id": f"mock-{generation.number}",
+        "object": f"{kind}.chunk" if generation.chat and not whole else kind,
         "created": int(time.time()),
         "model": mock.settings.model,
         "choices": [choice],
     }
 
 
-def _ours(body: dict[str, Any]) -> dict[str, Any]:
+def _budget_fields(body: dict[str, Any]) -> dict[str, Any]:
     return {field: body[field] for field in REQUEST_FIELDS if body.get(field) is not None}
 
 
-def _count(said: Any, settings: MockSettings) -> int:
+def _count(prompt: Any, settings: MockSettings) -> int:
     """Tokens of a prompt: of ids exactly, of text by its length."""
-    if isinstance(said, list) and said and isinstance(said[0], int):
-        return len(said)
-    text = said if isinstance(said, str) else json.dumps(said)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt)
     return max(1, round(len(text) / settings.chars_per_token))
 
 
@@ -271,8 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve until interrupted."""
     import uvicorn
 
-    settings = parse(MockSettings, "MOCK_", "python -m loadtest.http.mock_server",
-                     "An OpenAI-compatible server with settable speed.", argv)  # fmt: skip
+    settings = parse(MockSettings, "python -m loadtest.http.mock_server", argv)
     config = uvicorn.Config(
         build_app(settings), host=settings.host, port=settings.port, log_level="warning"
     )

@@ -10,14 +10,17 @@ every single measurement.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Record", "Run", "Summary", "mean", "percentile", "read_runs", "summarise", "write_runs"]
+from loadtest.common.results import append_rows, numbered_rows
+
+__all__ = [
+    "ALL", "Record", "Run", "Summary", "pooled", "read_runs", "runs_by_variant", "summarise",
+    "write_runs",
+]  # fmt: skip
 
 
 @dataclass
@@ -49,10 +52,12 @@ class Record:
 
     @property
     def whole(self) -> bool:
+        """Whether it was answered to the end."""
         return self.error is None and not self.cut
 
     @property
     def end(self) -> float:
+        """When its last token came."""
         return self.at + (self.latency or 0.0)
 
     @property
@@ -86,7 +91,7 @@ class Record:
 class Run:
     """One run: what it was, and its requests."""
 
-    about: dict[str, Any]
+    description: dict[str, Any]
     records: list[Record]
 
 
@@ -112,15 +117,18 @@ class Summary:
 
     @property
     def tok_per_s(self) -> float:
+        """Output tokens of the group per second of the run."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def req_per_s(self) -> float:
+        """Answered requests per second of the run."""
         whole = self.requests - self.failures - self.cut
         return whole / self.seconds if self.seconds else 0.0
 
     @property
     def error_rate(self) -> float:
+        """Failures among the requests that ended."""
         ended = self.requests - self.cut
         return self.failures / ended if ended else 0.0
 
@@ -165,29 +173,11 @@ def _present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The ``share`` quantile (0..1), linear between neighbours as ``numpy.percentile``; NaN of nothing."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean; NaN of nothing."""
-    return math.fsum(values) / len(values) if values else math.nan
-
-
 def write_runs(path: Path, runs: Iterable[Run]) -> None:
     """Append ``runs`` to ``path``, making its directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        for run in runs:
-            rows = [{"kind": "run", **run.about}, *(record.row() for record in run.records)]
-            file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    for run in runs:
+        rows = (record.row() for record in run.records)
+        append_rows(path, [{"kind": "run", **run.description}, *rows])
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -197,8 +187,7 @@ def read_runs(path: Path) -> list[Run]:
         ValueError: a line is neither a run nor a request of one.
     """
     runs: list[Run] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        row = json.loads(line)
+    for number, row in numbered_rows(path):
         if row.get("kind") == "run":
             runs.append(Run({key: value for key, value in row.items() if key != "kind"}, []))
         elif row.get("kind") == "request" and runs:
@@ -206,3 +195,17 @@ def read_runs(path: Path) -> list[Run]:
         else:
             raise ValueError(f"{path}:{number}: neither a run nor a request of one")
     return runs
+
+
+def runs_by_variant(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """The runs of a comparison by variant, in the order they first come in; nothing if it is none."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if "variant" in run.description:
+            found.setdefault(run.description["variant"], []).append(run)
+    return found
+
+
+def pooled(runs: Iterable[Run]) -> list[Record]:
+    """The requests of all runs."""
+    return [record for run in runs for record in run.records]

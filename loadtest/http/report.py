@@ -16,12 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.common.settings import public
+from loadtest.common.statistics import percentile
+from loadtest.common.tables import markdown_table, median_range, number
 from loadtest.http.options import LoadSettings
-from loadtest.http.records import ALL, Run, Summary, percentile, read_runs, summarise
+from loadtest.http.records import (
+    ALL,
+    Record,
+    Run,
+    Summary,
+    pooled,
+    read_runs,
+    runs_by_variant,
+    summarise,
+)
 from loadtest.http.slo import SLOError, SLOResult, check, parse_slo
 
-__all__ = ["markdown", "variants"]
+__all__ = ["SLO_EXIT_CODE", "markdown", "write_report"]
 
 SLO_EXIT_CODE = 3
 
@@ -52,33 +62,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not any(run.records for run in runs):
         parser.error(f"{args.file}: no requests in it")
-    verdicts = check(objectives, summarise([record for run in runs for record in run.records]))
-    out = (args.out or args.file.parent) / args.file.name
-    from loadtest.http.pictures import picture
-
-    image = picture(runs, out.with_suffix(".png"))
-    text = f"# {out.stem}\n\n![tokens per second and latencies]({image.name})\n\n{markdown(runs, verdicts)}"
-    out.with_suffix(".md").write_text(text)
-    print(f"report: {out.with_suffix('.md')}, {image}")
-    return 0 if all(verdict.met for verdict in verdicts) else SLO_EXIT_CODE
+    results = check(objectives, summarise(pooled(runs)))
+    write_report(runs, results, (args.out or args.file.parent) / args.file.name)
+    return 0 if all(result.met for result in results) else SLO_EXIT_CODE
 
 
-def variants(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of a comparison by variant, in the order they first come in; nothing if it is none."""
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        if "variant" in run.about:
-            found.setdefault(run.about["variant"], []).append(run)
-    return found
+def write_report(runs: Sequence[Run], results: Sequence[SLOResult], path: Path) -> str:
+    """Write Markdown and PNG beside ``path``; returns the tables."""
+    from loadtest.http.pictures import draw_runs
+
+    image = draw_runs(runs, path.with_suffix(".png"))
+    tables = markdown(runs, results)
+    head = f"# {path.stem}\n\n![tokens per second and latencies]({image.name})"
+    path.with_suffix(".md").write_text(f"{head}\n\n{tables}")
+    print(f"report: {path.with_suffix('.md')}, {image}")
+    return tables
 
 
-def markdown(runs: Sequence[Run], verdicts: Sequence[SLOResult]) -> str:
-    """Tables of figures and verdicts, and what the runs were."""
-    compared = variants(runs)
+def markdown(runs: Sequence[Run], results: Sequence[SLOResult]) -> str:
+    """Tables of figures and of what the SLO gate found, and what the runs were."""
+    compared = runs_by_variant(runs)
     parts = [_comparison(compared)] if compared else [_figures(run) for run in runs]
-    if verdicts:
-        parts.append(_verdicts(verdicts))
-    parts.append(_about(runs[0].about))
+    if results:
+        parts.append(_objectives(results))
+    parts.append(_facts(runs[0].description))
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,73 +94,73 @@ def _figures(run: Run) -> str:
     for label, summary in summarise(run.records).items():
         cells = [
             str(summary.requests), str(summary.failures), str(summary.cut),
-            str(summary.output_tokens), _number(summary.tok_per_s, 1), _pair(summary, "ttft"),
-            _pair(summary, "itl", 1000), _number(1000 * _p(summary, "tpot", 0.5), 1),
+            str(summary.output_tokens), number(summary.tok_per_s, 1), _pair(summary, "ttft"),
+            _pair(summary, "itl", 1000), number(1000 * _p(summary, "tpot", 0.5), 1),
             _pair(summary, "latency"), _share(summary.held),
         ]  # fmt: skip
         rows.append([label, *cells])
-    return _table(["", *COLUMNS], rows)
+    return markdown_table(["", *COLUMNS], rows)
 
 
 def _comparison(compared: dict[str, list[Run]]) -> str:
     base = next(iter(compared.values()))
-    speeds = {name: [_whole(run).tok_per_s for run in runs] for name, runs in compared.items()}
-    first = {run.about.get("round"): _whole(run).tok_per_s for run in base}
+    first = {run.description.get("round"): _whole(run.records).tok_per_s for run in base}
     rows = []
     for name, runs in compared.items():
-        pooled = _whole(Run({}, [record for run in runs for record in run.records]))
-        ratios = [
-            _whole(run).tok_per_s / first[run.about.get("round")]
-            for run in runs
-            if first.get(run.about.get("round"))
-        ]
-        server = [run.about.get("server", {}) for run in runs]
+        speeds = {run.description.get("round"): _whole(run.records).tok_per_s for run in runs}
+        ratios = [speed / first[turn] for turn, speed in speeds.items() if first.get(turn)]
+        servers = [run.description.get("server", {}) for run in runs]
+        both = _whole(pooled(runs))
         cells = [
-            str(len(runs)), _spread(speeds[name], 1),
-            "" if runs is base else f"**{_spread(ratios, 2)}**",
-            _pair(pooled, "ttft"), _pair(pooled, "itl", 1000), _share(pooled.held),
-            _number(_median(server, "running_mean"), 1), _number(_median(server, "preemptions"), 0),
-            str(pooled.failures),
+            str(len(runs)), median_range(list(speeds.values()), 1),
+            "" if runs is base else f"**{median_range(ratios, 2)}**",
+            _pair(both, "ttft"), _pair(both, "itl", 1000), _share(both.held),
+            number(_median(servers, "running_mean"), 1), number(_median(servers, "preemptions"), 0),
+            str(both.failures),
         ]  # fmt: skip
         rows.append([name, *cells])
-    return _table(["", *COMPARED], rows)
+    return markdown_table(["", *COMPARED], rows)
 
 
-def _whole(run: Run) -> Summary:
-    return summarise(run.records)[ALL]
+def _whole(records: Sequence[Record]) -> Summary:
+    return summarise(records)[ALL]
 
 
-def _verdicts(verdicts: Sequence[SLOResult]) -> str:
+def _objectives(results: Sequence[SLOResult]) -> str:
     rows = [
-        [str(one.objective), _number(one.measured, 4), "met" if one.met else "**not met**"]
-        for one in verdicts
+        [str(one.objective), number(one.measured, 4), "met" if one.met else "**not met**"]
+        for one in results
     ]
-    return _table(["objective", "measured", ""], rows)
+    return markdown_table(["objective", "measured", ""], rows)
 
 
-def _about(about: dict[str, Any]) -> str:
-    usual = {**public(LoadSettings()), **dict.fromkeys(ALWAYS, object())}
-    shown = ", ".join(
-        f"{name} {value}"
-        for name, value in about.get("settings", {}).items()
-        if value not in ("", None)
-        and value != usual.get(name)
-        # In a comparison these are each run's own.
-        and not ("variant" in about and name in ("budgets", "salt", "cache_salt"))
-    )
-    versions = ", ".join(f"{name} {value}" for name, value in about.get("versions", {}).items())
+def _facts(description: dict[str, Any]) -> str:
+    versions = description.get("versions", {})
     facts = {
-        "model": about.get("model"),
-        "command": about.get("command") and f"`{about['command']}`",
-        "server": about.get("server_command") and f"`{about['server_command']}`",
-        "vLLM of the server": about.get("server_version"),
-        "load": shown,
-        "machine": about.get("machine"),
-        "versions": versions,
-        "commit": about.get("commit"),
-        "date": about.get("date"),
+        "model": description.get("model"),
+        "command": description.get("command") and f"`{description['command']}`",
+        "server": description.get("server_command") and f"`{description['server_command']}`",
+        "vLLM of the server": description.get("server_version"),
+        "load": _load(description),
+        "machine": description.get("machine"),
+        "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
+        "commit": description.get("commit"),
+        "date": description.get("date"),
     }
     return "\n".join(f"* {name}: {fact}" for name, fact in facts.items() if fact)
+
+
+def _load(description: dict[str, Any]) -> str:
+    """The settings that are not what they are by default."""
+    usual = {name: field.default for name, field in LoadSettings.model_fields.items()}
+    usual |= dict.fromkeys(ALWAYS, object())
+    # In a comparison these are each run's own.
+    own = ("budgets", "salt", "cache_salt") if "variant" in description else ()
+    return ", ".join(
+        f"{name} {value}"
+        for name, value in description.get("settings", {}).items()
+        if value not in ("", None) and value != usual.get(name) and name not in own
+    )
 
 
 def _p(summary: Summary, metric: str, share: float) -> float:
@@ -162,7 +169,7 @@ def _p(summary: Summary, metric: str, share: float) -> float:
 
 def _pair(summary: Summary, metric: str, scale: float = 1) -> str:
     digits = 1 if scale > 1 else 2
-    return " / ".join(_number(scale * _p(summary, metric, share), digits) for share in (0.5, 0.99))
+    return " / ".join(number(scale * _p(summary, metric, share), digits) for share in (0.5, 0.99))
 
 
 def _median(rows: Sequence[dict[str, Any]], key: str) -> float:
@@ -170,26 +177,8 @@ def _median(rows: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.median(values) if values else math.nan
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return "-"
-    middle = _number(statistics.median(values), digits)
-    if len(values) == 1:
-        return middle
-    return f"{middle} ({_number(min(values), digits)}-{_number(max(values), digits)})"
-
-
-def _number(value: float, digits: int) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
-
-
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from dataclasses import dataclass
 
-from loadtest.http.records import ALL, Summary, mean, percentile
+from loadtest.common.statistics import percentile
+from loadtest.http.records import ALL, Summary
 
 __all__ = ["Objective", "SLOError", "SLOResult", "check", "parse_slo"]
 
@@ -72,14 +74,14 @@ def parse_slo(text: str) -> tuple[Objective, ...]:
 
 def check(objectives: tuple[Objective, ...], summaries: dict[str, Summary]) -> list[SLOResult]:
     """Each objective against the figures of a run."""
-    verdicts = []
+    results = []
     for objective in objectives:
         got = _measured(objective, summaries.get(objective.label))
         more = objective.metric in AT_LEAST
         # NaN compares false either way: what was not measured was not met.
         met = got >= objective.limit if more else got <= objective.limit
-        verdicts.append(SLOResult(objective, got, met))
-    return verdicts
+        results.append(SLOResult(objective, got, met))
+    return results
 
 
 def _objective(entry: str) -> Objective:
@@ -108,7 +110,7 @@ def _measured(objective: Objective, summary: Summary | None) -> float:
         return float(getattr(summary, objective.metric))
     values = summary.samples[objective.metric]
     if objective.stat == "mean":
-        return mean(values)
+        return statistics.fmean(values) if values else math.nan
     if objective.stat == "max":
         return max(values, default=math.nan)
     return percentile(values, _share(objective.stat))

@@ -52,6 +52,7 @@ class Parser:
 
     @property
     def pending(self) -> bool:
+        """Whether an event has begun."""
         return bool(self._rest or self._data)
 
     def feed(self, chunk: bytes) -> list[Event]:
@@ -68,7 +69,7 @@ class Parser:
         for line in lines:
             if self._first_line:
                 self._first_line = False
-                line = line.removeprefix(_BOM)
+                line = line.removeprefix(_BOM)  # noqa: PLW2901 - the same line
             if line:
                 self._field(line)
             elif (event := self._dispatch()) is not None:

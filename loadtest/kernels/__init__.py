@@ -1,2 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's attention, ours against vLLM's."""
+"""One layer's attention, ours against vLLM's: ``python -m loadtest.kernels``.
+
+contract, timing     what a device's benchmark offers; calls timed in turn
+cpu; cuda, compaction the cases of each device, their gate and their limits
+plot                 rows to PNG
+bench                the order of cases, the file of rows
+"""

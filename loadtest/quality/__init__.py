@@ -3,11 +3,15 @@
 
 ``python -m loadtest.quality --help`` says how. From below to above:
 
-    asks, lines          what is asked of a model and what it answered; policies and budgets
+    generation, lines    what a model is asked for, and what came back; policies and budgets
     sizes, passages      how much, and real texts
-    measures             one file each: samples, and figures of one answer (rouge)
-    offline, live        who is asked: vLLM in this process (forced), a server
+    measures             one file each: samples, and figures of one output (rouge)
+    offline, live        who generates: vLLM in this process (forced), a server
     rows, runner         the file of results; what is left to measure, in order
-    bootstrap, figures   rows to numbers with intervals
+    figures              rows to numbers with intervals
     tables, plot         numbers to Markdown and PNG
+
+Beside it, without an engine: ``reference_h2o`` and ``reference_policies``, plain torch written from the
+papers, which the engine is tested against; ``cadence`` and ``foresight`` measure with the former
+(``reference_run``, ``*_report``).
 """

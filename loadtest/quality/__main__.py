@@ -18,24 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from h2o_vllm.config import POLICIES, REQUEST_FIELDS
-from loadtest.common.machine import describe_host, describe_run
-from loadtest.http.client import HTTPStatusError
-from loadtest.quality.asks import Model
+from loadtest.common.client import HTTPStatusError
+from loadtest.common.machine import describe_host, describe_run, shown_command
+from loadtest.common.results import append_rows
 from loadtest.quality.figures import Figures
+from loadtest.quality.generation import Model
 from loadtest.quality.lines import default_lines, parse_line, points
 from loadtest.quality.measures import MEASURES, Measure, Sample
 from loadtest.quality.measures.xsum import longest_request
 from loadtest.quality.offline import Offline
-from loadtest.quality.rows import Writer, latest, read_rows
-from loadtest.quality.runner import plan, token_cost
-from loadtest.quality.settings import arguments, command, output_path, sizes_of
+from loadtest.quality.rows import latest, read_rows
+from loadtest.quality.runner import plan
+from loadtest.quality.settings import output_path, parse_arguments, sizes_of
 from loadtest.quality.sizes import Sizes
 from loadtest.quality.tables import markdown
 
 
 def main() -> None:
     """Measure what is left, then report."""
-    args = arguments()
+    args = parse_arguments()
     if args.report:
         report(list(args.report), args.report[0])
         return
@@ -52,8 +53,7 @@ def measure(args: argparse.Namespace) -> Path:
     Raises:
         ValueError: an option does not fit the model, the server or the file to be resumed.
     """
-    sizes, path, changed = sizes_of(args), output_path(args), 0
-    _, rows = read_rows([path] if path.exists() else [])
+    sizes, path = sizes_of(args), output_path(args)
     # Before minutes go into an engine.
     if not args.url:
         chosen_lines(args, POLICIES, REQUEST_FIELDS)
@@ -61,12 +61,13 @@ def measure(args: argparse.Namespace) -> Path:
     try:
         measures = chosen_measures(args, model)
         samples = {m.generation: m.samples(model, sizes) for m in measures}
-        about = settings(args, model, sizes, samples)
-        check_resumed(path, about)
+        settings = comparable_settings(args, model, sizes, samples)
+        runs, rows = read_rows([path] if path.exists() else [])
+        check_resumed(path, runs, settings)
         known = latest(rows)
         todo = plan(
-            points(lines_for(args, model), args.budgets), samples, measures, token_cost(model),
-            known, control=not args.no_control,
+            points(lines_for(args, model), args.budgets), samples, measures, known,
+            control=not args.no_control,
         )  # fmt: skip
         print(
             f"{len(todo.full)} answers with full KV, {len(todo.others)} with budgets; about "
@@ -74,16 +75,15 @@ def measure(args: argparse.Namespace) -> Path:
             flush=True,
         )
         if todo.cost:
-            writer = Writer(path)
-            writer.run({**describe(args), "settings": about})
-            changed = todo.run(model, writer.row, known, texts=args.texts)
-            writer.close()
+            append_rows(path, [{"kind": "run", **describe(args), "settings": settings}])
+            changed = todo.run(
+                model, lambda row: append_rows(path, [row.to_json()]), known, texts=args.texts
+            )
+            if changed:
+                print(f"warning: {changed} figures of full KV are not what {path.name} says: "
+                      "was anything changed?")  # fmt: skip
     finally:
         model.close()
-    if changed:
-        print(
-            f"warning: {changed} figures of full KV are not what {path.name} says: was anything changed?"
-        )
     return path
 
 
@@ -155,30 +155,29 @@ def chosen_measures(args: argparse.Namespace, model: Model) -> list[Measure]:
     return kept
 
 
-def settings(
+def comparable_settings(
     args: argparse.Namespace, model: Model, sizes: Sizes, samples: dict[str, list[Sample]]
 ) -> dict[str, Any]:
     """What rows have to agree in to be compared."""
     own = dataclasses.asdict(sizes)
     own["xsum_file"] = sizes.xsum_file.name if sizes.xsum_file else None
     counted = {name: len(some) for name, some in samples.items()}
-    return {**model.about, "recent": args.recent, **own, "samples": counted}
+    return {**model.description, "recent": args.recent, **own, "samples": counted}
 
 
 SAME = ("model", "dtype", "block_size", "recent", "prompt_tokens", "forced_tokens", "lengths", "long_tokens",
         "kv_min_tokens", "xsum_file")  # fmt: skip
 
 
-def check_resumed(path: Path, about: dict[str, Any]) -> None:
+def check_resumed(path: Path, runs: list[dict[str, Any]], settings: dict[str, Any]) -> None:
     """Rows of different settings must not get into one file.
 
     Raises:
         ValueError: the file was measured with other settings.
     """
-    runs, _ = read_rows([path] if path.exists() else [])
     for run in runs:
         for key in SAME:
-            before, now = run["settings"].get(key), about.get(key)
+            before, now = run["settings"].get(key), settings.get(key)
             before, now = (tuple(v) if isinstance(v, list | tuple) else v for v in (before, now))
             # Before a run with xsum there may have been one without.
             if before != now and not (key == "xsum_file" and None in (before, now)):
@@ -190,7 +189,7 @@ def check_resumed(path: Path, about: dict[str, Any]) -> None:
 def describe(args: argparse.Namespace) -> dict[str, Any]:
     """Where, when, with which versions: here, of a server's machine nothing is known."""
     where = describe_host() if args.url else describe_run("loadtest.quality")
-    return {**where, "command": command()}
+    return {**where, "command": shown_command("python -m loadtest.quality")}
 
 
 if __name__ == "__main__":

@@ -4,53 +4,54 @@
     python -m loadtest.quality.cadence [--texts 8] [--budgets 0.1 0.2 0.5] [--out FILE.jsonl]
 
 No engine: both cadences run in ``loadtest.quality.reference_h2o``, the plain-torch H2O that the engine's kept
-sets are tested to equal, in float32 with the embedded model. Every variant reads the same prompts with full
+sets are tested to equal, in float32 with the embedded model. Every cadence reads the same prompts with full
 attention once, is then fed the same real continuations, and is scored on each token's negative
-log-likelihood (NLL). Of two cadences that differ in their recent window as well, a third variant tells
+log-likelihood (NLL). Of two cadences that differ in their recent window as well, a third one tells
 the two effects apart: blocks of 32 whose window is not rounded to whole blocks.
 
-Writes one JSONL row per text, budget and variant, a table and a PNG beside it. Run again with the same
+Writes one JSONL row per text, budget and cadence, a table and a PNG beside it. Run again with the same
 ``--out``, it goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from loadtest.common.machine import describe_run
+from loadtest.common.results import Row, append_rows, read_rows
 from loadtest.common.texts import Prompts, documentation
+from loadtest.quality import reference_run
+from loadtest.quality.reference_run import rounded_mean, show_progress
 
-Row = dict[str, Any]
+__all__ = ["CADENCES", "Cadence", "overlap"]
 
 
-class Variant(NamedTuple):
-    """A cadence: tokens evicted at a time, and of what the beginning of the recent window is a multiple."""
+class Cadence(NamedTuple):
+    """Tokens evicted at a time, and of what the beginning of the recent window is a multiple."""
 
     name: str
     block: int
     window_unit: int
 
 
-VARIANTS = (
-    Variant("token", 1, 1),
-    Variant("block-16", 16, 16),
-    Variant("block-32", 32, 32),
-    Variant("block-32-exact-window", 32, 1),
+CADENCES = (
+    Cadence("token", 1, 1),
+    Cadence("block-16", 16, 16),
+    Cadence("block-32", 32, 32),
+    Cadence("block-32-exact-window", 32, 1),
 )
 """The first is the paper's; the others are compared with it."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is missing, then print and write the table and the picture."""
-    args = arguments()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    from loadtest.quality.cadence_report import plot, report
+
+    args = parse_arguments(argv)
     rows = read_rows(args.out)
     done = {(row["budget"], row["text"]) for row in rows}
     for first in range(0, args.texts, args.batch):
@@ -59,66 +60,32 @@ def main() -> None:
         if missing:
             for measured in measure(args, texts, missing):
                 rows += measured
-                with args.out.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in measured)
-    from loadtest.quality.cadence_report import plot, report
-
-    publish(rows, args.out, report, plot)
+                append_rows(args.out, measured)
+    reference_run.publish(rows, args.out, report, plot)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = reference_run.new_parser("cadence", (__doc__ or "").splitlines()[0], 1280)
     add = parser.add_argument
-    add("--texts", type=int, default=8, help="stretches of Python's documentation")
-    add("--batch", type=int, default=8, help="texts that are computed together")
     add("--budgets", type=float, nargs="+", default=[0.1, 0.2, 0.5], help="shares of tokens kept")
+    add("--batch", type=int, default=8, help="texts that are computed together")
     add("--recent", type=float, default=0.5, help="share of a budget for the newest tokens")
-    add("--prompt-tokens", type=int, default=1280, help="tokens read with full attention")
     add("--tokens", type=int, default=256, help="tokens forced afterwards")
-    add("--threads", type=int, default=1, help="of torch")
-    out = Path(__file__).parents[1] / "results" / "cadence.jsonl"
-    add("--out", type=Path, default=out, help="rows; also of an earlier run to go on with")
-    add("--model", help="a model directory; by default the embedded model")
-    args = parser.parse_args()
-    if args.model is None:
-        from h2o_vllm.models import default_model_dir
-
-        args.model = str(default_model_dir())
-    return args
-
-
-def publish(
-    rows: list[Row],
-    out: Path,
-    report: Callable[[list[Row], str], str],
-    plot: Callable[[list[Row], Path], Path],
-) -> None:
-    """Print the table, and write it and the picture beside the rows."""
-    text = report(rows, out.stem)
-    out.with_suffix(".md").write_text(text)
-    plot(rows, out.with_suffix(".png"))
-    print(text)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of an earlier run, if there are any."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return reference_run.parse(parser, argv)
 
 
 def measure(args: argparse.Namespace, texts: range, budgets: list[float]) -> Iterator[list[Row]]:
     """The rows of one batch of texts, budget by budget."""
     from loadtest.quality.reference_h2o import Reference
 
-    torch.set_num_threads(args.threads)
-    about = describe_run("loadtest.quality.cadence")
+    settings = {"recent": args.recent, "prompt_tokens": args.prompt_tokens, "tokens": args.tokens}
+    description = describe_run("loadtest.quality.cadence") | settings
     tokens = text_tokens(args, texts)
     prompts, forced = tokens[:, : args.prompt_tokens], tokens[:, args.prompt_tokens :]
     model = Reference(args.model, 1.0, args.recent, 1, floor=1)
-    show(f"texts {texts.start + 1}-{texts.stop}: full KV")
+    place = f"texts {texts.start + 1}-{texts.stop}"
+    show_progress(f"{place}: full KV")
     model.read(prompts, chunk=128)
     prompt_state = model.snapshot()
     full = -model.force(forced)
@@ -126,27 +93,22 @@ def measure(args: argparse.Namespace, texts: range, budgets: list[float]) -> Ite
         model.fraction = budget
         paper: list[torch.Tensor] = []
         rows: list[Row] = []
-        for variant in VARIANTS:
-            show(f"texts {texts.start + 1}-{texts.stop}: budget {budget}, {variant.name}")
-            model.block, model.window_unit = variant.block, variant.window_unit
+        for cadence in CADENCES:
+            show_progress(f"{place}: budget {budget}, {cadence.name}")
+            model.block, model.window_unit = cadence.block, cadence.window_unit
             model.layers = prompt_state
             model.layers = model.snapshot()
             nll = -model.force(forced)
-            kept = [cache.alive for _, cache in sorted(model.layers.items())]
-            paper = paper or kept
-            for place, text in enumerate(texts):
-                mine, its = ([alive[place] for alive in sets] for sets in (kept, paper))
-                rows.append(
-                    about
-                    | {"text": text, "budget": budget, "variant": variant.name}
-                    | {
-                        "recent": args.recent,
-                        "prompt_tokens": args.prompt_tokens,
-                        "tokens": args.tokens,
-                    }
-                    | {"nll_full": mean(full[place]), "nll": mean(nll[place]), "held": model.held}
-                    | overlap(torch.stack(mine), torch.stack(its), model.recent_from)
-                )
+            # [B, L, KH, S].
+            kept = torch.stack([cache.alive for _, cache in sorted(model.layers.items())], 1)
+            paper = paper or list(kept)
+            rows += [
+                description
+                | {"text": text, "budget": budget, "variant": cadence.name, "held": model.held}
+                | {"nll_full": rounded_mean(full[i]), "nll": rounded_mean(nll[i])}
+                | overlap(kept[i], paper[i], model.recent_from)
+                for i, text in enumerate(texts)
+            ]
         yield rows
 
 
@@ -174,20 +136,10 @@ def overlap(mine: torch.Tensor, paper: torch.Tensor, recent_from: int) -> Row:
     both = (mine & paper).sum(-1)
     heavy, both_heavy = paper[..., :recent_from], (mine & paper)[..., :recent_from]
     return {
-        "jaccard": mean(both / (mine | paper).sum(-1)),
-        "covered": mean(both / paper.sum(-1)),
-        "covered_heavy": mean(both_heavy.sum(-1) / heavy.sum(-1)),
+        "jaccard": rounded_mean(both / (mine | paper).sum(-1)),
+        "covered": rounded_mean(both / paper.sum(-1)),
+        "covered_heavy": rounded_mean(both_heavy.sum(-1) / heavy.sum(-1)),
     }
-
-
-def mean(values: torch.Tensor) -> float:
-    """Rounded to what float32 can tell."""
-    return round(float(values.double().mean()), 6)
-
-
-def show(what: str) -> None:
-    """What is being computed, for who waits."""
-    print(what, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

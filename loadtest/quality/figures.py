@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from loadtest.quality import bootstrap
-from loadtest.quality.bootstrap import Figure
+from loadtest.common.statistics import Estimate, mean, ratio
 from loadtest.quality.lines import AGAIN, FULL
 from loadtest.quality.measures import Metric
 from loadtest.quality.rows import Row, latest
@@ -56,6 +55,7 @@ class Figures:
 
     @property
     def measures(self) -> set[str]:
+        """Which were measured."""
         return {row.measure for row in self.rows}
 
     def values(self, measure: str, key: str, line: str, budget: float) -> Values:
@@ -63,21 +63,19 @@ class Figures:
         rows = self._groups.get((measure, line, budget), [])
         return {row.sample: row.values[key] for row in rows if key in row.values}
 
-    def figure(self, measure: str, metric: Metric, line: str, budget: float) -> Figure | None:
+    def figure(self, measure: str, metric: Metric, line: str, budget: float) -> Estimate | None:
         """One cell, scaled as it is printed; ``None`` where nothing was measured."""
         values = self.values(measure, metric.key, line, budget)
         if not values:
             return None
         if metric.shown == "mean":
-            return _scaled(bootstrap.mean(list(values.values())), metric.scale)
+            return mean(list(values.values())).scaled(metric.scale)
         base = self.values(measure, metric.key, FULL.line.name, FULL.budget)
         both = [sample for sample in values if sample in base]
         if not both:
             return None
-        found = bootstrap.ratio([values[name] for name in both], [base[name] for name in both])
-        if metric.shown == "loss":
-            found = Figure(found.value - 1, found.low - 1, found.high - 1, found.samples)
-        return _scaled(found, metric.scale)
+        found = ratio([values[name] for name in both], [base[name] for name in both])
+        return found.shifted(-1 if metric.shown == "loss" else 0).scaled(metric.scale)
 
     def held(self, measure: str, budget: float) -> float | None:
         """Median of tokens held over tokens seen, at the end of the evicting requests."""
@@ -93,7 +91,3 @@ def better_on(values: Values, others: Values) -> tuple[int, int]:
     """On how many samples ``values`` are lower than ``others``, of how many that both have."""
     both = [name for name in values if name in others]
     return sum(values[name] < others[name] for name in both), len(both)
-
-
-def _scaled(figure: Figure, scale: float) -> Figure:
-    return Figure(figure.value * scale, figure.low * scale, figure.high * scale, figure.samples)

@@ -17,17 +17,20 @@ Writes one JSONL row per text, budget and ranking, a table and a PNG beside it. 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
 
 from loadtest.common.machine import describe_run
-from loadtest.quality.cadence import mean, publish, read_rows, show
+from loadtest.common.results import Row, append_rows, read_rows
+from loadtest.quality import reference_run
+from loadtest.quality.generation import Model
+from loadtest.quality.measures.nll import forced_samples
+from loadtest.quality.reference_run import rounded_mean, show_progress
+from loadtest.quality.sizes import Sizes
 
-Row = dict[str, Any]
+__all__ = ["RANKINGS", "Ranking"]
 
 BLOCK, FLOOR = 32, 16
 
@@ -47,10 +50,11 @@ RANKINGS = (
 )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is missing, then print and write the table and the picture."""
-    args = arguments()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    from loadtest.quality.foresight_report import plot, report
+
+    args = parse_arguments(argv)
     rows = read_rows(args.out)
     done = {(row["text"], row["budget"], row["ranking"]) for row in rows}
     for name, prompt, forced in texts(args):
@@ -62,43 +66,22 @@ def main() -> None:
         ]
         for row in measure(args, name, prompt, forced, missing) if missing else ():
             rows.append(row)
-            with args.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    from loadtest.quality.foresight_report import plot, report
-
-    publish(rows, args.out, report, plot)
+            append_rows(args.out, [row])
+    reference_run.publish(rows, args.out, report, plot)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = reference_run.new_parser("foresight", (__doc__ or "").splitlines()[0], 1024)
     add = parser.add_argument
-    add("--texts", type=int, default=8, help="how many")
     add("--budgets", type=float, nargs="+", default=[0.2, 0.1], help="shares of tokens kept")
-    add("--prompt-tokens", type=int, default=1024, help="tokens read with full attention")
     add("--forced-tokens", type=int, default=512, help="tokens forced afterwards")
-    add("--threads", type=int, default=1, help="of torch")
-    out = Path(__file__).parents[1] / "results" / "foresight.jsonl"
-    add("--out", type=Path, default=out, help="rows; also of an earlier run to go on with")
-    add("--model", help="a model directory; by default the embedded model")
-    args = parser.parse_args()
-    if args.model is None:
-        from h2o_vllm.models import default_model_dir
-
-        args.model = str(default_model_dir())
-    return args
+    return reference_run.parse(parser, argv)
 
 
 def texts(args: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Names, prompts and forced tokens, each [1, N]."""
     from transformers import AutoTokenizer
-
-    from loadtest.quality.asks import Model
-    from loadtest.quality.measures.nll import forced_samples
-    from loadtest.quality.sizes import Sizes
 
     class Tokenizer:
         def __init__(self) -> None:
@@ -112,7 +95,10 @@ def texts(args: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor, torch.T
         forced=args.texts, prompt_tokens=args.prompt_tokens, forced_tokens=args.forced_tokens
     )
     for sample in forced_samples(cast(Model, Tokenizer()), sizes):
-        prompt, forced = torch.tensor([sample.ask.prompt]), torch.tensor([sample.ask.forced])
+        prompt, forced = (
+            torch.tensor([sample.request.prompt]),
+            torch.tensor([sample.request.forced]),
+        )
         yield sample.name, prompt, forced
 
 
@@ -126,20 +112,19 @@ def measure(
     """The rows of one text."""
     from loadtest.quality.reference_h2o import Foresight
 
-    torch.set_num_threads(args.threads)
-    about = describe_run("loadtest.quality.foresight")
-    show(f"{name}: full KV")
+    description = describe_run("loadtest.quality.foresight")
+    show_progress(f"{name}: full KV")
     model = Foresight(args.model, 1.0, 0.5, BLOCK, FLOOR)
     model.read(prompt)
     before = model.snapshot()
-    full = mean(-model.foresee(forced))
+    full = rounded_mean(-model.foresee(forced))
     for budget, ranking in missing:
-        show(f"{name}: budget {budget:g}, {ranking.name}")
+        show_progress(f"{name}: budget {budget:g}, {ranking.name}")
         model.fraction, model.recent, model.foresees = budget, ranking.recent, ranking.foresees
         model.layers = before
         model.layers = model.snapshot()
-        nll = mean(-model.force(forced))
-        yield about | {
+        nll = rounded_mean(-model.force(forced))
+        yield description | {
             "text": name, "budget": budget, "ranking": ranking.name, "recent": ranking.recent,
             "prompt_tokens": args.prompt_tokens, "tokens": args.forced_tokens,
             "nll_full": full, "nll": nll, "held": model.held,

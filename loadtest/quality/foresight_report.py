@@ -4,44 +4,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from loadtest.quality.bootstrap import ratio
-from loadtest.quality.cadence_report import (
-    Interval,
-    Line,
-    budgets,
-    draw_lines,
-    line,
-    provenance,
-    spread,
-)
+from loadtest.common.results import Row
+from loadtest.common.tables import interval, markdown_table, pick, provenance
+from loadtest.quality.reference_run import EMBEDDED, budgets_of, in_order, loss, percent_loss
 
 __all__ = ["plot", "report"]
-
-Row = dict[str, Any]
 
 LABELS = {
     "past": "h2o",
     "future": "knows all later attention",
     "future, recent 0.1": "the same, a tenth recent",
 }
-COLOURS = {"past": "#d1495b", "future": "#2e6f95", "future, recent 0.1": "#e0a030"}
 
 
 def report(rows: list[Row], picture: str) -> str:
     """Markdown: one line per budget and ranking."""
     names = list(dict.fromkeys(row["text"] for row in rows))
     first = rows[0]
-    lines = [
-        line("budget", "ranked by", "NLL loss to full KV, %", *names),
-        "|" + "---|" * (3 + len(names)),
-    ]
-    for budget in budgets(rows):
-        for ranking in rankings(rows):
-            mine = select(rows, budget, ranking)
-            each = [f"{100 * (row['nll'] / row['nll_full'] - 1):.1f}" for row in mine]
-            lines.append(line(f"{budget:g}", LABELS[ranking], spread(loss(mine), "{:.2f}"), *each))
+    lines = []
+    for budget in budgets_of(rows):
+        for ranking in in_order(rows, "ranking", LABELS):
+            mine = _texts(rows, budget, ranking)
+            each = [f"{percent_loss(row):.1f}" for row in mine]
+            lines.append([f"{budget:g}", LABELS[ranking], interval(loss(mine), "{:.2f}"), *each])
     return "\n".join(
         [
             f"# {picture}",
@@ -52,7 +38,7 @@ def report(rows: list[Row], picture: str) -> str:
             f"{first['tokens']} forced after them, as in `loadtest.quality`. Intervals: 95 %, bootstrap over "
             "texts, paired with full KV. The last columns are the losses of single texts.",
             "",
-            *lines,
+            markdown_table(["budget", "ranked by", "NLL loss to full KV, %", *names], lines),
             "",
             "* `h2o` ranks by the attention that a key has had; the others by what it will get until the end "
             "of the text, measured with full KV. No policy can know that: between the two lies what not "
@@ -61,49 +47,32 @@ def report(rows: list[Row], picture: str) -> str:
             "unless said otherwise.",
             *provenance(rows),
         ]
-    )  # fmt: skip
+    )
 
 
 def plot(rows: list[Row], path: Path) -> Path:
     """Loss against the budget, one line per ranking."""
-    import matplotlib as mpl
+    from loadtest.common import plots
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 3.9), layout="constrained")
-    every = budgets(rows)
-    lines = [
-        Line(LABELS[it], COLOURS[it], [loss(select(rows, budget, it)) for budget in every])
-        for it in rankings(rows)
+    colours = dict(zip(LABELS, (plots.RED, plots.BLUE, plots.YELLOW), strict=True))
+    every = budgets_of(rows)
+    curves = [
+        plots.Curve(
+            LABELS[name], colours[name], [loss(_texts(rows, budget, name)) for budget in every]
+        )
+        for name in in_order(rows, "ranking", LABELS)
     ]
-    draw_lines(axis, every, lines)
+    figure, (axis,) = plots.panels(size=(6.5, 3.9))
+    plots.budget_axis(axis, every, curves)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_ylabel("NLL above full KV, %")
-    first = rows[0]
-    axis.set_title(
-        f"SmolLM2-135M-Instruct, float32, {first['prompt_tokens']} + {first['tokens']} tokens, "
-        f"{first['machine']}, {first['date'][:10]}",
-        fontsize=8,
-    )
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    plots.legend(axis)
+    lengths = f"{rows[0]['prompt_tokens']} + {rows[0]['tokens']} tokens"
+    return plots.save(figure, path, plots.caption(rows[0], EMBEDDED, "float32", lengths))
 
 
-def loss(rows: list[Row]) -> Interval:
-    """Of the mean NLL, in percent of full KV's."""
-    figure = ratio([row["nll"] for row in rows], [row["nll_full"] for row in rows])
-    return Interval(*(100 * (value - 1) for value in figure[:3]))
-
-
-def select(rows: list[Row], budget: float, ranking: str) -> list[Row]:
+def _texts(rows: list[Row], budget: float, ranking: str) -> list[Row]:
     """One row per text, always in the same order."""
-    mine = [row for row in rows if (row["budget"], row["ranking"]) == (budget, ranking)]
     order = list(dict.fromkeys(row["text"] for row in rows))
+    mine = pick(rows, budget=budget, ranking=ranking)
     return sorted(mine, key=lambda row: order.index(row["text"]))
-
-
-def rankings(rows: list[Row]) -> list[str]:
-    present = {row["ranking"] for row in rows}
-    return [name for name in LABELS if name in present]

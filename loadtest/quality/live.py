@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
+from typing_extensions import override
+
+from loadtest.common.client import Client, HTTPStatusError
 from loadtest.common.texts import CHARS_PER_TOKEN
-from loadtest.http.client import Client, HTTPStatusError
-from loadtest.quality.asks import Answer, Ask, Model, Tag, Task
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model, Tag, Task
 
 __all__ = ["Live"]
 
@@ -33,7 +35,7 @@ class Live(Model):
         self._running = running
         self._counts = True
         self._model = model or self._client.get_json("/v1/models")["data"][0]["id"]
-        self.about = {"model": self._model, "server": self._config(), "max_num_seqs": running}
+        self.description = {"model": self._model, "server": self._config(), "max_num_seqs": running}
 
     @property
     def policies(self) -> tuple[str, ...] | None:
@@ -52,9 +54,10 @@ class Live(Model):
 
     @property
     def _limits(self) -> dict[str, Any]:
-        limits: dict[str, Any] = (self.about["server"] or {}).get("limits", {})
+        limits: dict[str, Any] = (self.description["server"] or {}).get("limits", {})
         return limits
 
+    @override
     def count(self, text: str) -> int:
         if self._counts:
             try:
@@ -64,12 +67,16 @@ class Live(Model):
                 self._counts = False
         return round(len(text) / CHARS_PER_TOKEN)
 
+    @override
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError("a server's tokens are its own")
 
-    def run(self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, Answer], None]) -> None:
+    @override
+    def run(
+        self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, GenerationOutput], None]
+    ) -> None:
         with ThreadPoolExecutor(self._running) as pool:
-            sent = {pool.submit(self._ask, task): task.tag for task in tasks}
+            sent = {pool.submit(self._complete, task): task.tag for task in tasks}
             try:
                 for future in as_completed(sent):
                     done(sent[future], future.result())
@@ -78,26 +85,27 @@ class Live(Model):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
+    @override
     def close(self) -> None:
         self._client.close()
 
-    def _ask(self, task: Task[Any]) -> Answer:
-        path, body = self._request(task.ask)
+    def _complete(self, task: Task[Any]) -> GenerationOutput:
+        path, body = self._request(task.request)
         return _answer(self._client.post_json(path, {**body, **task.fields}))
 
-    def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+    def _request(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self._model,
-            "max_tokens": ask.max_tokens,
+            "max_tokens": request.max_tokens,
             "temperature": 0,
-            "ignore_eos": ask.ignore_eos,
+            "ignore_eos": request.ignore_eos,
         }
-        if ask.stop:
-            body["stop"] = list(ask.stop)
-        if ask.chat:
-            body["messages"] = [{"role": "user", "content": ask.prompt}]
+        if request.stop:
+            body["stop"] = list(request.stop)
+        if request.chat:
+            body["messages"] = [{"role": "user", "content": request.prompt}]
             return "/v1/chat/completions", body
-        return "/v1/completions", {**body, "prompt": ask.prompt}
+        return "/v1/completions", {**body, "prompt": request.prompt}
 
     def _config(self) -> dict[str, Any] | None:
         try:
@@ -107,10 +115,10 @@ class Live(Model):
         return config
 
 
-def _answer(body: dict[str, Any]) -> Answer:
+def _answer(body: dict[str, Any]) -> GenerationOutput:
     choice, report = body["choices"][0], body.get("kv_cache")
     text = choice["message"]["content"] if "message" in choice else choice["text"]
-    return Answer(
+    return GenerationOutput(
         text=text or "",
         tokens=int(body["usage"]["completion_tokens"]),
         ended=choice["finish_reason"] == "stop",

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from loadtest.quality.asks import TOP, Answer, Ask, Model, Tag, Task
+from typing_extensions import override
+
+from loadtest.quality.generation import TOP, GenerationOutput, GenerationRequest, Model, Tag, Task
 
 __all__ = ["FLOOR", "Offline"]
 
@@ -56,8 +58,10 @@ class Offline(Model):
         from h2o_vllm.models import DEFAULT_MODEL_NAME, default_model_dir
         from loadtest.quality.forced import PROCESSOR
 
-        ours = h2o_vllm.engine_args(kv_min_tokens=min_tokens, kv_budget_min=SMALLEST)
+        # Model runner V2, vLLM's on GPUs, has logits processors of another kind.
+        self.forces = current_platform.device_type == "cpu"
         options: dict[str, Any] = {
+            **h2o_vllm.engine_args(kv_min_tokens=min_tokens, kv_budget_min=SMALLEST),
             "dtype": dtype,
             "max_model_len": max_len,
             "max_num_seqs": running,
@@ -67,20 +71,16 @@ class Offline(Model):
             "logprobs_mode": "raw_logprobs",
             "seed": 0,
         }
-        # Model runner V2, vLLM's on GPUs, has logits processors of another kind.
-        self.forces = current_platform.device_type == "cpu"
         if self.forces:
-            options["logits_processors"] = [PROCESSOR]
-            options["kv_cache_memory_bytes"] = KV_GIB << 30
+            options |= {"logits_processors": [PROCESSOR], "kv_cache_memory_bytes": KV_GIB << 30}
         if block_size is not None:
             options["block_size"] = block_size
-        options = {**ours, **options}
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(model=model or str(default_model_dir()), **options)
         )
         self._tokenizer = self._engine.get_tokenizer()
         self._running = running
-        self.about = {
+        self.description = {
             "model": Path(model).name if model else DEFAULT_MODEL_NAME,
             "dtype": dtype,
             "block_size": options.get("block_size", "default"),
@@ -90,15 +90,20 @@ class Offline(Model):
             "enforce_eager": eager,
         }
 
+    @override
     def count(self, text: str) -> int:
         return len(self.encode(text))
 
+    @override
     def encode(self, text: str) -> list[int]:
         # Not through the tokenizer's length check: passages are longer than any context.
         tokens: list[int] = self._tokenizer.encode(text, verbose=False)
         return tokens
 
-    def run(self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, Answer], None]) -> None:
+    @override
+    def run(
+        self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, GenerationOutput], None]
+    ) -> None:
         waiting = iter(tasks)
         running: dict[str, Task[Tag]] = {}
         for number, task in enumerate(self._while_room(waiting, running)):
@@ -106,13 +111,13 @@ class Offline(Model):
                 name = str(number)
                 running[name] = task
                 self._engine.add_request(
-                    name, {"prompt_token_ids": self._prompt(task.ask)}, _params(task)
+                    name, {"prompt_token_ids": self._prompt(task.request)}, _params(task)
                 )
                 continue
             for output in self._engine.step():
                 if output.finished:
-                    task = running.pop(output.request_id)
-                    done(task.tag, self._answer(task.ask, output))
+                    ended = running.pop(output.request_id)
+                    done(ended.tag, self._answer(ended.request, output))
 
     def _while_room(
         self, waiting: Iterator[Task[Tag]], running: dict[str, Task[Tag]]
@@ -125,34 +130,35 @@ class Offline(Model):
                 return
             yield task
 
+    @override
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
-    def _prompt(self, ask: Ask) -> list[int]:
-        if not isinstance(ask.prompt, str):
-            return list(ask.prompt)
-        if ask.chat and self._tokenizer.chat_template:
-            messages = [{"role": "user", "content": ask.prompt}]
+    def _prompt(self, request: GenerationRequest) -> list[int]:
+        if not isinstance(request.prompt, str):
+            return list(request.prompt)
+        if request.chat and self._tokenizer.chat_template:
+            messages = [{"role": "user", "content": request.prompt}]
             text = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
             # The template writes the special tokens itself.
             tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
             return tokens
-        return self.encode(ask.prompt)
+        return self.encode(request.prompt)
 
-    def _answer(self, ask: Ask, output: Any) -> Answer:
+    def _answer(self, request: GenerationRequest, output: Any) -> GenerationOutput:
         choice = output.outputs[0]
         tokens = list(choice.token_ids)
-        if tuple(tokens[: len(ask.forced)]) != ask.forced:
+        if tuple(tokens[: len(request.forced)]) != request.forced:
             raise RuntimeError(
                 "tokens were not forced: this engine does not run our logits processor"
             )
         text = choice.text
-        if ask.forced:
-            text = self._tokenizer.decode(tokens[len(ask.forced) :], skip_special_tokens=True)
+        if request.forced:
+            text = self._tokenizer.decode(tokens[len(request.forced) :], skip_special_tokens=True)
         report = ((output.kv_transfer_params or {}).get("h2o") or {}).get("0")
-        return Answer(
+        return GenerationOutput(
             text=text,
             tokens=len(tokens),
             ended=choice.finish_reason == "stop",
@@ -166,16 +172,16 @@ def _params(task: Task[Tag]) -> Any:
 
     from loadtest.quality.forced import FORCED_FIELD
 
-    ask = task.ask
-    forced = {FORCED_FIELD: list(ask.forced)} if ask.forced else {}
+    request = task.request
+    forced = {FORCED_FIELD: list(request.forced)} if request.forced else {}
     return SamplingParams(
         temperature=0,
-        max_tokens=ask.max_tokens,
-        stop=list(ask.stop) or None,
-        ignore_eos=ask.ignore_eos,
-        logprobs=ask.logprobs,
-        flat_logprobs=ask.logprobs is not None,
-        detokenize=not ask.forced,
+        max_tokens=request.max_tokens,
+        stop=list(request.stop) or None,
+        ignore_eos=request.ignore_eos,
+        logprobs=request.logprobs,
+        flat_logprobs=request.logprobs is not None,
+        detokenize=not request.forced,
         extra_args={**task.fields, **forced},
     )
 

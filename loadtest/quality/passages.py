@@ -12,6 +12,7 @@ import importlib.util
 import pydoc_data.topics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 __all__ = ["passages"]
 
@@ -59,7 +60,7 @@ def _readme(package: str) -> Callable[[], str]:
     """What a package says of itself."""
 
     def read() -> str:
-        metadata = importlib.metadata.metadata(package)
+        metadata: Any = importlib.metadata.metadata(package)
         return str(metadata.get_payload() or metadata["Description"])
 
     return read

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +175,7 @@ class Reference:
         return output.logits.float()
 
     def _attend(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object,
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: object,
         scaling: float, **__: object,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """query: [B, H, T, D]; key, value: [B, KH, T, D], rotated. Returns [B, T, H, D]."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +25,12 @@ WINDOW, KERNEL = 32, 7
 
 @dataclass
 class Layer:
-    """``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
+    """What one layer has computed.
+
+    ``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
     gave to the S tokens so far, [KH, T, S]; ``weights``: per eviction, CAOTE's of all tokens before the
-    recent ones, [KH, until]."""
+    recent ones, [KH, until].
+    """
 
     keys: Tensor
     values: Tensor
@@ -56,6 +61,8 @@ class PolicyModel:
     block: int
     floor: int
     sinks: int = 0
+    running: ClassVar[PolicyModel | None] = None
+    """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
     prompt: int = 0
     evicted: int = 0
@@ -65,8 +72,7 @@ class PolicyModel:
     @torch.inference_mode()
     def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
         """The generated tokens and their log-probabilities, [num_tokens, V]."""
-        global _RUNNING
-        _RUNNING = self
+        PolicyModel.running = self
         self.prompt = len(prompt)
         logits, tokens, logprobs = self._forward(prompt, 0), [], []
         for step in range(num_tokens):
@@ -99,7 +105,8 @@ class PolicyModel:
             ranks = self._scores(layer).tolist()
             for head, scores in enumerate(ranks):
                 old = [p for p in layer.alive[head].nonzero().flatten().tolist() if p < until]
-                old.sort(key=lambda p, s=scores: (p >= self.sinks, -s[p], p < copied, p))
+                ranked = partial(_survival, scores=scores, sinks=self.sinks, copied=copied)
+                old.sort(key=ranked)
                 layer.alive[head][old[len(old) - excess :]] = False
         self.evicted += excess
 
@@ -158,7 +165,7 @@ class PolicyModel:
         return output.logits[0, -1].float()
 
     def attend(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> tuple[Tensor, None]:
         """query: [1, H, T, D]; key, value: [1, KH, T, D], rotated. Returns [1, T, H, D]."""
         heads, new = key.shape[1], key.shape[2]
@@ -180,15 +187,19 @@ class PolicyModel:
         return mixed.flatten(0, 1).transpose(0, 1)[None].contiguous(), None
 
 
-_RUNNING: PolicyModel | None = None
-
-
 def _attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: object,
     scaling: float, **__: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    assert _RUNNING is not None
-    return _RUNNING.attend(module, query, key, value, scaling)
+    assert PolicyModel.running is not None
+    return PolicyModel.running.attend(module, query, key, value, scaling)
+
+
+def _survival(
+    position: int, *, scores: list[float], sinks: int, copied: int
+) -> tuple[bool, float, bool, int]:
+    """Sorts first what stays first: protected, then high scores, then what need not be copied."""
+    return position >= sinks, -scores[position], position < copied, position
 
 
 def load(model_dir: str) -> torch.nn.Module:

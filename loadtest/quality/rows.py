@@ -7,13 +7,14 @@ One ``{"kind": "run", ...}`` per run with what the numbers have to be read with,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Key", "Row", "Writer", "latest", "read_rows"]
+from loadtest.common.results import numbered_rows
+
+__all__ = ["Key", "Row", "latest", "read_rows"]
 
 Key = tuple[str, float, str, str]
 """Line, budget, measure, sample."""
@@ -27,7 +28,7 @@ class Row:
         line, budget, measure, sample: what was measured.
         values: its figures by metric.
         held: KV tokens held at the end over tokens seen, by the server's report.
-        about: what kind of sample it is; the output's text if that was asked for.
+        description: what kind of sample it is (``about`` in the file); the output's text if that was wanted.
     """
 
     line: str
@@ -36,47 +37,25 @@ class Row:
     sample: str
     values: dict[str, float]
     held: float
-    about: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
+        """What was measured."""
         return (self.line, self.budget, self.measure, self.sample)
 
     def to_json(self) -> dict[str, Any]:
         """As it is written: six significant digits tell more than the measurement knows."""
-        values = {key: float(f"{value:.6g}") for key, value in self.values.items()}
-        return {"kind": "sample", **asdict(self), "values": values, "held": round(self.held, 4)}
+        row = {"kind": "sample", **asdict(self)}
+        row["about"] = row.pop("description")
+        row["values"] = {key: float(f"{value:.6g}") for key, value in self.values.items()}
+        return {**row, "held": round(self.held, 4)}
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Row:
         """The inverse of :meth:`to_json`."""
-        return cls(**{key: value for key, value in row.items() if key != "kind"})
-
-
-class Writer:
-    """Appends to a file, line by line; makes its directory."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A run that was killed may have left half a line: it must not swallow the next one.
-        torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
-        self._file = path.open("a", buffering=1)
-        if torn:
-            self._file.write("\n")
-
-    def run(self, about: dict[str, Any]) -> None:
-        """What the rows after it have to be read with."""
-        self._write({"kind": "run", **about})
-
-    def row(self, row: Row) -> None:
-        """One sample."""
-        self._write(row.to_json())
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, value: dict[str, Any]) -> None:
-        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
+        values = {key: value for key, value in row.items() if key not in ("kind", "about")}
+        return cls(**values, description=row.get("about", {}))
 
 
 def read_rows(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Row]]:
@@ -88,15 +67,10 @@ def read_rows(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[Row]]:
     runs: list[dict[str, Any]] = []
     rows: list[Row] = []
     for path in paths:
-        for number, text in enumerate(path.read_text().splitlines(), 1):
-            try:
-                row = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            kind = row.get("kind") if isinstance(row, dict) else None
-            if kind == "run":
+        for number, row in numbered_rows(path):
+            if row.get("kind") == "run":
                 runs.append(row)
-            elif kind == "sample":
+            elif row.get("kind") == "sample":
                 rows.append(Row.of(row))
             else:
                 raise ValueError(f"{path}:{number}: neither a run nor a sample")

@@ -8,16 +8,17 @@ interrupted run has whole budgets. An answer is left out if all of its rows exis
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.quality.asks import Answer, Model, Task
+from loadtest.common.texts import CHARS_PER_TOKEN
+from loadtest.quality.generation import GenerationOutput, Model, Task
 from loadtest.quality.lines import AGAIN, FULL, Point
 from loadtest.quality.measures import Measure, Sample
 from loadtest.quality.rows import Key, Row
 
-__all__ = ["Job", "Plan", "plan", "token_cost"]
+__all__ = ["Evaluation", "Plan", "plan"]
 
 DECODE_WEIGHT = 3
 """A generated token costs about as much as so many of a prompt (batched, on a CPU)."""
@@ -30,7 +31,7 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Job:
+class Evaluation:
     """One answer to generate, and the measures that judge it."""
 
     point: Point
@@ -46,18 +47,27 @@ class Job:
             for m in self.measures
         ]
 
+    def rows(
+        self, output: GenerationOutput, full: GenerationOutput, *, texts: bool
+    ) -> Iterator[Row]:
+        """What its measures find in ``output``, against full KV's; with ``texts`` the text as well."""
+        description = self.sample.description | ({"text": output.text} if texts else {})
+        for measure, key in zip(self.measures, self.keys, strict=True):
+            values = measure.values(self.sample, output, full)
+            yield Row(*key, values, output.held, description)
+
 
 @dataclass(frozen=True)
 class Plan:
     """What is left: ``full`` before ``others``."""
 
-    full: list[Job]
-    others: list[Job]
+    full: list[Evaluation]
+    others: list[Evaluation]
 
     @property
     def cost(self) -> float:
         """In prompt tokens."""
-        return sum(job.cost for job in (*self.full, *self.others))
+        return sum(one.cost for one in (*self.full, *self.others))
 
     @property
     def seconds(self) -> float:
@@ -84,29 +94,29 @@ class Plan:
         """
         from tqdm import tqdm
 
-        full: dict[str, Answer] = {}
+        full: dict[str, GenerationOutput] = {}
         changed = 0
         began = time.monotonic()
 
-        def done(job: Job, answer: Answer) -> None:
+        def done(one: Evaluation, output: GenerationOutput) -> None:
             nonlocal changed
-            if job.point is FULL:
-                full[job.sample.name] = answer
-            for measure, key in zip(job.measures, job.keys, strict=True):
-                values = measure.values(job.sample, answer, full[job.sample.name])
-                if key in known:
-                    changed += _differ(values, known[key].values) if job.point is FULL else 0
-                    continue
-                about = {**job.sample.about, **({"text": answer.text} if texts else {})}
-                write(Row(*key, values, answer.held, about))
+            if one.point is FULL:
+                full[one.sample.name] = output
+            for row in one.rows(output, full[one.sample.name], texts=texts):
+                if row.key not in known:
+                    write(row)
+                elif one.point is FULL:
+                    changed += _differ(row.values, known[row.key].values)
             # Sums of fractions end a little beside their total.
-            bar.update(min(job.cost, self.cost - bar.n))
+            bar.update(min(one.cost, self.cost - bar.n))
 
         layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
         with tqdm(total=self.cost, unit_scale=True, bar_format=layout, mininterval=1) as bar:
-            for name, jobs in (("full KV", self.full), ("budgets", self.others)):
+            for name, evaluations in (("full KV", self.full), ("budgets", self.others)):
                 bar.set_postfix_str(name)
-                model.run((Task(job, job.sample.ask, job.point.fields) for job in jobs), done)
+                model.run(
+                    (Task(one, one.sample.request, one.point.fields) for one in evaluations), done
+                )
         if self.cost:
             spent = time.monotonic() - began
             speed = self.cost / max(spent, 1e-9)
@@ -118,7 +128,6 @@ def plan(
     points: Sequence[Point],
     samples: dict[str, list[Sample]],
     measures: Sequence[Measure],
-    cost: Callable[[Sample], float],
     known: dict[Key, Row],
     *,
     control: bool = True,
@@ -126,32 +135,33 @@ def plan(
     """What is left.
 
     Args:
-        samples: by generation. cost: of one answer. control: whether to measure full KV twice.
+        samples: by generation. control: whether to measure full KV twice.
     """
     everything = [
-        Job(point, sample, tuple(m for m in measures if m.generation == generation), cost(sample))
+        Evaluation(
+            point,
+            sample,
+            tuple(m for m in measures if m.generation == generation),
+            token_cost(sample),
+        )
         for budget_points in _in_order(points, control)
         for generation, some in samples.items()
         for sample in some
         for point in budget_points
     ]
-    left = [job for job in everything if any(key not in known for key in job.keys)]
-    others = [job for job in left if job.point is not FULL]
+    left = [one for one in everything if any(key not in known for key in one.keys)]
+    others = [one for one in left if one.point is not FULL]
     # Answers to compare with are kept nowhere: they are generated again.
-    needed = {job.sample.name for job in left}
-    full = [job for job in everything if job.point is FULL and job.sample.name in needed]
+    needed = {one.sample.name for one in left}
+    full = [one for one in everything if one.point is FULL and one.sample.name in needed]
     return Plan(full, others)
 
 
-def token_cost(model: Model) -> Callable[[Sample], float]:
+def token_cost(sample: Sample) -> float:
     """The cost of a sample, in prompt tokens."""
-
-    def cost(sample: Sample) -> float:
-        prompt = sample.ask.prompt
-        tokens = len(prompt) / 4.2 if isinstance(prompt, str) else len(prompt)
-        return tokens + DECODE_WEIGHT * sample.ask.max_tokens
-
-    return cost
+    prompt = sample.request.prompt
+    tokens = len(prompt) / CHARS_PER_TOKEN if isinstance(prompt, str) else len(prompt)
+    return tokens + DECODE_WEIGHT * sample.request.max_tokens
 
 
 def _in_order(points: Sequence[Point], control: bool) -> list[list[Point]]:

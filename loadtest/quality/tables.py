@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from loadtest.quality.bootstrap import DRAWS, LEVEL, Figure
+from loadtest.common.statistics import DRAWS, LEVEL, Estimate
+from loadtest.common.tables import interval, markdown_table
 from loadtest.quality.figures import Figures, better_on
 from loadtest.quality.measures import MEASURES, Metric
 
@@ -26,42 +27,42 @@ def markdown(figures: Figures, runs: list[dict[str, Any]]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def cell(figure: Figure | None, digits: int) -> str:
+def cell(figure: Estimate | None, digits: int) -> str:
     """``2.1 (1.4 to 2.9)``."""
     if figure is None or math.isnan(figure.value):
         return ""
     if figure.low == figure.high == figure.value:
         return f"{figure.value:.{digits}f}"
-    return f"{figure.value:.{digits}f} ({figure.low:.{digits}f} to {figure.high:.{digits}f})"
+    return interval(figure, f"{{:.{digits}f}}")
 
 
 def checks(figures: Figures) -> list[str]:
     """Sentences about the harness and the paper's claim, from NLL: who loses less on each budget."""
     found = []
     for low, high in ((H2O, RANDOM), (H2O, WINDOW)):
-        verdicts = []
+        counts = []
         for budget in figures.budgets:
             one = figures.values("nll", "nll", low, budget)
             other = figures.values("nll", "nll", high, budget)
             count, total = better_on(one, other)
             if total:
-                verdicts.append(f"{budget:g}: {count} of {total}")
-        if verdicts:
+                counts.append(f"{budget:g}: {count} of {total}")
+        if counts:
             found.append(
-                f"texts on which {low} has a lower NLL than {high}, at {', '.join(verdicts)}"
+                f"texts on which {low} has a lower NLL than {high}, at {', '.join(counts)}"
             )
     return found
 
 
 def _head(runs: list[dict[str, Any]]) -> str:
-    about = runs[-1]
-    model = about.get("settings", {})
+    run = runs[-1]
+    model = run.get("settings", {})
     facts = (
         f"{model.get('model')}, {model.get('dtype', 'as served')}",
-        str(about.get("machine")),
-        ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()),
-        f"commit {about.get('commit')}",
-        str(about.get("date", ""))[:10],
+        str(run.get("machine")),
+        ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items()),
+        f"commit {run.get('commit')}",
+        str(run.get("date", ""))[:10],
     )
     notes = (
         f"{'; '.join(facts)}.",
@@ -69,7 +70,7 @@ def _head(runs: list[dict[str, Any]]) -> str:
         f"with full KV. Smallest budget: {model.get('kv_min_tokens')} tokens. Full KV is at 1.0;",
         "`full-again` is full KV measured once more among the others.",
     )
-    return "\n".join([*(f"    {run.get('command')}" for run in runs), "", *notes])
+    return "\n".join([*(f"    {one.get('command')}" for one in runs), "", *notes])
 
 
 def _held(figures: Figures) -> str:
@@ -100,11 +101,7 @@ def _table(figures: Figures, measure: str, metric: Metric) -> str:
             rows.append([line, *(cell(one, metric.digits) for one in cells)])
     better = f", {metric.better} is good" if metric.better else ""
     title = f"**{metric.title}** ({samples} samples{better})"
-    return (
-        _grid(title, ["policy", *(f"{budget:g}" for budget in figures.budgets)], rows)
-        if rows
-        else ""
-    )
+    return _grid(title, ["policy", *(f"{budget:g}" for budget in figures.budgets)], rows)
 
 
 def _wins(figures: Figures) -> str:
@@ -122,9 +119,8 @@ def _wins(figures: Figures) -> str:
         if line != WINDOW and any(total for _, total in counts):
             rows.append([line, *(f"{won} of {total}" if total else "" for won, total in counts)])
     title = "**Texts with a lower NLL than under `window`**"
-    return _grid(title, ["policy", *(f"{budget:g}" for budget in budgets)], rows) if rows else ""
+    return _grid(title, ["policy", *(f"{budget:g}" for budget in budgets)], rows)
 
 
 def _grid(title: str, head: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
-    return "\n".join([title, "", lines[0], "|" + "---|" * len(head), *lines[1:]])
+    return f"{title}\n\n{markdown_table(head, rows)}" if rows else ""

@@ -15,7 +15,7 @@ REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
 
 
 @schemathesis.hook
-def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:
+def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:  # noqa: ARG001 - the hook's
     """Add the fields to the bodies that may carry them."""
     schemas = raw_schema["components"]["schemas"]
     for name in REQUESTS:

@@ -1,2 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Soak and corruption hunt."""
+"""Does it last, and is it right under load: a soak and a hunt for silent corruption.
+
+soak: traffic, trend, soak_plot              a server under hours of mixed load; what grows
+corruption: request_mix, corruption_check    a batch against each of its requests alone
+poison, planted_bugs                         what makes corruption show; bugs that must be found
+async_cpu, exact_linear                      asynchronous scheduling and exact arithmetic on CPU
+"""

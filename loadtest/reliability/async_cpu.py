@@ -16,10 +16,10 @@ __all__ = ["schedule_asynchronously"]
 class _Nothing:
     """In the place of an event or a stream."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record(self, *args: Any) -> None:
+    def record(self, *_: Any) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -42,7 +42,7 @@ def schedule_asynchronously() -> None:
             sampled_token_ids: torch.Tensor,
             logprobs_tensors: Any,
             invalid_req_indices: list[int],
-            **unused: Any,
+            **_: Any,
         ) -> None:
             self._output = model_runner_output
             self._invalid = invalid_req_indices
@@ -51,6 +51,7 @@ def schedule_asynchronously() -> None:
             self.async_copy_ready_event = _Nothing()
 
         def get_output(self) -> Any:
+            """Tokens as lists, without those of requests that have gone."""
             tokens = self.sampled_token_ids_cpu.tolist()
             for index in self._invalid:
                 tokens[index].clear()
@@ -67,5 +68,5 @@ def schedule_asynchronously() -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     platform.check_and_update_config = staticmethod(check_and_switch_on)
-    torch.cuda.Event = _Nothing
+    torch.cuda.Event = _Nothing  # type: ignore[assignment,misc]
     gpu_model_runner.AsyncGPUModelRunnerOutput = Output

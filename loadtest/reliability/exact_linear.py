@@ -19,9 +19,9 @@ def exact_linear_layers() -> None:
         )
         return wide.to(x.dtype)
 
-    def dispatch(layer: Any, remove_weight: bool) -> None:
+    def dispatch(layer: Any, *_: Any, **__: Any) -> None:
         # Widened once: the conversion would cost more than the product.
         wide = layer.weight.detach().double()
-        layer.cpu_linear = lambda x, weight, bias: linear(x, wide, bias)
+        layer.cpu_linear = lambda x, _, bias: linear(x, wide, bias)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs that other systems had, planted in a running engine to see :mod:`.corruption` find them."""
+"""Bugs that other systems had, planted in a running CPU worker to see :mod:`.corruption` find them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from loadtest.reliability.corruption import Hunt
-
-__all__ = ["PLANTED", "nothing"]
+__all__ = ["PLANTED", "nothing", "replaced"]
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Put something else in an attribute's place for a while."""
     kept = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -23,22 +21,23 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, kept)
 
 
-def _holes_stay(hunt: Hunt) -> Any:
+def _holes_stay(_: Any) -> Any:
     """The freed blocks stay in the worker's block table, and are attended to."""
     from h2o_vllm.engine.cpu import worker
 
-    return _replaced(worker, "runner_punch_holes", lambda *args: None)
+    return replaced(worker, "runner_punch_holes", lambda *_: None)
 
 
-def _survivors_are_lost(hunt: Hunt) -> Any:
+def _survivors_are_lost(worker: Any) -> Any:
     """Nothing is compacted: the heavy tokens of the doomed blocks are gone."""
-    return _replaced(hunt.worker._state, "compact", lambda eviction: None)
+    return replaced(worker._state, "compact", lambda _: None)
 
 
 @contextlib.contextmanager
-def _compaction_is_late(hunt: Hunt) -> Iterator[None]:
+def _compaction_is_late(worker: Any) -> Iterator[None]:
     """Compaction after the forward pass, when doomed blocks may belong to somebody else."""
-    state, runner, late = hunt.worker._state, hunt.worker.model_runner, []
+    late: list[Any] = []
+    state, runner = worker._state, worker.model_runner
     compact, execute_model = state.compact, runner.execute_model
 
     def executing(*args: Any, **kwargs: Any) -> Any:
@@ -47,20 +46,21 @@ def _compaction_is_late(hunt: Hunt) -> Iterator[None]:
             compact(late.pop(0))
         return done
 
-    with _replaced(state, "compact", late.append), _replaced(runner, "execute_model", executing):
+    with replaced(state, "compact", late.append), replaced(runner, "execute_model", executing):
         yield
 
 
-def _scores_are_stale(hunt: Hunt) -> Any:
+def _scores_are_stale(worker: Any) -> Any:
     """New tokens inherit the scores of whoever had the block before."""
-    return _replaced(hunt.worker._state, "start_scores", lambda *args: None)
+    return replaced(worker._state, "start_scores", lambda *_: None)
 
 
-def nothing(hunt: Hunt) -> Any:
+def nothing(_: Any) -> Any:
+    """No bug at all."""
     return contextlib.nullcontext()
 
 
-PLANTED: tuple[Callable[[Hunt], Any], ...] = (
+PLANTED: tuple[Callable[[Any], Any], ...] = (
     _holes_stay,
     _survivors_are_lost,
     _compaction_is_late,

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
-import json
 import os
-import random
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from loadtest.common.servers import Server, metrics
+from loadtest.common.machine import describe_run
+from loadtest.common.prometheus import read_metrics
+from loadtest.common.results import RESULTS, Row, append_rows, result_path
+from loadtest.common.servers import H2O_SERVE, Server
+from loadtest.reliability.traffic import Traffic
 from loadtest.reliability.trend import Bound, TrendCheck, judge
 
 __all__ = ["BOUNDS", "main"]
@@ -48,136 +46,103 @@ BOUNDS = (
 )
 """What may not grow by more than ``per_hour``, or ``share`` of its level over the judged part."""
 
-PROBE_TOKENS = 400
+
+class Soak(NamedTuple):
+    """What a run has measured."""
+
+    rows: list[Row]
+    outcomes: dict[str, int]
+    tracebacks: int
+    server_command: str
 
 
-@dataclass
-class Traffic:
-    """The clients of a run, and what has become of their requests."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Soak; 0 if all was flat, every pause was quiet and no request failed."""
+    args = parse_arguments(argv)
+    path = result_path("soak", args.out, args.name)
+    if path.exists():
+        sys.exit(f"{path} exists")
+    return publish(soak(args, path), args, path)
 
-    url: str
-    seed: int
-    outcomes: Counter[str] = field(default_factory=Counter)
 
-    def __post_init__(self) -> None:
-        import httpx
-
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._going = threading.Event()
-        self._going.set()
-        self._busy = 0
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=4)
-        self._client = httpx.Client(base_url=self.url, timeout=300, limits=limits)
-        models = self._client.get("/v1/models").json()
-        self._model = models["data"][0]["id"]
-
-    def start(self, users: int) -> None:
-        """Start the clients."""
-        self._threads = [
-            threading.Thread(target=self._live, args=(number,), daemon=True)
-            for number in range(users)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[bool]:
-        """Let everybody finish and wait; says whether they did, within two minutes."""
-        with self._lock:
-            self._going.clear()
-        deadline = time.monotonic() + 120
-        while self._busy and time.monotonic() < deadline:
-            time.sleep(0.1)
-        try:
-            yield not self._busy
-        finally:
-            self._going.set()
-
-    def stop(self) -> None:
-        """End them all; running requests are finished."""
-        self._over.set()
-        self._going.set()
-        for thread in self._threads:
-            thread.join(300)
-        self._client.close()
-
-    def probe(self) -> float:
-        """Seconds of one request of always the same shape, whose prompt nobody has sent before."""
-        prompt = [random.randrange(1000, 40000) for _ in range(PROBE_TOKENS)]
-        started = time.monotonic()
-        body = {"prompt": prompt, "max_tokens": 16, "ignore_eos": True, "kv_budget": 0.5}
-        self._post("/v1/completions", body).raise_for_status()
-        return time.monotonic() - started
-
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        return self._client.post(path, json={"model": self._model, **body})
-
-    def _live(self, number: int) -> None:
-        chance = random.Random(self.seed * 1000 + number)
-        while not self._over.is_set():
-            self._going.wait()
-            with self._lock:
-                # A pause may have begun since.
-                if not self._going.is_set():
-                    continue
-                self._busy += 1
+def soak(args: argparse.Namespace, path: Path) -> Soak:
+    """Start the server, load it; rows go to ``path`` as they come."""
+    options = ["--enforce-eager", "--max-model-len", "2048"]
+    options += ["--num-gpu-blocks-override", str(args.blocks), *args.options]
+    with tempfile.TemporaryDirectory() as folder:
+        with Server(H2O_SERVE, options, Path(folder) / "log") as server:
             try:
-                outcome = self._one(chance)
-            except Exception as error:  # noqa: BLE001
-                outcome = f"error {type(error).__name__}"
-            with self._lock:
-                self._busy -= 1
-                self.outcomes[outcome] += 1
-
-    def _one(self, chance: random.Random) -> str:
-        kind = chance.choices(("complete", "stream", "leave", "chat", "bad"), (4, 3, 2, 2, 1))[0]
-        shared = [1000 + 7 * i for i in range(chance.choice((0, 0, 200)))]
-        own = [chance.randrange(1000, 40000) for _ in range(chance.randrange(1, 700))]
-        body: dict[str, Any] = {
-            "prompt": shared + own,
-            "max_tokens": chance.randrange(1, 120),
-            "temperature": chance.choice((0, 1)),
-            **chance.choice(_BUDGETS),
-        }
-        if kind == "bad":
-            body["kv_budget"], expected = chance.choice((0, 7, "x", None, [1], 1e400)), (200, 400)
-            answer = self._client.post(
-                "/v1/completions",
-                content=json.dumps({"model": self._model, **body}),
-                headers={"content-type": "application/json"},
-            )
-            return "refused" if answer.status_code in expected else f"error {answer.status_code}"
-        if kind == "chat":
-            del body["prompt"]
-            text = " ".join(str(token) for token in own[:100])
-            body["messages"] = [{"role": "user", "content": text}]
-            answer = self._post("/v1/chat/completions", body)
-            return "chat" if answer.status_code == 200 else f"error {answer.status_code}"
-        if kind == "complete":
-            answer = self._post("/v1/completions", body)
-            return kind if answer.status_code == 200 else f"error {answer.status_code}"
-        body |= {"model": self._model, "stream": True, "ignore_eos": True}
-        with self._client.stream("POST", "/v1/completions", json=body) as answer:
-            for count, line in enumerate(answer.iter_lines()):
-                if line.startswith('data: {"error"'):
-                    return "error in a stream"
-                if kind == "leave" and count > 6:
-                    break
-        return kind if answer.status_code == 200 else f"error {answer.status_code}"
+                with progress(path, args.minutes) as show:
+                    rows, outcomes = run(server, args, show)
+            except BaseException:
+                print(server.log()[-5000:], file=sys.stderr)
+                raise
+        return Soak(rows, outcomes, server.log().count("Traceback"), server.shown)
 
 
-_BUDGETS: tuple[dict[str, Any], ...] = (
-    {},
-    {"kv_budget": 0.2},
-    {"kv_budget": 0.5},
-    {"kv_budget_tokens": 150},
-    {"kv_budget": 0.3, "kv_policy": "window"},
-    {"kv_budget": 1.0},
-)
+def publish(found: Soak, args: argparse.Namespace, path: Path) -> int:
+    """Judge, write and print; returns the exit code."""
+    checks = check_trends(found.rows)
+    errors = [outcome for outcome in found.outcomes if outcome.startswith("error")]
+    noisy = [row["pause"] for row in found.rows if not row.get("quiet", True)]
+    flat = all(check.flat for check in checks)
+    description = describe_run("loadtest.reliability.soak") | {
+        "server_command": found.server_command,
+        "outcomes": found.outcomes,
+        "requests": sum(found.outcomes.values()),
+        "tracebacks": found.tracebacks,
+        "verdicts": [check.row() for check in checks],
+        "flat": flat,
+    }
+    # With what can only be known at the end in front.
+    path.unlink()
+    append_rows(path, [description, *found.rows])
+    if not args.no_picture:
+        from loadtest.reliability.soak_plot import plot_soak
+
+        plot_soak(description, found.rows, path.with_suffix(".png"))
+    for check in checks:
+        print(check)
+    print(f"{description['requests']} requests in {args.minutes:g} minutes: {found.outcomes}")
+    print(f"tracebacks in the log: {found.tracebacks}; pauses that were not quiet: {noisy}")
+    print("FLAT" if flat else "NOT FLAT", path)
+    return int(not flat or bool(errors) or bool(noisy) or found.tracebacks > 0)
 
 
-def sample(server: Server, started: float) -> dict[str, Any]:
+def run(
+    server: Server, args: argparse.Namespace, show: Callable[[Row], None]
+) -> tuple[list[Row], dict[str, int]]:
+    """Load, sample, pause, look; the rows, each shown as it is measured, and the outcomes of all requests."""
+    traffic, rows = Traffic(server.url, args.seed), []
+    traffic.start(args.users)
+    started = time.monotonic()
+    pauses = itertools.count(1)
+    pause_every = min(PAUSE_EVERY, args.minutes * 60 / 4)
+    next_pause = started + pause_every
+    while (now := time.monotonic()) < started + args.minutes * 60:
+        if now >= next_pause:
+            row = {"pause": next(pauses), **sample_idle(server, traffic)}
+            row |= sample(server, started)
+            next_pause = time.monotonic() + pause_every
+        else:
+            row = sample(server, started)
+            time.sleep(SAMPLE_SECONDS)
+        rows.append(row)
+        show(row)
+    traffic.stop()
+    return rows, dict(sorted(traffic.outcomes.items()))
+
+
+def sample_idle(server: Server, traffic: Traffic) -> Row:
+    """Let everybody finish, look whether a block is in use, and time the probe."""
+    with traffic.paused() as quiet:
+        row = {"quiet": quiet, "idle_blocks": idle_share(server.url)}
+        # Alone, so that it measures the server and not its load.
+        row["latency_s"] = round(min(traffic.probe() for _ in range(3)), 4)
+    return row
+
+
+def sample(server: Server, started: float) -> Row:
     """What the server weighs now."""
     import psutil
 
@@ -199,9 +164,7 @@ def sample(server: Server, started: float) -> dict[str, Any]:
 
 def gauges(url: str) -> dict[str, float]:
     """Blocks and requests as of now, from ``/metrics``."""
-    import httpx
-
-    found = metrics(httpx.get(f"{url}/metrics", timeout=30).text)
+    found = read_metrics(url)
     return {
         "blocks_used": round(found["vllm:kv_cache_usage_perc"], 5),
         "running": found["vllm:num_requests_running"],
@@ -220,43 +183,16 @@ def idle_share(url: str) -> float:
     return now["blocks_used"]
 
 
-def run(
-    server: Server, minutes: float, users: int, seed: int, show: Callable[[dict[str, Any]], None]
-) -> tuple[list[dict[str, Any]], Any]:
-    """Load, sample, pause, look; the rows, each shown as it is measured, and the outcomes of all requests."""
-    traffic, rows = Traffic(server.url, seed), []
-    traffic.start(users)
-    started = time.monotonic()
-    pauses = itertools.count(1)
-    pause_every = min(PAUSE_EVERY, minutes * 60 / 4)
-    next_pause = started + pause_every
-    while (now := time.monotonic()) < started + minutes * 60:
-        if now >= next_pause:
-            with traffic.paused() as quiet:
-                row = {"pause": next(pauses), "quiet": quiet, "idle_blocks": idle_share(server.url)}
-                # Alone, so that it measures the server and not its load.
-                row["latency_s"] = round(min(traffic.probe() for _ in range(3)), 4)
-                row |= sample(server, started)
-            next_pause = time.monotonic() + pause_every
-        else:
-            row = sample(server, started)
-            time.sleep(SAMPLE_SECONDS)
-        rows.append(row)
-        show(row)
-    traffic.stop()
-    return rows, dict(sorted(traffic.outcomes.items()))
-
-
 @contextlib.contextmanager
 def progress(path: Path, minutes: float) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A bar of the time, and each row written as it comes: what a run that is stopped has seen stays."""
     from tqdm import tqdm
 
     layout = "{percentage:3.0f}% |{bar}| {n:.1f}/{total:g} min{postfix}"
-    with path.open("w") as file, tqdm(total=minutes, bar_format=layout) as bar:
+    with tqdm(total=minutes, bar_format=layout) as bar:
 
         def show(row: dict[str, Any]) -> None:
-            print(json.dumps(row), file=file, flush=True)
+            append_rows(path, [row])
             level = f"{row['rss_mib']:.0f} MiB, {row['fds']} files, {row['running']:.0f} running"
             bar.set_postfix_str(level, refresh=False)
             bar.update(min(row["t"] / 60, minutes) - bar.n)
@@ -264,7 +200,7 @@ def progress(path: Path, minutes: float) -> Iterator[Callable[[dict[str, Any]], 
         yield show
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[TrendCheck]:
+def check_trends(rows: Sequence[dict[str, Any]]) -> list[TrendCheck]:
     """What was flat and what was not, once warm."""
     end = max(row["t"] for row in rows)
     warm = [row for row in rows if row["t"] >= WARM_UP * end]
@@ -274,57 +210,8 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[TrendCheck]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Soak; 0 if all was flat, every pause was quiet and no request failed."""
-    args = _arguments(argv)
-    from loadtest.common.machine import describe_run
-
-    about = describe_run("loadtest.reliability.soak")
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
-    path: Path = args.out / f"{args.name or f'soak-{stamp}'}.jsonl"
-    if path.exists():
-        sys.exit(f"{path} exists")
-    args.out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "h2o_vllm.server.cli", "--enforce-eager"]
-    command += ["--max-model-len", "2048", "--num-gpu-blocks-override", str(args.blocks)]
-    with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "log"
-        with Server([*command, *args.options], log) as server:
-            try:
-                with progress(path, args.minutes) as show:
-                    rows, outcomes = run(server, args.minutes, args.users, args.seed, show)
-            except BaseException:
-                print(log.read_text(errors="replace")[-5000:], file=sys.stderr)
-                raise
-        said = log.read_text(errors="replace")
-    judged = verdicts(rows)
-    errors = {what: count for what, count in outcomes.items() if what.startswith("error")}
-    noisy = [row["pause"] for row in rows if not row.get("quiet", True)]
-    flat = all(verdict.flat for verdict in judged)
-    about |= {
-        "server_command": " ".join(["h2o-serve", *command[3:], *args.options]),
-        "outcomes": outcomes,
-        "requests": sum(outcomes.values()),
-        "tracebacks": said.count("Traceback"),
-        "verdicts": [verdict.row() for verdict in judged],
-        "flat": flat,
-    }
-    with path.open("w") as file:
-        for row in (about, *rows):
-            file.write(json.dumps(row) + "\n")
-    if not args.no_picture:
-        from loadtest.reliability.soak_picture import plot_soak
-
-        plot_soak(about, rows, path.with_suffix(".png"))
-    for verdict in judged:
-        print(verdict)
-    print(f"{about['requests']} requests in {args.minutes:g} minutes: {outcomes}")
-    print(f"tracebacks in the log: {about['tracebacks']}; pauses that were not quiet: {noisy}")
-    print("FLAT" if flat else "NOT FLAT", path)
-    return int(not flat or bool(errors) or bool(noisy) or about["tracebacks"] > 0)
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.reliability.soak", description=__doc__
     )
@@ -334,7 +221,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--users", type=int, default=8, help="clients at once (%(default)s)")
     add("--blocks", type=int, default=120, help="blocks of 32 tokens in the pool (%(default)s)")
     add("--seed", type=int, default=0, help="of what the clients do (%(default)s)")
-    add("--out", type=Path, default=Path("loadtest/results"), help="folder (%(default)s)")
+    add("--out", type=Path, default=RESULTS, help="folder (%(default)s)")
     add("--name", help="of the files; soak-DATE if not given")
     add("--no-picture", action="store_true", help="JSON lines only")
     add("options", nargs="*", help="options of h2o-serve, after --")

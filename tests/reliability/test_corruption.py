@@ -21,7 +21,7 @@ LONG = os.environ.get("H2O_CORRUPTION") == "long"
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    # Seeds whose crowds share many prompts: that is looked at below.
+    # Seeds whose mixes share many prompts: that is looked at below.
     options = ["--rounds", "20" if LONG else "2", "--seed", "2", "--self-check"]
     done = subprocess.run(
         [sys.executable, "-m", "loadtest.reliability.corruption", *options],
@@ -37,7 +37,7 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-def test_everybody_says_in_a_crowd_what_he_says_alone(rows: list[dict[str, Any]]) -> None:
+def test_a_batch_generates_what_each_request_generates_alone(rows: list[dict[str, Any]]) -> None:
     rounds = [row for row in rows if "seed" in row]
     for row in rounds:
         assert row["wrong"] == []
@@ -45,13 +45,13 @@ def test_everybody_says_in_a_crowd_what_he_says_alone(rows: list[dict[str, Any]]
         # What it was meant to be: crowded, short of blocks, and with something to corrupt.
         assert row["requests"] == 200
         assert row["running_max"] > 40
-        assert row["preemptions"] > (100 if row["crowd"] == "growing" else 10)
+        assert row["preemptions"] > (100 if row["mix"] == "growing" else 10)
         assert row["evictions"] > 300
         assert row["aborted"] > 5
         assert row["cached_tokens"] > 50
         assert row["poisoned_blocks"] > 1000
     assert len(rounds) == (20 if LONG else 2)
-    assert [row["crowd"] for row in rounds[:2]] == ["mixed", "growing"]
+    assert [row["mix"] for row in rounds[:2]] == ["mixed", "growing"]
     assert rounds[0]["cached_tokens"] > 1000 and rounds[1]["cached_tokens"] > 300
 
 

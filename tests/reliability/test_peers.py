@@ -142,7 +142,8 @@ def test_a_fifth_of_the_kv_is_attended_faster_than_all_of_it() -> None:
     from vllm.platforms import current_platform
 
     from h2o_vllm.kernels import cpu as kernels
-    from loadtest.kernels.bench import Case, rounds
+    from loadtest.kernels.cpu import Case
+    from loadtest.kernels.timing import rounds
 
     if not current_platform.is_cpu():
         pytest.skip(f"needs vLLM's CPU build, found {vllm.__version__}")

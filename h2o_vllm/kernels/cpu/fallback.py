@@ -29,7 +29,7 @@ __all__ = [
 COST = (
     "attention takes 5 to 15 times as long as vLLM's own when decoding, 1.4 to 3 times in prompts"
 )
-"""``python -m loadtest.kernels.bench --quick --impls cpp,torch``: bfloat16, one thread of an Intel Xeon with
+"""``python -m loadtest.kernels --quick --impls cpp,torch``: bfloat16, one thread of an Intel Xeon with
 AMX, where C++ takes 0.6 to 1.2 times and 1.5 times as long."""
 
 _TILE_FLOATS = 1 << 20

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from loadtest.quality.asks import Answer, Ask, Model
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.sizes import Sizes
 
 __all__ = ["Measure", "Metric", "Sample"]
@@ -19,18 +19,18 @@ __all__ = ["Measure", "Metric", "Sample"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One thing to ask.
+    """One thing to request.
 
     Attributes:
         name: the same in every run of the same sizes; no two of any generation are equal.
         secret: what the measure needs to judge the answer; never written.
-        about: what kind of sample it is; written into its rows.
+        description: what kind of sample it is; written into its rows.
     """
 
     name: str
-    ask: Ask
+    request: GenerationRequest
     secret: Any = None
-    about: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,5 +74,7 @@ class Measure(ABC):
         """
 
     @abstractmethod
-    def values(self, sample: Sample, answer: Answer, full: Answer) -> dict[str, float]:
-        """Figures of one answer; ``full`` is full KV's to the same ask."""
+    def values(
+        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
+    ) -> dict[str, float]:
+        """Figures of one answer; ``full`` is full KV's to the same request."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from loadtest.quality.asks import TOP, Answer, Model
+from typing_extensions import override
+
+from loadtest.quality.generation import TOP, GenerationOutput, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.measures.nll import forced_samples, in_bins
 from loadtest.quality.sizes import Sizes
@@ -65,10 +67,14 @@ class Drift(Measure):
         ),
     )
 
+    @override
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
         return forced_samples(model, sizes)
 
-    def values(self, sample: Sample, answer: Answer, full: Answer) -> dict[str, float]:
+    @override
+    def values(
+        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
+    ) -> dict[str, float]:
         pairs = list(zip(full.steps, answer.steps, strict=True))
         kl = in_bins("kl", [divergence(*pair) for pair in pairs])
         return {**kl, **in_bins("agree", [float(agree(*pair)) for pair in pairs])}

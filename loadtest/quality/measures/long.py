@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from loadtest.quality.asks import Answer, Ask, Model
+from typing_extensions import override
+
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.rouge import overlap, require
 from loadtest.quality.sizes import Sizes
@@ -102,16 +104,20 @@ class Long(Measure):
         ),
     )
 
+    @override
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
         require()
         if sizes.long > len(QUESTIONS):
             raise ValueError(f"--samples: long={sizes.long}, there are {len(QUESTIONS)}")
         return [
-            Sample(f"long-{number}", Ask(question, sizes.long_tokens, chat=True))
+            Sample(f"long-{number}", GenerationRequest(question, sizes.long_tokens, chat=True))
             for number, question in enumerate(QUESTIONS[: sizes.long])
         ]
 
-    def values(self, sample: Sample, answer: Answer, full: Answer) -> dict[str, float]:
+    @override
+    def values(
+        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
+    ) -> dict[str, float]:
         words = answer.text.split()
         return {
             "distinct": distinct(words),

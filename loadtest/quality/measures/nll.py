@@ -12,7 +12,9 @@ import itertools
 import math
 from typing import ClassVar
 
-from loadtest.quality.asks import TOP, Answer, Ask, Model
+from typing_extensions import override
+
+from loadtest.quality.generation import TOP, GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.passages import passages
 from loadtest.quality.sizes import Sizes
@@ -38,10 +40,10 @@ def forced_samples(model: Model, sizes: Sizes) -> list[Sample]:
             piece = tokens[part * length : (part + 1) * length]
             if len(piece) == length and len(samples) < sizes.forced:
                 prompt, forced = piece[: sizes.prompt_tokens], piece[sizes.prompt_tokens :]
-                ask = Ask(
+                request = GenerationRequest(
                     tuple(prompt), len(forced), forced=tuple(forced), ignore_eos=True, logprobs=TOP
                 )
-                samples.append(Sample(f"{name}-{part}", ask))
+                samples.append(Sample(f"{name}-{part}", request))
     if len(samples) < sizes.forced:
         raise ValueError(
             f"--samples: {sizes.forced} texts of {length} tokens wanted, {len(samples)} found"
@@ -82,9 +84,13 @@ class NLL(Measure):
         ),
     )
 
+    @override
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
         return forced_samples(model, sizes)
 
-    def values(self, sample: Sample, answer: Answer, full: Answer) -> dict[str, float]:
-        forced = sample.ask.forced
+    @override
+    def values(
+        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
+    ) -> dict[str, float]:
+        forced = sample.request.forced
         return in_bins("nll", [-s[t] for s, t in zip(answer.steps, forced, strict=True)])

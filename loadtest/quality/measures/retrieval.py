@@ -15,8 +15,10 @@ import random
 import re
 from typing import ClassVar
 
+from typing_extensions import override
+
 from loadtest.common.texts import Prompts, documentation
-from loadtest.quality.asks import Answer, Ask, Model
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.sizes import Sizes
 
@@ -63,6 +65,7 @@ class Retrieval(Measure):
         Metric("pairs", f"one of {PAIRS} facts found (all ways), %", "mean", "high", 100, 0),
     )
 
+    @override
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
         ways = [way for way in WAYS if model.forces or way != "later"]
         texts = {
@@ -84,9 +87,12 @@ class Retrieval(Measure):
             )
         return samples
 
-    def values(self, sample: Sample, answer: Answer, full: Answer) -> dict[str, float]:
+    @override
+    def values(
+        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
+    ) -> dict[str, float]:
         found = float(first_number(answer.text) == sample.secret)
-        return {sample.about["way"]: found, sample.about["kind"]: found}
+        return {sample.description["way"]: found, sample.description["kind"]: found}
 
 
 def _sample(
@@ -105,8 +111,10 @@ def _sample(
         # Encoded as one, so that the tokens are those of ``end``.
         tokens, start = model.encode(body + asked), len(model.encode(body))
         forced = tuple(tokens[start:])
-        ask = Ask(tuple(tokens[:start]), len(forced) + ANSWER_TOKENS, forced=forced)
+        request = GenerationRequest(
+            tuple(tokens[:start]), len(forced) + ANSWER_TOKENS, forced=forced
+        )
     else:
-        ask = Ask(body + asked, ANSWER_TOKENS)
-    about = {"way": way, "kind": kind, "length": length, "depth": depth}
-    return Sample(f"{kind}-{length}-{depth}-{case}-{way}", ask, codes[wanted], about)
+        request = GenerationRequest(body + asked, ANSWER_TOKENS)
+    description = {"way": way, "kind": kind, "length": length, "depth": depth}
+    return Sample(f"{kind}-{length}-{depth}-{case}-{way}", request, codes[wanted], description)

@@ -11,7 +11,9 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loadtest.quality.asks import Answer, Ask, Model
+from typing_extensions import override
+
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.rouge import require, rouge
 from loadtest.quality.sizes import Sizes
@@ -59,6 +61,7 @@ class XSum(Measure):
         Metric("same", "XSUM summaries identical to full KV's, %", "mean", "high", 100, 0),
     )
 
+    @override
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
         if sizes.xsum_file is None:
             raise ValueError("xsum needs --xsum FILE")
@@ -69,7 +72,9 @@ class XSum(Measure):
         return [
             Sample(
                 f"xsum-{number}",
-                Ask(request["article"], request["max_tokens"], stop=tuple(request["stop"])),
+                GenerationRequest(
+                    request["article"], request["max_tokens"], stop=tuple(request["stop"])
+                ),
                 secret=request["summary_gt"],
             )
             # Evenly through the file.
@@ -77,7 +82,10 @@ class XSum(Measure):
             for request in (requests[number],)
         ]
 
-    def values(self, sample: Sample, answer: Answer, full: Answer) -> dict[str, float]:
+    @override
+    def values(
+        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
+    ) -> dict[str, float]:
         text = answer.text.strip()
         return {
             **rouge(sample.secret, text),

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from loadtest.common.settings import parse, public
+from loadtest.common.settings import Settings, parse
 from loadtest.common.texts import Prompts, Ruler, documentation, read_jsonl
 from loadtest.http.generator import Generator
 from loadtest.http.mock_server import MockSettings
@@ -17,7 +16,7 @@ from loadtest.http.options import LoadSettings
 
 
 def mock(*argv: str) -> MockSettings:
-    return parse(MockSettings, "MOCK_", "mock", "", argv)
+    return parse(MockSettings, "mock", argv)
 
 
 def test_command_line_comes_before_environment_before_default(
@@ -31,8 +30,8 @@ def test_command_line_comes_before_environment_before_default(
 
 @pytest.mark.parametrize("text", ["1", "true", "0", "no"])
 def test_switch_from_the_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("T_REPORT", text)
-    assert parse(LoadSettings, "T_", "t", "", []).report is (text in ("1", "true"))
+    monkeypatch.setenv("LOADTEST_REPORT", text)
+    assert parse(LoadSettings, "t", []).report is (text in ("1", "true"))
 
 
 @pytest.mark.parametrize("argv", [("--error-rate", "2"), ("--ttft-ms", "-1"), ("--ttft-ms", "x")])
@@ -41,9 +40,9 @@ def test_value_out_of_range_is_refused_by_name(
 ) -> None:
     with pytest.raises(SystemExit):
         mock(*argv)
-    said = capsys.readouterr().err
-    assert argv[0] in said
-    assert argv[1] in said
+    message = capsys.readouterr().err
+    assert f"error: {argv[0]} (MOCK_" in message
+    assert f"got '{argv[1]}', wanted a number >= 0" in message
 
 
 def test_bad_environment_is_refused_by_name(
@@ -56,16 +55,20 @@ def test_bad_environment_is_refused_by_name(
 
 
 @pytest.mark.parametrize("settings", [LoadSettings, MockSettings])
-def test_every_option_is_described(settings: type) -> None:
-    for field in dataclasses.fields(settings):
-        assert len(field.metadata["help"]) > 10, field.name
-        assert field.metadata["help"].endswith("."), field.name
+def test_every_option_is_described_and_names_its_variable(settings: type[Settings]) -> None:
+    prefix = settings.model_config["env_prefix"]
+    for name, field in settings.model_fields.items():
+        text, _, variable = (field.description or "").partition(" [")
+        assert len(text) > 10, name
+        assert text.endswith("."), name
+        assert variable == f"{prefix}{name.upper()}]"
 
 
 def test_secrets_are_not_published() -> None:
-    shown = public(LoadSettings(api_key="hunter2"))
-    assert "hunter2" not in json.dumps(shown)
-    assert shown["budgets"] == "none"
+    settings = LoadSettings(api_key="hunter2")
+    assert "hunter2" not in json.dumps(settings.public())
+    assert "hunter2" not in repr(settings)
+    assert settings.public()["budgets"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_secrets_are_not_published() -> None:
 def test_setting_that_cannot_be_used_is_refused_by_name(
     changes: dict[str, object], named: str
 ) -> None:
-    settings = dataclasses.replace(LoadSettings(), **changes)  # type: ignore[arg-type]
+    settings = LoadSettings().model_copy(update=changes)
     with pytest.raises(ValueError, match=named):
         Generator(settings, "http://127.0.0.1:1")
 

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.common.servers import Server, ServerError, metrics, summary
+from loadtest.common.prometheus import parse_metrics, summarise
+from loadtest.common.servers import Server, ServerError
 from loadtest.http import compare, report
 from loadtest.http.records import Record, Run, read_runs, write_runs
 from tests.loadtest.conftest import FAST, StartMock
@@ -36,10 +37,10 @@ def test_rounds_alternate_and_are_reported(
          "--output-tokens", "8", "--out", str(tmp_path), "--name", "try"]
     )  # fmt: skip
     runs = read_runs(tmp_path / "try.jsonl")
-    order = [(run.about["round"], run.about["variant"]) for run in runs]
+    order = [(run.description["round"], run.description["variant"]) for run in runs]
     assert order == [(0, "full KV"), (0, "kv_budget 0.2"), (1, "kv_budget 0.2"), (1, "full KV")]
     assert [len(run.records) for run in runs] == [4] * 4
-    salts = {run.about["settings"]["cache_salt"] for run in runs}
+    salts = {run.description["settings"]["cache_salt"] for run in runs}
     assert len(salts) == 4
     prompts = [[one.prompt_tokens for one in run.records] for run in runs]
     assert sorted(prompts[0]) == sorted(prompts[1])
@@ -95,29 +96,34 @@ h2o:evicted_tokens_total{engine="0"} 9.0
 
 
 def test_metrics_are_summed_over_engines() -> None:
-    got = metrics(METRICS)
+    got = parse_metrics(METRICS)
     assert got["vllm:num_requests_running"] == 5.0
     assert got["vllm:prefix_cache_hits_total"] == 1000.0
 
 
 def test_summary_covers_the_busy_time() -> None:
-    busy = metrics(METRICS)
+    busy = parse_metrics(METRICS)
     idle = {**busy, "vllm:num_requests_running": 0.0, "vllm:num_preemptions_total": 4.0}
-    got: dict[str, Any] = summary([idle, busy, {**busy, "vllm:num_requests_running": 7.0}])
+    got: dict[str, Any] = summarise([idle, busy, {**busy, "vllm:num_requests_running": 7.0}])
     assert (got["running_mean"], got["running_max"], got["preemptions"]) == (6.0, 7.0, 3.0)
-    assert summary([idle]) == {}
-    assert summary([]) == {}
+    assert summarise([idle]) == {}
+    assert summarise([]) == {}
 
 
 def test_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "loadtest.http.mock_server"]
-    with Server(command, tmp_path / "log") as server:
+    with Server(command, [], tmp_path / "log") as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 200
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/v1/models")
 
 
 def test_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
-    command = ["sh", "-c", "echo no such model; exit 1"]
-    with pytest.raises(ServerError, match="no such model"), Server(command, tmp_path / "log"):
+    server = Server(["sh", "-c", "echo no such model; exit 1"], [], tmp_path / "log")
+    with pytest.raises(ServerError, match="no such model"), server:
         pass
+
+
+def test_what_is_no_metrics_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="invalid metric name"):
+        parse_metrics("<html>not here</html>")

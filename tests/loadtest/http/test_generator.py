@@ -1,70 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load generator measures what the mock server was set to. Threads stand in for Locust's greenlets."""
+"""The load generator measures what the mock server was set to. Threads stand in for Locust's greenlets.
+
+Times are exact, since they are virtual; what needs a connection has a mock server in a process of its own.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from loadtest.http.client import Client, HTTPStatusError
+from loadtest.common.client import Client, HTTPStatusError
+from loadtest.common.statistics import percentile
 from loadtest.http.generator import Generator
+from loadtest.http.mock_server import MockSettings, build_app
 from loadtest.http.options import LoadSettings
-from loadtest.http.records import ALL, Summary, percentile, summarise
-from tests.loadtest.conftest import BROKEN, FAST, ONE_PLACE, TIMED, StartMock
+from loadtest.http.records import ALL, Summary, summarise
+from tests.loadtest.conftest import BROKEN, FAST, TIMED, StartMock
+from tests.loadtest.http.virtual_time import VirtualServer
 
 SETTINGS = LoadSettings(prompt_tokens=400, output_tokens=25, warmup=0)
 TTFT, ITL = 0.150, 0.020
+MOCK = MockSettings(ttft_ms=150, itl_ms=20, keep_alive_ms=40)
+
+
+def send_all(generator: Generator, count: int) -> Generator:
+    """``count`` requests at once."""
+    generator.prepare()
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda number: generator.send(number, 0.0), range(count)))
+    return generator
 
 
 def run(url: str, count: int = 8, **changes: object) -> Generator:
-    """``count`` requests at once."""
-    generator = Generator(dataclasses.replace(SETTINGS, **changes), url)  # type: ignore[arg-type]
-    generator.prepare()
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        list(pool.map(lambda number: generator.send(number, generator.now()), range(count)))
-    return generator
+    """To a real server."""
+    return send_all(Generator(SETTINGS.model_copy(update=changes), url), count)
+
+
+def run_virtually(count: int = 8, mock: dict[str, Any] | None = None, **changes: object) -> Summary:
+    """The figures of requests to a mock server in virtual time, in which all are sent at 0."""
+    server: Any = VirtualServer(build_app(MOCK.model_copy(update=mock)), at_once=count)
+    settings = SETTINGS.model_copy(update=changes)
+    generator = Generator(settings, "http://virtual", clock=server.clock, client=server)
+    return figures(send_all(generator, count))
 
 
 def figures(generator: Generator) -> Summary:
     return summarise(generator.records)[ALL]
 
 
-def near(value: float) -> object:
-    """Never earlier than set, but for the clock; later by what a busy machine adds."""
-    return pytest.approx(value * 1.12, rel=0.14)
-
-
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_measured_times_are_the_configured_ones(start_mock: StartMock, endpoint: str) -> None:
-    got = figures(run(start_mock(*TIMED), endpoint=endpoint))
+def test_measured_times_are_the_configured_ones(endpoint: str) -> None:
+    got = run_virtually(endpoint=endpoint)
     assert got.failures == 0
-    assert percentile(got.samples["ttft"], 0.5) == near(TTFT)
-    assert percentile(got.samples["itl"], 0.5) == near(ITL)
-    assert percentile(got.samples["tpot"], 0.5) == near(ITL)
     whole = TTFT + 24 * ITL
-    assert percentile(got.samples["latency"], 0.5) == near(whole)
-    assert 25 / percentile(got.samples["tok_per_s_request"], 0.5) == near(whole)
+    assert got.samples["ttft"] == pytest.approx([TTFT] * 8)
+    assert got.samples["itl"] == pytest.approx([ITL] * 8 * 24)
+    assert got.samples["tpot"] == pytest.approx([ITL] * 8)
+    assert got.samples["latency"] == pytest.approx([whole] * 8)
+    assert got.samples["tok_per_s_request"] == pytest.approx([25 / whole] * 8)
     # All eight at once: eight times the tokens in the time of one.
-    assert 8 * 25 / got.tok_per_s == near(whole)
+    assert got.tok_per_s == pytest.approx(8 * 25 / whole)
 
 
-def test_several_tokens_in_one_event_change_gaps_but_not_counts(start_mock: StartMock) -> None:
-    got = figures(run(start_mock(*TIMED, "--tokens-per-event", "5"), count=4))
+def test_several_tokens_in_one_event_change_gaps_but_not_counts() -> None:
+    got = run_virtually(4, {"tokens_per_event": 5})
     assert got.output_tokens == 4 * 25
-    assert percentile(got.samples["itl"], 0.5) == near(5 * ITL)
-    assert len(got.samples["itl"]) == 4 * 4
+    assert got.samples["itl"] == pytest.approx([5 * ITL] * 4 * 4)
 
 
-def test_places_of_the_server_show_as_waiting(start_mock: StartMock) -> None:
+def test_places_of_the_server_show_as_waiting() -> None:
     """One at a time: the first token of the second is a whole answer late."""
-    got = figures(run(start_mock(*ONE_PLACE), count=2, output_tokens=10))
-    first, last = (percentile(got.samples["ttft"], share) for share in (0, 1))
-    assert first == near(TTFT)
-    assert last - first == near(TTFT + 9 * ITL)
+    got = run_virtually(2, {"max_running": 1}, output_tokens=10)
+    assert sorted(got.samples["ttft"]) == pytest.approx([TTFT, TTFT + 9 * ITL + TTFT])
+
+
+def test_jitter_moves_every_time_and_no_mean() -> None:
+    got = run_virtually(8, {"jitter": 0.5})
+    gaps = got.samples["itl"]
+    assert len(set(gaps)) > 100
+    assert 0.5 * ITL <= min(gaps) < 0.6 * ITL
+    assert 1.4 * ITL < max(gaps) <= 1.5 * ITL
+    assert percentile(gaps, 0.5) == pytest.approx(ITL, rel=0.1)
 
 
 def test_budgets_are_sent_and_reported_by_label(start_mock: StartMock) -> None:
@@ -102,12 +122,15 @@ def test_failures_are_counted_and_give_no_latencies(start_mock: StartMock) -> No
     assert not any(got.samples.values())
 
 
-def test_late_request_is_measured_from_when_it_was_due(start_mock: StartMock) -> None:
-    generator = Generator(dataclasses.replace(SETTINGS, output_tokens=2), start_mock(*TIMED))
+def test_late_request_is_measured_from_when_it_was_due() -> None:
+    server: Any = VirtualServer(build_app(MOCK))
+    settings = SETTINGS.model_copy(update={"output_tokens": 2})
+    generator = Generator(settings, "http://virtual", clock=server.clock, client=server)
     generator.prepare()
-    record = generator.send(0, generator.now() - 1.0)
-    assert record.late == pytest.approx(1.0, abs=0.1)
-    assert record.ttft == pytest.approx(1.0 + TTFT, abs=0.1)
+    record = generator.send(0, -1.0)
+    assert record.late == pytest.approx(1.0)
+    assert record.ttft == pytest.approx(1.0 + TTFT)
+    assert record.latency == pytest.approx(1.0 + TTFT + ITL)
 
 
 def test_warm_up_is_sent_but_not_counted(start_mock: StartMock) -> None:
@@ -117,9 +140,36 @@ def test_warm_up_is_sent_but_not_counted(start_mock: StartMock) -> None:
         run(start_mock(*FAST), 1, warmup=1, budgets="1.5")
 
 
-def test_request_too_many_fails_without_being_sent(start_mock: StartMock) -> None:
-    records = run(start_mock(*TIMED), 4, max_in_flight=3, output_tokens=2).records
-    assert [one.error for one in records if one.error] == ["not sent: 3 requests are unanswered"]
+def test_request_too_many_fails_without_being_sent() -> None:
+    class Busy(VirtualServer):
+        """Before a request is answered, the next one is due."""
+
+        def stream(self, *_: Any) -> None:
+            generator.send(generator.in_flight, 0.0)
+
+    server: Any = Busy(build_app(MOCK))
+    settings = SETTINGS.model_copy(update={"max_in_flight": 3})
+    generator = Generator(settings, "http://virtual", clock=server.clock, client=server)
+    generator.prepare()
+    generator.send(0, 0.0)
+    assert generator.records[0].error == "not sent: 3 requests are unanswered"
+    assert len(generator.records) == 4
+
+
+def test_request_whose_user_is_killed_is_cut_and_no_failure() -> None:
+    class Killed(VirtualServer):
+        def stream(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    server: Any = Killed(build_app(MOCK))
+    generator = Generator(SETTINGS, "http://virtual", clock=server.clock, client=server)
+    generator.prepare()
+    with pytest.raises(KeyboardInterrupt):
+        generator.send(0, 0.0)
+    (record,) = generator.records
+    assert record.cut
+    assert record.error is None
+    assert generator.in_flight == 0
 
 
 def test_server_that_is_not_there_is_an_error_not_a_hang() -> None:

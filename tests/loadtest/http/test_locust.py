@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.http.records import ALL, percentile, read_runs, summarise
+from loadtest.http.records import Record, read_runs, summarise
 from tests.loadtest.conftest import BROKEN, ONE_PLACE, ROOT, TIMED, StartMock
 
 
@@ -20,6 +20,7 @@ def locust(url: str, *options: str, **environment: str) -> subprocess.CompletedP
     command = [sys.executable, "-m", "locust", "-f", "loadtest/http/locustfile.py", "--headless"]
     return subprocess.run(
         [*command, "--host", url, "--json", *options],
+        check=False,
         cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,
@@ -33,6 +34,13 @@ def entries(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     # The last list: workers print theirs too, which are empty.
     start = done.stdout.rindex("\n[\n    {")
     return {row["name"]: row for row in json.JSONDecoder().raw_decode(done.stdout, start + 1)[0]}
+
+
+def overlap(records: list[Record]) -> int:
+    """How many requests were unanswered at most."""
+    return max(
+        (sum(one.at <= other.at < one.end for one in records) for other in records), default=0
+    )
 
 
 def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(
@@ -53,16 +61,19 @@ def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(
         "/v1/completions[kv=0.2]": 8, "ttft[kv=0.2]": 8, "itl[kv=0.2]": 8 * 19, "tok/s[kv=0.2]": 8,
         "/v1/completions[kv=1]": 4, "ttft[kv=1]": 4, "itl[kv=1]": 4 * 19, "tok/s[kv=1]": 4,
     }  # fmt: skip
-    mean = rows["ttft[kv=1]"]["total_response_time"] / 4
-    assert 148 < mean < 250
     (run,) = read_runs(file)
-    assert run.about["settings"]["prompt_tokens"] == 300
-    assert "api_key" not in run.about["settings"]
+    assert run.description["settings"]["prompt_tokens"] == 300
+    assert "api_key" not in run.description["settings"]
     assert len(run.records) == 12
-    got = summarise(run.records)
-    # Three rounds of four users.
-    assert 12 * 20 / got[ALL].tok_per_s == pytest.approx(3 * (0.15 + 19 * 0.02), rel=0.2)
-    assert percentile(got["kv=0.2"].samples["itl"], 0.5) == pytest.approx(0.02, rel=0.2)
+    # Locust's table and the file have the same times, and the server is never early.
+    for label, summary in summarise(run.records).items():
+        if label in ("kv=1", "kv=0.2"):
+            total = 1000 * sum(summary.samples["ttft"])
+            assert rows[f"ttft[{label}]"]["total_response_time"] == pytest.approx(total, rel=1e-3)
+            assert min(summary.samples["ttft"]) > 0.149
+            assert min(summary.samples["latency"]) > 0.149 + 19 * 0.02
+    # No user has two requests at once.
+    assert overlap(run.records) == 4
     report = file.with_suffix(".md").read_text()
     assert "| kv=0.2 | 8 | 0 |" in report
     assert file.with_suffix(".png").stat().st_size > 10_000
@@ -71,38 +82,35 @@ def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(
 def test_open_loop_keeps_its_rate_whatever_the_server_does(
     start_mock: StartMock, tmp_path: Path
 ) -> None:
-    """One place of 0.53 s takes two requests per second; twelve per second come all the same."""
+    """One place of 0.53 s takes two requests per second; twelve per second come all the same.
+
+    The test ends with its last request, not with a time: a busy machine gets as many.
+    """
     file = tmp_path / "run.jsonl"
     done = locust(
-        start_mock(*ONE_PLACE), "-u", "3", "-r", "100", "-t", "3",
+        start_mock(*ONE_PLACE), "-u", "3", "-r", "100", "--requests", "10",
         "--arrival", "open", "--rate", "4", "--output-tokens", "20", "--warmup", "0",
         "--jsonl", str(file),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (run,) = read_runs(file)
-    # 36 are expected, with a standard deviation of 6.
-    assert 12 < len(run.records) < 70
-    whole = [record for record in run.records if record.whole]
-    assert 2 <= len(whole) <= 6
-    assert all(record.cut for record in run.records if not record.whole)
-    waits = [record.ttft for record in sorted(whole, key=lambda record: record.at)]
-    assert waits == sorted(waits)
+    assert len(run.records) == 10
+    assert all(record.whole for record in run.records)
+    # Of a closed loop with three users no more than three wait at a time.
+    assert overlap(run.records) > 3
 
 
 def test_stages_ramp_the_users(start_mock: StartMock, tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     done = locust(
-        start_mock(*TIMED), "--stages", "1s:1,0s:6,2s:6",
+        start_mock(*TIMED), "--stages", "1s:1,0s:6,60s:6", "--requests", "30",
         "--output-tokens", "8", "--warmup", "0", "--jsonl", str(file),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (run,) = read_runs(file)
 
-    def running(moment: float) -> int:
-        return sum(record.at <= moment < record.end for record in run.records)
-
-    assert running(0.5) <= 1
-    assert max(running(1.2 + i / 20) for i in range(30)) == 6
+    assert overlap([record for record in run.records if record.end < 0.9]) <= 1
+    assert overlap(run.records) == 6
 
 
 def test_failures_are_locusts_exit_code(start_mock: StartMock) -> None:
@@ -114,17 +122,17 @@ def test_failures_are_locusts_exit_code(start_mock: StartMock) -> None:
 def test_workers_send_all_they_have_measured(start_mock: StartMock, tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     done = locust(
-        start_mock(*TIMED), "-u", "4", "-r", "40", "-t", "1", "--processes", "2",
-        "--stop-timeout", "5", "--output-tokens", "40", "--warmup", "0", "--jsonl", str(file),
+        start_mock(*TIMED), "-u", "4", "-r", "40", "-t", "3", "--processes", "2",
+        "--stop-timeout", "30", "--output-tokens", "10", "--warmup", "0", "--jsonl", str(file),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (run,) = read_runs(file)
-    assert run.about["model"] == "mock"
+    assert run.description["model"] == "mock"
     assert all(record.whole for record in run.records)
     (count,) = (
         row["num_requests"] for name, row in entries(done).items() if name.startswith("/v1")
     )
-    assert len(run.records) == count >= 4
+    assert len(run.records) == count
     # Each worker has prompts of its own.
     assert len({record.prompt_tokens for record in run.records}) > 2
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from tests.loadtest.conftest import FAST, TIMED, StartMock
+from loadtest.http.mock_server import MockSettings, build_app
+from tests.loadtest.conftest import FAST, StartMock
+from tests.loadtest.http.virtual_time import VirtualServer
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,12 @@ def test_answer_usage_and_report(client: openai.OpenAI, chat: bool, stream: bool
         answer = client.completions.create(prompt=[7] * 600, **options)
     chunks = list(answer) if stream else [answer]
     choices = [choice for chunk in chunks for choice in chunk.choices]
-    said = [
+    texts = [
         ((choice.delta if stream else choice.message).content if chat else choice.text) or ""
         for choice in choices
     ]
-    assert len("".join(said).split()) == 10
-    assert "日本" in "".join(said)
+    assert len("".join(texts).split()) == 10
+    assert "日本" in "".join(texts)
     assert choices[-1].finish_reason == "length"
     assert chunks[-1].usage.completion_tokens == 10
     report = chunks[-1].kv_cache
@@ -73,9 +74,12 @@ def test_unknown_model_is_a_404(client: openai.OpenAI) -> None:
         client.completions.create(model="other", prompt="x")
 
 
-def test_keep_alives_are_sent_until_the_first_token(start_mock: StartMock) -> None:
+def test_keep_alives_are_sent_until_the_first_token() -> None:
+    chunks: list[bytes] = []
+    server = VirtualServer(build_app(MockSettings(ttft_ms=150, keep_alive_ms=40)))
     body = {"prompt": "x", "stream": True, "max_tokens": 2}
-    text = httpx.post(f"{start_mock(*TIMED)}/v1/completions", json=body).text
-    comments, _, rest = text.partition("data:")
-    assert comments.count(": keep-alive\n\n") >= 2
-    assert "keep-alive" not in rest
+    server.stream("/v1/completions", body, chunks.append)
+    comments, _, rest = b"".join(chunks).partition(b"data:")
+    # At 40, 80 and 120 ms.
+    assert comments.count(b": keep-alive\n\n") == 3
+    assert b"keep-alive" not in rest

@@ -3,29 +3,16 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from loadtest.http.records import ALL, Record, Run, percentile, read_runs, summarise, write_runs
+from loadtest.http.records import ALL, Record, Run, read_runs, summarise, write_runs
 
 
 def record(label: str = "kv=0.2", at: float = 0.0, **changes: object) -> Record:
     values = {"ttft": 0.5, "latency": 2.5, "gaps_ms": [1000.0, 1000.0], "output_tokens": 3}
     return Record(label, at, **(values | changes))  # type: ignore[arg-type]
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.floats(0, 1))
-def test_percentile_equals_numpys(values: list[float], share: float) -> None:
-    assert percentile(values, share) == pytest.approx(np.percentile(values, 100 * share), abs=1e-6)
-
-
-def test_percentile_of_nothing_is_not_a_number() -> None:
-    assert math.isnan(percentile([], 0.5))
 
 
 def test_speed_of_a_budget_is_its_share_of_the_whole_run() -> None:

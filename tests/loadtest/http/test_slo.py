@@ -37,13 +37,13 @@ RECORDS = [
     ],
 )
 def test_objective(text: str, met: bool) -> None:
-    (verdict,) = check(parse_slo(text), summarise(RECORDS))
-    assert verdict.met is met
+    (result,) = check(parse_slo(text), summarise(RECORDS))
+    assert result.met is met
 
 
 def test_run_without_requests_meets_nothing() -> None:
     text = "ttft_p50=1,error_rate=1,tok_per_s=0"
-    assert [verdict.met for verdict in check(parse_slo(text), summarise([]))] == [False] * 3
+    assert [result.met for result in check(parse_slo(text), summarise([]))] == [False] * 3
 
 
 def test_several_objectives_and_how_they_are_shown() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from h2o_vllm.config import POLICIES
-from loadtest.quality.asks import Answer, Model, Tag, Task
+from loadtest.common.results import append_rows
+from loadtest.quality.generation import GenerationOutput, Model, Tag, Task
 from loadtest.quality.lines import parse_line, points
 from loadtest.quality.measures import MEASURES
-from loadtest.quality.rows import Writer, latest, read_rows
-from loadtest.quality.runner import plan, token_cost
+from loadtest.quality.rows import latest, read_rows
+from loadtest.quality.runner import plan
 from loadtest.quality.sizes import Sizes
 
 SIZES = Sizes(
@@ -26,8 +27,8 @@ class Words(Model):
 
     def __init__(self) -> None:
         self.forces = True
-        self.about = {"model": "words", "kv_min_tokens": 1}
-        self.asked: list[Task[Any]] = []
+        self.description = {"model": "words", "kv_min_tokens": 1}
+        self.requests: list[Task[Any]] = []
 
     def count(self, text: str) -> int:
         return len(text.split())
@@ -35,13 +36,15 @@ class Words(Model):
     def encode(self, text: str) -> list[int]:
         return [zlib.crc32(word.encode()) % 1000 for word in text.split()]
 
-    def run(self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, Answer], None]) -> None:
+    def run(
+        self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, GenerationOutput], None]
+    ) -> None:
         for task in tasks:
-            self.asked.append(task)
+            self.requests.append(task)
             loss = 0.0 if task.fields["kv_policy"] == "full" else 1 - task.fields["kv_budget"]
             loss *= {"random": 3.0, "window": 2.0}.get(task.fields["kv_policy"], 1.0)
-            steps = tuple({token: -1.0 - loss, -1: -2.0} for token in task.ask.forced)
-            done(task.tag, Answer("a b c", 3, True, 1 - loss / 3, steps))
+            steps = tuple({token: -1.0 - loss, -1: -2.0} for token in task.request.forced)
+            done(task.tag, GenerationOutput("a b c", 3, True, 1 - loss / 3, steps))
 
 
 def run(path: Path, model: Words, lines: list[str], budgets: tuple[float, ...]) -> None:
@@ -51,10 +54,8 @@ def run(path: Path, model: Words, lines: list[str], budgets: tuple[float, ...]) 
     _, rows = read_rows([path] if path.exists() else [])
     known = latest(rows)
     wanted = points([parse_line(line, POLICIES) for line in lines], budgets)
-    writer = Writer(path)
-    writer.run({"command": "c", "settings": {"model": "words"}})
-    changed = plan(wanted, samples, measures, token_cost(model), known).run(
-        model, writer.row, known
+    append_rows(path, [{"kind": "run", "command": "c", "settings": {"model": "words"}}])
+    changed = plan(wanted, samples, measures, known).run(
+        model, lambda row: append_rows(path, [row.to_json()]), known
     )
-    writer.close()
     assert not changed

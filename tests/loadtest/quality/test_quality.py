@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from h2o_vllm.config import POLICIES
-from loadtest.quality.asks import Ask
+from loadtest.quality.generation import GenerationRequest
 from loadtest.quality.lines import FULL, Line, Point, default_lines, parse_line, points
 from loadtest.quality.measures import MEASURES, Sample
 from loadtest.quality.rows import Row, latest, read_rows
-from loadtest.quality.runner import plan, token_cost
-from loadtest.quality.settings import arguments, command, sizes_of
+from loadtest.quality.runner import plan
+from loadtest.quality.settings import parse_arguments, sizes_of
 from loadtest.quality.sizes import QUICK, Sizes
 from tests.loadtest.quality.quality_words import SIZES, Words, run
 
@@ -61,10 +61,10 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     _, rows = read_rows([cut])
     assert latest(rows).keys() == latest(read_rows([whole])[1]).keys()
     assert len(rows) == len(latest(rows)), "nothing twice"
-    assert len(model.asked) < len(lines) - 1, "what was there was not asked again"
+    assert len(model.requests) < len(lines) - 1, "what was there was not asked again"
     model = Words()
     run(cut, model, ["h2o", "window"], (0.2,))
-    assert not model.asked, "nothing was left"
+    assert not model.requests, "nothing was left"
 
 
 def test_answers_to_compare_with_are_generated_again_where_something_is_left(
@@ -74,7 +74,7 @@ def test_answers_to_compare_with_are_generated_again_where_something_is_left(
     run(path, Words(), ["h2o"], (0.2,))
     model = Words()
     run(path, model, ["h2o", "window"], (0.2,))
-    policies = [task.fields["kv_policy"] for task in model.asked]
+    policies = [task.fields["kv_policy"] for task in model.requests]
     assert policies == ["full"] * 17 + ["window"] * 17
 
 
@@ -89,8 +89,8 @@ def test_full_kv_that_changed_is_noticed(tmp_path: Path) -> None:
         if key[0] != "h2o"
     }
     wanted = points([parse_line("h2o", POLICIES)], (0.2,))
-    todo = plan(wanted, samples, measures, token_cost(Words()), known)
-    assert todo.run(Words(), lambda row: None, known) == 3 * 5
+    todo = plan(wanted, samples, measures, known)
+    assert todo.run(Words(), lambda _: None, known) == 3 * 5
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_become_sizes() -> None:
-    args = arguments(["--samples", "xsum=7", "forced=2", "--long-tokens", "99"])
+    args = parse_arguments(["--samples", "xsum=7", "forced=2", "--long-tokens", "99"])
     sizes = sizes_of(args)
     assert (sizes.xsum, sizes.forced, sizes.long_tokens) == (7, 2, 99)
     assert sizes.retrieval == Sizes().retrieval
-    assert sizes_of(arguments(["--quick"])) == QUICK
+    assert sizes_of(parse_arguments(["--quick"])) == QUICK
 
 
 @pytest.mark.parametrize(
@@ -113,29 +113,14 @@ def test_options_become_sizes() -> None:
 )
 def test_options_that_cannot_be_are_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit):
-        arguments(argv)
-
-
-def test_the_command_names_no_path_and_no_server() -> None:
-    argv = [
-        "--xsum",
-        "/data/x.jsonl",
-        "--url",
-        "http://10.0.0.1:8000",
-        "--api-key=s",
-        "--budgets",
-        "0.2",
-    ]
-    assert command(argv) == (
-        "python -m loadtest.quality --xsum x.jsonl --url URL --api-key=KEY --budgets 0.2"
-    )
+        parse_arguments(argv)
 
 
 def test_a_sample_is_asked_alike_of_every_policy(tmp_path: Path) -> None:
     model = Words()
     run(tmp_path / "rows.jsonl", model, ["h2o", "window", "random"], (0.2, 0.1))
-    asks: dict[str, set[Ask]] = {}
-    for task in model.asked:
+    requests: dict[str, set[GenerationRequest]] = {}
+    for task in model.requests:
         sample: Sample = task.tag.sample
-        asks.setdefault(sample.name, set()).add(task.ask)
-    assert all(len(some) == 1 for some in asks.values())
+        requests.setdefault(sample.name, set()).add(task.request)
+    assert all(len(some) == 1 for some in requests.values())

@@ -51,13 +51,13 @@ def test_full_kv_finds_a_text_as_likely_as_transformers_does(rows: dict[Key, Row
     encode = SimpleNamespace(encode=lambda text: tokenizer.encode(text, verbose=False))
     model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32)
     for sample in forced_samples(cast(Any, encode), QUICK):
-        ids = torch.tensor([[*sample.ask.prompt, *sample.ask.forced]])
+        ids = torch.tensor([[*sample.request.prompt, *sample.request.forced]])
         with torch.inference_mode():
             logprobs = model(ids).logits[0].log_softmax(-1)
-        start = len(sample.ask.prompt)
-        said = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])
+        start = len(sample.request.prompt)
+        forced = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])
         found = rows["full", 1.0, "nll", sample.name].values["nll"]
-        assert found == pytest.approx(-said.mean().item(), rel=1e-4)
+        assert found == pytest.approx(-forced.mean().item(), rel=1e-4)
 
 
 def test_full_kv_once_more_loses_nothing(rows: dict[Key, Row]) -> None:

@@ -3,52 +3,17 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest.quality import bootstrap
+from loadtest.common.statistics import Estimate
 from loadtest.quality.figures import Figures, better_on
 from loadtest.quality.measures import MEASURES
 from loadtest.quality.rows import read_rows
 from loadtest.quality.tables import cell, checks, markdown
 from tests.loadtest.quality.quality_words import Words, run
-
-
-def test_an_interval_holds_its_value_and_narrows_with_samples() -> None:
-    few, many = bootstrap.mean([1.0, 2.0, 3.0, 6.0]), bootstrap.mean([1.0, 2.0, 3.0, 6.0] * 25)
-    assert few.value == many.value == 3.0
-    assert few.low < many.low < 3.0 < many.high < few.high
-    assert (few.samples, many.samples) == (4, 100)
-
-
-def test_an_interval_is_the_same_every_time() -> None:
-    assert bootstrap.mean([1.0, 2.0, 5.0]) == bootstrap.mean([1.0, 2.0, 5.0])
-
-
-def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    import numpy as np
-
-    source = np.random.default_rng(0)
-    figures = [bootstrap.mean(source.normal(size=40).tolist()) for _ in range(100)]
-    assert 86 <= sum(one.low <= 0 <= one.high for one in figures) <= 100
-
-
-def test_pairs_are_drawn_together() -> None:
-    # Samples differ by hundreds; the sides differ by 1 % everywhere, which unpaired draws would not see.
-    base = [1.0, 10.0, 100.0, 500.0]
-    found = bootstrap.ratio([1.01 * value for value in base], base)
-    assert found[:3] == pytest.approx((1.01, 1.01, 1.01))
-    found = bootstrap.difference([value + 2 for value in base], base)
-    assert found[:3] == pytest.approx((2, 2, 2))
-
-
-def test_nothing_over_nothing_is_no_ratio() -> None:
-    assert math.isnan(bootstrap.ratio([1.0], [0.0]).value)
-    with pytest.raises(ValueError, match="2 values against 1"):
-        bootstrap.ratio([1.0, 2.0], [1.0])
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +58,8 @@ def test_the_report_has_a_table_per_metric_and_every_policy(measured: Any) -> No
 
 
 def test_a_cell_shows_the_interval() -> None:
-    assert cell(bootstrap.Figure(2.14, 1.0, 3.2, 8), 1) == "2.1 (1.0 to 3.2)"
-    assert cell(bootstrap.Figure(2.0, 2.0, 2.0, 8), 0) == "2"
+    assert cell(Estimate(2.14, 1.0, 3.2, 8), 1) == "2.1 (1.0 to 3.2)"
+    assert cell(Estimate(2.0, 2.0, 2.0, 8), 0) == "2"
     assert cell(None, 1) == ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.quality.asks import Answer
+from loadtest.quality.generation import GenerationOutput
 from loadtest.quality.measures import MEASURES
 from loadtest.quality.measures.drift import agree, divergence
 from loadtest.quality.measures.long import common_prefix, distinct, longest_repeat
@@ -80,8 +80,8 @@ def test_there_is_enough_text_of_several_kinds() -> None:
 def test_forced_texts_are_cut_into_prompt_and_continuation() -> None:
     nll = MEASURES["nll"].samples(Words(), SIZES)
     assert len(nll) == 3
-    assert {len(sample.ask.prompt) for sample in nll} == {40}
-    assert {len(sample.ask.forced) for sample in nll} == {8}
+    assert {len(sample.request.prompt) for sample in nll} == {40}
+    assert {len(sample.request.forced) for sample in nll} == {8}
     assert nll == MEASURES["drift"].samples(Words(), SIZES), "one generation for both"
     with pytest.raises(ValueError, match="texts of"):
         MEASURES["nll"].samples(Words(), Sizes(forced=3, prompt_tokens=10**6))
@@ -106,17 +106,23 @@ def test_facts_are_asked_for_in_three_ways_in_the_same_text() -> None:
     samples = MEASURES["retrieval"].samples(model, SIZES)
     assert len({sample.name for sample in samples}) == len(samples) == 12
     before, end, later = samples[:3]
-    assert [sample.about["way"] for sample in samples[:3]] == ["before", "end", "later"]
+    assert [sample.description["way"] for sample in samples[:3]] == ["before", "end", "later"]
     assert before.secret == end.secret == later.secret
-    assert isinstance(end.ask.prompt, str)
-    assert str(end.ask.prompt).count(end.secret) == 1
-    assert str(before.ask.prompt).count("What is the secret code of the ") == 2
-    assert str(end.ask.prompt).count("What is the secret code of the ") == 1
-    assert [*later.ask.prompt, *later.ask.forced] == model.encode(end.ask.prompt), "the same tokens"
-    assert samples[3].ask.prompt.count("The secret code of the ") == 3, "two facts and the answer"
+    assert isinstance(end.request.prompt, str)
+    assert str(end.request.prompt).count(end.secret) == 1
+    assert str(before.request.prompt).count("What is the secret code of the ") == 2
+    assert str(end.request.prompt).count("What is the secret code of the ") == 1
+    assert [*later.request.prompt, *later.request.forced] == model.encode(end.request.prompt), (
+        "the same tokens"
+    )
+    assert samples[3].request.prompt.count("The secret code of the ") == 3, (
+        "two facts and the answer"
+    )
     # The next depth, with other filler.
-    assert samples[6].about["depth"] != samples[0].about["depth"]
-    found = MEASURES["retrieval"].values(end, Answer(f" {end.secret}.", 5, True, 1.0), None)  # type: ignore[arg-type]
+    assert samples[6].description["depth"] != samples[0].description["depth"]
+    found = MEASURES["retrieval"].values(
+        end, GenerationOutput(f" {end.secret}.", 5, True, 1.0), None
+    )  # type: ignore[arg-type]
     assert found == {"end": 1.0, "needle": 1.0}
 
 
@@ -124,7 +130,7 @@ def test_a_server_is_not_asked_to_force_tokens() -> None:
     model = Words()
     model.forces = False
     samples = MEASURES["retrieval"].samples(model, SIZES)
-    assert {sample.about["way"] for sample in samples} == {"before", "end"}
+    assert {sample.description["way"] for sample in samples} == {"before", "end"}
 
 
 def test_xsum_requests_are_read_and_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from loadtest.reliability.soak import BOUNDS, verdicts
+from loadtest.reliability.soak import BOUNDS, check_trends
 from loadtest.reliability.trend import Bound, judge, slope
 
 HOUR = [i / 1800 for i in range(1801)]
@@ -66,6 +66,6 @@ def test_first_quarter_is_not_judged() -> None:
         }
         for t in range(0, 120, 2)
     ]
-    assert all(verdict.flat for verdict in verdicts(rows))
+    assert all(verdict.flat for verdict in check_trends(rows))
     leaking = [row | {"fds": 90 + row["t"]} for row in rows]
-    assert [verdict.name for verdict in verdicts(leaking) if not verdict.flat] == ["fds"]
+    assert [verdict.name for verdict in check_trends(leaking) if not verdict.flat] == ["fds"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measure asks of a model, what the model answered, and who can be asked. Imports nothing of ours."""
+"""What a measure wants generated, what came back, and who can generate. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["TOP", "Answer", "Ask", "Model", "Task"]
+__all__ = ["TOP", "GenerationOutput", "GenerationRequest", "Model", "Tag", "Task"]
 
 TOP = 50
 """The most likely tokens that can be reported of each place."""
@@ -17,14 +17,14 @@ Tag = TypeVar("Tag")
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """One greedy generation.
 
     Attributes:
         prompt: text, or token ids where a measure has to know them.
         chat: whether ``prompt`` is a user's message, to be put into the model's chat template.
         max_tokens: how many tokens to generate at most, ``forced`` ones included.
-        forced: the first tokens of the output, whatever the model would have said.
+        forced: the first tokens of the output, whatever the model would have generated.
         stop: texts that end the output.
         ignore_eos: whether to go on to ``max_tokens`` in any case.
         logprobs: how many of the most likely tokens to report at each place.
@@ -40,7 +40,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GenerationOutput:
     """What came back.
 
     Attributes:
@@ -60,23 +60,23 @@ class Answer:
 
 @dataclass(frozen=True)
 class Task(Generic[Tag]):
-    """One ask under one policy and budget; ``tag`` is the caller's."""
+    """One request under one policy and budget; ``tag`` is the caller's."""
 
     tag: Tag
-    ask: Ask
+    request: GenerationRequest
     fields: dict[str, Any]
 
 
 class Model(ABC):
-    """A model that can be asked with budgets.
+    """A model that generates with budgets.
 
     Attributes:
         forces: whether it can force tokens and report log-probabilities.
-        about: what its answers have to be read with.
+        description: what its outputs have to be read with.
     """
 
     forces: bool
-    about: dict[str, Any]
+    description: dict[str, Any]
 
     @abstractmethod
     def count(self, text: str) -> int:
@@ -87,8 +87,10 @@ class Model(ABC):
         """Token ids of a text, without special ones. Only where :attr:`forces`."""
 
     @abstractmethod
-    def run(self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, Answer], None]) -> None:
-        """Answer all, many at a time; each is handed to ``done`` when it is there, in any order."""
+    def run(
+        self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, GenerationOutput], None]
+    ) -> None:
+        """GenerationOutput all, many at a time; each is handed to ``done`` when it is there, in any order."""
 
     def close(self) -> None:
         """Let go of what it holds."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine and the workloads of its setting, in a process of its own. Started by ``loadtest.engine.bench``.
+"""One engine and the workloads of its setting, in a process of its own. Started by :mod:`.bench`.
 
-Reads ``{"setting", "variant", "model"}`` as one line of JSON on stdin, then a workload's name per line.
-Writes one line of JSON on stdout when the engine is up, and one per workload. Ends with its input.
+Reads ``{"device", "setting", "variant", "model", "scale"}`` as one line of JSON, then a workload's name
+per line. Writes one line of JSON on stdout when the engine is up, and one per workload. Ends with its input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from functools import partial
 from typing import Any
 
 import psutil
@@ -23,7 +22,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from h2o_vllm.plugin import engine_args
 from loadtest.common.child import answer
-from loadtest.engine.workloads import SETTINGS, WORKLOADS, Workload, engine_options, prompts
+from loadtest.common.statistics import percentile
+from loadtest.engine.workloads import SUITES, Workload
 
 
 class Recorder(StatLoggerBase):
@@ -31,16 +31,11 @@ class Recorder(StatLoggerBase):
 
     steps: list[dict[str, float]]
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         type(self).steps = []
 
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """One step."""
         if scheduler_stats is None:
             return
         step = {
@@ -67,9 +62,11 @@ class Memory(threading.Thread):
         self.peak = 0
 
     def restart(self) -> None:
+        """Forget the peak."""
         self.peak = 0
 
     def run(self) -> None:
+        """Look twice a second."""
         me = psutil.Process()
         while True:
             total = 0
@@ -82,7 +79,7 @@ class Memory(threading.Thread):
             time.sleep(0.5)
 
 
-class Engine:
+class MeasuredEngine:
     """An engine and the measuring of workloads on it.
 
     Args:
@@ -105,16 +102,16 @@ class Engine:
     def measure(self, workload: Workload, batch: list[list[int]]) -> dict[str, Any]:
         """Warm up, empty the prefix cache, run the prompts of ``batch`` once."""
         budgets = [workload.budgets[i % len(workload.budgets)] for i in range(len(batch))]
-        asked = [
+        fields = [
             None if budget is None or not self.ours else {"kv_budget": budget} for budget in budgets
         ]
         # Every code path once, with text that shares no prefix with the workload.
-        run(self.engine, [prompt[::-1][:2048] for prompt in batch[:4]], asked[:4], 32)
+        serve(self.engine, [prompt[::-1][:2048] for prompt in batch[:4]], fields[:4], 32)
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("requests of the warm-up are still running")
         self.memory.restart()
         num_blocks = self.engine.vllm_config.cache_config.num_gpu_blocks or 0
-        result = run(self.engine, batch, asked, workload.output_tokens)
+        result = serve(self.engine, batch, fields, workload.output_tokens)
         return {
             "workload": workload.name,
             **result,
@@ -125,17 +122,17 @@ class Engine:
         }
 
 
-def run(
-    engine: LLMEngine, batch: list[list[int]], asked: list[Any], output_tokens: int
+def serve(
+    engine: LLMEngine, batch: list[list[int]], fields: list[Any], output_tokens: int
 ) -> dict[str, Any]:
-    """All requests at once, to the end."""
+    """All requests at once, to the end; ``fields`` are their budgets."""
     arrivals: dict[str, list[float]] = defaultdict(list)
     tokens: dict[str, list[int]] = {}
     # Keeps the engine busy until all requests are there. Else the first batches, and with them the rounding
     # of bfloat16, would depend on when each request arrives.
     first = SamplingParams(max_tokens=1)
     engine.add_request("first", {"prompt_token_ids": batch[0][::-1][:1024]}, first)
-    for i, (prompt, extra) in enumerate(zip(batch, asked, strict=True)):
+    for i, (prompt, extra) in enumerate(zip(batch, fields, strict=True)):
         params = SamplingParams(
             temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra
         )
@@ -166,8 +163,8 @@ def run(
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+    """What rows keep of a latency."""
+    return {f"p{share}": percentile(values, share / 100) for share in (50, 90, 99)}
 
 
 def summary(steps: list[dict[str, float]], num_blocks: int) -> dict[str, Any]:
@@ -192,15 +189,16 @@ def summary(steps: list[dict[str, float]], num_blocks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    job = json.loads(sys.stdin.readline())
-    options = engine_options(SETTINGS[job["setting"]], job["variant"])
-    engine = Engine(job["model"], options, ours=job["variant"] == "h2o")
-    # Not through the tokenizer's length check: the text is longer than any model's context.
-    tokenize = partial(engine.engine.get_tokenizer().encode, verbose=False)
+    """Serve until the input ends."""
+    start = json.loads(sys.stdin.readline())
+    suite, scale = SUITES[start["device"]], start["scale"]
+    setting = suite.settings[start["setting"]].scaled(scale)
+    options = suite.engine_options(setting, start["variant"])
+    engine = MeasuredEngine(start["model"], options, ours=start["variant"] == "h2o")
     answer({"start_s": engine.start_s})
     for line in sys.stdin:
-        workload = WORKLOADS[line.strip()]
-        answer(engine.measure(workload, prompts(workload, tokenize)))
+        workload = suite.workloads[line.strip()].scaled(scale)
+        answer(engine.measure(workload, suite.prompts(workload, engine.engine)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hunt's crowd: requests with budgets, policies, lengths and beginnings at random."""
+"""Random requests: budgets, policies, lengths, shared prefixes, arrivals and aborts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from loadtest.common.tiny_model import VOCABULARY
 
-__all__ = ["CROWDS", "Ask", "Crowd", "make_asks"]
+__all__ = ["MIXES", "RequestMix", "TimedRequest", "make_requests"]
 
-FAMILIES = 6
+PREFIXES = 6
 """Prompts are beginnings of this many texts, so that many share their first blocks."""
 
 BUDGETS: tuple[dict[str, Any] | None, ...] = (
@@ -36,60 +36,61 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
 
 
 @dataclass(frozen=True)
-class Crowd:
+class RequestMix:
     """How long requests are: ``prompt`` and ``output`` tokens at most."""
 
     prompt: int
     output: int
 
 
-CROWDS = {"mixed": Crowd(200, 140), "growing": Crowd(64, 300)}
+MIXES = {"mixed": RequestMix(200, 140), "growing": RequestMix(64, 300)}
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request of the hunt.
+class TimedRequest:
+    """One request.
 
     Attributes:
+        budget: its ``extra_args``.
         arrives: the step before which it is sent.
         leaves: the step, counted from its arrival, after which its client is gone; never if ``None``.
         priority: low comes first, and is preempted last.
     """
 
     prompt: tuple[int, ...]
-    asked: dict[str, Any] | None
+    budget: dict[str, Any] | None
     max_tokens: int
     arrives: int
     leaves: int | None
     priority: int = 0
 
 
-def make_asks(chance: random.Random, count: int, crowd: Crowd) -> list[Ask]:
+def make_requests(rng: random.Random, count: int, mix: RequestMix) -> list[TimedRequest]:
     """``count`` requests, each about twice."""
-    longest = crowd.prompt
-    families = [[chance.randrange(VOCABULARY) for _ in range(longest)] for _ in range(FAMILIES)]
+    longest = mix.prompt
+    prefixes = [[rng.randrange(VOCABULARY) for _ in range(longest)] for _ in range(PREFIXES)]
     different = []
     for _ in range(-(-count // 2)):
-        family = chance.choice(families)
-        length = round(chance.triangular(1, longest, longest // 4))
-        own = [chance.randrange(VOCABULARY) for _ in range(chance.choice((0, 0, 1, 20)))]
+        prefix = rng.choice(prefixes)
+        length = round(rng.triangular(1, longest, longest // 4))
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 0, 1, 20)))]
         different.append(
-            Ask(
-                prompt=tuple([*family[:length], *own][:longest]),
-                asked=chance.choice(BUDGETS),
-                max_tokens=round(chance.triangular(1, crowd.output, 3 * crowd.output / 7)),
+            TimedRequest(
+                prompt=tuple([*prefix[:length], *own][:longest]),
+                budget=rng.choice(BUDGETS),
+                max_tokens=round(rng.triangular(1, mix.output, 3 * mix.output / 7)),
                 arrives=0,
                 leaves=None,
             )
         )
-    asks = different + different[: count - len(different)]
-    chance.shuffle(asks)
+    requests = different + different[: count - len(different)]
+    rng.shuffle(requests)
     return [
         dataclasses.replace(
-            ask,
-            arrives=chance.randrange(20),
-            leaves=chance.randrange(120) if chance.random() < 0.15 else None,
-            priority=chance.randrange(3),
+            request,
+            arrives=rng.randrange(20),
+            leaves=rng.randrange(120) if rng.random() < 0.15 else None,
+            priority=rng.randrange(3),
         )
-        for ask in asks
+        for request in requests
     ]

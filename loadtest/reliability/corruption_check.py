@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine in this process in which every request must generate what it generates alone.
+
+Float32, asynchronous scheduling, chunked prompts, prefix caching, and a pool so small that requests keep
+preempting each other. Freed blocks are poisoned (see :mod:`.poison`), and the pool's books are checked after
+every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.reliability.exact_linear import exact_linear_layers
+from loadtest.reliability.planted_bugs import replaced
+from loadtest.reliability.request_mix import TimedRequest
+
+__all__ = ["CorruptionCheck", "Result"]
+
+BLOCK_SIZE = 16
+FLOOR = 32
+CHUNK = 256
+TIE = 1e-3
+"""Nats between what a request generated and what it generates alone, below which neither is wrong."""
+
+
+@dataclass
+class Result:
+    """What a round was and what it found. ``wrong`` must be empty, ``ties`` few.
+
+    ``both``: how often a request was preempted in the very step that had already evicted from it.
+    """
+
+    requests: int = 0
+    aborted: int = 0
+    steps: int = 0
+    tokens: int = 0
+    running_max: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    both: int = 0
+    cached_tokens: int = 0
+    poisoned_blocks: int = 0
+    seconds: float = 0.0
+    ties: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+
+
+class CorruptionCheck:
+    """An engine of its own, its poison, and what its requests generate alone.
+
+    Attributes:
+        worker: the engine's, for bugs to be planted in.
+    """
+
+    def __init__(self, model: str, num_blocks: int) -> None:
+        self._engine: Any = _start_engine(model, num_blocks)
+        from loadtest.reliability.poison import Poison
+
+        core = self._engine.engine_core.engine_core
+        assert core.batch_queue is not None, "asynchronous scheduling is not on"
+        self._scheduler = core.scheduler
+        self.worker = self._engine.model_executor.driver_worker.worker
+        self._poison = Poison(self._scheduler, self.worker)
+        self._alone: dict[tuple[Any, ...], list[int]] = {}
+        self._number = 0
+
+    def run_alone(self, requests: Sequence[TimedRequest]) -> None:
+        """Generate each by itself, in an empty engine with an empty prefix cache."""
+        for request in requests:
+            key = _key(request)
+            if key not in self._alone:
+                alone = dataclasses.replace(request, arrives=0, leaves=None)
+                self._alone[key] = self._run([alone], Result())[0]
+                assert self._scheduler.reset_prefix_cache()
+
+    def compare_batched(
+        self, requests: Sequence[TimedRequest], *, find_ties: bool = True
+    ) -> Result:
+        """Generate all at once, and compare; :meth:`run_alone` must have had them before.
+
+        ``find_ties`` tells ties from what is wrong, for which a request has to run alone once more.
+        """
+        started, result = time.monotonic(), Result(requests=len(requests))
+        poisoned = self._poison.count
+        with self._counting(result):
+            outputs = self._run(requests, result)
+        result.poisoned_blocks = self._poison.count - poisoned
+        result.seconds = round(time.monotonic() - started, 1)
+        assert self._scheduler.reset_prefix_cache()
+        for number, (request, tokens) in enumerate(zip(requests, outputs, strict=True)):
+            self._compare(number, request, tokens, result, find_ties=find_ties)
+        return result
+
+    def _compare(
+        self,
+        number: int,
+        request: TimedRequest,
+        tokens: list[int],
+        result: Result,
+        *,
+        find_ties: bool,
+    ) -> None:
+        expected = self._alone[_key(request)]
+        result.tokens += len(tokens)
+        if request.leaves is not None and len(tokens) != len(expected):
+            result.aborted += 1
+            expected = expected[: len(tokens)]
+        if tokens == expected:
+            return
+        pairs = zip(tokens, expected, strict=False)
+        first = next((i for i, (own, alone) in enumerate(pairs) if own != alone), None)
+        margin = math.inf
+        if find_ties and first is not None:
+            margin = self._margin(request, first, tokens[first])
+        if margin < TIE:
+            result.ties += 1
+            return
+        result.wrong.append(
+            f"request {number}: {len(request.prompt)} + {request.max_tokens} tokens, {request.budget}, "
+            f"token {first} of {len(tokens)} is less likely than the right one by {margin:.3g}"
+        )
+
+    def _margin(self, request: TimedRequest, place: int, token: int) -> float:
+        """How much likelier, alone, what is generated there is than ``token``, in nats."""
+        self._number += 1
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        self._engine.add_request(f"{self._number}", prompt, _params(request, logprobs=20))
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                entries = output.outputs[0].logprobs
+        assert self._scheduler.reset_prefix_cache()
+        likely = {number: entry.logprob for number, entry in entries[place].items()}
+        # Among the twenty likeliest, or far off. NaN is what nothing is likelier than.
+        margin = max(likely.values()) - likely.get(token, -math.inf)
+        return math.inf if math.isnan(margin) else margin
+
+    def _run(self, requests: Sequence[TimedRequest], result: Result) -> list[list[int]]:
+        names = {}
+        for index in range(len(requests)):
+            self._number += 1
+            names[f"{self._number}"] = index
+        outputs: list[list[int]] = [[] for _ in requests]
+        waiting = sorted(names, key=lambda name: requests[names[name]].arrives)
+        leaving: dict[str, int] = {}
+        step = 0
+        while waiting or self._engine.has_unfinished_requests():
+            while waiting and requests[names[waiting[0]]].arrives <= step:
+                name = waiting.pop(0)
+                request = requests[names[name]]
+                prompt = {"prompt_token_ids": list(request.prompt)}
+                params = _params(request)
+                self._engine.add_request(name, prompt, params, priority=request.priority)
+                if request.leaves is not None:
+                    leaving[name] = step + request.leaves
+            for output in self._engine.step():
+                outputs[names[output.request_id]] = list(output.outputs[0].token_ids)
+                if output.finished:
+                    leaving.pop(output.request_id, None)
+                    result.cached_tokens += output.num_cached_tokens or 0
+            for name in [name for name, when in leaving.items() if when <= step]:
+                self._engine.abort_request([name])
+                del leaving[name]
+            self._scheduler.blocks.check_integrity()
+            result.running_max = max(result.running_max, len(self._scheduler.running))
+            step += 1
+        self._scheduler.blocks.check_integrity(idle=True)
+        result.steps += step
+        return outputs
+
+    @contextlib.contextmanager
+    def _counting(self, result: Result) -> Iterator[None]:
+        """Count preemptions and evictions that happen inside."""
+        scheduler = self._scheduler
+        preempt, take = scheduler._preempt_request, scheduler.blocks.take_evictions
+
+        def preempting(request: Any, *args: Any, **kwargs: Any) -> Any:
+            result.preemptions += 1
+            result.both += request.request_id in scheduler.blocks._evictions
+            return preempt(request, *args, **kwargs)
+
+        def taking() -> Any:
+            evictions = take()
+            result.evictions += len(evictions)
+            return evictions
+
+        with (
+            replaced(scheduler, "_preempt_request", preempting),
+            replaced(scheduler.blocks, "take_evictions", taking),
+        ):
+            yield
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.engine_core.shutdown()
+
+
+def _start_engine(model: str, num_blocks: int) -> Any:
+    # In one process: books, poison and planted bugs need both scheduler and worker at hand.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    exact_linear_layers()
+    from vllm import LLM
+
+    from h2o_vllm.plugin import engine_args
+    from loadtest.reliability.async_cpu import schedule_asynchronously
+
+    schedule_asynchronously()
+    args = engine_args(kv_min_tokens=FLOOR) | {
+        "block_size": BLOCK_SIZE,
+        "distributed_executor_backend": "uni",
+    }
+    return LLM(
+        model,
+        **args,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=256,
+        max_num_batched_tokens=CHUNK,
+        num_gpu_blocks_override=num_blocks,
+        kv_cache_memory_bytes=1 << 30,
+        seed=0,
+        # Whom it preempts may have had its turn in the same step, eviction included.
+        scheduling_policy="priority",
+    ).llm_engine
+
+
+def _key(request: TimedRequest) -> tuple[Any, ...]:
+    return request.prompt, json.dumps(request.budget), request.max_tokens
+
+
+def _params(request: TimedRequest, logprobs: int | None = None) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0,
+        ignore_eos=True,
+        max_tokens=request.max_tokens,
+        extra_args=request.budget,
+        logprobs=logprobs,
+        detokenize=False,
+    )

@@ -70,11 +70,9 @@ def test_killed_engine_core_ends_the_server_with_an_error(tiny: list[str], log: 
         server.kill()
 
 
-@pytest.mark.skipif(
-    os.environ.get("H2O_FAULTS") != "long",
-    reason="one more server; tests/engine/test_orphan.py checks the same without one",
-)
+@pytest.mark.long
 def test_killed_server_leaves_no_engine_behind(tiny: list[str], log: Path) -> None:
+    """One more server; ``tests/engine/test_orphan.py`` checks the same without one."""
     server = LiveServer(log, *tiny)
     try:
         server.wait_until_up()

@@ -17,7 +17,7 @@ from loadtest.http.generator import Generator
 from loadtest.http.options import LoadSettings
 from tests.server.live_server import KEY, MODEL, LiveServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 USAGE = "vllm:kv_cache_usage_perc"
 LONG = [1000 + 7 * i for i in range(1500)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers, and how their tests share the cores. ``bash tests/run --help`` says what each tier is for.
 
-A plain run takes what is marked neither ``slow`` nor ``long``, ``--full`` adds the slow, ``--long`` both. Whoever
-names files or tests, or gives ``-k``, gets those whatever their tier.
+A plain run takes what is marked neither ``slow`` nor ``long``, ``--full`` adds the slow, ``--long`` both.
+Whoever names files or tests, or gives ``-k``, gets those whatever their tier.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def files_of(folder: Path, by_themselves: Collection[str] = ()) -> pytest.MarkDecorator:
-    """Parametrizes ``paths`` with the test files of ``folder``: those that take long one by one, the rest at once.
+    """Parametrizes ``paths`` with the test files of ``folder``, the long ones one by one.
 
     Args:
         folder: where the tests are.

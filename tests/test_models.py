@@ -146,6 +146,7 @@ def test_command_reports_errors_without_a_traceback(tmp_path: Path) -> None:
         [sys.executable, "-m", "h2o_vllm.models"],
         capture_output=True,
         text=True,
+        check=False,
         env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
     )
     assert done.returncode == 1

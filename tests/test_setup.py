@@ -29,6 +29,7 @@ def bash(
         ["/bin/bash", "-c", f'set -euo pipefail; . "{root}/deploy/setup.sh"; {script}'],
         capture_output=True,
         text=True,
+        check=False,
         cwd=cwd or "/",
         env=os.environ | environment,
     )

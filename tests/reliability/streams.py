@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -86,7 +86,7 @@ class SilentClient:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
-    def __enter__(self) -> SilentClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -37,6 +37,9 @@ left_out: dict[str, set[str]] = {tier: set() for tier in HOW}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
+    group.addoption(
+        "--fast", action="store_true", help="the fast tier also of files that are named"
+    )
     group.addoption("--full", action="store_true", help="also what is marked slow")
     group.addoption("--long", action="store_true", help="also what is marked long; longer searches")
     group.addoption("--seed", type=int, default=7, help="where random searches begin (default: 7)")
@@ -105,6 +108,8 @@ def fast(request: pytest.FixtureRequest) -> bool:
 
 def _tiers(config: pytest.Config) -> set[str]:
     """What runs besides the fast tier."""
+    if config.option.fast:
+        return set()
     if config.option.long or config.option.keyword or any(map(_names_tests, config.args)):
         return {"slow", "long"}
     return {"slow"} if config.option.full else set()

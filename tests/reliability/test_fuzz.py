@@ -63,7 +63,7 @@ def send(app: FastAPI, request: Nonsense, chance: random.Random) -> tuple[int | 
     }  # fmt: skip
 
     async def exchange() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await app(scope, receive, remember)
 
     with contextlib.ExitStack() as stack:

@@ -41,7 +41,7 @@ def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def is_idle_again(server: LiveServer) -> None:
-    server.wait_for("vllm:num_requests_running", 0.0, seconds=90)
+    server.wait_for("vllm:num_requests_running", 0.0, seconds=300)
     server.wait_for("vllm:num_requests_waiting", 0.0)
     server.wait_for("vllm:kv_cache_usage_perc", 0.0)
 
@@ -172,9 +172,9 @@ def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
     with SilentClient(server, kv_budget=0.5, max_tokens=500):
         server.process.send_signal(signal.SIGTERM)
         for stream in streams:
-            stream.join(90)
+            stream.join(300)
             assert not stream.failed
             assert stream.report["tokens_seen"] == 200 + 500 - 1
         # The silent client does not keep it.
-        assert server.process.wait(timeout=90) == 0
-    assert server.members_after(seconds=5) == []
+        assert server.process.wait(timeout=300) == 0
+    assert server.members_after(seconds=60) == []

@@ -135,7 +135,7 @@ def test_a_prompt_is_scored_from_its_window_on() -> None:
     assert rows.scored_queries.tolist() == [0, 32, 1, 1, 1]
     assert rows.prompts.tolist() == [False, True, False, True, False]
     assert rows.decodes.tolist() == [False, False, True, False, True]
-    assert rows.forgetting.tolist() == [False, False, False, True, True]
+    assert rows.last_query_rows.tolist() == [False, False, False, True, True]
 
 
 def test_protected_tokens_are_found_in_every_chunk() -> None:

@@ -21,8 +21,8 @@ from tests.server.live_server import LiveServer
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SECONDS_TO_END = 120
-"""vLLM looks every 5 s whether its engine lives; then clients have 10 s to read what was said. On a busy machine
-that takes as long as it takes: what is promised is that it ends."""
+"""vLLM looks every 5 s whether its engine lives; then clients have 10 s to read what was said. On a busy
+machine that takes as long as it takes: what is promised is that it ends."""
 
 TWO_CORES = sorted(os.sched_getaffinity(0))[:2]
 

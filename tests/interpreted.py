@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test files for GPU code without a GPU: under Triton's interpreter, each in a process of its own.
+"""Test files for GPU code without a GPU: under Triton's interpreter, in processes of their own.
 
 Triton decides when it is first imported whether it interprets, for its own library as well, and torch or vLLM
 may have imported it long before. On a GPU the same code is tested in ``tests/gpu``.
@@ -11,6 +11,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,31 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def files_of(folder: Path) -> pytest.MarkDecorator:
-    """Parametrizes ``path`` with the test files of ``folder``."""
-    paths = sorted(folder.glob("test_*.py"))
-    return pytest.mark.parametrize("path", paths, ids=lambda path: path.name)
+def files_of(folder: Path, by_themselves: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Parametrizes ``paths`` with the test files of ``folder``, the long ones one by one.
+
+    Args:
+        folder: where the tests are.
+        by_themselves: names of files that get a process of their own.
+    """
+    files = sorted(folder.glob("test_*.py"))
+    missing = set(by_themselves) - {file.name for file in files}
+    assert not missing, f"no {missing} in {folder}"
+    groups = [[file] for file in files if file.name in by_themselves]
+    groups.append([file for file in files if file.name not in by_themselves])
+    return pytest.mark.parametrize("paths", groups, ids=[*sorted(by_themselves), "the-others"])
 
 
-def run_interpreted(path: Path) -> None:
-    """Run the tests of one file; fails as they do, with their output."""
+def run_interpreted(paths: Sequence[Path], *, fast: bool) -> None:
+    """Run the tests of some files; fails as they do, with their output.
+
+    Args:
+        paths: the files, of one folder.
+        fast: take only a part of their grids.
+    """
+    reduced = ["--reduced"] if fast else []
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *reduced, *paths],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=Path(__file__).parents[1],
         capture_output=True,

@@ -1,29 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may know whom (the direction rule), and what an import costs."""
+"""What an import costs. Who may know whom is import-linter's business: see pyproject.toml."""
 
-import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import h2o_vllm
 
-PACKAGE = Path(h2o_vllm.__file__).parent
-ROOT = PACKAGE.parent
-SOURCES = sorted(PACKAGE.rglob("*.py"))
-
-MAY_NAME_VLLM = (
-    "blocks/manager.py",
-    "blocks/spec.py",
-    "engine/",
-    "metrics/stat_logger.py",
-    "plugin.py",
-    "server/",
-)
+ROOT = Path(h2o_vllm.__file__).parents[1]
 HEAVY = {"torch", "vllm", "numba", "numpy", "transformers", "fastapi", "pydantic"}
 
 
@@ -34,15 +21,6 @@ def loaded_by(statement: str) -> set[str]:
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
     )
     return {name.partition(".")[0] for name in json.loads(out.stdout.splitlines()[-1])}
-
-
-def imported_names(path: Path) -> Iterator[str]:
-    """Every absolute module name that ``path`` imports, inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module
 
 
 @pytest.mark.parametrize(
@@ -62,21 +40,8 @@ def test_policy_and_kernels_work_without_vllm() -> None:
     loaded_by(blocked + "import h2o_vllm.policy, h2o_vllm.kernels.reference, h2o_vllm.blocks.plan")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_vllm_is_named_only_by_its_adaptors(path: Path) -> None:
-    name = path.relative_to(PACKAGE).as_posix()
-    if not name.startswith(MAY_NAME_VLLM):
-        assert "vllm" not in {module.partition(".")[0] for module in imported_names(path)}
-
-
 def test_every_export_exists() -> None:
     for name in h2o_vllm.__all__:
         assert getattr(h2o_vllm, name) is not None
     with pytest.raises(AttributeError, match="nonsense"):
         _ = h2o_vllm.nonsense
-
-
-def test_imports_point_only_downwards() -> None:
-    linter = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout

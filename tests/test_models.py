@@ -61,7 +61,7 @@ def test_converts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_two_starts_at_once_convert_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     starts = [start_conversion(tmp_path / "model", log, 0.5) for _ in range(3)]
-    results = [start.communicate(timeout=30) for start in starts]
+    results = [start.communicate(timeout=300) for start in starts]
     assert {out.strip() for out, _ in results} == {str(tmp_path / "model")}
     assert log.read_text() == "x"
     assert sum("waiting for it" in err for _, err in results) == 2
@@ -71,7 +71,7 @@ def test_killed_conversion_is_never_used(tmp_path: Path) -> None:
     directory, log = tmp_path / "model", tmp_path / "log"
     start = start_conversion(directory, log, 60)
     half_written = tmp_path / "model.part" / "first"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not half_written.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert half_written.exists()
@@ -146,6 +146,7 @@ def test_command_reports_errors_without_a_traceback(tmp_path: Path) -> None:
         [sys.executable, "-m", "h2o_vllm.models"],
         capture_output=True,
         text=True,
+        check=False,
         env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
     )
     assert done.returncode == 1

@@ -131,7 +131,9 @@ def serve(container: Container, extra: list[str]) -> None:
     process = subprocess.Popen(container.command(*entrypoint, *arguments))
     try:
         started = time.monotonic()
-        while subprocess.run(container.command(*check), stderr=subprocess.DEVNULL).returncode:
+        while subprocess.run(
+            container.command(*check), stderr=subprocess.DEVNULL, check=False
+        ).returncode:
             if process.poll() is not None or time.monotonic() - started > 300:
                 sys.exit("the server did not come up")
             time.sleep(2)

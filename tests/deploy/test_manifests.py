@@ -66,7 +66,7 @@ def run_tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[s
     tool = str(beside) if beside.exists() else shutil.which(name)
     if tool is None:
         pytest.skip(f"no {name}: it is in the extra 'test' where there is a build for this machine")
-    return subprocess.run([tool, *arguments], capture_output=True, text=True)
+    return subprocess.run([tool, *arguments], check=False, capture_output=True, text=True)
 
 
 def rendered(*values: str) -> subprocess.CompletedProcess[str]:
@@ -117,11 +117,6 @@ def arguments_in_examples() -> list[str]:
     return sorted(flag for flag in flags if flag.startswith("--"))
 
 
-def test_dockerfile_passes_hadolint() -> None:
-    done = run_tool("hadolint", "--failure-threshold", "info", ROOT / "Dockerfile")
-    assert done.returncode == 0, done.stdout
-
-
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_image_runs_the_server_as_somebody_else_than_root(target: str) -> None:
     instructions = dockerfile_targets()[target]
@@ -141,8 +136,12 @@ def test_dockerfile_copies_what_exists() -> None:
 
 
 def test_image_is_of_the_vllm_that_is_locked() -> None:
-    (image,) = re.findall(r"^ARG VLLM_IMAGE=\S+:v(\S+)$", (ROOT / "Dockerfile").read_text(), re.M)
-    (locked,) = re.findall(r"^vllm==(\S+)$", (DEPLOY / "locks" / "cuda.txt").read_text(), re.M)
+    (image,) = re.findall(
+        r"^ARG VLLM_IMAGE=\S+:v(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE
+    )
+    (locked,) = re.findall(
+        r"^vllm==(\S+)$", (DEPLOY / "locks" / "cuda.txt").read_text(), re.MULTILINE
+    )
     assert image == locked
 
 
@@ -173,11 +172,6 @@ def test_compose_file_has_three_profiles_and_what_they_need() -> None:
 def test_chart_is_of_this_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == h2o_vllm.__version__
-
-
-def test_chart_passes_helms_own_check() -> None:
-    done = run_tool("helm", "lint", "--strict", CHART)
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -226,7 +220,7 @@ def test_probes_leave_time_for_the_first_start() -> None:
     assert probe["httpGet"] == {"path": "/health", "port": "http"}
 
 
-@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yaml")), ids=lambda path: path.name)
-def test_every_yaml_file_parses(path: Path) -> None:
-    if "templates" not in path.parts:
-        assert list(yaml.safe_load_all(path.read_text()))
+def test_every_yaml_file_parses() -> None:
+    for path in DEPLOY.rglob("*.yaml"):
+        if "templates" not in path.parts:
+            assert list(yaml.safe_load_all(path.read_text())), path

@@ -24,7 +24,6 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboard.json"
 RULES = DEPLOY / "prometheus" / "rules.yaml"
 RULES_TEST = DEPLOY / "prometheus" / "rules_test.yaml"
-CONFIG = DEPLOY / "prometheus" / "prometheus.yaml"
 
 SUFFIXES = {
     "_counter_cls": ("_total",),
@@ -83,7 +82,7 @@ def promtool(*arguments: str | Path) -> None:
     tool = shutil.which("promtool")
     if tool is None:
         pytest.skip("no promtool: .ci/run unpacks it from Debian's package prometheus")
-    done = subprocess.run([tool, *arguments], capture_output=True, text=True)
+    done = subprocess.run([tool, *arguments], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -145,18 +144,6 @@ def test_panels_do_not_overlap() -> None:
     ]
     assert len(cells) == len(set(cells))
     assert all(x < 24 for x, _ in cells)
-
-
-def test_prometheus_accepts_its_configuration() -> None:
-    promtool("check", "config", CONFIG)
-
-
-def test_prometheus_accepts_the_rules() -> None:
-    promtool("check", "rules", "--lint=all", "--lint-fatal", RULES)
-
-
-def test_alerts_fire_when_they_should() -> None:
-    promtool("test", "rules", RULES_TEST)
 
 
 def test_prometheus_accepts_the_queries_of_the_dashboard(tmp_path: Path) -> None:

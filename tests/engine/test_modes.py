@@ -44,6 +44,7 @@ def budgets_held(results: list[dict[str, Any]], block_size: int) -> None:
     ],
     ids=["bf16-compiled", "bf16-block16"],
 )
+@pytest.mark.slow
 def test_budgets_hold_in_every_mode(
     model_dir: str,
     text_tokens: list[int],

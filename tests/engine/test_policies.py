@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every policy on the real engine: one row of the matrix each, the laws in the columns.
 
-``H2O_POLICIES=long`` adds preemptions, which take a minute.
+``--long`` adds preemptions, which take a minute.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
 from typing import Any
 
@@ -19,9 +18,8 @@ from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.reference_policies import PolicyModel, load
 from tests.engine.conftest import BLOCK_SIZE, FLOOR, NUM_BLOCKS, Engine, report_of, tokens_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-LONG = os.environ.get("H2O_POLICIES") == "long"
 MATRIX = POLICIES[:-1]
 OTHERS = ("h2o", "window", "random")
 """Kept sets: ``test_law04_fidelity.py``; other batches: ``test_laws_tokens.py``."""
@@ -141,7 +139,7 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
     assert clean.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
 
 
-@pytest.mark.skipif(not LONG, reason="slow: H2O_POLICIES=long")
+@pytest.mark.long
 @pytest.mark.parametrize("policy", MATRIX)
 def test_a_preempted_request_is_replayed_to_the_same_tokens(
     clean: Engine, text_tokens: list[int], policy: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 2, 3, 6 and 7 under any order of events: hypothesis drives the real scheduler on a real pool.
 
-The short form runs with the suite; ``H2O_STATE_MACHINE=long`` runs thousands of steps more. A failure
+``--long`` runs thousands of steps more, elsewhere every time. A failure
 shrinks to a short script of rules, which then becomes a test of its own in ``test_laws_blocks.py``.
 Bugs that are planted have to be found, else the machine would prove nothing.
 """
@@ -9,7 +9,6 @@ Bugs that are planted have to be found, else the machine would prove nothing.
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -35,8 +34,6 @@ from tests.engine.scheduling import Rig
 
 FAMILIES = tuple(range(1000 * n, 1000 * n + 200) for n in (1, 2))
 """Prompts are beginnings of these, so that many share blocks. With its answer each fits into the pool."""
-
-LONG = os.environ.get("H2O_STATE_MACHINE") == "long"
 
 budgets = st.one_of(
     st.none(),
@@ -165,16 +162,15 @@ def first_eviction(state: EvictionState, seen: int) -> int:
     return next((n for n in counts if blocks_freed(state.budget, n, state.block_size)), seen)
 
 
-@pytest.mark.slow
-def test_any_order_of_events_keeps_the_laws(model_dir: str) -> None:
+def test_any_order_of_events_keeps_the_laws(model_dir: str, long: bool) -> None:
     Traffic.model_dir = model_dir
     run_state_machine_as_test(
         Traffic,
         settings=settings(
-            max_examples=3000 if LONG else 200,
-            stateful_step_count=60 if LONG else 30,
+            max_examples=3000 if long else 200,
+            stateful_step_count=60 if long else 30,
             deadline=None,
-            derandomize=not LONG,
+            derandomize=not long,
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -228,7 +224,6 @@ def block_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(H2OBlockManager, "remove_skipped_blocks", losing)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "plant",
     [

@@ -60,6 +60,7 @@ def random_prompt(length: int) -> list[int]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", list(BUDGETS))
 def test_kept_tokens_scores_and_logits_equal_the_papers(served: Served, budget: str) -> None:
     assert_as_expected(served.engine, served.cases[budget])

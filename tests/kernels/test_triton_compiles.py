@@ -87,7 +87,13 @@ def compile_for_hopper(call: Call) -> Any:
     reason="this Triton has no ptxas",
 )
 @pytest.mark.parametrize(
-    "shape", SHAPES, ids=["G{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
+    "shape",
+    [
+        pytest.param(
+            shape, marks=[pytest.mark.slow] if at else [], id="G{}-D{}-BS{}-{}".format(*shape)
+        )
+        for at, shape in enumerate(SHAPES)
+    ],
 )
 def test_every_kernel_compiles_for_hopper(
     shape: tuple[int, int, int, torch.dtype],

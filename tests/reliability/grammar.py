@@ -27,7 +27,7 @@ NUMBERS = (
 
 STRINGS = (
     '""', '"0.2"', '"h2o"', '"window"', '"random"', '"full"', '"H2O"', '"lru"', '"null"',
-    '"\\u0000"', '"\\ud800"', '"\\ud83d\\ude00"', '"日本語"', '"é́́́"', '"‮0.2"', '"../../etc/passwd"',
+    '"\\u0000"', '"\\ud800"', '"\\ud83d\\ude00"', '"日本語"', '"é́́́"', '"\u202e0.2"', '"../../etc/passwd"',
     "\"'; DROP TABLE kv; --\"", '"{{7*7}}"', '"${jndi:ldap://x}"',
     '"!!python/object/apply:os.system [id]"', '"cos\\nsystem\\n(S\'id\'\\ntR."',
     '"__import__(\'os\').system(\'id\')"',
@@ -137,7 +137,7 @@ def _member(chance: random.Random) -> str:
     return f'"{chance.choice(KEYS)}"{chance.choice((":", ":", ": ", " :"))}{_value(chance)}'
 
 
-def _value(chance: random.Random) -> str:
+def _value(chance: random.Random) -> str:  # noqa: PLR0911 - a grammar's alternatives
     kind = chance.random()
     if kind < 0.45:
         return chance.choice(NUMBERS)

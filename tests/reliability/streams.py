@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -47,7 +47,9 @@ class Stream(threading.Thread):
     def run(self) -> None:
         headers = {"authorization": f"Bearer {KEY}"}
         try:
-            with httpx.stream("POST", self._url, json=self._body, headers=headers, timeout=90) as r:
+            with httpx.stream(
+                "POST", self._url, json=self._body, headers=headers, timeout=300
+            ) as r:
                 for line in r.iter_lines():
                     if line.startswith("data: "):
                         self.events.append(line.removeprefix("data: "))
@@ -86,7 +88,7 @@ class SilentClient:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
-    def __enter__(self) -> SilentClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -103,5 +105,5 @@ def under_load(server: LiveServer, **options: Any) -> list[Stream]:
     asked = [{}, {"kv_budget": 0.2}, {"kv_budget": 0.5}, {"kv_budget_tokens": 140}]
     streams = [Stream(server, **fields, **options) for fields in asked]
     for stream in streams:
-        assert stream.started.wait(60)
+        assert stream.started.wait(300)
     return streams

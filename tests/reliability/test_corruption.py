@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hunt for silent corruption, short; ``H2O_CORRUPTION=long`` runs many rounds.
+"""The hunt for silent corruption, short; ``--long`` runs many rounds.
 
 In a process of its own: it schedules asynchronously on CPU and computes in float64, as nobody else should.
 """
@@ -7,7 +7,6 @@ In a process of its own: it schedules asynchronously on CPU and computes in floa
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -16,18 +15,16 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-LONG = os.environ.get("H2O_CORRUPTION") == "long"
-
 
 @pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
+def rows(long: bool) -> list[dict[str, Any]]:
     # Seeds whose mixes share many prompts: that is looked at below.
-    options = ["--rounds", "20" if LONG else "2", "--seed", "2", "--self-check"]
+    options = ["--rounds", "20" if long else "2", "--seed", "2", "--self-check"]
     done = subprocess.run(
         [sys.executable, "-m", "loadtest.reliability.corruption", *options],
         capture_output=True,
         text=True,
-        timeout=7200 if LONG else 500,
+        timeout=7200 if long else 500,
         check=False,
     )
     print(done.stdout)
@@ -37,7 +34,9 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-def test_a_batch_generates_what_each_request_generates_alone(rows: list[dict[str, Any]]) -> None:
+def test_a_batch_generates_what_each_request_generates_alone(
+    rows: list[dict[str, Any]], long: bool
+) -> None:
     rounds = [row for row in rows if "seed" in row]
     for row in rounds:
         assert row["wrong"] == []
@@ -50,7 +49,7 @@ def test_a_batch_generates_what_each_request_generates_alone(rows: list[dict[str
         assert row["aborted"] > 5
         assert row["cached_tokens"] > 50
         assert row["poisoned_blocks"] > 1000
-    assert len(rounds) == (20 if LONG else 2)
+    assert len(rounds) == (20 if long else 2)
     assert [row["mix"] for row in rounds[:2]] == ["mixed", "growing"]
     assert rounds[0]["cached_tokens"] > 1000 and rounds[1]["cached_tokens"] > 300
 

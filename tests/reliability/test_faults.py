@@ -20,8 +20,9 @@ from tests.server.live_server import LiveServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-SECONDS_TO_END = 20
-"""vLLM looks every 5 s whether its engine lives; then clients have 10 s to read what was said."""
+SECONDS_TO_END = 120
+"""vLLM looks every 5 s whether its engine lives; then clients have 10 s to read what was said. On a busy
+machine that takes as long as it takes: what is promised is that it ends."""
 
 TWO_CORES = sorted(os.sched_getaffinity(0))[:2]
 
@@ -55,10 +56,10 @@ def dies_in_public(server: LiveServer, victim: psutil.Process) -> None:
     assert server.process.returncode not in (0, None)
     assert answers <= {200, 503, 0} and 503 in answers
     for stream in streams:
-        stream.join(20)
+        stream.join(120)
         assert not stream.is_alive()
         assert stream.failed, stream.events[-2:]
-    assert server.members_after(seconds=5) == []
+    assert server.members_after(seconds=60) == []
 
 
 def test_killed_engine_core_ends_the_server_with_an_error(tiny: list[str], log: Path) -> None:
@@ -70,21 +71,19 @@ def test_killed_engine_core_ends_the_server_with_an_error(tiny: list[str], log: 
         server.kill()
 
 
-@pytest.mark.skipif(
-    os.environ.get("H2O_FAULTS") != "long",
-    reason="one more server; tests/engine/test_orphan.py checks the same without one",
-)
+@pytest.mark.long
 def test_killed_server_leaves_no_engine_behind(tiny: list[str], log: Path) -> None:
+    """One more server; ``tests/engine/test_orphan.py`` checks the same without one."""
     server = LiveServer(log, *tiny)
     try:
         server.wait_until_up()
         streams = [stream for stream in under_load(server) if stream.is_alive()]
         assert streams
         server.process.kill()
-        assert server.process.wait(timeout=10) == -signal.SIGKILL
-        assert server.members_after(seconds=20) == []
+        assert server.process.wait(timeout=60) == -signal.SIGKILL
+        assert server.members_after(seconds=60) == []
         for stream in streams:
-            stream.join(20)
+            stream.join(120)
             assert stream.failed
     finally:
         server.kill()

@@ -2,7 +2,7 @@
 """The life of one real server among clients who mean no good, or nothing at all. The last test ends it.
 
 Its key is asked for, nobody else on the network reaches it, clients that do not read or that vanish hold no
-blocks, nonsense leaves no trace, and SIGTERM lets run what is running. ``H2O_FUZZ=long``: more nonsense.
+blocks, nonsense leaves no trace, and SIGTERM lets run what is running. ``--long``: more nonsense.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import http.client
-import os
 import random
 import signal
 import socket
@@ -29,9 +28,6 @@ from tests.server.live_server import KEY, MODEL, LiveServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-REQUESTS = 10_000 if os.environ.get("H2O_FUZZ") == "long" else 1_000
-SEED = int(os.environ.get("H2O_FUZZ_SEED", "7"))
-
 
 @pytest.fixture(scope="module")
 def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
@@ -45,7 +41,7 @@ def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def is_idle_again(server: LiveServer) -> None:
-    server.wait_for("vllm:num_requests_running", 0.0, seconds=90)
+    server.wait_for("vllm:num_requests_running", 0.0, seconds=300)
     server.wait_for("vllm:num_requests_waiting", 0.0)
     server.wait_for("vllm:kv_cache_usage_perc", 0.0)
 
@@ -138,8 +134,11 @@ def weight(server: LiveServer) -> tuple[int, int]:
     return sum(p.memory_info().rss for p in every), sum(p.num_fds() for p in every)
 
 
-def test_a_real_server_survives_nonsense_and_holds_nothing_of_it(server: LiveServer) -> None:
-    chance = random.Random(SEED)
+def test_a_real_server_survives_nonsense_and_holds_nothing_of_it(
+    server: LiveServer, long: bool, seed: int
+) -> None:
+    count = 10_000 if long else 1_000
+    chance = random.Random(seed)
     statuses: Counter[int] = Counter()
 
     def one(request: Nonsense) -> None:
@@ -147,20 +146,20 @@ def test_a_real_server_survives_nonsense_and_holds_nothing_of_it(server: LiveSer
         statuses[status] += 1
         assert status < 500, (request, body[:300])
 
-    def batch(count: int) -> None:
-        requests = [nonsense(chance, MODEL) for _ in range(count)]
+    def batch(size: int) -> None:
+        requests = [nonsense(chance, MODEL) for _ in range(size)]
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(one, requests))
-        for request in requests[: count // 10]:
+        for request in requests[: size // 10]:
             half_closed(server, request, chance)
         for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             server.wait_for(f"vllm:{gauge}", 0.0)
 
-    batch(REQUESTS // 2)
+    batch(count // 2)
     resident, files = weight(server)
-    batch(REQUESTS // 2)
+    batch(count // 2)
     after, files_after = weight(server)
-    print(f"{REQUESTS} requests to a real server: {dict(statuses)}; {after - resident} bytes more")
+    print(f"{count} requests to a real server: {dict(statuses)}; {after - resident} bytes more")
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert files_after <= files + 2
     assert after - resident < 96 << 20
@@ -173,9 +172,9 @@ def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
     with SilentClient(server, kv_budget=0.5, max_tokens=500):
         server.process.send_signal(signal.SIGTERM)
         for stream in streams:
-            stream.join(90)
+            stream.join(300)
             assert not stream.failed
             assert stream.report["tokens_seen"] == 200 + 500 - 1
         # The silent client does not keep it.
-        assert server.process.wait(timeout=90) == 0
-    assert server.members_after(seconds=5) == []
+        assert server.process.wait(timeout=300) == 0
+    assert server.members_after(seconds=60) == []

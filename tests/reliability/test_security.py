@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import os
 import pickle
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,14 @@ from tests.server.vllm_like import Engine, build
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "h2o_vllm").rglob("*.py"))
 
-EXECUTING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "code"}
-EXECUTING_CALLS = {
-    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "yaml.load",
-    "numpy.load", "np.load", "joblib.load",
-}  # fmt: skip
+COMPILES = re.compile(r"(?<![\w.])(compile|__import__)\(")
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """Every call by its dotted name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
-
-
-@pytest.mark.parametrize("file", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_of_ours_can_execute_data(file: Path) -> None:
-    tree = ast.parse(file.read_text())
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not {name.split(".")[0] for name in names} & EXECUTING_MODULES
-    for name, call in calls(tree):
-        assert name not in EXECUTING_CALLS, name
-        shell = [keyword for keyword in call.keywords if keyword.arg == "shell"]
-        assert not shell, f"{name}(shell=...)"
-
-
-def test_the_check_above_can_fail() -> None:
-    found = {name for name, _ in calls(ast.parse("x = eval(a); os.system(b); torch.load(c)"))}
-    assert found == {"eval", "os.system", "torch.load"} <= EXECUTING_CALLS
+def test_no_file_of_ours_compiles_data() -> None:
+    """What ruff has no rule for. Its rules S and TID251 see eval, exec, pickles, shells and the like."""
+    for file in PACKAGE:
+        assert not COMPILES.search(file.read_text()), file
+    assert COMPILES.search("x = compile(a)") and not COMPILES.search("re.compile(a)")
 
 
 class Bomb:

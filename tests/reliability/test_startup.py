@@ -82,7 +82,7 @@ def start(command: list[str], cache: Path, file_limit: int | None = None) -> sub
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"XDG_CACHE_HOME": str(cache), "VLLM_LOGGING_LEVEL": "ERROR"},
-        preexec_fn=limit,
+        preexec_fn=limit,  # noqa: PLW1509 - the one process here that has no threads yet
     )
 
 
@@ -94,7 +94,7 @@ def made(cache: Path) -> list[str]:
 
 def test_disk_that_fills_up_is_named_and_nothing_stays(tmp_path: Path) -> None:
     process = start(MODELS, tmp_path, file_limit=20 << 20)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode in (1, 2)
     assert out == ""
     last = err.strip().splitlines()[-1]
@@ -106,7 +106,7 @@ def test_disk_that_fills_up_is_named_and_nothing_stays(tmp_path: Path) -> None:
 
 def test_after_a_killed_conversion_two_starts_at_once_make_one_good_model(tmp_path: Path) -> None:
     killed = start(MODELS, tmp_path)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not any(name.endswith(".part") for name in made(tmp_path)):
         assert time.monotonic() < deadline and killed.poll() is None
         time.sleep(0.02)
@@ -114,7 +114,7 @@ def test_after_a_killed_conversion_two_starts_at_once_make_one_good_model(tmp_pa
     killed.communicate()
     assert all(name.endswith(".part") for name in made(tmp_path))
     both = [start(MODELS, tmp_path) for _ in range(2)]
-    results = [process.communicate(timeout=200) for process in both]
+    results = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert len({out for out, _ in results}) == 1
     assert sum("h2o_vllm: prepared " in err for _, err in results) == 1
@@ -132,7 +132,9 @@ def test_bad_model_directory_is_one_line(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    done = subprocess.run([*SERVE, str(model)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*SERVE, str(model)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"h2o-serve: error: --model {model}: no ")

@@ -90,7 +90,7 @@ class LiveServer:
             sums.append(sum(map(float, values)))
         return sums
 
-    def wait_for(self, name: str, value: float, seconds: float = 30) -> None:
+    def wait_for(self, name: str, value: float, seconds: float = 120) -> None:
         """Until the metric has the value; the engine reports with a delay."""
         deadline = time.monotonic() + seconds
         while (got := self.metric(name)) != value:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from tests.engine.conftest import Engine
 
-REHEARSED = os.environ.get("H2O_REHEARSE") == "1"
+REHEARSED = "--rehearse" in sys.argv
 """A null CUDA, whose kernels compute nothing: numbers mean nothing, and prompts must not be chunked (not
 after a preemption either), because it is a kernel that says that a chunk samples no token."""
 

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs to plant, each one that a user or a law would notice: at least one per law and per room.
+
+``old`` has to occur exactly once below ``h2o_vllm``, or once in files whose path contains ``path``; so code
+may move without the table noticing. No test may know a mutant's text.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+class Mutant(NamedTuple):
+    """One bug.
+
+    Attributes:
+        name: begins with the law or the room it breaks.
+        old, new: what is there, what takes its place.
+        tests: files, or node ids, that should see it first; those that do not exist are passed over.
+        path: part of the file's path, where ``old`` alone would not be unique.
+    """
+
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    path: str = ""
+
+
+BLOCKS = ("tests/engine/test_laws_blocks.py", "tests/engine/test_state_machine.py")
+TOKENS = ("tests/engine/test_laws_tokens.py",)
+CPU = ("tests/kernels/cpu/test_attend.py", "tests/kernels/test_attend.py")
+EVICT = ("tests/kernels/cpu/test_evict.py", "tests/kernels/test_evict.py")
+TRITON = ("tests/kernels/test_triton.py",)
+CUDA = ("tests/engine/test_cuda.py",)
+PROTOCOL = ("tests/server/test_protocol.py",)
+
+MUTANTS = (
+    # The laws of the design, in their order.
+    Mutant("law01-lossy-by-default", "kv_budget: float = 1.0", "kv_budget: float = 0.5", TOKENS),
+    Mutant(
+        "law02-a-free-is-skipped",
+        "self.block_pool.free_blocks(reversed(doomed))",
+        "self.block_pool.free_blocks(reversed(doomed[1:]))",
+        BLOCKS,
+    ),
+    Mutant(
+        "law03-two-blocks-late",
+        "seen = state.counts.num_computed_tokens\n",
+        "seen = max(0, state.counts.num_computed_tokens - 2 * self.block_size)\n",
+        BLOCKS,
+    ),
+    Mutant(
+        "law04-a-recent-block-is-ranked",
+        "until = recent_from(self.budget, computed, self.block_size)",
+        "until = recent_from(self.budget, computed, self.block_size) + 1",
+        ("tests/engine/test_law04_fidelity.py",),
+    ),
+    Mutant(
+        "law05-a-replay-skips-evictions",
+        "return num_tokens if due is None else due - computed",
+        "return num_tokens",
+        BLOCKS,
+    ),
+    Mutant("law05-the-rest-gets-no-output", "output[index] = attended", "del index", TOKENS),
+    Mutant(
+        "law06-cached-blocks-are-written",
+        " request.skip_reading_prefix_cache = True",
+        " pass",
+        BLOCKS,
+    ),
+    Mutant(
+        "law07-one-block-too-many-is-published",
+        "return min(computed, first * self.block_size)",
+        "return min(computed, (first + 1) * self.block_size)",
+        BLOCKS,
+    ),
+    Mutant(
+        "law08-a-bad-value-raises",
+        "self._rejected[request.request_id] = str(error)\n            return self._full",
+        "raise",
+        BLOCKS,
+    ),
+    Mutant(
+        "law09-somebody-elses-builder-will-do",
+        "if len(found) != 1 or not isinstance(found[0][0], ours):",
+        "if len(found) != 1:",
+        ("tests/engine/test_law09_startup.py",),
+    ),
+    Mutant(
+        "law10-the-plugin-takes-the-backend",
+        "import register_spec\n\n    register_spec()\n\n\ndef engine_args",
+        "import register_spec\n\n    register_spec()\n"
+        "    from h2o_vllm.engine.cpu.attention import register_backend\n\n    register_backend()\n"
+        "\n\ndef engine_args",
+        ("tests/engine/test_law10_inert.py",),
+    ),
+    Mutant(
+        "law11-every-rank-takes-itself-for-the-first",
+        "first_kv_head=get_tensor_model_parallel_rank() * num_kv_heads",
+        "first_kv_head=0",
+        ("tests/engine/test_modes.py",),
+        path="engine/cpu",
+    ),
+    # config
+    Mutant(
+        "config-no-upper-limit",
+        "if not low <= value <= high or (low_open and value <= low):",
+        "if not low <= value or (low_open and value <= low):",
+        PROTOCOL,
+    ),
+    Mutant(
+        "config-full-past-the-operators-limit",
+        "if self.kv_budget_max < 1.0:",
+        "if self.kv_budget_max < 0.0:",
+        ("tests/reliability/test_security.py", *PROTOCOL),
+    ),
+    # policy
+    Mutant(
+        "policy-no-floor",
+        "return min(seen, max(wanted, budget.floor))",
+        "return min(seen, wanted)",
+        ("tests/policy/test_budget.py",),
+    ),
+    Mutant(
+        "policy-recent-begins-late",
+        "(start + block_size // 2) // block_size",
+        "(start + block_size - 1) // block_size",
+        ("tests/policy/test_budget.py",),
+    ),
+    Mutant(
+        "policy-window-loses-its-sinks",
+        "stay = max(1, protected)",
+        "stay = 0",
+        ("tests/policy/test_policies.py",),
+    ),
+    Mutant(
+        "policy-random-is-alike-in-all-heads",
+        "+ heads[None, :, None])",
+        "+ 0 * heads[None, :, None])",
+        ("tests/policy/test_policies.py",),
+    ),
+    # blocks
+    Mutant(
+        "blocks-holes-survive-a-preemption",
+        "self.holes = 0\n        self._evicted_at = None",
+        "self._evicted_at = None",
+        BLOCKS,
+    ),
+    Mutant(
+        "blocks-a-wrong-hole",
+        "holes=split.doomed,",
+        "holes=tuple(index + 1 for index in split.doomed),",
+        (*BLOCKS, *TOKENS),
+    ),
+    Mutant(
+        "blocks-report-off-by-one",
+        "seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)",
+        "seen = min(self.counts.num_computed_tokens, self.counts.num_tokens)",
+        ("tests/blocks/test_eviction_state.py", *BLOCKS),
+    ),
+    # kernels/cpu
+    Mutant(
+        "kernels-cpu-ranks-by-the-first-head",
+        "* heads + head) * block + c % block",
+        "* heads + 0) * block + c % block",
+        EVICT,
+    ),
+    Mutant("kernels-cpu-ties-go-to-the-last", "<< 32 | ~candidate", "<< 32 | candidate", EVICT),
+    Mutant(
+        "kernels-cpu-only-the-last-rows-are-summed",
+        "if (sums) store(sums + i, load(sums + i) + column);",
+        "if (sums) store(sums + i, column);",
+        CPU,
+    ),
+    Mutant(
+        "kernels-cpu-splits-are-weighed-wrongly",
+        "std::exp2(stat(s)[m] - best) * stat(s)[g + m];",
+        "std::exp2(stat(s)[m] - best);",
+        CPU,
+    ),
+    # kernels/triton
+    Mutant(
+        "kernels-triton-old-sums-are-not-rescaled",
+        "total = total * shrink + tl.sum(prob, 1)",
+        "total = total + tl.sum(prob, 1)",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-no-query-sees-itself",
+        "total += tl.where(position[None, :] <= (context + token)[:, None], prob, 0.0)",
+        "total += tl.where(position[None, :] < (context + token)[:, None], prob, 0.0)",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-negative-scores-rank-first",
+        "tl.where(bits < 0, ~bits, bits | -0x80000000)",
+        "bits | -0x80000000",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-holes-count-as-tokens",
+        "live = length - holes * BS",
+        "live = length",
+        (*TRITON, *CUDA),
+    ),
+    Mutant(
+        "kernels-triton-protected-tokens-are-cleared",
+        'tl.where(old == float("inf"), old, 0.0)',
+        "tl.zeros_like(old)",
+        TRITON,
+    ),
+    # engine
+    Mutant(
+        "engine-cpu-old-scores-stay",
+        "state.start_scores(policy, positions, common.slot_mapping[tokens])",
+        "pass",
+        ("tests/engine/test_law04_fidelity.py", *TOKENS),
+    ),
+    Mutant(
+        "engine-cpu-policies-do-not-adjust-scores",
+        "if policy.scores_at_eviction:\n",
+        "if False:\n",
+        ("tests/engine/test_policies.py",),
+        path="engine/cpu",
+    ),
+    Mutant(
+        "engine-cuda-prompts-are-scored-from-their-start",
+        "unscored = rows.query_lens - rows.scored_queries",
+        "unscored = rows.query_lens - rows.query_lens",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-flags-of-the-last-step",
+        "if self._flags_sent is None or not np.array_equal(flags, self._flags_sent):",
+        "if self._flags_sent is None:",
+        CUDA,
+    ),
+    # metrics, models, plugin
+    Mutant(
+        "metrics-evictions-instead-of-blocks",
+        "self._freed_blocks += len(eviction.holes)",
+        "self._freed_blocks += 1",
+        ("tests/metrics/test_meter.py",),
+    ),
+    Mutant(
+        "metrics-counter-is-not-reset",
+        "self._freed_blocks, self._budgets, self._eviction_seconds = 0, [], []",
+        "self._budgets, self._eviction_seconds = [], []",
+        ("tests/metrics/test_meter.py",),
+    ),
+    Mutant(
+        "models-a-truncated-file-will-do",
+        "(directory / name).stat().st_size == size",
+        "(directory / name).stat().st_size <= size",
+        ("tests/test_models.py",),
+    ),
+    Mutant(
+        "models-the-one-who-waits-converts-again",
+        "            if not _complete(directory):\n",
+        "            if True:\n",
+        ("tests/test_models.py",),
+    ),
+    Mutant(
+        "plugin-vllms-own-block-size",
+        'args["block_size"] = CPU_BLOCK_SIZE',
+        "pass",
+        TOKENS,
+    ),
+    # server
+    Mutant(
+        "server-get-needs-no-key",
+        'scope["method"] == "OPTIONS"',
+        'scope["method"] in ("OPTIONS", "GET")',
+        ("tests/server/test_access.py",),
+    ),
+    Mutant(
+        "server-a-field-may-be-given-twice", "if len(places) > 1:", "if len(places) > 2:", PROTOCOL
+    ),
+    Mutant(
+        "server-streams-end-without-a-report",
+        "if held and event.startswith(DONE):",
+        "if held and event == DONE:",
+        ("tests/server/test_report_injection.py",),
+    ),
+    Mutant(
+        "server-one-choice-for-all",
+        "{key: sum(report[key] for report in reports) for key in SUMMED}",
+        "{key: reports[0][key] for key in SUMMED}",
+        ("tests/server/test_report.py",),
+    ),
+)

@@ -95,7 +95,7 @@ class Policy(ABC):
     def eviction_scores(self, candidates: Candidates) -> Tensor | None:
         """New scores of the tokens that an eviction is about to rank; they stay with the survivors.
 
-        Asked only if :attr:`rescores`. May not look beyond one KV head: tensor-parallel ranks have
+        Asked only if :attr:`scores_at_eviction`. May not look beyond one KV head: tensor-parallel ranks have
         different ones, and must rank as one would.
 
         Returns:

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """``h2o-serve``: vLLM's OpenAI server with KV budgets per request and a report in every response.
 
-================ ===========================================================================
-``cli``          the command: vLLM's parser plus our option group
-``serve``        puts our configuration into vLLM's arguments
-``model_dir``    looks at the model's directory before vLLM does
-``launch``       runs vLLM's server with them and ends it cleanly
-``access``       asks for ``--api-key`` where vLLM would not
-``engine_death``   tells an engine that died from one that was stopped, for the exit code
-``routes``       which HTTP routes take the budget fields, and which must refuse them
-``protocol``     the body of a request: parse, check, move the fields to where vLLM reads them
-``report``       the ``kv_cache`` object: from the engine's reports to what a client reads
-``splice``       puts that object into a JSON body or an event stream
-``tap``          takes the engine's reports off the outputs of one request
-``config_route`` ``GET /plugins/h2o/config``: what this server does and accepts
-``quiet``        keeps a misleading traceback out of an orderly end
-``middleware``   the ASGI layer that ties these together, in every API-server process
-================ ===========================================================================
+====================== =============================================================================
+``cli``                the command: vLLM's parser plus our option group
+``serve``              puts our configuration into vLLM's arguments
+``model_dir``          looks at the model's directory before vLLM does
+``launch``             runs vLLM's server with them and ends it cleanly
+``access``             asks for ``--api-key`` where vLLM would not
+``engine_death``       tells an engine that died from one that was stopped, for the exit code
+``routes``             which HTTP routes take the budget fields, and which must refuse them
+``protocol``           the body of a request: parse, check, move the fields to where vLLM reads them
+``report``             the ``kv_cache`` object: from the engine's reports to what a client reads
+``report_interceptor`` takes the engine's reports off the outputs of one request
+``report_injection``   puts that object into a JSON body or an event stream
+``config_route``       ``GET /plugins/h2o/config``: what this server does and accepts
+``shutdown_log``       keeps a misleading traceback out of an orderly end
+``middleware``         the ASGI layer that ties these together, in every API-server process
+====================== =============================================================================
 
 Importing this package imports nothing.
 """

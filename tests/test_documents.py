@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -95,6 +96,13 @@ def test_readme_is_short() -> None:
 @pytest.mark.parametrize("room", ROOMS, ids=name_of)
 def test_every_room_has_a_readme(room: Path) -> None:
     assert (room / "README.md").is_file()
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=name_of)
+def test_files_that_a_room_lists_exist(room: Path) -> None:
+    listed = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    for name in re.findall(r"^``(\w+)``", listed, flags=re.MULTILINE):
+        assert (room / f"{name}.py").is_file(), name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)

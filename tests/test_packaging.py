@@ -100,8 +100,7 @@ def test_wheel_has_every_source_file(wheel: zipfile.ZipFile) -> None:
     sources = {
         path.relative_to(ROOT).as_posix()
         for path in package.rglob("*")
-        # README.md of each room: for who reads the repository.
-        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md"
+        if path.is_file() and "__pycache__" not in path.parts
     }
     assert "h2o_vllm/py.typed" in sources
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == sources

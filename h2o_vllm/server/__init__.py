@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``h2o-serve``: vLLM's OpenAI server with KV budgets per request and a report in every response.
 
-====================== =============================================================================
+====================== ========================================================================
 ``cli``                the command: vLLM's parser plus our option group
 ``serve``              puts our configuration into vLLM's arguments
 ``model_dir``          looks at the model's directory before vLLM does
@@ -16,7 +16,7 @@
 ``config_route``       ``GET /plugins/h2o/config``: what this server does and accepts
 ``shutdown_log``       keeps a misleading traceback out of an orderly end
 ``middleware``         the ASGI layer that ties these together, in every API-server process
-====================== =============================================================================
+====================== ========================================================================
 
 Importing this package imports nothing.
 """

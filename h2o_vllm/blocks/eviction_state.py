@@ -33,6 +33,7 @@ class RequestCounts(Protocol):
     """The part of ``vllm.v1.request.Request`` this state and its manager need."""
 
     num_prompt_tokens: int
+    max_tokens: int
     num_computed_tokens: int
     skip_reading_prefix_cache: bool
 
@@ -51,9 +52,12 @@ class EvictionState:
         counts: the request; read, never written.
         budget: what it may keep. Its floor is raised to the blocks of the protected first tokens.
         block_size: tokens per block.
+        max_model_len: tokens no sequence exceeds.
     """
 
-    def __init__(self, counts: RequestCounts, budget: RequestBudget, block_size: int) -> None:
+    def __init__(
+        self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
+    ) -> None:
         self._protected = math.ceil(budget.sinks / block_size)
         """Blocks that hold the first tokens which must stay, while they lie where they were written."""
         self.counts = counts
@@ -63,6 +67,8 @@ class EvictionState:
         self.policy = get_policy(budget.policy)
         self.prompt_tokens = counts.num_prompt_tokens
         """Fixed at admission: evictions start here, also after a preemption."""
+        self.evicts = self._can_evict(counts.max_tokens, max_model_len)
+        """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
         self.peak_blocks = 0
         self.holes = 0
         self._evicted_at: int | None = None
@@ -124,7 +130,7 @@ class EvictionState:
         Never KV that was computed after an eviction (it depends on the budget), and, if the policy
         writes into surviving blocks, only blocks that the first eviction frees untouched.
         """
-        if not self.budget.evicts:
+        if not self.evicts:
             return computed
         if self.policy.moves_tokens:
             first = blocks_freed(self.budget, self.prompt_tokens, self.block_size)
@@ -152,6 +158,12 @@ class EvictionState:
     def _seen(self) -> int:
         # The last sampled token has no KV yet, and async scheduling counts steps in flight.
         return min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
+
+    def _can_evict(self, max_tokens: int, max_model_len: int) -> bool:
+        # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
+        # in excess never falls as a sequence grows, so the last count tells for all of them.
+        last = min(self.prompt_tokens + max_tokens - 2, max_model_len - 1)
+        return last >= self.prompt_tokens and blocks_freed(self.budget, last, self.block_size) > 0
 
     def _set_next_due(self, computed: int) -> None:
         # A horizon instead of infinity: the search is then cheap and repeated rarely.

@@ -42,9 +42,11 @@ class H2OBlockManager(FullAttentionManager):
         self._evictions: dict[str, Eviction] = {}
         self._final_reports: dict[str, dict[str, object]] = {}
 
-    def track(self, request: Request, budget: RequestBudget) -> None:
+    def track(self, request: Request, budget: RequestBudget, max_model_len: int) -> EvictionState:
         """Begin to follow a request. Must precede the request's first allocation."""
-        self._eviction_states[request.request_id] = EvictionState(request, budget, self.block_size)
+        state = EvictionState(request, budget, self.block_size, max_model_len)
+        self._eviction_states[request.request_id] = state
+        return state
 
     def eviction_state(self, request_id: str) -> EvictionState | None:
         """A request's state, if it is tracked."""
@@ -78,7 +80,7 @@ class H2OBlockManager(FullAttentionManager):
         """
         del processed_computed_tokens, num_prompt_tokens
         state = self._eviction_states.get(request_id)
-        if state is None or not state.budget.evicts:
+        if state is None or not state.evicts:
             return
         seen = state.counts.num_computed_tokens
         split = state.evict(seen)
@@ -141,7 +143,7 @@ class H2OBlockManager(FullAttentionManager):
                 del self._eviction_states[request_id]
             else:
                 state.release()
-                if state.budget.evicts:
+                if state.evicts:
                     # On its return it could find KV cached that lies behind its first eviction: its own
                     # up to there, or that of others who did not evict. It would go on as if it had not.
                     state.counts.skip_reading_prefix_cache = True

@@ -31,7 +31,6 @@ from h2o_vllm.engine.support import check_supported
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.metrics.meter import Meter
-from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -85,17 +84,17 @@ class H2OScheduler(ChunkLimitScheduler):
         """Track the request, then queue it. Never raises for what a client sent."""
         if request.request_id not in self.requests:
             budget = self._budget(request)
-            if budget.evicts and get_policy(budget.policy).moves_tokens:
+            state = self.blocks.track(request, budget, self.max_model_len)
+            if state.evicts and state.policy.moves_tokens:
                 # Cached KV comes without the scores by which its tokens would be ranked.
                 request.skip_reading_prefix_cache = True
-            self.blocks.track(request, budget)
             self._siblings.enter(request.request_id)
         super().add_request(request)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """End chunks where an eviction is due."""
         state = self.blocks.eviction_state(request.request_id)
-        if state is None or not state.budget.evicts:
+        if state is None or not state.evicts:
             return num_tokens
         return state.chunk_limit(computed, num_tokens)
 
@@ -105,7 +104,7 @@ class H2OScheduler(ChunkLimitScheduler):
         policies = {}
         for started in output.scheduled_new_reqs:
             state = self.blocks.eviction_state(started.req_id)
-            if state is not None and state.budget.evicts:
+            if state is not None and state.evicts:
                 policies[started.req_id] = EvictionParams(
                     state.budget.policy, state.prompt_tokens, state.budget.sinks
                 )

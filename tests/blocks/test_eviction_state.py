@@ -16,6 +16,7 @@ class Counts:
     """As much of a request as its eviction state reads."""
 
     num_prompt_tokens: int
+    max_tokens: int = 4096
     num_computed_tokens: int = 0
     num_tokens: int = 0
 
@@ -25,7 +26,7 @@ class Counts:
 
 def make_state(prompt: int, block_size: int = 16, **asked: object) -> EvictionState:
     budget = H2OConfig(kv_min_tokens=16).resolve(asked)
-    return EvictionState(Counts(prompt, num_tokens=prompt + 1), budget, block_size)
+    return EvictionState(Counts(prompt, num_tokens=prompt + 1), budget, block_size, 8192)
 
 
 def test_nothing_is_evicted_before_the_prompt_is_computed() -> None:
@@ -56,7 +57,7 @@ def test_recent_blocks_are_neither_written_nor_freed() -> None:
 
 def test_a_budget_of_one_never_evicts_and_publishes_everything() -> None:
     one = make_state(400, kv_budget=1.0)
-    assert not one.budget.evicts
+    assert not one.evicts
     assert one.publishable_tokens(412) == 412
 
 

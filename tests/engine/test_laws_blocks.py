@@ -122,6 +122,46 @@ def test_law06_budgeted_requests_do_not_read_the_prefix_cache(model_dir: str) ->
     rig.run()
 
 
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("length", [1, 20, 63, 64, 65, 200])
+def test_who_cannot_evict_is_told_at_admission(
+    model_dir: str, length: int, pipelined: bool
+) -> None:
+    """Exactly those evict that can: at every length of the answer, and no sooner than they must."""
+    said, did = {}, {}
+    for max_tokens in (1, 2, 3, 10, 50, 64, 65, 66, 67, 80, 100):
+        rig = Rig(model_dir, 100, max_num_batched_tokens=512, pipelined=pipelined, kv_min_tokens=64)
+        rig.add("a", PROMPT[:length], {"kv_budget": 0.2}, max_tokens=max_tokens)
+        state = rig.blocks.eviction_state("a")
+        assert state is not None
+        said[max_tokens] = state.evicts
+        rig.run()
+        did[max_tokens] = bool(rig.evictions)
+        assert rig.reports["a"]["0"]["budget"] == 0.2
+    assert said == did
+    assert not said[1]
+    assert said[100]
+
+
+@pytest.mark.parametrize("policy", POLICIES[:-1])
+def test_who_cannot_evict_reads_and_publishes_as_stock(model_dir: str, policy: str) -> None:
+    """Scoring with one token, a short chat, each step of a beam search."""
+    rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=128)
+    asked = {"kv_budget": 0.2, "kv_policy": policy}
+    rig.add("scoring", PROMPT, asked, max_tokens=1)
+    assert "scoring" not in rig.step().h2o.policies
+    rig.add("again", PROMPT, asked, max_tokens=1)
+    assert rig.step().num_scheduled_tokens["again"] == len(PROMPT) - 192
+    rig.add("chat", PROMPT[:40], asked, max_tokens=60)
+    rig.run()
+    rig.add("next turn", PROMPT[:40] + rig.tokens["chat"], asked, max_tokens=2)
+    output = rig.step()
+    assert output.num_scheduled_tokens["next turn"] == 100 - 96
+    assert not output.h2o.policies
+    rig.run()
+    assert not rig.evictions
+
+
 def test_law06_an_answer_up_to_its_first_eviction_is_shared(model_dir: str) -> None:
     """Where a policy moves no tokens. Nothing after the eviction, at 32 tokens, is (law 7)."""
     rig = Rig(model_dir, 24, max_num_batched_tokens=512, kv_min_tokens=16)

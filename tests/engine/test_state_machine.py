@@ -130,7 +130,11 @@ class Traffic(RuleBasedStateMachine):
         for request in self.rig.scheduler.running:
             state = blocks.eviction_state(request.request_id)
             seen = request.num_computed_tokens
-            if not state.budget.evicts or seen <= state.prompt_tokens:
+            if not state.evicts:
+                # Served as by stock vLLM: nothing may ever have become due.
+                owes = blocks_freed(state.budget, seen, state.block_size)
+                assert seen <= state.prompt_tokens or not owes
+            if not state.evicts or seen <= state.prompt_tokens:
                 continue
             allowed = budget_tokens(state.budget, seen)
             live = self.rig.live_blocks(request.request_id)

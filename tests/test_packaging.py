@@ -2,9 +2,7 @@
 """What is built, what is pinned and what is written about it fit together."""
 
 import configparser
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,6 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import h2o_vllm
+from tests.wheels import build, copy_project
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -71,22 +70,9 @@ def tracked_files() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built from a copy: the build writes beside its sources."""
-    copy = tmp_path_factory.mktemp("copy")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    shutil.copytree(
-        ROOT / "h2o_vllm", copy / "h2o_vllm", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    # As pip would with --no-build-isolation, which needs no pip here.
-    code = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, check=False,
-        # With compiled kernels: tests/kernels/cpu/test_prebuilt.py.
-        env=os.environ | {"H2O_CPU_BUILD": "source"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return zipfile.ZipFile(copy / done.stdout.splitlines()[-1])
+    """The wheel, without compiled kernels; with them: tests/kernels/cpu/test_prebuilt.py."""
+    folder = copy_project(tmp_path_factory.mktemp("copy"))
+    return zipfile.ZipFile(build(folder, "wheel", H2O_CPU_BUILD="source")[0])
 
 
 def test_wheel_has_every_source_file(wheel: zipfile.ZipFile) -> None:
@@ -101,13 +87,7 @@ def test_wheel_has_every_source_file(wheel: zipfile.ZipFile) -> None:
 
 
 def test_sdist_has_what_a_wheel_is_built_from(tmp_path: Path) -> None:
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "h2o_vllm", tmp_path / "h2o_vllm", ignore=ignore)
-    code = "import setuptools.build_meta as b; b.build_sdist('.')"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True)
-    (archive,) = tmp_path.glob("*.tar.gz")
+    archive, _ = build(copy_project(tmp_path), "sdist")
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
     package = tmp_path / "h2o_vllm"

@@ -18,13 +18,14 @@ import pytest
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu import build, prebuilt, toolchain
+from tests.wheels import build as build_package
+from tests.wheels import copy_project
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif("avx2" not in build.cpu_features(), reason="needs a CPU with AVX2"),
 ]
-
 
 NO_LIBRARY = b"not a library, " * 1000
 
@@ -36,37 +37,17 @@ def best() -> str:
     )
 
 
-def make_wheel(folder: Path, **environment: str) -> tuple[Path, str]:
-    """The wheel of what is in ``folder``, and what the build said."""
-    # As pip would with --no-build-isolation, which needs no pip here.
-    code = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True,
-        env=os.environ | environment,
-    )  # fmt: skip
-    return folder / done.stdout.splitlines()[-1], done.stdout + done.stderr
-
-
-def copy(folder: Path) -> Path:
-    """What a wheel is built from: the build writes beside its sources."""
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "h2o_vllm", folder / "h2o_vllm", ignore=ignore)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package from a wheel whose sources are one line: compiled in a moment."""
-    folder = copy(tmp_path_factory.mktemp("quick"))
+    folder = copy_project(tmp_path_factory.mktemp("quick"))
     sources = folder / "h2o_vllm" / "kernels" / "cpu" / "csrc"
     for path in sources.iterdir():
         path.unlink()
     (sources / "one.cpp").write_text(
         '#include <omp.h>\nextern "C" int one() { return omp_get_max_threads() > 0; }'
     )
-    wheel, _ = make_wheel(folder)
+    wheel, _ = build_package(folder, "wheel")
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     zipfile.ZipFile(wheel).extractall(folder / "unpacked")
     return folder / "unpacked" / "h2o_vllm" / "kernels" / "cpu"
@@ -189,27 +170,28 @@ def test_a_checkout_carries_none(caplog: pytest.LogCaptureFixture) -> None:
 def test_without_a_compiler_or_with_the_switch_a_wheel_is_pure(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    wheel, said = make_wheel(copy(tmp_path), **environment)
+    wheel, said = build_package(copy_project(tmp_path), "wheel", **environment)
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if "/lib/" in name]
     assert "carries no compiled kernels" in said
 
 
 def test_an_editable_install_compiles_nothing(tmp_path: Path) -> None:
-    code = "import setuptools.build_meta as b; print(b.build_editable('.'))"
-    folder = copy(tmp_path)
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, check=True, capture_output=True,
-        env=os.environ | {"CXX": "false"},
-    )  # fmt: skip
-    assert not list(folder.rglob("*.so"))
+    called, compiler = tmp_path / "called", tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\ntouch '{called}'; exit 1\n")
+    compiler.chmod(0o755)
+    folder = copy_project(tmp_path)
+    build_package(folder, "editable", CXX=str(compiler))
+    assert not called.exists()
+    build_package(folder, "wheel", CXX=str(compiler))
+    assert called.exists()
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package from the wheel that users get."""
-    folder = copy(tmp_path_factory.mktemp("real"))
-    wheel, _ = make_wheel(folder)
+    folder = copy_project(tmp_path_factory.mktemp("real"))
+    wheel, _ = build_package(folder, "wheel")
     zipfile.ZipFile(wheel).extractall(folder / "unpacked")
     return folder / "unpacked"
 

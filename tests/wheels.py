@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the package as an installer would, from a copy: a build writes beside its sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def copy_project(folder: Path) -> Path:
+    """All that a build needs, into ``folder``."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "h2o_vllm", folder / "h2o_vllm", ignore=ignore)
+    return folder
+
+
+def build(folder: Path, what: str, **environment: str) -> tuple[Path, str]:
+    """The ``wheel``, ``editable`` wheel or ``sdist`` of a copy, and what the build said."""
+    # As pip would with --no-build-isolation, which needs no pip here.
+    code = f"import setuptools.build_meta as b; print(b.build_{what}('.'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False,
+        env=os.environ | {"H2O_CPU_BUILD": ""} | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1], done.stdout + done.stderr

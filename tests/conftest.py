@@ -19,12 +19,15 @@ ONE_BY_ONE = (
     "tests/kernels/test_triton_compiles.py",
     "tests/engine/test_state_machine.py",
     "tests/engine/test_law10_inert.py",
-    "tests/loadtest/http/test_locust.py",
 )
 """Files of independent tests that take many seconds: they come first, and any worker may take any of them."""
 
-BOTH_CORES = ("tests/kernels/cpu/", "tests/reliability/test_peers.py")
-"""Besides ``e2e``: tests of several threads, or of their speed. Nothing may run beside them."""
+BOTH_CORES = (
+    "tests/kernels/cpu/",
+    "tests/loadtest/http/test_locust.py",
+    "tests/reliability/test_peers.py",
+)
+"""Besides ``e2e``: tests of several threads, of speed, of load on a schedule. Nothing may run beside them."""
 
 EVERY = 4
 """``--reduced`` takes the first and each n-th case of a grid; of one with three dtypes that is all three."""

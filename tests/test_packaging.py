@@ -4,7 +4,6 @@
 import configparser
 import re
 import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -92,7 +91,7 @@ def test_sdist_has_what_a_wheel_is_built_from(tmp_path: Path) -> None:
         names = {name.partition("/")[2] for name in files.getnames()}
     package = tmp_path / "h2o_vllm"
     sources = {path.relative_to(tmp_path).as_posix() for path in package.rglob("*.*")}
-    assert {"setup.py", "pyproject.toml", "LICENSE", *sources} <= names
+    assert {"pyproject.toml", "LICENSE", *sources} <= names
 
 
 def test_wheel_has_license_and_metadata(wheel: zipfile.ZipFile) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 def copy_project(folder: Path) -> Path:
     """All that a build needs, into ``folder``."""
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "h2o_vllm", folder / "h2o_vllm", ignore=ignore)

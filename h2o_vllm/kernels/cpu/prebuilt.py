@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The libraries that a wheel carries: load the best one that fits this CPU and the sources beside it.
 
-Runs in the worker. Imports the standard library and :mod:`h2o_vllm.errors`. ``setup.py`` has put them there
+Runs in the worker. Imports the standard library and :mod:`h2o_vllm.errors`. ``wheel.py`` has put them there
 (see :func:`.toolchain.build_levels`); a checkout has none. One that does not fit is refused with a warning,
 and :mod:`~h2o_vllm.kernels.cpu.build` builds from source. ``H2O_CPU_BUILD=source`` does so always.
 """

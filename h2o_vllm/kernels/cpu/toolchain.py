@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How ``csrc/`` becomes a library: sources, compiler, flags, and the CPUs a wheel carries libraries for.
 
-Runs in the worker and, loaded by its path, in ``setup.py``: imports the standard library alone.
+Runs in the worker and, loaded by its path, in ``wheel.py``: imports the standard library alone.
 """
 
 from __future__ import annotations

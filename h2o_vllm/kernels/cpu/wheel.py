@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the compiled CPU kernels into wheels; everything else is in pyproject.toml.
+"""Puts the compiled CPU kernels into wheels. Runs while one is built: ``tool.setuptools.cmdclass``.
 
-A wheel built where there is a C++ compiler carries one library for each instruction-set level (see
-``h2o_vllm/kernels/cpu/toolchain.py``) and is for that platform; it needs no compiler where it is installed.
-Without a compiler, or with ``H2O_CPU_BUILD=source``, the wheel is pure Python and the kernels are built on
-the first start. Editable installs compile nothing here.
+Loaded by its path from the project's root; imports setuptools and the standard library alone. A wheel
+built where there is a C++ compiler carries one library for each instruction-set level (see ``toolchain.py``)
+and is for that platform; it needs no compiler where it is installed. Without a compiler, or with
+``H2O_CPU_BUILD=source``, the wheel is pure Python and the kernels are built on the first start. Editable
+installs compile nothing here.
 """
 
 import importlib.util
@@ -13,17 +14,17 @@ import shutil
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-TOOLCHAIN = "h2o_vllm/kernels/cpu/toolchain.py"
+__all__ = ["BuildWithLibraries", "PlatformWheel"]
+
 LIBRARIES = "h2o_vllm/kernels/cpu/lib"
 
 
 def toolchain() -> ModuleType:
     """Ours, by its path: importing the package would need torch, which a build has not."""
-    path = Path(__file__).parent / TOOLCHAIN
+    path = Path(__file__).with_name("toolchain.py")
     spec = importlib.util.spec_from_file_location("toolchain", path)
     assert spec is not None
     assert spec.loader is not None
@@ -50,8 +51,8 @@ class BuildWithLibraries(build_py):
         except OSError as error:
             self.warn(f"the wheel carries no compiled kernels: {error}")
             return
-        for level, error in errors.items():
-            self.warn(f"the wheel carries no kernels for {level}: {error}")
+        for level, reason in errors.items():
+            self.warn(f"the wheel carries no kernels for {level}: {reason}")
 
 
 class PlatformWheel(bdist_wheel):
@@ -63,15 +64,11 @@ class PlatformWheel(bdist_wheel):
         self.run_command("build_py")
         if (Path(build.build_lib) / LIBRARIES).is_dir():
             self.root_is_pure = False
-            self.distribution.has_ext_modules = lambda: (
-                True
-            )  # installed with binaries, not beside them
+            # Installed with binaries, not beside them.
+            self.distribution.has_ext_modules = lambda: True
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         """``py3-none-PLATFORM``: the libraries are called through ctypes and know no Python."""
         _, _, platform = super().get_tag()
         return ("py3", "none", platform)
-
-
-setup(cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": PlatformWheel})

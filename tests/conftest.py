@@ -122,6 +122,8 @@ def _names_tests(argument: str) -> bool:
     return "::" in argument or Path(argument).suffix == ".py"
 
 
+# First, because xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted, cases = _tiers(config), dict[str, int]()
     kept, dropped = [], []

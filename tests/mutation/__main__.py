@@ -70,7 +70,8 @@ def main() -> int:
             word = "survived" if found is None else "found"
             seconds = time.monotonic() - started
             print(f"{word:8} {seconds:5.0f} s  {mutant.name:48} {found or ''}", flush=True)
-    print(f"{len(mutants) - lost} of {len(mutants)} found by the {options.tier} tier")
+    found_by = "can be planted" if options.list else f"found by the {options.tier} tier"
+    print(f"{len(mutants) - lost} of {len(mutants)} {found_by}")
     return int(lost > 0)
 
 

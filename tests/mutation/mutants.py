@@ -99,10 +99,15 @@ MUTANTS = (
     ),
     Mutant(
         "law11-every-rank-takes-itself-for-the-first",
-        "first_kv_head=get_tensor_model_parallel_rank() * num_kv_heads",
-        "first_kv_head=0",
+        "return int(get_tensor_model_parallel_rank()) * total // ranks",
+        "return 0 * total // ranks",
         ("tests/engine/test_modes.py",),
-        path="engine/cpu",
+    ),
+    Mutant(
+        "law06-who-cannot-evict-is-one-token-off",
+        "last = min(self.prompt_tokens + max_tokens - 2, max_model_len - 1)",
+        "last = min(self.prompt_tokens + max_tokens - 3, max_model_len - 1)",
+        BLOCKS,
     ),
     # config
     Mutant(
@@ -157,8 +162,8 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-report-off-by-one",
-        "seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)",
-        "seen = min(self.counts.num_computed_tokens, self.counts.num_tokens)",
+        "return min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)",
+        "return min(self.counts.num_computed_tokens, self.counts.num_tokens)",
         ("tests/blocks/test_eviction_state.py", *BLOCKS),
     ),
     # kernels/cpu
@@ -214,17 +219,16 @@ MUTANTS = (
     ),
     # engine
     Mutant(
-        "engine-cpu-old-scores-stay",
-        "state.start_scores(policy, positions, common.slot_mapping[tokens])",
+        "engine-old-scores-stay",
+        "self.start_scores(policy, positions, slot_mapping, tokens)",
         "pass",
         ("tests/engine/test_law04_fidelity.py", *TOKENS),
     ),
     Mutant(
-        "engine-cpu-policies-do-not-adjust-scores",
-        "if policy.scores_at_eviction:\n",
-        "if False:\n",
-        ("tests/engine/test_policies.py",),
-        path="engine/cpu",
+        "engine-policies-do-not-adjust-scores",
+        "if not policy.scores_at_eviction:\n",
+        "if True:\n",
+        ("tests/engine/test_cuda.py", "tests/engine/test_policies.py"),
     ),
     Mutant(
         "engine-cuda-prompts-are-scored-from-their-start",

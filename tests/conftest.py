@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-ONE_BY_ONE = (
+LONGEST_FIRST = (
     "tests/kernels/test_triton.py",
     "tests/engine/test_cuda.py",
     "tests/kernels/test_triton_compiles.py",
     "tests/engine/test_state_machine.py",
     "tests/engine/test_law10_inert.py",
 )
-"""Files of independent tests that take many seconds: they come first, and any worker may take any of them."""
+"""Files that take many seconds: they come first, so that no worker waits for the other's at the end."""
 
 BOTH_CORES = (
     "tests/kernels/cpu/",
@@ -46,46 +46,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="also what is marked slow")
     group.addoption("--long", action="store_true", help="also what is marked long; longer searches")
     group.addoption("--seed", type=int, default=7, help="where random searches begin (default: 7)")
+    group.addoption(
+        "--cores",
+        choices=["shared", "alone"],
+        help="only what may run beside other tests, or only what may not",
+    )
     group.addoption("--reduced", action="store_true", help=f"of every grid each {EVERY}th case")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if _is_worker(config):
         # Two processes with two OpenMP threads each on two cores take five to ten times as long: the threads
-        # of one wait at every operation for those that the other keeps from running. Read once, on import.
-        before = os.environ.get("OMP_NUM_THREADS")
+        # of one wait at every operation for those the other keeps from running. What tests start inherits it.
         os.environ["OMP_NUM_THREADS"] = "1"
-        import torch  # noqa: F401
-
-        _set("OMP_NUM_THREADS", before)
-        config.stash[THREADS] = before
-
-
-THREADS = pytest.StashKey[str | None]()
 
 
 def _is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
-
-
-def _set(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give what a test starts, and the test itself, one thread or all of them."""
-    if not _is_worker(item.config):
-        return
-    import torch
-
-    alone = _is_alone(item)
-    _set("OMP_NUM_THREADS", item.config.stash[THREADS] if alone else "1")
-    # Not torch.set_num_threads: vLLM's CPU worker has put a warning in its place.
-    torch._C.set_num_threads(len(os.sched_getaffinity(0)) if alone else 1)
 
 
 # Which tests run
@@ -122,12 +99,14 @@ def _names_tests(argument: str) -> bool:
     return "::" in argument or Path(argument).suffix == ".py"
 
 
-# First, because xdist reads the groups in the same hook.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted, cases = _tiers(config), dict[str, int]()
     kept, dropped = [], []
     for item in items:
+        if config.option.cores and _is_alone(item) != (config.option.cores == "alone"):
+            # Of the other part of this run: not left out.
+            dropped.append(item)
+            continue
         function = item.nodeid.partition("[")[0]
         cases[function] = cases.get(function, -1) + 1
         reason = next((tier for tier in TIERS if item.get_closest_marker(tier)), None)
@@ -144,23 +123,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
     # What needs the machine to itself comes last.
     items[:] = sorted(kept, key=_rank)
-    if _is_worker(config):
-        for item in items:
-            if _is_alone(item):
-                item.add_marker(pytest.mark.xdist_group("alone"))
-            elif not item.nodeid.startswith(ONE_BY_ONE):
-                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def _is_alone(item: pytest.Item) -> bool:
-    return bool(item.get_closest_marker("e2e")) or item.nodeid.startswith(BOTH_CORES)
+    engine = "engine" in getattr(item, "fixturenames", ())
+    return engine or bool(item.get_closest_marker("e2e")) or item.nodeid.startswith(BOTH_CORES)
 
 
 def _rank(item: pytest.Item) -> int:
     if _is_alone(item):
-        return len(ONE_BY_ONE) + 1
-    places = (at for at, file in enumerate(ONE_BY_ONE) if item.nodeid.startswith(file))
-    return next(places, len(ONE_BY_ONE))
+        return len(LONGEST_FIRST) + 1
+    places = (at for at, file in enumerate(LONGEST_FIRST) if item.nodeid.startswith(file))
+    return next(places, len(LONGEST_FIRST))
 
 
 # What a run says at its end

@@ -22,7 +22,6 @@ from tests.mutation.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 TIERS = {"fast": ["--fast"], "full": ["--full"], "plain": []}
-TWO_AT_ONCE = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
 SECONDS = 3600
 """A tier that takes longer hangs, which is found as well."""
 
@@ -113,10 +112,8 @@ def first_tests(tree: Path, mutants: list[Mutant]) -> list[str]:
 
 def run(tree: Path, tier: str, tests: list[str]) -> str | None:
     """Run ``tests``, or the whole tier if there are none; returns who failed first."""
-    options = [*TIERS[tier], *tests]
-    if not tests and tier != "plain":
-        options += TWO_AT_ONCE
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options]
+    options = ["-x", "-q", "-p", "no:cacheprovider", *TIERS[tier], *tests]
+    command = [sys.executable, "-m", "pytest", *options]
     try:
         done = subprocess.run(
             command,

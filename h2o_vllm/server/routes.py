@@ -3,7 +3,7 @@
 
 A route that generates tokens either honours the fields (``LIFTED``) or refuses them (``REFUSED``);
 only a route that keeps no KV of a generation may ignore them (``UNTOUCHED``). A test holds these
-three sets against the routes of the installed vLLM, so that a new route cannot be cleared.
+three sets against the routes of the installed vLLM, so that a new route cannot be forgotten.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_the_v1_model_runner_keeps_its_tables_where_we_punch_holes() -> None:
 
 
 def test_the_cpu_backend_ignores_the_custom_one() -> None:
-    """When this fails, the override in ``engine/attention.py`` can go."""
+    """When this fails, the override in ``engine/cpu/attention.py`` can go."""
     from vllm.platforms.cpu import CpuPlatform
 
     source = inspect.getsource(CpuPlatform.get_attn_backend_cls)

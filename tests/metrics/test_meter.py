@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core's counts: every event is handed over once, and none is cleared."""
+"""The engine core's counts: every event is handed over once, and none is forgotten."""
 
 from __future__ import annotations
 

@@ -55,33 +55,35 @@ def split_rows(rows: StepRows) -> RowSplit | None:
     decode = np.flatnonzero(rows.decodes)
     rest = np.flatnonzero(~whole)
     last = rest[scored[rest] > 0]
+    rest_starts, rest_tokens = _gathered(rows, rest, lens[rest])
+    last_starts, last_tokens = _gathered(rows, last, scored[last], whole_batch=True)
     return RowSplit(
         decode_rows=_int32(decode),
         decode_tokens=_int32(rows.starts[decode]),
         prompt_rows=_int32(np.flatnonzero(whole & (lens > 1))),
         rest_rows=_int32(rest),
-        **_tokens("rest", rows, rest, lens[rest]),
+        rest_starts=rest_starts,
+        rest_tokens=rest_tokens,
         last_rows=_int32(last),
-        **_tokens("last", rows, last, scored[last], whole_batch=True),
+        last_starts=last_starts,
+        last_tokens=last_tokens,
     )
 
 
-def _tokens(
-    name: str,
+def _gathered(
     rows: StepRows,
     chosen: NDArray[np.intp],
     counts: NDArray[np.int32],
     *,
     whole_batch: bool = False,
-) -> dict[str, torch.Tensor]:
-    """Where the last ``counts`` queries of the ``chosen`` rows lie, and where they start once gathered.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the last ``counts`` queries of the ``chosen`` rows start once gathered, and where they lie now.
 
     Args:
-        name: of the two fields of :class:`RowSplit`.
         whole_batch: the starts are those of all rows, of which the others have no queries.
     """
     if not chosen.size:
-        return {f"{name}_starts": _NO_STARTS, f"{name}_tokens": _NO_TOKENS}
+        return _NO_STARTS, _NO_TOKENS
     gathered = np.cumsum(counts)
     ends = (rows.starts + rows.query_lens)[chosen]
     tokens = np.arange(gathered[-1]) + np.repeat(ends - gathered, counts)
@@ -90,7 +92,7 @@ def _tokens(
         every[chosen] = counts
         gathered = np.cumsum(every)
     starts = np.concatenate([[0], gathered])
-    return {f"{name}_starts": _int32(starts), f"{name}_tokens": torch.from_numpy(tokens)}
+    return _int32(starts), torch.from_numpy(tokens)
 
 
 def compact_tables(

@@ -6,6 +6,8 @@ The interpreter accepts what the compiler refuses; this shows it without a GPU, 
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from h2o_vllm.kernels.triton import (
     DecodeWorkspace,
     KVLayers,
     compact_tables,
+    prompt_lse,
     warm_up,
 )
 
@@ -51,6 +54,10 @@ def calls_of_a_step(group: int, size: int, block_size: int, dtype: torch.dtype) 
     table = torch.zeros(2, 8, dtype=torch.int32)
     flags = torch.zeros(2, dtype=torch.int8)
     compact_tables(table, rows, flags, block_size, table.clone(), rows, rows, rows)
+    if not scales:
+        starts = torch.zeros(3, dtype=torch.int32)
+        lse = torch.zeros(2 * group, 2)
+        prompt_lse(query, keys, table, starts, rows, 1.0, lse, 2, rows)
 
 
 def compile_for_hopper(call: Call) -> Any:
@@ -111,9 +118,32 @@ def test_every_kernel_compiles_for_hopper(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", note)
     calls_of_a_step(*shape)
-    assert {name for name, *_ in calls} == {
+    kernels = {
         "_plan", "_attend", "finish", "_add_prompt_scores", "_reset", "_select", "_move",
         "_compact_tables", "_clear",
     }  # fmt: skip
+    # FP8 is FlashAttention's alone, which returns its log-sum-exp.
+    assert {name for name, *_ in calls} == kernels | (
+        {"_prompt_lse"} if shape[3].itemsize > 1 else set()
+    )
     for call in calls.values():
         assert compile_for_hopper(call).asm["cubin"]
+
+
+def test_defaults_of_kernels_are_what_older_tritons_know() -> None:
+    """Triton 3.6 makes numbers that are defaults constants, but not strings."""
+    from triton.runtime.jit import JITFunction
+
+    import h2o_vllm.kernels.triton as room
+
+    functions = {
+        function
+        for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}.")
+        for function in vars(importlib.import_module(module.name)).values()
+        if isinstance(function, JITFunction)
+    }
+    assert len(functions) > 10
+    for function in functions:
+        for parameter in function.params:
+            if parameter.has_default:
+                assert not isinstance(parameter.default, str), (function.__name__, parameter.name)

@@ -155,9 +155,11 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     """One piece of one row, one kv head: attention, and the scratch of its keys; scores of a whole row."""
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
-    row, token, start, end, base, _, count = load_piece(pieces, item, TILE, FIELDS)
+    words = pieces + item * FIELDS
+    row = tl.load(words)
     if row < 0:
         return
+    token, start, end, base, _, count = load_piece(words, TILE)
 
     heads = tl.arange(0, GP)
     dims = tl.arange(0, DP)

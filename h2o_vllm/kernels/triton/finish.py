@@ -92,8 +92,12 @@ def finish(
     """The scores of the keys of one piece of a row of several, and its share of the row's output."""
     item = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    row, token, start, end, base, first, count = load_piece(pieces, item, TILE, FIELDS)
-    if row < 0 or count < 2:
+    words = pieces + item * FIELDS
+    row = tl.load(words)
+    if row < 0:
+        return
+    token, start, end, base, first, count = load_piece(words, TILE)
+    if count < 2:
         return
 
     top, weight = row_totals(part_max, part_sum, first, count, kv_head, H, G, GS, PARTS)

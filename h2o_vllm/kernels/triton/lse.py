@@ -135,7 +135,7 @@ def _prompt_lse(
         key = first_key + tl.arange(0, KEYS)
         live = key < seen
         block, slot = locate(table, key, live, BS)
-        k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live)
+        k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "")
         logits = dot(q, k, tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
         # The first tile shows every pair at least one key: the maximum is finite from then on.
         logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))

@@ -145,17 +145,18 @@ class DecodeWorkspace:
 
 
 @triton.jit
-def load_piece(pieces, item, TILE: tl.constexpr, FIELDS: tl.constexpr):
-    """The words of a piece, in their order; see ``_FIELDS``."""
-    words = pieces + item * FIELDS
-    row = tl.load(words)
+def load_piece(words, TILE: tl.constexpr):
+    """The words of a piece behind its row, in their order; see ``_FIELDS``.
+
+    The row is the caller's to load: most programs of a frozen grid have none and leave at once.
+    """
     token = tl.load(words + 1).to(tl.int64)
     start = tl.multiple_of(tl.load(words + 2), TILE)
     end = tl.load(words + 3)
     base = tl.load(words + 4)
     first = tl.load(words + 5)
     count = tl.load(words + 6)
-    return row, token, start, end, base, first, count
+    return token, start, end, base, first, count
 
 
 @triton.jit

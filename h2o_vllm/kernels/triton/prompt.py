@@ -178,7 +178,7 @@ def _add_prompt_scores(
     live = position < length
     block, slot = locate(block_table + row.to(tl.int64) * stride_table, position, live, BS)
     keys = key_cache + kv_head * stride_kh + dims[:, None]
-    k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live).to(COMPUTE)
+    k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "").to(COMPUTE)
     if query_scale is not None:
         scale_log2 *= tl.load(query_scale)
     if key_scale is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -19,6 +19,7 @@ __all__ = [
     "MAX_SINKS",
     "METRICS_KEY",
     "POLICIES",
+    "PROTECT_WORDS",
     "REPORT_KEY",
     "REQUEST_FIELDS",
     "H2OConfig",
@@ -40,13 +41,24 @@ them and the request may go on, the values to make one of; see :mod:`h2o_vllm.bl
 POLICIES = ("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff", "window", "random", "full")
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
-REQUEST_FIELDS = ("kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks")
+REQUEST_FIELDS = (
+    "kv_budget",
+    "kv_budget_tokens",
+    "kv_recent",
+    "kv_policy",
+    "kv_sinks",
+    "kv_protect",
+)
 """Request fields, accepted at the top level of a body and inside ``vllm_xargs``."""
 
 MAX_BUDGET_TOKENS = 2**31 - 1
 
 MAX_SINKS = 1024
-"""Protected first tokens come on top of an operator's ``kv_budget_max``, so they are few."""
+"""Sinks come on top of an operator's ``kv_budget_max``, so they are few."""
+
+PROTECT_WORDS = ("prompt", "system")
+"""What ``kv_protect`` may be beside a number of first tokens: all of the prompt, or its system messages and
+tool definitions. Only a server knows roles: it puts a number in the place of ``"system"``."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,8 @@ class RequestBudget:
         recent: share of the budget given to the newest tokens, in [0, 1].
         sinks: first tokens that are never evicted; no budget falls below them.
         policy: one of :data:`POLICIES`.
+        protect: first tokens that are neither ranked nor evicted; the budget applies to those behind
+            them. A number, or one of :data:`PROTECT_WORDS` as long as the prompt is not known.
     """
 
     fraction: float
@@ -71,6 +85,7 @@ class RequestBudget:
     recent: float
     policy: str
     sinks: int = 0
+    protect: int | str = 0
 
     @property
     def evicts(self) -> bool:
@@ -91,6 +106,11 @@ class H2OConfig:
         kv_budget_min: smallest ``kv_budget`` a request may ask for.
         kv_budget_max: largest ``kv_budget`` a request may ask for.
         kv_min_tokens: no budget falls below this many tokens; short sequences stay whole.
+        kv_protect: default number of first tokens that a budget leaves alone, or one of
+            :data:`PROTECT_WORDS`. A default protects at most ``kv_protect_max`` tokens of a longer
+            prompt; a request that asks for more is refused.
+        kv_protect_max: most tokens a request may protect; ``None``: see :attr:`protect_limit`. They come
+            on top of ``kv_budget_max``.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -104,6 +124,8 @@ class H2OConfig:
     kv_budget_min: float = 0.01
     kv_budget_max: float = 1.0
     kv_min_tokens: int = 128
+    kv_protect: int | str = 0
+    kv_protect_max: int | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -115,8 +137,15 @@ class H2OConfig:
             if self.kv_budget_tokens is not None:
                 _integer("kv_budget_tokens", self.kv_budget_tokens)
             _integer("kv_min_tokens", self.kv_min_tokens)
+            if self.kv_protect_max is not None:
+                _integer("kv_protect_max", self.kv_protect_max, 0)
+            _protect(self.kv_protect, MAX_BUDGET_TOKENS)
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
+        if isinstance(self.kv_protect, int) and self.kv_protect > self._most_protected:
+            raise ConfigError(
+                f"--kv-protect {self.kv_protect} is larger than --kv-protect-max {self.kv_protect_max}"
+            )
         if self.kv_budget_min > self.kv_budget_max:
             raise ConfigError(
                 f"--kv-budget-min {self.kv_budget_min} is larger than --kv-budget-max "
@@ -154,6 +183,8 @@ class H2OConfig:
     def resolve(self, asked: Mapping[str, Any] | None) -> RequestBudget:
         """Turn what a request asked for into its budget, filling in the defaults.
 
+        ``protect`` may still be a word, see :meth:`resolve_for`.
+
         Args:
             asked: a mapping that may hold any of :data:`REQUEST_FIELDS`; other keys are ignored.
 
@@ -168,6 +199,7 @@ class H2OConfig:
             raise BudgetError(
                 "kv_budget", given["kv_budget"], "left out when kv_budget_tokens is given"
             )
+        protect = _protect(given.get("kv_protect", self.kv_protect), self._most_protected)
         fraction, tokens = self.kv_budget, self.kv_budget_tokens
         if "kv_budget" in given:
             low, high = self.kv_budget_min, self.kv_budget_max
@@ -192,7 +224,50 @@ class H2OConfig:
             recent=recent,
             policy=policy,
             sinks=sinks,
+            protect=protect,
         )
+
+    def resolve_for(self, asked: Mapping[str, Any] | None, prompt_tokens: int) -> RequestBudget:
+        """As :meth:`resolve`, where the prompt is known and its roles are not: ``protect`` is a number.
+
+        Never more than the prompt has. The default ``"system"`` protects nothing here: a server names a
+        number for every prompt that has such a part.
+
+        Raises:
+            BudgetError: as above; ``"system"`` is asked for; or ``"prompt"``, and it is too long.
+        """
+        budget = self.resolve(asked)
+        named = asked is not None and asked.get("kv_protect") is not None
+        protect, limit = budget.protect, self._most_protected
+        if protect == "prompt":
+            if named and prompt_tokens > limit:
+                accepted = f"at most {limit} tokens here (the prompt has {prompt_tokens})"
+                raise BudgetError("kv_protect", protect, accepted)
+            protect = limit
+        elif protect == "system":
+            if named:
+                accepted = "a number or 'prompt' here: only a chat on a server has a system part"
+                raise BudgetError("kv_protect", protect, accepted)
+            protect = 0
+        return replace(budget, protect=min(int(protect), prompt_tokens))
+
+    @property
+    def protect_limit(self) -> int | None:
+        """Most tokens that a request may protect; ``None``: its whole prompt.
+
+        Who bounds budgets and says nothing of protection does not expect prompts to stay whole: few tokens
+        then, as with sinks, unless the default protects more.
+        """
+        if self.kv_protect_max is not None:
+            return self.kv_protect_max
+        if self.kv_budget_max == 1.0 or isinstance(self.kv_protect, str):
+            return None
+        return max(MAX_SINKS, self.kv_protect)
+
+    @property
+    def _most_protected(self) -> int:
+        limit = self.protect_limit
+        return MAX_BUDGET_TOKENS if limit is None else limit
 
 
 def _fraction(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
@@ -215,6 +290,16 @@ def _integer(name: str, value: Any, low: int = 1, high: int = MAX_BUDGET_TOKENS)
     if not low <= value <= high:
         raise BudgetError(name, value, accepted)
     return value
+
+
+def _protect(value: Any, limit: int) -> int | str:
+    if isinstance(value, str) and value in PROTECT_WORDS:
+        return value
+    try:
+        return _integer("kv_protect", value, 0, limit)
+    except BudgetError as error:
+        words = " or ".join(f"'{word}'" for word in PROTECT_WORDS)
+        raise BudgetError("kv_protect", value, f"{error.accepted}, {words}") from None
 
 
 def _choice(name: str, value: Any) -> str:

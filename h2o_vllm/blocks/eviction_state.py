@@ -35,7 +35,6 @@ class RequestCounts(Protocol):
     num_prompt_tokens: int
     max_tokens: int
     num_computed_tokens: int
-    skip_reading_prefix_cache: bool
 
     @property
     def num_tokens(self) -> int:
@@ -48,20 +47,48 @@ class RequestCounts(Protocol):
 class EvictionState:
     """What a request holds and what it has given back.
 
+    ::
+
+        | pinned: protected, never ranked | candidates: heavy or doomed | recent |
+        0                              pinned                     recent_from
+
+    By causality a token behind the pinned blocks gets attention from tokens behind them only, so KV of
+    pinned blocks may come from the prefix cache, whatever the policy: nobody wants its scores.
+
     Args:
         counts: the request; read, never written.
-        budget: what it may keep. Its floor is raised to the blocks of the protected first tokens.
+        budget: what it may keep; ``protect`` is a number. Its protected tokens are rounded up to blocks,
+            and its floor is raised to the blocks of the sinks behind them.
         block_size: tokens per block.
         max_model_len: tokens no sequence exceeds.
     """
 
+    holes: int
+    """Blocks given back."""
+    _evicted_at: int | None
+    """Tokens seen at the first eviction."""
+    _candidates: list[int]
+    """Blocks that evictions have ranked and spared."""
+    _next_index: int
+    """The first block that none has ranked."""
+    _next_due: int
+    """Tokens below which none is due."""
+    _untouched: int
+    """First blocks that nobody ranks, or ever will."""
+
     def __init__(
         self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
     ) -> None:
-        self._protected = math.ceil(budget.sinks / block_size)
+        self.pinned = math.ceil(int(budget.protect) / block_size)
+        """Blocks of the protected tokens: the first of the table, in the end all of them full."""
+        self._sink_blocks = max(self.pinned, math.ceil(budget.sinks / block_size))
         """Blocks that hold the first tokens which must stay, while they lie where they were written."""
         self.counts = counts
-        self.budget = replace(budget, floor=max(budget.floor, self._protected * block_size))
+        self.budget = replace(
+            budget,
+            protect=self.pinned * block_size,
+            floor=max(budget.floor, (self._sink_blocks - self.pinned) * block_size),
+        )
         self.block_size = block_size
         self._budget_values = budget_values(self.budget, block_size)
         self.policy = get_policy(budget.policy)
@@ -70,11 +97,8 @@ class EvictionState:
         self.evicts = self._can_evict(counts.max_tokens, max_model_len)
         """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
         self.peak_blocks = 0
-        self.holes = 0
-        self._evicted_at: int | None = None
-        self._candidates: list[int] = []
-        self._next_index = 0
-        self._next_due = self.prompt_tokens
+        self._cached: int | None = None
+        self.release()
 
     def evict(self, computed: int) -> EvictionIndices | None:
         """Choose the blocks to give back before the token at position ``computed`` is computed.
@@ -96,11 +120,11 @@ class EvictionState:
             return None
         until = recent_from(self.budget, computed, self.block_size)
         # As many heavy blocks as the first tokens need come before recent ones.
-        until = max(until, self.holes + num_doomed + self._protected)
+        until = max(until, self.holes + num_doomed + self._sink_blocks)
         fresh = range(self._next_index, until)
         candidates = [*self._candidates, *fresh]
         split = self.policy.split(
-            candidates, num_doomed, first=self._evicted_at is None, protected=self._protected
+            candidates, num_doomed, first=self._evicted_at is None, protected=self._sink_blocks
         )
         doomed = frozenset(split.doomed)
         self._candidates = [index for index in candidates if index not in doomed]
@@ -108,6 +132,8 @@ class EvictionState:
         self.holes += num_doomed
         if self._evicted_at is None:
             self._evicted_at = computed
+            # The first ones behind the pinned blocks: never written, and ranked no more.
+            self._untouched = self.pinned + num_doomed
         self._set_next_due(computed)
         return EvictionIndices(split.heavy, split.doomed, fresh)
 
@@ -128,36 +154,54 @@ class EvictionState:
         """How many leading tokens' KV may be hashed into the prefix cache.
 
         Never KV that was computed after an eviction (it depends on the budget), and, if the policy
-        writes into surviving blocks, only blocks that the first eviction frees untouched.
+        writes into surviving blocks, only pinned ones and, at the first eviction, those that it frees.
+        No sooner: a reader's attention would be added to scores by which they are still to be ranked.
         """
         if not self.evicts:
             return computed
         if self.policy.moves_tokens:
-            first = blocks_freed(self.budget, self.prompt_tokens, self.block_size)
-            return min(computed, first * self.block_size)
+            return min(computed, self._untouched * self.block_size)
         return computed if self._evicted_at is None else min(computed, self._evicted_at)
+
+    def readable_tokens(self, known: int) -> int:
+        """How many of the ``known`` tokens may be read from the prefix cache.
+
+        What will be ranked has to be computed, as cached KV comes without its scores. And who returns
+        after a preemption may find KV cached from behind its first eviction, of others who did not evict.
+        """
+        if not self.evicts:
+            return known
+        tokens = self.pinned * self.block_size
+        if not self.policy.moves_tokens:
+            # Less than the prompt: an eviction that is due right behind it would be skipped.
+            tokens = max(tokens, (self.prompt_tokens - 1) // self.block_size * self.block_size)
+        return min(known, tokens)
+
+    def admitted(self, cached: int) -> None:
+        """The request starts behind ``cached`` tokens; counts the first time only, as vLLM does."""
+        if self._cached is None:
+            self._cached = cached
 
     def release(self) -> None:
         """Nothing is held any more: the request was preempted or has finished."""
         self.holes = 0
         self._evicted_at = None
         self._candidates = []
-        self._next_index = 0
+        self._next_index = self._untouched = self.pinned
         self._next_due = self.prompt_tokens
 
     def report(self) -> dict[str, object]:
         """The ``kv_cache`` report of this request, as of now."""
-        return request_report(
-            self.budget, self.block_size, self._seen(), self.holes, self.peak_blocks
-        )
+        return request_report(self.budget, self.block_size, *self._counts())
 
     def report_values(self) -> tuple[Any, ...]:
         """What :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report of."""
-        return (*self._budget_values, self._seen(), self.holes, self.peak_blocks)
+        return (*self._budget_values, *self._counts())
 
-    def _seen(self) -> int:
+    def _counts(self) -> tuple[int, int, int, int]:
         # The last sampled token has no KV yet, and async scheduling counts steps in flight.
-        return min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
+        seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
+        return seen, self.holes, self.peak_blocks, self._cached or 0
 
     def _can_evict(self, max_tokens: int, max_model_len: int) -> bool:
         # Evictions come before a forward pass, so the last token ever sampled never causes one; what is

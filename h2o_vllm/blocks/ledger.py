@@ -13,7 +13,7 @@ from typing import Any
 
 from h2o_vllm.errors import AccountingError
 
-__all__ = ["check_pool", "check_writable"]
+__all__ = ["check_pool", "check_private"]
 
 
 def check_pool(pool: Any, tables: Mapping[str, Sequence[Any]], *, idle: bool = False) -> None:
@@ -50,8 +50,10 @@ def check_pool(pool: Any, tables: Mapping[str, Sequence[Any]], *, idle: bool = F
         raise AccountingError(f"no request left, but blocks {sorted(owners)} are in use")
 
 
-def check_writable(blocks: Iterable[Any]) -> None:
-    """Check that an eviction writes only blocks that nobody else can see.
+def check_private(blocks: Iterable[Any]) -> None:
+    """Check that an eviction ranks, and writes, only blocks that nobody else can see.
+
+    Whoever sees a block adds its attention to the scores of the tokens in it.
 
     Raises:
         AccountingError: a block is shared, or reachable through the prefix cache.
@@ -59,6 +61,6 @@ def check_writable(blocks: Iterable[Any]) -> None:
     for block in blocks:
         if block.ref_cnt != 1 or block.block_hash is not None:
             raise AccountingError(
-                f"eviction would write block {block.block_id}, which has {block.ref_cnt} owners "
+                f"eviction would rank block {block.block_id}, which has {block.ref_cnt} owners "
                 f"and hash {block.block_hash!r}"
             )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.blocks.ledger import check_pool, check_writable
+from h2o_vllm.blocks.ledger import check_pool, check_private
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.config import RequestBudget
 
@@ -90,7 +90,12 @@ class H2OBlockManager(FullAttentionManager):
         heavy = [table[index] for index in split.heavy]
         doomed = [table[index] for index in split.doomed]
         fresh = tuple(table[index].block_id for index in split.fresh)
-        check_writable(heavy)
+        if state.policy.moves_tokens:
+            check_private([*heavy, *doomed])
+        if self.enable_caching:
+            # While the table still has them. Of a token that is still to be sampled there is no hash yet.
+            known = min(seen, state.counts.num_tokens)
+            self.cache_blocks(state.counts, known, replay_boundaries=())
         for index in split.doomed:
             table[index] = self.block_pool.null_block
         # Tail first, as everywhere in vLLM: the front of a prompt is the likeliest to be shared.
@@ -143,8 +148,4 @@ class H2OBlockManager(FullAttentionManager):
                 del self._eviction_states[request_id]
             else:
                 state.release()
-                if state.evicts:
-                    # On its return it could find KV cached that lies behind its first eviction: its own
-                    # up to there, or that of others who did not evict. It would go on as if it had not.
-                    state.counts.skip_reading_prefix_cache = True
         return super().pop_blocks_for_free(request_id)

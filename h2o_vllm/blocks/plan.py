@@ -69,8 +69,9 @@ class StepPlan:
       eviction freed can become its newest block, never a heavy one of the same step;
     * an eviction whose request is preempted later in the step, which frees its heavy blocks, is cancelled.
 
-    Nor does one adjust scores that another ranks by: who moves tokens reads no cached blocks, so the
-    candidates of two such evictions are disjoint. Workers may run them in any order, or at once.
+    Nor does one adjust scores that another ranks by: who moves tokens ranks neither pinned blocks, which
+    alone it reads from the cache, nor published ones, so the candidates of two such evictions are disjoint.
+    Workers may run them in any order, or at once.
 
     Attributes:
         policies: what workers must know of each request that evicts and is admitted or resumed in this step.

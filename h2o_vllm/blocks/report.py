@@ -13,7 +13,7 @@ from dataclasses import astuple, fields
 from typing import Any
 
 from h2o_vllm.config import RequestBudget
-from h2o_vllm.policy import budget_tokens
+from h2o_vllm.policy import budget_tokens, protected_tokens
 
 __all__ = ["budget_values", "report_from_values", "request_report"]
 
@@ -21,15 +21,17 @@ _BUDGET_FIELDS = len(fields(RequestBudget))
 
 
 def request_report(
-    budget: RequestBudget, block_size: int, seen: int, holes: int, peak_blocks: int
+    budget: RequestBudget, block_size: int, seen: int, holes: int, peak_blocks: int, cached: int
 ) -> dict[str, object]:
     """The report of a request.
 
     ``budget`` is the fraction in force (``None`` for an absolute budget), ``budget_tokens``
-    what that means for the tokens seen so far, floor and limits included.
+    what that means for the tokens seen so far, floor, limits and protected tokens included.
 
     Args:
+        budget: its protected tokens fill whole blocks.
         seen: tokens whose KV has been computed. holes: blocks evicted so far.
+        cached: tokens of the prompt that were read from the prefix cache.
     """
     evicted = holes * block_size
     return {
@@ -39,6 +41,8 @@ def request_report(
         "sinks": budget.sinks,
         "policy": budget.policy,
         "tokens_seen": seen,
+        "tokens_cached": cached,
+        "tokens_protected": protected_tokens(budget, seen),
         "tokens_held": seen - evicted,
         "tokens_evicted": evicted,
         "blocks_freed": holes,
@@ -53,5 +57,5 @@ def budget_values(budget: RequestBudget, block_size: int) -> tuple[Any, ...]:
 
 
 def report_from_values(values: Sequence[Any]) -> dict[str, object]:
-    """The report made of :func:`budget_values`, ``seen``, ``holes`` and ``peak_blocks``."""
+    """The report made of :func:`budget_values`, ``seen``, ``holes``, ``peak_blocks`` and ``cached``."""
     return request_report(RequestBudget(*values[:_BUDGET_FIELDS]), *values[_BUDGET_FIELDS:])

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
 __all__ = [
-    "ChunkLimitScheduler",
+    "LimitingScheduler",
     "block_managers",
     "runner_metadata_builders",
     "runner_punch_holes",
@@ -25,12 +26,16 @@ __all__ = [
 ]
 
 
-class ChunkLimitScheduler(AsyncScheduler):
-    """Gives subclasses a say in how many tokens of a request one step computes.
+class LimitingScheduler(AsyncScheduler):
+    """Gives subclasses a say in how many tokens of a request one step computes, and the cache gives it.
 
     ``Scheduler._reserve_prefill_lookahead`` (0.32) is the one place that every request, running or
     waiting, passes on its way to ``allocate_slots``. Goes when vLLM offers a per-request chunk
     hook; its own use (multi-module MTP) is kept by calling the base class.
+
+    ``Scheduler._get_local_prefix_cache_hit`` (0.32) is where every waiting request, also a preempted one,
+    looks into the prefix cache. A request can only be told to read all or nothing
+    (``skip_reading_prefix_cache``); goes when it can be told how much.
     """
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
@@ -43,6 +48,24 @@ class ChunkLimitScheduler(AsyncScheduler):
     ) -> int:
         limited = self.limit_chunk(request, num_computed_tokens, num_new_tokens)
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, limited)
+
+    def limit_cache_hit(self, request: Request, cached: int) -> int:
+        """How many of ``cached`` first tokens the request may read."""
+        del request
+        return cached
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        hit = super()._get_local_prefix_cache_hit(request)
+        limit = self.limit_cache_hit(request, hit[1])
+        if limit >= hit[1]:
+            return hit
+        # Looked up again, not cut: sliding windows beside our layers need other blocks for a shorter hit.
+        manager = self.kv_cache_manager
+        groups, cached, uncached = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, limit
+        )
+        boundary = cached + uncached if uncached else 0
+        return manager.create_kv_cache_blocks(groups), cached, boundary, False
 
 
 def block_managers(scheduler: Any) -> tuple[SingleTypeKVCacheManager, ...]:

@@ -24,7 +24,7 @@ from h2o_vllm.config import (
     H2OConfig,
     RequestBudget,
 )
-from h2o_vllm.engine.compat import ChunkLimitScheduler, block_managers
+from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.orphan import end_with_parent
 from h2o_vllm.engine.siblings import SiblingReports
 from h2o_vllm.engine.support import check_supported
@@ -48,7 +48,7 @@ _Report = dict[str, object] | tuple[Any, ...]
 """A report, or what :func:`h2o_vllm.blocks.report.report_from_values` makes one of."""
 
 
-class H2OScheduler(ChunkLimitScheduler):
+class H2OScheduler(LimitingScheduler):
     """``--scheduler-cls h2o_vllm.engine.scheduler.H2OScheduler``.
 
     An ``AsyncScheduler``: it serves synchronous and asynchronous scheduling alike.
@@ -85,8 +85,8 @@ class H2OScheduler(ChunkLimitScheduler):
         if request.request_id not in self.requests:
             budget = self._budget(request)
             state = self.blocks.track(request, budget, self.max_model_len)
-            if state.evicts and state.policy.moves_tokens:
-                # Cached KV comes without the scores by which its tokens would be ranked.
+            if not state.readable_tokens(request.num_tokens):
+                # Not looked up, and not counted as a miss.
                 request.skip_reading_prefix_cache = True
             self._siblings.enter(request.request_id)
         super().add_request(request)
@@ -98,13 +98,21 @@ class H2OScheduler(ChunkLimitScheduler):
             return num_tokens
         return state.chunk_limit(computed, num_tokens)
 
+    def limit_cache_hit(self, request: Request, cached: int) -> int:
+        """Read what no eviction of the request will rank, and nothing from behind its first one."""
+        state = self.blocks.eviction_state(request.request_id)
+        return cached if state is None else state.readable_tokens(cached)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
         output = super().schedule(*args, **kwargs)
         policies = {}
         for started in output.scheduled_new_reqs:
             state = self.blocks.eviction_state(started.req_id)
-            if state is not None and state.evicts:
+            if state is None:
+                continue
+            state.admitted(started.num_computed_tokens)
+            if state.evicts:
                 policies[started.req_id] = EvictionParams(
                     state.budget.policy, state.prompt_tokens, state.budget.sinks
                 )
@@ -159,7 +167,7 @@ class H2OScheduler(ChunkLimitScheduler):
         params = request.sampling_params
         asked = (params.extra_args if params is not None else None) or {}
         try:
-            budget = self.h2o_config.resolve(asked)
+            budget = self.h2o_config.resolve_for(asked, request.num_prompt_tokens)
             if request.resumable:
                 if not asked.keys().isdisjoint(REQUEST_FIELDS):
                     raise BudgetError("kv_budget", asked, "left out of a streaming-input session")

@@ -7,9 +7,10 @@ silent corruption, later.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.config import CONFIG_KEY
+from h2o_vllm.config import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.engine.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -41,6 +42,11 @@ def check_supported(config: VllmConfig) -> None:
             raise ConfigError(f"h2o_vllm cannot work with {reason}")
 
 
+def _protects_roles_without_a_server(additional_config: Mapping[str, Any]) -> bool:
+    ours = additional_config.get(CONFIG_KEY, {})
+    return ours.get("kv_protect") == "system" and not additional_config.get(METRICS_KEY)
+
+
 def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     scheduler_cls = config.scheduler_config.get_scheduler_cls()
@@ -49,6 +55,10 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             CONFIG_KEY not in (config.additional_config or {}),
             f"additional_config without the key {CONFIG_KEY!r}: build the arguments with "
             "h2o_vllm.engine_args()",
+        ),
+        (
+            _protects_roles_without_a_server(config.additional_config or {}),
+            "kv_protect 'system' without h2o-serve: only a server knows the roles of a chat",
         ),
         (
             not _is_ours(scheduler_cls),

@@ -31,6 +31,7 @@ class Meter:
         self._clock = clock
         self._next_hand_over = clock()
         self._freed_blocks = 0
+        self._cached_tokens = self._protected_tokens = 0
         self._eviction_seconds: list[float] = []
         self._budgets: list[float] = []
 
@@ -45,8 +46,12 @@ class Meter:
             self._eviction_seconds.append(seconds)
 
     def ended(self, reports: Iterable[Mapping[str, Any]]) -> None:
-        """Note the budgets of the requests that ended."""
-        self._budgets.extend(kv_budget_of(report) for report in reports)
+        """Note the budgets of the requests that ended, and of those with one what they shared."""
+        for report in reports:
+            self._budgets.append(kv_budget_of(report))
+            if self._budgets[-1] < 1.0:
+                self._cached_tokens += report["tokens_cached"]
+                self._protected_tokens += report["tokens_protected"]
 
     def due(self, *, idle: bool) -> bool:
         """Whether to hand over now. At once when the engine falls idle: no later step would."""
@@ -66,12 +71,15 @@ class Meter:
         stats = {
             "evicted_tokens": self._freed_blocks * self._block_size,
             "freed_blocks": self._freed_blocks,
+            "cached_tokens": self._cached_tokens,
+            "protected_tokens": self._protected_tokens,
             "kv_tokens_full": full,
             "kv_tokens_held": full - holes * self._block_size,
             "request_kv_budget": self._budgets,
             "eviction_seconds": self._eviction_seconds,
         }
         self._freed_blocks, self._budgets, self._eviction_seconds = 0, [], []
+        self._cached_tokens = self._protected_tokens = 0
         return stats
 
 

@@ -66,7 +66,7 @@ class H2OStatLogger(AggregateStatLoggerBase):
         if not carried:
             scheduler_stats.kv_connector_stats = None
         metrics = self._engines[engine_idx]
-        for name in ("evicted_tokens", "freed_blocks"):
+        for name in ("evicted_tokens", "freed_blocks", "cached_tokens", "protected_tokens"):
             metrics[f"h2o:{name}"].inc(counts[name])
         for name in ("kv_tokens_held", "kv_tokens_full"):
             metrics[f"h2o:{name}"].set(counts[name])

@@ -60,6 +60,17 @@ TABLE = (
         "KV cache blocks that evictions have returned to the pool.",
     ),
     Metric(
+        "h2o:cached_tokens",
+        "counter",
+        "Prompt tokens that ended requests with a kv_budget below 1 have read from the prefix cache. "
+        "vllm:prefix_cache_hits counts those of all requests.",
+    ),
+    Metric(
+        "h2o:protected_tokens",
+        "counter",
+        "First tokens that kv_protect has kept out of eviction, of ended requests with a kv_budget below 1.",
+    ),
+    Metric(
         "h2o:kv_tokens_held",
         "gauge",
         "Tokens whose KV the running requests hold. Its ratio to h2o:kv_tokens_full is what is left.",

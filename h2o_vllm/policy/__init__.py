@@ -9,6 +9,7 @@ from h2o_vllm.policy.budget import (
     blocks_freed,
     budget_tokens,
     next_eviction,
+    protected_tokens,
     recent_from,
     recent_tokens,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "budget_tokens",
     "get_policy",
     "next_eviction",
+    "protected_tokens",
     "recent_from",
     "recent_tokens",
 ]

@@ -47,8 +47,9 @@ class Policy(ABC):
     """Whether attention probabilities are added to the scores of this policy's requests."""
 
     moves_tokens: ClassVar[bool]
-    """Whether an eviction writes into surviving blocks. If so, those must never be shared: the
-    request publishes only prompt blocks that its first eviction frees, and reads no cached ones."""
+    """Whether an eviction writes into surviving blocks. If so, what it ranks must not be shared: beside the
+    protected tokens' blocks, which it does not rank, the request publishes only what its first eviction
+    frees, then, and reads nothing from the cache."""
 
     scored_prompt_queries: ClassVar[int | None] = None
     """How many of the prompt's last queries are scored; ``None`` for all. Counted in positions, so that

@@ -14,6 +14,8 @@ whole blocks as soon as a whole block is in excess, hence::
 
 ``seen - budget_tokens(seen)`` never falls when ``seen`` grows, so no block is ever missed later.
 
+Protected first tokens are kept beside the budget, which applies to the rest: to what lies behind them.
+
 Of the tokens held, the newest ones are the recent window. It begins at a block, the one nearest to where
 it would have to, since blocks are either ranked or not. Always rounding in its favour would take from a small
 budget all that its heavy hitters have, first tokens included: at 50 of 1,000 tokens and blocks of 32 that
@@ -27,28 +29,36 @@ from bisect import bisect_left
 
 from h2o_vllm.config import RequestBudget
 
-__all__ = ["blocks_freed", "budget_tokens", "next_eviction", "recent_from", "recent_tokens"]
+__all__ = [
+    "blocks_freed",
+    "budget_tokens",
+    "next_eviction",
+    "protected_tokens",
+    "recent_from",
+    "recent_tokens",
+]
 
 _EPSILON = 1e-9
 """Keeps ``ceil(0.1 * 30)`` at 3: the product is 3.0000000000000004 in binary."""
 
 
 def budget_tokens(budget: RequestBudget, seen: int) -> int:
-    """Tokens a request may keep of the ``seen`` it has computed (prompt + generated)."""
+    """Tokens a request may keep of the ``seen`` it has computed (prompt + generated), protected or not."""
     if not budget.evicts:
         return seen
-    if budget.tokens is None:
-        wanted = math.ceil(budget.fraction * seen - _EPSILON)
-    else:
-        low = math.ceil(budget.min_fraction * seen - _EPSILON)
-        high = math.ceil(budget.max_fraction * seen - _EPSILON)
-        wanted = min(max(budget.tokens, low), high)
-    return min(seen, max(wanted, budget.floor))
+    protected = protected_tokens(budget, seen)
+    return protected + _kept_of_rest(budget, seen - protected)
+
+
+def protected_tokens(budget: RequestBudget, seen: int) -> int:
+    """How many of the ``seen`` tokens the budget leaves alone. ``budget.protect`` must be a number."""
+    return min(int(budget.protect), seen)
 
 
 def recent_tokens(budget: RequestBudget, seen: int) -> int:
     """How many of the kept tokens are the newest ones."""
-    return round(budget.recent * budget_tokens(budget, seen))
+    rest = seen - protected_tokens(budget, seen)
+    return round(budget.recent * _kept_of_rest(budget, rest))
 
 
 def recent_from(budget: RequestBudget, seen: int, block_size: int) -> int:
@@ -60,6 +70,16 @@ def recent_from(budget: RequestBudget, seen: int, block_size: int) -> int:
 def blocks_freed(budget: RequestBudget, seen: int, block_size: int) -> int:
     """Blocks a request has given back once its prompt is computed and ``seen`` tokens exist."""
     return (seen - budget_tokens(budget, seen)) // block_size
+
+
+def _kept_of_rest(budget: RequestBudget, rest: int) -> int:
+    if budget.tokens is None:
+        wanted = math.ceil(budget.fraction * rest - _EPSILON)
+    else:
+        low = math.ceil(budget.min_fraction * rest - _EPSILON)
+        high = math.ceil(budget.max_fraction * rest - _EPSILON)
+        wanted = min(max(budget.tokens, low), high)
+    return min(rest, max(wanted, budget.floor))
 
 
 def next_eviction(budget: RequestBudget, seen: int, block_size: int, limit: int) -> int | None:

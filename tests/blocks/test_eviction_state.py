@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
 
-from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.config import H2OConfig
 
 
@@ -25,7 +26,7 @@ class Counts:
 
 
 def make_state(prompt: int, block_size: int = 16, **asked: object) -> EvictionState:
-    budget = H2OConfig(kv_min_tokens=16).resolve(asked)
+    budget = H2OConfig(kv_min_tokens=16).resolve_for(asked, prompt)
     return EvictionState(Counts(prompt, num_tokens=prompt + 1), budget, block_size, 8192)
 
 
@@ -35,13 +36,19 @@ def test_nothing_is_evicted_before_the_prompt_is_computed() -> None:
     assert one.evict(400) is not None
 
 
-def test_the_first_eviction_frees_exactly_what_was_published() -> None:
-    one = make_state(400, kv_budget=0.2)
-    published = one.publishable_tokens(400) // 16
+@pytest.mark.parametrize(("protect", "pinned"), [(0, 0), (33, 3)])
+def test_the_first_eviction_publishes_exactly_what_it_frees(protect: int, pinned: int) -> None:
+    """Law 7. Not before: until then these tokens are to be ranked by their scores."""
+    one = make_state(400, kv_budget=0.2, kv_protect=protect)
+    assert one.publishable_tokens(400) == pinned * 16
     split = one.evict(400)
     assert split is not None
-    assert split.doomed == tuple(range(published))
-    assert published == 20
+    assert one.publishable_tokens(400) == (pinned + len(split.doomed)) * 16
+    assert split.doomed == tuple(range(pinned, pinned + (20 if not pinned else 17)))
+    assert [one.evict(computed) for computed in range(401, 500)].count(None) < 99
+    assert one.publishable_tokens(500) == (pinned + len(split.doomed)) * 16
+    one.release()
+    assert one.publishable_tokens(400) == pinned * 16
 
 
 def test_recent_blocks_are_neither_written_nor_freed() -> None:
@@ -97,6 +104,13 @@ def test_the_report_adds_up() -> None:
     assert 90 <= report["tokens_held"] < 90 + 16
 
 
+def test_the_report_counts_no_token_that_is_only_being_computed() -> None:
+    """Asynchronous scheduling is a step ahead, and the last sampled token has no KV yet."""
+    one = make_state(400, kv_budget=0.2)
+    one.counts.num_computed_tokens, one.counts.num_tokens = 451, 451  # type: ignore[misc]
+    assert one.report()["tokens_seen"] == 450
+
+
 def test_fresh_blocks_are_those_never_ranked() -> None:
     one = make_state(400, kv_budget=0.2)
     ranked: set[int] = set()
@@ -132,3 +146,78 @@ def test_there_is_always_room_for_protected_tokens(
         assert report["sinks"] == sinks
         assert report["budget_tokens"] == max(16, blocks * 16)
     assert evictions > 10
+
+
+def run(one: EvictionState, until: int) -> list[tuple[int, EvictionIndices]]:
+    """Every eviction while tokens are generated, with the tokens seen."""
+    seen = range(one.prompt_tokens, until)
+    return [(n, evicted) for n in seen if (evicted := one.evict(n)) is not None]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "window"])
+@pytest.mark.parametrize(("protect", "pinned"), [(1, 1), (16, 1), (100, 7), ("prompt", 25)])
+def test_pinned_blocks_are_never_ranked_and_the_budget_is_of_the_rest(
+    protect: int | str, pinned: int, policy: str
+) -> None:
+    """Behind the pinned blocks all is as in a sequence that begins there."""
+    prompt, before, asked = 395, pinned * 16, {"kv_budget": 0.2, "kv_policy": policy}
+    one = make_state(prompt, **asked, kv_protect=protect, kv_sinks=before + 1)
+    rest = make_state(max(1, prompt - before), **asked, kv_sinks=1)
+    assert one.pinned == pinned
+    alike = [
+        (seen - before, [[index - pinned for index in indices] for indices in evicted])
+        for seen, evicted in run(one, 800)
+    ]
+    alone = run(rest, 800 - before)
+    assert alike == [(seen, [list(indices) for indices in evicted]) for seen, evicted in alone]
+    assert len(alike) > 10
+
+
+def test_the_last_pinned_block_fills_up_before_the_first_eviction() -> None:
+    """Of a whole prompt: the block in which the answer begins is pinned, and evicting waits for it."""
+    for prompt in range(1, 70):
+        one = make_state(prompt, kv_budget_tokens=1, kv_protect="prompt")
+        assert one.pinned * 16 >= prompt
+        (seen, evicted), *_ = run(one, 200)
+        assert seen >= (one.pinned + 1) * 16
+        assert min(evicted.heavy + evicted.doomed) == one.pinned
+
+
+def test_sinks_inside_protected_tokens_change_nothing() -> None:
+    asked = {"kv_budget": 0.1, "kv_protect": 100}
+    assert run(make_state(400, **asked, kv_sinks=112), 900) == run(make_state(400, **asked), 900)
+    assert run(make_state(400, **asked, kv_sinks=400), 900) != run(make_state(400, **asked), 900)
+
+
+def test_what_may_be_read_from_the_cache() -> None:
+    assert make_state(400, kv_budget=0.2).readable_tokens(399) == 0
+    assert make_state(400, kv_budget=0.2, kv_protect=33).readable_tokens(399) == 48
+    assert make_state(400, kv_budget=0.2, kv_protect=33).readable_tokens(32) == 32
+    assert make_state(400, kv_budget=1.0).readable_tokens(399) == 399
+    # Less than the prompt, that an eviction due right behind it is not skipped.
+    assert make_state(400, kv_budget=0.2, kv_policy="window").readable_tokens(500) == 384
+
+
+@pytest.mark.parametrize("protect", [0, 33, "prompt"])
+def test_replay_stops_at_every_eviction_with_protected_tokens(protect: int | str) -> None:
+    stops = [seen for seen, _ in run(make_state(300, kv_budget=0.3, kv_protect=protect), 900)]
+    replay = make_state(300, kv_budget=0.3, kv_protect=protect)
+    computed, visited = replay.readable_tokens(900), []
+    while computed < 900:
+        if replay.evict(computed) is not None:
+            visited.append(computed)
+        computed += replay.chunk_limit(computed, min(64, 900 - computed))
+    assert visited == stops
+    assert len(stops) > 5
+
+
+def test_the_report_counts_protected_and_cached_tokens() -> None:
+    one = make_state(400, kv_budget=0.2, kv_protect=100)
+    one.admitted(96)
+    one.counts.num_computed_tokens, one.counts.num_tokens = 500, 501  # type: ignore[misc]
+    run(one, 500)
+    one.release()
+    one.admitted(112)
+    report = one.report()
+    assert (report["tokens_protected"], report["tokens_cached"]) == (112, 96)
+    assert report["budget_tokens"] == 112 + math.ceil(0.2 * (500 - 112))

@@ -92,6 +92,13 @@ def engine(model_dir: str) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture
+def clean(engine: Engine) -> Engine:
+    """The engine with an empty prefix cache and nothing running."""
+    assert engine.llm.reset_prefix_cache()
+    return engine
+
+
 @contextmanager
 def started(model: str, options: dict[str, Any], **h2o: Any) -> Iterator[Engine]:
     """An engine in this process, so that laws about blocks can be checked while requests run."""
@@ -115,6 +122,11 @@ def tokens_of(output: RequestOutput) -> list[int]:
 def report_of(output: RequestOutput) -> dict[str, Any]:
     report: dict[str, Any] = output.kv_transfer_params["h2o"]["0"]
     return report
+
+
+def kept_of(output: RequestOutput) -> dict[str, Any]:
+    """The report but for what the prefix cache had, which is no part of what is kept."""
+    return {**report_of(output), "tokens_cached": None}
 
 
 def run_engine(

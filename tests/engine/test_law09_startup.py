@@ -38,6 +38,7 @@ def set_path(root: object, path: str, value: object) -> None:
 
 REFUSED = [
     ("additional_config", {}, "additional_config"),
+    ("additional_config", {"h2o": {"kv_protect": "system"}}, "'system' without h2o-serve"),
     ("scheduler_config.scheduler_cls", "vllm.v1.core.sched.scheduler.Scheduler", "scheduler-cls"),
     ("parallel_config.worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker", "worker-cls"),
     ("speculative_config", SimpleNamespace(), "speculative"),
@@ -217,6 +218,8 @@ def test_marked_specs_merge_into_marked_specs() -> None:
         ({"kv_min_tokens": 0}, "--kv-min-tokens"),
         ({"kv_sinks": 1.5}, "--kv-sinks"),
         ({"kv_budget_tokens": 1.5}, "--kv-budget-tokens"),
+        ({"kv_protect": "question"}, "--kv-protect"),
+        ({"kv_protect": 9, "kv_protect_max": 8}, "--kv-protect-max"),
         ({"kv_bugdet": 0.2}, "kv_bugdet"),
     ],
     ids=str,

@@ -13,6 +13,7 @@ from tests.engine.conftest import (
     FLOOR,
     NUM_BLOCKS,
     Engine,
+    kept_of,
     report_of,
     run_engine,
     tokens_of,
@@ -28,22 +29,18 @@ BUDGETS: list[dict[str, Any] | None] = [
     {"kv_budget_tokens": 100},
     {"kv_budget": 0.3, "kv_policy": "window"},
     {"kv_budget": 0.3, "kv_policy": "random"},
+    {"kv_budget": 0.2, "kv_protect": 100},
     {"kv_budget": 1.0},
 ]
-
-
-@pytest.fixture
-def clean(engine: Engine) -> Engine:
-    """The engine with an empty prefix cache and nothing running."""
-    assert engine.llm.reset_prefix_cache()
-    return engine
 
 
 def test_law01_a_full_budget_equals_stock_vllm(
     clean: Engine, model_dir: str, text_tokens: list[int]
 ) -> None:
-    prompts = [text_tokens[i * 300 : i * 300 + 40 + 150 * i] for i in range(5)]
-    expected = run_engine(model_dir, prompts, logprobs=3)
+    prompts = [text_tokens[i * 300 : i * 300 + 40 + 100 * i] for i in range(5)]
+    # A process less to start, and none that spins while it waits for the others.
+    one_process = {"distributed_executor_backend": "uni"}
+    expected = run_engine(model_dir, prompts, engine=one_process, logprobs=3)
     for asked in (None, {"kv_budget": 1.0}, {"kv_budget": 0.2, "kv_policy": "full"}):
         outputs = clean.generate(prompts, asked, logprobs=3)
         for output, reference in zip(outputs, expected, strict=True):
@@ -87,9 +84,10 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
     )
     for one, reference, output in zip(asked, alone, outputs[8:], strict=False):
         assert tokens_of(output) == tokens_of(reference), one
-        assert report_of(output) == report_of(reference), one
+        assert kept_of(output) == kept_of(reference), one
 
 
+@pytest.mark.slow
 def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int]
 ) -> None:
@@ -207,12 +205,12 @@ def test_short_sequences_stay_whole(clean: Engine, text_tokens: list[int]) -> No
     assert report_of(output)["tokens_evicted"] == 0
 
 
-def test_random_and_window_differ_from_h2o(clean: Engine, text_tokens: list[int]) -> None:
-    """Else a policy name would be a label without effect."""
-    prompt, results = text_tokens[:1200], {}
-    for policy in ("h2o", "window", "random"):
-        (output,) = clean.generate(
-            [prompt], {"kv_budget": 0.1, "kv_policy": policy}, max_tokens=60, logprobs=0
-        )
-        results[policy] = output.outputs[0].cumulative_logprob
-    assert len(set(results.values())) == 3
+def test_policies_differ_from_each_other(clean: Engine, text_tokens: list[int]) -> None:
+    """Else a policy name would be a label without effect: full, early and late scores, adjusted or not."""
+    policies = ("h2o", "window", "random", "h2o-norm", "caote", "snapkv", "keydiff")
+    outputs = clean.generate(
+        [text_tokens[:600]] * len(policies),
+        [{"kv_budget": 0.1, "kv_policy": policy} for policy in policies],
+        logprobs=0,
+    )
+    assert len({output.outputs[0].cumulative_logprob for output in outputs}) == len(policies)

@@ -35,18 +35,24 @@ from tests.engine.scheduling import Rig
 FAMILIES = tuple(range(1000 * n, 1000 * n + 200) for n in (1, 2))
 """Prompts are beginnings of these, so that many share blocks. With its answer each fits into the pool."""
 
+protects = st.one_of(st.just("prompt"), st.sampled_from([50, 100]), st.integers(0, 250))
+
 budgets = st.one_of(
     st.none(),
     st.fixed_dictionaries({"kv_budget": st.sampled_from([0.1, 0.2, 0.4])}),
+    st.fixed_dictionaries({"kv_budget": st.sampled_from([0.1, 0.2]), "kv_protect": protects}),
     st.fixed_dictionaries(
         {"kv_budget": st.floats(0.05, 1.0)},
         optional={
             "kv_recent": st.floats(0.0, 1.0),
             "kv_policy": st.sampled_from(POLICIES),
             "kv_sinks": st.integers(0, 100),
+            "kv_protect": protects,
         },
     ),
-    st.fixed_dictionaries({"kv_budget_tokens": st.integers(1, 200)}),
+    st.fixed_dictionaries(
+        {"kv_budget_tokens": st.integers(1, 200)}, optional={"kv_protect": protects}
+    ),
 )
 
 
@@ -54,9 +60,10 @@ class Traffic(RuleBasedStateMachine):
     """Clients, scheduler and pool; ``model_dir`` is set by the test."""
 
     model_dir: str
-    steps = evictions = preemptions = both = 0
-    """Of all runs together; ``both``: preempted in the step that had already evicted from it. Chance hardly
-    brings that about: ``test_laws_blocks.py`` has a script for it."""
+    steps = evictions = preemptions = both = pinned_hits = 0
+    """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin; ``both``:
+    preempted in the step that had already evicted from it, which chance hardly brings about:
+    ``test_laws_blocks.py`` has a script for it."""
     live = RequestIds("live")
 
     def __init__(self) -> None:
@@ -97,8 +104,9 @@ class Traffic(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 40))
     def advance(self, steps: int) -> None:
         for _ in range(steps):
-            self.rig.step()
+            output = self.rig.step()
             Traffic.steps += 1
+            self.check_hits(output.scheduled_new_reqs)
             self.check_requests()
 
     @rule(request_id=consumes(live))
@@ -124,6 +132,15 @@ class Traffic(RuleBasedStateMachine):
         if self.rig is not None:
             self.rig.blocks.check_integrity()
 
+    def check_hits(self, admitted: Any) -> None:
+        """Law 6: a hit never passes the pin."""
+        for started in admitted:
+            state = self.rig.blocks.eviction_state(started.req_id)
+            if state is None or not state.evicts or not state.policy.moves_tokens:
+                continue
+            assert started.num_computed_tokens <= state.pinned * self.rig.block_size
+            Traffic.pinned_hits += started.num_computed_tokens > 0
+
     def check_requests(self) -> None:
         """Laws 3, 6 and 7 for everybody who is running."""
         blocks = self.rig.blocks
@@ -140,9 +157,12 @@ class Traffic(RuleBasedStateMachine):
             live = self.rig.live_blocks(request.request_id)
             assert live <= math.ceil(allowed / self.rig.block_size) + 1
             table = blocks.req_to_blocks[request.request_id]
+            assert not any(block.is_null for block in table[: state.pinned])
             hashed = [i for i, block in enumerate(table) if block.block_hash is not None]
             if state.policy.moves_tokens:
-                assert not hashed, "a block that evictions write can be found by others"
+                ranked = [block for block in table[state.pinned :] if not block.is_null]
+                assert all(block.ref_cnt == 1 for block in ranked), "others score what is ranked"
+                assert all(i < state.pinned for i in hashed), "others can find what is ranked"
             elif hashed:
                 # What was computed before the first eviction is everybody's, be it of the answer.
                 assert (max(hashed) + 1) * self.rig.block_size <= first_eviction(state, seen)
@@ -166,8 +186,11 @@ def first_eviction(state: EvictionState, seen: int) -> int:
     return next((n for n in counts if blocks_freed(state.budget, n, state.block_size)), seen)
 
 
-def test_any_order_of_events_keeps_the_laws(model_dir: str, long: bool) -> None:
+def test_any_order_of_events_keeps_the_laws(
+    model_dir: str, long: bool, pytestconfig: pytest.Config
+) -> None:
     Traffic.model_dir = model_dir
+    unwanted = {Phase.shrink} if pytestconfig.getoption("--no-shrink") else set()
     run_state_machine_as_test(
         Traffic,
         settings=settings(
@@ -175,16 +198,18 @@ def test_any_order_of_events_keeps_the_laws(model_dir: str, long: bool) -> None:
             stateful_step_count=60 if long else 30,
             deadline=None,
             derandomize=not long,
+            phases=[phase for phase in Phase if phase not in unwanted],
             suppress_health_check=list(HealthCheck),
         ),
     )
     print(
         f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions, "
-        f"{Traffic.both} of both at once"
+        f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin"
     )
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 100
+    assert Traffic.pinned_hits > 10
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +219,28 @@ def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
 def everything_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that evictions write go into the prefix cache."""
     monkeypatch.setattr(EvictionState, "publishable_tokens", lambda self, computed: computed)
+
+
+def blocks_are_published_before_they_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the first eviction will free: not written, but ranked, while a reader adds to them."""
+    publishable = EvictionState.publishable_tokens
+
+    def early(self: EvictionState, computed: int) -> int:
+        first = blocks_freed(self.budget, self.prompt_tokens, self.block_size) + self.pinned
+        return max(publishable(self, computed), min(computed, first * self.block_size))
+
+    monkeypatch.setattr(EvictionState, "publishable_tokens", early)
+
+
+def hits_pass_the_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who protects something reads a block more."""
+    readable = EvictionState.readable_tokens
+
+    def more(self: EvictionState, known: int) -> int:
+        tokens = readable(self, known)
+        return min(known, tokens + 16 * (tokens > 0))
+
+    monkeypatch.setattr(EvictionState, "readable_tokens", more)
 
 
 def eviction_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +280,8 @@ def block_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         holes_survive_a_preemption,
         everything_is_published,
+        blocks_are_published_before_they_are_ranked,
+        hits_pass_the_pin,
         eviction_comes_late,
         block_is_freed_twice,
         block_is_lost,

@@ -19,6 +19,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -40,6 +42,9 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (FullAttentionManager.pop_blocks_for_free, "self request_id"),
     (BlockPool.free_blocks, "self ordered_blocks"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
+    (Scheduler._get_local_prefix_cache_hit, "self request"),
+    (KVCacheManager.create_kv_cache_blocks, "self blocks"),
+    (UnitaryKVCacheCoordinator.find_longest_cache_hit, "self block_hashes max_cache_hit_length"),
     (Scheduler.add_request, "self request"),
     (Scheduler.finish_requests, "self request_ids finished_status"),
     (Scheduler.update_from_output, "self scheduler_output model_runner_output"),
@@ -103,6 +108,14 @@ def test_requests_can_be_told_not_to_read_the_prefix_cache() -> None:
         KVCacheManager.prefix_cache_lookup_enabled
     )
     assert "skip_reading_prefix_cache" in inspect.getsource(Request.__init__)
+
+
+def test_every_look_into_the_prefix_cache_can_be_limited() -> None:
+    """Also that of a request which returns after a preemption; answered as by ``get_computed_blocks``."""
+    assert inspect.getsource(Scheduler.schedule).count("_get_local_prefix_cache_hit(") == 1
+    assert "get_computed_blocks(" in inspect.getsource(Scheduler._get_local_prefix_cache_hit)
+    looks = inspect.getsource(KVCacheManager.get_computed_blocks)
+    assert "num_new_computed_tokens + num_uncached if num_uncached else 0" in looks
 
 
 def test_reports_have_a_way_out() -> None:

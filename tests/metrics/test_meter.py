@@ -24,7 +24,8 @@ def eviction(holes: int) -> Eviction:
 
 
 def report(budget: float | None, budget_tokens: int = 100, seen: int = 400) -> dict[str, Any]:
-    return {"budget": budget, "budget_tokens": budget_tokens, "tokens_seen": seen}
+    shared = {"tokens_cached": 96, "tokens_protected": 128}
+    return {"budget": budget, "budget_tokens": budget_tokens, "tokens_seen": seen, **shared}
 
 
 def test_what_happened_is_handed_over_once() -> None:
@@ -32,18 +33,23 @@ def test_what_happened_is_handed_over_once() -> None:
     meter.evicted([eviction(3), eviction(2)])
     meter.eviction_took(0.25)
     meter.eviction_took(None)
-    meter.ended([report(0.2)])
+    # Only of requests with a budget: the other would have read the cache anyway.
+    meter.ended([report(0.2), report(1.0)])
     assert meter.hand_over([(400, 5), (100, 0)]) == {
         "evicted_tokens": 80,
         "freed_blocks": 5,
+        "cached_tokens": 96,
+        "protected_tokens": 128,
         "kv_tokens_full": 500,
         "kv_tokens_held": 420,
-        "request_kv_budget": [0.2],
+        "request_kv_budget": [0.2, 1.0],
         "eviction_seconds": [0.25],
     }
     assert meter.hand_over([]) == {
         "evicted_tokens": 0,
         "freed_blocks": 0,
+        "cached_tokens": 0,
+        "protected_tokens": 0,
         "kv_tokens_full": 0,
         "kv_tokens_held": 0,
         "request_kv_budget": [],

@@ -33,6 +33,8 @@ def test_the_metrics_that_were_promised_exist() -> None:
     assert {(m.name, m.kind) for m in TABLE} == {
         ("h2o:evicted_tokens", "counter"),
         ("h2o:freed_blocks", "counter"),
+        ("h2o:cached_tokens", "counter"),
+        ("h2o:protected_tokens", "counter"),
         ("h2o:kv_tokens_held", "gauge"),
         ("h2o:kv_tokens_full", "gauge"),
         ("h2o:request_kv_budget", "histogram"),

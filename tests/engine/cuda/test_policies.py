@@ -7,7 +7,6 @@ otherwise shows in all later ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +32,6 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     )
 }
 """Prompts are cut into chunks of at most 64 tokens, and where depends on the others."""
-REDUCED = ("caote-0", "snapkv-3", "tova-20")
-"""Of ``--reduced``: between them they adjust scores, clear them, score a window and protect first tokens."""
 
 
 def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
@@ -61,16 +58,14 @@ def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def expected(request: pytest.FixtureRequest) -> dict[str, list[torch.Tensor]]:
-    reduced = request.config.getoption("--reduced")
-    return {name: expected_outputs(name, 16) for name in REQUESTS if not reduced or name in REDUCED}
+def expected() -> dict[str, list[torch.Tensor]]:
+    return {name: expected_outputs(name, 16) for name in REQUESTS}
 
 
-def run(rig: Rig, gpu: FakeGPU, names: Collection[str]) -> None:
+def run(rig: Rig, gpu: FakeGPU) -> None:
     rig.add("full", [2] * 90, None, max_tokens=40)
     for count, (name, (prompt, new, asked)) in enumerate(REQUESTS.items()):
-        if name in names:
-            rig.add(name, [3 + count] * prompt, asked, max_tokens=new)
+        rig.add(name, [3 + count] * prompt, asked, max_tokens=new)
     for _ in range(2000):
         if not rig.scheduler.has_unfinished_requests():
             return
@@ -94,7 +89,7 @@ def test_attention_equals_a_plain_model_of_each_policy(
         model_dir, num_blocks, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False
     ) as (rig, gpu):
         assert rig.block_size == 16
-        run(rig, gpu, expected)
+        run(rig, gpu)
         for name, outputs in expected.items():
             for position, output in enumerate(outputs):
                 torch.testing.assert_close(

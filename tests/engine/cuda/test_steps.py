@@ -39,7 +39,7 @@ def reference_outputs(
     """Attention of every token of one request, computed one by one. [LAYERS, HEADS, SIZE] each."""
     reference = object.__new__(Reference)
     reference.fraction, reference.recent, reference.block = budget, recent, block
-    reference.floor, reference.layers = FLOOR, {}
+    reference.floor, reference.layers, reference.protected = FLOOR, {}, 0
     outputs = []
     for position in range(total):
         if position >= prompt and budget < 1:
@@ -55,13 +55,13 @@ def reference_outputs(
 
 
 REQUESTS: dict[str, tuple[int, int, dict[str, Any] | None]] = {
-    "tight": (150, 70, {"kv_budget": 0.3}),
-    "full": (90, 60, None),
+    "tight": (150, 40, {"kv_budget": 0.3}),
+    "full": (90, 40, None),
     "short": (5, 20, {"kv_budget": 0.2}),
-    "heavy": (100, 90, {"kv_budget": 0.5, "kv_recent": 0.25}),
+    "heavy": (100, 50, {"kv_budget": 0.5, "kv_recent": 0.25}),
     "random": (70, 40, {"kv_budget": 0.4, "kv_policy": "random"}),
     "window": (70, 40, {"kv_budget": 0.4, "kv_policy": "window"}),
-    "late": (60, 60, {"kv_budget": 0.5, "kv_recent": 0.0}),
+    "late": (60, 40, {"kv_budget": 0.5, "kv_recent": 0.0}),
 }
 H2O = [name for name, (_, _, asked) in REQUESTS.items() if "kv_policy" not in (asked or {})]
 

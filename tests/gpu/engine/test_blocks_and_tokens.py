@@ -26,6 +26,7 @@ BUDGETS: list[dict[str, Any] | None] = [
     {"kv_budget": 0.3, "kv_policy": "tova", "kv_sinks": 40},
     {"kv_budget": 0.3, "kv_policy": "keydiff"},
     {"kv_budget": 0.3, "kv_policy": "caote"},
+    {"kv_budget": 0.3, "kv_protect": 60},
 ]
 
 
@@ -65,8 +66,9 @@ def test_law5_a_request_does_not_depend_on_its_batch(engine: Engine) -> None:
     same = 0
     for i in (0, 2, 5, 11):
         (alone,) = engine.generate([batch[i]], asked[i], max_tokens=60)
-        report, other = report_of(alone), report_of(together[i])
-        assert {**report, "peak_blocks": 0} == {**other, "peak_blocks": 0}
+        # The last one is protected: alone, it reads what it has left in the prefix cache.
+        known = {"peak_blocks": 0, "tokens_cached": 0}
+        assert report_of(alone) | known == report_of(together[i]) | known
         same += tokens_of(alone) == tokens_of(together[i])
     # In 16 bits, batches of other sizes round differently: one of four may take another turn.
     assert same >= 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.engine.conftest import ENGINE, NUM_BLOCKS
-from tests.server.live_server import LiveServer
+from tests.server.live_server import LiveServer, live_server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
 
@@ -18,17 +18,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def server(random_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("server") / "log"
-    server = LiveServer(
+    with live_server(
         log, "--model", random_llama, "--served-model-name", "llama", "--no-enforce-eager",
         "--kv-budget", "0.3", "--kv-min-tokens", "32", "--kv-cache-memory-bytes", "1G",
         "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "32",
         "--max-num-batched-tokens", str(ENGINE["max_num_batched_tokens"]),
-    )  # fmt: skip
-    try:
-        server.wait_until_up()
+    ) as server:  # fmt: skip
         yield server
-    finally:
-        server.kill()
 
 
 def complete(server: LiveServer, length: int, **fields: Any) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Protected tokens on the GPU's adaptors: readers of one prefix, each with its policy, in one batch.
+
+Every attention output is compared with a plain model of its policy, which reads no cache.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from loadtest.quality.reference_policies import PolicyModel
+from tests.engine.cuda.fake_gpu import LAYERS, SCALE, fake_gpu, qkv
+from tests.engine.cuda.test_policies import FLOOR
+
+PREFIX, NEW = 40, 40
+PROMPT = [5] * 100
+READERS = ("h2o", "tova", "caote", "keydiff")
+"""All queries counted, scores cleared, scores adjusted, none collected."""
+
+
+def asked_by(policy: str) -> dict[str, Any]:
+    return {"kv_budget": 0.4, "kv_policy": policy, "kv_protect": PREFIX}
+
+
+def expected_outputs(policy: str, block: int) -> list[torch.Tensor]:
+    """Attention of every computed token, one by one. [LAYERS, HEADS, SIZE] each."""
+    nothing: Any = None
+    model = PolicyModel(
+        nothing, policy, 0.4, 0.5, block, FLOOR, protected=PREFIX, prompt=len(PROMPT)
+    )
+    outputs = []
+    # The last token is sampled, never computed.
+    for position in range(len(PROMPT) + NEW - 1):
+        if position >= len(PROMPT):
+            model._evict(position)
+        layers = []
+        for layer in range(LAYERS):
+            q, k, v = (t[None, :, None] for t in qkv("one", position, layer))
+            module: Any = SimpleNamespace(layer_idx=layer)
+            layers.append(model.attend(module, q, k, v, SCALE)[0][0, 0])
+        outputs.append(torch.stack(layers))
+    assert len(model.ranked) > 1
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "pipelined", "base"),
+    [(120, True, "triton"), pytest.param(14, False, "flash", marks=pytest.mark.slow)],
+    ids=["async-triton", "preempting-flash"],
+)
+def test_readers_of_one_prefix_keep_what_they_would_alone(
+    model_dir: str, num_blocks: int, pipelined: bool, base: str
+) -> None:
+    with fake_gpu(model_dir, num_blocks, base, pipelined=pipelined, kv_min_tokens=FLOOR) as (
+        rig,
+        gpu,
+    ):
+        # Names share the text before the plus, and with it every token's query, key and value.
+        for policy in READERS:
+            rig.add(f"one+{policy}", PROMPT, asked_by(policy), max_tokens=NEW)
+        rig.add("one+all", PROMPT, {"kv_budget": 0.4, "kv_protect": "prompt"}, max_tokens=NEW)
+        rig.add("one+full", PROMPT, None, max_tokens=NEW)
+        while rig.scheduler.has_unfinished_requests():
+            gpu.worker.execute_model(rig.step())
+        pinned = -(-PREFIX // rig.block_size) * rig.block_size
+        cached = {name: report["0"]["tokens_cached"] for name, report in rig.reports.items()}
+        assert {cached[f"one+{policy}"] for policy in READERS} == {0, pinned}
+        assert bool(rig.preemptions) == (num_blocks == 14)
+        for policy in READERS:
+            for position, output in enumerate(expected_outputs(policy, rig.block_size)):
+                name = f"one+{policy}", position
+                if name not in gpu.outputs:
+                    # Read from the cache.
+                    assert position < pinned
+                    continue
+                torch.testing.assert_close(
+                    gpu.outputs[name], output, rtol=1e-4, atol=1e-5,
+                    msg=lambda text, at=position, who=policy: f"{who} at {at}: {text}",
+                )  # fmt: skip

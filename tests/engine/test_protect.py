@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Protected tokens: laws 3, 6 and 7 on the real scheduler and a tiny real pool."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o_vllm.config import POLICIES
+from tests.engine.scheduling import Rig
+
+PROMPT = list(range(1000, 1200))
+
+
+def test_law06_no_block_that_is_still_to_be_ranked_is_published(model_dir: str) -> None:
+    """Else a reader's attention would be added to its scores."""
+    rig = Rig(model_dir, 100, max_num_batched_tokens=64, kv_min_tokens=16)
+    rig.add("ranks", PROMPT, {"kv_budget": 0.2, "kv_protect": 20}, max_tokens=40)
+    for _ in range(4):
+        rig.step()
+        hashed = [block.block_hash is not None for block in rig.blocks.req_to_blocks["ranks"]]
+        assert hashed[:2] == [True, True] and not any(hashed[2:])
+    rig.add("protects", PROMPT, {"kv_budget": 0.2, "kv_protect": "prompt"}, max_tokens=60)
+    rig.step()
+    rig.step()
+    assert rig.evictions[0].seen == len(PROMPT)
+    table = rig.blocks.req_to_blocks["ranks"]
+    assert all(
+        block.ref_cnt == 1 and block.block_hash is None for block in table[2:] if not block.is_null
+    )
+    rig.run()
+    assert {e.request_id for e in rig.evictions} == {"ranks", "protects"}
+
+
+@pytest.mark.parametrize("policy", POLICIES[:-1])
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+def test_law06_hits_never_pass_the_pin(model_dir: str, policy: str, pipelined: bool) -> None:
+    """Cached KV has no scores; a policy that needs none reads up to its first eviction."""
+    rig = Rig(model_dir, 100, max_num_batched_tokens=512, pipelined=pipelined, kv_min_tokens=16)
+    rig.add("full", PROMPT, max_tokens=2)
+    rig.run()
+    for protect, pinned in ((1, 16), (16, 16), (40, 48), (199, 192), ("prompt", 192)):
+        asked = {"kv_budget": 0.2, "kv_policy": policy, "kv_protect": protect}
+        name = f"protects {protect}"
+        rig.add(name, PROMPT, asked, max_tokens=60)
+        hit = 192 if policy == "window" else pinned
+        assert rig.step().num_scheduled_tokens[name] == len(PROMPT) - hit
+        rig.run()
+        report = rig.reports[name]["0"]
+        assert report["tokens_cached"] == hit
+        assert report["tokens_protected"] == {199: 208, "prompt": 208}.get(protect, pinned)
+        evicted = [e for e in rig.evictions if e.request_id == name]
+        assert evicted and min(index for e in evicted for index in e.holes) >= pinned // 16
+
+
+def test_law07_a_protected_chat_reads_its_last_turn(model_dir: str) -> None:
+    """Each turn's prompt is the last one's, its answer and 20 new tokens; the answer was evicted from."""
+    rig = Rig(model_dir, 200, max_num_batched_tokens=512, kv_min_tokens=16)
+    prompt, cached = PROMPT[:50], []
+    for turn in range(4):
+        name, asked = f"turn {turn}", {"kv_budget": 0.2, "kv_protect": "prompt"}
+        rig.add(name, prompt, asked, max_tokens=90)
+        rig.run()
+        cached.append(rig.reports[name]["0"]["tokens_cached"])
+        assert rig.reports[name]["0"]["tokens_evicted"] > 0
+        prompt = prompt + rig.tokens[name] + list(range(2000, 2020))
+    # The pinned blocks, and what the first eviction frees: one block behind them.
+    assert cached == [0, 80, 176, 288]
+
+
+def test_a_protected_prompt_is_computed_and_held_once(model_dir: str) -> None:
+    """n = 8, and a pool that eight prompts would not fit into."""
+    rig = Rig(model_dir, 50, max_num_batched_tokens=512, kv_min_tokens=16)
+    for index in range(8):
+        asked = {"kv_budget": 0.2, "kv_protect": "prompt"}
+        rig.add(f"{index}_parent", PROMPT, asked, max_tokens=60)
+    scheduled = sum(rig.step().num_scheduled_tokens.values())
+    assert scheduled == len(PROMPT) + 7 * (len(PROMPT) - 192)
+    assert (
+        len({b.block_id for i in range(8) for b in rig.blocks.req_to_blocks[f"{i}_parent"]}) == 20
+    )
+    rig.run()
+    assert rig.preemptions == 0 and len(rig.evictions) == 8 * 2
+    reports = rig.reports["7_parent"]
+    assert [reports[str(i)]["tokens_cached"] for i in range(8)] == [0] + [192] * 7
+
+
+@pytest.mark.parametrize(
+    ("policy", "protect", "hit"),
+    [("h2o", 50, 64), ("h2o", "prompt", 208), ("window", 50, 192), ("window", "prompt", 208)],
+)
+def test_a_preempted_request_reads_its_pin_again_and_evicts_as_before(
+    model_dir: str, policy: str, protect: int | str, hit: int
+) -> None:
+    """What its first eviction published, and what others know of its answer, it must not read."""
+
+    def evictions(*, preempt: bool) -> list[tuple[int, tuple[int, ...]]]:
+        rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
+        asked = {"kv_budget": 0.2, "kv_protect": protect, "kv_policy": policy}
+        request = rig.add("one", PROMPT, asked, max_tokens=100)
+        while request.num_computed_tokens < 270:
+            rig.step()
+        if preempt:
+            rig.add("all of it", PROMPT + rig.tokens["one"], max_tokens=1)
+            rig.step()
+            rig.evictions.clear()
+            rig.scheduler.running.remove(request)
+            rig.scheduler._preempt_request(request, 0.0)
+            scheduled = rig.step().num_scheduled_tokens["one"]
+            assert request.num_computed_tokens - scheduled == hit
+        rig.run()
+        assert rig.reports["one"]["0"]["tokens_cached"] == 0
+        return [(eviction.seen, eviction.holes) for eviction in rig.evictions]
+
+    calm = evictions(preempt=False)
+    assert len(calm) > 2
+    assert evictions(preempt=True) == calm
+
+
+def test_a_prompt_that_is_too_long_to_protect_is_refused(model_dir: str) -> None:
+    rig = Rig(model_dir, 40, kv_min_tokens=16, kv_protect_max=100)
+    good = rig.add("good", PROMPT[:100], {"kv_budget": 0.5, "kv_protect": "prompt"}, max_tokens=5)
+    bad = rig.add("bad", PROMPT[:101], {"kv_budget": 0.5, "kv_protect": "prompt"}, max_tokens=5)
+    rig.run()
+    assert str(bad.get_finished_reason()) == "error"
+    assert str(good.get_finished_reason()) == "length"
+
+
+def test_a_server_wide_default_protects_as_much_as_is_allowed(model_dir: str) -> None:
+    rig = Rig(model_dir, 40, kv_min_tokens=16, kv_protect="prompt", kv_protect_max=100)
+    for length, pinned in ((100, 112), (101, 112), (40, 48)):
+        rig.add(str(length), PROMPT[:length], {"kv_budget": 0.5}, max_tokens=60)
+        rig.run()
+        assert rig.reports[str(length)]["0"]["tokens_protected"] == pinned

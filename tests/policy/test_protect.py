@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv_protect``: what a request may ask for, and the number of tokens it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h2o_vllm.config import MAX_SINKS, H2OConfig
+from h2o_vllm.errors import BudgetError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("default", "limit", "asked", "prompt", "tokens"),
+    [
+        (0, None, None, 100, 0),
+        (0, None, 40, 100, 40),
+        (0, None, 400, 100, 100),
+        (0, None, "prompt", 100, 100),
+        (0, 100, "prompt", 100, 100),
+        (0, 0, 0, 100, 0),
+        (30, None, None, 100, 30),
+        (30, None, None, 20, 20),
+        (30, None, 0, 100, 0),
+        ("prompt", None, None, 100, 100),
+        # A default never refuses a request: it protects as much as is allowed.
+        ("prompt", 64, None, 100, 64),
+        ("system", None, None, 100, 0),
+        ("system", None, 7, 100, 7),
+    ],
+)
+def test_the_engine_gets_a_number(
+    default: Any, limit: int | None, asked: Any, prompt: int, tokens: int
+) -> None:
+    config = H2OConfig(kv_protect=default, kv_protect_max=limit)
+    budget = config.resolve_for({} if asked is None else {"kv_protect": asked}, prompt)
+    assert type(budget.protect) is int and budget.protect == tokens
+    assert H2OConfig.from_mapping(config.to_mapping()) == config
+
+
+def test_a_server_gets_the_word() -> None:
+    assert H2OConfig(kv_protect="system").resolve(None).protect == "system"
+    assert H2OConfig().resolve({"kv_protect": "system"}).protect == "system"
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "says"),
+    [
+        (None, -1, r"in \[0, 2147483647\], 'prompt' or 'system', got -1"),
+        (64, 65, r"in \[0, 64\], 'prompt' or 'system', got 65"),
+        *(
+            (None, value, "kv_protect must be an integer in")
+            for value in (True, 1.0, "all", "", [])
+        ),
+        (64, "prompt", r"at most 64 tokens here \(the prompt has 100\), got 'prompt'"),
+        (None, "system", "only a chat on a server has a system part"),
+    ],
+)
+def test_a_bad_value_names_field_and_range(limit: int | None, asked: Any, says: str) -> None:
+    with pytest.raises(BudgetError, match=says) as raised:
+        H2OConfig(kv_protect_max=limit).resolve_for({"kv_protect": asked}, 100)
+    assert raised.value.parameter == "kv_protect"
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"kv_protect": -1}, "--kv-protect"),
+        ({"kv_protect": "question"}, "--kv-protect"),
+        ({"kv_protect": 1.5}, "--kv-protect"),
+        ({"kv_protect_max": -1}, "--kv-protect-max"),
+        ({"kv_protect_max": "prompt"}, "--kv-protect-max"),
+        ({"kv_protect": 65, "kv_protect_max": 64}, "--kv-protect 65 is larger than"),
+    ],
+)
+def test_bad_options_end_the_start(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        H2OConfig.from_mapping(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, None),
+        ({"kv_protect_max": 7}, 7),
+        ({"kv_budget_max": 0.5, "kv_budget": 0.5}, MAX_SINKS),
+        ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": 5000}, 5000),
+        ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": "prompt"}, None),
+        ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect_max": 7}, 7),
+    ],
+)
+def test_who_bounds_budgets_bounds_protection_as_well(
+    options: dict[str, Any], limit: int | None
+) -> None:
+    config = H2OConfig(**options)
+    assert config.protect_limit == limit
+    if limit is None:
+        assert config.resolve_for({"kv_protect": "prompt"}, 9000).protect == 9000
+        return
+    assert config.resolve_for({"kv_protect": "prompt"}, limit).protect == limit
+    for asked in ("prompt", limit + 1):
+        with pytest.raises(BudgetError, match=str(limit)):
+            config.resolve_for({"kv_protect": asked}, limit + 1)

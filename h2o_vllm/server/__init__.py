@@ -10,9 +10,13 @@
 ``engine_death``       tells an engine that died from one that was stopped, for the exit code
 ``routes``             which HTTP routes take the budget fields, and which must refuse them
 ``protocol``           the body of a request: parse, check, move the fields to where vLLM reads them
+``system_part``        the system messages and tools of a request, and bodies that tell their tokens
+``system_prefix``      the tokens they become, whatever the chat template
+``protection``         ``kv_protect: "system"`` becomes a number before the engine sees it
 ``report``             the ``kv_cache`` object: from the engine's reports to what a client reads
 ``report_interceptor`` takes the engine's reports off the outputs of one request
 ``report_injection``   puts that object into a JSON body or an event stream
+``openapi``            the budget fields on the server's API page
 ``config_route``       ``GET /plugins/h2o/config``: what this server does and accepts
 ``shutdown_log``       keeps a misleading traceback out of an orderly end
 ``middleware``         the ASGI layer that ties these together, in every API-server process

@@ -12,8 +12,8 @@ import dataclasses
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm.config import POLICIES, H2OConfig
 from h2o_vllm.errors import ConfigError
@@ -28,8 +28,8 @@ GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
 GROUP_DESCRIPTION = """How much KV cache a request keeps. Every request may choose for itself with
-the body fields kv_budget or kv_budget_tokens, kv_recent, kv_policy and kv_sinks; these are the
-defaults and the limits."""
+the body fields kv_budget or kv_budget_tokens, kv_recent, kv_policy, kv_sinks and kv_protect; these
+are the defaults and the limits."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -131,7 +131,7 @@ def build_parser() -> FlexibleArgumentParser:
 
 
 def _add_options(group: argparse._ArgumentGroup) -> None:
-    def add(name: str, kind: type, metavar: str, text: str) -> None:
+    def add(name: str, kind: Callable[[str], Any], metavar: str, text: str) -> None:
         flag, default = f"--{name.replace('_', '-')}", getattr(_DEFAULTS, name)
         group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
 
@@ -171,6 +171,21 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "TOKENS",
         "First tokens that are never evicted, 0 to 1024; no budget falls below them.",
     )
+    add(
+        "kv_protect",
+        _tokens_or_word,
+        "TOKENS|prompt|system",
+        "First tokens that the budget leaves alone: a number, the whole prompt, or (in chats) system "
+        "messages and tool definitions. They are shared between requests and read from the prefix cache; "
+        "the budget applies to the rest.",
+    )
+    add(
+        "kv_protect_max",
+        int,
+        "TOKENS",
+        "Most tokens a request may protect; without it its whole prompt, or 1024 where --kv-budget-max is "
+        "below 1.",
+    )
     add("kv_budget_min", float, "SHARE", "Smallest kv_budget a request may ask for.")
     add("kv_budget_max", float, "SHARE", "Largest kv_budget a request may ask for.")
     add(
@@ -179,6 +194,14 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "TOKENS",
         "No budget falls below this many tokens: short sequences stay whole.",
     )
+
+
+def _tokens_or_word(text: str) -> int | str:
+    """A number if it is one; :class:`H2OConfig` knows the words."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def config_of(args: argparse.Namespace) -> H2OConfig:

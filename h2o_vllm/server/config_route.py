@@ -10,7 +10,7 @@ plugin it leaves out.
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from fastapi import FastAPI, Request, Response, Security
@@ -22,6 +22,7 @@ from vllm.version import __version__ as vllm_version
 import h2o_vllm
 from h2o_vllm.config import MAX_SINKS, POLICIES, REQUEST_FIELDS, H2OConfig
 from h2o_vllm.engine.version import supported_versions
+from h2o_vllm.server.openapi import describe_fields
 from h2o_vllm.server.routes import LIFTED, REFUSED
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ class Defaults(BaseModel):
     kv_recent: float = Field(description="Share of the budget spent on the newest tokens.")
     kv_policy: str = Field(description="Which tokens stay.")
     kv_sinks: int = Field(description="First tokens that are never evicted.")
+    kv_protect: int | Literal["prompt", "system"] = Field(
+        description="First tokens that the budget leaves alone: a number, the whole prompt, or system "
+        "messages and tool definitions."
+    )
 
 
 class Limits(BaseModel):
@@ -49,6 +54,9 @@ class Limits(BaseModel):
     kv_budget_max: float = Field(description="Largest kv_budget.")
     kv_min_tokens: int = Field(description="No budget falls below this many tokens.")
     kv_sinks_max: int = Field(description="Largest kv_sinks.")
+    kv_protect_max: int | None = Field(
+        description="Largest kv_protect; null: as many tokens as the prompt has."
+    )
     kv_policies: list[str] = Field(description="Accepted kv_policy values.")
     request_fields: list[str] = Field(description="Budget fields of a request body.")
 
@@ -127,6 +135,7 @@ def attach(application: FastAPI, config: H2OConfig, *, documents_key: bool) -> N
         summary="KV budgets of this server",
         description="Budgets, limits, policies, versions and support state of h2o_vllm. Read-only.",
     )
+    describe_fields(application, config)
     # FastAPI keeps the page that it may have made before.
     application.openapi_schema = None
 
@@ -147,6 +156,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_budget_max=config.kv_budget_max,
             kv_min_tokens=config.kv_min_tokens,
             kv_sinks_max=MAX_SINKS,
+            kv_protect_max=config.protect_limit,
             kv_policies=policies,
             request_fields=list(REQUEST_FIELDS),
         ),

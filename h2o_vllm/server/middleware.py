@@ -10,6 +10,7 @@ with nothing read, and a refusal of ours takes the place of whatever answer the 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -17,13 +18,15 @@ from fastapi.responses import JSONResponse
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
-from h2o_vllm.server import config_route, engine_death, report_interceptor
+from h2o_vllm.server import config_route, engine_death, protection, report_interceptor
 from h2o_vllm.server.access import Access
+from h2o_vllm.server.protection import Guard, asked_protection
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.report import Reports
 from h2o_vllm.server.report_injection import EventCompleter, into_json
-from h2o_vllm.server.routes import Rule, rule_for
+from h2o_vllm.server.routes import Rule, local_path, rule_for
 from h2o_vllm.server.shutdown_log import ShutdownFilter
+from h2o_vllm.server.system_prefix import SystemPrefixes, vllm_render
 
 __all__ = ["KVCacheMiddleware", "startup_error"]
 
@@ -54,6 +57,7 @@ class KVCacheMiddleware:
         self._app = app
         self._config: H2OConfig | None = None
         self._access: Access | None = None
+        self._prefixes = SystemPrefixes(vllm_render(None))
         self._count_refusal: CountRefusal = _not_bound
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,8 +76,13 @@ class KVCacheMiddleware:
         if rule is None:
             await self._app(scope, receive, send)
             return
-        with report_interceptor.collecting() as reports:
-            exchange = _Exchange(scope, receive, send, rule, config, reports, self._count_refusal)
+        with report_interceptor.collecting() as reports, protection.protecting() as guard:
+            exchange = _Exchange(
+                scope,
+                receive,
+                send,
+                _Terms(rule, config, reports, guard, self._prefixes, self._count_refusal),
+            )
             await exchange.run(self._app)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,6 +116,8 @@ class KVCacheMiddleware:
                 raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
             config = H2OConfig.from_mapping(options)
             report_interceptor.install(state.engine_client)
+            protection.install(state.engine_client, state.vllm_config.model_config)
+            self._prefixes = SystemPrefixes(vllm_render(getattr(state, "serving_render", None)))
             self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
             self._access = Access(application)
             config_route.attach(application, config, documents_key=bool(self._access.keys))
@@ -114,26 +125,28 @@ class KVCacheMiddleware:
         return self._config, self._access
 
 
+@dataclass(frozen=True)
+class _Terms:
+    """What a request meets here."""
+
+    rule: Rule
+    config: H2OConfig
+    reports: Reports
+    guard: Guard
+    prefixes: SystemPrefixes
+    count_refusal: CountRefusal
+
+
 class _Exchange:
     """One HTTP request and its response."""
 
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        rule: Rule,
-        config: H2OConfig,
-        reports: Reports,
-        count_refusal: CountRefusal,
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, terms: _Terms) -> None:
         self._scope = scope
         self._inner_receive = receive
         self._inner_send = send
-        self._rule = rule
-        self._config = config
-        self._reports = reports
-        self._count_refusal = count_refusal
+        self._terms = terms
+        self._reports = terms.reports
+        self._path = local_path(scope["path"], scope.get("root_path", ""))
         self._admitted = False
         self._reported = False
         self._refusal: RefusalError | None = None
@@ -166,13 +179,29 @@ class _Exchange:
                 break
         self._admitted = True
         try:
-            admission = admit(b"".join(chunks), self._scope["path"], self._rule, self._config)
+            body = await self._admit(b"".join(chunks))
         except RefusalError as refusal:
             self._refusal = refusal
-            self._count_refusal(refusal.reason)
+            self._terms.count_refusal(refusal.reason)
             raise
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _admit(self, body: bytes) -> bytes:
+        """Check ``body`` and note what it asks for; what vLLM gets to read.
+
+        Raises:
+            RefusalError: it asks for what cannot be.
+        """
+        terms = self._terms
+        admission = admit(body, self._path, terms.rule, terms.config)
         self._reported = admission.reported
-        return {"type": "http.request", "body": admission.body, "more_body": False}
+        if admission.reported and admission.request is not None:
+            asked = admission.asked or {}
+            protected = asked_protection(self._path, admission.request, asked, terms.config)
+            protected.count_refusal = terms.count_refusal
+            await protected.find(terms.prefixes)
+            terms.guard.protection = protected
+        return admission.body
 
     async def _send(self, message: Message) -> None:
         """ASGI ``send``."""
@@ -192,7 +221,7 @@ class _Exchange:
         if self._answered or self._refusal is None:
             return
         self._answered = True
-        body = error_body(self._refusal)
+        body = error_body(self._refusal, self._path)
         kept = [(k, v) for k, v in headers if not k.lower().startswith(b"content-")]
         kept += [(b"content-type", b"application/json"), (b"content-length", _length(body))]
         await self._inner_send({"type": "http.response.start", "status": 400, "headers": kept})

@@ -16,7 +16,7 @@ from typing import Any
 
 from h2o_vllm.config import REQUEST_FIELDS, H2OConfig
 from h2o_vllm.errors import BudgetError
-from h2o_vllm.server.routes import LIFTED, Rule
+from h2o_vllm.server.routes import LIFTED, MESSAGES, Rule
 
 __all__ = ["Admission", "RefusalError", "admit", "error_body"]
 
@@ -54,10 +54,14 @@ class Admission:
     Attributes:
         body: what vLLM gets to read; the client's own bytes unless a field had to move.
         reported: whether its response carries a ``kv_cache`` object.
+        request: the object that ``body`` is, if it is one.
+        asked: the budget fields that it names.
     """
 
     body: bytes
     reported: bool
+    request: Mapping[str, Any] | None = None
+    asked: Mapping[str, Any] | None = None
 
 
 def admit(body: bytes, path: str, rule: Rule, config: H2OConfig) -> Admission:
@@ -86,18 +90,20 @@ def admit(body: bytes, path: str, rule: Rule, config: H2OConfig) -> Admission:
         field = next(iter(moved.asked))
         raise RefusalError(f"{field} cannot be combined with use_beam_search", field, "unsupported")
     # A beam search is hundreds of one-token requests to the engine: no report of one response.
-    return Admission(_serialise(request) if moved.changed else body, reported=not beams)
+    passed = _serialise(request) if moved.changed else body
+    return Admission(passed, reported=not beams, request=request, asked=moved.asked)
 
 
-def error_body(refusal: RefusalError) -> bytes:
-    """``refusal`` in the shape of vLLM's (and OpenAI's) error responses."""
+def error_body(refusal: RefusalError, path: str = "") -> bytes:
+    """``refusal`` in the shape of vLLM's (and OpenAI's) error responses, or in Anthropic's."""
     error = {
         "message": refusal.message,
         "type": "BadRequestError",
         "param": refusal.param,
         "code": 400,
     }
-    return json.dumps({"error": error}).encode()
+    kind = {"type": "error"} if path == MESSAGES else {}
+    return json.dumps({**kind, "error": error}).encode()
 
 
 @dataclass(frozen=True)

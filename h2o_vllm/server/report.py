@@ -21,6 +21,8 @@ REPORT_KEYS = (
     "sinks",
     "policy",
     "tokens_seen",
+    "tokens_cached",
+    "tokens_protected",
     "tokens_held",
     "tokens_evicted",
     "blocks_freed",
@@ -28,7 +30,15 @@ REPORT_KEYS = (
     "block_size",
 )
 
-SUMMED = ("tokens_seen", "tokens_held", "tokens_evicted", "blocks_freed", "peak_blocks")
+SUMMED = (
+    "tokens_seen",
+    "tokens_cached",
+    "tokens_protected",
+    "tokens_held",
+    "tokens_evicted",
+    "blocks_freed",
+    "peak_blocks",
+)
 """Keys summed over sequences. The sum of peaks bounds the peak of the sum from above."""
 
 

@@ -3,7 +3,8 @@
 
 API-server process. A response body is one JSON object: our field goes before its last brace. In
 an event stream it goes into the last data event: the final usage chunk if there is one, else the
-chunk that carries the finish reason. All other events pass as they come.
+chunk that carries the finish reason, in Anthropic's streams ``message_delta``. All other events pass as they
+come.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ __all__ = ["EventCompleter", "into_json"]
 Report = Mapping[str, Any]
 
 SEPARATOR = b"\n\n"
-DONE = b"data: [DONE]"
+ENDS = (b"data: [DONE]", b"event: message_stop")
+"""What comes behind the last data event."""
+
 RESPONSE_EVENTS = (b"event: response.completed", b"event: response.incomplete")
-LAST_MARKERS = (b'"finish_reason":"', b'"choices":[]', *RESPONSE_EVENTS)
+MESSAGE_DELTA = b"event: message_delta"
+LAST_MARKERS = (b'"finish_reason":"', b'"choices":[]', MESSAGE_DELTA, *RESPONSE_EVENTS)
 """What an event must contain to be perhaps the last one. Inside a JSON string the quotes would be
 escaped, so a client's text cannot contain the first two; a false hit only delays one event."""
 
@@ -74,7 +78,7 @@ class EventCompleter:
             # A comment (keep-alive) decides nothing and must not wait.
             return event
         held, self._held = self._held, b""
-        if held and event.startswith(DONE):
+        if held and event.startswith(ENDS):
             return _into_event(held, self._report()) + event
         if any(marker in event for marker in LAST_MARKERS):
             self._held = event

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["LIFTED", "REFUSED", "UNTOUCHED", "Rule", "rule_for"]
+__all__ = ["LIFTED", "MESSAGES", "REFUSED", "UNTOUCHED", "Rule", "local_path", "rule_for"]
 
 
 class Rule(enum.Enum):
@@ -23,19 +23,22 @@ class Rule(enum.Enum):
     """A request that names one gets a 400; all others pass untouched."""
 
 
+MESSAGES = "/v1/messages"
+"""Anthropic's API: system prompt, errors and streams have shapes of their own."""
+
 LIFTED = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/chat/completions/batch",
         "/v1/responses",
+        MESSAGES,
         "/invocations",
     }
 )
 
 REFUSED = frozenset(
     {
-        "/v1/messages",
         "/cohere/v2/chat",
         "/inference/v1/generate",
         "/generative_scoring",
@@ -103,7 +106,12 @@ def rule_for(method: str, path: str, root_path: str = "") -> Rule | None:
     """The rule of a request, or ``None`` if it is none of our business."""
     if method != "POST":
         return None
-    path = path.removeprefix(root_path)
+    path = local_path(path, root_path)
     if path in LIFTED:
         return Rule.LIFT
     return Rule.REFUSE if path in REFUSED else None
+
+
+def local_path(path: str, root_path: str = "") -> str:
+    """The path as vLLM knows it, behind a proxy too."""
+    return path.removeprefix(root_path)

@@ -48,13 +48,14 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from None
     logger.info(
-        "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_recent=%s kv_sinks=%s kv_min_tokens=%s; "
-        "requests may ask for kv_budget %s to %s; block size %s",
+        "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_recent=%s kv_sinks=%s kv_protect=%s "
+        "kv_min_tokens=%s; requests may ask for kv_budget %s to %s; block size %s",
         config.kv_budget,
         config.kv_budget_tokens,
         config.kv_policy,
         config.kv_recent,
         config.kv_sinks,
+        config.kv_protect,
         config.kv_min_tokens,
         config.kv_budget_min,
         config.kv_budget_max,

@@ -131,14 +131,16 @@ class Generation:
         """What ``h2o-serve`` would report: the arithmetic of ``h2o_vllm.policy.budget``, without torch."""
         # KV of the last token is never computed.
         seen, budget = self.prompt_tokens + self.tokens - 1, self.budget
-        keep = seen
+        protected = min(-(-int(budget.protect) // BLOCK_SIZE) * BLOCK_SIZE, seen)
+        keep, rest = seen, seen - protected
         if budget.evicts:
-            wanted = budget.tokens or math.ceil(budget.fraction * seen - 1e-9)
-            keep = min(seen, max(wanted, budget.floor))
+            wanted = budget.tokens or math.ceil(budget.fraction * rest - 1e-9)
+            keep = protected + min(rest, max(wanted, budget.floor))
         freed = (seen - keep) // BLOCK_SIZE
         return {
             "budget": budget.fraction, "budget_tokens": keep, "recent": budget.recent,
             "sinks": budget.sinks, "policy": budget.policy, "tokens_seen": seen,
+            "tokens_cached": 0, "tokens_protected": protected,
             "tokens_held": seen - freed * BLOCK_SIZE,
             "tokens_evicted": freed * BLOCK_SIZE, "blocks_freed": freed,
             "peak_blocks": -(-self.prompt_tokens // BLOCK_SIZE), "block_size": BLOCK_SIZE,
@@ -182,11 +184,13 @@ async def _answer(mock: Mock, body: dict[str, Any], chat: bool) -> Any:
         return _error(500, "the mock was told to fail", None)
     if body.get("model", settings.model) != settings.model:
         return _error(404, f"the model {body['model']!r} does not exist", "model")
+    asked = {**(body.get("vllm_xargs") or {}), **_budget_fields(body)}
+    prompt_tokens = _count(body["messages"] if chat else body.get("prompt", ""), settings)
     try:
-        budget = mock.config.resolve({**(body.get("vllm_xargs") or {}), **_budget_fields(body)})
+        budget = mock.config.resolve_for(asked, prompt_tokens)
     except BudgetError as error:
         return _error(400, str(error), error.parameter)
-    generation = _generation(mock, body, chat, budget)
+    generation = _generation(mock, body, chat, prompt_tokens, budget)
     if generation.stream:
         return StreamingResponse(_events(mock, generation), media_type="text/event-stream")
     async with mock.places:
@@ -195,7 +199,9 @@ async def _answer(mock: Mock, body: dict[str, Any], chat: bool) -> Any:
             "usage": generation.usage, "kv_cache": generation.kv_cache()}  # fmt: skip
 
 
-def _generation(mock: Mock, body: dict[str, Any], chat: bool, budget: RequestBudget) -> Generation:
+def _generation(
+    mock: Mock, body: dict[str, Any], chat: bool, prompt_tokens: int, budget: RequestBudget
+) -> Generation:
     settings = mock.settings
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or settings.output_tokens
     mock.count += 1
@@ -204,7 +210,7 @@ def _generation(mock: Mock, body: dict[str, Any], chat: bool, budget: RequestBud
         chat=chat,
         stream=bool(body.get("stream")),
         with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        prompt_tokens=_count(body["messages"] if chat else body.get("prompt", ""), settings),
+        prompt_tokens=prompt_tokens,
         tokens=limit if body.get("ignore_eos") else min(limit, settings.output_tokens),
         budget=budget,
         ends_early=mock.random.random() < settings.cut_rate,

@@ -10,8 +10,13 @@ from typing import Any
 
 import schemathesis
 
-FIELDS = ("kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks")
-REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
+FIELDS = ("kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks", "kv_protect")
+REQUESTS = (
+    "CompletionRequest",
+    "ChatCompletionRequest",
+    "ResponsesRequest",
+    "AnthropicMessagesRequest",
+)
 
 
 @schemathesis.hook

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from importlib.metadata import entry_points
 
+import pytest
+
 
 def run(code: str) -> None:
     done = subprocess.run(
@@ -44,6 +46,7 @@ def test_statistics_stay_switched_off() -> None:
     assert not [each for each in loggers if "h2o" in each.value]
 
 
+@pytest.mark.slow
 def test_register_is_idempotent() -> None:
     run("""
         from h2o_vllm.plugin import register

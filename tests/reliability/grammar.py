@@ -26,8 +26,9 @@ NUMBERS = (
 )  # fmt: skip
 
 STRINGS = (
-    '""', '"0.2"', '"h2o"', '"window"', '"random"', '"full"', '"H2O"', '"lru"', '"null"',
-    '"\\u0000"', '"\\ud800"', '"\\ud83d\\ude00"', '"日本語"', '"é́́́"', '"\u202e0.2"', '"../../etc/passwd"',
+    '""', '"0.2"', '"h2o"', '"window"', '"random"', '"full"', '"prompt"', '"system"', '"H2O"', '"lru"',
+    '"null"', '"\\u0000"', '"\\ud800"',
+    '"\\ud83d\\ude00"', '"日本語"', '"é́́́"', '"\u202e0.2"', '"../../etc/passwd"',
     "\"'; DROP TABLE kv; --\"", '"{{7*7}}"', '"${jndi:ldap://x}"',
     '"!!python/object/apply:os.system [id]"', '"cos\\nsystem\\n(S\'id\'\\ntR."',
     '"__import__(\'os\').system(\'id\')"',
@@ -56,6 +57,7 @@ BROKEN = (
 
 SOUND = (
     '"kv_budget":0.2', '"kv_budget_tokens":200', '"kv_recent":0.5', '"kv_policy":"window"', '"kv_sinks":4',
+    '"kv_protect":100', '"kv_protect":"prompt"', '"kv_protect":"system"',
 )  # fmt: skip
 
 KEYS = (
@@ -65,7 +67,7 @@ KEYS = (
 )  # fmt: skip
 
 PATHS = (
-    *["/v1/completions"] * 12, *sorted(LIFTED), *sorted(REFUSED), "/v1/completions/",
+    *["/v1/completions"] * 12, *["/v1/messages"] * 3, *sorted(LIFTED), *sorted(REFUSED), "/v1/completions/",
     "//v1/completions", "/V1/completions", "/v1/completions?kv_budget=7", "/v1/%63ompletions",
     "/tokenize", "/plugins/h2o/config", "/plugins/h2o/config?kv_budget=0.2",
     "/plugins/h2o/config/../config",
@@ -111,7 +113,13 @@ def _body(chance: random.Random, model: str) -> str:
     members = [f'"model":{json.dumps(model)}', '"max_tokens":2']
     members.append(
         chance.choice(
-            ('"prompt":"hi"', '"prompt":[5,6,7]', '"messages":[{"role":"user","content":"hi"}]')
+            (
+                *['"prompt":"hi"'] * 3,
+                '"prompt":[5,6,7]',
+                '"messages":[{"role":"user","content":"hi"}]',
+                '"messages":[{"role":"system","content":"be"},{"role":"user","content":"hi"}]',
+                '"system":"be","messages":[{"role":"user","content":"hi"}]',
+            )
         )
     )
     if chance.random() < 0.2:

@@ -21,7 +21,8 @@ from fastapi import FastAPI
 from h2o_vllm.config import POLICIES, REQUEST_FIELDS, H2OConfig
 from h2o_vllm.server.routes import LIFTED
 from tests.reliability.grammar import Nonsense, nonsense
-from tests.server.vllm_like import Engine, build
+from tests.server.chat_templates import TEMPLATES
+from tests.server.vllm_like import Engine, Rendering, build
 
 LIMITS = H2OConfig(kv_budget_min=0.05)
 
@@ -91,6 +92,7 @@ def is_sound(xargs: dict[str, Any], limits: H2OConfig) -> bool:
         return type(value) in (int, float) and low <= value <= high and math.isfinite(value)
 
     tokens, sinks = xargs.get("kv_budget_tokens", 1), xargs.get("kv_sinks", 0)
+    protect = xargs.get("kv_protect", 0)
     return (
         number("kv_budget", limits.kv_budget_min, limits.kv_budget_max)
         and number("kv_recent", 0, 1)
@@ -98,6 +100,8 @@ def is_sound(xargs: dict[str, Any], limits: H2OConfig) -> bool:
         and 1 <= tokens < 2**31
         and type(sinks) is int
         and 0 <= sinks <= 1024
+        # Roles are the server's business: "system" is a number by now.
+        and (protect == "prompt" or (type(protect) is int and 0 <= protect < 2**31))
         and xargs.get("kv_policy", "h2o") in POLICIES
         and not {"kv_budget", "kv_budget_tokens"} <= xargs.keys()
         and all(
@@ -112,7 +116,7 @@ def test_no_nonsense_passes_our_layer_or_breaks_it(long: bool, seed: int) -> Non
     count = 100_000 if long else 2_000
     chance = random.Random(seed)
     engine = Engine(tokens=1)
-    app = build(engine, LIMITS)
+    app = build(engine, LIMITS, serving_render=Rendering(TEMPLATES["chatml"]))
     statuses: Counter[int | None] = Counter()
     process = psutil.Process()
     reached = refused = resident = files = 0

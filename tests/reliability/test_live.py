@@ -24,7 +24,7 @@ import pytest
 from h2o_vllm.server.access import OPEN
 from tests.reliability.grammar import Nonsense, nonsense
 from tests.reliability.streams import SilentClient, under_load
-from tests.server.live_server import KEY, MODEL, LiveServer
+from tests.server.live_server import KEY, MODEL, LiveServer, live_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -32,12 +32,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("server") / "log"
-    server = LiveServer(log, *tiny, "--kv-budget-min", "0.05", "--shutdown-timeout", "60")
-    try:
-        server.wait_until_up()
+    with live_server(log, *tiny, "--kv-budget-min", "0.05", "--shutdown-timeout", "60") as server:
         yield server
-    finally:
-        server.kill()
 
 
 def is_idle_again(server: LiveServer) -> None:

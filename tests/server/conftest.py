@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server tests share: reports as the engine sends them, and a stand-in for vLLM's app."""
+"""What the server tests share: reports as the engine sends them, and a tiny model to serve."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from h2o_vllm.config import H2OConfig
+from h2o_vllm.models import default_model_dir
+from loadtest.common.tiny_model import make_tiny_model
+from tests.server.live_server import KEY, MODEL
 
 
 def engine_report(**changes: Any) -> dict[str, Any]:
@@ -19,6 +23,8 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "sinks": 0,
         "policy": "h2o",
         "tokens_seen": 100,
+        "tokens_cached": 0,
+        "tokens_protected": 0,
         "tokens_held": 32,
         "tokens_evicted": 68,
         "blocks_freed": 2,
@@ -30,3 +36,14 @@ def engine_report(**changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def config() -> H2OConfig:
     return H2OConfig(kv_budget_min=0.05, kv_budget_max=1.0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), default_model_dir())
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model: Path) -> list[str]:
+    """Options that serve a model which starts and speaks fast."""
+    return ["--model", str(tiny_model), "--served-model-name", MODEL, "--api-key", KEY]

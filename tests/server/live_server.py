@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.common.servers import free_port
 
 MODEL = "SmolLM2-135M-Instruct"
 KEY = "live-test-key"
@@ -77,17 +80,17 @@ class LiveServer:
 
     def metrics(self, *names: str, **labels: str) -> list[float]:
         """Several metrics as of one moment."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
         sums = []
         for name in names:
             values = [
-                line.rsplit(" ", 1)[1]
-                for line in lines
-                if line.startswith(f"{name}{{") and all(each in line for each in wanted)
+                sample.value
+                for sample in samples
+                if sample.name == name and labels.items() <= sample.labels.items()
             ]
             assert values, f"no metric {name}"
-            sums.append(sum(map(float, values)))
+            sums.append(sum(values))
         return sums
 
     def wait_for(self, name: str, value: float, seconds: float = 120) -> None:
@@ -120,11 +123,17 @@ class LiveServer:
         self.process.wait(timeout=60)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+@contextmanager
+def live_server(
+    log: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[LiveServer]:
+    """A server that is up within the block, and gone after it."""
+    server = LiveServer(log, *options, environment=environment)
+    try:
+        server.wait_until_up()
+        yield server
+    finally:
+        server.kill()
 
 
 def _group_of(pid: int) -> int | None:

@@ -46,6 +46,11 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
         (["--kv-min-tokens", "-5"], "--kv-min-tokens"),
         (["--kv-sinks", "1025"], "--kv-sinks"),
         (["--kv-sinks", "-1"], "--kv-sinks"),
+        (["--kv-protect", "-1"], "--kv-protect"),
+        (["--kv-protect", "1.5"], "--kv-protect"),
+        (["--kv-protect", "question"], "--kv-protect"),
+        (["--kv-protect-max", "-1"], "--kv-protect-max"),
+        (["--kv-protect", "65", "--kv-protect-max", "64"], "--kv-protect"),
         (["--kv-budget-min", "0.9", "--kv-budget-max", "0.1"], "--kv-budget-min"),
         (["--kv-budget", "0.1", "--kv-budget-min", "0.2"], "--kv-budget"),
     ],
@@ -98,6 +103,11 @@ def test_a_container_says_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("H2O_HOST", "0.0.0.0")
     assert cli.parse([])[0].host == "0.0.0.0"
     assert cli.parse(["--host", "::1"])[0].host == "::1"
+
+
+@pytest.mark.parametrize(("given", "value"), [("7", 7), ("prompt", "prompt"), ("system", "system")])
+def test_what_is_protected_is_a_number_or_a_word(given: str, value: Any) -> None:
+    assert cli.config_of(parse("--kv-protect", given)).kv_protect == value
 
 
 def test_own_and_vllms_options_parse_together() -> None:

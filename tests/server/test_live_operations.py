@@ -17,7 +17,7 @@ import pytest
 
 from h2o_vllm.config import POLICIES
 from h2o_vllm.metrics.table import exposed_names
-from tests.server.live_server import KEY, MODEL, LiveServer
+from tests.server.live_server import KEY, MODEL, LiveServer, live_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -35,12 +35,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     options += ["--data-parallel-size", str(ENGINES), "--api-server-count", "1"]
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES))}
     log = tmp_path_factory.mktemp("server") / "log"
-    server = LiveServer(log, *options, environment=binding)
-    try:
-        server.wait_until_up()
+    with live_server(log, *options, environment=binding) as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +109,7 @@ def test_metrics_count_requests_by_budget(server: LiveServer, client: openai.Ope
         ("value", "/v1/completions", {"kv_budget": 7}),
         ("conflict", "/v1/completions", {"kv_budget": 0.5, "kv_budget_tokens": 200}),
         ("unknown_field", "/v1/chat/completions", {"kv_bugdet": 0.5}),
-        ("unsupported", "/v1/messages", {"kv_budget": 0.5}),
+        ("unsupported", "/generative_scoring", {"kv_budget": 0.5}),
     ],
 )
 def test_metrics_count_rejections(
@@ -143,7 +139,11 @@ def test_config_says_what_is_served(server: LiveServer) -> None:
     assert config["limits"]["kv_budget_max"] == 0.9
     assert config["limits"]["kv_policies"] == [name for name in POLICIES if name != "full"]
     assert "/v1/responses" in config["routes"]["accepted"]
-    assert "/v1/messages" in config["routes"]["refused"]
+    assert "/v1/messages" in config["routes"]["accepted"]
+    assert "/generative_scoring" in config["routes"]["refused"]
+    assert config["defaults"]["kv_protect"] == 0
+    # Whoever bounds budgets bounds what escapes them.
+    assert config["limits"]["kv_protect_max"] == 1024
     cache = config["kv_cache"]
     assert cache["block_size"] == 32
     assert cache["num_tokens"] == 32 * (cache["num_blocks"] - ENGINES)

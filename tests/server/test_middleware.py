@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,21 +16,9 @@ from h2o_vllm.config import H2OConfig
 from h2o_vllm.server import middleware, report_interceptor
 from h2o_vllm.server.report import REPORT_KEYS
 from tests.server.conftest import engine_report
-from tests.server.vllm_like import Engine, build
+from tests.server.vllm_like import Engine, build, client_of, post
 
 pytestmark = pytest.mark.asyncio
-
-
-@asynccontextmanager
-async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        yield client
-
-
-async def post(app: FastAPI, path: str = "/v1/completions", **request: Any) -> httpx.Response:
-    async with client_of(app) as client:
-        return await client.post(path, json={"prompt": "pppp", **request})
 
 
 class Call:
@@ -111,11 +97,6 @@ async def test_request_without_a_budget_gets_a_report_too() -> None:
 async def test_our_key_does_not_leak_and_a_connectors_stays(foreign: dict[str, Any]) -> None:
     body = (await post(build(Engine(foreign=foreign)))).json()
     assert body["kv_transfer_params"] == (foreign or None)
-
-
-async def test_our_key_does_not_leak_where_nothing_is_reported() -> None:
-    body = (await post(build(Engine()), "/v1/messages")).json()
-    assert body == {"kv_transfer_params": None}
 
 
 async def test_several_prompts_and_choices_are_reported_in_choice_order() -> None:
@@ -226,7 +207,7 @@ async def test_error_of_the_application_is_passed_as_it_is() -> None:
 
 async def test_route_that_cannot_honour_the_field_refuses_it() -> None:
     engine = Engine()
-    response = await post(build(engine), "/v1/messages", kv_budget=0.2)
+    response = await post(build(engine), "/generative_scoring", kv_budget=0.2)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "kv_budget"
     assert engine.seen == []

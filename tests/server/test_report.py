@@ -79,7 +79,7 @@ def test_only_the_last_values_of_a_sequence_become_a_report(
     reports = Reports()
     call = reports.open_call()
     for seen in range(1000, 1100):
-        reports.record(call, {"0": [*budget, seen, 50, 63], "1": [*budget, seen + 7, 50, 63]})
+        reports.record(call, {"0": [*budget, seen, 50, 63, 0], "1": [*budget, seen + 7, 50, 63, 0]})
     reports.record(call, {"1": engine_report()})
     assert not built
     kv_cache = reports.kv_cache()

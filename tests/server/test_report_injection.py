@@ -33,6 +33,11 @@ DONE = event("[DONE]")
 ERROR = event('{"error":{"message":"engine","code":500}}')
 COMMENT = b": keep-alive\n\n"
 COMPLETED = b'event: response.completed\ndata: {"response":{"usage":{}},"type":"r"}\n\n'
+MESSAGE_DELTA = (
+    b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"},'
+    b'"usage":{"output_tokens":5}}\n\n'
+)
+MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 def run(chunks: list[bytes], report: Any = REPORT) -> list[bytes]:
@@ -53,6 +58,12 @@ STREAMS = {
     "no DONE": [token(), last()],
     "comments": [COMMENT, token(), last(), COMMENT, USAGE, COMMENT, DONE],
     "responses": [b'event: response.created\ndata: {"response":{}}\n\n', COMPLETED],
+    "messages": [
+        b'event: message_start\ndata: {"type":"message_start"}\n\n',
+        b'event: content_block_delta\ndata: {"delta":{"text":"event: message_delta"}}\n\n',
+        MESSAGE_DELTA,
+        MESSAGE_STOP,
+    ],
 }
 
 
@@ -61,7 +72,9 @@ def test_report_is_in_the_last_data_event_and_nowhere_else(name: str) -> None:
     chunks = STREAMS[name]
     got = payloads(b"".join(run(chunks)))
     sent = payloads(b"".join(chunks))
-    target = got[-1]["response"] if name == "responses" else got[-1]
+    # Of Anthropic's events the last says only that it is the last.
+    target = got[-2] if name == "messages" else got[-1]
+    target = target["response"] if name == "responses" else target
     assert target.pop("kv_cache") == REPORT
     assert got == sent
 

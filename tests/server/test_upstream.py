@@ -11,6 +11,7 @@ import pytest
 from h2o_vllm.server.protocol import VLLM_FIELDS, XARGS
 from h2o_vllm.server.routes import LIFTED, REFUSED, UNTOUCHED, Rule, rule_for
 from h2o_vllm.server.shutdown_log import ShutdownFilter
+from h2o_vllm.server.system_part import RENDERED
 
 
 def literals(kind: Any) -> list[str]:
@@ -48,17 +49,25 @@ def test_no_route_is_classified_twice() -> None:
 def test_rules() -> None:
     assert rule_for("POST", "/v1/completions") is Rule.LIFT
     assert rule_for("POST", "/proxy/v1/completions", "/proxy") is Rule.LIFT
-    assert rule_for("POST", "/v1/messages") is Rule.REFUSE
+    assert rule_for("POST", "/v1/messages") is Rule.LIFT
+    assert rule_for("POST", "/generative_scoring") is Rule.REFUSE
     assert rule_for("POST", "/tokenize") is None
     assert rule_for("GET", "/v1/completions") is None
 
 
 def test_fields_of_vllm_that_look_like_ours_are_known() -> None:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-    for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
+    requests = (
+        AnthropicMessagesRequest,
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+    )
+    for request in requests:
         assert {name for name in request.model_fields if name.startswith("kv_")} <= VLLM_FIELDS
         assert XARGS in request.model_fields
 
@@ -71,6 +80,36 @@ def test_outputs_carry_what_the_tap_takes() -> None:
     assert "kv_transfer_params" in inspect.signature(RequestOutput).parameters
     assert "kv_transfer_params" in EngineCoreOutput.__struct_fields__
     assert inspect.isasyncgenfunction(AsyncLLM.generate)
+
+
+def test_what_decides_how_a_chat_begins_are_fields_of_its_request() -> None:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    requests = {
+        "chat": ChatCompletionRequest,
+        "responses": ResponsesRequest,
+        "messages": AnthropicMessagesRequest,
+    }
+    for kind, request in requests.items():
+        assert set(RENDERED[kind]) <= set(request.model_fields)
+        assert ("input" if kind == "responses" else "messages") in request.model_fields
+
+
+def test_chats_can_be_rendered_without_being_served() -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.scale_out import factories
+    from vllm.entrypoints.scale_out.render.serving import ServingRender
+
+    assert "state.serving_render = ServingRender(" in inspect.getsource(factories)
+    for kind in ("chat", "responses", "messages"):
+        assert inspect.iscoroutinefunction(getattr(ServingRender, f"render_{kind}_request"))
+    # Prompt and parameters first, and before a streamed answer has begun.
+    source = inspect.getsource(OpenAIServingChat._create_chat_completion)
+    call = source.index("self.engine_client.generate(")
+    assert source[call:].split()[1:3] == ["engine_input,", "sampling_params,"]
+    assert call < source.index("if request.stream:")
 
 
 def test_one_api_server_starts_as_vllms_run_server_does() -> None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.exceptions import VLLMValidationError
 
 from h2o_vllm.config import H2OConfig
 from h2o_vllm.server.middleware import KVCacheMiddleware
+from tests.server.chat_templates import TEMPLATES, Template, tokens
 from tests.server.conftest import engine_report
 
 
@@ -39,9 +43,9 @@ class Engine:
         self.errored = True
 
     async def generate(
-        self, prompt: str, request: dict[str, Any], request_id: str
+        self, prompt: Any, request: dict[str, Any], request_id: str
     ) -> AsyncGenerator[Any, None]:
-        self.seen.append(request)
+        self.seen.append(dict(request))
         n = request.get("n") or 1
         try:
             for token in range(self.tokens):
@@ -75,6 +79,47 @@ class Authentication:
         await self.app(scope, receive, send)
 
 
+class Parameters(dict[str, Any]):
+    """A body in the place of the sampling parameters made of it."""
+
+    @property
+    def extra_args(self) -> Any:
+        return self.get("vllm_xargs")
+
+    @extra_args.setter
+    def extra_args(self, values: Any) -> None:
+        self["vllm_xargs"] = values
+
+
+class Rendering:
+    """As vLLM's ``ServingRender``, with :mod:`tests.server.chat_templates`."""
+
+    def __init__(self, template: Template) -> None:
+        self.template = template
+
+    async def render_messages_request(self, request: Any) -> Any:
+        return self._rendered("messages", request)
+
+    async def render_chat_request(self, request: Any) -> Any:
+        return self._rendered("chat", request)
+
+    def _rendered(self, kind: str, request: Any) -> Any:
+        body = request.model_dump(exclude_none=True)
+        return SimpleNamespace(token_ids=tokens(self.template, kind, body).tolist())
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        yield client
+
+
+async def post(app: FastAPI, path: str = "/v1/completions", **request: Any) -> httpx.Response:
+    async with client_of(app) as client:
+        return await client.post(path, json={"prompt": "pppp", **request})
+
+
 class CompletionRequest(BaseModel, extra="allow"):
     prompt: str | list[str]
     n: int | None = 1
@@ -89,7 +134,7 @@ def build(
     options = {"h2o": (config or H2OConfig()).to_mapping()}
     app.state.vllm_config = SimpleNamespace(
         additional_config=options,
-        model_config=SimpleNamespace(served_model_name="m"),
+        model_config=SimpleNamespace(served_model_name="m", is_encoder_decoder=False),
         cache_config=SimpleNamespace(block_size=32, num_gpu_blocks=10, enable_prefix_caching=True),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
@@ -113,7 +158,7 @@ def build(
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, raw_request: Request) -> Response:
-        body = request.model_dump(exclude_unset=True)
+        body = Parameters(request.model_dump(exclude_unset=True))
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         client = raw_request.app.state.engine_client
         calls = [client.generate(p, body, f"id-{i}") for i, p in enumerate(prompts)]
@@ -131,8 +176,20 @@ def build(
     @app.post("/v1/messages")
     async def messages(request: dict[str, Any], raw_request: Request) -> Response:
         client = raw_request.app.state.engine_client
-        outputs = [o async for o in client.generate("p", request, "id")]
+        ids = tokens(TEMPLATES["chatml"], "messages", {"messages": [], **request}).tolist()
+        prompt = {"type": "token", "prompt_token_ids": ids}
+        try:
+            call = client.generate(prompt, Parameters(request), "id")
+        except VLLMValidationError as error:
+            return JSONResponse({"type": "error", "error": {"message": error.args[0]}}, 400)
+        if request.get("stream"):
+            return StreamingResponse(_messages(call), media_type="text/event-stream")
+        outputs = [output async for output in call]
         return JSONResponse({"kv_transfer_params": outputs[-1].kv_transfer_params})
+
+    @app.post("/generative_scoring")
+    async def scoring(request: dict[str, Any]) -> Response:
+        return JSONResponse({})
 
     @app.post("/tokenize")
     async def tokenize(raw_request: Request) -> Response:
@@ -143,6 +200,13 @@ def build(
         return JSONResponse({"error": {"message": "nope", "code": 404}}, 404)
 
     return app
+
+
+async def _messages(call: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
+    async for output in call:
+        yield f'event: content_block_delta\ndata: {{"delta":{{"text":"{output.token}"}}}}\n\n'
+    yield 'event: message_delta\ndata: {"type":"message_delta","usage":{"output_tokens":3}}\n\n'
+    yield 'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 async def _events(

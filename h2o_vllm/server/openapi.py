@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget fields on the server's own API page (``/openapi.json``, ``/docs``). API-server process.
+
+vLLM's request models do not know them. FastAPI's way to say more than its models: wrap the application's
+``openapi`` method, whose result it keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, Field, create_model
+
+from h2o_vllm.config import MAX_SINKS, POLICIES, H2OConfig
+from h2o_vllm.server.routes import LIFTED
+
+__all__ = ["describe_fields", "fields_of"]
+
+
+def fields_of(config: H2OConfig) -> dict[str, Any]:
+    """JSON schema of each budget field, with this server's ranges and defaults."""
+    low, high = config.kv_budget_min, config.kv_budget_max
+    most = config.protect_limit
+    fields: dict[str, Any] = {
+        "kv_budget": _field(
+            float, config.kv_budget, "Share of its tokens the request keeps.", ge=low, le=high
+        ),
+        "kv_budget_tokens": _field(
+            int, config.kv_budget_tokens, "A number of tokens to keep instead.", ge=1
+        ),
+        "kv_recent": _field(
+            float, config.kv_recent, "Share of the budget for the newest tokens.", ge=0, le=1
+        ),
+        "kv_policy": _field(Literal[POLICIES], config.kv_policy, "Which tokens stay."),
+        "kv_sinks": _field(
+            int, config.kv_sinks, "First tokens that are never evicted.", ge=0, le=MAX_SINKS
+        ),
+        "kv_protect": _field(
+            int | Literal["prompt", "system"], config.kv_protect,
+            "First tokens that the budget leaves alone, shared and read from the prefix cache: a number"
+            f"{'' if most is None else f' up to {most}'}, the whole prompt, or system messages and tools.",
+        ),
+    }  # fmt: skip
+    model: type[BaseModel] = create_model("KVBudget", **fields)
+    found: dict[str, Any] = model.model_json_schema()["properties"]
+    return found
+
+
+def describe_fields(application: FastAPI, config: H2OConfig) -> None:
+    """Add the fields to the request bodies of the routes that take them."""
+    made = application.openapi
+    fields = fields_of(config)
+
+    def with_fields() -> dict[str, Any]:
+        page = made()
+        for schema in _bodies(page):
+            schema.setdefault("properties", {}).update(fields)
+        return page
+
+    application.openapi = with_fields  # type: ignore[method-assign]
+
+
+def _field(
+    kind: Any, default: Any, text: str, ge: float | None = None, le: float | None = None
+) -> Any:
+    return kind | None, Field(default, description=text, ge=ge, le=le)
+
+
+def _bodies(page: dict[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of the bodies that may carry the fields; ``/invocations`` says nothing of its own."""
+    schemas = page.get("components", {}).get("schemas", {})
+    found = []
+    for path in sorted(LIFTED):
+        body = page["paths"].get(path, {}).get("post", {}).get("requestBody", {})
+        schema = body.get("content", {}).get("application/json", {}).get("schema", {})
+        name = schema.get("$ref", "").rpartition("/")[2]
+        if name in schemas:
+            found.append(schemas[name])
+    return found

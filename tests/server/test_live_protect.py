@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Protected beginnings over HTTP: chats, several answers, tools, every API that has roles.
+
+What the model says does not matter here: it is a tiny one of random weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.live_server import MODEL, LiveServer, live_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = [*tiny, "--kv-protect", "system", "--trust-request-chat-template"]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with live_server(log, *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    return server.client()
+
+
+SYSTEM = "You are a patient teacher who answers in short and simple words. " * 12
+"""About 150 tokens."""
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Tells the {name} of a river somewhere in the world. " * 4,
+            "parameters": {"type": "object", "properties": {"river": {"type": "string"}}},
+        },
+    }
+    for name in ("length", "depth", "source")
+]
+
+TOOLS_TEMPLATE = """\
+<|im_start|>system
+{{ messages[0].content if messages[0].role == "system" else "You are helpful." }}
+{%- if tools %}
+
+# Tools
+
+Call functions within <tool_call></tool_call> tags. Signatures:
+<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+</tools>
+{%- endif %}<|im_end|>
+{% for message in messages if message.role != "system" -%}
+<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""As Qwen2.5 and Hermes have it. The embedded model's own knows no tools."""
+
+
+@pytest.mark.parametrize("word", ["system", "prompt"])
+def test_a_chat_reads_what_it_protects(client: openai.OpenAI, word: str) -> None:
+    first = f"This is about {word}. What is a river?"
+    messages: list[Any] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": first},
+    ]
+    reports = []
+    for turn in range(6):
+        answer: Any = client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            # Of the prompt nothing is evicted: the last answer is long enough to give some of itself back.
+            max_tokens=200 if word == "prompt" and turn == 5 else 40,
+            temperature=0,
+            extra_body={"kv_budget": 0.2, "kv_protect": word, "ignore_eos": True},
+        )
+        reports.append(answer.kv_cache)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        messages.append({"role": "user", "content": "And where does its water come from? " * 4})
+    cached = [report["tokens_cached"] for report in reports]
+    protected = [report["tokens_protected"] for report in reports]
+    assert reports[-1]["tokens_evicted"] > 0
+    if word == "prompt":
+        # Answers may be shorter than a block: random text is not cut into the tokens it was made of.
+        assert cached == sorted(cached) and len(set(cached)) > 3
+        assert protected == sorted(set(protected))
+        # All of the prompt before, but for a block that was not full.
+        assert all(
+            later >= sooner - 32 for sooner, later in zip(protected, cached[1:], strict=False)
+        )
+    else:
+        assert len(set(protected)) == 1
+        # Short turns never evict, so they read and publish as if they had no budget.
+        evicting = [report for report in reports if report["tokens_evicted"] > 0]
+        assert all(128 <= report["tokens_cached"] <= protected[0] for report in evicting)
+
+
+def test_answers_to_one_question_share_it(client: openai.OpenAI) -> None:
+    answer: Any = client.completions.create(
+        model=MODEL,
+        prompt=[1000 + 7 * i for i in range(640)],
+        n=4,
+        max_tokens=200,
+        temperature=1.0,
+        seed=1,
+        extra_body={"kv_budget": 0.2, "kv_protect": "prompt", "ignore_eos": True},
+    )
+    report = answer.kv_cache
+    sequences = report["sequences"]
+    assert [sequence["tokens_cached"] for sequence in sequences].count(0) <= 1
+    assert all(sequence["tokens_protected"] == 640 for sequence in sequences)
+    assert all(sequence["tokens_evicted"] > 0 for sequence in sequences)
+
+
+def test_default_of_the_server_protects_what_there_is(server: LiveServer) -> None:
+    user = {"role": "user", "content": "Hi"}
+    common = {"model": MODEL, "max_tokens": 300, "kv_budget": 0.2}
+    protected = []
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": SYSTEM}, user]}),
+        ("/v1/chat/completions", {"messages": [user]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+    ):
+        answer = server.post(path, {**common, **body, "ignore_eos": True})
+        protected.append(answer.json()["kv_cache"]["tokens_protected"])
+    assert 128 <= protected[0] <= 192
+    assert protected[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_api(server: LiveServer, stream: bool) -> None:
+    body = {
+        "model": MODEL, "system": SYSTEM, "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 4, "stream": stream, "kv_budget": 0.5, "kv_protect": "system",
+    }  # fmt: skip
+    answer = server.post("/v1/messages", body)
+    assert answer.status_code == 200 and "h2o_" not in answer.text
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:6] == "data: "]
+        assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+        report = events[-2]["kv_cache"]
+        assert events[-2]["usage"]["output_tokens"] == 4
+    else:
+        report = answer.json()["kv_cache"]
+    assert report["budget"] == 0.5
+    assert (
+        server.post("/v1/messages", body | {"kv_budget": 9}).json()["error"]["param"] == "kv_budget"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "needs a system"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}, "needs a system"),
+        ("/v1/completions", {"prompt": "Hi"}, "not supported by /v1/completions"),
+        ("/v1/responses", {"input": "Hi"}, "needs a system"),
+        # The embedded model's template knows no tools.
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "Hi"}],
+             "tools": [{"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}],
+             "tool_choice": {"type": "none"}},
+            "does not begin with them",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_system_part_is_a_400(
+    server: LiveServer, path: str, body: dict[str, Any], says: str, stream: bool
+) -> None:
+    common = {"model": MODEL, "max_tokens": 300, "kv_budget": 0.2, "kv_protect": "system"}
+    answer = server.post(path, {**common, **body, "stream": stream})
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+def test_system_part_of_other_apis(server: LiveServer, client: openai.OpenAI) -> None:
+    fields = {"kv_budget": 0.2, "kv_protect": "system"}
+    answer: Any = client.responses.create(
+        model=MODEL, instructions=SYSTEM, input="Hi", max_output_tokens=300, extra_body=fields
+    )
+    protected = answer.kv_cache["tokens_protected"]
+    assert 128 <= protected <= 192 and protected % 32 == 0
+    chats = [
+        [{"role": "system", "content": text}, {"role": "user", "content": "Hi"}]
+        for text in (SYSTEM, SYSTEM[: len(SYSTEM) // 2])
+    ]
+    body = {"model": MODEL, "messages": chats, "max_tokens": 300, **fields}
+    report = server.post("/v1/chat/completions/batch", body).json()["kv_cache"]
+    whole, half = (sequence["tokens_protected"] for sequence in report["sequences"])
+    assert whole == protected and 64 <= half < whole
+
+
+def test_an_agents_tools_are_protected_and_read(client: openai.OpenAI) -> None:
+    """Five rounds of an agent's loop: the tools stand in the system part, calls and answers behind it."""
+    messages: list[Any] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "How long is the Nile?"},
+    ]
+    reports = []
+    for step in range(5):
+        answer: Any = client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            tools=TOOLS,
+            max_tokens=200,
+            temperature=0,
+            extra_body={
+                "chat_template": TOOLS_TEMPLATE, "kv_budget": 0.2, "kv_protect": "system",
+                "ignore_eos": True,
+            },
+        )  # fmt: skip
+        reports.append(answer.kv_cache)
+        call = {"name": "length", "arguments": json.dumps({"river": f"Nile {step}"})}
+        called = {"id": f"call-{step}", "type": "function", "function": call}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [called]})
+        messages.append({"role": "tool", "tool_call_id": f"call-{step}", "content": "6,650 km"})
+    (protected,) = {report["tokens_protected"] for report in reports}
+    alone = len(SYSTEM.split())
+    assert protected > alone + 100, "the tools are not in it"
+    assert all(report["tokens_evicted"] > 0 for report in reports)
+    assert [report["tokens_cached"] for report in reports[1:]] == [protected] * 4

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer around vLLM's application: Anthropic's API, and ``kv_protect: "system"``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from h2o_vllm.config import H2OConfig
+from tests.server.chat_templates import TEMPLATES
+from tests.server.vllm_like import Engine, Rendering, build, post
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_messages_api_is_served_like_the_others() -> None:
+    engine = Engine()
+    body = (await post(build(engine), "/v1/messages", kv_budget=0.2)).json()
+    assert engine.seen[0]["vllm_xargs"] == {"kv_budget": 0.2}
+    assert body["kv_cache"]["budget"] == 0.2
+    assert body["kv_transfer_params"] is None
+
+
+async def test_stream_of_messages_carries_the_report_beside_its_usage() -> None:
+    response = await post(build(Engine()), "/v1/messages", stream=True)
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    *text, delta, stop = map(json.loads, lines)
+    assert delta["usage"] and delta["kv_cache"]["budget"] == 0.2
+    assert not any("kv_cache" in event for event in (*text, stop))
+
+
+async def test_bad_value_of_messages_has_the_shape_of_its_errors() -> None:
+    response = await post(build(Engine()), "/v1/messages", kv_budget=9)
+    assert response.status_code == 400
+    assert response.json()["type"] == "error"
+    assert response.json()["error"]["param"] == "kv_budget"
+
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_system_reaches_the_engine_as_a_number(stream: bool) -> None:
+    engine = Engine()
+    app = build(engine, serving_render=Rendering(TEMPLATES["chatml"]))
+    fields = {"kv_budget": 0.2, "kv_protect": "system", "system": "Be brief.", "stream": stream}
+    response = await post(app, "/v1/messages", messages=CHAT, model="m", **fields)
+    assert response.status_code == 200
+    assert engine.seen[0]["vllm_xargs"]["kv_protect"] == len("<system>Be brief.</><user>")
+    assert b"kv_cache" in response.content
+
+
+async def test_system_is_refused_where_there_is_none_and_where_it_is_not_first() -> None:
+    engine = Engine()
+    app = build(engine, serving_render=Rendering(TEMPLATES["moved"]))
+    fields = {"kv_budget": 0.2, "kv_protect": "system", "model": "m", "messages": CHAT}
+    for more, says in (
+        ({}, "needs a system message"),
+        ({"system": "Be brief."}, "begin with them"),
+    ):
+        response = await post(app, "/v1/messages", **fields, **more)
+        assert response.status_code == 400
+        assert says in response.json()["error"]["message"]
+    assert (await post(app, kv_protect="system")).status_code == 400
+    assert engine.seen == []
+
+
+async def test_default_of_the_server_protects_what_there_is() -> None:
+    engine = Engine()
+    config = H2OConfig(kv_budget=0.2, kv_protect="system")
+    app = build(engine, config, serving_render=Rendering(TEMPLATES["chatml"]))
+    await post(app, "/v1/messages", model="m", messages=CHAT, system="Be brief.")
+    await post(app, "/v1/messages", model="m", messages=CHAT)
+    await post(app)
+    assert [seen["vllm_xargs"] for seen in engine.seen] == [
+        {"kv_protect": len("<system>Be brief.</><user>")},
+        {"kv_protect": 0},
+        {"kv_protect": 0},
+    ]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's API page describes the budget fields, with this server's ranges."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from h2o_vllm.config import POLICIES, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.server.openapi import describe_fields, fields_of
+from tests.server.vllm_like import CompletionRequest
+
+
+def test_every_field_is_described() -> None:
+    fields = fields_of(H2OConfig(kv_budget_min=0.05, kv_protect_max=64, kv_protect="system"))
+    assert tuple(fields) == REQUEST_FIELDS
+    assert all(field["description"] for field in fields.values())
+    assert fields["kv_budget"]["anyOf"][0] == {"type": "number", "minimum": 0.05, "maximum": 1.0}
+    assert fields["kv_policy"]["anyOf"][0]["enum"] == list(POLICIES)
+    assert "up to 64" in fields["kv_protect"]["description"]
+    assert fields["kv_protect"]["default"] == "system"
+
+
+def test_bodies_of_the_routes_that_take_them_have_them() -> None:
+    application = FastAPI()
+
+    @application.post("/v1/completions")
+    async def completions(request: CompletionRequest) -> None: ...
+
+    @application.post("/tokenize")
+    async def tokenize(request: dict[str, str]) -> None: ...
+
+    describe_fields(application, H2OConfig())
+    for page in (application.openapi(), application.openapi()):
+        properties = page["components"]["schemas"]["CompletionRequest"]["properties"]
+        assert set(REQUEST_FIELDS) | {"prompt"} <= set(properties)
+    assert "kv_budget" not in str(page["paths"]["/tokenize"])

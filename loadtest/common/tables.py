@@ -8,11 +8,10 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from loadtest.common.results import Row
 from loadtest.common.statistics import Estimate
 
 __all__ = ["Column", "interval", "markdown_table", "median_range", "number", "pick", "provenance"]
-
-Row = dict[str, Any]
 
 
 class Column(NamedTuple):

@@ -5,6 +5,7 @@
 
     generation, lines    what a model is asked for, and what came back; policies and budgets
     sizes, passages      how much, and real texts
+    ruler                RULER's tasks
     measures             one file each: samples, and figures of one output (rouge)
     offline, live        who generates: vLLM in this process (forced), a server
     rows, runner         the file of results; what is left to measure, in order
@@ -13,5 +14,5 @@
 
 Beside it, without an engine: ``reference_h2o`` and ``reference_policies``, plain torch written from the
 papers, which the engine is tested against; ``cadence`` and ``foresight`` measure with the former
-(``reference_run``, ``*_report``).
+(``reference_run``, ``*_report``); the room ``ladder`` compares what might be built.
 """

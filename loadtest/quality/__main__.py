@@ -118,6 +118,7 @@ def open_model(args: argparse.Namespace, sizes: Sizes) -> Model:
     longest = max(
         sizes.prompt_tokens + sizes.forced_tokens, round(1.2 * max(sizes.lengths)) + 200,
         sizes.long_tokens + 128, longest_request(args.xsum) if args.xsum else 0,
+        sizes.ruler_tokens if args.measures and "ruler" in args.measures else 0,
     )  # fmt: skip
     return Offline(
         args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,
@@ -139,7 +140,7 @@ def chosen_lines(args: argparse.Namespace, policies: Any, fields: Any) -> Any:
 
 def chosen_measures(args: argparse.Namespace, model: Model) -> list[Measure]:
     """Those asked for, else all that can be measured; says what is left out."""
-    names = args.measures or list(MEASURES)
+    names = args.measures or [name for name, measure in MEASURES.items() if measure.usual]
     kept, left_out = [], []
     for name in names:
         if MEASURES[name].forces and not model.forces:

@@ -41,6 +41,7 @@ class Reference:
         fraction: share of the tokens seen to keep; ``recent`` of it are the newest.
         block: tokens evicted at a time; 1 is the paper's cadence. floor: smallest budget in tokens.
         window_unit: the recent window begins at the nearest multiple of it; ``None`` is ``block``.
+        protected: first tokens, a multiple of ``block``, that are neither ranked nor counted.
     """
 
     model_dir: str
@@ -49,6 +50,7 @@ class Reference:
     block: int
     floor: int
     window_unit: int | None = None
+    protected: int = 0
     layers: dict[int, LayerCache] = field(default_factory=dict)
     closest: float = math.inf
     """How near a tie the evictions came: the smallest gap between the highest score that went and the
@@ -140,15 +142,16 @@ class Reference:
     def recent_from(self) -> int:
         """The position at which the recent window begins."""
         unit = self.window_unit or self.block
-        exact = self.seen - round(self.recent * self._budget(self.seen))
+        exact = self.seen - round(self.recent * self._budget(self.seen - self.protected))
         return min((exact + unit // 2) // unit, self.seen // unit) * unit
 
-    def _budget(self, seen: int) -> int:
-        return min(seen, max(self.floor, math.ceil(round(self.fraction * seen, 6))))
+    def _budget(self, rest: int) -> int:
+        return min(rest, max(self.floor, math.ceil(round(self.fraction * rest, 6))))
 
     def _excess(self, more: int = 0) -> int:
         """Tokens to evict once ``more`` have been computed."""
-        return (self.held + more - self._budget(self.seen + more)) // self.block * self.block
+        held, rest = self.held + more - self.protected, self.seen + more - self.protected
+        return (held - self._budget(rest)) // self.block * self.block
 
     def _evict(self) -> None:
         excess, recent_from = self._excess(), self.recent_from
@@ -156,6 +159,7 @@ class Reference:
             return
         for cache in self.layers.values():
             candidate = cache.alive.clone()
+            candidate[..., : self.protected] = False
             candidate[..., recent_from:] = False
             scores = cache.scores.masked_fill(~candidate, float("inf"))
             ranked, order = scores.sort(dim=-1, stable=True)

@@ -51,7 +51,7 @@ class PolicyModel:
     Args:
         model: a transformers model whose attention is :meth:`attend`; see :func:`load`.
         policy: value of ``kv_policy``. fraction, recent, block, floor: as in ``reference_h2o.py``.
-        sinks: first tokens that stay.
+        sinks: first tokens that stay. protected: first tokens beside the budget, rounded up to blocks.
     """
 
     model: torch.nn.Module
@@ -61,6 +61,7 @@ class PolicyModel:
     block: int
     floor: int
     sinks: int = 0
+    protected: int = 0
     running: ClassVar[PolicyModel | None] = None
     """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
@@ -68,6 +69,9 @@ class PolicyModel:
     evicted: int = 0
     ranked: list[tuple[int, int, int]] = field(default_factory=list)
     """Per eviction: tokens seen, and the positions that it ranked for the first time, from .. to."""
+
+    def __post_init__(self) -> None:
+        self.protected = math.ceil(self.protected / self.block) * self.block
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
@@ -88,23 +92,25 @@ class PolicyModel:
         return self.layers[layer].alive[head].nonzero().flatten().tolist()
 
     def _evict(self, seen: int) -> None:
-        first_blocks = math.ceil(self.sinks / self.block) * self.block
-        floor = max(self.floor, first_blocks)
-        budget = min(seen, max(floor, math.ceil(round(self.fraction * seen, 6))))
-        excess = (seen - self.evicted - budget) // self.block * self.block
+        sinks_end = max(self.protected, math.ceil(self.sinks / self.block) * self.block)
+        floor = max(self.floor, sinks_end - self.protected)
+        rest = max(0, seen - self.protected)
+        budget = min(rest, max(floor, math.ceil(round(self.fraction * rest, 6))))
+        excess = (rest - self.evicted - budget) // self.block * self.block
         if excess <= 0:
             return
         exact = seen - round(self.recent * budget)
         until = min((exact + self.block // 2) // self.block, seen // self.block) * self.block
-        until = max(until, self.evicted + excess + first_blocks)
-        fresh = max((end for _, _, end in self.ranked), default=0)
+        until = max(until, self.evicted + excess + sinks_end)
+        fresh = max((end for _, _, end in self.ranked), default=self.protected)
         self.ranked.append((seen, fresh, max(fresh, until)))
         # Of equal scores, those survive that are not copied: see h2o_vllm/kernels/reference.py.
-        copied = excess if len(self.ranked) == 1 else 0
+        copied = self.protected + excess if len(self.ranked) == 1 else 0
         for layer in self.layers.values():
             ranks = self._scores(layer).tolist()
             for head, scores in enumerate(ranks):
-                old = [p for p in layer.alive[head].nonzero().flatten().tolist() if p < until]
+                alive = layer.alive[head].nonzero().flatten().tolist()
+                old = [p for p in alive if self.protected <= p < until]
                 ranked = partial(_survival, scores=scores, sinks=self.sinks, copied=copied)
                 old.sort(key=ranked)
                 layer.alive[head][old[len(old) - excess :]] = False
@@ -114,9 +120,9 @@ class PolicyModel:
         """[KH, S]: what the policy thinks of each token, the evicted ones included."""
         if self.policy == "keydiff":
             keys = normalize(layer.keys, dim=-1)
-            until = self.ranked[-1][2]
-            ranked = layer.alive[:, :until, None]
-            anchor = (keys[:, :until] * ranked).sum(1, keepdim=True) / ranked.sum(1, keepdim=True)
+            ranks = slice(self.protected, self.ranked[-1][2])
+            ranked = layer.alive[:, ranks, None]
+            anchor = (keys[:, ranks] * ranked).sum(1, keepdim=True) / ranked.sum(1, keepdim=True)
             return -cosine_similarity(keys, anchor, dim=-1)
         rows = layer.rows()
         if self.policy == "h2o":
@@ -152,6 +158,7 @@ class PolicyModel:
         """How far each value lies from the mean of those that are ranked now, over their mean distance."""
         until = self.ranked[-1][2]
         ranked, values = layer.alive[:, :until].float(), layer.values[:, :until]
+        ranked[:, : self.protected] = 0.0
         count = ranked.sum(1, keepdim=True)
         centre = torch.einsum("ks,ksd->kd", ranked, values) / count
         distances = torch.linalg.vector_norm(values - centre[:, None], dim=2)

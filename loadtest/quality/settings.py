@@ -22,7 +22,7 @@ QUICK_BUDGETS = (0.2, 1.0)
 QUICK_LINES = ("h2o", "window", "random")
 
 
-GENERATIONS = ("forced", "xsum", "retrieval", "long")
+GENERATIONS = ("forced", "xsum", "retrieval", "long", "ruler")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -65,7 +65,8 @@ def _add_comparison(group: Any) -> None:
     add("--policies", nargs="+", metavar="LINE",
         help="policies, with extras such as h2o+sinks4 or tova+recent0.25; default: all")  # fmt: skip
     add("--budgets", nargs="+", type=_budget, help=f"in this order; default: {_list(BUDGETS)}")
-    add("--measures", nargs="+", choices=MEASURES, help="default: all that can be measured")
+    add("--measures", nargs="+", choices=MEASURES,
+        help="default: all that can be measured, but ruler")  # fmt: skip
     add("--recent", type=float, help="kv_recent of all lines that do not have their own")
     add("--no-control", action="store_true",
         help="do not measure full KV a second time among the others")  # fmt: skip
@@ -84,6 +85,8 @@ def _add_sizes(group: Any) -> None:
     add("--lengths", nargs="+", type=int,
         help=f"of texts with hidden facts; default: {_list(usual.lengths)}")  # fmt: skip
     add("--long-tokens", type=int, help=f"of long answers; default: {usual.long_tokens}")
+    add("--ruler-tokens", type=int,
+        help=f"of RULER's prompts, with answers; default: {usual.ruler_tokens}")  # fmt: skip
     add("--quick", action="store_true",
         help="a minute's run that shows whether everything works, no more")  # fmt: skip
 
@@ -102,7 +105,7 @@ def _add_results(group: Any) -> None:
 def sizes_of(args: argparse.Namespace) -> Sizes:
     """How much to measure."""
     asked: dict[str, Any] = dict(args.samples)
-    for name in ("prompt_tokens", "forced_tokens", "long_tokens"):
+    for name in ("prompt_tokens", "forced_tokens", "long_tokens", "ruler_tokens"):
         if getattr(args, name) is not None:
             asked[name] = getattr(args, name)
     if args.lengths:

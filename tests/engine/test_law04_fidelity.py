@@ -11,13 +11,19 @@ from tests.engine.fidelity import assert_as_expected, expect
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("fraction", "recent", "length"),
-    [(0.2, 0.5, 400), (0.5, 0.25, 230), (0.1, 0.8, 1100), (0.3, 0.0, 90)],
-    ids=["0.2", "0.5-heavy", "0.1-recent-several-chunks", "short-no-recent"],
+    ("fraction", "recent", "length", "protect"),
+    [
+        (0.2, 0.5, 400, 0),
+        (0.5, 0.25, 230, 0),
+        (0.1, 0.8, 1100, 0),
+        (0.3, 0.0, 90, 0),
+        (0.2, 0.5, 400, 96),
+    ],
+    ids=["0.2", "0.5-heavy", "0.1-recent-several-chunks", "short-no-recent", "protected"],
 )
 def test_kept_tokens_scores_and_logits_equal_the_papers(
     engine: Engine, model_dir: str, text_tokens: list[int], fraction: float, recent: float,
-    length: int,
+    length: int, protect: int,
 ) -> None:  # fmt: skip
     prompt = text_tokens[100 : 100 + length]
-    assert_as_expected(engine, expect(model_dir, prompt, fraction, recent))
+    assert_as_expected(engine, expect(model_dir, prompt, fraction, recent, protect))

@@ -64,6 +64,8 @@ class Measure(ABC):
     metrics: ClassVar[tuple[Metric, ...]]
     forces: ClassVar[bool] = False
     """Whether it needs :attr:`Model.forces`."""
+    usual: ClassVar[bool] = True
+    """Whether it is measured where nobody says which."""
 
     @abstractmethod
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:

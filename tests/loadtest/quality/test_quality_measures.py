@@ -142,3 +142,17 @@ def test_xsum_requests_are_read_and_refused(tmp_path: Path) -> None:
         read_requests(tmp_path / "y.jsonl")
     with pytest.raises(ValueError, match="--xsum"):
         read_requests(tmp_path / "none.jsonl")
+
+
+def test_ruler_is_asked_with_the_beginning_of_the_answer() -> None:
+    model = Words()
+    samples = MEASURES["ruler"].samples(model, Sizes(ruler=12, ruler_tokens=1500))
+    assert len({sample.name for sample in samples}) == 12
+    assert samples[0].description == samples[11].description == {"task": "niah_single_1"}
+    first = samples[0]
+    assert str(first.request.prompt).endswith("mentioned in the provided text is")
+    assert model.count(str(first.request.prompt)) + first.request.max_tokens <= 1500
+    answer = GenerationOutput(f" {first.secret[0]}.", 5, True, 1.0)
+    found = MEASURES["ruler"].values(first, answer, answer)
+    assert found == {"found": 1.0, "niah_single_1": 1.0}
+    assert not MEASURES["ruler"].usual, "2,048 tokens are a lot for whoever asks for nothing"

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way to choose what stays finds facts, and which loses least likelihood? Offline.
+
+python -m loadtest.quality.ladder                                  # the embedded model, all rungs
+python -m loadtest.quality.ladder --model DIR --rungs h2o snapkv+repeat:layer --samples 10
+python -m loadtest.quality.ladder --out FILE.jsonl ...             # go on where it was stopped
+python -m loadtest.quality.ladder --report FILE.jsonl ...          # tables and picture again
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loadtest.common.machine import describe_run
+from loadtest.common.results import append_rows
+from loadtest.quality.ladder.facts import PROTOCOLS, Asked, measure_sample, sample_name
+from loadtest.quality.ladder.keep import FULL
+from loadtest.quality.ladder.likelihood import measure_text, texts
+from loadtest.quality.ladder.model import LadderModel
+from loadtest.quality.ladder.scores import PRESSES
+from loadtest.quality.ladder.settings import parse_arguments
+from loadtest.quality.rows import Key, Row, latest, read_rows
+from loadtest.quality.sizes import Sizes
+
+__all__ = ["main"]
+
+COMPARED = ("model", "dtype", "length", "answer_tokens", "prompt_tokens", "forced_tokens")
+"""What rows of one file agree in."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what the file lacks, then report."""
+    from loadtest.quality.ladder.report import publish
+
+    args = parse_arguments(argv)
+    if not args.report:
+        measure(args)
+    files = args.report or [args.out]
+    publish(*read_rows(files), files[0])
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Append the missing rows to the file, a sample at a time.
+
+    Raises:
+        SystemExit: the file was measured with other settings.
+    """
+    torch.set_num_threads(args.threads)
+    directory, name = _model(args.model)
+    settings = {key: getattr(args, key) for key in COMPARED} | {"model": name}
+    runs, rows = read_rows([args.out] if args.out.exists() else [])
+    for run in runs:
+        for key, value in run["settings"].items():
+            if settings[key] != value:
+                raise SystemExit(
+                    f"--out: {args.out.name} was measured with {key} {value}, not {settings[key]}"
+                )
+    append_rows(
+        args.out, [{"kind": "run", **describe_run("loadtest.quality.ladder"), "settings": settings}]
+    )
+    left = Run(args, LadderModel(directory, getattr(torch, args.dtype)), latest(rows))
+    left.likelihood()
+    left.facts()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is left to measure.
+
+    Attributes:
+        known: rows that exist.
+    """
+
+    args: argparse.Namespace
+    model: LadderModel
+    known: dict[Key, Row]
+
+    def likelihood(self) -> None:
+        """NLL of real texts. Presses do not say how they go on: left out."""
+        args = self.args
+        if "nll" not in args.measures:
+            return
+        sizes = Sizes(
+            forced=args.texts, prompt_tokens=args.prompt_tokens, forced_tokens=args.forced_tokens
+        )
+        rungs = [rung for rung in args.rungs if not PRESSES.keys() & set(rung.planes)]
+        for text in texts(self.model, sizes):
+            for place, budget in enumerate(args.nll_budgets):
+                wanted = [(FULL, 1.0)] if place == 0 else []
+                wanted += [(rung, budget) for rung in rungs]
+                missing = [
+                    rung
+                    for rung, share in wanted
+                    if (rung.name, share, "nll", text.name) not in self.known
+                ]
+                if missing:
+                    self._write(measure_text(self.model, text, missing, budget))
+
+    def facts(self) -> None:
+        """RULER, the first sample of every task first."""
+        args = self.args
+        protocols = [one for one in PROTOCOLS if one in args.measures]
+        wanted = [
+            (protocol, rung, budget)
+            for protocol in protocols
+            for rung, budget in [
+                (FULL, 1.0),
+                *itertools.product(args.rungs, getattr(args, f"{protocol}_budgets")),
+            ]
+        ]
+        for number in range(args.first, args.first + args.samples if protocols else 0):
+            for task in args.tasks:
+                sample = sample_name(task, number)
+                missing = [
+                    Asked(protocol, rung, budget)
+                    for protocol, rung, budget in wanted
+                    if (rung.name, budget, protocol, sample) not in self.known
+                ]
+                if missing:
+                    found = measure_sample(
+                        self.model, task, number, args.length, missing, args.answer_tokens
+                    )
+                    self._write(found)
+
+    def _write(self, found: Iterator[Row]) -> None:
+        began = time.monotonic()
+        rows = list(found)
+        append_rows(self.args.out, [row.to_json() for row in rows])
+        seconds = time.monotonic() - began
+        print(f"{rows[0].sample}: {len(rows)} rows in {seconds:.0f} s", flush=True)
+
+
+def _model(directory: str | None) -> tuple[str, str]:
+    """Its directory and its name."""
+    from h2o_vllm.models import DEFAULT_MODEL_NAME, default_model_dir
+
+    if directory is None:
+        return str(default_model_dir()), DEFAULT_MODEL_NAME
+    return directory, Path(directory).resolve().name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each score thinks of a prompt's tokens: formulas over what reading noted. High is kept.
+
+The first group is ours, by the formulas of ``reference_policies.py``; they rank the tokens before the
+recent ones. The second is kvpress', by the formulas of ``kvpress/presses`` at 0.5.4, with its settings; they
+rank all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, cosine_similarity, max_pool1d, normalize
+
+from loadtest.quality.ladder.reading import TAIL, Prompt, half_turned
+
+__all__ = ["PRESSES", "SCORES", "scores_of", "window_scores"]
+
+WINDOW, KERNEL = 32, 7
+"""SnapKV's as h2o_vllm has it."""
+
+PRESS_WINDOW, PRESS_KERNEL = TAIL, 5
+"""SnapKV's as kvpress has it."""
+
+FIRST = 32
+"""Tokens of the first block, which ``window`` keeps."""
+
+PRESS_SINKS = 4
+FUTURE = 512
+"""Positions that Expected Attention looks ahead."""
+
+Score = Callable[[Prompt, int, int], Tensor]
+"""Of a layer's tokens before ``until``, [KH, until]."""
+
+
+def scores_of(name: str, prompt: Prompt, until: int, seed: int = 0) -> Tensor:
+    """[L, KH, until], float32.
+
+    Raises:
+        KeyError: there is no such score.
+    """
+    if name == "random":
+        generator = torch.Generator().manual_seed(seed)
+        heads = prompt.layers[0].keys.shape[0]
+        return torch.rand(len(prompt.layers), heads, until, generator=generator)
+    formula = (SCORES | PRESSES)[name]
+    return torch.stack([formula(prompt, layer, until) for layer in range(len(prompt.layers))])
+
+
+def _h2o(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return prompt.notes[layer].total[:, :until]
+
+
+def _h2o_norm(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return _h2o(prompt, layer, until) / (prompt.tokens - torch.arange(until))
+
+
+def _caote(prompt: Prompt, layer: int, until: int) -> Tensor:
+    values = prompt.layers[layer].values[:, :until].float()
+    distances = (values - values.mean(1, keepdim=True)).norm(dim=2)
+    return _h2o_norm(prompt, layer, until) * distances / distances.mean(1, keepdim=True)
+
+
+def _snapkv(prompt: Prompt, layer: int, until: int) -> Tensor:
+    sums = prompt.notes[layer].tail[:, -WINDOW:, :until].sum(1)
+    return max_pool1d(sums, KERNEL, stride=1, padding=KERNEL // 2)
+
+
+def _tova(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return prompt.notes[layer].tail[:, -1, :until]
+
+
+def _keydiff(prompt: Prompt, layer: int, until: int) -> Tensor:
+    keys = normalize(prompt.layers[layer].keys[:, :until].float(), dim=-1)
+    return -cosine_similarity(keys, keys.mean(1, keepdim=True), dim=-1)
+
+
+def _repeat(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return _padded(prompt.most[layer], until)
+
+
+def _repeat_sum(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return _padded(prompt.sums[layer], until)
+
+
+def _window(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return window_scores(until).expand(prompt.layers[layer].keys.shape[0], until)
+
+
+def _press_snapkv(prompt: Prompt, layer: int, until: int) -> Tensor:
+    old = prompt.tokens - PRESS_WINDOW
+    sums = prompt.notes[layer].tail[:, -PRESS_WINDOW:, :old].sum(1)
+    pooled = avg_pool1d(sums, PRESS_KERNEL, stride=1, padding=PRESS_KERNEL // 2)
+    return torch.cat([pooled, torch.full((len(sums), PRESS_WINDOW), torch.inf)], 1)[:, :until]
+
+
+def _press_expected(prompt: Prompt, layer: int, until: int) -> Tensor:
+    notes, kv = prompt.notes[layer], prompt.layers[layer]
+    heads, size = kv.keys.shape[0], kv.keys.shape[2]
+    mean = notes.first / notes.moments
+    spread = notes.second / notes.moments - mean[:, :, None] * mean[:, None]
+    # The rotation of the positions to come, on average: rows of the identity, rotated.
+    cos, sin = prompt.model.rotation(prompt.tokens, prompt.tokens + FUTURE)
+    unit = torch.eye(size)
+    turn = (unit * cos.mean(0) + half_turned(unit) * sin.mean(0)).mT
+    mean, spread = mean @ turn.mT, turn @ spread @ turn.mT
+    keys = kv.keys[:, PRESS_SINKS:until].float()
+    mean, spread = mean.unflatten(0, (heads, -1)), spread.unflatten(0, (heads, -1))
+    wide = keys[:, None]
+    logits = (wide @ mean[..., None])[..., 0] / size**0.5
+    logits += ((wide @ spread) * wide).sum(-1) / (2 * size)
+    scores = logits.softmax(-1).mean(1) * kv.values[:, PRESS_SINKS:until].float().norm(dim=-1)
+    return torch.cat([torch.full((heads, PRESS_SINKS), torch.inf), scores], 1)
+
+
+def _press_kvzip(prompt: Prompt, layer: int, until: int) -> Tensor:
+    scores = _padded(prompt.most[layer], until).clone()
+    scores[:, :PRESS_SINKS] = 1.0
+    return scores
+
+
+def window_scores(until: int) -> Tensor:
+    """StreamingLLM's, as h2o_vllm has it: the first block, then the newest tokens."""
+    places = torch.arange(until, dtype=torch.float32)
+    return places.masked_fill(places < FIRST, float("inf"))
+
+
+def _padded(scores: Tensor, until: int) -> Tensor:
+    """Tokens behind what was repeated are a question's: they stay."""
+    missing = max(0, until - scores.shape[1])
+    return torch.nn.functional.pad(scores[:, :until], (0, missing), value=torch.inf)
+
+
+SCORES: dict[str, Score] = {
+    "h2o": _h2o,
+    "h2o-norm": _h2o_norm,
+    "caote": _caote,
+    "snapkv": _snapkv,
+    "tova": _tova,
+    "keydiff": _keydiff,
+    "repeat": _repeat,
+    "repeat-sum": _repeat_sum,
+    "window": _window,
+}
+"""Ours, with ``random``."""
+
+PRESSES: dict[str, Score] = {
+    "ObservedAttention": _h2o_norm,
+    "SnapKV": _press_snapkv,
+    "KeyDiff": _keydiff,
+    "ExpectedAttention": _press_expected,
+    "KVzip": _press_kvzip,
+}
+"""kvpress', as controls."""

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RULER's judgement: which of the wanted strings an answer contains, in whatever case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["match_all"]
+
+
+def match_all(answer: str, wanted: Sequence[str]) -> float:
+    """The share of ``wanted`` in the answer: of every task but questions and answers."""
+    return sum(one.lower() in answer.lower() for one in wanted) / len(wanted)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m loadtest.quality.ladder`` from prompts to tables, on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from h2o_vllm.models import default_model_dir
+from loadtest.common.tiny_model import make_tiny_model
+from loadtest.quality.figures import Figures
+from loadtest.quality.ladder.__main__ import main
+from loadtest.quality.ladder.report import markdown, order
+from loadtest.quality.ladder.settings import RUNGS, parse_arguments
+from loadtest.quality.rows import Row, read_rows
+
+RUN = {
+    "settings": {"model": "tiny", "dtype": "float32"}, "machine": "a machine", "date": "2026-11-22T00:00:00",
+    "versions": {"torch": "2"}, "commit": "abc", "command": "python -m loadtest.quality.ladder",
+}  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+def test_every_default_rung_can_be_read() -> None:
+    assert [rung.name for rung in parse_arguments([]).rungs] == list(RUNGS)
+
+
+def test_a_run_goes_on_where_it_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "model").mkdir()
+    model = make_tiny_model(tmp_path / "model", default_model_dir())
+    out = tmp_path / "rows.jsonl"
+    command = [
+        "--model", str(model), "--dtype", "float32", "--out", str(out),
+        "--tasks", "niah_single_1", "--samples", "1", "--length", "400", "--answer-tokens", "3",
+        "--known-budgets", "0.5", "--later-budgets", "0.5", "0.25",
+        "--texts", "1", "--prompt-tokens", "96", "--forced-tokens", "40",
+        "--threads", "1", "--rungs", "h2o", "snapkv+repeat:layer",
+    ]  # fmt: skip
+    main([*command, "KVzip"])
+    runs, rows = read_rows([out])
+    assert len(runs) == 1
+    # Full KV, two rungs of ours, and a press that has no likelihood; one budget and two, and one.
+    assert len(rows) == len({row.key for row in rows}) == (1 + 3) + (1 + 3 * 2) + (1 + 2)
+    assert {row.line for row in rows if row.measure == "nll"} == {
+        "full",
+        "h2o",
+        "snapkv+repeat:layer",
+    }
+    assert all(0 < row.values["nll"] for row in rows if row.measure == "nll")
+    table = out.with_suffix(".md").read_text()
+    assert "`snapkv+repeat:layer`" in table and "niah_single_1" in table
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+    main([*command, "KVzip", "window"])
+    _, again = read_rows([out])
+    assert again[: len(rows)] == rows and {row.line for row in again[len(rows) :]} == {"window"}
+    with pytest.raises(SystemExit, match="length 400, not 500"):
+        main([*command, "--length", "500"])
+    capsys.readouterr()
+
+
+def row(line: str, protocol: str, sample: str, found: float, budget: float = 0.25) -> Row:
+    return Row(line, budget, protocol, sample, {"found": found}, budget)
+
+
+def test_what_finds_most_comes_first_and_is_compared_with_full_kv() -> None:
+    rows = [row("full", "known", f"vt-{n}", 0.8, 1.0) for n in range(2)]
+    rows += [row("h2o", "known", f"vt-{n}", 0.2 * n) for n in range(2)]
+    rows += [row("repeat", "known", f"vt-{n}", 0.8) for n in range(2)]
+    figures = Figures.of(rows)
+    assert order(figures) == ["repeat", "h2o"]
+    text = markdown(figures, [RUN])
+    assert "| `repeat` | 100 |" in text
+    assert "| `h2o` | 12 (0 to 25) |" in text
+    assert "| `full` | 80 |" in text

@@ -120,10 +120,11 @@ class Ramp(LoadTestShape):
     def __init__(self, stages: Stages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stages = stages
+        self.over = False
 
     def tick(self) -> tuple[int, float] | None:
-        """Users now, and how many may be started in a second."""
-        users = self._stages.users(self.get_run_time())  # type: ignore[no-untyped-call]
+        """Users now, and how many may be started in a second; once a second."""
+        users = None if self.over else self._stages.users(self.get_run_time())  # type: ignore[no-untyped-call]
         return None if users is None else (users, 1000.0)
 
 
@@ -299,5 +300,9 @@ def log_values(environment: Environment, row: str, values: list[float]) -> None:
 
 def quit_soon(environment: Environment) -> None:
     """End the test; not here, where Locust waits for us."""
-    if environment.runner is not None:
-        gevent.spawn(environment.runner.quit)
+    runner = environment.runner
+    if isinstance(environment.shape_class, Ramp) and runner is not None and runner.shape_greenlet:
+        # Not from outside: Locust takes that for the end of its stages, and would end the test twice.
+        environment.shape_class.over = True
+    elif runner is not None:
+        gevent.spawn(runner.quit)

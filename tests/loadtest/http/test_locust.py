@@ -37,9 +37,13 @@ def entries(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def overlap(records: list[Record]) -> int:
-    """How many requests were unanswered at most."""
+    """How many requests were unanswered at most.
+
+    A user asks again at the moment of the answer, and times are rounded to a tenth of a millisecond.
+    """
     return max(
-        (sum(one.at <= other.at < one.end for one in records) for other in records), default=0
+        (sum(one.at <= other.at < one.end - 0.001 for one in records) for other in records),
+        default=0,
     )
 
 

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -24,21 +26,34 @@ def convert(target):
     with open(sys.argv[2], "a") as log:
         log.write("x")
     (target / "first").write_text("written before the kill")
-    time.sleep(float(sys.argv[3]))
+    while not Path(sys.argv[3]).exists():
+        time.sleep(0.02)
     (target / "second").write_text("written after it")
 
 print(prepared(Path(sys.argv[1]), convert))
 """
 
 
-def start_conversion(directory: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
-    """Prepare ``directory`` in another process; ``log`` gets one letter per conversion begun."""
+def start_conversion(
+    directory: Path, log: Path, until: Path, stderr: IO[str] | int
+) -> subprocess.Popen[str]:
+    """Prepare ``directory`` in another process, whose conversion ends when ``until`` is there.
+
+    ``log`` gets one letter per conversion begun.
+    """
     return subprocess.Popen(
-        [sys.executable, "-c", CONVERT_SLOWLY, str(directory), str(log), str(seconds)],
+        [sys.executable, "-c", CONVERT_SLOWLY, str(directory), str(log), str(until)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def write_one_file(target: Path) -> None:
@@ -59,22 +74,22 @@ def test_converts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_two_starts_at_once_convert_once(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    starts = [start_conversion(tmp_path / "model", log, 0.5) for _ in range(3)]
-    results = [start.communicate(timeout=300) for start in starts]
-    assert {out.strip() for out, _ in results} == {str(tmp_path / "model")}
+    log, until = tmp_path / "log", tmp_path / "go-on"
+    said = [(tmp_path / f"said-{number}").open("w+") for number in range(3)]
+    starts = [start_conversion(tmp_path / "model", log, until, stderr) for stderr in said]
+    texts = [Path(stderr.name) for stderr in said]
+    wait_for(lambda: sum("waiting for it" in text.read_text() for text in texts) == 2)
+    until.touch()
+    outs = {start.communicate(timeout=300)[0].strip() for start in starts}
+    assert outs == {str(tmp_path / "model")}
     assert log.read_text() == "x"
-    assert sum("waiting for it" in err for _, err in results) == 2
 
 
 def test_killed_conversion_is_never_used(tmp_path: Path) -> None:
     directory, log = tmp_path / "model", tmp_path / "log"
-    start = start_conversion(directory, log, 60)
+    start = start_conversion(directory, log, tmp_path / "never", subprocess.DEVNULL)
     half_written = tmp_path / "model.part" / "first"
-    deadline = time.monotonic() + 300
-    while not half_written.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert half_written.exists()
+    wait_for(half_written.exists)
     start.kill()
     start.communicate()
     assert not directory.exists()

@@ -67,6 +67,15 @@ def tracked_files() -> list[Path]:
     return [path for place in places for path in (ROOT / place).rglob("*") if path.is_file()]
 
 
+def sources() -> set[str]:
+    """The package's files, relative to the repository."""
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "h2o_vllm").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel, without compiled kernels; with them: tests/kernels/cpu/test_prebuilt.py."""
@@ -75,23 +84,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def test_wheel_has_every_source_file(wheel: zipfile.ZipFile) -> None:
-    package = ROOT / "h2o_vllm"
-    sources = {
-        path.relative_to(ROOT).as_posix()
-        for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert "h2o_vllm/py.typed" in sources
-    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == sources
+    assert "h2o_vllm/py.typed" in sources()
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == sources()
 
 
 def test_sdist_has_what_a_wheel_is_built_from(tmp_path: Path) -> None:
     archive, _ = build(copy_project(tmp_path), "sdist")
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
-    package = tmp_path / "h2o_vllm"
-    sources = {path.relative_to(tmp_path).as_posix() for path in package.rglob("*.*")}
-    assert {"pyproject.toml", "LICENSE", *sources} <= names
+    assert {"pyproject.toml", "LICENSE", *sources()} <= names
 
 
 def test_wheel_has_license_and_metadata(wheel: zipfile.ZipFile) -> None:

@@ -21,6 +21,9 @@ fail() { say "$@" && exit 1; }
 # setup_environment [test]: afterwards .venv works, has the test tools if asked for, and is first in PATH.
 setup_environment() {
     local want="${1:-base}" device
+    # uv leaves it to the first import to compile modules. Where that is forbidden every process compiles them
+    # again: vLLM is imported in 25 s instead of 10, and a server is two processes.
+    unset PYTHONDONTWRITEBYTECODE
     device=$(device)
     if ! ready "$want" "$device"; then
         # Two starts at once: the second waits, then finds everything done.

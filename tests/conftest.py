@@ -14,22 +14,31 @@ from typing import Any
 import pytest
 
 LONGEST_FIRST = (
-    "tests/kernels/test_triton.py",
+    "tests/engine/test_laws_tokens.py",
+    "tests/reliability/test_corruption.py",
+    "tests/reliability/test_faults.py",
     "tests/engine/test_cuda.py",
+    "tests/kernels/test_triton.py",
+    "tests/reliability/test_soak.py",
+    "tests/engine/test_law04_fidelity.py",
     "tests/kernels/test_triton_compiles.py",
     "tests/engine/test_state_machine.py",
     "tests/engine/test_law10_inert.py",
 )
 """Files that take many seconds: they come first, so that no worker waits for the other's at the end."""
 
-BOTH_CORES = (
-    "tests/kernels/cpu/",
+ALL_CORES = (
+    "tests/kernels/cpu/test_attend.py",
+    "tests/engine/test_modes.py::test_law11",
     "tests/loadtest/http/test_locust.py",
+    "tests/reliability/test_faults.py::test_killed_worker",
     "tests/reliability/test_peers.py",
+    "tests/server/test_live_ends.py::test_two_api_servers",
+    "tests/server/test_live_operations.py",
 )
-"""Besides ``e2e``: tests of several threads, of speed, of load on a schedule. Nothing may run beside them."""
+"""Tests of several threads, ranks or servers, of speed, of load on a schedule: nothing runs beside them."""
 
-EVERY = 4
+EVERY = 7
 """``--reduced`` takes the first and each n-th case of a grid; of one with three dtypes that is all three."""
 
 TIERS = ("slow", "long")
@@ -51,14 +60,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["shared", "alone"],
         help="only what may run beside other tests, or only what may not",
     )
+    group.addoption(
+        "--no-shrink",
+        action="store_true",
+        help="searches end with the first counterexample and look for no smaller one",
+    )
     group.addoption("--reduced", action="store_true", help=f"of every grid each {EVERY}th case")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Each process its own cores and as many OpenMP threads, and so has what it starts. Two processes with two
+    # threads each on two cores take five to ten times as long: the threads of one wait at every operation for
+    # those the other keeps from running.
+    cores = sorted(os.sched_getaffinity(0))
     if _is_worker(config):
-        # Two processes with two OpenMP threads each on two cores take five to ten times as long: the threads
-        # of one wait at every operation for those the other keeps from running. What tests start inherits it.
-        os.environ["OMP_NUM_THREADS"] = "1"
+        worker, workers = (config.workerinput[name] for name in ("workerid", "workercount"))  # type: ignore[attr-defined]
+        first = int(worker.removeprefix("gw")) % len(cores)
+        os.sched_setaffinity(0, cores[first::workers])
+    elif workers := config.getoption("numprocesses", None):
+        # Here, as a worker has counted its cores before it reads this file.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(cores) // workers))
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -109,9 +130,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         function = item.nodeid.partition("[")[0]
         cases[function] = cases.get(function, -1) + 1
-        reason = next((tier for tier in TIERS if item.get_closest_marker(tier)), None)
-        if reason in wanted:
-            reason = None
+        # A long test of a slow file has both marks, and is long.
+        unwanted = (tier for tier in TIERS if tier not in wanted)
+        reason = next((tier for tier in unwanted if item.get_closest_marker(tier)), None)
         if config.option.reduced and cases[function] % EVERY:
             reason = "reduced"
         if reason is None:
@@ -126,8 +147,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_alone(item: pytest.Item) -> bool:
-    engine = "engine" in getattr(item, "fixturenames", ())
-    return engine or bool(item.get_closest_marker("e2e")) or item.nodeid.startswith(BOTH_CORES)
+    return item.nodeid.startswith(ALL_CORES)
 
 
 def _rank(item: pytest.Item) -> int:

@@ -23,19 +23,26 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def files_of(folder: Path, by_themselves: Collection[str] = ()) -> pytest.MarkDecorator:
+def files_of(
+    folder: Path, by_themselves: Collection[str] = (), slow: Collection[str] = ()
+) -> pytest.MarkDecorator:
     """Parametrizes ``paths`` with the test files of ``folder``, the long ones one by one.
 
     Args:
         folder: where the tests are.
         by_themselves: names of files that get a process of their own.
+        slow: those among them that are of the slow tier.
     """
     files = sorted(folder.glob("test_*.py"))
-    missing = set(by_themselves) - {file.name for file in files}
+    missing = {*by_themselves, *slow} - {file.name for file in files}
     assert not missing, f"no {missing} in {folder}"
-    groups = [[file] for file in files if file.name in by_themselves]
-    groups.append([file for file in files if file.name not in by_themselves])
-    return pytest.mark.parametrize("paths", groups, ids=[*sorted(by_themselves), "the-others"])
+    groups = [
+        pytest.param([file], id=file.name, marks=[pytest.mark.slow] if file.name in slow else [])
+        for file in files
+        if file.name in by_themselves
+    ]
+    others = [file for file in files if file.name not in by_themselves]
+    return pytest.mark.parametrize("paths", [*groups, pytest.param(others, id="the-others")])
 
 
 def run_interpreted(paths: Sequence[Path], *, fast: bool) -> None:

@@ -7,6 +7,10 @@ from tests.interpreted import files_of, needs_triton, run_interpreted
 
 
 @needs_triton
-@files_of(Path(__file__).parent / "cuda", ("test_policies.py", "test_steps.py"))
+@files_of(
+    Path(__file__).parent / "cuda",
+    ("test_policies.py", "test_steps.py"),
+    slow=("test_policies.py",),
+)
 def test_gpu_adaptors_under_the_interpreter(paths: list[Path], fast: bool) -> None:
     run_interpreted(paths, fast=fast)

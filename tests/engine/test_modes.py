@@ -19,7 +19,7 @@ ASKED: list[dict[str, Any] | None] = [
     {"kv_budget": 0.2},
     None,
     {"kv_budget": 0.4, "kv_policy": "random"},
-    {"kv_budget_tokens": 150},
+    {"kv_budget_tokens": 150, "kv_protect": 60},
 ]
 
 
@@ -71,6 +71,7 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_law11_two_ranks_give_the_tokens_of_one(random_llama: Path) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.mutation.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-TIERS = {"fast": ["--fast"], "full": ["--full"], "plain": []}
+TIERS = {"fast": ["--fast", "--no-shrink"], "full": ["--full", "--no-shrink"], "plain": []}
 SECONDS = 3600
 """A tier that takes longer hangs, which is found as well."""
 

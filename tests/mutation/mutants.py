@@ -30,6 +30,7 @@ class Mutant(NamedTuple):
 
 
 BLOCKS = ("tests/engine/test_laws_blocks.py", "tests/engine/test_state_machine.py")
+PROTECT = ("tests/blocks/test_eviction_state.py", "tests/engine/test_protect.py")
 TOKENS = ("tests/engine/test_laws_tokens.py",)
 CPU = ("tests/kernels/cpu/test_attend.py", "tests/kernels/test_attend.py")
 EVICT = ("tests/kernels/cpu/test_evict.py", "tests/kernels/test_evict.py")
@@ -66,16 +67,29 @@ MUTANTS = (
     ),
     Mutant("law05-the-rest-gets-no-output", "output[index] = attended", "del index", TOKENS),
     Mutant(
-        "law06-cached-blocks-are-written",
-        " request.skip_reading_prefix_cache = True",
-        " pass",
-        BLOCKS,
+        "law06-hits-pass-the-pin",
+        "return min(known, tokens)",
+        "return min(known, tokens + self.block_size)",
+        PROTECT,
+    ),
+    Mutant(
+        "law06-blocks-are-published-before-they-are-ranked",
+        "self._next_index = self._untouched = self.pinned",
+        "self._next_index = self.pinned\n        self._untouched = self.pinned + blocks_freed("
+        "self.budget, self.prompt_tokens, self.block_size)",
+        PROTECT,
+    ),
+    Mutant(
+        "law03-the-pin-is-a-block-short",
+        "self.pinned = math.ceil(int(budget.protect) / block_size)",
+        "self.pinned = int(budget.protect) // block_size",
+        PROTECT,
     ),
     Mutant(
         "law07-one-block-too-many-is-published",
-        "return min(computed, first * self.block_size)",
-        "return min(computed, (first + 1) * self.block_size)",
-        BLOCKS,
+        "self._untouched = self.pinned + num_doomed",
+        "self._untouched = self.pinned + num_doomed + 1",
+        PROTECT,
     ),
     Mutant(
         "law08-a-bad-value-raises",
@@ -101,7 +115,7 @@ MUTANTS = (
         "law11-every-rank-takes-itself-for-the-first",
         "return int(get_tensor_model_parallel_rank()) * total // ranks",
         "return 0 * total // ranks",
-        ("tests/engine/test_modes.py",),
+        ("tests/engine/test_first_kv_head.py", "tests/engine/test_modes.py"),
     ),
     Mutant(
         "law06-who-cannot-evict-is-one-token-off",
@@ -125,8 +139,8 @@ MUTANTS = (
     # policy
     Mutant(
         "policy-no-floor",
-        "return min(seen, max(wanted, budget.floor))",
-        "return min(seen, wanted)",
+        "return min(rest, max(wanted, budget.floor))",
+        "return min(rest, wanted)",
         ("tests/policy/test_budget.py",),
     ),
     Mutant(
@@ -162,8 +176,8 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-report-off-by-one",
-        "return min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)",
-        "return min(self.counts.num_computed_tokens, self.counts.num_tokens)",
+        "seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)",
+        "seen = min(self.counts.num_computed_tokens, self.counts.num_tokens)",
         ("tests/blocks/test_eviction_state.py", *BLOCKS),
     ),
     # kernels/cpu
@@ -228,7 +242,7 @@ MUTANTS = (
         "engine-policies-do-not-adjust-scores",
         "if not policy.scores_at_eviction:\n",
         "if True:\n",
-        ("tests/engine/test_cuda.py", "tests/engine/test_policies.py"),
+        (*TOKENS, "tests/engine/test_policies.py"),
     ),
     Mutant(
         "engine-cuda-prompts-are-scored-from-their-start",
@@ -287,6 +301,18 @@ MUTANTS = (
         "server-streams-end-without-a-report",
         "if held and event.startswith(DONE):",
         "if held and event == DONE:",
+        ("tests/server/test_report_injection.py",),
+    ),
+    Mutant(
+        "server-any-prompt-is-taken-to-begin-with-the-system-part",
+        "return length if length >= self.needed else None",
+        "return len(self.tokens)",
+        ("tests/server/test_system_prefix.py",),
+    ),
+    Mutant(
+        "server-messages-end-without-a-report",
+        'b"event: message_stop"',
+        'b"event: message_end"',
         ("tests/server/test_report_injection.py",),
     ),
     Mutant(

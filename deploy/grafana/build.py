@@ -143,6 +143,15 @@ PANELS = (
         unit="ops",
     ),
     Panel(
+        "Prefixes Of Requests With A Budget",
+        "Tokens per second of ended requests: read from the prefix cache, and protected by kv_protect.",
+        {
+            "Cached": per_second("h2o:cached_tokens_total"),
+            "Protected": per_second("h2o:protected_tokens_total"),
+        },
+        unit="ops",
+    ),
+    Panel(
         "Time Spent On Evictions",
         "Share of its time a worker spends moving KV together.",
         {"Engine {{engine}}": f"sum by (engine) (rate(h2o:eviction_seconds_sum{MODEL}{RATE}))"},

@@ -7,11 +7,14 @@ Each entry says what it is for, since when it is needed, and what would make it 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
@@ -22,6 +25,7 @@ __all__ = [
     "runner_metadata_builders",
     "runner_punch_holes",
     "runner_row_request_ids",
+    "runner_spared_generators",
     "set_attention_isa",
 ]
 
@@ -83,7 +87,7 @@ def set_attention_isa(builder: Any, isa: str) -> None:
     builder._set_isa_to_layers(builder.layer_names)  # noqa: SLF001 - the point of this file
 
 
-# --- model runner V1 (the default on CPU in 0.32; V2 replaces all three functions) --------------
+# --- model runner V1 (the default on CPU in 0.32; V2 replaces all four functions) --------------
 
 
 def runner_row_request_ids(model_runner: Any) -> list[str]:
@@ -121,3 +125,23 @@ def runner_metadata_builders(model_runner: Any) -> list[tuple[Any, Any]]:
         for group in groups
         for builder in group.metadata_builders
     ]
+
+
+@contextmanager
+def runner_spared_generators(model_runner: Any) -> Iterator[None]:
+    """While this lasts, nothing is drawn for samples that will be thrown away, from who has a ``seed``.
+
+    Rows in the midst of a prompt are sampled all the same. ``GPUModelRunner._bookkeeping_sync`` (0.32) winds
+    their generators back by ``set_offset``, which a CPU's generator lacks: a request with a seed and a prompt
+    of several chunks would end the engine. A generator that the batch does not show is neither drawn from
+    nor wound back, which comes to the same. Goes when vLLM does so on CPU.
+    """
+    batch = model_runner.input_batch
+    discarded = model_runner.discard_request_mask.np[: batch.num_reqs]
+    spared = {row: one for row, one in batch.generators.items() if discarded[row]}
+    for row in spared:
+        del batch.generators[row]
+    try:
+        yield
+    finally:
+        batch.generators.update(spared)

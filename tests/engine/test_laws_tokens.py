@@ -119,6 +119,20 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     assert report_of(together) == report_of(alone)
 
 
+def test_law05_a_seed_draws_the_same_however_its_prompt_is_chunked(
+    clean: Engine, text_tokens: list[int]
+) -> None:
+    """Stock vLLM 0.32 on CPU ends at a prompt of several chunks with a seed; ours draws nothing there."""
+    prompt, others = text_tokens[100:400], [text_tokens[i : i + 700] for i in (1000, 2000, 3000)]
+    seeded = {"temperature": 1.0, "seed": 7}
+    (alone,) = clean.generate([prompt], {"kv_budget": 0.5}, **seeded)
+    # 2,400 tokens, 512 in a step: the last ones wait, and end in the midst of a step.
+    for outputs in (clean.generate([*others, prompt], {"kv_budget": 0.5}, **seeded),
+                    clean.generate([prompt, *others], {"kv_budget": 0.5}, **seeded)[::-1]):  # fmt: skip
+        assert tokens_of(outputs[-1]) == tokens_of(alone)
+        assert len({tuple(tokens_of(output)) for output in outputs}) == 4
+
+
 def test_law06_sharing_with_budgeted_requests_corrupts_nobody(
     clean: Engine, text_tokens: list[int]
 ) -> None:

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
@@ -30,6 +31,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 SIGNATURES: list[tuple[Callable[..., object], str]] = [
@@ -131,6 +133,16 @@ def test_the_v1_model_runner_keeps_its_tables_where_we_punch_holes() -> None:
     source = inspect.getsource(GPUModelRunner._update_states)
     assert "block_ids.extend(new_ids)" in source
     assert "self.input_batch.req_id_to_index" in source
+
+
+def test_a_cpus_generators_cannot_be_wound_back() -> None:
+    """When this fails, ``runner_spared_generators`` can go."""
+    source = inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    assert "gen.set_offset(gen.get_offset() - 4)" in source
+    assert "self.discard_request_mask.np[:num_reqs]" in source
+    assert "generators=self.generators" in inspect.getsource(InputBatch._make_sampling_metadata)
+    with pytest.raises(RuntimeError, match="offset"):
+        torch.Generator("cpu").get_offset()
 
 
 def test_the_cpu_backend_ignores_the_custom_one() -> None:

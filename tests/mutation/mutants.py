@@ -233,6 +233,12 @@ MUTANTS = (
     ),
     # engine
     Mutant(
+        "engine-a-seed-draws-in-the-midst-of-its-prompt",
+        "if discarded[row]}",
+        "if False}",
+        TOKENS,
+    ),
+    Mutant(
         "engine-old-scores-stay",
         "self.start_scores(policy, positions, slot_mapping, tokens)",
         "pass",

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from h2o_vllm.engine.compat import runner_punch_holes, runner_row_request_ids
+from h2o_vllm.engine.compat import (
+    runner_punch_holes,
+    runner_row_request_ids,
+    runner_spared_generators,
+)
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.worker import EvictingWorker
@@ -32,6 +36,11 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
 
     builder_cls = H2OMetadataBuilder
     impl_cls = H2OAttentionImpl
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As the base class, also where a request with a seed has a prompt of several chunks."""
+        with runner_spared_generators(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
     @staticmethod
     def _register_backend(vllm_config: VllmConfig) -> None:

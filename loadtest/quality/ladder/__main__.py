@@ -90,7 +90,7 @@ class Run:
         sizes = Sizes(
             forced=args.texts, prompt_tokens=args.prompt_tokens, forced_tokens=args.forced_tokens
         )
-        rungs = [rung for rung in args.rungs if not PRESSES.keys() & set(rung.planes)]
+        rungs = [rung for rung in args.rungs if not PRESSES.keys() & set(rung.scores)]
         for text in texts(self.model, sizes):
             for place, budget in enumerate(args.nll_budgets):
                 wanted = [(FULL, 1.0)] if place == 0 else []

@@ -56,7 +56,8 @@ def measure_sample(
     before, after = around(model)
     context, question = encode(model, example.context), encode(model, example.question)
     later, known = read_prompt(model, [before + context, question])
-    later = repeat_prompt(later, repetition(model, context))
+    if any(one.rung.repeats for one in asked):
+        later = repeat_prompt(later, repetition(model, context))
     known = replace(known, most=later.most, sums=later.sums)
     prefix = after + encode(model, example.prefix)
     read = time.monotonic() - started

@@ -19,7 +19,15 @@ from torch.nn.functional import cosine_similarity, max_pool1d, normalize, pad
 from loadtest.quality.ladder.attention import KV, appended, row_mix, row_probabilities
 from loadtest.quality.ladder.keep import FULL, Rung, select
 from loadtest.quality.ladder.reading import Prompt
-from loadtest.quality.ladder.scores import KERNEL, PRESSES, WINDOW, window_scores
+from loadtest.quality.ladder.scores import (
+    KERNEL,
+    MIXED,
+    PRESSES,
+    WINDOW,
+    mixed,
+    plain_scores,
+    window_scores,
+)
 
 __all__ = ["Forcing"]
 
@@ -43,7 +51,7 @@ class Forcing:
 
     def __init__(self, prompt: Prompt, rungs: Sequence[Rung], budget: float, block: int) -> None:
         for rung in rungs:
-            if PRESSES.keys() & set(rung.planes):
+            if PRESSES.keys() & set(rung.scores):
                 raise ValueError(f"rung {rung.name!r}: presses end with the prompt; leave out nll")
         layers, heads, rows = len(prompt.layers), prompt.layers[0].keys.shape[0], len(rungs)
         self.own: dict[int, KV] = {}
@@ -63,7 +71,7 @@ class Forcing:
         used = {plane for rung in rungs for plane in rung.planes}
         self._weighed = {
             name: [nothing.clone() for _ in range(layers)]
-            for name in WEIGHED if name in used
+            for name in used if name in WEIGHED or MIXED in name
         }  # fmt: skip
         self._ranked = [0] * rows
         self._evicted = [0] * rows
@@ -184,20 +192,32 @@ class Forcing:
         fresh = slice(self._ranked[row], until)
         if fresh.start >= until:
             return
+        weighed = [
+            self._first_scores(one, layer, row, until)[:, fresh] for one in plain_scores(name)
+        ]
+        self._weighed[name][layer][row, :, fresh] = (
+            weighed[0] if len(weighed) == 1 else mixed(*weighed)
+        )
         self._after[layer][row, :, fresh] = 0
+
+    def _first_scores(self, name: str, layer: int, row: int, until: int) -> Tensor:
+        """Of a layer's tokens as if none had been ranked, [KH, until]; right where none was."""
+        if name not in WEIGHED:
+            return self._scores(name, layer, row, until)
         later, notes = self._later[layer][row, :, :until], self._prompt.notes[layer]
         if name == "snapkv":
-            sums = (_fitted(notes.tail[:, -WINDOW:].sum(1), until) + later)[:, fresh]
-            weighed = max_pool1d(sums, KERNEL, stride=1, padding=KERNEL // 2)
-        else:
-            weighed = (_fitted(notes.total, until) + later)[:, fresh]
-            weighed = weighed / (self.seen - torch.arange(fresh.start, until)) * self.seen
-            if name == "caote":
-                values = self._all(layer, row, "values", until)
-                alive = self.alive[layer][row, :, :until]
-                far = (values - _mean(values, alive)).norm(dim=2, keepdim=True)
-                weighed = weighed * (far / _mean(far, alive))[:, fresh, 0]
-        self._weighed[name][layer][row, :, fresh] = weighed
+            sums = _fitted(notes.tail[:, -WINDOW:].sum(1), until) + later
+            fresh = slice(self._ranked[row], until)
+            pooled = max_pool1d(sums[:, fresh], KERNEL, stride=1, padding=KERNEL // 2)
+            return torch.cat([sums[:, : fresh.start], pooled], 1)
+        weighed = _fitted(notes.total, until) + later
+        weighed = weighed / (self.seen - torch.arange(until)) * self.seen
+        if name == "caote":
+            values = self._all(layer, row, "values", until)
+            alive = self.alive[layer][row, :, :until]
+            far = (values - _mean(values, alive)).norm(dim=2, keepdim=True)
+            weighed = weighed * (far / _mean(far, alive))[..., 0]
+        return weighed
 
     def _all(self, layer: int, row: int, what: str, until: int) -> Tensor:
         """A row's keys or values, [KH, until, D], float32."""

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from loadtest.quality.ladder.reading import Prompt
-from loadtest.quality.ladder.scores import PRESSES, SCORES, scores_of
+from loadtest.quality.ladder.scores import PRESSES, REPEATING, SCORES, plain_scores, scores_of
 
 __all__ = ["Heads", "Rung", "keep", "parse_rung", "select"]
+
+MIXES = 2
+"""Scores in one."""
 
 Heads = Literal["uniform", "layer", "global"]
 """Who shares slots: nobody, so that all heads hold as many; the heads of a layer; all heads."""
@@ -40,6 +43,16 @@ class Rung:
         heads = "" if self.heads == "uniform" else f":{self.heads}"
         return "+".join(self.planes) + heads + (f":{self.recent:g}" if self.recent != usual else "")
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the prompt has to be repeated."""
+        return not REPEATING.isdisjoint(self.scores)
+
+    @property
+    def scores(self) -> list[str]:
+        """All that its planes are made of."""
+        return [score for plane in self.planes for score in plain_scores(plane)]
+
 
 FULL = Rung(("full",))
 """Everything."""
@@ -48,16 +61,21 @@ FULL = Rung(("full",))
 def parse_rung(text: str) -> Rung:
     """``SCORE[+SCORE...][:layer|:global][:RECENT]``; presses of kvpress have no recent tokens.
 
+    In place of a score: ``SCORE/SCORE``, two that become one when a token is ranked first.
+
     Raises:
         ValueError: it cannot be read.
     """
     first, *extras = text.split(":")
     planes = tuple(first.split("+"))
     known = {**SCORES, **PRESSES, "random": None}
-    unknown = [plane for plane in planes if plane not in known]
+    rung = Rung(planes, recent=0.0 if planes[0] in PRESSES else 0.5)
+    unknown = [score for score in rung.scores if score not in known]
     if unknown:
         raise ValueError(f"rung {text!r}: got {unknown[0]!r}, wanted one of {', '.join(known)}")
-    rung = Rung(planes, recent=0.0 if planes[0] in PRESSES else 0.5)
+    mixes = [plane for plane in planes if len(plain_scores(plane)) > MIXES]
+    if mixes:
+        raise ValueError(f"rung {text!r}: got {mixes[0]!r}, wanted at most {MIXES} scores there")
     for extra in extras:
         if extra in get_args(Heads):
             rung = Rung(planes, cast(Heads, extra), rung.recent)

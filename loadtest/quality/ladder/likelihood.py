@@ -44,7 +44,8 @@ def measure_text(
     assert not isinstance(text.request.prompt, str)
     prompt = list(text.request.prompt)
     (read,) = read_prompt(model, [prompt])
-    read = repeat_prompt(read, repetition(model, prompt))
+    if any(rung.repeats for rung in rungs):
+        read = repeat_prompt(read, repetition(model, prompt))
     stage = Forcing(read, rungs, budget, BLOCK)
     losses = force(model, stage, len(rungs), list(text.request.forced))
     for row, rung in enumerate(rungs):

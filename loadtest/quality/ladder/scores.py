@@ -16,7 +16,19 @@ from torch.nn.functional import avg_pool1d, cosine_similarity, max_pool1d, norma
 
 from loadtest.quality.ladder.reading import TAIL, Prompt, half_turned
 
-__all__ = ["PRESSES", "SCORES", "scores_of", "window_scores"]
+__all__ = [
+    "MIXED",
+    "PRESSES",
+    "REPEATING",
+    "SCORES",
+    "mixed",
+    "plain_scores",
+    "scores_of",
+    "window_scores",
+]
+
+MIXED = "/"
+"""Between two scores that become one, in the units of the first."""
 
 WINDOW, KERNEL = 32, 7
 """SnapKV's as h2o_vllm has it."""
@@ -45,8 +57,27 @@ def scores_of(name: str, prompt: Prompt, until: int, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         heads = prompt.layers[0].keys.shape[0]
         return torch.rand(len(prompt.layers), heads, until, generator=generator)
+    if MIXED in name:
+        first, second = (scores_of(one, prompt, until) for one in plain_scores(name))
+        return mixed(first, second)
     formula = (SCORES | PRESSES)[name]
     return torch.stack([formula(prompt, layer, until) for layer in range(len(prompt.layers))])
+
+
+def plain_scores(name: str) -> list[str]:
+    """What a score is made of: itself, or the two that it mixes."""
+    return name.split(MIXED)
+
+
+def mixed(first: Tensor, second: Tensor) -> Tensor:
+    """The larger of a token's first score and the first score of whoever has its rank in the second.
+
+    The order is that of the better of a token's two ranks; but the scores are like the first ones, so that
+    what attention gives later can be added to them. [..., U] each.
+    """
+    values = first.sort(dim=-1, descending=True).values
+    order = second.sort(dim=-1, descending=True, stable=True).indices
+    return torch.maximum(first, torch.empty_like(first).scatter_(-1, order, values))
 
 
 def _h2o(prompt: Prompt, layer: int, until: int) -> Tensor:
@@ -154,3 +185,6 @@ PRESSES: dict[str, Score] = {
     "KVzip": _press_kvzip,
 }
 """kvpress', as controls."""
+
+REPEATING = frozenset({"repeat", "repeat-sum", "KVzip"})
+"""Those for which the prompt has to be repeated, which takes as long as reading it."""

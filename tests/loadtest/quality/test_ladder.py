@@ -194,12 +194,36 @@ def test_planes_have_their_quota() -> None:
     assert positions(select([one, one], 2, "uniform")[0, 0]) == [0, 1], "agreement frees a slot"
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv+repeat:layer:0.25", "KVzip:global", "keydiff:0.1"])
+def test_a_mixed_score_ranks_as_two_planes_do(prompt: Prompt) -> None:
+    planes, one = parse_rung("caote+keydiff:0.25"), parse_rung("caote/keydiff:0.25")
+    for budget in (0.2, 0.5):
+        assert torch.equal(keep(one, prompt, budget), keep(planes, prompt, budget))
+
+
+def test_a_mixed_score_goes_on_as_its_first_one(
+    directory: str, model: LadderModel, prompt: Prompt, tokens: list[int]
+) -> None:
+    said, _ = PolicyModel(load(directory), "caote", 0.3, 0.25, block=8, floor=1).generate(
+        tokens, 41
+    )
+    rungs = [parse_rung(f"{name}:0.25") for name in ("caote", "caote/caote", "caote/keydiff")]
+    stage = Forcing(prompt, rungs, 0.3, 8)
+    force(model, stage, 3, said)
+    alive = stage.alive[1]
+    assert torch.equal(alive[0], alive[1])
+    assert not torch.equal(alive[0], alive[2])
+
+
+@pytest.mark.parametrize(
+    "name", ["h2o", "snapkv+repeat:layer:0.25", "KVzip:global", "caote/keydiff+snapkv:0.1"]
+)
 def test_rungs_are_named_as_they_are_written(name: str) -> None:
     assert parse_rung(name).name == name
 
 
-@pytest.mark.parametrize("name", ["h3o", "h2o+", "h2o:2", "h2o:heads"])
+@pytest.mark.parametrize(
+    "name", ["h3o", "h2o+", "h2o/h3o", "h2o/tova/keydiff", "h2o:2", "h2o:heads"]
+)
 def test_rungs_that_cannot_be_read(name: str) -> None:
     with pytest.raises(ValueError, match=r"rung .* wanted"):
         parse_rung(name)

@@ -38,7 +38,18 @@ REPORT_KEY = "h2o"
 """Key of our reports inside an output's ``kv_transfer_params``: choice index -> report, or, if a server reads
 them and the request may go on, the values to make one of; see :mod:`h2o_vllm.blocks.report`."""
 
-POLICIES = ("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff", "window", "random", "full")
+POLICIES = (
+    "h2o",
+    "h2o-norm",
+    "caote",
+    "snapkv",
+    "tova",
+    "keydiff",
+    "caote-keydiff",
+    "window",
+    "random",
+    "full",
+)
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
 REQUEST_FIELDS = (

@@ -15,6 +15,7 @@ from h2o_vllm.policy.budget import (
 )
 from h2o_vllm.policy.candidates import Candidates
 from h2o_vllm.policy.caote import CAOTEPolicy
+from h2o_vllm.policy.caote_keydiff import CAOTEKeyDiffPolicy
 from h2o_vllm.policy.h2o import H2OPolicy
 from h2o_vllm.policy.h2o_norm import H2ONormPolicy
 from h2o_vllm.policy.keydiff import KeyDiffPolicy
@@ -43,6 +44,7 @@ _POLICIES: dict[str, Policy] = {
         SnapKVPolicy(),
         TOVAPolicy(),
         KeyDiffPolicy(),
+        CAOTEKeyDiffPolicy(),
         WindowPolicy(),
         RandomPolicy(),
         FullPolicy(),

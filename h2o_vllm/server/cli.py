@@ -163,7 +163,8 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         help="Which tokens stay beside the newest. h2o: those with the most attention so far; h2o-norm: "
         "the most per query that could see them; caote: the same, weighed by their values; snapkv: the "
         "most from the end of the prompt on; tova: the most from the newest token; keydiff: the least "
-        "like the others, whatever the attention; window: the first; random: any; full: all.",
+        "like the others, whatever the attention; caote-keydiff: half of each of these two; window: the "
+        "first; random: any; full: all.",
     )
     add(
         "kv_sinks",

@@ -28,8 +28,8 @@ class Layer:
     """What one layer has computed.
 
     ``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
-    gave to the S tokens so far, [KH, T, S]; ``weights``: per eviction, CAOTE's of all tokens before the
-    recent ones, [KH, until].
+    gave to the S tokens so far, [KH, T, S]; ``weights``, ``distinctions``: per eviction, CAOTE's and
+    KeyDiff's of all tokens before the recent ones, [KH, until or more].
     """
 
     keys: Tensor
@@ -37,6 +37,7 @@ class Layer:
     alive: Tensor
     seen: list[Tensor]
     weights: list[Tensor] = field(default_factory=list)
+    distinctions: list[Tensor] = field(default_factory=list)
 
     def rows(self) -> Tensor:
         """The attention matrix, [KH, Q, S], its groups of query heads summed."""
@@ -119,27 +120,28 @@ class PolicyModel:
     def _scores(self, layer: Layer) -> Tensor:
         """[KH, S]: what the policy thinks of each token, the evicted ones included."""
         if self.policy == "keydiff":
-            keys = normalize(layer.keys, dim=-1)
-            ranks = slice(self.protected, self.ranked[-1][2])
-            ranked = layer.alive[:, ranks, None]
-            anchor = (keys[:, ranks] * ranked).sum(1, keepdim=True) / ranked.sum(1, keepdim=True)
-            return -cosine_similarity(keys, anchor, dim=-1)
+            return self._distinction(layer)
         rows = layer.rows()
         if self.policy == "h2o":
             return rows.sum(1)
         if self.policy == "tova":
             return rows[:, -1]
-        if self.policy == "caote":
+        if self.policy in ("caote", "caote-keydiff"):
             layer.weights.append(self._weights(layer))
+        if self.policy == "caote-keydiff":
+            layer.distinctions.append(self._distinction(layer))
         scores = torch.zeros(rows.shape[0], rows.shape[2])
         for number, (when, start, end) in enumerate(self.ranked):
             if start == end:
                 continue
             before, after = rows[:, :when, start:end], rows[:, when:, start:end].sum(1)
-            if self.policy in ("h2o-norm", "caote"):
+            if self.policy in ("h2o-norm", "caote", "caote-keydiff"):
                 mean = before.sum(1) / (when - torch.arange(start, end))
-                if self.policy == "caote":
+                if self.policy != "h2o-norm":
                     mean *= layer.weights[number][:, start:end]
+                if self.policy == "caote-keydiff":
+                    mean[:, : max(0, self.sinks - start)] = 0.0
+                    mean = _by_the_better_rank(mean, layer.distinctions[number][:, start:end])
                 scores[:, start:end] = mean * when + after
             elif self.policy == "snapkv":
                 sums = before[:, max(0, self.prompt - WINDOW) :].sum(1)
@@ -153,6 +155,14 @@ class PolicyModel:
             else:
                 raise AssertionError(self.policy)
         return scores
+
+    def _distinction(self, layer: Layer) -> Tensor:
+        """How little each key is like the mean of those that are ranked now."""
+        keys = normalize(layer.keys, dim=-1)
+        ranks = slice(self.protected, self.ranked[-1][2])
+        ranked = layer.alive[:, ranks, None]
+        anchor = (keys[:, ranks] * ranked).sum(1, keepdim=True) / ranked.sum(1, keepdim=True)
+        return -cosine_similarity(keys, anchor, dim=-1)
 
     def _weights(self, layer: Layer) -> Tensor:
         """How far each value lies from the mean of those that are ranked now, over their mean distance."""
@@ -215,3 +225,11 @@ def load(model_dir: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, attn_implementation="policy_reference"
     ).eval()
+
+
+def _by_the_better_rank(scores: Tensor, others: Tensor) -> Tensor:
+    """[KH, N]: the score that stands at the better of each token's two ranks."""
+    ranks = [
+        one.argsort(dim=1, descending=True, stable=True).argsort(dim=1) for one in (scores, others)
+    ]
+    return scores.sort(dim=1, descending=True).values.gather(1, torch.minimum(*ranks))

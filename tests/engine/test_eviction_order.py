@@ -16,7 +16,7 @@ from tests.engine.scheduling import Rig, check_commuting
 
 NUM_BLOCKS, LAYERS, KV_HEADS, SIZE = 26, 2, 2, 16
 PROMPT = list(range(1000, 1200))
-POLICIES = ("h2o", "caote", "snapkv", "keydiff", "window", "tova")
+POLICIES = ("h2o", "caote", "snapkv", "keydiff", "caote-keydiff", "window", "tova")
 
 
 def crowded_steps(model_dir: str, *, pipelined: bool) -> list[tuple[Eviction, ...]]:

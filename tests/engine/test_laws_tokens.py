@@ -221,7 +221,16 @@ def test_short_sequences_stay_whole(clean: Engine, text_tokens: list[int]) -> No
 
 def test_policies_differ_from_each_other(clean: Engine, text_tokens: list[int]) -> None:
     """Else a policy name would be a label without effect: full, early and late scores, adjusted or not."""
-    policies = ("h2o", "window", "random", "h2o-norm", "caote", "snapkv", "keydiff")
+    policies = (
+        "h2o",
+        "window",
+        "random",
+        "h2o-norm",
+        "caote",
+        "snapkv",
+        "keydiff",
+        "caote-keydiff",
+    )
     outputs = clean.generate(
         [text_tokens[:600]] * len(policies),
         [{"kv_budget": 0.1, "kv_policy": policy} for policy in policies],

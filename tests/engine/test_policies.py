@@ -37,6 +37,7 @@ KEPT = {
     "snapkv": (70, 1.0, 530),
     "tova": (0, 0.5, 230),
     "keydiff": (4, 0.0, 200),
+    "caote-keydiff": (4, 0.25, 540),
 }
 """kv_sinks, kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
 PROTECTING = ("h2o", "tova", "window")

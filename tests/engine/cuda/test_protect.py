@@ -18,7 +18,7 @@ from tests.engine.cuda.test_policies import FLOOR
 
 PREFIX, NEW = 40, 40
 PROMPT = [5] * 100
-READERS = ("h2o", "tova", "caote", "keydiff")
+READERS = ("h2o", "tova", "caote", "keydiff", "caote-keydiff")
 """All queries counted, scores cleared, scores adjusted, none collected."""
 
 

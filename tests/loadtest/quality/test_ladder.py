@@ -20,7 +20,11 @@ from loadtest.quality.ladder.scores import scores_of
 from loadtest.quality.reference_policies import PolicyModel, load
 from tests.families.random_models import VOCABULARY
 
-OURS = ("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff")
+OURS = ("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff", "caote-keydiff")
+
+
+def rung_of(policy: str) -> Rung:
+    return parse_rung(f"{policy.replace('caote-keydiff', 'caote/keydiff')}:0.25")
 
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -52,7 +56,7 @@ def test_kept_sets_are_those_of_the_policies_reference(
 ) -> None:
     reference = PolicyModel(load(directory), policy, 0.3, 0.25, block=1, floor=1)
     reference.generate(tokens, 2)
-    kept = keep(Rung((policy,), recent=0.25), prompt, 0.3)
+    kept = keep(rung_of(policy), prompt, 0.3)
     assert int(kept.sum()) == kept.shape[0] * kept.shape[1] * 45
     for layer, heads in enumerate(kept):
         for head, mask in enumerate(heads):
@@ -67,7 +71,7 @@ def test_kept_sets_stay_those_of_the_reference_while_reading_on(
     reference = PolicyModel(load(directory), policy, 0.3, 0.25, block=8, floor=1)
     said, logprobs = reference.generate(tokens, 41)
     # Another row, so that rows that share forward passes are told apart.
-    rungs = [Rung(("random",)), Rung((policy,), recent=0.25)]
+    rungs = [Rung(("random",)), rung_of(policy)]
     stage = Forcing(prompt, rungs, 0.3, 8)
     losses = force(model, stage, 2, said)
     wanted = -logprobs[1:].gather(1, torch.tensor(said)[1:, None])[:, 0]

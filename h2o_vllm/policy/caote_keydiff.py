@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CAOTE and KeyDiff by the better rank: what attention uses, and what it may yet be asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from h2o_vllm.policy.caote import CAOTEPolicy
+from h2o_vllm.policy.keydiff import KeyDiffPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from h2o_vllm.policy.candidates import Candidates
+
+__all__ = ["CAOTEKeyDiffPolicy"]
+
+_KEYDIFF = KeyDiffPolicy()
+
+
+class CAOTEKeyDiffPolicy(CAOTEPolicy):
+    """Keep the tokens that attention's output would miss most, and those with the most distinctive keys.
+
+    Attention so far (CAOTE, https://arxiv.org/abs/2504.14051) knows what a text goes on from, and nothing
+    of what will be asked; distinctive keys (KeyDiff, https://arxiv.org/abs/2504.15364) are the other way
+    round. Each gets half of the slots: tokens are taken in the order of the better of their two ranks.
+
+    Ranks of different evictions cannot be compared. So a token's score, when it is ranked for the first
+    time, is the larger of its own by ``caote`` and of that, by ``caote``, of the newcomer that has its rank
+    by ``keydiff``. That gives the same order, and is a sum of attention to which later queries add.
+    """
+
+    name: ClassVar[str] = "caote-keydiff"
+
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+        """Raise the fresh tokens with distinctive keys."""
+        scores, known = super().eviction_scores(candidates), candidates.known
+        distinct = _KEYDIFF.eviction_scores(candidates)
+        if scores is None or distinct is None or scores.shape[-1] == known:
+            return scores
+        fresh = scores[..., known:]
+        values = fresh.sort(dim=-1, descending=True).values
+        order = distinct[..., known:].sort(dim=-1, descending=True, stable=True).indices
+        return candidates.with_fresh(
+            torch.maximum(fresh, torch.empty_like(fresh).scatter_(-1, order, values))
+        )

@@ -39,7 +39,7 @@ def test_evictions_of_nothing_do_nothing(pairs: list[tuple[list[int], list[int]]
     check_compact(*make_layers(), pairs)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [3, 2, 1, 0])  # most values first: reduced grids have that
 def test_ties_and_special_values_rank_as_in_the_reference(seed: int) -> None:
     """Many ties, infinities, NaN, both zeros, denormals, negative numbers."""
     caches, scores = make_layers(torch.bfloat16, 16, 16)

@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "Row", "append_rows", "numbered_rows", "read_rows", "result_path"]
+__all__ = [
+    "RESULTS",
+    "Row",
+    "append_rows",
+    "numbered_rows",
+    "read_rows",
+    "result_file",
+    "result_path",
+]
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The published ones; also where new ones go unless told otherwise."""
@@ -21,6 +30,17 @@ def result_path(kind: str, folder: Path = RESULTS, name: str | None = None) -> P
     """``NAME.jsonl`` in ``folder``; without a name ``KIND-DATE-TIME.jsonl``, UTC."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M%S")
     return folder / f"{name or f'{kind}-{stamp}'}.jsonl"
+
+
+def result_file(text: str) -> Path:
+    """The value of an ``--out`` that names a file of rows, as argparse reads it.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a folder.
+    """
+    if (path := Path(text)).is_dir():
+        raise argparse.ArgumentTypeError(f"got the folder {text}, wanted a file such as rows.jsonl")
+    return path
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:

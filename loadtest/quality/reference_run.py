@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from loadtest.common.results import RESULTS, Row
+from loadtest.common.results import RESULTS, Row, result_file
 from loadtest.common.statistics import Estimate, ratio
 
 __all__ = [
@@ -33,7 +33,7 @@ def new_parser(name: str, description: str, prompt_tokens: int) -> argparse.Argu
     add("--prompt-tokens", type=int, default=prompt_tokens, help="tokens read with full attention")
     add("--threads", type=int, default=1, help="of torch")
     out = RESULTS / f"{name}.jsonl"
-    add("--out", type=Path, default=out, help="rows; also of an earlier run to go on with")
+    add("--out", type=result_file, default=out, help="rows; also of an earlier run to go on with")
     add("--model", help="a model directory; by default the embedded model")
     return parser
 

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.common.results import RESULTS
+from loadtest.common.results import RESULTS, result_file
 from loadtest.quality.ladder.facts import PROTOCOLS
 from loadtest.quality.ladder.keep import Rung, parse_rung
 from loadtest.quality.ruler.tasks import TASKS
@@ -59,7 +59,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=1024, help="of each text, read with full attention")
     add("--forced-tokens", type=int, default=512, help="of each text, forced afterwards")
     add("--threads", type=int, default=2, help="of torch")
-    add("--out", type=Path, default=RESULTS / "ladder.jsonl",
+    add("--out", type=result_file, default=RESULTS / "ladder.jsonl",
         help="rows; also of an earlier run to go on with")  # fmt: skip
     add("--report", nargs="+", type=Path, metavar="FILE", help="measure nothing: tables of rows")
     return parser.parse_args(argv)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
-from loadtest.common.results import RESULTS, append_rows, read_rows, result_path
+from loadtest.common.results import RESULTS, append_rows, read_rows, result_file, result_path
 
 
 def test_rows_are_appended_and_read(tmp_path: Path) -> None:
@@ -97,3 +98,9 @@ def test_published_soak_is_drawn(tmp_path: Path) -> None:
 
     description, *rows = read_rows(published("soak-cpu-*"))
     assert plot_soak(description, rows, tmp_path / "soak.png").stat().st_size > 10_000
+
+
+def test_a_folder_is_no_file_of_rows(tmp_path: Path) -> None:
+    assert result_file(str(tmp_path / "new" / "rows.jsonl")).name == "rows.jsonl"
+    with pytest.raises(argparse.ArgumentTypeError, match="got the folder"):
+        result_file(str(tmp_path))

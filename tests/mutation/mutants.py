@@ -305,8 +305,8 @@ MUTANTS = (
     ),
     Mutant(
         "server-streams-end-without-a-report",
-        "if held and event.startswith(DONE):",
-        "if held and event == DONE:",
+        "if held and event.startswith(ENDS):",
+        "if held and event in ENDS:",
         ("tests/server/test_report_injection.py",),
     ),
     Mutant(

@@ -28,6 +28,9 @@ __all__ = ["Render", "SystemPrefix", "SystemPrefixes", "common_tokens", "vllm_re
 MAX_TOKENS = 1 << 21
 """Of all prefixes that are remembered, at four bytes each."""
 
+MAX_PARTS = 1 << 14
+"""Of which prefixes are remembered, or that they have none, which takes no tokens."""
+
 NOT_FIRST = "the chat template of this model does not begin with them"
 
 Render = Callable[[Kind, Mapping[str, Any]], Awaitable["array[int]"]]
@@ -95,7 +98,7 @@ class SystemPrefixes:
             del self._running[key]
         self._known[key] = found
         self._tokens += len(found.tokens)
-        while self._tokens > MAX_TOKENS:
+        while self._tokens > MAX_TOKENS or len(self._known) > MAX_PARTS:
             _, oldest = self._known.popitem(last=False)
             self._tokens -= len(oldest.tokens)
         return found

@@ -176,6 +176,19 @@ async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert render.calls == 15
 
 
+async def test_parts_that_have_no_tokens_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_prefix, "MAX_PARTS", 3)
+    render = rendering(TEMPLATES["dropped"])
+    prefixes = SystemPrefixes(render)
+    parts = [part_of(CHAT, {"messages": [{"role": "system", "content": f"{i}"}]}) for i in range(9)]
+    for part in parts:
+        assert (await prefixes.find(part)).failure is not None
+    assert len(prefixes._known) == 3
+    calls = render.calls
+    await prefixes.find(parts[-1])
+    assert render.calls == calls, "the newest ones are known"
+
+
 async def test_what_cannot_be_rendered_says_why_and_is_tried_again() -> None:
     calls = []
 

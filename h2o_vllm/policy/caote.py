@@ -38,10 +38,10 @@ class CAOTEPolicy(H2ONormPolicy):
 
     name: ClassVar[str] = "caote"
 
-    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+    def eviction_scores(self, candidates: Candidates) -> Tensor:
         """Weigh the means of the fresh tokens, as many layers at once as fit."""
         scores, known = super().eviction_scores(candidates), candidates.known
-        if scores is None or scores.shape[-1] == known:
+        if scores.shape[-1] == known:
             return scores
         layers, heads, count = scores.shape
         at_once = max(1, _AT_ONCE // (heads * count))

@@ -34,15 +34,15 @@ class CAOTEKeyDiffPolicy(CAOTEPolicy):
 
     name: ClassVar[str] = "caote-keydiff"
 
-    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+    def eviction_scores(self, candidates: Candidates) -> Tensor:
         """Raise the fresh tokens with distinctive keys."""
         scores, known = super().eviction_scores(candidates), candidates.known
-        distinct = _KEYDIFF.eviction_scores(candidates)
-        if scores is None or distinct is None or scores.shape[-1] == known:
+        if scores.shape[-1] == known:
             return scores
         fresh = scores[..., known:]
+        distinct = _KEYDIFF.eviction_scores(candidates)[..., known:]
         values = fresh.sort(dim=-1, descending=True).values
-        order = distinct[..., known:].sort(dim=-1, descending=True, stable=True).indices
+        order = distinct.sort(dim=-1, descending=True, stable=True).indices
         return candidates.with_fresh(
             torch.maximum(fresh, torch.empty_like(fresh).scatter_(-1, order, values))
         )

@@ -31,7 +31,7 @@ class H2ONormPolicy(H2OPolicy):
     name: ClassVar[str] = "h2o-norm"
     scores_at_eviction: ClassVar[bool] = True
 
-    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+    def eviction_scores(self, candidates: Candidates) -> Tensor:
         """Extrapolate the sums of the fresh tokens to all queries so far."""
         seen = candidates.seen
         # Candidates lie before the newest query: the divisor is at least 1.

@@ -34,7 +34,7 @@ class KeyDiffPolicy(H2OPolicy):
     scores_attention: ClassVar[bool] = False
     scores_at_eviction: ClassVar[bool] = True
 
-    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+    def eviction_scores(self, candidates: Candidates) -> Tensor:
         """All candidates anew, from their keys; layer by layer, as keys are large."""
         scores = torch.empty_like(candidates.scores)
         for layer in range(scores.shape[0]):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, Field, create_model
 
-from h2o_vllm.config import MAX_SINKS, POLICIES, H2OConfig
+from h2o_vllm.config import MAX_SINKS, POLICIES, PROTECT_WORDS, H2OConfig
 from h2o_vllm.server.routes import LIFTED
 
 __all__ = ["describe_fields", "fields_of"]
@@ -37,7 +37,7 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
             int, config.kv_sinks, "First tokens that are never evicted.", ge=0, le=MAX_SINKS
         ),
         "kv_protect": _field(
-            int | Literal["prompt", "system"], config.kv_protect,
+            int | Literal[PROTECT_WORDS], config.kv_protect,
             "First tokens that the budget leaves alone, shared and read from the prefix cache: a number"
             f"{'' if most is None else f' up to {most}'}, the whole prompt, or system messages and tools.",
         ),

@@ -139,7 +139,7 @@ def asked_protection(
         raise RefusalError(NEEDS_TEXT, FIELD, "value")
     # Where nothing is ever evicted nobody has to know.
     wanted = parts if parts and budget.evicts else []
-    if not any(not part.is_empty for part in wanted):
+    if all(part.is_empty for part in wanted):
         wanted = []
     return Protection(SYSTEM, named, config.protect_limit, wanted)
 

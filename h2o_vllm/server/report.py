@@ -14,22 +14,6 @@ from h2o_vllm.blocks.report import report_from_values
 
 __all__ = ["REPORT_KEYS", "Reports", "kv_cache"]
 
-REPORT_KEYS = (
-    "budget",
-    "budget_tokens",
-    "recent",
-    "sinks",
-    "policy",
-    "tokens_seen",
-    "tokens_cached",
-    "tokens_protected",
-    "tokens_held",
-    "tokens_evicted",
-    "blocks_freed",
-    "peak_blocks",
-    "block_size",
-)
-
 SUMMED = (
     "tokens_seen",
     "tokens_cached",
@@ -40,6 +24,16 @@ SUMMED = (
     "peak_blocks",
 )
 """Keys summed over sequences. The sum of peaks bounds the peak of the sum from above."""
+
+REPORT_KEYS = (
+    "budget",
+    "budget_tokens",
+    "recent",
+    "sinks",
+    "policy",
+    *SUMMED,
+    "block_size",
+)
 
 
 class Reports:

@@ -192,31 +192,28 @@ class Forcing:
         fresh = slice(self._ranked[row], until)
         if fresh.start >= until:
             return
-        weighed = [
-            self._first_scores(one, layer, row, until)[:, fresh] for one in plain_scores(name)
-        ]
+        weighed = [self._first_scores(one, layer, row, fresh) for one in plain_scores(name)]
         self._weighed[name][layer][row, :, fresh] = (
             weighed[0] if len(weighed) == 1 else mixed(*weighed)
         )
         self._after[layer][row, :, fresh] = 0
 
-    def _first_scores(self, name: str, layer: int, row: int, until: int) -> Tensor:
-        """Of a layer's tokens as if none had been ranked, [KH, until]; right where none was."""
+    def _first_scores(self, name: str, layer: int, row: int, fresh: slice) -> Tensor:
+        """Of tokens that never were ranked, [KH, fresh]."""
+        until = fresh.stop
         if name not in WEIGHED:
-            return self._scores(name, layer, row, until)
+            return self._scores(name, layer, row, until)[:, fresh]
         later, notes = self._later[layer][row, :, :until], self._prompt.notes[layer]
         if name == "snapkv":
-            sums = _fitted(notes.tail[:, -WINDOW:].sum(1), until) + later
-            fresh = slice(self._ranked[row], until)
-            pooled = max_pool1d(sums[:, fresh], KERNEL, stride=1, padding=KERNEL // 2)
-            return torch.cat([sums[:, : fresh.start], pooled], 1)
-        weighed = _fitted(notes.total, until) + later
-        weighed = weighed / (self.seen - torch.arange(until)) * self.seen
+            sums = (_fitted(notes.tail[:, -WINDOW:].sum(1), until) + later)[:, fresh]
+            return max_pool1d(sums, KERNEL, stride=1, padding=KERNEL // 2)
+        weighed = (_fitted(notes.total, until) + later)[:, fresh]
+        weighed = weighed / (self.seen - torch.arange(fresh.start, until)) * self.seen
         if name == "caote":
             values = self._all(layer, row, "values", until)
             alive = self.alive[layer][row, :, :until]
             far = (values - _mean(values, alive)).norm(dim=2, keepdim=True)
-            weighed = weighed * (far / _mean(far, alive))[..., 0]
+            weighed = weighed * (far / _mean(far, alive))[:, fresh, 0]
         return weighed
 
     def _all(self, layer: int, row: int, what: str, until: int) -> Tensor:

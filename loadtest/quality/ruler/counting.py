@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loadtest.quality.ruler.example import Example
 from loadtest.quality.ruler.source import words
@@ -49,9 +49,7 @@ class CommonWords:
         shown = self._ask(source, 20, 3, 1) if short else self._ask(source, 40, 10, 3)
         asked = self._ask(source, size, *((6, 1) if short else (30, 3)))
         before = f"{shown.text} {_numbered(shown.answers)}\n"
-        return Example(
-            before + asked.context, asked.question, asked.prefix, asked.answers, asked.max_tokens
-        )
+        return replace(asked, context=before + asked.context)
 
     def _ask(self, source: random.Random, size: int, often: int, rarely: int) -> Example:
         chosen = source.sample(words(), size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import string
+from dataclasses import replace
 
 from loadtest.quality.ruler.example import Count, Example
 from loadtest.quality.ruler.needles import NOISE
@@ -37,9 +38,7 @@ class Tracking:
         shown = _example(source, self._shown, 3)
         asked = _example(source, size, 5)
         before = f"{shown.text} {' '.join(shown.answers)}\n\n"
-        return Example(
-            before + asked.context, asked.question, asked.prefix, asked.answers, asked.max_tokens
-        )
+        return replace(asked, context=before + asked.context)
 
 
 def _example(source: random.Random, size: int, letters: int) -> Example:

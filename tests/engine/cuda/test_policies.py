@@ -35,17 +35,22 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
-    """Attention of every computed token of one request, one by one. [LAYERS, HEADS, SIZE] each."""
+    """Of a plain model of the request's policy."""
     prompt, new, asked = REQUESTS[name]
     nothing: Any = None
     model = PolicyModel(
         nothing, asked["kv_policy"], asked["kv_budget"], asked["kv_recent"], block, FLOOR,
         asked["kv_sinks"], prompt=prompt,
     )  # fmt: skip
+    return outputs_of(model, name, new)
+
+
+def outputs_of(model: PolicyModel, name: str, new: int) -> list[torch.Tensor]:
+    """Attention of every computed token of one request, one by one. [LAYERS, HEADS, SIZE] each."""
     outputs = []
     # The last token is sampled, never computed.
-    for position in range(prompt + new - 1):
-        if position >= prompt:
+    for position in range(model.prompt + new - 1):
+        if position >= model.prompt:
             model._evict(position)
         layers = []
         for layer in range(LAYERS):

@@ -6,15 +6,14 @@ Every attention output is compared with a plain model of its policy, which reads
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from loadtest.quality.reference_policies import PolicyModel
-from tests.engine.cuda.fake_gpu import LAYERS, SCALE, fake_gpu, qkv
-from tests.engine.cuda.test_policies import FLOOR
+from tests.engine.cuda.fake_gpu import fake_gpu
+from tests.engine.cuda.test_policies import FLOOR, outputs_of
 
 PREFIX, NEW = 40, 40
 PROMPT = [5] * 100
@@ -27,24 +26,12 @@ def asked_by(policy: str) -> dict[str, Any]:
 
 
 def expected_outputs(policy: str, block: int) -> list[torch.Tensor]:
-    """Attention of every computed token, one by one. [LAYERS, HEADS, SIZE] each."""
+    """Of a plain model, which reads no cache."""
     nothing: Any = None
     model = PolicyModel(
         nothing, policy, 0.4, 0.5, block, FLOOR, protected=PREFIX, prompt=len(PROMPT)
     )
-    outputs = []
-    # The last token is sampled, never computed.
-    for position in range(len(PROMPT) + NEW - 1):
-        if position >= len(PROMPT):
-            model._evict(position)
-        layers = []
-        for layer in range(LAYERS):
-            q, k, v = (t[None, :, None] for t in qkv("one", position, layer))
-            module: Any = SimpleNamespace(layer_idx=layer)
-            layers.append(model.attend(module, q, k, v, SCALE)[0][0, 0])
-        outputs.append(torch.stack(layers))
-    assert len(model.ranked) > 1
-    return outputs
+    return outputs_of(model, "one", NEW)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,14 @@ import torch
 
 from loadtest.common.machine import describe_run
 from loadtest.common.results import append_rows
-from loadtest.quality.ladder.facts import PROTOCOLS, Asked, measure_sample, sample_name
+from loadtest.quality.ladder.facts import (
+    KNOWN,
+    PROTOCOLS,
+    Asked,
+    delayed,
+    measure_sample,
+    sample_name,
+)
 from loadtest.quality.ladder.keep import FULL
 from loadtest.quality.ladder.likelihood import measure_text, texts
 from loadtest.quality.ladder.model import LadderModel
@@ -106,14 +113,13 @@ class Run:
     def facts(self) -> None:
         """RULER, the first sample of every task first."""
         args = self.args
-        protocols = [one for one in PROTOCOLS if one in args.measures]
+        protocols = {p: getattr(args, f"{p}_budgets") for p in PROTOCOLS if p in args.measures}
+        if KNOWN in protocols:
+            protocols |= {delayed(tokens): protocols[KNOWN] for tokens in args.delays}
         wanted = [
             (protocol, rung, budget)
-            for protocol in protocols
-            for rung, budget in [
-                (FULL, 1.0),
-                *itertools.product(args.rungs, getattr(args, f"{protocol}_budgets")),
-            ]
+            for protocol, budgets in protocols.items()
+            for rung, budget in [(FULL, 1.0), *itertools.product(args.rungs, budgets)]
         ]
         for number in range(args.first, args.first + args.samples if protocols else 0):
             for task in args.tasks:

@@ -8,6 +8,8 @@ already, so a token's neighbours do not matter. What a row reads and says itself
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,34 @@ from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ruler.example import Example
 from loadtest.quality.ruler.match import match_all
 
-__all__ = ["Answering", "answers"]
+__all__ = ["Answer", "Answering", "answers"]
 
 ROWS = 96
 """At a time: what they hold while they read a question stays below a GiB."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One that is begun.
+
+    Attributes:
+        unread: tokens that are to be read before it goes on.
+        said: its tokens so far; those that are unread, too, if there are any.
+    """
+
+    unread: list[int]
+    said: list[int] = field(default_factory=list)
+
+    def text(self, model: LadderModel) -> str:
+        """What has been said."""
+        text: str = model.tokenizer.decode(self.said, skip_special_tokens=True)
+        return text
+
+    def ended(self, model: LadderModel, example: Example) -> bool:
+        """Whether the model ended it, or all that was wanted has been said."""
+        if not self.said:
+            return False
+        return self.said[-1] in model.ends or match_all(self.text(model), example.answers) == 1
 
 
 class Answering:
@@ -54,53 +80,38 @@ class Answering:
 
 
 def answers(
-    model: LadderModel,
-    layers: list[KV],
-    kept: Tensor,
-    rest: list[int],
-    example: Example,
-    limit: int,
+    model: LadderModel, layers: list[KV], kept: Tensor, begun: Answer, example: Example, limit: int
 ) -> list[str]:
-    """What each row of ``kept``, [L, R, KH, S], says after the tokens ``rest``, greedily.
+    """How each row of ``kept``, [L, R, KH, S], goes on with an answer, greedily.
 
     A row ends where the model ends it, after ``limit`` tokens, or when it has said all that was wanted.
     """
+    if begun.ended(model, example) or len(begun.said) >= limit:
+        return [Answer([], begun.said[:limit]).text(model)] * kept.shape[1]
     found: list[str] = []
     for part in kept.split(ROWS, 1):
-        found += _answers(model, layers, part, rest, example, limit)
+        rows = _continue(model, Answering(layers, part), part, begun, example, limit)
+        found += [row.text(model) for row in rows]
     return found
 
 
-def _answers(
-    model: LadderModel,
-    layers: list[KV],
-    kept: Tensor,
-    rest: list[int],
-    example: Example,
-    limit: int,
-) -> list[str]:
-    rows = kept.shape[1]
-    stage, position = Answering(layers, kept), kept.shape[3]
-    said: list[list[int]] = [[] for _ in range(rows)]
-    texts = [""] * rows
-    going = list(range(rows))
-    logits = model.forward(stage, torch.tensor([rest] * rows), position)
-    position += len(rest)
-    for _ in range(limit):
-        chosen = logits[:, -1].argmax(-1).tolist()
-        staying = []
-        for place, (row, token) in enumerate(zip(going, chosen, strict=True)):
-            if token in model.ends:
-                continue
-            said[row].append(token)
-            texts[row] = model.tokenizer.decode(said[row], skip_special_tokens=True)
-            if match_all(texts[row], example.answers) < 1:
-                staying.append(place)
+def _continue(
+    model: LadderModel, stage: Answering, kept: Tensor, begun: Answer, example: Example, limit: int
+) -> list[Answer]:
+    rows = [Answer(begun.unread, list(begun.said)) for _ in range(kept.shape[1])]
+    going, position = rows, kept.shape[3]
+    logits = model.forward(stage, torch.tensor([begun.unread] * len(rows)), position)
+    position += len(begun.unread)
+    while True:
+        for row, token in zip(going, logits[:, -1].argmax(-1).tolist(), strict=True):
+            row.said.append(token)
+        if len(going[0].said) >= limit:
+            return rows
+        staying = [place for place, row in enumerate(going) if not row.ended(model, example)]
         if not staying:
-            break
+            return rows
         if len(staying) < len(going):
             stage.leave(torch.tensor(staying))
         going = [going[place] for place in staying]
-        logits = model.forward(stage, torch.tensor([[said[row][-1]] for row in going]), position)
+        logits = model.forward(stage, torch.tensor([row.said[-1:] for row in going]), position)
         position += 1
-    return texts

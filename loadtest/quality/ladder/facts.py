@@ -1,36 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """RULER on the ladder: one sample's prompt is read once, and every rung answers from what it keeps of it.
 
-Two protocols, those of kvpress' evaluation: the question is ``known`` when tokens are chosen, or ``later``,
+Two protocols are kvpress': the question is ``known`` when tokens are chosen, or it comes ``later``,
 only afterwards. What follows (the question, if it comes later, the chat template's end and the beginning of
-the answer) is read by each rung from what it kept.
+the answer) is read by each rung from what it kept. ``known@N`` is what a server sees: that end belongs to the
+prompt, and tokens are chosen when N more have been generated with all of the KV.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from loadtest.quality.ladder.answers import answers
+from loadtest.quality.ladder.answers import Answer, answers
 from loadtest.quality.ladder.keep import FULL, Rung, keep
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.prompts import around, encode, repetition
-from loadtest.quality.ladder.reading import Prompt, read_prompt, repeat_prompt
+from loadtest.quality.ladder.reading import Prompt, Reading, repeat_prompt
 from loadtest.quality.rows import Row
 from loadtest.quality.ruler.example import Example
 from loadtest.quality.ruler.match import match_all
 from loadtest.quality.ruler.tasks import sample
 
-__all__ = ["PROTOCOLS", "Asked", "measure_sample", "sample_name"]
+__all__ = [
+    "KNOWN",
+    "PROTOCOLS",
+    "Asked",
+    "begin",
+    "delay_of",
+    "delayed",
+    "measure_sample",
+    "sample_name",
+]
 
-PROTOCOLS = ("known", "later")
+KNOWN = "known"
+PROTOCOLS = (KNOWN, "later")
 
 SLACK = 16
 """Tokens of an answer beside twice those that are wanted."""
+
+
+def delayed(tokens: int) -> str:
+    """The protocol of a first eviction that comes ``tokens`` after the prompt."""
+    return f"{KNOWN}@{tokens}"
+
+
+def delay_of(protocol: str) -> int | None:
+    """The inverse of :func:`delayed`; ``None`` for the others."""
+    _, _, tokens = protocol.partition("@")
+    return int(tokens) if tokens else None
 
 
 @dataclass(frozen=True)
@@ -55,16 +77,22 @@ def measure_sample(
     example = sample(task, number, length, lambda text: len(encode(model, text)))
     before, after = around(model)
     context, question = encode(model, example.context), encode(model, example.question)
-    later, known = read_prompt(model, [before + context, question])
-    if any(one.rung.repeats for one in asked):
-        later = repeat_prompt(later, repetition(model, context))
-    known = replace(known, most=later.most, sums=later.sums)
     prefix = after + encode(model, example.prefix)
+    reading = Reading(model)
+    later, known = reading.read(before + context), reading.read(question)
+    starts = {"known": (known, Answer(prefix)), "later": (later, Answer(question + prefix))}
+    delays = {delay for one in asked if (delay := delay_of(one.protocol)) is not None}
+    for delay, start in begin(reading, prefix, example, delays):
+        starts[delayed(delay)] = start
+    if any(one.rung.repeats for one in asked):
+        repeated = repeat_prompt(later, repetition(model, context))
+        for protocol, (prompt, answer) in starts.items():
+            more = replace(prompt, most=repeated.most, sums=repeated.sums)
+            starts[protocol] = more, answer
     read = time.monotonic() - started
-    rests = {"known": prefix, "later": question + prefix}
-    for protocol, prompt in (("known", known), ("later", later)):
+    for protocol, (prompt, answer) in starts.items():
         mine = [one for one in asked if one.protocol == protocol]
-        texts = _answer(model, prompt, mine, rests[protocol], example, limit, number)
+        texts = _answer(model, prompt, mine, answer, example, limit, number)
         for one, text in zip(mine, texts, strict=True):
             yield Row(
                 one.rung.name, one.budget, protocol, sample_name(task, number),
@@ -78,8 +106,24 @@ def measure_sample(
     )  # fmt: skip
 
 
+def begin(
+    reading: Reading, prefix: list[int], example: Example, delays: Collection[int]
+) -> Iterator[tuple[int, tuple[Prompt, Answer]]]:
+    """Per delay: what has been read when it is over, and the answer so far, greedily from all of the KV."""
+    if not delays:
+        return
+    prompt = reading.read(prefix)
+    answer = Answer([], [reading.following])
+    for tokens in range(max(delays) + 1):
+        if tokens in delays:
+            yield tokens, (prompt, Answer([answer.said[-1]], list(answer.said)))
+        if not answer.ended(reading.model, example):
+            prompt = reading.read(answer.said[-1:])
+            answer.said.append(reading.following)
+
+
 def _answer(
-    model: LadderModel, prompt: Prompt, asked: Sequence[Asked], rest: list[int], example: Example,
+    model: LadderModel, prompt: Prompt, asked: Sequence[Asked], begun: Answer, example: Example,
     limit: int, seed: int,
 ) -> Iterable[str]:  # fmt: skip
     """What each says."""
@@ -89,7 +133,7 @@ def _answer(
     wanted = sum(len(encode(model, f" {answer}")) for answer in example.answers)
     limit = min(limit, example.max_tokens, SLACK + 2 * wanted)
     kept = torch.stack([_kept(prompt, one, seed) for one in asked], 1)
-    return answers(model, prompt.layers, kept, rest, example, limit)
+    return answers(model, prompt.layers, kept, begun, example, limit)
 
 
 def _kept(prompt: Prompt, one: Asked, seed: int) -> torch.Tensor:

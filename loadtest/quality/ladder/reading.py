@@ -71,19 +71,23 @@ class Prompt:
 class Reading:
     """Appends to KV and notes."""
 
+    following: int
+    """The token that the model says next."""
+
     def __init__(self, model: LadderModel) -> None:
-        self._model = model
+        self.model = model
         self._layers: dict[int, KV] = {}
         self._notes: dict[int, Notes] = {}
 
     def read(self, tokens: list[int]) -> Prompt:
         """Read on; returns the prompt so far, which further reading leaves as it is."""
         start = self._layers[0].keys.shape[1] if self._layers else 0
-        self._rotation = self._model.rotation(start, start + len(tokens))
-        self._model.forward(self, torch.tensor([tokens]), start)
+        self._rotation = self.model.rotation(start, start + len(tokens))
+        logits = self.model.forward(self, torch.tensor([tokens]), start)
+        self.following = int(logits[0, -1].argmax())
         order = sorted(self._layers)
         notes = [replace(self._notes[layer]) for layer in order]
-        return Prompt([self._layers[layer] for layer in order], notes, self._model)
+        return Prompt([self._layers[layer] for layer in order], notes, self.model)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float

@@ -10,7 +10,7 @@ from typing import Any
 from loadtest.common.statistics import Estimate, mean
 from loadtest.common.tables import markdown_table
 from loadtest.quality.figures import Figures
-from loadtest.quality.ladder.facts import PROTOCOLS
+from loadtest.quality.ladder.facts import PROTOCOLS, delay_of, delayed
 from loadtest.quality.ladder.keep import FULL
 from loadtest.quality.measures.base import Metric
 from loadtest.quality.rows import Row
@@ -40,7 +40,7 @@ def markdown(figures: Figures, runs: Sequence[dict[str, Any]]) -> str:
     parts = [_head(runs), _overview(figures)]
     parts += [
         _by_task(figures, protocol, budget)
-        for protocol in PROTOCOLS if protocol in figures.measures
+        for protocol in _protocols(figures)
         for budget in sorted(_budgets(figures, protocol), reverse=True)
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -62,7 +62,7 @@ def order(figures: Figures) -> list[str]:
     def merit(name: str) -> tuple[bool, float, float]:
         found = [
             one.value
-            for protocol in PROTOCOLS
+            for protocol in _protocols(figures)
             for budget in _budgets(figures, protocol)
             if (one := compared(figures, protocol, FOUND, name, budget))
         ]
@@ -91,12 +91,15 @@ def _overview(figures: Figures) -> str:
     """One line per rung."""
     columns = [
         (measure, metric, budget)
-        for measure, metric in [*((protocol, FOUND) for protocol in PROTOCOLS), ("nll", LOST)]
+        for measure, metric in [
+            *((protocol, FOUND) for protocol in _protocols(figures)),
+            ("nll", LOST),
+        ]
         for budget in sorted(_budgets(figures, measure), reverse=True)
         if any(compared(figures, measure, metric, name, budget) for name in figures.lines)
     ]
     head = [
-        f"{TITLES[measure]}, {budget:g} "
+        f"{_title(measure)}, {budget:g} "
         f"({len(figures.values(measure, metric.key, FULL.name, 1.0))} samples)"
         for measure, metric, budget in columns
     ]
@@ -131,7 +134,7 @@ def _by_task(figures: Figures, protocol: str, budget: float) -> str:
         (one.samples for t in tasks if (one := _of_task(figures, protocol, t, FULL.name, 1.0))),
         default=0,
     )
-    title = f"**RULER, %, {TITLES[protocol]}, budget {budget:g}** (up to {samples} samples a task)"
+    title = f"**RULER, %, {_title(protocol)}, budget {budget:g}** (up to {samples} samples a task)"
     return f"{title}\n\n{markdown_table(['rung', *tasks], lines)}" if lines else ""
 
 
@@ -146,6 +149,19 @@ def _of_task(
     return mean(values).scaled(100) if values else None
 
 
+def _protocols(figures: Figures) -> list[str]:
+    """Those that were measured, delays in order."""
+    delays = sorted(delay for one in figures.measures if (delay := delay_of(one)) is not None)
+    return [p for p in (*PROTOCOLS, *map(delayed, delays)) if p in figures.measures]
+
+
+def _title(measure: str) -> str:
+    delay = delay_of(measure)
+    if delay is None:
+        return TITLES[measure]
+    return f"known, evicted {delay} tokens after the prompt"
+
+
 def _budgets(figures: Figures, measure: str) -> list[float]:
     return sorted({row.budget for row in figures.rows if row.measure == measure and row.budget < 1})
 
@@ -154,7 +170,7 @@ def plot(figures: Figures, runs: Sequence[dict[str, Any]], path: Path) -> Path:
     """A panel for each protocol and for the likelihood: every rung at every budget, with its interval."""
     from loadtest.common import plots
 
-    columns = [(p, FOUND) for p in PROTOCOLS if _budgets(figures, p)]
+    columns = [(p, FOUND) for p in _protocols(figures) if _budgets(figures, p)]
     columns += [("nll", LOST)] if _budgets(figures, "nll") else []
     names = [
         name
@@ -181,7 +197,7 @@ def plot(figures: Figures, runs: Sequence[dict[str, Any]], path: Path) -> Path:
                 [one.value for one in found.values()], places, xerr=errors, fmt="o", markersize=4,
                 color=colour, label=f"budget {budget:g}", elinewidth=0.8, alpha=0.85,
             )  # fmt: skip
-        axis.set_title(f"{TITLES[measure]}: {metric.title}", fontsize=plots.NOTE)
+        axis.set_title(f"{_title(measure)}: {metric.title}", fontsize=plots.NOTE)
         axis.set_yticks(range(len(names)), names, fontsize=plots.SMALL)
         axis.grid(alpha=0.25)
         plots.legend(axis)

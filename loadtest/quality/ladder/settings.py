@@ -49,6 +49,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for protocol in PROTOCOLS:
         add(f"--{protocol}-budgets", type=_budget, nargs="+", default=list(BUDGETS),
             metavar="SHARE", help=f"shares of tokens kept, question {protocol}")  # fmt: skip
+    add("--delays", type=_delay, nargs="*", default=[], metavar="TOKENS",
+        help="generated before the first eviction, behind a prompt that ends with the question")  # fmt: skip
     add("--nll-budgets", type=_budget, nargs="+", default=[0.2], help="the same, of nll")
     add("--tasks", nargs="+", choices=TASKS, metavar="TASK", default=list(TASKS), help="RULER's")
     add("--samples", type=int, default=2, help="of each task")
@@ -70,6 +72,12 @@ def _rung(text: str) -> Rung:
         return parse_rung(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _delay(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text}, wanted a number of tokens from 0 on")
+    return int(text)
 
 
 def _budget(text: str) -> float:

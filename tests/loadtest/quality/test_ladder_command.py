@@ -38,15 +38,16 @@ def test_a_run_goes_on_where_it_was_stopped(
     command = [
         "--model", str(model), "--dtype", "float32", "--out", str(out),
         "--tasks", "niah_single_1", "--samples", "1", "--length", "400", "--answer-tokens", "3",
-        "--known-budgets", "0.5", "--later-budgets", "0.5", "0.25",
+        "--known-budgets", "0.5", "--delays", "2", "--later-budgets", "0.5", "0.25",
         "--texts", "1", "--prompt-tokens", "96", "--forced-tokens", "40",
         "--threads", "1", "--rungs", "h2o", "snapkv+repeat:layer",
     ]  # fmt: skip
     main([*command, "KVzip"])
     runs, rows = read_rows([out])
     assert len(runs) == 1
-    # Full KV, two rungs of ours, and a press that has no likelihood; one budget and two, and one.
-    assert len(rows) == len({row.key for row in rows}) == (1 + 3) + (1 + 3 * 2) + (1 + 2)
+    # Full KV, two rungs of ours, and a press that has no likelihood; one budget (twice:
+    # delayed as well) and two, and one.
+    assert len(rows) == len({row.key for row in rows}) == 2 * (1 + 3) + (1 + 3 * 2) + (1 + 2)
     assert {row.line for row in rows if row.measure == "nll"} == {
         "full",
         "h2o",
@@ -55,6 +56,7 @@ def test_a_run_goes_on_where_it_was_stopped(
     assert all(0 < row.values["nll"] for row in rows if row.measure == "nll")
     table = out.with_suffix(".md").read_text()
     assert "`snapkv+repeat:layer`" in table and "niah_single_1" in table
+    assert "known, evicted 2 tokens after the prompt, 0.5 (1 samples)" in table
     assert out.with_suffix(".png").stat().st_size > 10_000
 
     main([*command, "KVzip", "window"])

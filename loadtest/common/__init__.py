@@ -7,4 +7,5 @@ servers, client, prometheus servers that are started, asked and watched
 child                       measuring processes
 settings                    options that are environment variables too
 texts, tiny_model           what is sent, and a model for tests
+forced                      what an engine is made to say
 """

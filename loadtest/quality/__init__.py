@@ -7,7 +7,7 @@
     sizes, passages      how much, and real texts
     ruler                RULER's tasks
     measures             one file each: samples, and figures of one output (rouge)
-    offline, live        who generates: vLLM in this process (forced), a server
+    offline, live        who generates: vLLM in this process, a server
     rows, runner         the file of results; what is left to measure, in order
     figures              rows to numbers with intervals
     tables, plot         numbers to Markdown and PNG

@@ -27,16 +27,16 @@ def test_a_run_goes_on_where_it_was_stopped(
     out = tmp_path / "rows.jsonl"
     command = [
         "--model", str(model), "--out", str(out), "--prompt-tokens", "64", "--forced-tokens", "64",
-        "--budgets", "0.5", "0.25", "--queries", "2", "--triples", "4", "--keys", "5",
+        "--budgets", "0.25", "--queries", "2", "--triples", "4", "--keys", "5",
         "--kept", "2", "--texts",
     ]  # fmt: skip
     main([*command, "1"])
     run, *rows = read_rows(out)
     assert run["kind"] == "run" and run["settings"]["model"] == "model"
-    # Of each of three layers: two budgets of three functions, two and one evictions, output and control
-    # of two grounds, these again, two budgets of four rankers.
-    assert len(rows) == 3 * (2 * 3 + 3 + 4 + 2 + 2 * 4)
-    steps = by_head(rows, "alpha", measure="steps", case="h2o", budget=0.5)
+    # Of each of three layers: three functions, two evictions, output and control of two grounds, the
+    # grounds, four rankers.
+    assert len(rows) == 3 * (3 + 2 + 4 + 2 + 4)
+    steps = by_head(rows, "alpha", measure="steps", case="h2o", budget=0.25)
     assert steps.shape == (3, 2) and bool((steps > 0).all())
     assert not by_head(rows, "returns", measure="returns", case="scores, all keys").any()
     table = out.with_suffix(".md").read_text()

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator configures and what a request may ask for.
 
-Runs in every process; imports only :mod:`h2o_vllm.errors`. This is the only file that knows the
-names of the request fields and of the keys in vLLM's ``additional_config["h2o"]``.
+Runs in every process; imports :mod:`h2o_vllm.checks` and :mod:`h2o_vllm.errors`. This is the only file that
+knows the names of the request fields and of the keys in vLLM's ``additional_config["h2o"]``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
 from h2o_vllm.errors import BudgetError, ConfigError
 
 __all__ = [
+    "ADMISSIONS",
     "CONFIG_KEY",
     "MAX_SINKS",
     "METRICS_KEY",
@@ -22,6 +23,7 @@ __all__ = [
     "PROTECT_WORDS",
     "REPORT_KEY",
     "REQUEST_FIELDS",
+    "TESTING_FIELDS",
     "H2OConfig",
     "RequestBudget",
 ]
@@ -59,10 +61,13 @@ REQUEST_FIELDS = (
     "kv_policy",
     "kv_sinks",
     "kv_protect",
+    "kv_elastic",
+    "kv_evict_from",
 )
 """Request fields, accepted at the top level of a body and inside ``vllm_xargs``."""
 
-MAX_BUDGET_TOKENS = 2**31 - 1
+TESTING_FIELDS = ("kv_evict_from",)
+"""Those of them that help to test and to debug; a server has no default for them."""
 
 MAX_SINKS = 1024
 """Sinks come on top of an operator's ``kv_budget_max``, so they are few."""
@@ -70,6 +75,10 @@ MAX_SINKS = 1024
 PROTECT_WORDS = ("prompt", "system")
 """What ``kv_protect`` may be beside a number of first tokens: all of the prompt, or its system messages and
 tool definitions. Only a server knows roles: it puts a number in the place of ``"system"``."""
+
+ADMISSIONS = ("squeeze", "queue")
+"""What ``--kv-elastic-admission`` may be: elastic requests yield to waiting prompts as well, or only where
+a request would be preempted."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,9 @@ class RequestBudget:
         policy: one of :data:`POLICIES`.
         protect: first tokens that are neither ranked nor evicted; the budget applies to those behind
             them. A number, or one of :data:`PROTECT_WORDS` as long as the prompt is not known.
+        elastic: everything is kept until memory is short; what this budget says is the floor.
+        evict_from: no eviction before this many tokens have been seen; 0: behind the prompt, as is
+            whatever lies inside of it.
     """
 
     fraction: float
@@ -97,6 +109,8 @@ class RequestBudget:
     policy: str
     sinks: int = 0
     protect: int | str = 0
+    elastic: bool = False
+    evict_from: int = 0
 
     @property
     def evicts(self) -> bool:
@@ -122,6 +136,8 @@ class H2OConfig:
             prompt; a request that asks for more is refused.
         kv_protect_max: most tokens a request may protect; ``None``: see :attr:`protect_limit`. They come
             on top of ``kv_budget_max``.
+        kv_elastic: whether requests keep everything until memory is short, their budgets being floors.
+        kv_elastic_admission: one of :data:`ADMISSIONS`.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -137,20 +153,24 @@ class H2OConfig:
     kv_min_tokens: int = 128
     kv_protect: int | str = 0
     kv_protect_max: int | None = None
+    kv_elastic: bool = False
+    kv_elastic_admission: str = "squeeze"
 
     def __post_init__(self) -> None:
         try:
             for name in ("kv_budget", "kv_budget_min", "kv_budget_max"):
-                _fraction(name, getattr(self, name), 0.0, 1.0, low_open=True)
-            _fraction("kv_recent", self.kv_recent, 0.0, 1.0)
-            _choice("kv_policy", self.kv_policy)
-            _integer("kv_sinks", self.kv_sinks, 0, MAX_SINKS)
+                check_fraction(name, getattr(self, name), 0.0, 1.0, low_open=True)
+            check_fraction("kv_recent", self.kv_recent, 0.0, 1.0)
+            check_choice("kv_policy", self.kv_policy, POLICIES)
+            check_integer("kv_sinks", self.kv_sinks, 0, MAX_SINKS)
             if self.kv_budget_tokens is not None:
-                _integer("kv_budget_tokens", self.kv_budget_tokens)
-            _integer("kv_min_tokens", self.kv_min_tokens)
+                check_integer("kv_budget_tokens", self.kv_budget_tokens)
+            check_integer("kv_min_tokens", self.kv_min_tokens)
             if self.kv_protect_max is not None:
-                _integer("kv_protect_max", self.kv_protect_max, 0)
-            _protect(self.kv_protect, MAX_BUDGET_TOKENS)
+                check_integer("kv_protect_max", self.kv_protect_max, 0)
+            _protect(self.kv_protect, MAX_TOKENS)
+            check_flag("kv_elastic", self.kv_elastic)
+            check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
         if isinstance(self.kv_protect, int) and self.kv_protect > self._most_protected:
@@ -203,9 +223,9 @@ class H2OConfig:
             BudgetError: a field has the wrong type, is out of range, or contradicts another.
         """
         given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
-        policy = _choice("kv_policy", given.get("kv_policy", self.kv_policy))
-        recent = _fraction("kv_recent", given.get("kv_recent", self.kv_recent), 0.0, 1.0)
-        sinks = _integer("kv_sinks", given.get("kv_sinks", self.kv_sinks), 0, MAX_SINKS)
+        policy = check_choice("kv_policy", given.get("kv_policy", self.kv_policy), POLICIES)
+        recent = check_fraction("kv_recent", given.get("kv_recent", self.kv_recent), 0.0, 1.0)
+        sinks = check_integer("kv_sinks", given.get("kv_sinks", self.kv_sinks), 0, MAX_SINKS)
         if "kv_budget" in given and "kv_budget_tokens" in given:
             raise BudgetError(
                 "kv_budget", given["kv_budget"], "left out when kv_budget_tokens is given"
@@ -214,9 +234,9 @@ class H2OConfig:
         fraction, tokens = self.kv_budget, self.kv_budget_tokens
         if "kv_budget" in given:
             low, high = self.kv_budget_min, self.kv_budget_max
-            fraction, tokens = _fraction("kv_budget", given["kv_budget"], low, high), None
+            fraction, tokens = check_fraction("kv_budget", given["kv_budget"], low, high), None
         elif "kv_budget_tokens" in given:
-            tokens = _integer("kv_budget_tokens", given["kv_budget_tokens"])
+            tokens = check_integer("kv_budget_tokens", given["kv_budget_tokens"])
         if policy == "full":
             if self.kv_budget_max < 1.0:
                 raise BudgetError(
@@ -226,6 +246,7 @@ class H2OConfig:
                     f"(its kv_budget_max is {self.kv_budget_max})",
                 )
             fraction, tokens = 1.0, None
+        elastic, evict_from = self._begin(given)
         return RequestBudget(
             fraction=fraction,
             tokens=tokens,
@@ -236,7 +257,29 @@ class H2OConfig:
             policy=policy,
             sinks=sinks,
             protect=protect,
+            elastic=elastic,
+            evict_from=evict_from,
         )
+
+    def _begin(self, given: Mapping[str, Any]) -> tuple[bool, int]:
+        """When evictions begin: ``elastic`` and ``evict_from`` of a :class:`RequestBudget`.
+
+        Who bounds budgets does not expect requests to keep everything for a while, but by choice.
+        """
+        elastic = check_flag("kv_elastic", given.get("kv_elastic", self.kv_elastic))
+        bounded = self.kv_budget_max < 1.0
+        server = f"on this server (its kv_budget_max is {self.kv_budget_max})"
+        if elastic and bounded and not self.kv_elastic:
+            raise BudgetError("kv_elastic", True, f"false {server}")
+        if "kv_evict_from" not in given:
+            return elastic, 0
+        asked = given["kv_evict_from"]
+        evict_from = check_integer("kv_evict_from", asked)
+        if elastic and "kv_elastic" in given:
+            raise BudgetError("kv_evict_from", asked, "left out when kv_elastic is true")
+        if bounded:
+            raise BudgetError("kv_evict_from", asked, f"left out {server}")
+        return False, evict_from
 
     def resolve_for(self, asked: Mapping[str, Any] | None, prompt_tokens: int) -> RequestBudget:
         """As :meth:`resolve`, where the prompt is known and its roles are not: ``protect`` is a number.
@@ -278,42 +321,14 @@ class H2OConfig:
     @property
     def _most_protected(self) -> int:
         limit = self.protect_limit
-        return MAX_BUDGET_TOKENS if limit is None else limit
-
-
-def _fraction(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
-    accepted = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BudgetError(name, value, accepted)
-    # Comparing before converting: float(10**400) overflows.
-    if not low <= value <= high or (low_open and value <= low):
-        raise BudgetError(name, value, accepted)
-    number = float(value)
-    if not math.isfinite(number):
-        raise BudgetError(name, value, accepted)
-    return number
-
-
-def _integer(name: str, value: Any, low: int = 1, high: int = MAX_BUDGET_TOKENS) -> int:
-    accepted = f"an integer in [{low}, {high}]"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BudgetError(name, value, accepted)
-    if not low <= value <= high:
-        raise BudgetError(name, value, accepted)
-    return value
+        return MAX_TOKENS if limit is None else limit
 
 
 def _protect(value: Any, limit: int) -> int | str:
     if isinstance(value, str) and value in PROTECT_WORDS:
         return value
     try:
-        return _integer("kv_protect", value, 0, limit)
+        return check_integer("kv_protect", value, 0, limit)
     except BudgetError as error:
         words = " or ".join(f"'{word}'" for word in PROTECT_WORDS)
         raise BudgetError("kv_protect", value, f"{error.accepted}, {words}") from None
-
-
-def _choice(name: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in POLICIES:
-        raise BudgetError(name, value, f"one of {', '.join(POLICIES)}")
-    return value

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_vllm.config import POLICIES, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config import POLICIES, REQUEST_FIELDS, TESTING_FIELDS, H2OConfig
 
 ROOT = Path(__file__).parent.parent
 PLACES = (".", "deploy", "h2o_vllm", "loadtest", "tests")
@@ -146,13 +146,16 @@ def test_every_file_that_is_named_exists(document: Path) -> None:
 
 def test_budget_fields_are_those_of_the_configuration() -> None:
     rows = readme_table(f"`{REQUEST_FIELDS[0]}`")
-    assert {row[0].strip("`") for row in rows} == set(REQUEST_FIELDS)
+    assert {row[0].strip("`") for row in rows} == set(REQUEST_FIELDS) - set(TESTING_FIELDS)
+    for name in TESTING_FIELDS:
+        assert f"`{name}`" in (ROOT / "h2o_vllm/README.md").read_text()
     defaults = {field.name: field.default for field in fields(H2OConfig)}
     for name, flag, _ in rows:
         option, *default = shlex.split(flag.strip("`"))
         key = name.strip("`")
         assert option == f"--{key.replace('_', '-')}"
-        assert default == ([] if defaults[key] is None else [str(defaults[key])])
+        needless = defaults[key] is None or defaults[key] is False
+        assert default == ([] if needless else [str(defaults[key])])
 
 
 def test_policies_are_those_of_the_configuration() -> None:

@@ -105,8 +105,12 @@ PANELS = (
     ),
     Panel(
         "Preemptions",
-        "Requests per second that lost their KV to others and have to start over.",
-        {"Preemptions": per_second("vllm:num_preemptions_total")},
+        "Requests per second that lost their KV to others and have to start over, and those that did not "
+        "have to because an elastic request was squeezed.",
+        {
+            "Preemptions": per_second("vllm:num_preemptions_total"),
+            "Avoided": per_second("h2o:preemptions_avoided_total"),
+        },
         unit="reqps",
     ),
     Panel(
@@ -139,6 +143,25 @@ PANELS = (
         {
             "Tokens": per_second("h2o:evicted_tokens_total"),
             "Blocks": per_second("h2o:freed_blocks_total"),
+        },
+        unit="ops",
+    ),
+    Panel(
+        "Lossless Answers",
+        "Share of the ended requests with kv_elastic of whose answer nothing was computed after an eviction.",
+        {
+            "Lossless": f"{per_second('h2o:lossless_answers_total')} / "
+            f"({per_second('h2o:elastic_answers_total')} > 0)"
+        },
+        unit="percentunit",
+        top=1.0,
+    ),
+    Panel(
+        "Squeezes",
+        "Elastic requests per second that had to fall back to their budgets, and the blocks that this gave.",
+        {
+            "Requests": per_second("h2o:squeezed_requests_total"),
+            "Blocks": per_second("h2o:squeezed_blocks_total"),
         },
         unit="ops",
     ),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from h2o_vllm.blocks.report import budget_values, request_report
 from h2o_vllm.config import RequestBudget
-from h2o_vllm.policy import blocks_freed, get_policy, next_eviction, recent_from
+from h2o_vllm.policy import BlockSplit, blocks_freed, get_policy, next_eviction, recent_from
 
 __all__ = ["EvictionIndices", "EvictionState", "RequestCounts"]
 
@@ -35,6 +35,8 @@ class RequestCounts(Protocol):
     num_prompt_tokens: int
     max_tokens: int
     num_computed_tokens: int
+    priority: int
+    arrival_time: float
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +57,10 @@ class EvictionState:
     By causality a token behind the pinned blocks gets attention from tokens behind them only, so KV of
     pinned blocks may come from the prefix cache, whatever the policy: nobody wants its scores.
 
+    Evictions begin behind the prompt, or behind ``evict_from`` tokens; those of an elastic request where
+    :meth:`squeeze` says so, once and for all: a preemption changes nothing about it. What a request generates
+    is thus a function of the request and of the tokens seen when its evictions began.
+
     Args:
         counts: the request; read, never written.
         budget: what it may keep; ``protect`` is a number. Its protected tokens are rounded up to blocks,
@@ -71,7 +77,7 @@ class EvictionState:
     """Blocks that evictions have ranked and spared."""
     _next_index: int
     """The first block that none has ranked."""
-    _next_due: int
+    _next_due: float
     """Tokens below which none is due."""
     _untouched: int
     """First blocks that nobody ranks, or ever will."""
@@ -93,12 +99,34 @@ class EvictionState:
         self._budget_values = budget_values(self.budget, block_size)
         self.policy = get_policy(budget.policy)
         self.prompt_tokens = counts.num_prompt_tokens
-        """Fixed at admission: evictions start here, also after a preemption."""
+        """Fixed at admission: also after a preemption, all that was known before the answer."""
         self.evicts = self._can_evict(counts.max_tokens, max_model_len)
         """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
+        self._evict_from = None if budget.elastic else max(self.prompt_tokens, budget.evict_from)
+        """Tokens seen before which nothing is evicted; ``None``: nobody has squeezed the request yet."""
         self.peak_blocks = 0
+        self._squeezed_at: int | None = None
         self._cached: int | None = None
         self.release()
+
+    @property
+    def squeezable(self) -> bool:
+        """Whether this request keeps everything until it is squeezed, which may happen once."""
+        return self.evicts and self._evict_from is None
+
+    @property
+    def stock(self) -> bool:
+        """Whether nobody has to know anything of its tokens: it uses the prefix cache as in stock vLLM."""
+        return not self.evicts or (self._evict_from is None and not self.policy.needs_scores)
+
+    @property
+    def squeezed_at(self) -> int | None:
+        """Tokens seen when evictions began; ``None`` as long as no token of the answer came after one.
+
+        Asynchronous scheduling may evict from a request whose last token is being computed.
+        """
+        at = self._squeezed_at
+        return at if at is not None and self.counts.num_tokens > at + 1 else None
 
     def evict(self, computed: int) -> EvictionIndices | None:
         """Choose the blocks to give back before the token at position ``computed`` is computed.
@@ -118,24 +146,47 @@ class EvictionState:
         if num_doomed <= 0:
             self._set_next_due(computed)
             return None
-        until = recent_from(self.budget, computed, self.block_size)
-        # As many heavy blocks as the first tokens need come before recent ones.
-        until = max(until, self.holes + num_doomed + self._sink_blocks)
-        fresh = range(self._next_index, until)
-        candidates = [*self._candidates, *fresh]
-        split = self.policy.split(
-            candidates, num_doomed, first=self._evicted_at is None, protected=self._sink_blocks
-        )
+        split, fresh = self._split(computed, num_doomed)
         doomed = frozenset(split.doomed)
-        self._candidates = [index for index in candidates if index not in doomed]
-        self._next_index = max(self._next_index, until)
+        self._candidates = [i for i in (*self._candidates, *fresh) if i not in doomed]
+        self._next_index = max(self._next_index, fresh.stop)
         self.holes += num_doomed
         if self._evicted_at is None:
             self._evicted_at = computed
             # The first ones behind the pinned blocks: never written, and ranked no more.
             self._untouched = self.pinned + num_doomed
+            if self._squeezed_at is None:
+                self._squeezed_at = computed
         self._set_next_due(computed)
         return EvictionIndices(split.heavy, split.doomed, fresh)
+
+    def excess(self, computed: int) -> EvictionIndices | None:
+        """What :meth:`squeeze` would choose now, if it may. Changes nothing.
+
+        Not from a request that is still computing known tokens: its prompt, or after a preemption an answer
+        whose tokens have come of KV that was whole.
+        """
+        if not self.squeezable or computed < max(self.prompt_tokens, self.counts.num_tokens - 1):
+            return None
+        num_doomed = blocks_freed(self.budget, computed, self.block_size)
+        if num_doomed <= 0:
+            return None
+        split, fresh = self._split(computed, num_doomed)
+        return EvictionIndices(split.heavy, split.doomed, fresh)
+
+    def squeeze(self, computed: int) -> EvictionIndices | None:
+        """Evictions begin here: as :meth:`evict`, for a request of which there is an :meth:`excess`."""
+        self._evict_from = self._next_due = computed
+        return self.evict(computed)
+
+    def _split(self, computed: int, num_doomed: int) -> tuple[BlockSplit, range]:
+        until = recent_from(self.budget, computed, self.block_size)
+        # As many heavy blocks as the first tokens need come before recent ones.
+        until = max(until, self.holes + num_doomed + self._sink_blocks)
+        fresh = range(self._next_index, until)
+        first, protected = self._evicted_at is None, self._sink_blocks
+        candidates = [*self._candidates, *fresh]
+        return self.policy.split(candidates, num_doomed, first=first, protected=protected), fresh
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """How many of ``num_tokens`` to compute now so that no eviction point is skipped.
@@ -143,10 +194,10 @@ class EvictionState:
         Only a resumed request has several known tokens behind its prompt. Replaying them between
         the same evictions as the first time makes a preemption invisible in the output.
         """
-        if num_tokens <= 1:
+        if num_tokens <= 1 or self._evict_from is None:
             return num_tokens
-        if computed < self.prompt_tokens:
-            return min(num_tokens, self.prompt_tokens - computed)
+        if computed < self._evict_from:
+            return min(num_tokens, self._evict_from - computed)
         due = next_eviction(self.budget, computed, self.block_size, computed + num_tokens)
         return num_tokens if due is None else due - computed
 
@@ -155,9 +206,10 @@ class EvictionState:
 
         Never KV that was computed after an eviction (it depends on the budget), and, if the policy
         writes into surviving blocks, only pinned ones and, at the first eviction, those that it frees.
-        No sooner: a reader's attention would be added to scores by which they are still to be ranked.
+        No sooner: a reader's attention would be added to scores by which they are still to be ranked. Those
+        of a lossless answer that has ended never are.
         """
-        if not self.evicts:
+        if self.stock or (self.squeezable and self.counts.is_finished()):
             return computed
         if self.policy.moves_tokens:
             return min(computed, self._untouched * self.block_size)
@@ -169,12 +221,13 @@ class EvictionState:
         What will be ranked has to be computed, as cached KV comes without its scores. And who returns
         after a preemption may find KV cached from behind its first eviction, of others who did not evict.
         """
-        if not self.evicts:
+        if self.stock:
             return known
         tokens = self.pinned * self.block_size
         if not self.policy.moves_tokens:
-            # Less than the prompt: an eviction that is due right behind it would be skipped.
-            tokens = max(tokens, (self.prompt_tokens - 1) // self.block_size * self.block_size)
+            assert self._evict_from is not None
+            # Less than that: an eviction that is due right there would be skipped.
+            tokens = max(tokens, (self._evict_from - 1) // self.block_size * self.block_size)
         return min(known, tokens)
 
     def admitted(self, cached: int) -> None:
@@ -188,7 +241,7 @@ class EvictionState:
         self._evicted_at = None
         self._candidates = []
         self._next_index = self._untouched = self.pinned
-        self._next_due = self.prompt_tokens
+        self._next_due = math.inf if self._evict_from is None else self._evict_from
 
     def report(self) -> dict[str, object]:
         """The ``kv_cache`` report of this request, as of now."""
@@ -198,16 +251,17 @@ class EvictionState:
         """What :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report of."""
         return (*self._budget_values, *self._counts())
 
-    def _counts(self) -> tuple[int, int, int, int]:
+    def _counts(self) -> tuple[int, int, int, int, int | None]:
         # The last sampled token has no KV yet, and async scheduling counts steps in flight.
         seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
-        return seen, self.holes, self.peak_blocks, self._cached or 0
+        return seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at
 
     def _can_evict(self, max_tokens: int, max_model_len: int) -> bool:
         # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
         # in excess never falls as a sequence grows, so the last count tells for all of them.
         last = min(self.prompt_tokens + max_tokens - 2, max_model_len - 1)
-        return last >= self.prompt_tokens and blocks_freed(self.budget, last, self.block_size) > 0
+        first = max(self.prompt_tokens, self.budget.evict_from)
+        return last >= first and blocks_freed(self.budget, last, self.block_size) > 0
 
     def _set_next_due(self, computed: int) -> None:
         # A horizon instead of infinity: the search is then cheap and repeated rarely.

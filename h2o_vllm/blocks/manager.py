@@ -3,9 +3,11 @@
 
 ``KVCacheManager.allocate_slots`` calls, in this order and for every scheduled request::
 
-    remove_skipped_blocks    we free what the budget no longer covers
-    allocate_new_blocks      the freed blocks can already be handed out here
-    cache_blocks             we withhold blocks that an eviction may write, or that depend on one
+    remove_skipped_blocks         we free what the budget no longer covers
+    get_num_blocks_to_allocate    the last moment before it counts the free blocks: if too few are, elastic
+                                  requests are squeezed here, running ones, for this one
+    allocate_new_blocks           the freed blocks can already be handed out here
+    cache_blocks                  we withhold blocks that an eviction may write, or that depend on one
 
 and ``free`` when the request is preempted or done. Nothing else is overridden.
 """
@@ -17,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.ledger import check_pool, check_private
 from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
 from h2o_vllm.config import RequestBudget
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
 __all__ = ["H2OBlockManager"]
@@ -41,11 +45,29 @@ class H2OBlockManager(FullAttentionManager):
         self._eviction_states: dict[str, EvictionState] = {}
         self._evictions: dict[str, Eviction] = {}
         self._final_reports: dict[str, dict[str, object]] = {}
+        self._elastic: dict[str, EvictionState] = {}
+        self._running: tuple[str, ...] = ()
+        self._rules = SqueezeRules()
+        self._beside: tuple[SingleTypeKVCacheManager, ...] = ()
+        self._squeezes = SqueezeCounts()
+
+    def follow_rules(
+        self, rules: SqueezeRules, beside: Sequence[SingleTypeKVCacheManager] = ()
+    ) -> None:
+        """Say when to squeeze; ``beside``: the other managers, which take blocks from the same pool."""
+        self._rules, self._beside = rules, tuple(beside)
+
+    def begin_step(self, running: Sequence[Request]) -> None:
+        """Who may be squeezed in this step: ``running`` ones, whose tables the workers have."""
+        if self._elastic:
+            self._running = tuple(request.request_id for request in running)
 
     def track(self, request: Request, budget: RequestBudget, max_model_len: int) -> EvictionState:
         """Begin to follow a request. Must precede the request's first allocation."""
         state = EvictionState(request, budget, self.block_size, max_model_len)
         self._eviction_states[request.request_id] = state
+        if state.squeezable:
+            self._elastic[request.request_id] = state
         return state
 
     def eviction_state(self, request_id: str) -> EvictionState | None:
@@ -56,6 +78,11 @@ class H2OBlockManager(FullAttentionManager):
         """Drain this step's evictions: at most one per request."""
         evictions, self._evictions = tuple(self._evictions.values()), {}
         return evictions
+
+    def take_squeezes(self) -> SqueezeCounts:
+        """Drain the counts of squeezes since the last call."""
+        counts, self._squeezes = self._squeezes, SqueezeCounts()
+        return counts
 
     def take_final_reports(self) -> dict[str, dict[str, object]]:
         """Drain the reports of the requests that ended since the last call."""
@@ -83,20 +110,125 @@ class H2OBlockManager(FullAttentionManager):
         if state is None or not state.evicts:
             return
         seen = state.counts.num_computed_tokens
-        split = state.evict(seen)
-        if split is None:
-            return
-        table = self.req_to_blocks[request_id]
-        heavy = [table[index] for index in split.heavy]
-        doomed = [table[index] for index in split.doomed]
-        fresh = tuple(table[index].block_id for index in split.fresh)
+        indices = state.evict(seen)
+        if indices is not None:
+            self._evict(request_id, state, indices)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *counts: Any,
+        **options: Any,
+    ) -> int:
+        """As the base class; if that many are not free, elastic requests are squeezed first.
+
+        vLLM asks right before it counts the free blocks, and gives blocks out if there are enough.
+        """
+        asked = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, *counts, **options
+        )
+        if not self._elastic:
+            return asked
+        admitting = not self.req_to_blocks.get(request_id)
+        if admitting and not self._rules.to_admit:
+            return asked
+        needed = asked + sum(
+            # What they would read from the cache is not known here: as much as if it were nothing.
+            manager.get_num_blocks_to_allocate(request_id, num_tokens, (), *counts, **options)
+            for manager in self._beside
+        )
+        if admitting:
+            needed += self._rules.watermark_blocks
+        missing = needed - self.block_pool.get_num_free_blocks()
+        if missing > 0:
+            victims = choose_victims(self._victims(request_id, new_computed_blocks), missing)
+            for victim in victims:
+                self._squeeze(victim)
+            self._squeezes.preemptions_avoided += bool(victims) and not admitting
+        return asked
+
+    def _victims(self, request_id: str, hits: Sequence[KVCacheBlock]) -> list[Victim]:
+        """Who can be squeezed for ``request_id``, which is about to share ``hits``."""
+        by_priority = self._rules.by_priority
+        least = self._eviction_states[request_id].counts.priority
+        wanted = {block.block_id for block in hits}
+        victims = []
+        for other in self._running:
+            state, table = self._elastic.get(other), self.req_to_blocks.get(other)
+            if state is None or not table or (by_priority and state.counts.priority < least):
+                continue
+            indices = state.excess(state.counts.num_computed_tokens)
+            if indices is None or not self._private(state, indices, table, wanted):
+                continue
+            gain = sum(table[index].ref_cnt == 1 for index in indices.doomed)
+            if gain:
+                priority = state.counts.priority if by_priority else 0
+                victims.append(Victim(other, state, gain, priority))
+        return victims
+
+    def _private(
+        self,
+        state: EvictionState,
+        indices: EvictionIndices,
+        table: Sequence[KVCacheBlock],
+        wanted: set[int],
+    ) -> bool:
+        """Whether nobody else holds, or is about to hold (``wanted``), what a squeeze takes away.
+
+        Who is not stock shares pinned blocks only.
+        """
+        if not state.stock:
+            return True
+        behind = table[self._first_withdrawn(state) :]
+        if any(block.ref_cnt > 1 for block in behind):
+            return False
+        lost = (*behind, *(table[index] for index in indices.doomed))
+        return wanted.isdisjoint(block.block_id for block in lost)
+
+    def _first_withdrawn(self, state: EvictionState) -> int:
+        """Where the blocks begin that a squeezed stock request takes out of the cache.
+
+        Those that evictions may write, and give new scores, or the block whose next token comes after the
+        first eviction: vLLM may have published it in this step.
+        """
         if state.policy.moves_tokens:
-            check_private([*heavy, *doomed])
+            return state.pinned
+        return state.counts.num_computed_tokens // self.block_size
+
+    def _squeeze(self, victim: Victim) -> None:
+        request_id, state = victim.request_id, victim.state
+        was_stock = state.stock
+        indices = state.squeeze(state.counts.num_computed_tokens)
+        assert indices is not None
+        if was_stock:
+            doomed = {*indices.doomed}
+            table = self.req_to_blocks[request_id]
+            withdrawn = range(self._first_withdrawn(state), len(table))
+            self.block_pool.evict_blocks(
+                {
+                    table[index].block_id
+                    for index in withdrawn
+                    if index not in doomed and table[index].block_hash is not None
+                }
+            )
+        self._evict(request_id, state, indices)
+        self._squeezes.requests += 1
+        self._squeezes.blocks += victim.gain
+
+    def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
+        """Free what is doomed, and remember it for the workers."""
+        table = self.req_to_blocks[request_id]
+        heavy = [table[index] for index in indices.heavy]
+        doomed = [table[index] for index in indices.doomed]
+        fresh = tuple(table[index].block_id for index in indices.fresh)
+        if state.policy.moves_tokens:
+            check_private(heavy, doomed, scored=state.policy.needs_scores)
         if self.enable_caching:
-            # While the table still has them. Of a token that is still to be sampled there is no hash yet.
-            known = min(seen, state.counts.num_tokens)
-            self.cache_blocks(state.counts, known, replay_boundaries=())
-        for index in split.doomed:
+            # While the table still has them.
+            self._publish(state)
+        for index in indices.doomed:
             table[index] = self.block_pool.null_block
         # Tail first, as everywhere in vLLM: the front of a prompt is the likeliest to be shared.
         self.block_pool.free_blocks(reversed(doomed))
@@ -104,12 +236,19 @@ class H2OBlockManager(FullAttentionManager):
             request_id=request_id,
             heavy_blocks=tuple(block.block_id for block in heavy),
             doomed_blocks=tuple(block.block_id for block in doomed),
-            holes=split.doomed,
+            holes=indices.doomed,
             policy=state.budget.policy,
             fresh_blocks=fresh,
-            fresh_from=split.fresh.start * self.block_size,
-            seen=seen,
+            fresh_from=indices.fresh.start * self.block_size,
+            seen=state.counts.num_computed_tokens,
+            sinks=state.budget.sinks,
         )
+
+    def _publish(self, state: EvictionState) -> None:
+        # Of a token that is still to be sampled there is no hash yet, and none that has ended has KV.
+        counts = state.counts
+        known = min(counts.num_computed_tokens, counts.num_tokens - counts.is_finished())
+        self.cache_blocks(counts, known, replay_boundaries=())
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -139,13 +278,19 @@ class H2OBlockManager(FullAttentionManager):
         )
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """As the base class. Cancels a pending eviction, and drops the finished."""
+        """As the base class. Cancels a pending eviction, and drops the finished.
+
+        Who was never squeezed publishes what it has computed: nobody will rank it any more.
+        """
         self._evictions.pop(request_id, None)
         state = self._eviction_states.get(request_id)
         if state is not None:
             if state.counts.is_finished():
+                if state.squeezable and self.enable_caching:
+                    self._publish(state)
                 self._final_reports[request_id] = state.report()
                 del self._eviction_states[request_id]
+                self._elastic.pop(request_id, None)
             else:
                 state.release()
         return super().pop_blocks_for_free(request_id)

@@ -45,6 +45,7 @@ class Eviction:
             table order. Their tokens lie where they were written, all others where they were moved.
         fresh_from: logical position of the first token in ``fresh_blocks``; the others follow.
         seen: tokens computed so far, which is the number of queries so far.
+        sinks: first tokens that are never evicted.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class Eviction:
     fresh_blocks: tuple[int, ...] = ()
     fresh_from: int = 0
     seen: int = 0
+    sinks: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class StepPlan:
     other one, neither as heavy nor as doomed:
 
     * a heavy block has one owner and no hash when its eviction is decided, so no other table holds it;
-    * a request evicts at most once in a step, before it gets new blocks in that step: what an earlier
-      eviction freed can become its newest block, never a heavy one of the same step;
+    * a request evicts at most once in a step, and ranks full blocks whose tokens earlier steps computed: what
+      an earlier eviction freed can become its newest block, never a heavy one of the same step;
     * an eviction whose request is preempted later in the step, which frees its heavy blocks, is cancelled.
 
     Nor does one adjust scores that another ranks by: who moves tokens ranks neither pinned blocks, which

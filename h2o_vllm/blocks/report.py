@@ -21,7 +21,13 @@ _BUDGET_FIELDS = len(fields(RequestBudget))
 
 
 def request_report(
-    budget: RequestBudget, block_size: int, seen: int, holes: int, peak_blocks: int, cached: int
+    budget: RequestBudget,
+    block_size: int,
+    seen: int,
+    holes: int,
+    peak_blocks: int,
+    cached: int,
+    squeezed_at: int | None,
 ) -> dict[str, object]:
     """The report of a request.
 
@@ -32,6 +38,7 @@ def request_report(
         budget: its protected tokens fill whole blocks.
         seen: tokens whose KV has been computed. holes: blocks evicted so far.
         cached: tokens of the prompt that were read from the prefix cache.
+        squeezed_at: tokens seen when evictions began; ``None``: the answer is lossless.
     """
     evicted = holes * block_size
     return {
@@ -40,6 +47,8 @@ def request_report(
         "recent": budget.recent,
         "sinks": budget.sinks,
         "policy": budget.policy,
+        "elastic": budget.elastic,
+        "squeezed_at": squeezed_at,
         "tokens_seen": seen,
         "tokens_cached": cached,
         "tokens_protected": protected_tokens(budget, seen),
@@ -57,5 +66,5 @@ def budget_values(budget: RequestBudget, block_size: int) -> tuple[Any, ...]:
 
 
 def report_from_values(values: Sequence[Any]) -> dict[str, object]:
-    """The report made of :func:`budget_values`, ``seen``, ``holes``, ``peak_blocks`` and ``cached``."""
+    """The report made of :func:`budget_values`, and what :func:`request_report` takes from ``seen`` on."""
     return request_report(RequestBudget(*values[:_BUDGET_FIELDS]), *values[_BUDGET_FIELDS:])

@@ -45,6 +45,11 @@ def eviction_scores(
     layers, count, heads, block_size = old.shape
     # Protected tokens: not to be spread over their neighbours, not to be lost.
     protected = old == float("inf")
+    if not policy.needs_scores:
+        # Blocks from the prefix cache have scores of others: the first tokens are told by their positions.
+        places = torch.arange(len(eviction.fresh_blocks) * block_size, device=scores.device)
+        first = (places < eviction.sinks - eviction.fresh_from).view(-1, 1, block_size)
+        protected[:, count - len(eviction.fresh_blocks) :] = first
     ranked = old.masked_fill(protected, 0.0).transpose(1, 2).reshape(layers, heads, -1)
     new = policy.eviction_scores(
         Candidates(
@@ -58,7 +63,7 @@ def eviction_scores(
     )
     if new is not None:
         new = new.view(layers, heads, count, block_size).transpose(1, 2)
-        scores[:, blocks] = torch.where(protected, old, new)
+        scores[:, blocks] = new.masked_fill(protected, float("inf"))
 
 
 def cleared(scores: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.blocks.plan import EvictionParams, StepPlan
+from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.config import (
     CONFIG_KEY,
     METRICS_KEY,
@@ -60,6 +62,14 @@ class H2OScheduler(LimitingScheduler):
         end_with_parent()
         self.h2o_config = H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
         self.blocks = self._bound_manager()
+        self.blocks.follow_rules(
+            SqueezeRules(
+                to_admit=self.h2o_config.kv_elastic_admission == "squeeze",
+                watermark_blocks=self.kv_cache_manager.watermark_blocks,
+                by_priority=self.policy == SchedulingPolicy.PRIORITY,
+            ),
+            beside=[manager for manager in block_managers(self) if manager is not self.blocks],
+        )
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
         # Without a server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
@@ -105,6 +115,7 @@ class H2OScheduler(LimitingScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
+        self.blocks.begin_step(self.running)
         output = super().schedule(*args, **kwargs)
         policies = {}
         for started in output.scheduled_new_reqs:
@@ -144,6 +155,7 @@ class H2OScheduler(LimitingScheduler):
         if stats is None or meter is None:
             return stats
         self._collect_reports()
+        meter.squeezed(self.blocks.take_squeezes())
         if meter.due(idle=not self.running):
             # The one field of the stats that is a free dict and survives between processes. KV
             # connectors, whose field it is, are refused at start-up.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.blocks.squeeze import SqueezeCounts
 
 __all__ = ["Meter", "kv_budget_of"]
 
@@ -32,6 +33,8 @@ class Meter:
         self._next_hand_over = clock()
         self._freed_blocks = 0
         self._cached_tokens = self._protected_tokens = 0
+        self._squeezes = SqueezeCounts()
+        self._elastic_answers = self._lossless_answers = 0
         self._eviction_seconds: list[float] = []
         self._budgets: list[float] = []
 
@@ -39,6 +42,12 @@ class Meter:
         """Count the evictions of one step."""
         for eviction in evictions:
             self._freed_blocks += len(eviction.holes)
+
+    def squeezed(self, counts: SqueezeCounts) -> None:
+        """Count squeezes."""
+        self._squeezes.requests += counts.requests
+        self._squeezes.blocks += counts.blocks
+        self._squeezes.preemptions_avoided += counts.preemptions_avoided
 
     def eviction_took(self, seconds: float | None) -> None:
         """Note how long a worker needed for the evictions of one step; ``None`` had none."""
@@ -48,8 +57,12 @@ class Meter:
     def ended(self, reports: Iterable[Mapping[str, Any]]) -> None:
         """Note the budgets of the requests that ended, and of those with one what they shared."""
         for report in reports:
-            self._budgets.append(kv_budget_of(report))
-            if self._budgets[-1] < 1.0:
+            budget = kv_budget_of(report)
+            lossless = report["elastic"] and report["squeezed_at"] is None
+            self._elastic_answers += report["elastic"]
+            self._lossless_answers += lossless
+            self._budgets.append(1.0 if lossless else budget)
+            if budget < 1.0:
                 self._cached_tokens += report["tokens_cached"]
                 self._protected_tokens += report["tokens_protected"]
 
@@ -75,16 +88,23 @@ class Meter:
             "protected_tokens": self._protected_tokens,
             "kv_tokens_full": full,
             "kv_tokens_held": full - holes * self._block_size,
+            "squeezed_requests": self._squeezes.requests,
+            "squeezed_blocks": self._squeezes.blocks,
+            "preemptions_avoided": self._squeezes.preemptions_avoided,
+            "elastic_answers": self._elastic_answers,
+            "lossless_answers": self._lossless_answers,
             "request_kv_budget": self._budgets,
             "eviction_seconds": self._eviction_seconds,
         }
         self._freed_blocks, self._budgets, self._eviction_seconds = 0, [], []
         self._cached_tokens = self._protected_tokens = 0
+        self._squeezes = SqueezeCounts()
+        self._elastic_answers = self._lossless_answers = 0
         return stats
 
 
 def kv_budget_of(report: Mapping[str, Any]) -> float:
-    """The share of its tokens a request was allowed to keep, from its final report."""
+    """The share of its tokens a request was allowed to keep, or its floor, from its final report."""
     if report["budget"] is not None:
         return float(report["budget"])
     return min(1.0, float(report["budget_tokens"] / max(1, report["tokens_seen"])))

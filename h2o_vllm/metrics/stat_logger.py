@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from h2o_vllm.config import METRICS_KEY
-from h2o_vllm.metrics.table import REJECTION_REASONS, TABLE, Metric
+from h2o_vllm.metrics.table import COUNTED, REJECTION_REASONS, TABLE, Metric
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,7 +66,7 @@ class H2OStatLogger(AggregateStatLoggerBase):
         if not carried:
             scheduler_stats.kv_connector_stats = None
         metrics = self._engines[engine_idx]
-        for name in ("evicted_tokens", "freed_blocks", "cached_tokens", "protected_tokens"):
+        for name in COUNTED:
             metrics[f"h2o:{name}"].inc(counts[name])
         for name in ("kv_tokens_held", "kv_tokens_full"):
             metrics[f"h2o:{name}"].set(counts[name])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BY_NAME", "REJECTION_REASONS", "TABLE", "Metric", "exposed_names"]
+__all__ = ["BY_NAME", "COUNTED", "REJECTION_REASONS", "TABLE", "Metric", "exposed_names"]
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -71,6 +71,32 @@ TABLE = (
         "First tokens that kv_protect has kept out of eviction, of ended requests with a kv_budget below 1.",
     ),
     Metric(
+        "h2o:squeezed_requests",
+        "counter",
+        "Elastic requests that had to fall back to their budgets because blocks were missing.",
+    ),
+    Metric(
+        "h2o:squeezed_blocks",
+        "counter",
+        "KV cache blocks that came back to the pool at these moments; h2o:freed_blocks counts them too.",
+    ),
+    Metric(
+        "h2o:preemptions_avoided",
+        "counter",
+        "Allocations of running requests that a squeeze made possible. vLLM would have preempted at least "
+        "one request for each.",
+    ),
+    Metric(
+        "h2o:elastic_answers",
+        "counter",
+        "Ended requests with kv_elastic.",
+    ),
+    Metric(
+        "h2o:lossless_answers",
+        "counter",
+        "Those of them of whose answer no token was computed after an eviction.",
+    ),
+    Metric(
         "h2o:kv_tokens_held",
         "gauge",
         "Tokens whose KV the running requests hold. Its ratio to h2o:kv_tokens_full is what is left.",
@@ -84,7 +110,7 @@ TABLE = (
         "h2o:request_kv_budget",
         "histogram",
         "Share of its tokens each ended request was allowed to keep: its kv_budget, or its "
-        "kv_budget_tokens divided by the tokens it had seen.",
+        "kv_budget_tokens divided by the tokens it had seen; 1 for a lossless answer with kv_elastic.",
         buckets=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     ),
     Metric(
@@ -105,6 +131,13 @@ TABLE = (
 )
 
 BY_NAME = {metric.name: metric for metric in TABLE}
+
+COUNTED = tuple(
+    metric.name.removeprefix("h2o:")
+    for metric in TABLE
+    if metric.kind == "counter" and metric.labels == PER_ENGINE
+)
+"""What engines count, under the names by which they hand it over."""
 
 
 def exposed_names() -> frozenset[str]:

@@ -51,6 +51,10 @@ class Policy(ABC):
     protected tokens' blocks, which it does not rank, the request publishes only what its first eviction
     frees, then, and reads nothing from the cache."""
 
+    needs_scores: ClassVar[bool] = True
+    """Whether a token's score is kept from the moment its KV is written. If not, nothing has to be known of a
+    token before an eviction ranks it: until then a request may be stock in everything."""
+
     scored_prompt_queries: ClassVar[int | None] = None
     """How many of the prompt's last queries are scored; ``None`` for all. Counted in positions, so that
     it does not matter how the prompt is cut into chunks. Generated tokens' queries are always scored."""

@@ -39,6 +39,7 @@ class WindowPolicy(Policy):
     name: ClassVar[str] = "window"
     scores_attention: ClassVar[bool] = False
     moves_tokens: ClassVar[bool] = False
+    needs_scores: ClassVar[bool] = False
 
     def split(
         self, candidates: list[int], num_doomed: int, *, first: bool, protected: int = 0

@@ -32,6 +32,7 @@ class KeyDiffPolicy(H2OPolicy):
 
     name: ClassVar[str] = "keydiff"
     scores_attention: ClassVar[bool] = False
+    needs_scores: ClassVar[bool] = False
     scores_at_eviction: ClassVar[bool] = True
 
     def eviction_scores(self, candidates: Candidates) -> Tensor:

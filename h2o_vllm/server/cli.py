@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from h2o_vllm.config import POLICIES, H2OConfig
+from h2o_vllm.config import ADMISSIONS, POLICIES, H2OConfig
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
 GROUP_DESCRIPTION = """How much KV cache a request keeps. Every request may choose for itself with
-the body fields kv_budget or kv_budget_tokens, kv_recent, kv_policy, kv_sinks and kv_protect; these
-are the defaults and the limits."""
+the body fields kv_budget or kv_budget_tokens, kv_recent, kv_policy, kv_sinks, kv_protect and
+kv_elastic; these are defaults and limits."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -186,6 +186,18 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "TOKENS",
         "Most tokens a request may protect; without it its whole prompt, or 1024 where --kv-budget-max is "
         "below 1.",
+    )
+    group.add_argument(
+        "--kv-elastic",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.kv_elastic,
+        help="Keep everything until memory is short; the budget is the floor.",
+    )
+    group.add_argument(
+        "--kv-elastic-admission",
+        choices=ADMISSIONS,
+        default=_DEFAULTS.kv_elastic_admission,
+        help="For a waiting prompt, elastic requests yield (squeeze), or it waits (queue).",
     )
     add("kv_budget_min", float, "SHARE", "Smallest kv_budget a request may ask for.")
     add("kv_budget_max", float, "SHARE", "Largest kv_budget a request may ask for.")

@@ -45,6 +45,9 @@ class Defaults(BaseModel):
         description="First tokens that the budget leaves alone: a number, the whole prompt, or system "
         "messages and tool definitions."
     )
+    kv_elastic: bool = Field(
+        description="Keep everything until memory is short; the budget is the floor."
+    )
 
 
 class Limits(BaseModel):
@@ -56,6 +59,10 @@ class Limits(BaseModel):
     kv_sinks_max: int = Field(description="Largest kv_sinks.")
     kv_protect_max: int | None = Field(
         description="Largest kv_protect; null: as many tokens as the prompt has."
+    )
+    kv_elastic_admission: str = Field(
+        description="Where memory is short for a waiting prompt. squeeze: elastic requests yield; queue: it "
+        "waits, and they yield only where one would be preempted."
     )
     kv_policies: list[str] = Field(description="Accepted kv_policy values.")
     request_fields: list[str] = Field(description="Budget fields of a request body.")
@@ -157,6 +164,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_min_tokens=config.kv_min_tokens,
             kv_sinks_max=MAX_SINKS,
             kv_protect_max=config.protect_limit,
+            kv_elastic_admission=config.kv_elastic_admission,
             kv_policies=policies,
             request_fields=list(REQUEST_FIELDS),
         ),

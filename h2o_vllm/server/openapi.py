@@ -41,6 +41,12 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
             "First tokens that the budget leaves alone, shared and read from the prefix cache: a number"
             f"{'' if most is None else f' up to {most}'}, the whole prompt, or system messages and tools.",
         ),
+        "kv_elastic": _field(
+            bool, config.kv_elastic, "Keep everything until memory is short; the budget is the floor."
+        ),
+        "kv_evict_from": _field(
+            int, None, "For tests: evict nothing before this many tokens have been seen.", ge=1
+        ),
     }  # fmt: skip
     model: type[BaseModel] = create_model("KVBudget", **fields)
     found: dict[str, Any] = model.model_json_schema()["properties"]

@@ -22,6 +22,9 @@ __all__ = ["Admission", "RefusalError", "admit", "error_body"]
 
 XARGS = "vllm_xargs"
 
+EXCLUSIVE = ({"kv_budget", "kv_budget_tokens"}, {"kv_elastic", "kv_evict_from"})
+"""Fields that contradict each other; the second pair only if ``kv_elastic`` is true."""
+
 VLLM_FIELDS = frozenset({"kv_transfer_params"})
 """Top-level fields of vLLM's own that start with ``kv_``."""
 
@@ -169,8 +172,7 @@ def _check(asked: Mapping[str, Any], config: H2OConfig) -> None:
     try:
         config.resolve({field: _printable(value) for field, value in asked.items()})
     except BudgetError as error:
-        both = {"kv_budget", "kv_budget_tokens"} <= asked.keys()
-        reason = "conflict" if both else "value"
+        reason = "conflict" if any(pair <= asked.keys() for pair in EXCLUSIVE) else "value"
         raise RefusalError(str(error), error.parameter, reason) from None
 
 

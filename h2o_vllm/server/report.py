@@ -31,6 +31,8 @@ REPORT_KEYS = (
     "recent",
     "sinks",
     "policy",
+    "elastic",
+    "squeezed_at",
     *SUMMED,
     "block_size",
 )
@@ -76,5 +78,10 @@ def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:
         return ordered[0]
     sums = {key: sum(report[key] for report in reports) for key in SUMMED}
     budgets = [report["budget_tokens"] for report in reports]
-    budget_tokens = None if None in budgets else sum(budgets)
-    return {**ordered[0], "budget_tokens": budget_tokens, **sums, "sequences": ordered}
+    squeezes = [report["squeezed_at"] for report in reports if report["squeezed_at"] is not None]
+    joined = {
+        "budget_tokens": None if None in budgets else sum(budgets),
+        # Lossless are all of them, or not all.
+        "squeezed_at": min(squeezes, default=None),
+    }
+    return {**ordered[0], **joined, **sums, "sequences": ordered}

@@ -20,14 +20,19 @@ class Counts:
     max_tokens: int = 4096
     num_computed_tokens: int = 0
     num_tokens: int = 0
+    priority: int = 0
+    arrival_time: float = 0.0
 
     def is_finished(self) -> bool:
         return False
 
 
-def make_state(prompt: int, block_size: int = 16, **asked: object) -> EvictionState:
+def make_state(
+    prompt: int, block_size: int = 16, max_tokens: int = 4096, **asked: object
+) -> EvictionState:
     budget = H2OConfig(kv_min_tokens=16).resolve_for(asked, prompt)
-    return EvictionState(Counts(prompt, num_tokens=prompt + 1), budget, block_size, 8192)
+    counts = Counts(prompt, max_tokens, num_tokens=prompt + 1)
+    return EvictionState(counts, budget, block_size, 8192)
 
 
 def test_nothing_is_evicted_before_the_prompt_is_computed() -> None:

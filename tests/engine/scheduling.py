@@ -65,6 +65,7 @@ class Rig:
         policy: str = "fcfs",
         pipelined: bool = False,
         metered: bool = False,
+        watermark: float = 0.0,
         **h2o: Any,
     ) -> None:
         register()
@@ -87,6 +88,7 @@ class Rig:
                 scheduler_cls=args["scheduler_cls"],
                 policy=policy,
                 async_scheduling=pipelined,
+                watermark=watermark,
             ),
             device_config=DeviceConfig("cpu"),
             additional_config=args["additional_config"] | ({METRICS_KEY: True} if metered else {}),

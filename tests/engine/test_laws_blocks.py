@@ -354,10 +354,11 @@ def test_a_server_gets_what_a_report_is_made_of(
                 continue
             # As the front end gets them.
             values = msgspec.msgpack.decode(msgspec.msgpack.encode(values))
-            seen = values[-4]
+            seen, at = values[-5], values[-1]
             expected = request_report(
-                state.budget, rig.block_size, seen, state.holes, state.peak_blocks, 0
+                state.budget, rig.block_size, seen, state.holes, state.peak_blocks, 0, at
             )
+            assert at in (None, state.prompt_tokens)
             assert report_from_values(values) == expected
             compared += 1
     assert compared > 40

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.blocks.squeeze import SqueezeCounts
 from h2o_vllm.metrics.meter import INTERVAL, Meter, kv_budget_of
 
 
@@ -24,7 +25,7 @@ def eviction(holes: int) -> Eviction:
 
 
 def report(budget: float | None, budget_tokens: int = 100, seen: int = 400) -> dict[str, Any]:
-    shared = {"tokens_cached": 96, "tokens_protected": 128}
+    shared = {"tokens_cached": 96, "tokens_protected": 128, "elastic": False, "squeezed_at": None}
     return {"budget": budget, "budget_tokens": budget_tokens, "tokens_seen": seen, **shared}
 
 
@@ -35,14 +36,22 @@ def test_what_happened_is_handed_over_once() -> None:
     meter.eviction_took(None)
     # Only of requests with a budget: the other would have read the cache anyway.
     meter.ended([report(0.2), report(1.0)])
+    # Elastic: one that kept everything, one that was squeezed.
+    meter.squeezed(SqueezeCounts(requests=2, blocks=9, preemptions_avoided=1))
+    meter.ended([report(0.3) | {"elastic": True, "squeezed_at": at} for at in (None, 321)])
     assert meter.hand_over([(400, 5), (100, 0)]) == {
         "evicted_tokens": 80,
         "freed_blocks": 5,
-        "cached_tokens": 96,
-        "protected_tokens": 128,
+        "cached_tokens": 3 * 96,
+        "protected_tokens": 3 * 128,
         "kv_tokens_full": 500,
         "kv_tokens_held": 420,
-        "request_kv_budget": [0.2, 1.0],
+        "squeezed_requests": 2,
+        "squeezed_blocks": 9,
+        "preemptions_avoided": 1,
+        "elastic_answers": 2,
+        "lossless_answers": 1,
+        "request_kv_budget": [0.2, 1.0, 1.0, 0.3],
         "eviction_seconds": [0.25],
     }
     assert meter.hand_over([]) == {
@@ -52,6 +61,11 @@ def test_what_happened_is_handed_over_once() -> None:
         "protected_tokens": 0,
         "kv_tokens_full": 0,
         "kv_tokens_held": 0,
+        "squeezed_requests": 0,
+        "squeezed_blocks": 0,
+        "preemptions_avoided": 0,
+        "elastic_answers": 0,
+        "lossless_answers": 0,
         "request_kv_budget": [],
         "eviction_seconds": [],
     }

@@ -32,6 +32,7 @@ class Mutant(NamedTuple):
 BLOCKS = ("tests/engine/test_laws_blocks.py", "tests/engine/test_state_machine.py")
 PROTECT = ("tests/blocks/test_eviction_state.py", "tests/engine/test_protect.py")
 TOKENS = ("tests/engine/test_laws_tokens.py",)
+ELASTIC = ("tests/blocks/test_squeeze.py", "tests/engine/test_elastic.py")
 CPU = ("tests/kernels/cpu/test_attend.py", "tests/kernels/test_attend.py")
 EVICT = ("tests/kernels/cpu/test_evict.py", "tests/kernels/test_evict.py")
 TRITON = ("tests/kernels/test_triton.py",)
@@ -123,6 +124,73 @@ MUTANTS = (
         "last = min(self.prompt_tokens + max_tokens - 3, max_model_len - 1)",
         BLOCKS,
     ),
+    # Elastic budgets.
+    Mutant(
+        "law05-a-victim-is-squeezed-twice",
+        "if not self.squeezable or computed < max(",
+        "if not self.evicts or computed < max(",
+        ELASTIC,
+    ),
+    Mutant(
+        "law05-a-squeeze-is-forgotten-with-a-preemption",
+        "self._evict_from = self._next_due = computed",
+        "self._next_due = computed",
+        ELASTIC,
+    ),
+    Mutant(
+        "law05-known-tokens-are-computed-after-a-squeeze",
+        "computed < max(self.prompt_tokens, self.counts.num_tokens - 1):",
+        "computed < self.prompt_tokens:",
+        ELASTIC,
+    ),
+    Mutant(
+        "law05-no-hole-in-a-row-that-is-not-in-the-batch",
+        "state.block_ids[group][index] = 0",
+        "del index",
+        ("tests/engine/test_elastic_tokens.py",),
+    ),
+    Mutant(
+        "law06-a-shared-heavy-block-is-written",
+        "if any(block.ref_cnt > 1 for block in behind):",
+        "if False:",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "law06-a-prompt-loses-the-hit-it-came-for",
+        "return wanted.isdisjoint(block.block_id for block in lost)",
+        "return True",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "law07-the-block-behind-a-squeeze-stays-published",
+        "return state.counts.num_computed_tokens // self.block_size",
+        "return state.counts.num_computed_tokens // self.block_size + 1",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "law04-anybodys-scores-count-as-first-tokens",
+        "if not policy.needs_scores:\n        # Blocks",
+        "if False:\n        # Blocks",
+        ("tests/engine/test_elastic_tokens.py",),
+    ),
+    Mutant(
+        "blocks-squeezed-in-vain",
+        "if gained < missing:\n        return []",
+        "if not gained:\n        return []",
+        ELASTIC,
+    ),
+    Mutant(
+        "blocks-prompts-squeeze-where-they-should-queue",
+        "if admitting and not self._rules.to_admit:",
+        "if False:",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "blocks-the-watermark-is-forgotten",
+        "needed += self._rules.watermark_blocks",
+        "pass",
+        ELASTIC[1:],
+    ),
     # config
     Mutant(
         "config-no-upper-limit",
@@ -170,8 +238,8 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-a-wrong-hole",
-        "holes=split.doomed,",
-        "holes=tuple(index + 1 for index in split.doomed),",
+        "holes=indices.doomed,",
+        "holes=tuple(index + 1 for index in indices.doomed),",
         (*BLOCKS, *TOKENS),
     ),
     Mutant(

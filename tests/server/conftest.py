@@ -22,6 +22,8 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "recent": 0.5,
         "sinks": 0,
         "policy": "h2o",
+        "elastic": False,
+        "squeezed_at": None,
         "tokens_seen": 100,
         "tokens_cached": 0,
         "tokens_protected": 0,

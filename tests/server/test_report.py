@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from h2o_vllm.blocks.report import budget_values, report_from_values
 from h2o_vllm.config import H2OConfig
 from h2o_vllm.server import report as report_module
-from h2o_vllm.server.report import REPORT_KEYS, Reports
+from h2o_vllm.server.report import REPORT_KEYS, Reports, kv_cache
 from tests.server.conftest import engine_report
 
 
@@ -64,6 +66,18 @@ def test_several_sequences_give_sums_and_every_report() -> None:
     assert tuple(kv_cache) == (*REPORT_KEYS, "sequences")
 
 
+def test_several_sequences_are_lossless_together_or_squeezed_where_the_first_was() -> None:
+    def joined(*points: int | None) -> dict[str, Any]:
+        made = kv_cache([engine_report(elastic=True, squeezed_at=at) for at in points])
+        assert made is not None
+        return made
+
+    assert joined(None, None)["squeezed_at"] is None
+    several = joined(None, 321, 300)
+    assert several["squeezed_at"] == 300
+    assert [one["squeezed_at"] for one in several["sequences"]] == [None, 321, 300]
+
+
 def test_only_the_last_values_of_a_sequence_become_a_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -79,7 +93,9 @@ def test_only_the_last_values_of_a_sequence_become_a_report(
     reports = Reports()
     call = reports.open_call()
     for seen in range(1000, 1100):
-        reports.record(call, {"0": [*budget, seen, 50, 63, 0], "1": [*budget, seen + 7, 50, 63, 0]})
+        reports.record(
+            call, {"0": [*budget, seen, 50, 63, 0, 900], "1": [*budget, seen + 7, 50, 63, 0, None]}
+        )
     reports.record(call, {"1": engine_report()})
     assert not built
     kv_cache = reports.kv_cache()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic requests without an engine: who yields, when evictions begin, what may be read and published."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.blocks.squeeze import Victim, choose_victims
+from h2o_vllm.config import POLICIES
+from tests.blocks.test_eviction_state import Counts, make_state
+
+
+def victim(name: str, gain: int, priority: int = 0, arrived: float = 0.0) -> Victim:
+    state = make_state(400, kv_budget=0.2, kv_elastic=True)
+    state.counts.arrival_time = arrived  # type: ignore[misc]
+    return Victim(name, state, gain, priority)
+
+
+def names(victims: list[Victim]) -> list[str]:
+    return [one.request_id for one in victims]
+
+
+def test_who_gives_most_yields_first_and_the_youngest_of_equals() -> None:
+    crowd = [victim("old", 5, arrived=1), victim("small", 2), victim("young", 5, arrived=2)]
+    assert names(choose_victims(crowd, 1)) == ["young"]
+    assert names(choose_victims(crowd, 6)) == ["young", "old"]
+    assert names(choose_victims(crowd, 12)) == ["young", "old", "small"]
+
+
+def test_nobody_yields_if_all_together_could_not_cover_the_need() -> None:
+    assert choose_victims([victim("a", 5), victim("b", 2)], 8) == []
+    assert choose_victims([], 1) == []
+
+
+def test_the_least_important_yields_first_and_nobody_in_vain() -> None:
+    crowd = [victim("vital", 9, 0), victim("low", 3, 2), victim("lower", 1, 5)]
+    assert names(choose_victims(crowd, 4)) == ["lower", "low"]
+    # The important one has to go in any case, and covers it all.
+    assert names(choose_victims(crowd, 9)) == ["vital"]
+    assert names(choose_victims(crowd, 12)) == ["low", "vital"]
+
+
+def elastic(prompt: int, **asked: object) -> EvictionState:
+    return make_state(prompt, kv_budget=0.2, kv_elastic=True, **asked)
+
+
+def grown(state: EvictionState, tokens: int) -> EvictionState:
+    """``state`` once ``tokens`` are computed."""
+    counts = state.counts
+    assert isinstance(counts, Counts)
+    counts.num_computed_tokens, counts.num_tokens = tokens, tokens + 1
+    return state
+
+
+@pytest.mark.parametrize("policy", POLICIES[:-1])
+def test_nothing_is_evicted_before_the_squeeze_and_all_that_is_due_with_it(policy: str) -> None:
+    one = elastic(400, kv_policy=policy)
+    assert one.squeezable
+    assert [one.evict(seen) for seen in range(400, 600)] == [None] * 200
+    assert one.squeezed_at is None
+    grown(one, 600)
+    expected = one.excess(600)
+    assert expected is not None and one.holes == 0, "a look changes nothing"
+    assert one.squeeze(600) == expected
+    assert not one.squeezable and one.excess(600) is None, "a latch"
+    assert one.holes == len(expected.doomed) == (600 - 120) // 16
+    assert one.evict(600) is None, "once per step"
+    grown(one, 601)
+    assert one.squeezed_at == one.report()["squeezed_at"] == 600
+
+
+@pytest.mark.parametrize("policy", ["h2o", "keydiff", "window"])
+def test_evict_from_replays_a_squeeze(policy: str) -> None:
+    """The same evictions at the same counts, in small steps and in chunks, also after a preemption."""
+    one = elastic(400, kv_policy=policy)
+    wanted = [(555, one.squeeze(555))]
+    wanted += [(seen, due) for seen in range(556, 900) if (due := one.evict(seen)) is not None]
+    assert len(wanted) > 5
+    replay = make_state(400, kv_budget=0.2, kv_policy=policy, kv_evict_from=555)
+    found = [(seen, due) for seen in range(400, 900) if (due := replay.evict(seen)) is not None]
+    assert found == wanted
+    for again in (one, replay):
+        again.release()
+        computed, found = again.readable_tokens(554), []
+        while computed < 900:
+            due = again.evict(computed)
+            found += [(computed, due)] if due is not None else []
+            computed += again.chunk_limit(computed, min(100, 900 - computed))
+        assert found == wanted
+
+
+@pytest.mark.parametrize("asked", [1, 399, 400])
+def test_evict_from_inside_of_the_prompt_is_right_behind_it(asked: int) -> None:
+    one = make_state(400, kv_budget=0.2, kv_evict_from=asked)
+    assert one.evict(399) is None and one.evict(400) is not None
+
+
+def test_evict_from_behind_the_answer_leaves_a_request_to_stock_vllm() -> None:
+    def evicts(evict_from: int) -> bool:
+        asked = {"kv_budget": 0.2, "kv_evict_from": evict_from}
+        return make_state(400, max_tokens=100, **asked).evicts
+
+    assert evicts(498) and not evicts(499)
+
+
+def test_who_computes_known_tokens_cannot_be_squeezed() -> None:
+    """Its prompt, or its answer again: those tokens came of KV that was whole."""
+    one = elastic(400)
+    grown(one, 600)
+    assert one.excess(600) is not None and one.excess(599) is None
+    fresh = elastic(400)
+    assert grown(fresh, 399).excess(399) is None
+    assert grown(fresh, 400).excess(400) is not None
+    assert grown(make_state(400, kv_budget=0.2), 600).excess(600) is None, "not elastic"
+    assert grown(elastic(400, kv_protect="prompt"), 410).excess(410) is None, "nothing in excess"
+
+
+def test_a_preemption_keeps_the_squeeze_point() -> None:
+    one = grown(elastic(400), 600)
+    one.squeeze(600)
+    one.release()
+    assert not one.squeezable
+    assert one.evict(599) is None and one.chunk_limit(0, 10_000) == 600
+    assert one.evict(600) is not None
+
+
+def test_an_answer_whose_last_token_was_under_way_is_lossless() -> None:
+    """Asynchronous scheduling squeezes at 601 who turns out to end with token 601."""
+    one = grown(elastic(400), 600)
+    one.squeeze(601)
+    assert one.squeezed_at is None
+    grown(one, 601)
+    assert one.squeezed_at is None
+    grown(one, 602)
+    assert one.squeezed_at == 601
+
+
+@pytest.mark.parametrize("policy", POLICIES[:-1])
+def test_a_policy_without_scores_is_stock_until_it_is_squeezed(policy: str) -> None:
+    one = elastic(400, kv_policy=policy, kv_protect=40)
+    scoreless = policy in ("keydiff", "window")
+    assert one.stock is scoreless
+    assert one.readable_tokens(399) == (399 if scoreless else 48)
+    assert one.publishable_tokens(590) == (590 if scoreless else 48)
+    grown(one, 600)
+    due = one.squeeze(600)
+    assert due is not None and not one.stock
+    untouched = 48 + len(due.doomed) * 16
+    assert one.publishable_tokens(700) == (600 if policy == "window" else untouched)
+    one.release()
+    # Less than where evictions began: the one that is due there would be skipped.
+    assert one.readable_tokens(700) == (592 if policy == "window" else 48)

@@ -10,7 +10,10 @@ from typing import Any
 
 import schemathesis
 
-FIELDS = ("kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks", "kv_protect")
+FIELDS = (
+    "kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks", "kv_protect", "kv_elastic",
+    "kv_evict_from",
+)  # fmt: skip
 REQUESTS = (
     "CompletionRequest",
     "ChatCompletionRequest",

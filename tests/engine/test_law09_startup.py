@@ -220,6 +220,8 @@ def test_marked_specs_merge_into_marked_specs() -> None:
         ({"kv_budget_tokens": 1.5}, "--kv-budget-tokens"),
         ({"kv_protect": "question"}, "--kv-protect"),
         ({"kv_protect": 9, "kv_protect_max": 8}, "--kv-protect-max"),
+        ({"kv_elastic": "yes"}, "--kv-elastic: "),
+        ({"kv_elastic_admission": "wait"}, "--kv-elastic-admission: "),
         ({"kv_bugdet": 0.2}, "kv_bugdet"),
     ],
     ids=str,

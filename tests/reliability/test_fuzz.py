@@ -93,6 +93,7 @@ def is_sound(xargs: dict[str, Any], limits: H2OConfig) -> bool:
 
     tokens, sinks = xargs.get("kv_budget_tokens", 1), xargs.get("kv_sinks", 0)
     protect = xargs.get("kv_protect", 0)
+    elastic, evict_from = xargs.get("kv_elastic", False), xargs.get("kv_evict_from", 1)
     return (
         number("kv_budget", limits.kv_budget_min, limits.kv_budget_max)
         and number("kv_recent", 0, 1)
@@ -102,6 +103,11 @@ def is_sound(xargs: dict[str, Any], limits: H2OConfig) -> bool:
         and 0 <= sinks <= 1024
         # Roles are the server's business: "system" is a number by now.
         and (protect == "prompt" or (type(protect) is int and 0 <= protect < 2**31))
+        and (type(elastic) is bool or (type(elastic) is int and 0 <= elastic <= 1))
+        and type(evict_from) is int
+        and 1 <= evict_from < 2**31
+        and not (elastic and "kv_evict_from" in xargs)
+        and (limits.kv_budget_max == 1 or not (elastic or "kv_evict_from" in xargs))
         and xargs.get("kv_policy", "h2o") in POLICIES
         and not {"kv_budget", "kv_budget_tokens"} <= xargs.keys()
         and all(

@@ -110,6 +110,15 @@ def test_what_is_protected_is_a_number_or_a_word(given: str, value: Any) -> None
     assert cli.config_of(parse("--kv-protect", given)).kv_protect == value
 
 
+def test_elastic_is_a_flag_also_in_a_file(tmp_path: Path) -> None:
+    assert cli.config_of(parse("--kv-elastic")).kv_elastic is True
+    assert cli.config_of(parse("--kv-elastic", "--no-kv-elastic")).kv_elastic is False
+    file = tmp_path / "options.yaml"
+    file.write_text("kv-elastic: true\nkv-elastic-admission: queue\n")
+    config = cli.config_of(parse("--config", str(file)))
+    assert (config.kv_elastic, config.kv_elastic_admission) == (True, "queue")
+
+
 def test_own_and_vllms_options_parse_together() -> None:
     args = parse("m", "--kv-budget", "0.2", "--max-model-len", "2k", "--kv_policy=window")
     config = cli.config_of(args)

@@ -144,6 +144,9 @@ def test_config_says_what_is_served(server: LiveServer) -> None:
     assert config["defaults"]["kv_protect"] == 0
     # Whoever bounds budgets bounds what escapes them.
     assert config["limits"]["kv_protect_max"] == 1024
+    assert config["defaults"]["kv_elastic"] is False
+    assert config["limits"]["kv_elastic_admission"] == "squeeze"
+    assert {"kv_elastic", "kv_evict_from"} <= set(config["limits"]["request_fields"])
     cache = config["kv_cache"]
     assert cache["block_size"] == 32
     assert cache["num_tokens"] == 32 * (cache["num_blocks"] - ENGINES)

@@ -18,6 +18,9 @@ def test_every_field_is_described() -> None:
     assert fields["kv_policy"]["anyOf"][0]["enum"] == list(POLICIES)
     assert "up to 64" in fields["kv_protect"]["description"]
     assert fields["kv_protect"]["default"] == "system"
+    assert fields["kv_elastic"]["anyOf"][0] == {"type": "boolean"}
+    assert fields["kv_elastic"]["default"] is False
+    assert fields["kv_evict_from"]["anyOf"][0] == {"type": "integer", "minimum": 1}
 
 
 def test_bodies_of_the_routes_that_take_them_have_them() -> None:

@@ -44,6 +44,14 @@ BAD_VALUES: dict[str, list[str]] = {
         ),
         *("true", "false", '"4"', '""', "[]", "[4]", "{}", '{"a": 1}'),
     ],
+    "kv_elastic": [
+        *("2", "-1", "0.5", "1.0", "NaN", "Infinity", "1" + "0" * 400, '"true"', '"1"', '""'),
+        *("[]", "[true]", "{}", '{"a": true}'),
+    ],
+    "kv_evict_from": [
+        *("0", "-1", "2147483648", "1" + "0" * 400, "300.0", "NaN", "-Infinity", "true", "false"),
+        *('"300"', '""', "[]", "[300]", "{}"),
+    ],
     "kv_policy": [
         *('""', '"H2O"', '"h2o "', '"lru"', '"none"', '"random\\u0000"', '"' + "h2o" * 3000 + '"'),
         *("0", "1", "1.5", "true", "false", "NaN", "[]", '["h2o"]', "{}", '{"h2o": 1}'),
@@ -109,6 +117,9 @@ def test_message_names_field_value_and_range(config: H2OConfig) -> None:
         {"kv_policy": "h2o-norm", "kv_sinks": 0},
         {"kv_policy": "keydiff", "kv_sinks": 1024},
         {"kv_policy": "full"},
+        {"kv_budget": 0.2, "kv_elastic": True},
+        {"kv_elastic": False, "kv_evict_from": 300},
+        {"kv_elastic": 1},
     ],
 )
 @pytest.mark.parametrize("place", ["top", "vllm_xargs"])
@@ -119,6 +130,41 @@ def test_fields_arrive_in_vllm_xargs_with_type_and_value(
     got = passed(config, request)
     assert got == {"model": "m", "prompt": "p", "vllm_xargs": fields}
     assert [type(v) for v in got["vllm_xargs"].values()] == [type(v) for v in fields.values()]
+
+
+def test_delayed_and_elastic_exclude_each_other(config: H2OConfig) -> None:
+    refusal = refused(config, body(kv_elastic=True, kv_evict_from=300))
+    assert refusal.message == "kv_evict_from must be left out when kv_elastic is true, got 300"
+    assert (refusal.param, refusal.reason) == ("kv_evict_from", "conflict")
+
+
+@pytest.mark.parametrize("fields", [{"kv_elastic": True}, {"kv_evict_from": 300}])
+def test_who_bounds_budgets_bounds_what_is_whole_for_a_while(fields: dict[str, Any]) -> None:
+    bounded = H2OConfig(kv_budget=0.5, kv_budget_max=0.5)
+    refusal = refused(bounded, body(**fields))
+    assert (
+        refusal.param in fields and "on this server (its kv_budget_max is 0.5)" in refusal.message
+    )
+    assert passed(bounded, body(kv_elastic=False))["vllm_xargs"] == {"kv_elastic": False}
+    # An operator who wants it elastic has chosen; holding on without ever yielding stays out.
+    elastic = H2OConfig(kv_budget=0.5, kv_budget_max=0.5, kv_elastic=True)
+    if "kv_elastic" in fields:
+        assert passed(elastic, body(**fields))["vllm_xargs"] == fields
+    else:
+        assert refused(elastic, body(**fields)).param == "kv_evict_from"
+
+
+def test_what_an_elastic_server_makes_of_requests() -> None:
+    config = H2OConfig(kv_budget=0.2, kv_elastic=True)
+
+    def begin(**asked: Any) -> tuple[bool, int]:
+        budget = config.resolve(asked)
+        return budget.elastic, budget.evict_from
+
+    assert begin() == begin(kv_elastic=1) == (True, 0)
+    assert begin(kv_elastic=False) == begin(kv_elastic=0) == (False, 0)
+    # Naming the point is enough: nobody has to say that such a request does not yield.
+    assert begin(kv_evict_from=300) == begin(kv_evict_from=300, kv_elastic=False) == (False, 300)
 
 
 def test_other_xargs_and_the_rest_of_the_body_survive_a_lift(config: H2OConfig) -> None:

@@ -17,6 +17,7 @@ from h2o_vllm.errors import BudgetError, ConfigError
 __all__ = [
     "ADMISSIONS",
     "CONFIG_KEY",
+    "MAX_DELAY",
     "MAX_SINKS",
     "METRICS_KEY",
     "POLICIES",
@@ -61,6 +62,7 @@ REQUEST_FIELDS = (
     "kv_policy",
     "kv_sinks",
     "kv_protect",
+    "kv_delay",
     "kv_elastic",
     "kv_evict_from",
 )
@@ -71,6 +73,9 @@ TESTING_FIELDS = ("kv_evict_from",)
 
 MAX_SINKS = 1024
 """Sinks come on top of an operator's ``kv_budget_max``, so they are few."""
+
+MAX_DELAY = 256
+"""While an eviction is delayed, a request holds more than ``kv_budget_max`` says: not for long."""
 
 PROTECT_WORDS = ("prompt", "system")
 """What ``kv_protect`` may be beside a number of first tokens: all of the prompt, or its system messages and
@@ -95,6 +100,7 @@ class RequestBudget:
         policy: one of :data:`POLICIES`.
         protect: first tokens that are neither ranked nor evicted; the budget applies to those behind
             them. A number, or one of :data:`PROTECT_WORDS` as long as the prompt is not known.
+        delay: generated tokens before which nothing is evicted.
         elastic: everything is kept until memory is short; what this budget says is the floor.
         evict_from: no eviction before this many tokens have been seen; 0: behind the prompt, as is
             whatever lies inside of it.
@@ -109,6 +115,7 @@ class RequestBudget:
     policy: str
     sinks: int = 0
     protect: int | str = 0
+    delay: int = 0
     elastic: bool = False
     evict_from: int = 0
 
@@ -136,6 +143,8 @@ class H2OConfig:
             prompt; a request that asks for more is refused.
         kv_protect_max: most tokens a request may protect; ``None``: see :attr:`protect_limit`. They come
             on top of ``kv_budget_max``.
+        kv_delay: default number of generated tokens before a request's first eviction, 0 to 256: until then
+            an answer is lossless, and its queries have their say in what stays.
         kv_elastic: whether requests keep everything until memory is short, their budgets being floors.
         kv_elastic_admission: one of :data:`ADMISSIONS`.
 
@@ -153,6 +162,7 @@ class H2OConfig:
     kv_min_tokens: int = 128
     kv_protect: int | str = 0
     kv_protect_max: int | None = None
+    kv_delay: int = 0
     kv_elastic: bool = False
     kv_elastic_admission: str = "squeeze"
 
@@ -169,6 +179,7 @@ class H2OConfig:
             if self.kv_protect_max is not None:
                 check_integer("kv_protect_max", self.kv_protect_max, 0)
             _protect(self.kv_protect, MAX_TOKENS)
+            check_integer("kv_delay", self.kv_delay, 0, MAX_DELAY)
             check_flag("kv_elastic", self.kv_elastic)
             check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
         except BudgetError as error:
@@ -231,6 +242,7 @@ class H2OConfig:
                 "kv_budget", given["kv_budget"], "left out when kv_budget_tokens is given"
             )
         protect = _protect(given.get("kv_protect", self.kv_protect), self._most_protected)
+        delay = check_integer("kv_delay", given.get("kv_delay", self.kv_delay), 0, MAX_DELAY)
         fraction, tokens = self.kv_budget, self.kv_budget_tokens
         if "kv_budget" in given:
             low, high = self.kv_budget_min, self.kv_budget_max
@@ -257,6 +269,7 @@ class H2OConfig:
             policy=policy,
             sinks=sinks,
             protect=protect,
+            delay=delay,
             elastic=elastic,
             evict_from=evict_from,
         )

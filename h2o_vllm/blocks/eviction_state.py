@@ -57,9 +57,10 @@ class EvictionState:
     By causality a token behind the pinned blocks gets attention from tokens behind them only, so KV of
     pinned blocks may come from the prefix cache, whatever the policy: nobody wants its scores.
 
-    Evictions begin behind the prompt, or behind ``evict_from`` tokens; those of an elastic request where
-    :meth:`squeeze` says so, once and for all: a preemption changes nothing about it. What a request generates
-    is thus a function of the request and of the tokens seen when its evictions began.
+    Evictions begin ``delay`` tokens behind the prompt, or behind ``evict_from`` tokens; those of an elastic
+    request where :meth:`squeeze` says so behind its delay, once and for all: a preemption changes nothing
+    about it. What a request generates is thus a function of the request and of the tokens seen when its
+    evictions began.
 
     Args:
         counts: the request; read, never written.
@@ -100,9 +101,11 @@ class EvictionState:
         self.policy = get_policy(budget.policy)
         self.prompt_tokens = counts.num_prompt_tokens
         """Fixed at admission: also after a preemption, all that was known before the answer."""
+        self._earliest = max(self.prompt_tokens + budget.delay, budget.evict_from)
+        """Tokens seen before which nothing is evicted in any case."""
         self.evicts = self._can_evict(counts.max_tokens, max_model_len)
         """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
-        self._evict_from = None if budget.elastic else max(self.prompt_tokens, budget.evict_from)
+        self._evict_from = None if budget.elastic else self._earliest
         """Tokens seen before which nothing is evicted; ``None``: nobody has squeezed the request yet."""
         self.peak_blocks = 0
         self._squeezed_at: int | None = None
@@ -166,7 +169,7 @@ class EvictionState:
         Not from a request that is still computing known tokens: its prompt, or after a preemption an answer
         whose tokens have come of KV that was whole.
         """
-        if not self.squeezable or computed < max(self.prompt_tokens, self.counts.num_tokens - 1):
+        if not self.squeezable or computed < max(self._earliest, self.counts.num_tokens - 1):
             return None
         num_doomed = blocks_freed(self.budget, computed, self.block_size)
         if num_doomed <= 0:
@@ -260,8 +263,7 @@ class EvictionState:
         # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
         # in excess never falls as a sequence grows, so the last count tells for all of them.
         last = min(self.prompt_tokens + max_tokens - 2, max_model_len - 1)
-        first = max(self.prompt_tokens, self.budget.evict_from)
-        return last >= first and blocks_freed(self.budget, last, self.block_size) > 0
+        return last >= self._earliest and blocks_freed(self.budget, last, self.block_size) > 0
 
     def _set_next_due(self, computed: int) -> None:
         # A horizon instead of infinity: the search is then cheap and repeated rarely.

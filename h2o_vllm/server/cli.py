@@ -28,8 +28,8 @@ GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
 GROUP_DESCRIPTION = """How much KV cache a request keeps. Every request may choose for itself with
-the body fields kv_budget or kv_budget_tokens, kv_recent, kv_policy, kv_sinks, kv_protect and
-kv_elastic; these are defaults and limits."""
+the body fields kv_budget or kv_budget_tokens, kv_recent, kv_policy, kv_sinks, kv_protect,
+kv_delay and kv_elastic; these are defaults and limits."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -186,6 +186,13 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "TOKENS",
         "Most tokens a request may protect; without it its whole prompt, or 1024 where --kv-budget-max is "
         "below 1.",
+    )
+    add(
+        "kv_delay",
+        int,
+        "TOKENS",
+        "Generated tokens before a request's first eviction, 0 to 256: until then its answer is lossless, "
+        "and what it looks at has its say in what stays.",
     )
     group.add_argument(
         "--kv-elastic",

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
-from h2o_vllm.config import MAX_SINKS, POLICIES, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config import MAX_DELAY, MAX_SINKS, POLICIES, REQUEST_FIELDS, H2OConfig
 from h2o_vllm.engine.version import supported_versions
 from h2o_vllm.server.openapi import describe_fields
 from h2o_vllm.server.routes import LIFTED, REFUSED
@@ -45,6 +45,7 @@ class Defaults(BaseModel):
         description="First tokens that the budget leaves alone: a number, the whole prompt, or system "
         "messages and tool definitions."
     )
+    kv_delay: int = Field(description="Generated tokens before the first eviction.")
     kv_elastic: bool = Field(
         description="Keep everything until memory is short; the budget is the floor."
     )
@@ -57,6 +58,7 @@ class Limits(BaseModel):
     kv_budget_max: float = Field(description="Largest kv_budget.")
     kv_min_tokens: int = Field(description="No budget falls below this many tokens.")
     kv_sinks_max: int = Field(description="Largest kv_sinks.")
+    kv_delay_max: int = Field(description="Largest kv_delay.")
     kv_protect_max: int | None = Field(
         description="Largest kv_protect; null: as many tokens as the prompt has."
     )
@@ -163,6 +165,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_budget_max=config.kv_budget_max,
             kv_min_tokens=config.kv_min_tokens,
             kv_sinks_max=MAX_SINKS,
+            kv_delay_max=MAX_DELAY,
             kv_protect_max=config.protect_limit,
             kv_elastic_admission=config.kv_elastic_admission,
             kv_policies=policies,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, Field, create_model
 
-from h2o_vllm.config import MAX_SINKS, POLICIES, PROTECT_WORDS, H2OConfig
+from h2o_vllm.config import MAX_DELAY, MAX_SINKS, POLICIES, PROTECT_WORDS, H2OConfig
 from h2o_vllm.server.routes import LIFTED
 
 __all__ = ["describe_fields", "fields_of"]
@@ -40,6 +40,9 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
             int | Literal[PROTECT_WORDS], config.kv_protect,
             "First tokens that the budget leaves alone, shared and read from the prefix cache: a number"
             f"{'' if most is None else f' up to {most}'}, the whole prompt, or system messages and tools.",
+        ),
+        "kv_delay": _field(
+            int, config.kv_delay, "Generated tokens before the first eviction.", ge=0, le=MAX_DELAY
         ),
         "kv_elastic": _field(
             bool, config.kv_elastic, "Keep everything until memory is short; the budget is the floor."

@@ -31,6 +31,7 @@ REPORT_KEYS = (
     "recent",
     "sinks",
     "policy",
+    "delay",
     "elastic",
     "squeezed_at",
     *SUMMED,

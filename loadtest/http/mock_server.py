@@ -139,8 +139,9 @@ class Generation:
         freed = (seen - keep) // BLOCK_SIZE
         return {
             "budget": budget.fraction, "budget_tokens": keep, "recent": budget.recent,
-            "sinks": budget.sinks, "policy": budget.policy, "elastic": budget.elastic,
-            "squeezed_at": self.prompt_tokens if freed else None,
+            "sinks": budget.sinks, "policy": budget.policy, "delay": budget.delay,
+            "elastic": budget.elastic,
+            "squeezed_at": self.prompt_tokens + budget.delay if freed else None,
             "tokens_seen": seen, "tokens_cached": 0, "tokens_protected": protected,
             "tokens_held": seen - freed * BLOCK_SIZE,
             "tokens_evicted": freed * BLOCK_SIZE, "blocks_freed": freed,

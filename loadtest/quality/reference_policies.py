@@ -53,6 +53,7 @@ class PolicyModel:
         model: a transformers model whose attention is :meth:`attend`; see :func:`load`.
         policy: value of ``kv_policy``. fraction, recent, block, floor: as in ``reference_h2o.py``.
         sinks: first tokens that stay. protected: first tokens beside the budget, rounded up to blocks.
+        delay: generated tokens before the first eviction.
     """
 
     model: torch.nn.Module
@@ -63,6 +64,7 @@ class PolicyModel:
     floor: int
     sinks: int = 0
     protected: int = 0
+    delay: int = 0
     running: ClassVar[PolicyModel | None] = None
     """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
@@ -93,6 +95,8 @@ class PolicyModel:
         return self.layers[layer].alive[head].nonzero().flatten().tolist()
 
     def _evict(self, seen: int) -> None:
+        if seen < self.prompt + self.delay:
+            return
         sinks_end = max(self.protected, math.ceil(self.sinks / self.block) * self.block)
         floor = max(self.floor, sinks_end - self.protected)
         rest = max(0, seen - self.protected)

@@ -11,8 +11,8 @@ from typing import Any
 import schemathesis
 
 FIELDS = (
-    "kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks", "kv_protect", "kv_elastic",
-    "kv_evict_from",
+    "kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks", "kv_protect", "kv_delay",
+    "kv_elastic", "kv_evict_from",
 )  # fmt: skip
 REQUESTS = (
     "CompletionRequest",

@@ -104,6 +104,23 @@ def test_evict_from_behind_the_answer_leaves_a_request_to_stock_vllm() -> None:
     assert evicts(498) and not evicts(499)
 
 
+def test_a_delay_begins_behind_the_prompt() -> None:
+    """As ``kv_evict_from`` does, but counted from there."""
+    later = make_state(400, kv_budget=0.2, kv_delay=16)
+    replay = make_state(400, kv_budget=0.2, kv_evict_from=416)
+    for seen in range(400, 900):
+        assert later.evict(seen) == replay.evict(seen)
+        assert (later.holes > 0) == (seen >= 416)
+    assert make_state(400, max_tokens=18, kv_budget=0.2, kv_delay=16).evicts
+    assert not make_state(400, max_tokens=17, kv_budget=0.2, kv_delay=16).evicts
+
+
+def test_nobody_is_squeezed_within_its_delay() -> None:
+    one = elastic(400, kv_delay=16)
+    assert grown(one, 415).excess(415) is None
+    assert grown(one, 416).excess(416) is not None
+
+
 def test_who_computes_known_tokens_cannot_be_squeezed() -> None:
     """Its prompt, or its answer again: those tokens came of KV that was whole."""
     one = elastic(400)

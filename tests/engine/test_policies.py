@@ -81,19 +81,24 @@ def test_every_policy_has_a_row() -> None:
     assert {*KEPT, *OTHERS} == set(MATRIX)
 
 
-@pytest.mark.parametrize("protect", [0, 50])
+@pytest.mark.parametrize(("protect", "delay"), [(0, 0), (50, 2)])
 @pytest.mark.parametrize("policy", KEPT)
 def test_the_kept_set_equals_that_of_a_plain_model(
-    clean: Engine, plain_model: torch.nn.Module, text_tokens: list[int], policy: str, protect: int
+    clean: Engine,
+    plain_model: torch.nn.Module,
+    text_tokens: list[int],
+    policy: str,
+    protect: int,
+    delay: int,
 ) -> None:
     sinks, recent, length = KEPT[policy]
     prompt = text_tokens[300 : 300 + length]
     asked = {
         "kv_budget": 0.2, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent,
-        "kv_protect": protect,
+        "kv_protect": protect, "kv_delay": delay,
     }  # fmt: skip
     ours = watch(clean, prompt, asked)
-    model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks, protect)
+    model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks, protect, delay)
     tokens, logprobs = model.generate(prompt, STEPS)
     assert len(model.ranked) > 1
     assert ours["tokens"] == tokens

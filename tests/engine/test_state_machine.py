@@ -48,6 +48,7 @@ budgets = st.one_of(
             "kv_policy": st.sampled_from(POLICIES),
             "kv_sinks": st.integers(0, 100),
             "kv_protect": protects,
+            "kv_delay": st.integers(0, 40),
         },
     ),
     st.fixed_dictionaries(

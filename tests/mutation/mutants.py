@@ -124,6 +124,12 @@ MUTANTS = (
         "last = min(self.prompt_tokens + max_tokens - 3, max_model_len - 1)",
         BLOCKS,
     ),
+    Mutant(
+        "law05-a-delay-is-forgotten",
+        "self.prompt_tokens + budget.delay",
+        "self.prompt_tokens",
+        ELASTIC,
+    ),
     # Elastic budgets.
     Mutant(
         "law05-a-victim-is-squeezed-twice",
@@ -139,8 +145,8 @@ MUTANTS = (
     ),
     Mutant(
         "law05-known-tokens-are-computed-after-a-squeeze",
-        "computed < max(self.prompt_tokens, self.counts.num_tokens - 1):",
-        "computed < self.prompt_tokens:",
+        "computed < max(self._earliest, self.counts.num_tokens - 1):",
+        "computed < self._earliest:",
         ELASTIC,
     ),
     Mutant(

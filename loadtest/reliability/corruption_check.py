@@ -36,6 +36,7 @@ class Result:
     """What a round was and what it found. ``wrong`` must be empty, ``ties`` few.
 
     ``both``: how often a request was preempted in the very step that had already evicted from it.
+    ``squeezed``: elastic requests that had to fall back to their budgets.
     """
 
     requests: int = 0
@@ -46,11 +47,20 @@ class Result:
     preemptions: int = 0
     evictions: int = 0
     both: int = 0
+    squeezed: int = 0
     cached_tokens: int = 0
     poisoned_blocks: int = 0
     seconds: float = 0.0
     ties: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclass
+class _Answer:
+    """What a request generated, and where its evictions began, if they did."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    squeezed_at: int | None = None
 
 
 class CorruptionCheck:
@@ -78,25 +88,34 @@ class CorruptionCheck:
             key = _key(request)
             if key not in self._alone:
                 alone = dataclasses.replace(request, arrives=0, leaves=None)
-                self._alone[key] = self._run([alone], Result())[0]
+                self._alone[key] = self._run([alone], Result())[0].tokens
                 assert self._scheduler.reset_prefix_cache()
 
     def compare_batched(
-        self, requests: Sequence[TimedRequest], *, find_ties: bool = True
+        self,
+        requests: Sequence[TimedRequest],
+        *,
+        planted: contextlib.AbstractContextManager[Any] | None = None,
+        find_ties: bool = True,
     ) -> Result:
         """Generate all at once, and compare; :meth:`run_alone` must have had them before.
 
-        ``find_ties`` tells ties from what is wrong, for which a request has to run alone once more.
+        Those that were squeezed run alone once more, evicting from the same count on. ``planted``: a bug in
+        the batch. ``find_ties`` tells ties from what is wrong, for which a request has to run alone, too.
         """
         started, result = time.monotonic(), Result(requests=len(requests))
         poisoned = self._poison.count
-        with self._counting(result):
-            outputs = self._run(requests, result)
+        with planted or contextlib.nullcontext(), self._counting(result):
+            answers = self._run(requests, result)
         result.poisoned_blocks = self._poison.count - poisoned
         result.seconds = round(time.monotonic() - started, 1)
         assert self._scheduler.reset_prefix_cache()
-        for number, (request, tokens) in enumerate(zip(requests, outputs, strict=True)):
-            self._compare(number, request, tokens, result, find_ties=find_ties)
+        for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+            if answer.squeezed_at is not None and (request.budget or {}).get("kv_elastic"):
+                result.squeezed += 1
+                request = _replay(request, answer.squeezed_at)  # noqa: PLW2901 - what it came to
+                self.run_alone([request])
+            self._compare(number, request, answer.tokens, result, find_ties=find_ties)
         return result
 
     def _compare(
@@ -142,12 +161,12 @@ class CorruptionCheck:
         margin = max(likely.values()) - likely.get(token, -math.inf)
         return math.inf if math.isnan(margin) else margin
 
-    def _run(self, requests: Sequence[TimedRequest], result: Result) -> list[list[int]]:
+    def _run(self, requests: Sequence[TimedRequest], result: Result) -> list[_Answer]:
         names = {}
         for index in range(len(requests)):
             self._number += 1
             names[f"{self._number}"] = index
-        outputs: list[list[int]] = [[] for _ in requests]
+        answers = [_Answer() for _ in requests]
         waiting = sorted(names, key=lambda name: requests[names[name]].arrives)
         leaving: dict[str, int] = {}
         step = 0
@@ -161,11 +180,14 @@ class CorruptionCheck:
                 if request.leaves is not None:
                     leaving[name] = step + request.leaves
             for output in self._engine.step():
-                outputs[names[output.request_id]] = list(output.outputs[0].token_ids)
+                answer = answers[names[output.request_id]]
+                answer.tokens = list(output.outputs[0].token_ids)
                 if output.finished:
+                    answer.squeezed_at = output.kv_transfer_params["h2o"]["0"]["squeezed_at"]
                     leaving.pop(output.request_id, None)
                     result.cached_tokens += output.num_cached_tokens or 0
             for name in [name for name, when in leaving.items() if when <= step]:
+                answers[names[name]].squeezed_at = self._squeezed_at(name)
                 self._engine.abort_request([name])
                 del leaving[name]
             self._scheduler.blocks.check_integrity()
@@ -173,7 +195,16 @@ class CorruptionCheck:
             step += 1
         self._scheduler.blocks.check_integrity(idle=True)
         result.steps += step
-        return outputs
+        return answers
+
+    def _squeezed_at(self, name: str) -> int | None:
+        """Of a request that is about to be aborted: nobody gets its report."""
+        for request_id in self._scheduler.requests:
+            # The engine makes the names of its clients unique.
+            if request_id.partition("-")[0] == name:
+                at: int | None = self._scheduler.blocks.eviction_state(request_id).squeezed_at
+                return at
+        return None
 
     @contextlib.contextmanager
     def _counting(self, result: Result) -> Iterator[None]:
@@ -236,6 +267,12 @@ def _start_engine(model: str, num_blocks: int) -> Any:
 
 def _key(request: TimedRequest) -> tuple[Any, ...]:
     return request.prompt, json.dumps(request.budget), request.max_tokens
+
+
+def _replay(request: TimedRequest, at: int) -> TimedRequest:
+    """An elastic request that evicts from ``at`` tokens on, whatever else runs."""
+    budget = {key: value for key, value in (request.budget or {}).items() if key != "kv_elastic"}
+    return dataclasses.replace(request, budget=budget | {"kv_evict_from": at})
 
 
 def _params(request: TimedRequest, logprobs: int | None = None) -> Any:

@@ -39,6 +39,10 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 0.3, "kv_protect": 60, "kv_policy": "tova"},
     {"kv_budget_tokens": 40, "kv_protect": 20, "kv_policy": "caote"},
     {"kv_budget": 0.2, "kv_protect": 50, "kv_policy": "window"},
+    {"kv_budget": 0.2, "kv_elastic": True},
+    {"kv_budget": 0.1, "kv_elastic": True, "kv_protect": 30, "kv_policy": "caote"},
+    {"kv_budget": 0.2, "kv_elastic": True, "kv_sinks": 4, "kv_policy": "keydiff"},
+    {"kv_budget": 0.3, "kv_elastic": True, "kv_policy": "window"},
 )
 
 

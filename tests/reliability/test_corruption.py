@@ -46,6 +46,7 @@ def test_a_batch_generates_what_each_request_generates_alone(
         assert row["running_max"] > 40
         assert row["preemptions"] > (100 if row["mix"] == "growing" else 10)
         assert row["evictions"] > 300
+        assert row["squeezed"] > 5
         assert row["aborted"] > 5
         assert row["cached_tokens"] > 50
         assert row["poisoned_blocks"] > 1000

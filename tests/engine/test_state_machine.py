@@ -9,6 +9,7 @@ Bugs that are planted have to be found, else the machine would prove nothing.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,11 +25,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.manager import H2OBlockManager
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config import ADMISSIONS, POLICIES
 from h2o_vllm.policy import blocks_freed, budget_tokens
 from tests.engine.scheduling import Rig
 
@@ -49,6 +51,7 @@ budgets = st.one_of(
             "kv_sinks": st.integers(0, 100),
             "kv_protect": protects,
             "kv_delay": st.integers(0, 40),
+            "kv_evict_from": st.integers(1, 300),
         },
     ),
     st.fixed_dictionaries(
@@ -57,11 +60,21 @@ budgets = st.one_of(
 )
 
 
+elastic = st.fixed_dictionaries(
+    {
+        "kv_elastic": st.just(True),
+        "kv_budget": st.sampled_from([0.1, 0.3]),
+        "kv_policy": st.sampled_from(["h2o", "keydiff", "window"]),
+    },
+    optional={"kv_protect": protects, "kv_sinks": st.integers(0, 60)},
+)
+
+
 class Traffic(RuleBasedStateMachine):
     """Clients, scheduler and pool; ``model_dir`` is set by the test."""
 
     model_dir: str
-    steps = evictions = preemptions = both = pinned_hits = 0
+    steps = evictions = preemptions = both = pinned_hits = squeezes = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin; ``both``:
     preempted in the step that had already evicted from it, which chance hardly brings about:
     ``test_laws_blocks.py`` has a script for it."""
@@ -71,6 +84,10 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.count = 0
         self.rig: Any = None
+        self.states: dict[str, EvictionState] = {}
+        """Of the requests that were squeezed."""
+        self.points: dict[str, int] = {}
+        """Where."""
 
     @initialize(
         num_blocks=st.integers(24, 40),
@@ -78,6 +95,8 @@ class Traffic(RuleBasedStateMachine):
         pipelined=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         batched_tokens=st.sampled_from([16, 64, 512]),
+        watermark=st.sampled_from([0.0, 0.2]),
+        kv_elastic_admission=st.sampled_from(ADMISSIONS),
     )
     def start(self, batched_tokens: int, **options: Any) -> None:
         self.rig = Rig(
@@ -101,6 +120,23 @@ class Traffic(RuleBasedStateMachine):
         name = f"r{self.count}"
         self.rig.add(name, family[:length], asked, max_tokens=max_tokens, priority=priority)
         return name
+
+    @rule(
+        target=live,
+        crowd=st.lists(st.tuples(st.integers(60, 160), elastic), min_size=2, max_size=3),
+        shared=st.sampled_from([0, 50]),
+        priority=st.integers(0, 2),
+    )
+    def admit_elastic(self, crowd: Any, shared: int, priority: int) -> Any:
+        """Several at once, which have little in common: the pool is too small for most of these crowds."""
+        names = []
+        for length, asked in crowd:
+            self.count += 1
+            names.append(f"r{self.count}")
+            own = range(10_000 * self.count, 10_000 * self.count + length - min(shared, length))
+            prompt = [*FAMILIES[0][: length - len(own)], *own]
+            self.rig.add(names[-1], prompt, asked, max_tokens=80, priority=priority)
+        return multiple(*names)
 
     @rule(steps=st.integers(1, 40))
     def advance(self, steps: int) -> None:
@@ -137,7 +173,7 @@ class Traffic(RuleBasedStateMachine):
         """Law 6: a hit never passes the pin."""
         for started in admitted:
             state = self.rig.blocks.eviction_state(started.req_id)
-            if state is None or not state.evicts or not state.policy.moves_tokens:
+            if state is None or state.stock or not state.policy.moves_tokens:
                 continue
             assert started.num_computed_tokens <= state.pinned * self.rig.block_size
             Traffic.pinned_hits += started.num_computed_tokens > 0
@@ -149,30 +185,66 @@ class Traffic(RuleBasedStateMachine):
             state = blocks.eviction_state(request.request_id)
             seen = request.num_computed_tokens
             if not state.evicts:
-                # Served as by stock vLLM: nothing may ever have become due.
-                owes = blocks_freed(state.budget, seen, state.block_size)
-                assert seen <= state.prompt_tokens or not owes
-            if not state.evicts or seen <= state.prompt_tokens:
+                # Served as by stock vLLM: nothing may ever have become due, before its last token was.
+                last = min(seen, state.prompt_tokens + state.counts.max_tokens - 2)
+                owes = blocks_freed(state.budget, last, state.block_size)
+                assert last < max(state.prompt_tokens, state.budget.evict_from) or not owes
+            if state.squeezable:
+                assert not state.holes, "evicted from who was not squeezed"
+            elif state.budget.elastic and state.evicts:
+                self.check_latch(request.request_id, state)
+            if not state.evicts or seen <= (state._evict_from or state.prompt_tokens):
+                continue
+            if state.squeezable:
+                if not state.stock:
+                    self.check_private(state, blocks.req_to_blocks[request.request_id])
                 continue
             allowed = budget_tokens(state.budget, seen)
             live = self.rig.live_blocks(request.request_id)
             assert live <= math.ceil(allowed / self.rig.block_size) + 1
             table = blocks.req_to_blocks[request.request_id]
             assert not any(block.is_null for block in table[: state.pinned])
-            hashed = [i for i, block in enumerate(table) if block.block_hash is not None]
             if state.policy.moves_tokens:
-                ranked = [block for block in table[state.pinned :] if not block.is_null]
-                assert all(block.ref_cnt == 1 for block in ranked), "others score what is ranked"
-                assert all(i < state.pinned for i in hashed), "others can find what is ranked"
-            elif hashed:
+                self.check_private(state, table)
+            elif hashed := [i for i, block in enumerate(table) if block.block_hash is not None]:
                 # What was computed before the first eviction is everybody's, be it of the answer.
                 assert (max(hashed) + 1) * self.rig.block_size <= first_eviction(state, seen)
+
+    def check_private(self, state: EvictionState, table: Any) -> None:
+        """Law 6: nobody scores what is still to be ranked, nor can find it."""
+        ranked = [block for block in table[state.pinned :] if not block.is_null]
+        assert all(block.ref_cnt == 1 for block in ranked), "others score what is ranked"
+        assert all(block.block_hash is None for block in ranked), "others can find what is ranked"
+
+    def check_latch(self, request_id: str, state: EvictionState) -> None:
+        """Squeezed once, and for good."""
+        at = state._evict_from
+        assert at is not None and at >= state.prompt_tokens
+        if request_id not in self.states:
+            Traffic.squeezes += 1
+            # Checked right after the step; a step in flight may have brought a token since.
+            assert state.counts.num_tokens <= at + 2, "known tokens came of whole KV"
+        self.states[request_id] = state
+        assert self.points.setdefault(request_id, at) == at, "squeezed twice"
+
+    def check_replays(self) -> None:
+        """Law 5: evictions are those of a run alone that begins to evict at the same count."""
+        for request_id, state in self.states.items():
+            budget = replace(state.budget, elastic=False, evict_from=self.points[request_id])
+            counts: Any = state.counts
+            alone = EvictionState(counts, budget, state.block_size, 4096)
+            seen = range(state.prompt_tokens, counts.num_tokens + 1)
+            expected = {n: due.doomed for n in seen if (due := alone.evict(n)) is not None}
+            for eviction in self.rig.evictions:
+                if eviction.request_id == request_id:
+                    assert expected.get(eviction.seen) == eviction.holes
 
     def teardown(self) -> None:
         if self.rig is None:
             return
         # Alone a request takes at most 164 steps, and preemptions repeat some of them.
         Traffic.steps += self.rig.run(limit=500 * (len(self.rig.scheduler.requests) + 1))
+        self.check_replays()
         Traffic.evictions += len(self.rig.evictions)
         Traffic.preemptions += self.rig.preemptions
         Traffic.both += self.rig.both
@@ -183,7 +255,8 @@ class Traffic(RuleBasedStateMachine):
 
 def first_eviction(state: EvictionState, seen: int) -> int:
     """Tokens a request has computed when its first block goes; all of them if none has gone yet."""
-    counts = range(state.prompt_tokens, seen)
+    assert state._evict_from is not None
+    counts = range(state._evict_from, seen)
     return next((n for n in counts if blocks_freed(state.budget, n, state.block_size)), seen)
 
 
@@ -205,16 +278,23 @@ def test_any_order_of_events_keeps_the_laws(
     )
     print(
         f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions, "
-        f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin"
+        f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, {Traffic.squeezes} squeezes"
     )
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 100
     assert Traffic.pinned_hits > 10
+    assert Traffic.squeezes > 50
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EvictionState, "release", lambda self: None)
+    release = EvictionState.release
+
+    def first_only(self: EvictionState) -> None:
+        if not hasattr(self, "holes"):
+            release(self)
+
+    monkeypatch.setattr(EvictionState, "release", first_only)
 
 
 def everything_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +356,34 @@ def block_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(H2OBlockManager, "remove_skipped_blocks", losing)
 
 
+def squeezed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was squeezed can be squeezed again, later: its floor begins to count anew."""
+
+    def always(self: EvictionState, computed: int) -> Any:
+        if self._evict_from is not None and computed > self._evict_from + 8:
+            self._evict_from = None
+        return excess(self, computed)
+
+    excess = EvictionState.excess
+    monkeypatch.setattr(EvictionState, "excess", always)
+
+
+def shared_blocks_are_squeezed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks become heavy that others hold."""
+    monkeypatch.setattr(H2OBlockManager, "_private", lambda *_: True)
+
+
+def squeezed_blocks_stay_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that evictions write, or that are computed behind the first one, can still be found."""
+    monkeypatch.setattr(BlockPool, "evict_blocks", lambda self, block_ids: None)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        squeezed_twice,
+        shared_blocks_are_squeezed,
+        squeezed_blocks_stay_published,
         holes_survive_a_preemption,
         everything_is_published,
         blocks_are_published_before_they_are_ranked,

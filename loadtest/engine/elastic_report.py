@@ -79,9 +79,9 @@ def loads(rows: list[Row]) -> list[int]:
 
 def plot_elastic(rows: list[Row], path: Path) -> Path:
     """Speed, likelihood lost and lossless answers over the load, a line per variant."""
-    from loadtest.common.plots import BLUE, GREY, RED, YELLOW, caption, legend, panels, save
+    from loadtest.common.plots import BLUE, GREY, LIGHT, RED, YELLOW, caption, legend, panels, save
 
-    colours = dict(zip(VARIANTS, (GREY, BLUE, RED, YELLOW), strict=True))
+    colours = dict(zip(VARIANTS, (GREY, BLUE, LIGHT, RED, YELLOW), strict=True))
     shown: tuple[tuple[str, Callable[[int, str], list[float]]], ...] = (
         ("generated tokens / s", lambda n, v: [r["tok_per_s"] for r in pick(rows, load=n, variant=v)]),
         ("likelihood lost, % of full KV's NLL", lambda n, v: lost(rows, n, v)),

@@ -50,6 +50,7 @@ _ELASTIC = {"kv_budget": BUDGET, "kv_elastic": True}
 VARIANTS = {
     "stock": Variant("stock-same-flags", "vLLM, same flags"),
     "fixed": Variant("h2o", "kv_budget 0.2", {"kv_budget": BUDGET}),
+    "delayed": Variant("h2o", "kv_budget 0.2, kv_delay 16", {"kv_budget": BUDGET, "kv_delay": 16}),
     "elastic": Variant("h2o", "elastic, squeezed to admit", _ELASTIC),
     "elastic-queue": Variant(
         "h2o", "elastic, squeezed not to preempt", _ELASTIC, {"kv_elastic_admission": "queue"}

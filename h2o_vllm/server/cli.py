@@ -27,9 +27,9 @@ PROG = "h2o-serve"
 GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
-GROUP_DESCRIPTION = """How much KV cache a request keeps. Every request may choose for itself with
-the body fields kv_budget or kv_budget_tokens, kv_recent, kv_policy, kv_sinks, kv_protect,
-kv_delay and kv_elastic; these are defaults and limits."""
+GROUP_DESCRIPTION = """How much KV cache a request keeps. Each may choose with the body fields kv_budget or
+kv_budget_tokens, kv_recent, kv_policy, kv_sinks, kv_protect, kv_delay and kv_elastic; these are
+defaults and limits."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -140,7 +140,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         float,
         "SHARE",
         "Share of its tokens (prompt + generated) a request keeps in the KV cache, above 0 and "
-        "up to 1: 0.2 keeps a fifth, 1 keeps all and is plain vLLM. "
+        "up to 1: 0.2 keeps a fifth, 1 is plain vLLM. "
         "(kvpress' compression_ratio is the share removed: 0.8 there is 0.2 here.)",
     )
     add(
@@ -163,8 +163,8 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         help="Which tokens stay beside the newest. h2o: those with the most attention so far; h2o-norm: "
         "the most per query that could see them; caote: the same, weighed by their values; snapkv: the "
         "most from the end of the prompt on; tova: the most from the newest token; keydiff: the least "
-        "like the others, whatever the attention; caote-keydiff: half of each of these two; window: the "
-        "first; random: any; full: all.",
+        "like the others, whatever the attention; caote-keydiff: half of each; window: the first; "
+        "random: any; full: all.",
     )
     add(
         "kv_sinks",
@@ -176,9 +176,8 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_protect",
         _tokens_or_word,
         "TOKENS|prompt|system",
-        "First tokens that the budget leaves alone: a number, the whole prompt, or (in chats) system "
-        "messages and tool definitions. They are shared between requests and read from the prefix cache; "
-        "the budget applies to the rest.",
+        "First tokens that the budget leaves alone, shared and read from the prefix cache: a number, the "
+        "whole prompt, or (in chats) system messages and tool definitions.",
     )
     add(
         "kv_protect_max",
@@ -191,8 +190,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_delay",
         int,
         "TOKENS",
-        "Generated tokens before a request's first eviction, 0 to 256: until then its answer is lossless, "
-        "and what it looks at has its say in what stays.",
+        "Generated tokens before a request's first eviction, 0 to 256; lossless.",
     )
     group.add_argument(
         "--kv-elastic",

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state machine of ``test_state_machine.py``: clients, the real scheduler and a real pool."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle as RequestIds
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+from vllm.v1.request import RequestStatus
+
+from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.config import ADMISSIONS, POLICIES
+from h2o_vllm.policy import blocks_freed, budget_tokens
+from tests.engine.scheduling import Rig
+
+__all__ = ["Traffic"]
+
+FAMILIES = tuple(range(1000 * n, 1000 * n + 200) for n in (1, 2))
+"""Prompts are beginnings of these, so that many share blocks. With its answer each fits into the pool."""
+
+protects = st.one_of(st.just("prompt"), st.sampled_from([50, 100]), st.integers(0, 250))
+
+budgets = st.one_of(
+    st.none(),
+    st.fixed_dictionaries({"kv_budget": st.sampled_from([0.1, 0.2, 0.4])}),
+    st.fixed_dictionaries({"kv_budget": st.sampled_from([0.1, 0.2]), "kv_protect": protects}),
+    st.fixed_dictionaries(
+        {"kv_budget": st.floats(0.05, 1.0)},
+        optional={
+            "kv_recent": st.floats(0.0, 1.0),
+            "kv_policy": st.sampled_from(POLICIES),
+            "kv_sinks": st.integers(0, 100),
+            "kv_protect": protects,
+            "kv_delay": st.integers(0, 40),
+            "kv_evict_from": st.integers(1, 300),
+        },
+    ),
+    st.fixed_dictionaries(
+        {"kv_budget_tokens": st.integers(1, 200)}, optional={"kv_protect": protects}
+    ),
+)
+
+
+elastic = st.fixed_dictionaries(
+    {
+        "kv_elastic": st.just(True),
+        "kv_budget": st.sampled_from([0.1, 0.3]),
+        "kv_policy": st.sampled_from(["h2o", "keydiff", "window"]),
+    },
+    optional={"kv_protect": protects, "kv_sinks": st.integers(0, 60)},
+)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Clients, scheduler and pool; ``model_dir`` is set by the test."""
+
+    model_dir: str
+    steps = evictions = preemptions = both = pinned_hits = squeezes = 0
+    """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin; ``both``:
+    preempted in the step that had already evicted from it, which chance hardly brings about:
+    ``test_laws_blocks.py`` has a script for it."""
+    live = RequestIds("live")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.rig: Any = None
+        self.states: dict[str, EvictionState] = {}
+        """Of the requests that were squeezed."""
+        self.points: dict[str, int] = {}
+        """Where."""
+
+    @initialize(
+        num_blocks=st.integers(24, 40),
+        caching=st.booleans(),
+        pipelined=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        batched_tokens=st.sampled_from([16, 64, 512]),
+        watermark=st.sampled_from([0.0, 0.2]),
+        kv_elastic_admission=st.sampled_from(ADMISSIONS),
+    )
+    def start(self, batched_tokens: int, **options: Any) -> None:
+        self.rig = Rig(
+            self.model_dir,
+            max_num_batched_tokens=batched_tokens,
+            kv_min_tokens=16,
+            max_num_seqs=8,
+            **options,
+        )
+
+    @rule(
+        target=live,
+        family=st.sampled_from(FAMILIES),
+        length=st.one_of(st.integers(1, 200), st.integers(60, 200)),
+        asked=budgets,
+        max_tokens=st.integers(1, 150),
+        priority=st.integers(0, 2),
+    )
+    def admit(self, family: range, length: int, asked: Any, max_tokens: int, priority: int) -> str:
+        self.count += 1
+        name = f"r{self.count}"
+        self.rig.add(name, family[:length], asked, max_tokens=max_tokens, priority=priority)
+        return name
+
+    @rule(
+        target=live,
+        crowd=st.lists(st.tuples(st.integers(60, 160), elastic), min_size=2, max_size=3),
+        shared=st.sampled_from([0, 50]),
+        priority=st.integers(0, 2),
+    )
+    def admit_elastic(self, crowd: Any, shared: int, priority: int) -> Any:
+        """Several at once, which have little in common: the pool is too small for most of these crowds."""
+        names = []
+        for length, asked in crowd:
+            self.count += 1
+            names.append(f"r{self.count}")
+            own = range(10_000 * self.count, 10_000 * self.count + length - min(shared, length))
+            prompt = [*FAMILIES[0][: length - len(own)], *own]
+            self.rig.add(names[-1], prompt, asked, max_tokens=80, priority=priority)
+        return multiple(*names)
+
+    @rule(
+        target=live,
+        family=st.sampled_from(FAMILIES),
+        lengths=st.tuples(st.integers(60, 200), st.integers(60, 200)),
+        protected=protects,
+        steps=st.integers(4, 20),
+    )
+    def admit_two_turns(self, family: range, lengths: Any, protected: Any, steps: int) -> Any:
+        """The second finds what the first one protects, if there is a cache and its prompt was computed."""
+        names = []
+        for length in sorted(lengths):
+            self.count += 1
+            names.append(f"r{self.count}")
+            asked = {"kv_budget": 0.2, "kv_protect": protected}
+            self.rig.add(names[-1], family[:length], asked, max_tokens=40)
+            self.advance(steps)
+        return multiple(*names)
+
+    @rule(steps=st.integers(1, 40))
+    def advance(self, steps: int) -> None:
+        for _ in range(steps):
+            output = self.rig.step()
+            Traffic.steps += 1
+            self.check_hits(output.scheduled_new_reqs)
+            self.check_requests()
+
+    @rule(request_id=consumes(live))
+    def abort(self, request_id: str) -> None:
+        self.rig.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @rule()
+    def preempt_all_and_reset_the_prefix_cache(self) -> None:
+        # As vLLM does: it asks for this between steps.
+        self.rig.settle()
+        before = [request.num_preemptions for request in self.rig.scheduler.requests.values()]
+        self.rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+        after = [request.num_preemptions for request in self.rig.scheduler.requests.values()]
+        Traffic.preemptions += sum(after) - sum(before)
+
+    @rule(target=live)
+    def forget_nothing(self) -> Any:
+        """No new id: keeps the bundle usable when everybody was aborted."""
+        return multiple()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if self.rig is not None:
+            self.rig.blocks.check_integrity()
+
+    def check_hits(self, admitted: Any) -> None:
+        """Law 6: a hit never passes the pin."""
+        for started in admitted:
+            state = self.rig.blocks.eviction_state(started.req_id)
+            if state is None or state.stock or not state.policy.moves_tokens:
+                continue
+            assert started.num_computed_tokens <= state.pinned * self.rig.block_size
+            Traffic.pinned_hits += started.num_computed_tokens > 0
+
+    def check_requests(self) -> None:
+        """Laws 3, 6 and 7 for everybody who is running."""
+        blocks = self.rig.blocks
+        for request in self.rig.scheduler.running:
+            state = blocks.eviction_state(request.request_id)
+            seen = request.num_computed_tokens
+            if not state.evicts:
+                # Served as by stock vLLM: nothing may ever have become due, before its last token was.
+                last = min(seen, state.prompt_tokens + state.counts.max_tokens - 2)
+                owes = blocks_freed(state.budget, last, state.block_size)
+                assert last < max(state.prompt_tokens, state.budget.evict_from) or not owes
+            if state.squeezable:
+                assert not state.holes, "evicted from who was not squeezed"
+            elif state.budget.elastic and state.evicts:
+                self.check_latch(request.request_id, state)
+            if not state.evicts or seen <= (state._evict_from or state.prompt_tokens):
+                continue
+            if state.squeezable:
+                if not state.stock:
+                    self.check_private(state, blocks.req_to_blocks[request.request_id])
+                continue
+            allowed = budget_tokens(state.budget, seen)
+            live = self.rig.live_blocks(request.request_id)
+            assert live <= math.ceil(allowed / self.rig.block_size) + 1
+            table = blocks.req_to_blocks[request.request_id]
+            assert not any(block.is_null for block in table[: state.pinned])
+            if state.policy.moves_tokens:
+                self.check_private(state, table)
+            elif hashed := [i for i, block in enumerate(table) if block.block_hash is not None]:
+                # What was computed before the first eviction is everybody's, be it of the answer.
+                assert (max(hashed) + 1) * self.rig.block_size <= first_eviction(state, seen)
+
+    def check_private(self, state: EvictionState, table: Any) -> None:
+        """Law 6: nobody scores what is still to be ranked, nor can find it."""
+        ranked = [block for block in table[state.pinned :] if not block.is_null]
+        assert all(block.ref_cnt == 1 for block in ranked), "others score what is ranked"
+        assert all(block.block_hash is None for block in ranked), "others can find what is ranked"
+
+    def check_latch(self, request_id: str, state: EvictionState) -> None:
+        """Squeezed once, and for good."""
+        at = state._evict_from
+        assert at is not None and at >= state.prompt_tokens
+        if request_id not in self.states:
+            Traffic.squeezes += 1
+            # Checked right after the step; a step in flight may have brought a token since.
+            assert state.counts.num_tokens <= at + 2, "known tokens came of whole KV"
+        self.states[request_id] = state
+        assert self.points.setdefault(request_id, at) == at, "squeezed twice"
+
+    def check_replays(self) -> None:
+        """Law 5: evictions are those of a run alone that begins to evict at the same count."""
+        for request_id, state in self.states.items():
+            budget = replace(state.budget, elastic=False, evict_from=self.points[request_id])
+            counts: Any = state.counts
+            alone = EvictionState(counts, budget, state.block_size, 4096)
+            seen = range(state.prompt_tokens, counts.num_tokens + 1)
+            expected = {n: due.doomed for n in seen if (due := alone.evict(n)) is not None}
+            for eviction in self.rig.evictions:
+                if eviction.request_id == request_id:
+                    assert expected.get(eviction.seen) == eviction.holes
+
+    def teardown(self) -> None:
+        if self.rig is None:
+            return
+        # Alone a request takes at most 164 steps, and preemptions repeat some of them.
+        Traffic.steps += self.rig.run(limit=500 * (len(self.rig.scheduler.requests) + 1))
+        self.check_replays()
+        Traffic.evictions += len(self.rig.evictions)
+        Traffic.preemptions += self.rig.preemptions
+        Traffic.both += self.rig.both
+        assert not self.rig.blocks._eviction_states
+        self.rig.scheduler.reset_prefix_cache()
+        self.rig.blocks.check_integrity(idle=True)
+
+
+def first_eviction(state: EvictionState, seen: int) -> int:
+    """Tokens a request has computed when its first block goes; all of them if none has gone yet."""
+    assert state._evict_from is not None
+    counts = range(state._evict_from, seen)
+    return next((n for n in counts if blocks_freed(state.budget, n, state.block_size)), seen)

@@ -7,11 +7,13 @@ import argparse
 import datetime
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     "RESULTS",
+    "Measured",
     "Row",
     "append_rows",
     "numbered_rows",
@@ -24,6 +26,15 @@ RESULTS = Path(__file__).parents[1] / "results"
 """The published ones; also where new ones go unless told otherwise."""
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement of a plan: its fields are repeated by its row."""
+
+    def measured_by(self, row: Row) -> bool:
+        """Whether ``row`` is its result."""
+        return all(row[name] == value for name, value in asdict(self).items())
 
 
 def result_path(kind: str, folder: Path = RESULTS, name: str | None = None) -> Path:

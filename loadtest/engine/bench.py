@@ -23,7 +23,7 @@ from typing import Any
 
 from loadtest.common.child import Child
 from loadtest.common.machine import describe_gpu, describe_run
-from loadtest.common.results import RESULTS, Row, append_rows, read_rows, result_path
+from loadtest.common.results import RESULTS, Measured, Row, append_rows, read_rows, result_path
 from loadtest.engine.models import SHAPES, make_model
 from loadtest.engine.tables import measured_table, ratio_table
 from loadtest.engine.workloads import SUITES, Suite
@@ -32,16 +32,12 @@ __all__ = ["Measurement", "main", "planned"]
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Measured):
     """One variant serving one workload in one round."""
 
     round: int
     variant: str
     workload: str
-
-    def measured_by(self, row: Row) -> bool:
-        """Whether ``row`` is its result."""
-        return all(row[name] == value for name, value in asdict(self).items())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from h2o_vllm.models import default_model_dir
 from loadtest.common.child import Child
 from loadtest.common.machine import describe_run
-from loadtest.common.results import RESULTS, Row, append_rows, read_rows, result_path
+from loadtest.common.results import RESULTS, Measured, Row, append_rows, read_rows, result_path
 from loadtest.engine.elastic_report import markdown, plot_elastic
 from loadtest.engine.elastic_traffic import LOADS, VARIANTS
 
@@ -32,16 +32,12 @@ QUICK = {"scale": 0.25, "rounds": 1, "eager": True, "loads": [1, 4, 24]}
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Measured):
     """One variant under one load, in one round."""
 
     round: int
     load: int
     variant: str
-
-    def measured_by(self, row: Row) -> bool:
-        """Whether ``row`` is its result."""
-        return all(row[name] == value for name, value in asdict(self).items())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -26,21 +26,16 @@ COLUMNS = (
 
 def lost(rows: list[Row], load: int, variant: str) -> list[float]:
     """Likelihood lost against stock vLLM on the same texts, in percent of its NLL; a value per round."""
-    full = {row["round"]: row["nll"] for row in pick(rows, load=load, variant=BASELINE)}
-    return [
-        100 * (row["nll"] / full[row["round"]] - 1)
-        for row in pick(rows, load=load, variant=variant)
-        if row["round"] in full
-    ]
+    return [100 * (ratio - 1) for ratio in over_stock(rows, load, variant, "nll")]
 
 
-def speed(rows: list[Row], load: int, variant: str) -> list[float]:
-    """Tokens per second over stock vLLM's in the same round."""
-    full = {row["round"]: row["tok_per_s"] for row in pick(rows, load=load, variant=BASELINE)}
+def over_stock(rows: list[Row], load: int, variant: str, name: str) -> list[float]:
+    """A figure over stock vLLM's in the same round; a value per round."""
+    stock = {row["round"]: row[name] for row in pick(rows, load=load, variant=BASELINE)}
     return [
-        row["tok_per_s"] / full[row["round"]]
+        row[name] / stock[row["round"]]
         for row in pick(rows, load=load, variant=variant)
-        if row["round"] in full
+        if row["round"] in stock
     ]
 
 
@@ -52,7 +47,7 @@ def markdown(rows: list[Row]) -> str:
             found = pick(rows, load=load, variant=variant)
             if found:
                 cells = [column.median(found) for column in COLUMNS]
-                cells.insert(1, median_range(speed(rows, load, variant), 2))
+                cells.insert(1, median_range(over_stock(rows, load, variant, "tok_per_s"), 2))
                 cells.append(median_range(lost(rows, load, variant), 1))
                 lines.append([str(load), VARIANTS[variant].label, *cells])
     heads = [column.head for column in COLUMNS]

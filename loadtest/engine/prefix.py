@@ -21,7 +21,7 @@ from typing import Any
 
 from loadtest.common.child import Child
 from loadtest.common.machine import describe_run
-from loadtest.common.results import RESULTS, Row, append_rows, read_rows, result_path
+from loadtest.common.results import RESULTS, Measured, Row, append_rows, read_rows, result_path
 from loadtest.engine.prefix_report import markdown, plot_prefix
 from loadtest.engine.prefix_traffic import SETTINGS, TRAFFIC, VARIANTS, serves
 
@@ -31,17 +31,13 @@ QUICK = {"scale": 0.2, "rounds": 1, "eager": True}
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Measured):
     """One variant serving one traffic with one amount of memory, in one round."""
 
     memory: str
     round: int
     traffic: str
     variant: str
-
-    def measured_by(self, row: Row) -> bool:
-        """Whether ``row`` is its result."""
-        return all(row[name] == value for name, value in asdict(self).items())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

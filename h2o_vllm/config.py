@@ -55,6 +55,9 @@ POLICIES = (
 )
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
+PROMPT_END_POLICY = "snapkv"
+"""Has nothing to rank by before the prompt's end."""
+
 REQUEST_FIELDS = (
     "kv_budget",
     "kv_budget_tokens",
@@ -64,6 +67,7 @@ REQUEST_FIELDS = (
     "kv_protect",
     "kv_delay",
     "kv_elastic",
+    "kv_prefill_tokens",
     "kv_evict_from",
 )
 """Request fields, accepted at the top level of a body and inside ``vllm_xargs``."""
@@ -104,6 +108,8 @@ class RequestBudget:
         elastic: everything is kept until memory is short; what this budget says is the floor.
         evict_from: no eviction before this many tokens have been seen; 0: behind the prompt, as is
             whatever lies inside of it.
+        prefill: unprotected tokens that a prompt may hold while it is computed; 0: all it has. See
+            :class:`h2o_vllm.blocks.schedule.EvictionSchedule`, which rounds it.
     """
 
     fraction: float
@@ -118,11 +124,13 @@ class RequestBudget:
     delay: int = 0
     elastic: bool = False
     evict_from: int = 0
+    prefill: int = 0
 
     @property
     def evicts(self) -> bool:
         """Whether this request can ever give up a token. If not, it is served by stock vLLM."""
-        return self.policy != "full" and (self.tokens is not None or self.fraction < 1.0)
+        bounded = self.tokens is not None or self.fraction < 1.0 or self.prefill > 0
+        return self.policy != "full" and bounded
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,8 @@ class H2OConfig:
             an answer is lossless, and its queries have their say in what stays.
         kv_elastic: whether requests keep everything until memory is short, their budgets being floors.
         kv_elastic_admission: one of :data:`ADMISSIONS`.
+        kv_prefill_tokens: default number of unprotected tokens that a prompt may hold while it is computed;
+            0: all it has. Raised to four blocks and twice ``kv_min_tokens``.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -165,6 +175,7 @@ class H2OConfig:
     kv_delay: int = 0
     kv_elastic: bool = False
     kv_elastic_admission: str = "squeeze"
+    kv_prefill_tokens: int = 0
 
     def __post_init__(self) -> None:
         try:
@@ -182,6 +193,7 @@ class H2OConfig:
             check_integer("kv_delay", self.kv_delay, 0, MAX_DELAY)
             check_flag("kv_elastic", self.kv_elastic)
             check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
+            _prefill(self.kv_prefill_tokens, self.kv_policy)
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
         if isinstance(self.kv_protect, int) and self.kv_protect > self._most_protected:
@@ -258,6 +270,7 @@ class H2OConfig:
                     f"(its kv_budget_max is {self.kv_budget_max})",
                 )
             fraction, tokens = 1.0, None
+        prefill = _prefill(given.get("kv_prefill_tokens", self.kv_prefill_tokens), policy)
         elastic, evict_from = self._begin(given)
         return RequestBudget(
             fraction=fraction,
@@ -272,6 +285,7 @@ class H2OConfig:
             delay=delay,
             elastic=elastic,
             evict_from=evict_from,
+            prefill=prefill,
         )
 
     def _begin(self, given: Mapping[str, Any]) -> tuple[bool, int]:
@@ -335,6 +349,16 @@ class H2OConfig:
     def _most_protected(self) -> int:
         limit = self.protect_limit
         return MAX_TOKENS if limit is None else limit
+
+
+def _prefill(value: Any, policy: str) -> int:
+    tokens = check_integer("kv_prefill_tokens", value, 0)
+    if tokens and policy == PROMPT_END_POLICY:
+        accepted = (
+            f"0 with kv_policy {policy}, which ranks by what the prompt's last tokens look at"
+        )
+        raise BudgetError("kv_prefill_tokens", tokens, accepted)
+    return tokens
 
 
 def _protect(value: Any, limit: int) -> int | str:

@@ -7,12 +7,12 @@ Runs in the engine core. No vLLM: it sees block-table indices, never blocks.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from h2o_vllm.blocks.report import budget_values, request_report
+from h2o_vllm.blocks.schedule import EvictionSchedule
 from h2o_vllm.config import RequestBudget
-from h2o_vllm.policy import BlockSplit, blocks_freed, get_policy, next_eviction, recent_from
+from h2o_vllm.policy import BlockSplit, get_policy
 
 __all__ = ["EvictionIndices", "EvictionState", "RequestCounts"]
 
@@ -62,10 +62,12 @@ class EvictionState:
     about it. What a request generates is thus a function of the request and of the tokens seen when its
     evictions began.
 
+    A prompt that is longer than its bound gives back blocks while it is computed. Such a request is not
+    lossless: it is elastic no more, its budget rules as soon as it may.
+
     Args:
         counts: the request; read, never written.
-        budget: what it may keep; ``protect`` is a number. Its protected tokens are rounded up to blocks,
-            and its floor is raised to the blocks of the sinks behind them.
+        budget: what it may keep; ``protect`` is a number. :class:`EvictionSchedule` rounds it to blocks.
         block_size: tokens per block.
         max_model_len: tokens no sequence exceeds.
     """
@@ -86,27 +88,27 @@ class EvictionState:
     def __init__(
         self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
     ) -> None:
-        self.pinned = math.ceil(int(budget.protect) / block_size)
+        self.counts = counts
+        self.block_size = block_size
+        self.prompt_tokens = counts.num_prompt_tokens
+        """Fixed at admission: also after a preemption, all that was known before the answer."""
+        self.schedule = EvictionSchedule.of(budget, block_size, self.prompt_tokens)
+        self.budget = self.schedule.budget
+        """Rounded to blocks."""
+        self.pinned = int(self.budget.protect) // block_size
         """Blocks of the protected tokens: the first of the table, in the end all of them full."""
         self._sink_blocks = max(self.pinned, math.ceil(budget.sinks / block_size))
         """Blocks that hold the first tokens which must stay, while they lie where they were written."""
-        self.counts = counts
-        self.budget = replace(
-            budget,
-            protect=self.pinned * block_size,
-            floor=max(budget.floor, (self._sink_blocks - self.pinned) * block_size),
-        )
-        self.block_size = block_size
         self._budget_values = budget_values(self.budget, block_size)
         self.policy = get_policy(budget.policy)
-        self.prompt_tokens = counts.num_prompt_tokens
-        """Fixed at admission: also after a preemption, all that was known before the answer."""
-        self._earliest = max(self.prompt_tokens + budget.delay, budget.evict_from)
-        """Tokens seen before which nothing is evicted in any case."""
-        self.evicts = self._can_evict(counts.max_tokens, max_model_len)
+        # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
+        # in excess never falls as a sequence grows, so the last count tells for all of them.
+        last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)
+        self.evicts = self.schedule.can_evict(last)
         """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
-        self._evict_from = None if budget.elastic else self._earliest
-        """Tokens seen before which nothing is evicted; ``None``: nobody has squeezed the request yet."""
+        lossless = budget.elastic and self.schedule.first is None
+        self._evict_from = None if lossless else self.schedule.earliest
+        """Tokens seen before which the budget takes nothing; ``None``: nobody has squeezed it yet."""
         self.peak_blocks = 0
         self._squeezed_at: int | None = None
         self._cached: int | None = None
@@ -145,7 +147,7 @@ class EvictionState:
         """
         if computed < self._next_due:
             return None
-        num_doomed = blocks_freed(self.budget, computed, self.block_size) - self.holes
+        num_doomed = self.schedule.freed(computed, self._evict_from) - self.holes
         if num_doomed <= 0:
             self._set_next_due(computed)
             return None
@@ -169,9 +171,10 @@ class EvictionState:
         Not from a request that is still computing known tokens: its prompt, or after a preemption an answer
         whose tokens have come of KV that was whole.
         """
-        if not self.squeezable or computed < max(self._earliest, self.counts.num_tokens - 1):
+        earliest = max(self.schedule.earliest, self.counts.num_tokens - 1)
+        if not self.squeezable or computed < earliest:
             return None
-        num_doomed = blocks_freed(self.budget, computed, self.block_size)
+        num_doomed = self.schedule.freed(computed, computed)
         if num_doomed <= 0:
             return None
         split, fresh = self._split(computed, num_doomed)
@@ -182,8 +185,13 @@ class EvictionState:
         self._evict_from = self._next_due = computed
         return self.evict(computed)
 
+    @property
+    def _begin(self) -> int | None:
+        """Tokens seen before which nothing is evicted."""
+        return self._evict_from if self.schedule.first is None else self.schedule.first
+
     def _split(self, computed: int, num_doomed: int) -> tuple[BlockSplit, range]:
-        until = recent_from(self.budget, computed, self.block_size)
+        until = self.schedule.recent_from(computed)
         # As many heavy blocks as the first tokens need come before recent ones.
         until = max(until, self.holes + num_doomed + self._sink_blocks)
         fresh = range(self._next_index, until)
@@ -194,15 +202,23 @@ class EvictionState:
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """How many of ``num_tokens`` to compute now so that no eviction point is skipped.
 
-        Only a resumed request has several known tokens behind its prompt. Replaying them between
-        the same evictions as the first time makes a preemption invisible in the output.
+        Only bounded prompts are evicted from, and only a resumed request has several known tokens behind
+        its own. Replaying them between the same evictions as the first time makes a preemption invisible
+        in the output.
         """
         if num_tokens <= 1 or self._evict_from is None:
             return num_tokens
+        until = computed + num_tokens
         if computed < self._evict_from:
-            return min(num_tokens, self._evict_from - computed)
-        due = next_eviction(self.budget, computed, self.block_size, computed + num_tokens)
-        return num_tokens if due is None else due - computed
+            until = min(until, self._evict_from)
+        due = self.schedule.next_due(computed, self._evict_from, until)
+        return (until if due is None else due) - computed
+
+    def peak_tokens(self, total: int) -> int:
+        """Most tokens that are held at once while ``total`` are computed, if nobody squeezes the request."""
+        if not self.evicts or self._evict_from is None:
+            return total
+        return self.schedule.peak_tokens(total, self._evict_from)
 
     def publishable_tokens(self, computed: int) -> int:
         """How many leading tokens' KV may be hashed into the prefix cache.
@@ -228,9 +244,10 @@ class EvictionState:
             return known
         tokens = self.pinned * self.block_size
         if not self.policy.moves_tokens:
-            assert self._evict_from is not None
+            begin = self._begin
+            assert begin is not None
             # Less than that: an eviction that is due right there would be skipped.
-            tokens = max(tokens, (self._evict_from - 1) // self.block_size * self.block_size)
+            tokens = max(tokens, (begin - 1) // self.block_size * self.block_size)
         return min(known, tokens)
 
     def admitted(self, cached: int) -> None:
@@ -244,7 +261,7 @@ class EvictionState:
         self._evicted_at = None
         self._candidates = []
         self._next_index = self._untouched = self.pinned
-        self._next_due = math.inf if self._evict_from is None else self._evict_from
+        self._next_due = math.inf if self._begin is None else self._begin
 
     def report(self) -> dict[str, object]:
         """The ``kv_cache`` report of this request, as of now."""
@@ -259,14 +276,8 @@ class EvictionState:
         seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
         return seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at
 
-    def _can_evict(self, max_tokens: int, max_model_len: int) -> bool:
-        # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
-        # in excess never falls as a sequence grows, so the last count tells for all of them.
-        last = min(self.prompt_tokens + max_tokens - 2, max_model_len - 1)
-        return last >= self._earliest and blocks_freed(self.budget, last, self.block_size) > 0
-
     def _set_next_due(self, computed: int) -> None:
         # A horizon instead of infinity: the search is then cheap and repeated rarely.
         horizon = computed + 4096
-        due = next_eviction(self.budget, computed, self.block_size, horizon)
+        due = self.schedule.next_due(computed, self._evict_from, horizon)
         self._next_due = horizon if due is None else due

@@ -124,10 +124,16 @@ class H2OBlockManager(FullAttentionManager):
     ) -> int:
         """As the base class; if that many are not free, elastic requests are squeezed first.
 
-        vLLM asks right before it counts the free blocks, and gives blocks out if there are enough.
+        vLLM asks right before it counts the free blocks, and gives blocks out if there are enough. To admit a
+        request it asks for all known tokens at once: they count as many as will ever be held together.
         """
+        held = num_tokens
+        if options.get("apply_admission_cap"):
+            state = self._eviction_states.get(request_id)
+            if state is not None:
+                held = state.peak_tokens(num_tokens)
         asked = super().get_num_blocks_to_allocate(
-            request_id, num_tokens, new_computed_blocks, *counts, **options
+            request_id, held, new_computed_blocks, *counts, **options
         )
         if not self._elastic:
             return asked

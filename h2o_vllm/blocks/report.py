@@ -35,7 +35,7 @@ def request_report(
     what that means for the tokens seen so far, floor, limits and protected tokens included.
 
     Args:
-        budget: its protected tokens fill whole blocks.
+        budget: its protected tokens fill whole blocks, and so does the bound of its prompt.
         seen: tokens whose KV has been computed. holes: blocks evicted so far.
         cached: tokens of the prompt that were read from the prefix cache.
         squeezed_at: tokens seen when evictions began; ``None``: the answer is lossless.
@@ -50,6 +50,7 @@ def request_report(
         "delay": budget.delay,
         "elastic": budget.elastic,
         "squeezed_at": squeezed_at,
+        "prefill_tokens": budget.prefill,
         "tokens_seen": seen,
         "tokens_cached": cached,
         "tokens_protected": protected_tokens(budget, seen),

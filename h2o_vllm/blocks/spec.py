@@ -4,9 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from h2o_vllm.blocks.schedule import default_blocks
+from h2o_vllm.config import CONFIG_KEY, H2OConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 __all__ = ["H2OAttentionSpec", "evictable_spec", "register_spec", "score_bytes_per_block"]
 
@@ -18,8 +25,22 @@ SCORE_BYTES = 4
 class H2OAttentionSpec(FullAttentionSpec):
     """Full attention whose blocks may be freed in the middle. Same memory layout as its base.
 
-    A pure marker: ``FullAttentionSpec.merge`` rebuilds it from a fixed list of fields.
+    No field of its own: ``FullAttentionSpec.merge`` rebuilds it from a fixed list of fields.
     """
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """Of one request of the model's length that leaves its budget to the server.
+
+        vLLM does not start with a smaller pool. Others that need more than the pool are refused.
+        """
+        whole = super().max_memory_usage_bytes(vllm_config)
+        options = vllm_config.additional_config.get(CONFIG_KEY)
+        if options is None:
+            return whole
+        config = H2OConfig.from_mapping(options)
+        length = vllm_config.model_config.max_model_len
+        blocks = default_blocks(config, self.block_size, length)
+        return min(whole, blocks * self.page_size_bytes)
 
 
 def evictable_spec(spec: AttentionSpec) -> AttentionSpec:

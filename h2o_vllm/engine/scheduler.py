@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
+    from h2o_vllm.blocks.eviction_state import EvictionState
+
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
@@ -95,6 +97,7 @@ class H2OScheduler(LimitingScheduler):
         if request.request_id not in self.requests:
             budget = self._budget(request)
             state = self.blocks.track(request, budget, self.max_model_len)
+            self._check_fits(request, state)
             if not state.readable_tokens(request.num_tokens):
                 # Not looked up, and not counted as a miss.
                 request.skip_reading_prefix_cache = True
@@ -187,9 +190,17 @@ class H2OScheduler(LimitingScheduler):
                 return self._full
             return budget
         except BudgetError as error:
-            # The server refuses these with a 400; only the offline API gets here.
+            # The server refuses these with a 400; only the offline API gets here, as in _check_fits.
             self._rejected[request.request_id] = str(error)
             return self._full
+
+    def _check_fits(self, request: Request, state: EvictionState) -> None:
+        """Who needs more blocks than there are would be preempted and begun anew for ever."""
+        pool = self.blocks.block_pool.num_gpu_blocks - 1
+        try:
+            state.schedule.check_fits(pool, request.max_tokens, self.max_model_len)
+        except BudgetError as error:
+            self._rejected.setdefault(request.request_id, str(error))
 
     def _end_rejected(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for request_id, reason in self._rejected.items():

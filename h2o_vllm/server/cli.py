@@ -28,8 +28,8 @@ GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
 GROUP_DESCRIPTION = """How much KV cache a request keeps. Each may choose with the body fields kv_budget or
-kv_budget_tokens, kv_recent, kv_policy, kv_sinks, kv_protect, kv_delay and kv_elastic; these are
-defaults and limits."""
+kv_budget_tokens, kv_recent, kv_policy, kv_sinks, kv_protect, kv_delay, kv_elastic and
+kv_prefill_tokens; these are defaults and limits."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -141,7 +141,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "SHARE",
         "Share of its tokens (prompt + generated) a request keeps in the KV cache, above 0 and "
         "up to 1: 0.2 keeps a fifth, 1 is plain vLLM. "
-        "(kvpress' compression_ratio is the share removed: 0.8 there is 0.2 here.)",
+        "(kvpress' compression_ratio is what goes: 0.8 there.)",
     )
     add(
         "kv_budget_tokens",
@@ -161,9 +161,9 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         choices=POLICIES,
         default=_DEFAULTS.kv_policy,
         help="Which tokens stay beside the newest. h2o: those with the most attention so far; h2o-norm: "
-        "the most per query that could see them; caote: the same, weighed by their values; snapkv: the "
-        "most from the end of the prompt on; tova: the most from the newest token; keydiff: the least "
-        "like the others, whatever the attention; caote-keydiff: half of each; window: the first; "
+        "per query that could see them; caote: the same, weighed by their values; snapkv: the "
+        "most from the prompt's end on; tova: from the newest token; keydiff: the least "
+        "like the others; caote-keydiff: half of each; window: the first; "
         "random: any; full: all.",
     )
     add(
@@ -203,6 +203,12 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         choices=ADMISSIONS,
         default=_DEFAULTS.kv_elastic_admission,
         help="For a waiting prompt, elastic requests yield (squeeze), or it waits (queue).",
+    )
+    add(
+        "kv_prefill_tokens",
+        int,
+        "TOKENS",
+        "Most tokens held in prefill; 0: all.",
     )
     add("kv_budget_min", float, "SHARE", "Smallest kv_budget a request may ask for.")
     add("kv_budget_max", float, "SHARE", "Largest kv_budget a request may ask for.")

@@ -49,6 +49,10 @@ class Defaults(BaseModel):
     kv_elastic: bool = Field(
         description="Keep everything until memory is short; the budget is the floor."
     )
+    kv_prefill_tokens: int = Field(
+        description="Unprotected tokens a prompt may hold while it is computed; 0: all it has. Raised to "
+        "four blocks and twice kv_min_tokens."
+    )
 
 
 class Limits(BaseModel):

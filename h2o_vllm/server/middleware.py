@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
-from h2o_vllm.server import config_route, engine_death, protection, report_interceptor
+from h2o_vllm.server import config_route, engine_death, fitting, protection, report_interceptor
 from h2o_vllm.server.access import Access
 from h2o_vllm.server.protection import Guard, asked_protection
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
@@ -116,9 +116,11 @@ class KVCacheMiddleware:
                 raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
             config = H2OConfig.from_mapping(options)
             report_interceptor.install(state.engine_client)
+            self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
+            fitting.install(state.engine_client, state.vllm_config, config, self._count_refusal)
+            # In front of it: this one tells how many tokens "system" stands for.
             protection.install(state.engine_client, state.vllm_config.model_config)
             self._prefixes = SystemPrefixes(vllm_render(getattr(state, "serving_render", None)))
-            self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
             self._access = Access(application)
             config_route.attach(application, config, documents_key=bool(self._access.keys))
             self._config = config

@@ -47,6 +47,10 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
         "kv_elastic": _field(
             bool, config.kv_elastic, "Keep everything until memory is short; the budget is the floor."
         ),
+        "kv_prefill_tokens": _field(
+            int, config.kv_prefill_tokens,
+            "Unprotected tokens the prompt may hold while it is computed; 0: all it has.", ge=0,
+        ),
         "kv_evict_from": _field(
             int, None, "For tests: evict nothing before this many tokens have been seen.", ge=1
         ),

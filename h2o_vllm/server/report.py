@@ -34,6 +34,7 @@ REPORT_KEYS = (
     "delay",
     "elastic",
     "squeezed_at",
+    "prefill_tokens",
     *SUMMED,
     "block_size",
 )

@@ -49,7 +49,8 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
         raise ConfigError(str(error)) from None
     logger.info(
         "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_recent=%s kv_sinks=%s kv_protect=%s "
-        "kv_delay=%s kv_elastic=%s kv_min_tokens=%s; requests may ask for kv_budget %s to %s; block size %s",
+        "kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask for kv_budget "
+        "%s to %s; block size %s",
         config.kv_budget,
         config.kv_budget_tokens,
         config.kv_policy,
@@ -58,6 +59,7 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
         config.kv_protect,
         config.kv_delay,
         config.kv_elastic,
+        config.kv_prefill_tokens,
         config.kv_min_tokens,
         config.kv_budget_min,
         config.kv_budget_max,

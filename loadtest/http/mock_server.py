@@ -33,6 +33,9 @@ from loadtest.common.settings import Settings, parse
 __all__ = ["MockSettings", "build_app", "main"]
 
 BLOCK_SIZE = 32
+LOGPROB = -1.5
+"""Of every token."""
+
 WORDS = ("the ", "quick ", "brown ", "fox ", "déjà ", "vu ", "日本 ", "🙂 ")
 
 
@@ -116,6 +119,7 @@ class Generation:
     tokens: int
     budget: RequestBudget
     ends_early: bool
+    with_logprobs: bool
 
     @property
     def usage(self) -> dict[str, int]:
@@ -140,7 +144,7 @@ class Generation:
         return {
             "budget": budget.fraction, "budget_tokens": keep, "recent": budget.recent,
             "sinks": budget.sinks, "policy": budget.policy, "delay": budget.delay,
-            "elastic": budget.elastic,
+            "elastic": budget.elastic, "prefill_tokens": budget.prefill,
             "squeezed_at": self.prompt_tokens + budget.delay if freed else None,
             "tokens_seen": seen, "tokens_cached": 0, "tokens_protected": protected,
             "tokens_held": seen - freed * BLOCK_SIZE,
@@ -166,8 +170,9 @@ def build_app(settings: MockSettings) -> FastAPI:
         return {"object": "list", "data": [{"id": settings.model, "object": "model"}]}
 
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, int]:
-        return {"count": _count((await request.json())["prompt"], settings)}
+    async def tokenize(request: Request) -> dict[str, Any]:
+        count = _count((await request.json())["prompt"], settings)
+        return {"count": count, "tokens": list(range(count))}
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Any:
@@ -216,6 +221,7 @@ def _generation(
         tokens=limit if body.get("ignore_eos") else min(limit, settings.output_tokens),
         budget=budget,
         ends_early=mock.random.random() < settings.cut_rate,
+        with_logprobs=body.get("logprobs") is not None,
     )
 
 
@@ -233,7 +239,10 @@ async def _events(mock: Mock, generation: Generation) -> AsyncIterator[bytes]:
             group = range(first, min(first + per_event, tokens))
             await _until(start + schedule[group[-1]])
             last = group[-1] == tokens - 1
-            event = _event(_chunk(mock, generation, _text(group), last=last))
+            chunk = _chunk(mock, generation, _text(group), last=last)
+            if generation.with_logprobs:
+                chunk["choices"][0]["logprobs"] = {"token_logprobs": [LOGPROB] * len(group)}
+            event = _event(chunk)
             if generation.ends_early and first >= tokens // 2:
                 yield event[: len(event) // 2]
                 return

@@ -54,6 +54,8 @@ class PolicyModel:
         policy: value of ``kv_policy``. fraction, recent, block, floor: as in ``reference_h2o.py``.
         sinks: first tokens that stay. protected: first tokens beside the budget, rounded up to blocks.
         delay: generated tokens before the first eviction.
+        bound: unprotected tokens, whole blocks, that a longer prompt may hold while it is computed: a quarter
+            of them goes whenever there are as many; 0: no bound.
     """
 
     model: torch.nn.Module
@@ -65,6 +67,7 @@ class PolicyModel:
     sinks: int = 0
     protected: int = 0
     delay: int = 0
+    bound: int = 0
     running: ClassVar[PolicyModel | None] = None
     """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class PolicyModel:
         """The generated tokens and their log-probabilities, [num_tokens, V]."""
         PolicyModel.running = self
         self.prompt = len(prompt)
-        logits, tokens, logprobs = self._forward(prompt, 0), [], []
+        logits, tokens, logprobs = self._read(prompt), [], []
         for step in range(num_tokens):
             logprobs.append(logits.log_softmax(-1))
             tokens.append(int(logits.argmax()))
@@ -94,13 +97,35 @@ class PolicyModel:
         """Positions whose KV still exists."""
         return self.layers[layer].alive[head].nonzero().flatten().tolist()
 
+    def _read(self, prompt: list[int]) -> Tensor:
+        """Computes the prompt, within its bound; returns the next token's logits, [V]."""
+        start = 0
+        for point in self._points():
+            self._forward(prompt[start:point], start)
+            self._evict(point)
+            start = point
+        return self._forward(prompt[start:], start)
+
+    def _points(self) -> range:
+        """Tokens seen at each eviction inside of the prompt."""
+        if not self.bound:
+            return range(0)
+        return range(self.protected + self.bound, self.prompt, self._quarter)
+
+    @property
+    def _quarter(self) -> int:
+        return self.bound // 4 // self.block * self.block
+
     def _evict(self, seen: int) -> None:
-        if seen < self.prompt + self.delay:
+        inside = seen in self._points()
+        if not inside and seen < self.prompt + self.delay:
             return
         sinks_end = max(self.protected, math.ceil(self.sinks / self.block) * self.block)
         floor = max(self.floor, sinks_end - self.protected)
         rest = max(0, seen - self.protected)
         budget = min(rest, max(floor, math.ceil(round(self.fraction * rest, 6))))
+        if inside:
+            budget = self.bound - self._quarter
         excess = (rest - self.evicted - budget) // self.block * self.block
         if excess <= 0:
             return

@@ -34,6 +34,8 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 0.3, "kv_policy": "keydiff"},
     {"kv_budget": 0.2, "kv_policy": "caote-keydiff"},
     {"kv_budget": 0.2, "kv_delay": 20},
+    {"kv_budget": 0.2, "kv_prefill_tokens": 128},
+    {"kv_budget": 1.0, "kv_prefill_tokens": 128, "kv_policy": "keydiff"},
     {"kv_budget": 0.2, "kv_protect": "prompt"},
     {"kv_budget": 0.2, "kv_protect": 40},
     {"kv_budget": 0.3, "kv_protect": 60, "kv_policy": "tova"},

@@ -22,6 +22,12 @@ ASKED: list[dict[str, Any] | None] = [
     {"kv_budget_tokens": 150, "kv_protect": 60},
 ]
 
+MORE: list[dict[str, Any]] = [
+    {"kv_budget": 0.2, "kv_prefill_tokens": 160},
+    {"kv_budget": 0.2, "kv_elastic": True},
+    {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "keydiff"},
+]
+
 
 def budgets_held(results: list[dict[str, Any]], block_size: int) -> None:
     for asked, result in zip(ASKED, results, strict=True):
@@ -75,8 +81,10 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_law11_two_ranks_give_the_tokens_of_one(random_llama: Path) -> None:
     generator = torch.Generator().manual_seed(1)
+    asked = [*ASKED, *MORE]
     prompts = [
-        torch.randint(0, 512, (300 + 90 * i,), generator=generator).tolist() for i in range(4)
+        torch.randint(0, 512, (300 + 90 * i,), generator=generator).tolist()
+        for i in range(len(asked))
     ]
     first, second = sorted(os.sched_getaffinity(0))[:2]
     results = []
@@ -86,7 +94,7 @@ def test_law11_two_ranks_give_the_tokens_of_one(random_llama: Path) -> None:
                 str(random_llama),
                 prompts,
                 h2o={"kv_min_tokens": 64},
-                asked=ASKED,
+                asked=asked,
                 engine={"tensor_parallel_size": ranks, "skip_tokenizer_init": True},
                 environment={"VLLM_CPU_OMP_THREADS_BIND": cores},
                 max_tokens=60,
@@ -96,4 +104,8 @@ def test_law11_two_ranks_give_the_tokens_of_one(random_llama: Path) -> None:
     one, two = results
     assert [r["tokens"] for r in one] == [r["tokens"] for r in two]
     assert [r["report"] for r in one] == [r["report"] for r in two]
-    budgets_held(one, 32)
+    budgets_held(one[: len(ASKED)], 32)
+    bounded, *elastic = (result["report"] for result in one[len(ASKED) :])
+    assert bounded["squeezed_at"] == bounded["prefill_tokens"] == 160
+    # More than the pool holds: somebody had to yield.
+    assert any(report["squeezed_at"] is not None for report in elastic)

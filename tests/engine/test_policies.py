@@ -40,6 +40,7 @@ KEPT = {
     "caote-keydiff": (4, 0.25, 540),
 }
 """kv_sinks, kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
+BOUNDED = ("h2o", *(policy for policy in KEPT if policy != "snapkv"))
 PROTECTING = ("h2o", "tova", "window")
 STEPS = 36
 """Generated tokens: enough for an eviction after the first one."""
@@ -97,8 +98,40 @@ def test_the_kept_set_equals_that_of_a_plain_model(
         "kv_budget": 0.2, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent,
         "kv_protect": protect, "kv_delay": delay,
     }  # fmt: skip
-    ours = watch(clean, prompt, asked)
     model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks, protect, delay)
+    assert_kept_as_by(model, clean, prompt, asked)
+
+
+@pytest.mark.parametrize(("fraction", "protect"), [(0.2, 0), (1.0, 50)])
+@pytest.mark.parametrize("policy", BOUNDED)
+def test_the_kept_set_of_a_bounded_prompt_equals_that_of_a_plain_model(
+    clean: Engine,
+    plain_model: torch.nn.Module,
+    text_tokens: list[int],
+    policy: str,
+    fraction: float,
+    protect: int,
+) -> None:
+    """Law 4. A budget of 1 keeps what the bound has left."""
+    sinks, recent, _ = KEPT.get(policy, (0, 0.5, 0))
+    prompt, bound = text_tokens[300:845], 192
+    asked = {
+        "kv_budget": fraction, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent,
+        "kv_protect": protect, "kv_prefill_tokens": bound,
+    }  # fmt: skip
+    model = PolicyModel(
+        plain_model, policy, fraction, recent, BLOCK_SIZE, FLOOR, sinks, protect, bound=bound
+    )
+    assert_kept_as_by(model, clean, prompt, asked)
+    inside = [seen for seen, _, _ in model.ranked if seen < len(prompt)]
+    assert len(inside) >= 8
+
+
+def assert_kept_as_by(
+    model: PolicyModel, engine: Engine, prompt: list[int], asked: dict[str, Any]
+) -> None:
+    """The engine says what ``model`` says, and keeps what it keeps, in every layer and head."""
+    ours = watch(engine, prompt, asked)
     tokens, logprobs = model.generate(prompt, STEPS)
     assert len(model.ranked) > 1
     assert ours["tokens"] == tokens
@@ -117,7 +150,7 @@ def test_the_kept_set_equals_that_of_a_plain_model(
             assert nearest.max() < 4e-3
             kept = set(position.tolist())
             assert len(kept) == keys.shape[1]
-            assert kept >= set(range(max(sinks, protect)))
+            assert kept >= set(range(max(asked["kv_sinks"], asked["kv_protect"])))
             differing += len(kept ^ set(model.kept(layer, head)))
             total += len(kept)
     # Rounding may swap a pair at the border of some head.

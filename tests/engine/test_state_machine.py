@@ -39,13 +39,15 @@ def test_any_order_of_events_keeps_the_laws(
     )
     print(
         f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions, "
-        f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, {Traffic.squeezes} squeezes"
+        f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, "
+        f"{Traffic.squeezes} squeezes, {Traffic.bounded} times in a bounded prompt"
     )
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 100
     assert Traffic.pinned_hits > 50
     assert Traffic.squeezes > 100
+    assert Traffic.bounded > 100
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,19 @@ budgets = st.one_of(
 )
 
 
+bounds = st.fixed_dictionaries(
+    {
+        "kv_budget": st.sampled_from([0.1, 0.4, 1.0]),
+        "kv_policy": st.sampled_from(["h2o", "keydiff", "window"]),
+        "kv_prefill_tokens": st.integers(1, 90),
+    },
+    optional={
+        "kv_protect": st.integers(0, 60),
+        "kv_sinks": st.integers(0, 40),
+        "kv_elastic": st.booleans(),
+    },
+)
+
 elastic = st.fixed_dictionaries(
     {
         "kv_elastic": st.just(True),
@@ -66,10 +79,11 @@ class Traffic(RuleBasedStateMachine):
     """Clients, scheduler and pool; ``model_dir`` is set by the test."""
 
     model_dir: str
-    steps = evictions = preemptions = both = pinned_hits = squeezes = 0
-    """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin; ``both``:
-    preempted in the step that had already evicted from it, which chance hardly brings about:
-    ``test_laws_blocks.py`` has a script for it."""
+    steps = evictions = preemptions = both = pinned_hits = squeezes = bounded = 0
+    """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
+    ``bounded``: times that a request was seen in a prompt from which it had evicted; ``both``: preempted in
+    the step that had already evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has
+    a script for it."""
     live = RequestIds("live")
 
     def __init__(self) -> None:
@@ -108,10 +122,17 @@ class Traffic(RuleBasedStateMachine):
         priority=st.integers(0, 2),
     )
     def admit(self, family: range, length: int, asked: Any, max_tokens: int, priority: int) -> str:
-        self.count += 1
-        name = f"r{self.count}"
-        self.rig.add(name, family[:length], asked, max_tokens=max_tokens, priority=priority)
-        return name
+        return self.add(family[:length], asked, max_tokens, priority)
+
+    @rule(
+        target=live,
+        family=st.sampled_from(FAMILIES),
+        length=st.integers(120, 200),
+        asked=bounds,
+        priority=st.integers(0, 2),
+    )
+    def admit_bounded(self, family: range, length: int, asked: Any, priority: int) -> str:
+        return self.add(family[:length], asked, 60, priority)
 
     @rule(
         target=live,
@@ -123,11 +144,10 @@ class Traffic(RuleBasedStateMachine):
         """Several at once, which have little in common: the pool is too small for most of these crowds."""
         names = []
         for length, asked in crowd:
-            self.count += 1
-            names.append(f"r{self.count}")
-            own = range(10_000 * self.count, 10_000 * self.count + length - min(shared, length))
+            first = 10_000 * (self.count + 1)
+            own = range(first, first + length - min(shared, length))
             prompt = [*FAMILIES[0][: length - len(own)], *own]
-            self.rig.add(names[-1], prompt, asked, max_tokens=80, priority=priority)
+            names.append(self.add(prompt, asked, 80, priority))
         return multiple(*names)
 
     @rule(
@@ -141,15 +161,24 @@ class Traffic(RuleBasedStateMachine):
         """The second finds what the first one protects, if there is a cache and its prompt was computed."""
         names = []
         for length in sorted(lengths):
-            self.count += 1
-            names.append(f"r{self.count}")
             asked = {"kv_budget": 0.2, "kv_protect": protected}
-            self.rig.add(names[-1], family[:length], asked, max_tokens=40)
-            self.advance(steps)
+            names.append(self.add(family[:length], asked, 40))
+            self.go_on(steps)
         return multiple(*names)
 
     @rule(steps=st.integers(1, 40))
     def advance(self, steps: int) -> None:
+        self.go_on(steps)
+
+    def add(self, prompt: Any, asked: Any, max_tokens: int, priority: int = 0) -> str:
+        """Queue a request; returns its name."""
+        self.count += 1
+        name = f"r{self.count}"
+        self.rig.add(name, prompt, asked, max_tokens=max_tokens, priority=priority)
+        return name
+
+    def go_on(self, steps: int) -> None:
+        """So many steps, each checked."""
         for _ in range(steps):
             output = self.rig.step()
             Traffic.steps += 1
@@ -199,19 +228,23 @@ class Traffic(RuleBasedStateMachine):
                 last = min(seen, state.prompt_tokens + state.counts.max_tokens - 2)
                 owes = blocks_freed(state.budget, last, state.block_size)
                 assert last < max(state.prompt_tokens, state.budget.evict_from) or not owes
+            live = self.rig.live_blocks(request.request_id)
+            if state.schedule.first is not None and seen <= state.prompt_tokens:
+                assert live <= state.schedule.first // self.rig.block_size
+                Traffic.bounded += state.holes > 0
             if state.squeezable:
                 assert not state.holes, "evicted from who was not squeezed"
             elif state.budget.elastic and state.evicts:
                 self.check_latch(request.request_id, state)
-            if not state.evicts or seen <= (state._evict_from or state.prompt_tokens):
+            if not state.evicts or seen <= (state._begin or state.prompt_tokens):
                 continue
             if state.squeezable:
                 if not state.stock:
                     self.check_private(state, blocks.req_to_blocks[request.request_id])
                 continue
-            allowed = budget_tokens(state.budget, seen)
-            live = self.rig.live_blocks(request.request_id)
-            assert live <= math.ceil(allowed / self.rig.block_size) + 1
+            if seen > state._evict_from:
+                allowed = budget_tokens(state.budget, seen)
+                assert live <= math.ceil(allowed / self.rig.block_size) + 1
             table = blocks.req_to_blocks[request.request_id]
             assert not any(block.is_null for block in table[: state.pinned])
             if state.policy.moves_tokens:
@@ -243,7 +276,7 @@ class Traffic(RuleBasedStateMachine):
             budget = replace(state.budget, elastic=False, evict_from=self.points[request_id])
             counts: Any = state.counts
             alone = EvictionState(counts, budget, state.block_size, 4096)
-            seen = range(state.prompt_tokens, counts.num_tokens + 1)
+            seen = range(counts.num_tokens + 1)
             expected = {n: due.doomed for n in seen if (due := alone.evict(n)) is not None}
             for eviction in self.rig.evictions:
                 if eviction.request_id == request_id:
@@ -265,6 +298,6 @@ class Traffic(RuleBasedStateMachine):
 
 def first_eviction(state: EvictionState, seen: int) -> int:
     """Tokens a request has computed when its first block goes; all of them if none has gone yet."""
-    assert state._evict_from is not None
-    counts = range(state._evict_from, seen)
-    return next((n for n in counts if blocks_freed(state.budget, n, state.block_size)), seen)
+    assert state._begin is not None
+    counts = range(state._begin, seen)
+    return next((n for n in counts if state.schedule.freed(n, state._evict_from)), seen)

@@ -33,6 +33,7 @@ BLOCKS = ("tests/engine/test_laws_blocks.py", "tests/engine/test_state_machine.p
 PROTECT = ("tests/blocks/test_eviction_state.py", "tests/engine/test_protect.py")
 TOKENS = ("tests/engine/test_laws_tokens.py",)
 ELASTIC = ("tests/blocks/test_squeeze.py", "tests/engine/test_elastic.py")
+PREFILL = ("tests/blocks/test_schedule.py", "tests/engine/test_prefill.py")
 CPU = ("tests/kernels/cpu/test_attend.py", "tests/kernels/test_attend.py")
 EVICT = ("tests/kernels/cpu/test_evict.py", "tests/kernels/test_evict.py")
 TRITON = ("tests/kernels/test_triton.py",)
@@ -56,14 +57,14 @@ MUTANTS = (
     ),
     Mutant(
         "law04-a-recent-block-is-ranked",
-        "until = recent_from(self.budget, computed, self.block_size)",
-        "until = recent_from(self.budget, computed, self.block_size) + 1",
+        "until = self.schedule.recent_from(computed)",
+        "until = self.schedule.recent_from(computed) + 1",
         ("tests/engine/test_law04_fidelity.py",),
     ),
     Mutant(
         "law05-a-replay-skips-evictions",
-        "return num_tokens if due is None else due - computed",
-        "return num_tokens",
+        "return (until if due is None else due) - computed",
+        "return until - computed",
         BLOCKS,
     ),
     Mutant("law05-the-rest-gets-no-output", "output[index] = attended", "del index", TOKENS),
@@ -76,14 +77,14 @@ MUTANTS = (
     Mutant(
         "law06-blocks-are-published-before-they-are-ranked",
         "self._next_index = self._untouched = self.pinned",
-        "self._next_index = self.pinned\n        self._untouched = self.pinned + blocks_freed("
-        "self.budget, self.prompt_tokens, self.block_size)",
+        "self._next_index = self.pinned\n        self._untouched = self.pinned + self.schedule.freed("
+        "self.prompt_tokens, self.prompt_tokens)",
         PROTECT,
     ),
     Mutant(
         "law03-the-pin-is-a-block-short",
-        "self.pinned = math.ceil(int(budget.protect) / block_size)",
-        "self.pinned = int(budget.protect) // block_size",
+        "protect = math.ceil(int(budget.protect) / block_size)",
+        "protect = int(budget.protect) // block_size",
         PROTECT,
     ),
     Mutant(
@@ -120,21 +121,46 @@ MUTANTS = (
     ),
     Mutant(
         "law06-who-cannot-evict-is-one-token-off",
-        "last = min(self.prompt_tokens + max_tokens - 2, max_model_len - 1)",
-        "last = min(self.prompt_tokens + max_tokens - 3, max_model_len - 1)",
+        "last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)",
+        "last = min(self.prompt_tokens + counts.max_tokens - 3, max_model_len - 1)",
         BLOCKS,
     ),
     Mutant(
         "law05-a-delay-is-forgotten",
-        "self.prompt_tokens + budget.delay",
+        "self.prompt_tokens + self.budget.delay",
         "self.prompt_tokens",
         ELASTIC,
+    ),
+    # Bounded prompts.
+    Mutant(
+        "law03-a-prompt-gives-back-a-step-late",
+        "due = self.first + steps * self.step",
+        "due = self.first + (steps + 1) * self.step",
+        PREFILL,
+    ),
+    Mutant(
+        "law05-chunks-pass-the-points-of-a-prompt",
+        "return inside if inside <= limit else None",
+        "return None",
+        PREFILL,
+    ),
+    Mutant(
+        "blocks-admission-counts-the-prompt",
+        "held = state.peak_tokens(num_tokens)",
+        "held = num_tokens",
+        PREFILL[1:],
+    ),
+    Mutant(
+        "server-nobody-asks-whether-it-fits",
+        "schedule.check_fits(pool, params.max_tokens, length)",
+        "pass",
+        ("tests/server/test_fitting.py",),
     ),
     # Elastic budgets.
     Mutant(
         "law05-a-victim-is-squeezed-twice",
-        "if not self.squeezable or computed < max(",
-        "if not self.evicts or computed < max(",
+        "if not self.squeezable or computed < earliest:",
+        "if not self.evicts or computed < earliest:",
         ELASTIC,
     ),
     Mutant(
@@ -145,8 +171,8 @@ MUTANTS = (
     ),
     Mutant(
         "law05-known-tokens-are-computed-after-a-squeeze",
-        "computed < max(self._earliest, self.counts.num_tokens - 1):",
-        "computed < self._earliest:",
+        "earliest = max(self.schedule.earliest, self.counts.num_tokens - 1)",
+        "earliest = self.schedule.earliest",
         ELASTIC,
     ),
     Mutant(

@@ -25,6 +25,7 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "delay": 0,
         "elastic": False,
         "squeezed_at": None,
+        "prefill_tokens": 0,
         "tokens_seen": 100,
         "tokens_cached": 0,
         "tokens_protected": 0,

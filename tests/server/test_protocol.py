@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_vllm.config import H2OConfig
+from h2o_vllm.errors import ConfigError
 from h2o_vllm.server.protocol import Admission, RefusalError, admit, error_body
 from h2o_vllm.server.routes import Rule
 
@@ -55,6 +56,10 @@ BAD_VALUES: dict[str, list[str]] = {
     "kv_delay": [
         *("-1", "257", "2147483648", "1" + "0" * 400, "4.0", "0.5", "NaN", "Infinity"),
         *("true", "false", '"4"', '""', "[]", "[4]", "{}", '{"a": 1}'),
+    ],
+    "kv_prefill_tokens": [
+        *("-1", "2147483648", "1" + "0" * 400, "512.0", "NaN", "-Infinity", "true", "false"),
+        *('"512"', '""', "[]", "[512]", "{}"),
     ],
     "kv_policy": [
         *('""', '"H2O"', '"h2o "', '"lru"', '"none"', '"random\\u0000"', '"' + "h2o" * 3000 + '"'),
@@ -124,6 +129,8 @@ def test_message_names_field_value_and_range(config: H2OConfig) -> None:
         {"kv_budget": 0.2, "kv_elastic": True},
         {"kv_elastic": False, "kv_evict_from": 300},
         {"kv_elastic": 1},
+        {"kv_prefill_tokens": 512},
+        {"kv_prefill_tokens": 0, "kv_policy": "snapkv"},
     ],
 )
 @pytest.mark.parametrize("place", ["top", "vllm_xargs"])
@@ -140,6 +147,17 @@ def test_delayed_and_elastic_exclude_each_other(config: H2OConfig) -> None:
     refusal = refused(config, body(kv_elastic=True, kv_evict_from=300))
     assert refusal.message == "kv_evict_from must be left out when kv_elastic is true, got 300"
     assert (refusal.param, refusal.reason) == ("kv_evict_from", "conflict")
+
+
+def test_snapkv_cannot_be_bounded_while_its_prompt_is_computed(config: H2OConfig) -> None:
+    refusal = refused(config, body(kv_prefill_tokens=512, kv_policy="snapkv"))
+    assert refusal.param == "kv_prefill_tokens"
+    assert "must be 0 with kv_policy snapkv" in refusal.message
+    server = H2OConfig(kv_budget=0.2, kv_prefill_tokens=512)
+    assert refused(server, body(kv_policy="snapkv")).param == "kv_prefill_tokens"
+    assert passed(server, body(kv_policy="snapkv", kv_prefill_tokens=0))
+    with pytest.raises(ConfigError, match=r"--kv-prefill-tokens: .* 0 with kv_policy snapkv"):
+        H2OConfig(kv_policy="snapkv", kv_prefill_tokens=512)
 
 
 @pytest.mark.parametrize("fields", [{"kv_elastic": True}, {"kv_evict_from": 300}])

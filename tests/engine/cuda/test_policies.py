@@ -30,6 +30,13 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     for row, (policy, sinks, recent) in enumerate(
         [*[(policy, 0, 0.5) for policy in MOVING], ("tova", 20, 1.0), ("snapkv", 3, 0.0)]
     )
+} | {
+    f"{policy}-bounded": (
+        150,
+        20,
+        {"kv_budget": budget, "kv_policy": policy, "kv_prefill_tokens": 64, "kv_recent": 0.5},
+    )
+    for policy, budget in (("h2o", 0.2), ("tova", 1.0), ("keydiff", 0.2))
 }
 """Prompts are cut into chunks of at most 64 tokens, and where depends on the others."""
 
@@ -40,7 +47,7 @@ def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
     nothing: Any = None
     model = PolicyModel(
         nothing, asked["kv_policy"], asked["kv_budget"], asked["kv_recent"], block, FLOOR,
-        asked["kv_sinks"], prompt=prompt,
+        asked.get("kv_sinks", 0), bound=asked.get("kv_prefill_tokens", 0), prompt=prompt,
     )  # fmt: skip
     return outputs_of(model, name, new)
 
@@ -50,8 +57,7 @@ def outputs_of(model: PolicyModel, name: str, new: int) -> list[torch.Tensor]:
     outputs = []
     # The last token is sampled, never computed.
     for position in range(model.prompt + new - 1):
-        if position >= model.prompt:
-            model._evict(position)
+        model._evict(position)
         layers = []
         for layer in range(LAYERS):
             q, k, v = (t[None, :, None] for t in qkv(name, position, layer))

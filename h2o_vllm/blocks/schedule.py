@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""When one request gives back blocks, and how many: functions of counts alone. Engine core and API server.
+
+::
+
+    tokens seen   0 ...... first . first+step ........ prompt ......... begin ....................
+    given back    nothing   step      step    ...      nothing          down to the budget, and on
+                           \_______ the bound _______/                 \________ the budget ________/
+
+While a prompt that is longer than its bound (``kv_prefill_tokens``) is computed, the bound's tokens are what
+it holds at most: a quarter of them is given back, the next quarter is computed, and so on. These points are
+counts, so neither the sizes of chunks nor the batch have a say. Behind the prompt the budget rules; what the
+bound took does not come back.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from h2o_vllm.config import H2OConfig, RequestBudget
+from h2o_vllm.errors import BudgetError
+from h2o_vllm.policy import blocks_freed, budget_tokens, recent_from
+
+__all__ = ["EvictionSchedule", "default_blocks"]
+
+LEAST_BOUND_BLOCKS = 4
+"""A quarter of a bound is a block at least."""
+
+
+@dataclass(frozen=True)
+class EvictionSchedule:
+    """The counts of one request.
+
+    Attributes:
+        budget: its protected tokens fill whole blocks, as does the bound of its prompt, and its floor covers
+            the sinks behind them.
+        block_size: tokens per block.
+        prompt_tokens: known before the answer.
+    """
+
+    budget: RequestBudget
+    block_size: int
+    prompt_tokens: int
+
+    @classmethod
+    def of(cls, budget: RequestBudget, block_size: int, prompt_tokens: int) -> Self:
+        """Round what ``budget`` says to whole blocks; ``budget.protect`` must be a number."""
+        protect = math.ceil(int(budget.protect) / block_size)
+        sinks = math.ceil(budget.sinks / block_size)
+        floor = max(budget.floor, (sinks - protect) * block_size)
+        prefill = 0
+        if budget.prefill and budget.policy != "full":
+            # Three quarters of the bound have to hold the floor.
+            least = max(LEAST_BOUND_BLOCKS, 2 * math.ceil(floor / block_size))
+            prefill = max(budget.prefill // block_size, least) * block_size
+        rounded = replace(budget, protect=protect * block_size, floor=floor, prefill=prefill)
+        return cls(rounded, block_size, prompt_tokens)
+
+    @cached_property
+    def earliest(self) -> int:
+        """Tokens seen before which the budget takes nothing in any case."""
+        return max(self.prompt_tokens + self.budget.delay, self.budget.evict_from)
+
+    @cached_property
+    def step(self) -> int:
+        """Tokens computed between two evictions inside of a prompt: whole blocks."""
+        return max(1, self.budget.prefill // 4 // self.block_size) * self.block_size
+
+    @cached_property
+    def first(self) -> int | None:
+        """Tokens seen at the first eviction inside of the prompt; ``None``: it stays within its bound."""
+        first = int(self.budget.protect) + self.budget.prefill
+        return first if self.budget.prefill and first < self.prompt_tokens else None
+
+    def freed(self, seen: int, begin: int | None) -> int:
+        """Blocks given back once ``seen`` tokens exist. Never falls as ``seen`` grows.
+
+        Args:
+            begin: tokens seen at which the budget begins to rule; ``None``: it does not yet.
+        """
+        taken = self._freed_inside(seen)
+        if begin is None or seen < begin:
+            return taken
+        return max(taken, blocks_freed(self.budget, seen, self.block_size))
+
+    def next_due(self, seen: int, begin: int | None, limit: int) -> int | None:
+        """The smallest count in ``(seen, limit]`` at which more blocks are given back, if any."""
+        inside = self._next_inside(seen)
+        if inside is not None:
+            return inside if inside <= limit else None
+        if begin is None:
+            return None
+        due = (self.freed(seen, begin) + 1) * self.block_size
+        counts = range(max(seen + 1, begin), limit + 1)
+        at = bisect_left(counts, due, key=lambda count: count - budget_tokens(self.budget, count))
+        return counts[at] if at < len(counts) else None
+
+    def recent_from(self, seen: int) -> int:
+        """The block at which the recent window begins: all before it are full."""
+        budget = self.budget
+        if self.first is not None and seen < self.prompt_tokens:
+            kept = budget.prefill - self.step
+            budget = replace(budget, tokens=kept, min_fraction=0.0, max_fraction=1.0, floor=kept)
+        return recent_from(budget, seen, self.block_size)
+
+    def can_evict(self, last: int) -> bool:
+        """Whether anything is ever given back before the token at position ``last`` is computed."""
+        if self.first is not None and self.first <= last:
+            return True
+        return last >= self.earliest and blocks_freed(self.budget, last, self.block_size) > 0
+
+    def check_fits(self, pool: int, max_tokens: int | None, max_model_len: int) -> None:
+        """Whether a pool of so many blocks can ever hold the request.
+
+        Raises:
+            BudgetError: it cannot; a smaller budget, bound or answer might.
+        """
+        most = max_model_len if max_tokens is None else max_tokens
+        needed = self.needed_blocks(most, max_model_len)
+        if needed > pool:
+            size, answer = self.block_size, min(most, max_model_len - self.prompt_tokens)
+            raise BudgetError(
+                "kv_prefill_tokens",
+                self.budget.prefill,
+                f"such that at most {pool * size} tokens of KV are held at once, all there is room for "
+                f"(a prompt of {self.prompt_tokens} tokens and an answer of up to {answer} may hold "
+                f"{needed * size}; a smaller kv_budget or max_tokens helps, too)",
+            )
+
+    def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
+        """Blocks that the request may hold at once, if it generates ``max_tokens``.
+
+        Of an elastic one those that it holds if its budget rules as soon as it may.
+        """
+        # The last token sampled has no KV.
+        total = min(self.prompt_tokens + max_tokens, max_model_len) - 1
+        return math.ceil(self.peak_tokens(total, self.earliest) / self.block_size)
+
+    def peak_tokens(self, total: int, begin: int) -> int:
+        """Tokens that are never exceeded by what is held while ``total`` are computed.
+
+        Args:
+            begin: as for :meth:`freed`.
+        """
+        inside = min(total, self.prompt_tokens, self.first or total)
+        if total <= self.prompt_tokens:
+            return inside
+        inside_freed = self._freed_inside(total) * self.block_size
+        # What is held is a block above what may be held at most, and neither falls.
+        most = budget_tokens(self.budget, total) + self.block_size if total > begin else 0
+        behind = min(total, max(begin - inside_freed, min(total - inside_freed, most)))
+        return max(inside, behind)
+
+    def _freed_inside(self, seen: int) -> int:
+        """Blocks the bound has taken. Not at the prompt's end: the next token belongs to the answer."""
+        seen = min(seen, self.prompt_tokens - 1)
+        if self.first is None or seen < self.first:
+            return 0
+        return ((seen - self.first) // self.step + 1) * (self.step // self.block_size)
+
+    def _next_inside(self, seen: int) -> int | None:
+        if self.first is None:
+            return None
+        steps = max(0, (seen - self.first) // self.step + 1)
+        due = self.first + steps * self.step
+        return due if due < self.prompt_tokens else None
+
+
+def default_blocks(config: H2OConfig, block_size: int, max_model_len: int) -> int:
+    """Blocks that a request needs at most which leaves its budget to the server."""
+
+    def schedule(prompt: int) -> EvictionSchedule:
+        return EvictionSchedule.of(config.resolve_for(None, prompt), block_size, prompt)
+
+    longest = max_model_len - 1
+    # What a prompt holds grows with it up to its bound, and what an answer holds shrinks with its prompt.
+    prompts = {1, schedule(longest).first or longest, longest}
+    return max(schedule(one).needed_blocks(max_model_len, max_model_len) for one in prompts)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounded prompts on the real scheduler and a tiny real pool: what they hold, who gets in, who is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from h2o_vllm.config import POLICIES
+from tests.engine.scheduling import Rig
+
+BLOCK = 16
+BOUND = 128
+ASKED = {"kv_budget": 0.2, "kv_prefill_tokens": BOUND}
+MATRIX = tuple(policy for policy in POLICIES[:-1] if policy != "snapkv")
+
+
+def prompt_of(number: int, length: int) -> list[int]:
+    """A prompt that shares nothing with the others."""
+    return list(range(10_000 * (number + 1), 10_000 * (number + 1) + length))
+
+
+def report(rig: Rig, name: str) -> Any:
+    return rig.reports[name]["0"]
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("batched_tokens", [16, 50, 512])
+@pytest.mark.parametrize("policy", MATRIX)
+def test_law03_a_bounded_prompt_never_holds_more(
+    model_dir: str, policy: str, batched_tokens: int, pipelined: bool
+) -> None:
+    rig = Rig(
+        model_dir, 80, max_num_batched_tokens=batched_tokens, pipelined=pipelined, kv_min_tokens=16
+    )
+    asked = ASKED | {"kv_budget": 0.1, "kv_policy": policy, "kv_protect": 20}
+    rig.add("a", prompt_of(0, 700), asked, max_tokens=40)
+    pinned = 32
+    most = 0
+    while rig.scheduler.has_unfinished_requests():
+        rig.step()
+        if "a" in rig.blocks.req_to_blocks:
+            most = max(most, rig.live_blocks("a"))
+    assert most <= (pinned + BOUND) // BLOCK
+    one = report(rig, "a")
+    assert one["peak_blocks"] == most == (pinned + BOUND) // BLOCK
+    assert one["prefill_tokens"] == BOUND
+    assert one["squeezed_at"] == pinned + BOUND
+    assert one["tokens_protected"] == pinned
+    inside = [eviction.seen for eviction in rig.evictions if eviction.seen < 700]
+    assert inside == list(range(pinned + BOUND, 700, BOUND // 4))
+    rig.blocks.check_integrity(idle=True)
+
+
+def test_prompt_that_is_larger_than_the_pool_is_served(model_dir: str) -> None:
+    """3,000 tokens through a pool of 240; an endless stream but for the model's length."""
+    rig = Rig(model_dir, 16, max_num_batched_tokens=64, kv_min_tokens=16)
+    asked = {"kv_budget_tokens": 96, "kv_prefill_tokens": BOUND}
+    rig.add("a", prompt_of(0, 3000), asked, max_tokens=1000)
+    rig.run(limit=3000)
+    assert rig.preemptions == 0
+    assert len(rig.tokens["a"]) == 1000
+    one = report(rig, "a")
+    assert one["tokens_seen"] == 3999
+    assert one["tokens_held"] <= 96 + BLOCK
+    assert one["peak_blocks"] == BOUND // BLOCK
+
+
+def test_admission_counts_the_bound_not_the_prompt(model_dir: str) -> None:
+    """Three prompts of 700 tokens in a pool of 512 run together, each as if it were alone."""
+    rig = Rig(model_dir, 33, max_num_batched_tokens=512, kv_min_tokens=16)
+    for number in range(3):
+        rig.add(f"{number}", prompt_of(number, 700), ASKED, max_tokens=30)
+    rig.step()
+    assert len(rig.scheduler.running) == 3
+    rig.run()
+    assert rig.preemptions == 0
+    alone = Rig(model_dir, 100, max_num_batched_tokens=64, kv_min_tokens=16)
+    alone.add("0", prompt_of(0, 700), ASKED, max_tokens=30)
+    alone.run()
+
+    def decided(rig: Rig, name: str) -> list[Any]:
+        return [(one.seen, one.holes) for one in rig.evictions if one.request_id == name]
+
+    for number in range(3):
+        assert decided(rig, f"{number}") == decided(alone, "0")
+
+
+def test_preempted_prompt_begins_anew_at_the_same_points(model_dir: str) -> None:
+    rig = Rig(model_dir, 40, max_num_batched_tokens=64, kv_min_tokens=16)
+    rig.add("a", prompt_of(0, 500), ASKED, max_tokens=60)
+    for _ in range(6):
+        rig.step()
+    assert rig.evictions, "it is in the middle of its prompt"
+    rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    first = [(one.seen, one.holes) for one in rig.evictions]
+    rig.evictions.clear()
+    rig.run()
+    again = [(one.seen, one.holes) for one in rig.evictions]
+    assert again[: len(first)] == first
+    assert report(rig, "a")["squeezed_at"] == BOUND
+
+
+@pytest.mark.parametrize("policy", ["h2o", "window"])
+def test_law07_only_what_precedes_the_first_eviction_is_published(
+    model_dir: str, policy: str
+) -> None:
+    rig = Rig(model_dir, 200, max_num_batched_tokens=512, kv_min_tokens=16)
+    prompt = prompt_of(0, 600)
+    rig.add("a", prompt, ASKED | {"kv_policy": policy}, max_tokens=20)
+    rig.run()
+    rig.add("b", prompt, None, max_tokens=2)
+    rig.run()
+    published = BOUND // 4 if policy == "h2o" else BOUND
+    assert report(rig, "b")["tokens_cached"] == published
+
+
+def test_elastic_request_with_a_prompt_beyond_its_bound_is_lossless_no_more(model_dir: str) -> None:
+    """One that stays within it is, though."""
+    rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
+    asked = ASKED | {"kv_elastic": True}
+    rig.add("long", prompt_of(0, 500), asked, max_tokens=20)
+    rig.add("short", prompt_of(1, 100), asked, max_tokens=20)
+    rig.run()
+    assert report(rig, "long")["squeezed_at"] == BOUND
+    assert report(rig, "long")["tokens_held"] <= math.ceil(0.2 * 520) + BLOCK
+    assert report(rig, "short")["squeezed_at"] is None
+    assert report(rig, "short")["tokens_evicted"] == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens"),
+    [
+        ({}, 8),
+        ({"kv_budget": 0.2}, 8),
+        (ASKED | {"kv_budget": 1.0}, 200),
+        (ASKED | {"kv_protect": 600}, 8),
+    ],
+    ids=["full", "budget", "answer", "protected"],
+)
+def test_what_never_fits_is_refused_and_hurts_nobody(
+    model_dir: str, asked: dict[str, Any], max_tokens: int
+) -> None:
+    """It would be preempted and begun anew for ever."""
+    rig = Rig(model_dir, 20, max_num_batched_tokens=64, kv_min_tokens=16)
+    rig.add("good", prompt_of(0, 700), ASKED, max_tokens=20)
+    rig.add("bad", prompt_of(1, 700), asked, max_tokens=max_tokens)
+    rig.run()
+    assert len(rig.tokens["good"]) == 20
+    assert rig.tokens["bad"] == []
+    assert rig.preemptions == 0

@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from loadtest.common.forced_names import FORCED_FIELD
+
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm import SamplingParams
 
-__all__ = ["FORCED_FIELD", "PROCESSOR", "ForcedTokens"]
-
-FORCED_FIELD = "forced_token_ids"
-"""Key of ``SamplingParams.extra_args``: the first tokens of the output."""
-
-PROCESSOR = f"{__name__}:ForcedTokens"
-"""Its name for the engine argument ``logits_processors``."""
+__all__ = ["ForcedTokens"]
 
 
 class ForcedTokens(AdapterLogitsProcessor):

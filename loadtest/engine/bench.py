@@ -106,6 +106,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         add("--shape", choices=SHAPES, default="8b", help="of the model of random weights")
     else:
         add("--model", help="a model directory; by default the embedded model")
+        add(
+            "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV"
+        )
+        add("--eager", action="store_true", help="no torch.compile")
     return parser.parse_args(argv)
 
 
@@ -119,12 +123,15 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         model = str(default_model_dir())
     else:
         model = args.model
-    return {"device": args.device, "model": model, "scale": args.scale}
+    engine = {"dtype": args.dtype, "enforce_eager": args.eager} if args.device == "cpu" else {}
+    return {"device": args.device, "model": model, "scale": args.scale, "engine": engine}
 
 
 def about_device(args: argparse.Namespace) -> dict[str, Any]:
-    """What only rows of a GPU say."""
-    return {**describe_gpu(), "shape": args.shape} if args.device == "cuda" else {}
+    """What rows say of their device beside the machine."""
+    if args.device == "cuda":
+        return {**describe_gpu(), "shape": args.shape}
+    return {"dtype": args.dtype, "eager": args.eager}
 
 
 class Engines(ExitStack):

@@ -17,7 +17,7 @@ from vllm import LLMEngine, SamplingParams
 
 from h2o_vllm.config import REPORT_KEY
 from loadtest.common.child import answer
-from loadtest.common.forced import FORCED_FIELD
+from loadtest.common.forced_names import FORCED_FIELD
 from loadtest.common.texts import documentation
 from loadtest.engine.elastic_traffic import VARIANTS, Text, engine_options, texts_of
 from loadtest.engine.run import MeasuredEngine, Recorder, percentiles, summary

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from h2o_vllm.plugin import engine_args
-from loadtest.common.forced import PROCESSOR
+from loadtest.common.forced_names import PROCESSOR
 from loadtest.engine.workloads import SUITES, Setting
 
 __all__ = [

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine and the workloads of its setting, in a process of its own. Started by :mod:`.bench`.
 
-Reads ``{"device", "setting", "variant", "model", "scale"}`` as one line of JSON, then a workload's name
-per line. Writes one line of JSON on stdout when the engine is up, and one per workload. Ends with its input.
+Reads ``{"device", "setting", "variant", "model", "scale", "engine"}`` as a line of JSON, then a workload per
+line, by name. Writes one line of JSON on stdout when the engine is up, and one per workload. Ends with its
+input.
 """
 
 from __future__ import annotations
@@ -101,10 +102,7 @@ class MeasuredEngine:
 
     def measure(self, workload: Workload, batch: list[list[int]]) -> dict[str, Any]:
         """Warm up, empty the prefix cache, run the prompts of ``batch`` once."""
-        budgets = [workload.budgets[i % len(workload.budgets)] for i in range(len(batch))]
-        fields = [
-            None if budget is None or not self.ours else {"kv_budget": budget} for budget in budgets
-        ]
+        fields = [workload.fields(i) if self.ours else None for i in range(len(batch))]
         # Every code path once, with text that shares no prefix with the workload.
         serve(self.engine, [prompt[::-1][:2048] for prompt in batch[:4]], fields[:4], 32)
         if not self.engine.reset_prefix_cache():
@@ -193,7 +191,7 @@ def main() -> None:
     start = json.loads(sys.stdin.readline())
     suite, scale = SUITES[start["device"]], start["scale"]
     setting = suite.settings[start["setting"]].scaled(scale)
-    options = suite.engine_options(setting, start["variant"])
+    options = suite.engine_options(setting, start["variant"]) | start["engine"]
     engine = MeasuredEngine(start["model"], options, ours=start["variant"] == "h2o")
     answer({"start_s": engine.start_s})
     for line in sys.stdin:

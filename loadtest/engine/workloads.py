@@ -51,6 +51,7 @@ class Workload:
         requests, prompt_tokens, output_tokens: how many and how long; prompt lengths vary by 10 %.
         budgets: ``kv_budget`` of request i is ``budgets[i % len(budgets)]``; ``None`` asks for nothing.
         setting: key of its suite's settings.
+        prefill: ``kv_prefill_tokens`` of all requests.
     """
 
     name: str
@@ -60,6 +61,13 @@ class Workload:
     output_tokens: int
     budgets: tuple[float | None, ...]
     setting: str = "ample"
+    prefill: int = 0
+
+    def fields(self, number: int) -> dict[str, Any] | None:
+        """What request ``number`` asks of us; ``None``: nothing."""
+        budget = self.budgets[number % len(self.budgets)]
+        bound = {"kv_prefill_tokens": self.prefill} if self.prefill else {}
+        return None if budget is None else {"kv_budget": budget, **bound}
 
     def prompt_lengths(self) -> list[int]:
         """Tokens of each request's prompt."""
@@ -123,7 +131,11 @@ class CPUSuite(Suite):
     variants = ("stock", "stock-same-flags", "h2o")
     """vLLM with its defaults, vLLM with exactly our flags, and ours."""
     side_by_side = True
-    settings: ClassVar = {"tight": Setting(1700, pool_tokens=6400), "ample": Setting(7000)}
+    settings: ClassVar = {
+        "tight": Setting(1700, pool_tokens=6400),
+        "ample": Setting(7000),
+        "long-tight": Setting(7000, pool_tokens=12_800),
+    }
     workloads: ClassVar = _by_name(
         Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (0.2,), "tight"),
         Workload("mixed", "half full, half 0.2, tight pool", 32, 1000, 512, (None, 0.2), "tight"),
@@ -131,7 +143,9 @@ class CPUSuite(Suite):
         Workload("idle", "no request has a budget", 16, 1000, 512, (None,)),
         Workload("long-0.2", "6,000-token prompts, budget 0.2", 4, 6000, 256, (0.2,)),
         Workload("long-0.1", "6,000-token prompts, budget 0.1", 4, 6000, 256, (0.1,)),
-    )
+        Workload("bounded", "6,000-token prompts, budget 0.2, 1,024 in prefill, pool of two prompts",
+                 16, 6000, 256, (0.2,), "long-tight", prefill=1024),
+    )  # fmt: skip
 
     def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
         """Blocks of 32 tokens but for stock's defaults."""

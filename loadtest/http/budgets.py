@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV budget each request of a load test asks for. Pure; imports nothing of ours.
 
-A mix is written ``BUDGET[/POLICY][:WEIGHT],...``. ``0.2`` is ``kv_budget``, ``512t`` is
-``kv_budget_tokens``, ``none`` sends no field at all (the server's default; the only one plain vLLM
-understands)::
+A mix is written ``BUDGET[+elastic][/POLICY][:WEIGHT],...``. ``0.2`` is ``kv_budget``, ``512t`` is
+``kv_budget_tokens``, ``+elastic`` asks for all KV until memory is short (``kv_elastic``), ``none`` sends no
+field at all (the server's default; the only one plain vLLM understands)::
 
     0.2                    every request keeps a fifth
     1.0:1,0.2:3            one request in four keeps everything
+    0.2+elastic            everything while the pool suffices, then a fifth
     0.2/h2o,0.2/window     two policies side by side
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 __all__ = ["Budget", "Mix", "MixError"]
 
 _ENTRY = re.compile(
-    r"(?P<budget>none|(?P<tokens>\d+)t|(?P<share>\d*\.?\d+))(?:/(?P<policy>[a-z0-9_-]+))?"
+    r"(?P<budget>none|(?P<tokens>\d+)t|(?P<share>\d*\.?\d+))(?P<elastic>\+elastic)?(?:/(?P<policy>[a-z0-9_-]+))?"
     r"(?::(?P<weight>\d+))?"
 )
 
@@ -65,9 +66,9 @@ class Mix:
 
 def _budget(entry: str) -> Budget:
     found = _ENTRY.fullmatch(entry)
-    if found is None or found["weight"] == "0":
+    if found is None or found["weight"] == "0" or (found["elastic"] and found["budget"] == "none"):
         raise MixError(
-            f"--budgets: got {entry!r}, wanted SHARE, TOKENSt or none, then optionally /POLICY "
+            f"--budgets: got {entry!r}, wanted SHARE, TOKENSt or none, then optionally +elastic, /POLICY "
             "and :WEIGHT (an integer from 1), as in 1.0:1,0.2:3"
         )
     fields: dict[str, Any] = {}
@@ -75,10 +76,13 @@ def _budget(entry: str) -> Budget:
         fields["kv_budget_tokens"] = int(found["tokens"])
     elif found["share"]:
         fields["kv_budget"] = float(found["share"])
+    if found["elastic"]:
+        fields["kv_elastic"] = True
     if found["policy"]:
         fields["kv_policy"] = found["policy"]
     shown = f"{fields['kv_budget']:g}" if "kv_budget" in fields else found["budget"]
-    label = f"kv={shown}" + (f"/{found['policy']}" if found["policy"] else "")
+    policy = f"/{found['policy']}" if found["policy"] else ""
+    label = f"kv={shown}{found['elastic'] or ''}{policy}"
     return Budget(label, fields, int(found["weight"] or 1))
 
 

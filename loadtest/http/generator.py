@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from loadtest.common.client import Client, HTTPStatusError
+from loadtest.common.forced_names import FORCED_FIELD
 from loadtest.common.settings import SettingsError
 from loadtest.common.texts import CHARS_PER_TOKEN, LENGTH, Prompts, documentation, read_jsonl
 from loadtest.http.arrivals import Stages
@@ -74,6 +76,10 @@ class Generator:
         self._clock = clock
         self._begin = clock()
         self._taken = self._kept = 0
+        if settings.forced and (settings.endpoint != "completions" or not settings.prompt_tokens):
+            raise SettingsError(
+                "--forced: needs --endpoint completions and --prompt-tokens above 0"
+            )
         self._documents = _documents(settings)
         if settings.report and not settings.jsonl:
             raise SettingsError("--report needs --jsonl, beside which it is written")
@@ -106,7 +112,7 @@ class Generator:
         self.server = {"model": model, "server_version": self._version()}
         self._prompts = Prompts(
             self._documents,
-            self.settings.prompt_tokens,
+            self._text_tokens(),
             self._count,
             self.settings.prompt_jitter,
             self.settings.salt,
@@ -192,11 +198,26 @@ class Generator:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt
+            if settings.forced:
+                self._force(body)
         if settings.ignore_eos:
             body["ignore_eos"] = True
         if settings.cache_salt:
             body["cache_salt"] = settings.cache_salt
         return {**body, **budget.fields, **self._extra}
+
+    def _text_tokens(self) -> int:
+        """Length of the text that a request needs: its prompt's, and its answer's if that is given, too."""
+        settings = self.settings
+        return settings.prompt_tokens + (settings.output_tokens if settings.forced else 0)
+
+    def _force(self, body: dict[str, Any]) -> None:
+        """The end of the text becomes the answer, in place; what is left is the prompt."""
+        asked = {"model": body["model"], "prompt": body["prompt"]}
+        tokens = self._client.post_json("/tokenize", asked)["tokens"]
+        answer = min(body["max_tokens"], len(tokens) - 1)
+        body["prompt"], body["max_tokens"], body["logprobs"] = tokens[:-answer], answer, 0
+        body["vllm_xargs"] = {FORCED_FIELD: tokens[-answer:]}
 
     def _count(self, text: str) -> int:
         """Tokens of ``text``; a guess where the server cannot be asked, which it is only once."""
@@ -234,6 +255,8 @@ def _fill(record: Record, meter: StreamMeter, now: float) -> None:
     record.output_tokens = meter.output_tokens
     record.finish = meter.finish
     record.kv_cache = meter.kv_cache
+    if meter.logprobs:
+        record.nll = -fmean(meter.logprobs)
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

@@ -92,6 +92,11 @@ class LoadSettings(Settings):
         default=True,
         description="Generate all of --output-tokens (a field of vLLM); otherwise as the model likes.",
     )
+    forced: bool = Field(
+        default=False,
+        description="Answers are the text that follows the prompt; records say what the model thought of it. "
+        "For servers with --logits-processors loadtest.common.forced:ForcedTokens.",
+    )
     body: str = Field(default="{}", description="JSON object to merge into every request.")
     salt: int = Field(
         default=0,

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from loadtest.common.plots import SMALL, caption, colours, legend, panels, save
 from loadtest.common.statistics import percentile
+from loadtest.http.rates import Point, points, rates_of
 from loadtest.http.records import ALL, Record, Run, pooled, runs_by_variant, summarise
 
-__all__ = ["draw_runs"]
+__all__ = ["draw_rates", "draw_runs"]
 
 
 def draw_runs(runs: Sequence[Run], path: Path) -> Path:
@@ -31,6 +32,39 @@ def draw_runs(runs: Sequence[Run], path: Path) -> Path:
         }
         _over_time(speed, groups)
     _distributions(ttft, itl, groups)
+    first = runs[0].description
+    server = first.get("server_version")
+    title = caption({**first, "versions": {"vllm": server}}, first.get("title"), first.get("model"))
+    return save(figure, path, title)
+
+
+def draw_rates(runs: Sequence[Run], path: Path) -> Path:
+    """Draw a comparison over rates into ``path``: a line per variant in each panel."""
+    found, rates = points(runs), rates_of(runs)
+    shown: tuple[tuple[str, Callable[[Point], list[float]]], ...] = (
+        ("generated tokens / s", lambda point: point.tok_per_s),
+        ("time to first token, median s", lambda point: point.ttft),
+        ("likelihood lost, % of full KV's NLL", lambda point: point.lost),
+        ("lossless answers, %", lambda point: [100 * share for share in point.lossless]),
+    )
+    figure, axes = panels(2, 2, size=(10.5, 7.5))
+    for axis, (title, values) in zip(axes, shown, strict=True):
+        for name, colour in colours(found).items():
+            line = [
+                (rate, statistics.median(some))
+                for rate, point in found[name].items()
+                if (some := values(point))
+            ]
+            if line:
+                axis.plot(*zip(*line, strict=True), "o-", markersize=4, color=colour, label=name)
+        axis.set_xscale("log")
+        axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axis.minorticks_off()
+        axis.set_xlabel("requests per second (Poisson)")
+        axis.set_ylabel(title)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+    legend(axes[0])
     first = runs[0].description
     server = first.get("server_version")
     title = caption({**first, "versions": {"vllm": server}}, first.get("title"), first.get("model"))

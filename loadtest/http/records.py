@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from loadtest.common.results import append_rows, numbered_rows
@@ -34,6 +35,7 @@ class Record:
         ttft, latency: from ``at`` to the first token, and to the end.
         gaps_ms: milliseconds between token events.
         output_tokens: from ``usage``; token events if the stream broke off before that.
+        nll: negative log-likelihood per token of an answer that was forced, in nats.
         cut: whether the end of the run cut it off; then it is neither a success nor a failure.
     """
 
@@ -47,6 +49,7 @@ class Record:
     output_tokens: int = 0
     finish: str | None = None
     kv_cache: dict[str, Any] | None = None
+    nll: float | None = None
     error: str | None = None
     cut: bool = False
 
@@ -104,6 +107,8 @@ class Summary:
         seconds: from the first request of the whole run to its last token.
         tok_per_s: output tokens of the group per second of the run.
         held: KV tokens held at the end over tokens seen, by the server's reports.
+        lossless: share of the reports that say that nothing was evicted.
+        nll: of forced answers, nats per token.
     """
 
     requests: int
@@ -113,6 +118,8 @@ class Summary:
     prompt_tokens: int
     output_tokens: int
     held: float | None
+    lossless: float | None
+    nll: float | None
     samples: dict[str, list[float]]
 
     @property
@@ -159,6 +166,10 @@ def _summary(group: list[Record], seconds: float) -> Summary:
         prompt_tokens=sum(record.prompt_tokens for record in group),
         output_tokens=sum(record.output_tokens for record in group),
         held=sum(report["tokens_held"] for report in reports) / seen if seen else None,
+        lossless=fmean(report["tokens_held"] == report["tokens_seen"] for report in reports)
+        if reports
+        else None,
+        nll=_mean_nll(whole),
         samples={
             "ttft": _present(record.ttft for record in whole),
             "itl": [gap / 1000 for record in whole for gap in record.gaps_ms],
@@ -167,6 +178,13 @@ def _summary(group: list[Record], seconds: float) -> Summary:
             "tok_per_s_request": _present(record.tok_per_s for record in whole),
         },
     )
+
+
+def _mean_nll(records: list[Record]) -> float | None:
+    """Over the tokens of all forced answers."""
+    forced = [(one.nll, one.output_tokens) for one in records if one.nll is not None]
+    tokens = sum(count for _, count in forced)
+    return sum(nll * count for nll, count in forced) / tokens if tokens else None
 
 
 def _present(values: Iterable[float | None]) -> list[float]:

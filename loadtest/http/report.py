@@ -19,6 +19,7 @@ from typing import Any
 from loadtest.common.statistics import percentile
 from loadtest.common.tables import markdown_table, median_range, number
 from loadtest.http.options import LoadSettings
+from loadtest.http.rates import rates_of, rates_table
 from loadtest.http.records import (
     ALL,
     Record,
@@ -69,9 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_report(runs: Sequence[Run], results: Sequence[SLOResult], path: Path) -> str:
     """Write Markdown and PNG beside ``path``; returns the tables."""
-    from loadtest.http.pictures import draw_runs
+    from loadtest.http.pictures import draw_rates, draw_runs
 
-    image = draw_runs(runs, path.with_suffix(".png"))
+    draw = draw_rates if rates_of(runs) else draw_runs
+    image = draw(runs, path.with_suffix(".png"))
     tables = markdown(runs, results)
     head = f"# {path.stem}\n\n![tokens per second and latencies]({image.name})"
     path.with_suffix(".md").write_text(f"{head}\n\n{tables}")
@@ -82,7 +84,12 @@ def write_report(runs: Sequence[Run], results: Sequence[SLOResult], path: Path) 
 def markdown(runs: Sequence[Run], results: Sequence[SLOResult]) -> str:
     """Tables of figures and of what the SLO gate found, and what the runs were."""
     compared = runs_by_variant(runs)
-    parts = [_comparison(compared)] if compared else [_figures(run) for run in runs]
+    if rates_of(runs):
+        parts = [rates_table(runs)]
+    elif compared:
+        parts = [_comparison(compared)]
+    else:
+        parts = [_figures(run) for run in runs]
     if results:
         parts.append(_objectives(results))
     parts.append(_facts(runs[0].description))

@@ -56,7 +56,7 @@ class Offline(Model):
 
         import h2o_vllm
         from h2o_vllm.models import DEFAULT_MODEL_NAME, default_model_dir
-        from loadtest.common.forced import PROCESSOR
+        from loadtest.common.forced_names import PROCESSOR
 
         # Model runner V2, vLLM's on GPUs, has logits processors of another kind.
         self.forces = current_platform.device_type == "cpu"
@@ -170,7 +170,7 @@ class Offline(Model):
 def _params(task: Task[Tag]) -> Any:
     from vllm import SamplingParams
 
-    from loadtest.common.forced import FORCED_FIELD
+    from loadtest.common.forced_names import FORCED_FIELD
 
     request = task.request
     forced = {FORCED_FIELD: list(request.forced)} if request.forced else {}

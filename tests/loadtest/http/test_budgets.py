@@ -22,6 +22,12 @@ from loadtest.http.budgets import Mix, MixError
         ("none", "kv=none", {}),
         ("0.2/window", "kv=0.2/window", {"kv_budget": 0.2, "kv_policy": "window"}),
         ("none/full:7", "kv=none/full", {"kv_policy": "full"}),
+        ("0.2+elastic", "kv=0.2+elastic", {"kv_budget": 0.2, "kv_elastic": True}),
+        (
+            "64t+elastic/h2o:2",
+            "kv=64t+elastic/h2o",
+            {"kv_budget_tokens": 64, "kv_elastic": True, "kv_policy": "h2o"},
+        ),
         ("0.1/h2o-norm", "kv=0.1/h2o-norm", {"kv_budget": 0.1, "kv_policy": "h2o-norm"}),
     ],
 )
@@ -42,7 +48,9 @@ def test_budgets_are_spread_not_dealt_in_blocks() -> None:
     assert [mix[i].label for i in range(4)] == ["kv=1", "kv=0.2", "kv=1", "kv=0.2"]
 
 
-@pytest.mark.parametrize("text", ["", "x", "0.2:0", "0.2:-1", "0.2;1.0", "0.2,", "t", "0.2/"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "0.2:0", "0.2:-1", "0.2;1.0", "0.2,", "t", "0.2/", "none+elastic", "0.2+"]
+)
 def test_what_is_no_mix_is_refused_with_the_entry_and_the_form(text: str) -> None:
     with pytest.raises(MixError, match="--budgets"):
         Mix(text)

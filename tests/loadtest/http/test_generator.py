@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from loadtest.common.client import Client, HTTPStatusError
+from loadtest.common.settings import SettingsError
 from loadtest.common.statistics import percentile
 from loadtest.http.generator import Generator
 from loadtest.http.mock_server import MockSettings, build_app
@@ -106,6 +107,30 @@ def test_prompt_lengths_are_those_asked_for_in_the_servers_own_tokens(
     assert sum(lengths) / 16 == pytest.approx(400, rel=0.05)
     assert 310 < min(lengths) < 370
     assert 430 < max(lengths) < 490
+
+
+def test_forced_answer_is_the_text_behind_the_prompt() -> None:
+    server: Any = VirtualServer(build_app(MOCK), at_once=2)
+    sent: list[dict[str, Any]] = []
+    stream = server.stream
+    server.stream = lambda path, body, *rest: (sent.append(body), stream(path, body, *rest))[1]
+    settings = SETTINGS.model_copy(update={"forced": True})
+    generator = send_all(
+        Generator(settings, "http://virtual", clock=server.clock, client=server), 2
+    )
+    for body in sent:
+        forced = body["vllm_xargs"]["forced_token_ids"]
+        # The mock numbers the tokens of a text.
+        assert [*body["prompt"], *forced] == list(range(len(body["prompt"]) + 25))
+        assert len(forced) == body["max_tokens"] == 25
+    assert [one.nll for one in generator.records] == [1.5, 1.5]
+    assert figures(generator).nll == 1.5
+
+
+@pytest.mark.parametrize("changes", [{"endpoint": "chat"}, {"prompt_tokens": 0}])
+def test_forced_answers_need_a_text_to_go_on_with(changes: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="--forced"):
+        Generator(SETTINGS.model_copy(update={"forced": True} | changes), "http://virtual")
 
 
 def test_failures_are_counted_and_give_no_latencies(start_mock: StartMock) -> None:

@@ -17,9 +17,9 @@ class TOVAPolicy(H2OPolicy):
     the lowest attention weight of the current query goes. Here it goes by blocks, so the query that
     decides is the last one before an eviction. The paper averages over all heads and keeps one set
     per layer; here each KV head keeps its own, as tensor-parallel ranks must not have to agree.
-    ``kv_recent=0`` leaves out the window that the paper does not have.
+    ``kv_recent=0`` leaves out the window that the paper does not have. Each chunk of a prompt scores its last
+    query: a bounded prompt is evicted from between chunks.
     """
 
     name: ClassVar[str] = "tova"
-    scored_prompt_queries: ClassVar[int | None] = 1
     last_query_only: ClassVar[bool] = True

@@ -9,7 +9,7 @@ would be preempted and begun anew for ever.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
@@ -52,9 +52,11 @@ def install(
         prompt = args[0] if args else kwargs["prompt"]
         params = args[1] if len(args) > 1 else kwargs["sampling_params"]
         tokens = extract_prompt_components(engine.model_config, prompt).token_ids
+        asked = getattr(params, "extra_args", None)
         if tokens is not None:
             try:
-                budget = config.resolve_for(params.extra_args, len(tokens))
+                named = asked if isinstance(asked, Mapping) else None
+                budget = config.resolve_for(named, len(tokens))
                 schedule = EvictionSchedule.of(budget, cache.block_size, len(tokens))
                 schedule.check_fits(pool, params.max_tokens, length)
             except BudgetError as error:

@@ -19,6 +19,7 @@ __all__ = [
     "CONFIG_KEY",
     "MAX_DELAY",
     "MAX_SINKS",
+    "MAX_TRACE_TOKENS",
     "METRICS_KEY",
     "POLICIES",
     "PROTECT_WORDS",
@@ -65,17 +66,22 @@ REQUEST_FIELDS = (
     "kv_delay",
     "kv_elastic",
     "kv_evict_from",
+    "kv_trace",
 )
 """Request fields, accepted at the top level of a body and inside ``vllm_xargs``."""
 
-TESTING_FIELDS = ("kv_evict_from",)
-"""Those of them that help to test and to debug; a server has no default for them."""
+TESTING_FIELDS = ("kv_evict_from", "kv_trace")
+"""Those of them that help to test, to debug and to see; a server has no default for them."""
 
 MAX_SINKS = 1024
 """Sinks come on top of an operator's ``kv_budget_max``, so they are few."""
 
 MAX_DELAY = 256
 """While an eviction is delayed, a request holds more than ``kv_budget_max`` says: not for long."""
+
+MAX_TRACE_TOKENS = 4096
+"""Most tokens, prompt and answer, of a request that asks for a trace: it costs two bytes per token, layer and
+KV head while the request runs, and is read by people."""
 
 PROTECT_WORDS = ("prompt", "system")
 """What ``kv_protect`` may be beside a number of first tokens: all of the prompt, or its system messages and
@@ -104,6 +110,7 @@ class RequestBudget:
         elastic: everything is kept until memory is short; what this budget says is the floor.
         evict_from: no eviction before this many tokens have been seen; 0: behind the prompt, as is
             whatever lies inside of it.
+        trace: whether the report says which positions each layer and KV head still holds.
     """
 
     fraction: float
@@ -118,6 +125,7 @@ class RequestBudget:
     delay: int = 0
     elastic: bool = False
     evict_from: int = 0
+    trace: bool = False
 
     @property
     def evicts(self) -> bool:
@@ -147,6 +155,7 @@ class H2OConfig:
             an answer is lossless, and its queries have their say in what stays.
         kv_elastic: whether requests keep everything until memory is short, their budgets being floors.
         kv_elastic_admission: one of :data:`ADMISSIONS`.
+        kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -165,6 +174,7 @@ class H2OConfig:
     kv_delay: int = 0
     kv_elastic: bool = False
     kv_elastic_admission: str = "squeeze"
+    kv_trace: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -182,6 +192,7 @@ class H2OConfig:
             check_integer("kv_delay", self.kv_delay, 0, MAX_DELAY)
             check_flag("kv_elastic", self.kv_elastic)
             check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
+            check_flag("kv_trace", self.kv_trace)
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
         if isinstance(self.kv_protect, int) and self.kv_protect > self._most_protected:
@@ -272,7 +283,17 @@ class H2OConfig:
             delay=delay,
             elastic=elastic,
             evict_from=evict_from,
+            trace=self._trace(given),
         )
+
+    def _trace(self, given: Mapping[str, Any]) -> bool:
+        trace = check_flag("kv_trace", given.get("kv_trace", False))
+        if trace and not self.kv_trace:
+            accepted = (
+                "false on this server (it was started without --kv-trace and --kv-playground)"
+            )
+            raise BudgetError("kv_trace", True, accepted)
+        return trace
 
     def _begin(self, given: Mapping[str, Any]) -> tuple[bool, int]:
         """When evictions begin: ``elastic`` and ``evict_from`` of a :class:`RequestBudget`.

@@ -153,8 +153,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_recent",
         float,
         "SHARE",
-        "Share of the budget spent on the newest tokens, 0 to 1; the rest goes to the tokens "
-        "that --kv-policy ranks highest.",
+        "Share of the budget for the newest tokens, 0 to 1; the rest goes by --kv-policy.",
     )
     group.add_argument(
         "--kv-policy",
@@ -176,15 +175,14 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_protect",
         _tokens_or_word,
         "TOKENS|prompt|system",
-        "First tokens that the budget leaves alone, shared and read from the prefix cache: a number, the "
-        "whole prompt, or (in chats) system messages and tool definitions.",
+        "First tokens that the budget leaves alone: a number, the whole prompt, or (in chats) system "
+        "messages and tool definitions.",
     )
     add(
         "kv_protect_max",
         int,
         "TOKENS",
-        "Most tokens a request may protect; without it its whole prompt, or 1024 where --kv-budget-max is "
-        "below 1.",
+        "Most tokens one may protect: else the prompt, or 1024 where --kv-budget-max is below 1.",
     )
     add(
         "kv_delay",
@@ -204,13 +202,19 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.kv_elastic_admission,
         help="For a waiting prompt, elastic requests yield (squeeze), or it waits (queue).",
     )
-    add("kv_budget_min", float, "SHARE", "Smallest kv_budget a request may ask for.")
-    add("kv_budget_max", float, "SHARE", "Largest kv_budget a request may ask for.")
+    add("kv_budget_min", float, "SHARE", "Smallest kv_budget one may ask for.")
+    add("kv_budget_max", float, "SHARE", "Largest kv_budget one may ask for.")
     add(
         "kv_min_tokens",
         int,
         "TOKENS",
-        "No budget falls below this many tokens: short sequences stay whole.",
+        "No budget falls below so many tokens.",
+    )
+    group.add_argument(
+        "--kv-trace",
+        action="store_true",
+        default=_DEFAULTS.kv_trace,
+        help="Let requests ask which tokens were kept (kv_trace). On a CPU.",
     )
 
 

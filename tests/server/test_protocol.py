@@ -52,6 +52,24 @@ BAD_VALUES: dict[str, list[str]] = {
         *("0", "-1", "2147483648", "1" + "0" * 400, "300.0", "NaN", "-Infinity", "true", "false"),
         *('"300"', '""', "[]", "[300]", "{}"),
     ],
+    "kv_trace": [
+        *(
+            "2",
+            "-1",
+            "0.5",
+            "1.0",
+            "NaN",
+            "1" + "0" * 400,
+            '"true"',
+            '"1"',
+            '""',
+            "[]",
+            "[true]",
+            "{}",
+        ),
+        # The server does not let anybody ask.
+        *("1", "true"),
+    ],
     "kv_delay": [
         *("-1", "257", "2147483648", "1" + "0" * 400, "4.0", "0.5", "NaN", "Infinity"),
         *("true", "false", '"4"', '""', "[]", "[4]", "{}", '{"a": 1}'),
@@ -140,6 +158,18 @@ def test_delayed_and_elastic_exclude_each_other(config: H2OConfig) -> None:
     refusal = refused(config, body(kv_elastic=True, kv_evict_from=300))
     assert refusal.message == "kv_evict_from must be left out when kv_elastic is true, got 300"
     assert (refusal.param, refusal.reason) == ("kv_evict_from", "conflict")
+
+
+def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(
+    config: H2OConfig,
+) -> None:
+    message = refused(config, body(kv_trace=True)).message
+    assert message == (
+        "kv_trace must be false on this server (it was started without --kv-trace and --kv-playground), "
+        "got True"
+    )
+    assert passed(config, body(kv_trace=False))["vllm_xargs"] == {"kv_trace": False}
+    assert passed(H2OConfig(kv_trace=True), body(kv_trace=True))["vllm_xargs"] == {"kv_trace": True}
 
 
 @pytest.mark.parametrize("fields", [{"kv_elastic": True}, {"kv_evict_from": 300}])
@@ -280,7 +310,7 @@ def test_typo_is_refused_with_the_name_that_was_meant(
 
 def test_unknown_field_of_ours_is_refused_briefly(config: H2OConfig) -> None:
     refusal = refused(config, body(**{"kv_" + "x" * 100_000: 1}))
-    assert len(refusal.message) < 200
+    assert len(refusal.message) < 250
     assert "known are kv_budget" in refusal.message
 
 

@@ -216,6 +216,12 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.kv_trace,
         help="Let requests ask which tokens were kept (kv_trace). On a CPU.",
     )
+    group.add_argument(
+        "--kv-playground",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="A page at /h2o/ to look at it and to compare answers; brings --kv-trace where that works.",
+    )
 
 
 def _tokens_or_word(text: str) -> int | str:

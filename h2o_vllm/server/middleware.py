@@ -21,6 +21,7 @@ from h2o_vllm.metrics import stat_logger
 from h2o_vllm.server import (
     config_route,
     engine_death,
+    playground,
     protection,
     report_interceptor,
     trace_limits,
@@ -78,7 +79,8 @@ class KVCacheMiddleware:
             return
         config, access = self._bind(scope["app"])
         if access.refuses(scope):
-            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+            challenge = access.challenge(scope)
+            await JSONResponse({"error": "Unauthorized"}, 401, challenge)(scope, receive, send)
             return
         rule = rule_for(scope["method"], scope["path"], scope.get("root_path", ""))
         if rule is None:
@@ -132,6 +134,8 @@ class KVCacheMiddleware:
             self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
             self._access = Access(application)
             config_route.attach(application, config, documents_key=bool(self._access.keys))
+            if getattr(getattr(state, "args", None), "kv_playground", False):
+                playground.attach(application)
             self._config = config
         return self._config, self._access
 

@@ -19,7 +19,7 @@ from vllm.logger import configure_logging_from_args, init_logger
 from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.server import engine_death, launch, middleware
+from h2o_vllm.server import engine_death, launch, middleware, playground
 from h2o_vllm.server.model_dir import check_model_dir
 
 __all__ = ["prepare", "serve"]
@@ -82,6 +82,8 @@ def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H
         ConfigError: an option contradicts what we have to set, or the model's directory is none.
     """
     _refuse_other_frontends(args)
+    if args.kv_playground:
+        config = playground.with_traces(config, args.tensor_parallel_size)
     _set_engine_args(args, parser, config)
     if MIDDLEWARE not in args.middleware:
         # First in the list is innermost: a user's own (compression, say) sees our finished answer.

@@ -186,6 +186,13 @@ class TestPrepare:
         for name, value in engine_args(kv_budget=0.2).items():
             assert getattr(args, name) == value
 
+    def test_the_page_brings_traces(self) -> None:
+        assert self.prepared().additional_config["h2o"]["kv_trace"] is False
+        for flag in ("--kv-trace", "--kv-playground"):
+            assert self.prepared(flag).additional_config["h2o"]["kv_trace"] is True
+        args = self.prepared("--kv-playground", "--no-kv-playground")
+        assert args.additional_config["h2o"]["kv_trace"] is False
+
     def test_no_model_means_the_embedded_one_under_its_name(self) -> None:
         args = self.prepared()
         assert (args.model, args.served_model_name) == (

@@ -401,4 +401,29 @@ MUTANTS = (
         "{key: reports[0][key] for key in SUMMED}",
         ("tests/server/test_report.py",),
     ),
+    Mutant(
+        "server-a-password-opens-everything",
+        "return not (is_page(scope) and self",
+        "return not (self",
+        ("tests/server/test_playground.py",),
+    ),
+    Mutant(
+        "server-a-trace-never-gives-its-place-back",
+        "self._terms.slots.give_back()",
+        "pass",
+        ("tests/server/test_trace_limits.py",),
+    ),
+    # traces
+    Mutant(
+        "trace-ranks-by-other-tokens-scores",
+        "scores[:, heavy + doomed]",
+        "scores[:, doomed + heavy]",
+        ("tests/engine/test_trace.py",),
+    ),
+    Mutant(
+        "trace-a-preemption-goes-on-where-it-was",
+        "first = ranked.begins in (None, eviction.fresh_from)",
+        "first = ranked.begins is None",
+        ("tests/engine/test_trace.py",),
+    ),
 )

@@ -13,6 +13,7 @@ from h2o_vllm.engine.compat import (
     runner_row_request_ids,
     runner_spared_generators,
 )
+from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.worker import EvictingWorker
@@ -36,6 +37,19 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
 
     builder_cls = H2OMetadataBuilder
     impl_cls = H2OAttentionImpl
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        cache = vllm_config.cache_config
+        self._sizes_pool = memory.is_unnamed(cache)
+        if self._sizes_pool:
+            cache.gpu_memory_utilization = memory.startable_utilization()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def determine_available_memory(self) -> int:
+        """As the base class; where the user names no size, of a share of what is free now."""
+        if self._sizes_pool:
+            self.cache_config.kv_cache_memory_bytes = memory.pool_bytes(self.parallel_config)
+        return super().determine_available_memory()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As the base class, also where a request with a seed has a prompt of several chunks."""

@@ -29,10 +29,15 @@ CPU_BLOCK_SIZE = 32
 
 
 def register() -> None:
-    """Entry point ``vllm.general_plugins``: teach the block-manager registry our spec."""
+    """Entry point ``vllm.general_plugins``: teach the block-manager registry our spec.
+
+    In a process that ``h2o-serve`` started, also record why it cannot start, should it be so.
+    """
     from h2o_vllm.blocks.spec import register_spec
+    from h2o_vllm.engine import start_record
 
     register_spec()
+    start_record.install()
 
 
 def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 ``serve``              puts our configuration into vLLM's arguments
 ``model_dir``          looks at the model's directory before vLLM does
 ``launch``             runs vLLM's server with them and ends it cleanly
+``start_error``        a start that failed, in one line that says what to change
 ``access``             asks for ``--api-key`` where vLLM would not
 ``engine_death``       tells an engine that died from one that was stopped, for the exit code
 ``routes``             which HTTP routes take the budget fields, and which must refuse them

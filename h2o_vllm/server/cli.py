@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -67,14 +66,15 @@ def _serve(args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2O
     # Imported after parsing: a bad option should not have to wait for what serving needs.
     from h2o_vllm.server.launch import leave
     from h2o_vllm.server.serve import serve
+    from h2o_vllm.server.start_error import describe
 
     try:
         code = serve(args, parser, config)
     except (ConfigError, KeyboardInterrupt):
         raise
-    except Exception:  # noqa: BLE001
-        # What vLLM could not start with: as Python would print it, but as the last words.
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - whatever vLLM could not start with
+        *lines, last = describe(error, args)
+        print(*lines, f"{PROG}: error: {last}", sep="\n", file=sys.stderr)
         code = 1
     leave(code)
 

@@ -41,19 +41,22 @@ class Reason:
         error: the exception's class.
         message: what it says; any number of lines.
         last_lines: of the traceback: where it came from.
+        loading: whether it came from weights that were being put into the model.
     """
 
     process: str
     error: str
     message: str
     last_lines: list[str]
+    loading: bool = False
 
     @classmethod
     def of(cls, error: BaseException, process: str) -> Reason:
         """That of ``error``, with the last :data:`FRAMES` places it passed."""
-        frames = traceback.format_tb(error.__traceback__)[-FRAMES:]
-        lines = "".join(frames).splitlines()
-        return cls(process, type(error).__name__, str(error), lines)
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = "".join(traceback.format_list(frames[-FRAMES:])).splitlines()
+        loading = any(frame.name == "load_weights" for frame in frames)
+        return cls(process, type(error).__name__, str(error), lines, loading)
 
 
 FRAMES = 3

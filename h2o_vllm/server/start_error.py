@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import traceback
+from dataclasses import replace
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -86,7 +88,7 @@ def describe(error: Exception, args: argparse.Namespace) -> list[str]:
     """Lines that say why the server did not start; the last one, what to change.
 
     The traceback stands in the file of :mod:`h2o_vllm.engine.start_record`, which the line names; where there
-    is none, as with ``--log-level debug``, it comes first.
+    is none, as with ``--log-level DEBUG``, it comes first.
     """
     details = start_record.path()
     reason = reason_of(error, details and start_record.read(details))
@@ -110,18 +112,21 @@ def reason_of(error: Exception, recorded: Reason | None) -> Reason:
         return recorded
     reason = Reason.of(error, "h2o-serve")
     if isinstance(error, ValidationError):
-        return Reason(reason.process, reason.error, _validation(error), reason.last_lines)
+        return replace(reason, message=_validation(error))
     gone = ENGINE_GONE.search(reason.message)
-    return reason if gone is None else _gone(int(gone[1]), reason.last_lines)
+    return reason if gone is None else replace(reason, message=_gone(int(gone[1])))
 
 
 def explain(reason: Reason, args: argparse.Namespace) -> str:
     """The reason in one line, with the options' names as the command line has them."""
     message = _first_paragraph(reason.message)
+    named = f"{reason.error}: {message}"
     if (rule := _rule_for(reason)) is not None:
         said = rule.says.format(model=args.model, message=message)
+    elif reason.loading:
+        said = f"--model {args.model}: its weights do not fit its config.json ({named})"
     else:
-        said = f"{reason.error}: {message}" if _is_surprise(reason) else message
+        said = named if _is_surprise(reason) else message
     # vLLM names options as its Python arguments: `max_model_len`.
     return re.sub(r"`-*([a-z0-9_-]+)`", lambda name: _as_option(name, args), said)
 
@@ -160,10 +165,8 @@ def _validation(error: ValidationError) -> str:
     return "; ".join(found)
 
 
-def _gone(code: int, last_lines: list[str]) -> Reason:
-    if code < 0:
-        why = f"the engine was killed (signal {-code}) while it started"
-        hint = ", as the system does when memory runs out" if code == -9 else ""
-        return Reason("EngineCore", "RuntimeError", why + hint, last_lines)
-    why = f"the engine ended with exit code {code} while it started; see above"
-    return Reason("EngineCore", "RuntimeError", why, last_lines)
+def _gone(code: int) -> str:
+    if code >= 0:
+        return f"the engine ended with exit code {code} while it started; see above"
+    hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+    return f"the engine was killed (signal {-code}) while it started{hint}"

@@ -132,6 +132,18 @@ def test_surprise_shows_its_last_places(record: Path) -> None:
     assert any(Path(__file__).name in place for place in places)
 
 
+def test_weights_of_another_model_are_said_to_be_that(record: Path) -> None:
+    def load_weights() -> None:
+        raise RuntimeError("start (0) + length (768) exceeds dimension size (512).")
+
+    with pytest.raises(RuntimeError) as found:
+        load_weights()
+    start_record.write(record, found.value, "EngineCore")
+    (line,) = start_error.describe(raised(ENGINE_FAILED), ARGS)
+    assert line.startswith("--model some/model: its weights do not fit its config.json")
+    assert "RuntimeError: start (0)" in line
+
+
 def test_without_a_file_the_traceback_comes_first(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm.config import ADMISSIONS, POLICIES, H2OConfig
+from h2o_vllm.engine.cpu.cores import wait_briefly
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_version())
             return 0
         _check_early(arguments)
+        # Before torch is there: an engine forked from this process waits as its threads do.
+        wait_briefly()
+        if _talks(arguments):
+            print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
         args, parser = parse(arguments)
         _serve(args, parser, config_of(args))
     except ConfigError as error:
@@ -77,6 +82,12 @@ def _serve(args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2O
         print(*lines, f"{PROG}: error: {last}", sep="\n", file=sys.stderr)
         code = 1
     leave(code)
+
+
+def _talks(arguments: Sequence[str]) -> bool:
+    """Whether a start says what it waits for before vLLM, whose logging it will use, is there."""
+    helps = any(argument.startswith(("--help", "-h")) for argument in arguments)
+    return not helps and os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper() in ("DEBUG", "INFO")
 
 
 def _fail(message: str) -> NoReturn:

@@ -91,7 +91,7 @@ def describe(error: Exception, args: argparse.Namespace) -> list[str]:
     is none, as with ``--log-level DEBUG``, it comes first.
     """
     details = start_record.path()
-    reason = reason_of(error, details and start_record.read(details))
+    reason = reason_of(error, None if details is None else start_record.read(details))
     lines, place = [], ""
     try:
         if details is not None:

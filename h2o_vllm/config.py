@@ -19,11 +19,13 @@ __all__ = [
     "CONFIG_KEY",
     "MAX_DELAY",
     "MAX_SINKS",
+    "MAX_TRACE_TOKENS",
     "METRICS_KEY",
     "POLICIES",
     "PROTECT_WORDS",
     "REPORT_KEY",
     "REQUEST_FIELDS",
+    "START_RECORD",
     "TESTING_FIELDS",
     "H2OConfig",
     "RequestBudget",
@@ -40,6 +42,9 @@ key of those counts."""
 REPORT_KEY = "h2o"
 """Key of our reports inside an output's ``kv_transfer_params``: choice index -> report, or, if a server reads
 them and the request may go on, the values to make one of; see :mod:`h2o_vllm.blocks.report`."""
+
+START_RECORD = "H2O_START_RECORD"
+"""Environment variable that ``h2o-serve`` sets: the file of :mod:`h2o_vllm.engine.start_record`."""
 
 POLICIES = (
     "h2o",
@@ -69,17 +74,22 @@ REQUEST_FIELDS = (
     "kv_elastic",
     "kv_prefill_tokens",
     "kv_evict_from",
+    "kv_trace",
 )
 """Request fields, accepted at the top level of a body and inside ``vllm_xargs``."""
 
-TESTING_FIELDS = ("kv_evict_from",)
-"""Those of them that help to test and to debug; a server has no default for them."""
+TESTING_FIELDS = ("kv_evict_from", "kv_trace")
+"""Those of them that help to test, to debug and to see; a server has no default for them."""
 
 MAX_SINKS = 1024
 """Sinks come on top of an operator's ``kv_budget_max``, so they are few."""
 
 MAX_DELAY = 256
 """While an eviction is delayed, a request holds more than ``kv_budget_max`` says: not for long."""
+
+MAX_TRACE_TOKENS = 4096
+"""Most tokens, prompt and answer, of a request that asks for a trace: it costs two bytes per token, layer and
+KV head while the request runs, and is read by people."""
 
 PROTECT_WORDS = ("prompt", "system")
 """What ``kv_protect`` may be beside a number of first tokens: all of the prompt, or its system messages and
@@ -110,6 +120,7 @@ class RequestBudget:
             whatever lies inside of it.
         prefill: unprotected tokens that a prompt may hold while it is computed; 0: all it has. See
             :class:`h2o_vllm.blocks.schedule.EvictionSchedule`, which rounds it.
+        trace: whether the report says which positions each layer and KV head still holds.
     """
 
     fraction: float
@@ -125,6 +136,7 @@ class RequestBudget:
     elastic: bool = False
     evict_from: int = 0
     prefill: int = 0
+    trace: bool = False
 
     @property
     def evicts(self) -> bool:
@@ -157,6 +169,7 @@ class H2OConfig:
         kv_elastic_admission: one of :data:`ADMISSIONS`.
         kv_prefill_tokens: default number of unprotected tokens that a prompt may hold while it is computed;
             0: all it has. Raised to four blocks and twice ``kv_min_tokens``.
+        kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -176,6 +189,7 @@ class H2OConfig:
     kv_elastic: bool = False
     kv_elastic_admission: str = "squeeze"
     kv_prefill_tokens: int = 0
+    kv_trace: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -194,6 +208,7 @@ class H2OConfig:
             check_flag("kv_elastic", self.kv_elastic)
             check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
             _prefill(self.kv_prefill_tokens, self.kv_policy)
+            check_flag("kv_trace", self.kv_trace)
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
         if isinstance(self.kv_protect, int) and self.kv_protect > self._most_protected:
@@ -286,7 +301,17 @@ class H2OConfig:
             elastic=elastic,
             evict_from=evict_from,
             prefill=prefill,
+            trace=self._trace(given),
         )
+
+    def _trace(self, given: Mapping[str, Any]) -> bool:
+        trace = check_flag("kv_trace", given.get("kv_trace", False))
+        if trace and not self.kv_trace:
+            accepted = (
+                "false on this server (it was started without --kv-trace and --kv-playground)"
+            )
+            raise BudgetError("kv_trace", True, accepted)
+        return trace
 
     def _begin(self, given: Mapping[str, Any]) -> tuple[bool, int]:
         """When evictions begin: ``elastic`` and ``evict_from`` of a :class:`RequestBudget`.

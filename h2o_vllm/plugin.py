@@ -7,10 +7,11 @@ changes nothing by itself (law 10). ``engine_args`` is the switch.
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import entry_points
 from typing import Any
 
-from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.config import CONFIG_KEY, START_RECORD, H2OConfig
 from h2o_vllm.errors import ConfigError
 
 __all__ = ["engine_args", "register"]
@@ -29,10 +30,17 @@ CPU_BLOCK_SIZE = 32
 
 
 def register() -> None:
-    """Entry point ``vllm.general_plugins``: teach the block-manager registry our spec."""
+    """Entry point ``vllm.general_plugins``: teach the block-manager registry our spec.
+
+    In a process that ``h2o-serve`` started, also record why it cannot start, should it be so.
+    """
     from h2o_vllm.blocks.spec import register_spec
 
     register_spec()
+    if START_RECORD in os.environ:
+        from h2o_vllm.engine import start_record
+
+        start_record.install()
 
 
 def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, Any]:
@@ -68,6 +76,10 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
         "additional_config": {CONFIG_KEY: config.to_mapping()},
     }
     if device == "cpu":
+        from h2o_vllm.engine.cpu.cores import wait_briefly
+
+        # Read by the engine's process when it loads OpenMP.
+        wait_briefly()
         args["block_size"] = CPU_BLOCK_SIZE
         args["distributed_executor_backend"] = CPU_EXECUTOR
     if device == "cuda":

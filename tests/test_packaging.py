@@ -171,6 +171,6 @@ def test_every_source_file_names_its_license() -> None:
     scripts = {"deploy/quickstart", "deploy/locks/compile", "tests/run", ".ci/run"}
     for path in tracked_files():
         name = path.relative_to(ROOT).as_posix()
-        if name in scripts or path.suffix in {".py", ".sh", ".cpp", ".hpp"}:
+        if name in scripts or path.suffix in {".py", ".sh", ".cpp", ".hpp", ".js", ".css", ".html"}:
             head = path.read_text().splitlines()[:3]
             assert any("SPDX-License-Identifier: Apache-2.0" in line for line in head), name

@@ -23,11 +23,13 @@ class EvictionParams:
         policy: name of its policy.
         prompt_tokens: length of its prompt at admission; the same after a preemption.
         sinks: first tokens that are never evicted.
+        traced: whether the worker notes which tokens go, see :mod:`h2o_vllm.engine.trace`.
     """
 
     policy: str
     prompt_tokens: int
     sinks: int = 0
+    traced: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 ``scheduler``         vLLM's scheduler with budgets; ships evictions and reports
 ``siblings``          the reports of a request's choices (``n > 1``) travel together
 ``orphan``            the engine core ends when its server is gone
+``start_record``      where a process that cannot start leaves its reason
 ``support``           what we refuse at start-up, and why; ``version`` which vLLM
 ``worker``            what a worker does beside vLLM's: compact, punch holes, bind every part
 ``binding``           law 9: the parts that vLLM bound are ours

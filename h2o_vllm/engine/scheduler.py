@@ -17,7 +17,9 @@ from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.blocks.plan import EvictionParams, StepPlan
+from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.blocks.squeeze import SqueezeRules
+from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config import (
     CONFIG_KEY,
     METRICS_KEY,
@@ -31,6 +33,7 @@ from h2o_vllm.engine.orphan import end_with_parent
 from h2o_vllm.engine.siblings import SiblingReports
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.engine.timing import eviction_seconds
+from h2o_vllm.engine.trace import traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.metrics.meter import Meter
 
@@ -80,6 +83,7 @@ class H2OScheduler(LimitingScheduler):
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
         self._siblings: SiblingReports[_Report] = SiblingReports()
+        self._traces = self._made_traces() if self.h2o_config.kv_trace else None
 
     def _bound_manager(self) -> H2OBlockManager:
         """The block manager vLLM built; law 9: anything but ours ends the start-up."""
@@ -92,10 +96,17 @@ class H2OScheduler(LimitingScheduler):
             )
         return ours[0]
 
+    def _made_traces(self) -> Traces:
+        groups = self.kv_cache_config.kv_cache_groups
+        group = next(g for g in groups if isinstance(g.kv_cache_spec, H2OAttentionSpec))
+        return Traces(len(group.layer_names), group.kv_cache_spec.num_kv_heads)
+
     def add_request(self, request: Request) -> None:
         """Track the request, then queue it. Never raises for what a client sent."""
         if request.request_id not in self.requests:
             budget = self._budget(request)
+            if self._traces is not None and budget.trace:
+                self._traces.follow(request.request_id, self._most_tokens(request))
             state = self.blocks.track(request, budget, self.max_model_len)
             self._check_fits(request, state)
             if not state.readable_tokens(request.num_tokens):
@@ -128,7 +139,10 @@ class H2OScheduler(LimitingScheduler):
             state.admitted(started.num_computed_tokens)
             if state.evicts:
                 policies[started.req_id] = EvictionParams(
-                    state.budget.policy, state.prompt_tokens, state.budget.sinks
+                    state.budget.policy,
+                    state.prompt_tokens,
+                    state.budget.sinks,
+                    state.budget.trace,
                 )
         evictions = self.blocks.take_evictions()
         output.h2o = StepPlan(policies=policies, evictions=evictions)
@@ -142,6 +156,8 @@ class H2OScheduler(LimitingScheduler):
         """As the base class; ends rejected requests and attaches the ``kv_cache`` reports."""
         if self._meter is not None:
             self._meter.eviction_took(eviction_seconds(model_runner_output))
+        if self._traces is not None:
+            self._traces.note(traced_evictions(model_runner_output))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._rejected:
             self._end_rejected(outputs)
@@ -167,6 +183,8 @@ class H2OScheduler(LimitingScheduler):
 
     def _collect_reports(self) -> None:
         ended = self.blocks.take_final_reports()
+        if self._traces is not None:
+            self._traces.complete(ended)
         self._reports.update(ended)
         for request_id in ended:
             self._siblings.leave(request_id)
@@ -183,6 +201,8 @@ class H2OScheduler(LimitingScheduler):
         asked = (params.extra_args if params is not None else None) or {}
         try:
             budget = self.h2o_config.resolve_for(asked, request.num_prompt_tokens)
+            if budget.trace:
+                check_traceable(self._most_tokens(request), stops=bool(params and params.stop))
             if request.resumable:
                 if not asked.keys().isdisjoint(REQUEST_FIELDS):
                     raise BudgetError("kv_budget", asked, "left out of a streaming-input session")
@@ -201,6 +221,9 @@ class H2OScheduler(LimitingScheduler):
             state.schedule.check_fits(pool, request.max_tokens, self.max_model_len)
         except BudgetError as error:
             self._rejected.setdefault(request.request_id, str(error))
+
+    def _most_tokens(self, request: Request) -> int:
+        return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
     def _end_rejected(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for request_id, reason in self._rejected.items():

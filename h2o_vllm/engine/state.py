@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
     from h2o_vllm.engine.rows import StepRows
+    from h2o_vllm.engine.trace import TraceRecorder
     from h2o_vllm.policy import Policy
 
 __all__ = ["WorkerState"]
@@ -39,12 +40,14 @@ class WorkerState(ABC):
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
         first_kv_head: global index of this rank's first KV head.
         in_step: whether a real step (not a warm-up) is being executed.
+        recorder: notes what traced requests lose; ``None``: nobody may ask for a trace.
     """
 
     scores: torch.Tensor
     kv_cache_group: int
     first_kv_head: int
     in_step: bool = False
+    recorder: TraceRecorder | None = None
 
     @property
     def block_size(self) -> int:
@@ -72,6 +75,9 @@ class WorkerState(ABC):
         moving = [eviction for eviction in evictions if eviction.heavy_blocks]
         for eviction in moving:
             self._adjust_scores(eviction)
+        if self.recorder is not None:
+            for eviction in evictions:
+                self.recorder.record(eviction, self.scores)
         if moving:
             self._move_tokens(moving)
 

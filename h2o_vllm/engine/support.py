@@ -47,6 +47,10 @@ def _protects_roles_without_a_server(additional_config: Mapping[str, Any]) -> bo
     return ours.get("kv_protect") == "system" and not additional_config.get(METRICS_KEY)
 
 
+def _traces(config: VllmConfig) -> bool:
+    return bool((config.additional_config or {}).get(CONFIG_KEY, {}).get("kv_trace"))
+
+
 def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     scheduler_cls = config.scheduler_config.get_scheduler_cls()
@@ -100,6 +104,10 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             "not tested with evictions; use --tensor-parallel-size, or replicas",
         ),
         (
+            _traces(config) and parallel.tensor_parallel_size > 1,
+            "--kv-trace and --tensor-parallel-size above 1: a trace would show the heads of one rank only",
+        ),
+        (
             cache.cache_dtype not in _KV_DTYPES,
             f"--kv-cache-dtype {cache.cache_dtype}: quantised KV is not scored yet. Eviction at "
             "--kv-cache-dtype auto saves more memory than fp8 at any budget below 0.5",
@@ -131,6 +139,11 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
     attention, head_size = config.attention_config, config.model_config.get_head_size()
     backend = getattr(attention.backend, "name", None)
     return [
+        (
+            _traces(config),
+            "--kv-trace on GPUs: noting which tokens go would wait for the device in every eviction. "
+            "Look at them on a CPU, where the same tokens are kept",
+        ),
         (
             not config.use_v2_model_runner,
             "model runner V1 on GPUs: unset VLLM_USE_V2_MODEL_RUNNER. If it is unset, vLLM chose V1 "

@@ -19,11 +19,13 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
 from h2o_vllm.blocks.spec import register_spec
+from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.engine.binding import evictable_group, evictable_layer, memory_less_scores
 from h2o_vllm.engine.compat import runner_metadata_builders
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.engine.timing import EvictionTimer
+from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,8 +93,12 @@ class EvictingWorker(WorkerBase, Generic[State]):
         state, plan = self._bound_state(), getattr(scheduler_output, "h2o", None)
         if plan is None:
             raise ConfigError("a step without an h2o plan: our scheduler is not the one in charge")
-        state.release(self._left(scheduler_output))
+        left = tuple(self._left(scheduler_output))
+        state.release(left)
         state.start(plan.policies)
+        if state.recorder is not None:
+            state.recorder.release(left)
+            state.recorder.start(plan.policies)
         with self._timer.measure(plan.evictions):
             state.compact(plan.evictions)
             for eviction in plan.evictions:
@@ -104,11 +110,13 @@ class EvictingWorker(WorkerBase, Generic[State]):
             state.in_step = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As the base class; the output says how long this step's evictions took.
+        """As the base class; the output says how long this step's evictions took, and what traced ones lost.
 
-        On a GPU that is how long it took to launch them.
+        On a GPU the time is how long it took to launch them.
         """
-        return self._timer.attach(super().sample_tokens(grammar_output))
+        output = self._timer.attach(super().sample_tokens(grammar_output))
+        recorder = None if self._state is None else self._state.recorder
+        return output if recorder is None else recorder.attach(output)
 
     @abstractmethod
     def _left(self, scheduler_output: SchedulerOutput) -> Iterable[str]:
@@ -131,6 +139,8 @@ class EvictingWorker(WorkerBase, Generic[State]):
             self._evictable_layer(name, kv_cache_config.num_blocks) for name in group.layer_names
         ]
         state = self._make_state(layers, group)
+        if H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY]).kv_trace:
+            state.recorder = TraceRecorder()
         self._bind_builder(builder, state)
         for index, layer in enumerate(layers):
             layer.impl.bind(state, index)

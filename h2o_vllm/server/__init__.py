@@ -6,6 +6,8 @@
 ``serve``              puts our configuration into vLLM's arguments
 ``model_dir``          looks at the model's directory before vLLM does
 ``launch``             runs vLLM's server with them and ends it cleanly
+``engine_start``       starts the engine: on CPU by a fork, where that comes to the same
+``start_error``        a start that failed, in one line that says what to change
 ``access``             asks for ``--api-key`` where vLLM would not
 ``engine_death``       tells an engine that died from one that was stopped, for the exit code
 ``routes``             which HTTP routes take the budget fields, and which must refuse them
@@ -18,6 +20,8 @@
 ``report_injection``   puts that object into a JSON body or an event stream
 ``openapi``            the budget fields on the server's API page
 ``config_route``       ``GET /plugins/h2o/config``: what this server does and accepts
+``trace_limits``       who may ask for a trace, and how many at a time
+``playground/``        the page ``/h2o/``: see what is kept, compare answers
 ``shutdown_log``       keeps a misleading traceback out of an orderly end
 ``middleware``         the ASGI layer that ties these together, in every API-server process
 ====================== ========================================================================

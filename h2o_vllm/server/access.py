@@ -3,17 +3,22 @@
 
 vLLM asks for the key below ``/v1``, ``/v2``, ``/inference`` and ``/cohere`` only (0.32): ``/invocations``
 generates for anybody, ``/tokenize`` works for anybody, and so do the routes of its development mode. Here it
-is the other way round: what is not listed as open is closed, and so is whatever a later vLLM adds.
+is the other way round: what is not listed as open is closed, and so is whatever a later vLLM adds. The
+playground's page takes the key as the password of Basic authentication, too.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi.datastructures import Headers
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+from h2o_vllm.server.playground import is_page
 
 __all__ = ["OPEN", "Access"]
 
@@ -44,4 +49,27 @@ class Access:
         # Prometheus' application is mounted: /metrics is redirected to /metrics/.
         if path.removesuffix("/") in OPEN:
             return False
-        return not self._authentication.verify_token(Headers(raw=list(scope["headers"])))
+        headers = Headers(raw=list(scope["headers"]))
+        if self._authentication.verify_token(headers):
+            return False
+        return not (is_page(scope) and self._authentication.verify_token(_from_basic(headers)))
+
+    def challenge(self, scope: Mapping[str, Any]) -> dict[str, str]:
+        """What the 401 says beside: a browser that opens the page asks its user for the key."""
+        if not is_page(scope):
+            return {}
+        return {"WWW-Authenticate": 'Basic realm="the API key is the password", charset="UTF-8"'}
+
+
+def _from_basic(headers: Headers) -> Headers:
+    """The password of Basic authentication, which is all that a browser's address line can do, as a key.
+
+    Only for the page itself, which is read and does nothing: a browser sends these credentials along with
+    whatever other pages make it ask for.
+    """
+    scheme, _, encoded = headers.get("Authorization", "").partition(" ")
+    try:
+        password = base64.b64decode(encoded, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        password = ""
+    return Headers({"Authorization": f"Bearer {password}"} if scheme.lower() == "basic" else {})

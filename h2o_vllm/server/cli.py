@@ -11,11 +11,11 @@ import argparse
 import dataclasses
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm.config import ADMISSIONS, POLICIES, H2OConfig
+from h2o_vllm.engine.cpu.cores import wait_briefly
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_version())
             return 0
         _check_early(arguments)
+        # Before torch is there: an engine forked from this process waits as its threads do.
+        wait_briefly()
+        if _talks(arguments):
+            print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
         args, parser = parse(arguments)
         _serve(args, parser, config_of(args))
     except ConfigError as error:
@@ -67,16 +71,23 @@ def _serve(args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2O
     # Imported after parsing: a bad option should not have to wait for what serving needs.
     from h2o_vllm.server.launch import leave
     from h2o_vllm.server.serve import serve
+    from h2o_vllm.server.start_error import describe
 
     try:
         code = serve(args, parser, config)
     except (ConfigError, KeyboardInterrupt):
         raise
-    except Exception:  # noqa: BLE001
-        # What vLLM could not start with: as Python would print it, but as the last words.
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - whatever vLLM could not start with
+        *lines, last = describe(error, args)
+        print(*lines, f"{PROG}: error: {last}", sep="\n", file=sys.stderr)
         code = 1
     leave(code)
+
+
+def _talks(arguments: Sequence[str]) -> bool:
+    """Whether a start says what it waits for before vLLM, whose logging it will use, is there."""
+    helps = any(argument.startswith(("--help", "-h")) for argument in arguments)
+    return not helps and os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper() in ("DEBUG", "INFO")
 
 
 def _fail(message: str) -> NoReturn:
@@ -153,8 +164,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_recent",
         float,
         "SHARE",
-        "Share of the budget spent on the newest tokens, 0 to 1; the rest goes to the tokens "
-        "that --kv-policy ranks highest.",
+        "Share of the budget for the newest tokens, 0 to 1; the rest goes by --kv-policy.",
     )
     group.add_argument(
         "--kv-policy",
@@ -176,15 +186,14 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_protect",
         _tokens_or_word,
         "TOKENS|prompt|system",
-        "First tokens that the budget leaves alone, shared and read from the prefix cache: a number, the "
-        "whole prompt, or (in chats) system messages and tool definitions.",
+        "First tokens that the budget leaves alone: a number, the whole prompt, or (in chats) system "
+        "messages and tool definitions.",
     )
     add(
         "kv_protect_max",
         int,
         "TOKENS",
-        "Most tokens a request may protect; without it its whole prompt, or 1024 where --kv-budget-max is "
-        "below 1.",
+        "Most tokens one may protect: else the prompt, or 1024 where --kv-budget-max is below 1.",
     )
     add(
         "kv_delay",
@@ -210,13 +219,25 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "TOKENS",
         "Most tokens held in prefill; 0: all.",
     )
-    add("kv_budget_min", float, "SHARE", "Smallest kv_budget a request may ask for.")
-    add("kv_budget_max", float, "SHARE", "Largest kv_budget a request may ask for.")
+    add("kv_budget_min", float, "SHARE", "Smallest kv_budget one may ask for.")
+    add("kv_budget_max", float, "SHARE", "Largest kv_budget one may ask for.")
     add(
         "kv_min_tokens",
         int,
         "TOKENS",
-        "No budget falls below this many tokens: short sequences stay whole.",
+        "No budget falls below so many tokens.",
+    )
+    group.add_argument(
+        "--kv-trace",
+        action="store_true",
+        default=_DEFAULTS.kv_trace,
+        help="Let requests ask which tokens were kept (kv_trace). On a CPU.",
+    )
+    group.add_argument(
+        "--kv-playground",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="A page at /h2o/ to look at it and to compare answers; brings --kv-trace where that works.",
     )
 
 

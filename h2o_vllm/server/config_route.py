@@ -20,7 +20,14 @@ from pydantic import BaseModel, Field
 from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
-from h2o_vllm.config import MAX_DELAY, MAX_SINKS, POLICIES, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config import (
+    MAX_DELAY,
+    MAX_SINKS,
+    MAX_TRACE_TOKENS,
+    POLICIES,
+    REQUEST_FIELDS,
+    H2OConfig,
+)
 from h2o_vllm.engine.version import supported_versions
 from h2o_vllm.server.openapi import describe_fields
 from h2o_vllm.server.routes import LIFTED, REFUSED
@@ -69,6 +76,10 @@ class Limits(BaseModel):
     kv_elastic_admission: str = Field(
         description="Where memory is short for a waiting prompt. squeeze: elastic requests yield; queue: it "
         "waits, and they yield only where one would be preempted."
+    )
+    kv_trace: bool = Field(description="Whether requests may ask for a trace.")
+    kv_trace_tokens_max: int = Field(
+        description="Most tokens, prompt and answer, of one that does."
     )
     kv_policies: list[str] = Field(description="Accepted kv_policy values.")
     request_fields: list[str] = Field(description="Budget fields of a request body.")
@@ -172,6 +183,8 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_delay_max=MAX_DELAY,
             kv_protect_max=config.protect_limit,
             kv_elastic_admission=config.kv_elastic_admission,
+            kv_trace=config.kv_trace,
+            kv_trace_tokens_max=MAX_TRACE_TOKENS,
             kv_policies=policies,
             request_fields=list(REQUEST_FIELDS),
         ),

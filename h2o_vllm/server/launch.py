@@ -14,15 +14,20 @@ import atexit
 import logging
 import os
 import signal
+import socket
 import sys
 from types import FrameType
 from typing import NoReturn
 
 import uvloop
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.launcher import setup_server
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.system_utils import decorate_logs
+
+from h2o_vllm.server.engine_start import engine_client
 
 __all__ = ["leave", "run"]
 
@@ -88,9 +93,23 @@ def _run_one(args: argparse.Namespace) -> None:
     decorate_logs("APIServer", skip_if_decorated=True)
     listen_address, sock = setup_server(args, reuse_port=False)
     args.api_server_count = None
-    uvloop.run(
-        run_server_worker(listen_address, sock, args, timeout_graceful_shutdown=GRACE_SECONDS)
-    )
+    uvloop.run(_serve(listen_address, sock, args))
+
+
+async def _serve(listen_address: str, sock: socket.socket, args: argparse.Namespace) -> None:
+    """As vLLM's ``run_server_worker``, with an engine that may be forked."""
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    async with engine_client(args, sock) as client:
+        ended = await build_and_serve(
+            client, listen_address, sock, args, timeout_graceful_shutdown=GRACE_SECONDS
+        )
+    try:
+        await ended
+    finally:
+        sock.close()
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

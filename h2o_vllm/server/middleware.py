@@ -18,7 +18,15 @@ from fastapi.responses import JSONResponse
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
-from h2o_vllm.server import config_route, engine_death, fitting, protection, report_interceptor
+from h2o_vllm.server import (
+    config_route,
+    engine_death,
+    fitting,
+    playground,
+    protection,
+    report_interceptor,
+    trace_limits,
+)
 from h2o_vllm.server.access import Access
 from h2o_vllm.server.protection import Guard, asked_protection
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
@@ -27,6 +35,7 @@ from h2o_vllm.server.report_injection import EventCompleter, into_json
 from h2o_vllm.server.routes import Rule, local_path, rule_for
 from h2o_vllm.server.shutdown_log import ShutdownFilter
 from h2o_vllm.server.system_prefix import SystemPrefixes, vllm_render
+from h2o_vllm.server.trace_limits import TraceSlots
 
 __all__ = ["KVCacheMiddleware", "startup_error"]
 
@@ -59,6 +68,7 @@ class KVCacheMiddleware:
         self._access: Access | None = None
         self._prefixes = SystemPrefixes(vllm_render(None))
         self._count_refusal: CountRefusal = _not_bound
+        self._slots = TraceSlots()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -70,7 +80,8 @@ class KVCacheMiddleware:
             return
         config, access = self._bind(scope["app"])
         if access.refuses(scope):
-            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+            challenge = access.challenge(scope)
+            await JSONResponse({"error": "Unauthorized"}, 401, challenge)(scope, receive, send)
             return
         rule = rule_for(scope["method"], scope["path"], scope.get("root_path", ""))
         if rule is None:
@@ -81,7 +92,9 @@ class KVCacheMiddleware:
                 scope,
                 receive,
                 send,
-                _Terms(rule, config, reports, guard, self._prefixes, self._count_refusal),
+                _Terms(
+                    rule, config, reports, guard, self._prefixes, self._slots, self._count_refusal
+                ),
             )
             await exchange.run(self._app)
 
@@ -120,9 +133,12 @@ class KVCacheMiddleware:
             fitting.install(state.engine_client, state.vllm_config, config, self._count_refusal)
             # In front of it: this one tells how many tokens "system" stands for.
             protection.install(state.engine_client, state.vllm_config.model_config)
+            trace_limits.install(state.engine_client, state.vllm_config.model_config)
             self._prefixes = SystemPrefixes(vllm_render(getattr(state, "serving_render", None)))
             self._access = Access(application)
             config_route.attach(application, config, documents_key=bool(self._access.keys))
+            if getattr(getattr(state, "args", None), "kv_playground", False):
+                playground.attach(application)
             self._config = config
         return self._config, self._access
 
@@ -136,6 +152,7 @@ class _Terms:
     reports: Reports
     guard: Guard
     prefixes: SystemPrefixes
+    slots: TraceSlots
     count_refusal: CountRefusal
 
 
@@ -151,6 +168,7 @@ class _Exchange:
         self._path = local_path(scope["path"], scope.get("root_path", ""))
         self._admitted = False
         self._reported = False
+        self._traced = False
         self._refusal: RefusalError | None = None
         self._answered = False
         self._events: EventCompleter | None = None
@@ -164,6 +182,9 @@ class _Exchange:
         except Exception:
             if self._refusal is None:
                 raise
+        finally:
+            if self._traced:
+                self._terms.slots.give_back()
         if self._refusal is not None:
             await self._refuse([])
 
@@ -199,6 +220,9 @@ class _Exchange:
         self._reported = admission.reported
         if admission.reported and admission.request is not None:
             asked = admission.asked or {}
+            if asked.get(trace_limits.FIELD):
+                terms.slots.take(self._path, admission.request)
+                self._traced = True
             protected = asked_protection(self._path, admission.request, asked, terms.config)
             protected.count_refusal = terms.count_refusal
             await protected.find(terms.prefixes)
@@ -219,14 +243,16 @@ class _Exchange:
             await self._inner_send(message)
 
     async def _refuse(self, headers: Headers) -> None:
-        """Send the 400, with the headers (CORS, request id) of the answer it replaces."""
+        """Send the error, with the headers (CORS, request id) of the answer it replaces."""
         if self._answered or self._refusal is None:
             return
         self._answered = True
         body = error_body(self._refusal, self._path)
         kept = [(k, v) for k, v in headers if not k.lower().startswith(b"content-")]
         kept += [(b"content-type", b"application/json"), (b"content-length", _length(body))]
-        await self._inner_send({"type": "http.response.start", "status": 400, "headers": kept})
+        await self._inner_send(
+            {"type": "http.response.start", "status": self._refusal.status, "headers": kept}
+        )
         await self._inner_send({"type": "http.response.body", "body": body})
 
     async def _send_start(self, message: Message) -> None:

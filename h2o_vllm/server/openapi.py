@@ -54,6 +54,9 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
         "kv_evict_from": _field(
             int, None, "For tests: evict nothing before this many tokens have been seen.", ge=1
         ),
+        "kv_trace": _field(
+            bool, False, "Report which positions each layer and KV head holds; where the server lets one ask."
+        ),
     }  # fmt: skip
     model: type[BaseModel] = create_model("KVBudget", **fields)
     found: dict[str, Any] = model.model_json_schema()["properties"]

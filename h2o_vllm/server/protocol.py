@@ -35,19 +35,21 @@ UNREADABLE = (
 
 
 class RefusalError(Exception):
-    """The request is answered with a 400 and goes no further.
+    """The request is answered with an error, a 400 but for one, and goes no further.
 
     Attributes:
         message: what is wrong, with the value got and the range accepted.
         param: the field at fault.
         reason: one of :data:`h2o_vllm.metrics.table.REJECTION_REASONS`.
+        status: of the answer.
     """
 
-    def __init__(self, message: str, param: str | None, reason: str) -> None:
+    def __init__(self, message: str, param: str | None, reason: str, status: int = 400) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.reason = reason
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ def error_body(refusal: RefusalError, path: str = "") -> bytes:
     """``refusal`` in the shape of vLLM's (and OpenAI's) error responses, or in Anthropic's."""
     error = {
         "message": refusal.message,
-        "type": "BadRequestError",
+        "type": "BadRequestError" if refusal.status == 400 else "RateLimitError",
         "param": refusal.param,
-        "code": 400,
+        "code": refusal.status,
     }
     kind = {"type": "error"} if path == MESSAGES else {}
     return json.dumps({**kind, "error": error}).encode()

@@ -25,6 +25,9 @@ SUMMED = (
 )
 """Keys summed over sequences. The sum of peaks bounds the peak of the sum from above."""
 
+TRACE = "trace"
+"""Key of what ``kv_trace`` asks for; see :mod:`h2o_vllm.blocks.trace`."""
+
 REPORT_KEYS = (
     "budget",
     "budget_tokens",
@@ -77,7 +80,9 @@ def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
     ordered = [{key: report.get(key) for key in REPORT_KEYS} for report in reports]
     if len(ordered) == 1:
-        return ordered[0]
+        # Of one sequence only: see :mod:`h2o_vllm.server.trace_limits`.
+        trace = reports[0].get(TRACE)
+        return ordered[0] if trace is None else {**ordered[0], TRACE: trace}
     sums = {key: sum(report[key] for report in reports) for key in SUMMED}
     budgets = [report["budget_tokens"] for report in reports]
     squeezes = [report["squeezed_at"] for report in reports if report["squeezed_at"] is not None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 
 from vllm import envs
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
@@ -17,9 +18,10 @@ from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args, init_logger
 
 from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, H2OConfig
+from h2o_vllm.engine import start_record
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.server import engine_death, launch, middleware
+from h2o_vllm.server import engine_death, launch, middleware, playground
 from h2o_vllm.server.model_dir import check_model_dir
 
 __all__ = ["prepare", "serve"]
@@ -42,6 +44,8 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
     """
     cli_env_setup()
     configure_logging_from_args(args)
+    if not logger.isEnabledFor(logging.DEBUG):
+        start_record.begin()
     prepare(args, parser, config)
     try:
         validate_parsed_serve_args(args)
@@ -84,6 +88,8 @@ def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H
         ConfigError: an option contradicts what we have to set, or the model's directory is none.
     """
     _refuse_other_frontends(args)
+    if args.kv_playground:
+        config = playground.with_traces(config, args.tensor_parallel_size)
     _set_engine_args(args, parser, config)
     if MIDDLEWARE not in args.middleware:
         # First in the list is innermost: a user's own (compression, say) sees our finished answer.

@@ -88,7 +88,7 @@ class Engine:
 
 @pytest.fixture(scope="package")
 def engine(model_dir: str) -> Iterator[Engine]:
-    with started(model_dir, ENGINE, kv_min_tokens=FLOOR) as engine:
+    with started(model_dir, ENGINE, kv_min_tokens=FLOOR, kv_trace=True) as engine:
         yield engine
 
 

@@ -95,7 +95,11 @@ def test_law11_two_ranks_give_the_tokens_of_one(random_llama: Path) -> None:
                 prompts,
                 h2o={"kv_min_tokens": 64},
                 asked=asked,
-                engine={"tensor_parallel_size": ranks, "skip_tokenizer_init": True},
+                engine={
+                    "tensor_parallel_size": ranks,
+                    "skip_tokenizer_init": True,
+                    "num_gpu_blocks_override": 65,
+                },
                 environment={"VLLM_CPU_OMP_THREADS_BIND": cores},
                 max_tokens=60,
                 detokenize=False,

@@ -107,10 +107,10 @@ MUTANTS = (
     ),
     Mutant(
         "law10-the-plugin-takes-the-backend",
-        "import register_spec\n\n    register_spec()\n\n\ndef engine_args",
-        "import register_spec\n\n    register_spec()\n"
+        "    register_spec()\n    if START_RECORD",
+        "    register_spec()\n"
         "    from h2o_vllm.engine.cpu.attention import register_backend\n\n    register_backend()\n"
-        "\n\ndef engine_args",
+        "    if START_RECORD",
         ("tests/engine/test_law10_inert.py",),
     ),
     Mutant(
@@ -426,5 +426,30 @@ MUTANTS = (
         "{key: sum(report[key] for report in reports) for key in SUMMED}",
         "{key: reports[0][key] for key in SUMMED}",
         ("tests/server/test_report.py",),
+    ),
+    Mutant(
+        "server-a-password-opens-everything",
+        "return not (is_page(scope) and self",
+        "return not (self",
+        ("tests/server/test_playground.py",),
+    ),
+    Mutant(
+        "server-a-trace-never-gives-its-place-back",
+        "self._terms.slots.give_back()",
+        "pass",
+        ("tests/server/test_trace_limits.py",),
+    ),
+    # traces
+    Mutant(
+        "trace-ranks-by-other-tokens-scores",
+        "scores[:, heavy + doomed]",
+        "scores[:, doomed + heavy]",
+        ("tests/engine/test_trace.py",),
+    ),
+    Mutant(
+        "trace-a-preemption-goes-on-where-it-was",
+        "first = ranked.begins in (None, eviction.fresh_from)",
+        "first = ranked.begins is None",
+        ("tests/engine/test_trace.py",),
     ),
 )

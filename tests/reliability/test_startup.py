@@ -25,6 +25,7 @@ from h2o_vllm.config import H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import DEFAULT_MODEL_NAME
 from h2o_vllm.policy import budget_tokens
+from loadtest.common.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -139,3 +140,51 @@ def test_bad_model_directory_is_one_line(tmp_path: Path) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"h2o-serve: error: --model {model}: no ")
     assert "Traceback" not in done.stderr
+
+
+def serve(*options: str) -> subprocess.CompletedProcess[str]:
+    """A start that has to fail, with what a user would see of it."""
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [*SERVE, "--port", "0", "--enforce-eager", *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        pytest.param([], "a file of weights cannot be read", id="engine"),
+        pytest.param(
+            ["--distributed-executor-backend", "mp"],
+            "a file of weights cannot be read",
+            id="worker",
+        ),
+        pytest.param(["--max-model-len", "9999999"], "max_model_len (9999999)", id="server"),
+    ],
+)
+def test_failed_start_of_any_process_is_one_line_and_a_file(
+    tmp_path: Path, options: list[str], says: str
+) -> None:
+    model = make_tiny_model(tmp_path)
+    (model / "model.safetensors").write_bytes(bytes(1000))
+    done = serve("--model", str(model), "--skip-tokenizer-init", *options)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("h2o-serve: error: ") and says in last
+    file = Path(last.rpartition("(traceback: ")[2].removesuffix(")"))
+    try:
+        assert "Traceback (most recent call last)" in file.read_text()
+    finally:
+        file.unlink()
+
+
+def test_debugging_shows_the_traceback_and_says_the_line_all_the_same(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path)
+    done = serve("--model", str(model), "--max-model-len", "9999999", "--log-level", "DEBUG")
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("h2o-serve: error: ") and "max_model_len (9999999)" in last
+    assert "(traceback: " not in last

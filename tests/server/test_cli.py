@@ -145,7 +145,8 @@ def test_bad_file_is_one_line_and_exit_code_2(
     file = tmp_path / "options.yaml"
     file.write_text(text)
     assert exit_code("--config", str(file)) == 2
-    assert capsys.readouterr().err.startswith("h2o-serve: error: ")
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("h2o-serve: error: ")
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "options.ini"])
@@ -185,6 +186,13 @@ class TestPrepare:
         assert args.additional_config.pop("h2o_metrics") is True
         for name, value in engine_args(kv_budget=0.2).items():
             assert getattr(args, name) == value
+
+    def test_the_page_brings_traces(self) -> None:
+        assert self.prepared().additional_config["h2o"]["kv_trace"] is False
+        for flag in ("--kv-trace", "--kv-playground"):
+            assert self.prepared(flag).additional_config["h2o"]["kv_trace"] is True
+        args = self.prepared("--kv-playground", "--no-kv-playground")
+        assert args.additional_config["h2o"]["kv_trace"] is False
 
     def test_no_model_means_the_embedded_one_under_its_name(self) -> None:
         args = self.prepared()

@@ -302,7 +302,7 @@ def test_load_generator_reads_what_the_server_sends(server: LiveServer) -> None:
 
 def test_sigterm_ends_the_server_without_a_trace(server: LiveServer) -> None:
     before = len(server.log.read_text())
-    assert len(server.members()) > 2
+    assert len(server.members()) >= 2
     assert server.stop(signal.SIGTERM) == 0
     assert server.members_after(seconds=60) == []
     said = server.log.read_text()[before:]

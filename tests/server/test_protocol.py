@@ -53,6 +53,24 @@ BAD_VALUES: dict[str, list[str]] = {
         *("0", "-1", "2147483648", "1" + "0" * 400, "300.0", "NaN", "-Infinity", "true", "false"),
         *('"300"', '""', "[]", "[300]", "{}"),
     ],
+    "kv_trace": [
+        *(
+            "2",
+            "-1",
+            "0.5",
+            "1.0",
+            "NaN",
+            "1" + "0" * 400,
+            '"true"',
+            '"1"',
+            '""',
+            "[]",
+            "[true]",
+            "{}",
+        ),
+        # The server does not let anybody ask.
+        *("1", "true"),
+    ],
     "kv_delay": [
         *("-1", "257", "2147483648", "1" + "0" * 400, "4.0", "0.5", "NaN", "Infinity"),
         *("true", "false", '"4"', '""', "[]", "[4]", "{}", '{"a": 1}'),
@@ -130,7 +148,7 @@ def test_message_names_field_value_and_range(config: H2OConfig) -> None:
         {"kv_elastic": False, "kv_evict_from": 300},
         {"kv_elastic": 1},
         {"kv_prefill_tokens": 512},
-        {"kv_prefill_tokens": 0, "kv_policy": "snapkv"},
+        {"kv_policy": "snapkv", "kv_prefill_tokens": 0},
     ],
 )
 @pytest.mark.parametrize("place", ["top", "vllm_xargs"])
@@ -158,6 +176,18 @@ def test_snapkv_cannot_be_bounded_while_its_prompt_is_computed(config: H2OConfig
     assert passed(server, body(kv_policy="snapkv", kv_prefill_tokens=0))
     with pytest.raises(ConfigError, match=r"--kv-prefill-tokens: .* 0 with kv_policy snapkv"):
         H2OConfig(kv_policy="snapkv", kv_prefill_tokens=512)
+
+
+def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(
+    config: H2OConfig,
+) -> None:
+    message = refused(config, body(kv_trace=True)).message
+    assert message == (
+        "kv_trace must be false on this server (it was started without --kv-trace and --kv-playground), "
+        "got True"
+    )
+    assert passed(config, body(kv_trace=False))["vllm_xargs"] == {"kv_trace": False}
+    assert passed(H2OConfig(kv_trace=True), body(kv_trace=True))["vllm_xargs"] == {"kv_trace": True}
 
 
 @pytest.mark.parametrize("fields", [{"kv_elastic": True}, {"kv_evict_from": 300}])
@@ -298,7 +328,7 @@ def test_typo_is_refused_with_the_name_that_was_meant(
 
 def test_unknown_field_of_ours_is_refused_briefly(config: H2OConfig) -> None:
     refusal = refused(config, body(**{"kv_" + "x" * 100_000: 1}))
-    assert len(refusal.message) < 200
+    assert len(refusal.message) < 250
     assert "known are kv_budget" in refusal.message
 
 

@@ -30,6 +30,12 @@ def test_one_sequence_is_its_report_in_the_promised_order() -> None:
     assert tuple(kv_cache) == REPORT_KEYS
 
 
+def test_a_trace_stays_beside_the_one_sequence_it_is_of() -> None:
+    trace = {"layers": 1, "kv_heads": 1, "evicted_at": [], "kept": [1], "lost": [[[0, 1]]]}
+    assert kv_cache([engine_report(trace=trace)]) == engine_report() | {"trace": trace}
+    assert "trace" not in (kv_cache([engine_report(), engine_report()]) or {})
+
+
 def test_later_report_of_a_sequence_replaces_the_earlier() -> None:
     reports = Reports()
     call = reports.open_call()

@@ -127,3 +127,34 @@ def test_loggers_of_the_shutdown_have_the_names_we_filter() -> None:
     assert launcher.logger.name == ShutdownFilter.START
     assert async_llm.logger.name == ShutdownFilter.NOISE
     assert "[shutdown]" in inspect.getsource(launcher.serve_http)
+
+
+def test_engine_of_one_server_is_started_as_ours_starts_it() -> None:
+    """``launch`` and ``engine_start`` do what these do, but for how the engine's process is made."""
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.utils.system_utils import get_mp_context
+
+    worker, client = map(
+        inspect.getsource, (entry.run_server_worker, entry.build_async_engine_client)
+    )
+    for step in (
+        "ToolParserManager.import_tool_parser(",
+        "ReasoningParserManager.import_reasoning_parser(",
+    ):
+        assert step in worker
+    assert "build_and_serve(\n            engine_client, listen_address, sock, args," in worker
+    assert "AsyncEngineArgs.from_cli_args(args)" in client
+    assert "propagate_flash_late_interaction(args, engine_args)" in client
+    # How a process is made is read when the engine is started, after the CPU platform has had its say.
+    assert '"VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in inspect.getsource(CpuPlatform)
+    assert "envs.VLLM_WORKER_MULTIPROC_METHOD" in inspect.getsource(get_mp_context)
+
+
+def test_failed_starts_are_logged_as_they_are_recorded() -> None:
+    import importlib
+
+    from h2o_vllm.engine.start_record import FAILED
+
+    for name, message in FAILED.items():
+        assert f'logger.exception("{message}")' in inspect.getsource(importlib.import_module(name))

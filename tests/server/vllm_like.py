@@ -134,7 +134,9 @@ def build(
     options = {"h2o": (config or H2OConfig()).to_mapping()}
     app.state.vllm_config = SimpleNamespace(
         additional_config=options,
-        model_config=SimpleNamespace(served_model_name="m", is_encoder_decoder=False),
+        model_config=SimpleNamespace(
+            served_model_name="m", is_encoder_decoder=False, max_model_len=256
+        ),
         cache_config=SimpleNamespace(block_size=32, num_gpu_blocks=10, enable_prefix_caching=True),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1

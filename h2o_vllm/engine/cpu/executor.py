@@ -15,16 +15,15 @@ from vllm.logger import init_logger
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from h2o_vllm.engine.cpu import cores
+
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["H2OCPUExecutor"]
-
-FEW_CORES = 4
-"""On more, a reserved core costs little, and binding threads to cores, which needs a process, pays."""
+__all__ = ["H2OCPUExecutor", "runs_in_engine_core"]
 
 BINDING = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 """Who sets one of these wants vLLM's own way of sharing the cores."""
@@ -33,17 +32,24 @@ BINDING = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 class H2OCPUExecutor(MultiprocExecutor):
     """``--distributed-executor-backend h2o_vllm.engine.cpu.executor.H2OCPUExecutor``.
 
-    Makes vLLM's ``UniProcExecutor`` for a single rank on at most :data:`FEW_CORES` cores, else is
-    vLLM's ``MultiprocExecutor``.
+    Makes vLLM's ``UniProcExecutor`` for a single rank on at most :data:`~h2o_vllm.engine.cpu.cores.FEW_CORES`
+    cores: on more, a reserved core costs little, and binding threads to cores, which needs a process, pays.
+    Else it is vLLM's ``MultiprocExecutor``.
     """
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         """Make the executor that fits the machine."""
         del args, kwargs
-        parallel = vllm_config.parallel_config
-        cores = len(os.sched_getaffinity(0))
-        single = parallel.world_size == 1 and parallel.data_parallel_size == 1
-        if not single or cores > FEW_CORES or any(name in os.environ for name in BINDING):
+        if not runs_in_engine_core(vllm_config.parallel_config):
             return super().__new__(cls)
-        logger.info("h2o: the model runs in the engine core's process and uses all %d cores", cores)
+        count = len(os.sched_getaffinity(0))
+        logger.info("h2o: the model runs in the engine core's process and uses all %d cores", count)
+        cores.watch()
         return UniProcExecutor(vllm_config)
+
+
+def runs_in_engine_core(parallel: ParallelConfig) -> bool:
+    """Whether the model needs no process of its own: one rank, few cores, and nobody binds threads."""
+    single = parallel.world_size == 1 and parallel.data_parallel_size == 1
+    few = len(os.sched_getaffinity(0)) <= cores.FEW_CORES
+    return single and few and not any(name in os.environ for name in BINDING)

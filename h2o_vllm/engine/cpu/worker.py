@@ -13,7 +13,9 @@ from h2o_vllm.engine.compat import (
     runner_row_request_ids,
     runner_spared_generators,
 )
+from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
+from h2o_vllm.engine.cpu.pages import ZeroPages
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from h2o_vllm.blocks.plan import Eviction
 
@@ -36,6 +39,24 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
 
     builder_cls = H2OMetadataBuilder
     impl_cls = H2OAttentionImpl
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        cache = vllm_config.cache_config
+        self._sizes_pool = memory.is_unnamed(cache)
+        if self._sizes_pool:
+            cache.gpu_memory_utilization = memory.startable_utilization()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def determine_available_memory(self) -> int:
+        """As the base class; where the user names no size, of a share of what is free now."""
+        if self._sizes_pool:
+            self.cache_config.kv_cache_memory_bytes = memory.pool_bytes(self.parallel_config)
+        return super().determine_available_memory()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """As the base class; the pool is zeroed by the kernel, when it is used or soon."""
+        with ZeroPages():
+            super().initialize_from_config(kv_cache_config)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As the base class, also where a request with a seed has a prompt of several chunks."""

@@ -31,11 +31,13 @@ def make_config(**changes: Any) -> Any:
         "rswa_window": None,
         "kv_sharing_fast_prefill": False,
         "cudagraph_mode": None,
+        "additional_config": {"h2o": {}},
         **changes,
     }
     part = SimpleNamespace(**values, get_head_size=lambda: values["head_size"])
     return SimpleNamespace(
         use_v2_model_runner=values["use_v2_model_runner"],
+        additional_config=values["additional_config"],
         model_config=part,
         parallel_config=part,
         attention_config=part,
@@ -56,6 +58,7 @@ def reasons(config: Any) -> list[str]:
         ({"backend_per_kind": {"full_attention": "TRITON_ATTN"}}, "backend_per_kind"),
         ({"head_size": 72}, "head size 72"),
         ({"use_ubatching": True}, "--enable-dbo"),
+        ({"additional_config": {"h2o": {"kv_trace": True}}}, "--kv-trace on GPUs"),
         ({"is_mm_prefix_lm": True}, "images"),
         ({"rswa_window": 128}, "R-SWA"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which positions each layer and KV head of a request has lost, and when: ``kv_trace``. Engine core; no vLLM.
+
+What is evicted never returns. So one number per layer, KV head and position, that of the eviction it went
+with, is the whole history: a position is held after eviction ``e`` if its number is 0 or above ``e``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h2o_vllm.config import MAX_TRACE_TOKENS
+from h2o_vllm.errors import BudgetError
+
+__all__ = ["TracedEviction", "Traces", "check_traceable"]
+
+FIELD = "kv_trace"
+
+
+class TracedEviction(NamedTuple):
+    """What one eviction took from a traced request, as a worker has seen it.
+
+    ``seen`` is the number of tokens computed before it, ``lost`` the positions that went, ``[L, KH, n]``.
+    ``first``: nothing had gone before; a preempted request begins anew.
+    """
+
+    request_id: str
+    seen: int
+    first: bool
+    lost: NDArray[np.int32]
+
+
+def check_traceable(tokens: int, *, stops: bool) -> None:
+    """Whether a request may be traced.
+
+    Args:
+        tokens: prompt and answer, at most. stops: whether it has stop strings.
+
+    Raises:
+        BudgetError: it may not.
+    """
+    if tokens > MAX_TRACE_TOKENS:
+        raise BudgetError(
+            FIELD,
+            True,
+            f"left out of requests of more than {MAX_TRACE_TOKENS} tokens (this one's prompt and max_tokens "
+            f"are {tokens})",
+        )
+    if stops:
+        # Found by the front end, which then listens no more: the trace would never arrive.
+        raise BudgetError(FIELD, True, "left out of requests with stop strings")
+
+
+class Traces:
+    """The traces of the requests that asked for one.
+
+    Args:
+        layers: L, the evictable ones. heads: KH, the KV heads of each.
+    """
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self._shape = (layers, heads)
+        self._traces: dict[str, _Trace] = {}
+
+    def follow(self, request_id: str, tokens: int) -> None:
+        """Begin to trace a request of at most ``tokens`` tokens."""
+        self._traces[request_id] = _Trace(np.zeros((*self._shape, tokens), dtype=np.uint16), [])
+
+    def note(self, evictions: Iterable[TracedEviction]) -> None:
+        """Add what one step evicted; of requests that have ended since, nothing."""
+        for eviction in evictions:
+            trace = self._traces.get(eviction.request_id)
+            if trace is not None:
+                trace.note(eviction)
+
+    def complete(self, reports: Mapping[str, dict[str, object]]) -> None:
+        """Put ``trace`` into the final reports of traced requests, and forget them."""
+        for request_id in self._traces.keys() & reports.keys():
+            report = reports[request_id]
+            seen = report["tokens_seen"]
+            assert isinstance(seen, int)
+            report["trace"] = self._traces.pop(request_id).report(seen)
+
+
+class _Trace(NamedTuple):
+    """``number``: [L, KH, T], of the eviction that took a position, from 1; 0: it is held."""
+
+    number: NDArray[np.uint16]
+    evicted_at: list[int]
+
+    def note(self, eviction: TracedEviction) -> None:
+        if eviction.first:
+            self.number.fill(0)
+            self.evicted_at.clear()
+        self.evicted_at.append(eviction.seen)
+        number = np.uint16(len(self.evicted_at))
+        np.put_along_axis(self.number, eviction.lost.astype(np.int64), number, axis=2)
+
+    def report(self, seen: int) -> dict[str, Any]:
+        """Plain values: see "What a trace says" in ``h2o_vllm/README.md``."""
+        number = self.number[:, :, :seen]
+        layers, heads, _ = number.shape
+        return {
+            "layers": layers,
+            "kv_heads": heads,
+            "evicted_at": list(self.evicted_at),
+            "kept": (number == 0).sum((0, 1)).tolist(),
+            "lost": [[_run_lengths(head) for head in layer] for layer in number],
+        }
+
+
+def _run_lengths(values: NDArray[np.uint16]) -> list[int]:
+    """``[value, how many in a row, value, ...]``."""
+    starts = np.concatenate([[0], np.flatnonzero(values[1:] != values[:-1]) + 1])[: len(values)]
+    counts = np.diff(starts, append=len(values))
+    runs: list[int] = np.stack([values[starts], counts], axis=1).ravel().tolist()
+    return runs

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV memory that is zeroed while the server already serves. Runs in each CPU worker.
+
+vLLM allocates the pool with ``torch.zeros`` (0.32), which writes all of it before the start goes on: a second
+for each few gigabytes, and many in a virtual machine whose host has to find the memory first. Fresh pages of
+the kernel are zero anyway. A thread then takes them, so that memory which was asked for is had soon, and does
+not turn out to be missing hours later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
+__all__ = ["ZeroPages", "populate"]
+
+LARGE = 1 << 26
+"""Bytes from which on it is worth while."""
+
+STEP = 1 << 25
+PAUSE_SECONDS = 0.01
+"""After each step, for as long as the step took and this much: half of a core is left to requests."""
+
+MADV_POPULATE_WRITE = 23
+"""``linux/mman.h``, Linux 5.14: take the pages, as a write would, and change nothing."""
+
+
+class ZeroPages(TorchFunctionMode):
+    """Within this context a large ``torch.zeros`` of bytes is fresh pages, which a thread takes later."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """As torch, but for what :func:`torch.zeros` of vLLM's ``allocate_kv_cache`` looks like."""
+        del types
+        kwargs = kwargs or {}
+        if func is not torch.zeros or not _is_pool(*args, **kwargs):
+            return func(*args, **kwargs)
+        pages = mmap.mmap(-1, args[0])
+        pool = torch.frombuffer(pages, dtype=torch.int8)
+        threading.Thread(target=populate, args=(pool,), name="h2o-pages", daemon=True).start()
+        return pool
+
+
+def _is_pool(*args: Any, dtype: Any = None, device: Any = "cpu", **others: Any) -> bool:
+    if others or len(args) != 1 or dtype is not torch.int8 or torch.device(device).type != "cpu":
+        return False
+    return isinstance(args[0], int) and args[0] >= LARGE
+
+
+def populate(pool: torch.Tensor) -> int:
+    """Take the pages under ``pool``, a part at a time; returns the bytes taken, all unless Linux cannot.
+
+    Holds no lock of Python's, and changes no byte: requests may be using the pool.
+    """
+    libc, address, size = ctypes.CDLL(None, use_errno=True), pool.data_ptr(), pool.nbytes
+    for start in range(0, size, STEP):
+        begun = time.monotonic()
+        length = ctypes.c_size_t(min(STEP, size - start))
+        if libc.madvise(ctypes.c_void_p(address + start), length, MADV_POPULATE_WRITE):
+            logger.debug("h2o: pages are taken when used: %s", os.strerror(ctypes.get_errno()))
+            return start
+        time.sleep(time.monotonic() - begun + PAUSE_SECONDS)
+    return size

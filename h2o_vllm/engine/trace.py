@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens the evictions of traced requests take. Worker process, CPU only.
+
+Positions lie in little pages like a layer's KV, heads of one element wide, and the kernel that moves the KV
+moves them, by the same scores: what a trace says is what the kernel does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from h2o_vllm.blocks.trace import TracedEviction
+from h2o_vllm.engine.output_notes import noted
+from h2o_vllm.kernels import cpu as kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from h2o_vllm.blocks.plan import Eviction, EvictionParams
+
+__all__ = ["TraceRecorder", "traced_evictions"]
+
+ATTRIBUTE = "h2o_traced_evictions"
+
+
+def traced_evictions(output: ModelRunnerOutput) -> tuple[TracedEviction, ...]:
+    """What :class:`TraceRecorder` attached to a step's output."""
+    evictions: tuple[TracedEviction, ...] = getattr(output, ATTRIBUTE, ())
+    return evictions
+
+
+@dataclass
+class _Ranked:
+    """The blocks of one request that evictions have ranked and spared.
+
+    ``positions``: block id -> [L, KH, BS], int32, of the tokens in it. ``begins``: where the first eviction
+    began to rank, which tells it from all others.
+    """
+
+    begins: int | None = None
+    positions: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class TraceRecorder:
+    """Follows positions through compaction, and hands over what was lost with each step's output."""
+
+    def __init__(self) -> None:
+        self._ranked: dict[str, _Ranked] = {}
+        self._noted: list[TracedEviction] = []
+
+    def start(self, policies: Mapping[str, EvictionParams]) -> None:
+        """Learn which of the requests that enter the batch are traced."""
+        for request_id, params in policies.items():
+            if params.traced:
+                self._ranked[request_id] = _Ranked()
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Drop requests that leave the batch. Unknown ids are fine."""
+        for request_id in request_ids:
+            self._ranked.pop(request_id, None)
+
+    def record(self, eviction: Eviction, scores: torch.Tensor) -> None:
+        """Note what an eviction is about to take, if its request is traced.
+
+        Args:
+            scores: by which it ranks, [L, N, KH, BS], float32; read only.
+        """
+        ranked = self._ranked.get(eviction.request_id)
+        if ranked is None:
+            return
+        # The same also where a preempted request evicts for the first time again.
+        first = ranked.begins in (None, eviction.fresh_from)
+        if first:
+            ranked.begins = eviction.fresh_from
+            ranked.positions.clear()
+        layers, _, heads, block_size = scores.shape
+        for number, block in enumerate(eviction.fresh_blocks):
+            start = eviction.fresh_from + number * block_size
+            fresh = torch.arange(start, start + block_size, dtype=torch.int32)
+            ranked.positions[block] = fresh.expand(layers, heads, block_size)
+        heavy, doomed = list(eviction.heavy_blocks), list(eviction.doomed_blocks)
+        before = torch.stack([ranked.positions[block] for block in [*heavy, *doomed]], dim=1)
+        after = _compacted(before, scores[:, heavy + doomed], len(heavy))
+        for place, block in enumerate(heavy):
+            ranked.positions[block] = after[:, place]
+        for block in doomed:
+            del ranked.positions[block]
+        lost = _difference(_by_head(before), _by_head(after[:, : len(heavy)]))
+        self._noted.append(TracedEviction(eviction.request_id, eviction.seen, first, lost.numpy()))
+
+    def attach(self, output: Any) -> Any:
+        """``output`` of the step, with what was noted since the last call, if anything."""
+        if not self._noted:
+            return output
+        noted_evictions, self._noted = tuple(self._noted), []
+        return noted(output, ATTRIBUTE, noted_evictions)
+
+
+def _compacted(positions: torch.Tensor, scores: torch.Tensor, heavy: int) -> torch.Tensor:
+    """Positions in the same blocks after the first ``heavy`` have taken the best tokens.
+
+    Args:
+        positions: [L, n, KH, BS], int32. scores: the same shape, float32.
+    """
+    count = positions.shape[1]
+    # K is stored [D, BS], V [BS, D], and D is 1: a page is the positions twice.
+    pages = torch.cat([positions, positions], dim=-1).view(torch.float32)
+    blocks = torch.arange(count, dtype=torch.int32)
+    caches = list(pages.unflatten(-1, (positions.shape[-1], 2)).unbind())
+    kernels.compact(caches, scores.clone(), blocks[:heavy], blocks[heavy:])
+    return pages.view(torch.int32)[..., : positions.shape[-1]]
+
+
+def _by_head(positions: torch.Tensor) -> torch.Tensor:
+    """[L, n, KH, BS] -> [L, KH, n * BS], int64."""
+    return positions.transpose(1, 2).flatten(2).long()
+
+
+def _difference(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """What is in ``before`` and not in ``after``, per layer and head: [L, KH, lost], int32."""
+    layers, heads, _ = before.shape
+    kept = torch.zeros(layers, heads, int(before.max()) + 1, dtype=torch.bool)
+    kept.scatter_(2, after, value=True)
+    return before[~kept.gather(2, before)].view(layers, heads, -1).to(torch.int32)

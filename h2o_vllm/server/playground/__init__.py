@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page ``/h2o/``: look at what is kept, and compare answers. API-server process; ``--kv-playground``.
+
+==========  =================================================================================
+``page``    serves the files of ``static``, as they are, under a policy that shuts everybody else out
+``pieces``  ``POST /h2o/pieces``: the text of single tokens, to lay a trace over
+``static``  HTML, CSS and JavaScript modules, each with one subject
+==========  =================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_vllm.config import H2OConfig
+
+__all__ = ["PATH", "attach", "is_page", "with_traces"]
+
+PATH = "/h2o/"
+
+
+def with_traces(config: H2OConfig, ranks: int) -> H2OConfig:
+    """``config``, by which the page may ask for traces where the engine would start with them.
+
+    Args:
+        ranks: of tensor parallelism; see :mod:`h2o_vllm.engine.support`.
+    """
+    from vllm.platforms import current_platform
+
+    possible = current_platform.device_type == "cpu" and ranks == 1
+    return replace(config, kv_trace=True) if possible else config
+
+
+def attach(application: Any) -> None:
+    """Add the page and what it asks for to vLLM's application."""
+    from h2o_vllm.server.playground import page, pieces
+
+    page.attach(application, PATH)
+    pieces.attach(application, PATH)
+
+
+def is_page(scope: Mapping[str, Any]) -> bool:
+    """Whether a request reads the page, or a file of it."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return scope["method"] in ("GET", "HEAD") and (path + "/").startswith(PATH)

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Requests to this server, and to no other. The key stays in this tab.
+
+const root = new URL("../", location.href);
+const STORED = "h2o-key";
+
+/** What the server answered instead of what was asked for. */
+export class ServerError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function useKey(key) {
+  sessionStorage.setItem(STORED, key);
+}
+
+/** A response with status 200, else a ServerError. */
+export async function ask(path, body, signal) {
+  const headers = {};
+  const key = sessionStorage.getItem(STORED);
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (body) headers["Content-Type"] = "application/json";
+  const response = await fetch(new URL(path, root), {
+    method: body ? "POST" : "GET",
+    headers,
+    body: body && JSON.stringify(body),
+    signal,
+  });
+  if (!response.ok) throw new ServerError(response.status, await reason(response));
+  return response;
+}
+
+async function reason(response) {
+  const text = await response.text();
+  try {
+    const { error, detail } = JSON.parse(text);
+    return error?.message ?? error ?? detail ?? text;
+  } catch {
+    return text || response.statusText;
+  }
+}
+
+/** The data of each server-sent event, parsed, until the stream ends. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let partial = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (partial + value).split("\n\n");
+    partial = parts.pop();
+    for (const part of parts) {
+      const data = part.startsWith("data: ") ? part.slice(6) : "";
+      if (data && data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}

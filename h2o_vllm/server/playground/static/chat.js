@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// One streamed answer of a chat, with what the server reports of it.
+
+import { ask, events } from "./api.js";
+
+/**
+ * Asks for an answer.
+ *
+ * @param body model, messages and max_tokens, and the budget fields.
+ * @param onText is given each new piece of the answer.
+ * @returns text; tokenIds of prompt and answer; report, the kv_cache object; perSecond, tokens after the first.
+ */
+export async function answer(body, onText, signal) {
+  const stream = {
+    stream: true,
+    stream_options: { include_usage: true },
+    temperature: 0,
+    return_token_ids: true,
+  };
+  const response = await ask("v1/chat/completions", { ...body, ...stream }, signal);
+  const result = { text: "", tokenIds: [], report: null, perSecond: null };
+  let [answered, first, last] = [0, null, null];
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    result.report = event.kv_cache ?? result.report;
+    if (event.prompt_token_ids) result.tokenIds.push(...event.prompt_token_ids);
+    const choice = event.choices?.[0];
+    if (choice?.token_ids) result.tokenIds.push(...choice.token_ids);
+    answered += choice?.token_ids?.length ?? 0;
+    const piece = choice?.delta?.content;
+    if (!piece) continue;
+    last = performance.now();
+    first ??= last;
+    result.text += piece;
+    onText(piece);
+  }
+  if (last > first) result.perSecond = ((answered - 1) * 1000) / (last - first);
+  return result;
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page: reads the controls, asks both sides, shows what comes.
+
+import { ask, ServerError, useKey } from "./api.js";
+import { answer } from "./chat.js";
+import { start as startGauges } from "./gauges.js";
+import { send } from "./load.js";
+import { connect as connectPicture, show, showNothing } from "./picture.js";
+import { showReport } from "./report.js";
+import { FACT, QUESTION, TEXT } from "./sample.js";
+
+const element = (id) => document.getElementById(id);
+const MAX_FULL = 1;
+
+let config = null;
+let chats = { kept: [], full: [] };
+let running = null;
+
+async function begin() {
+  try {
+    config = await (await ask("plugins/h2o/config")).json();
+  } catch (error) {
+    element("key-form").hidden = error.status !== 401;
+    return complain(error.status === 401 ? new Error("This server wants its API key.") : error);
+  }
+  element("key-form").hidden = true;
+  complain(null);
+  const { defaults, limits, versions } = config;
+  element("server").textContent =
+    `${config.models[0]}, vLLM ${versions.vllm}, blocks of ${config.kv_cache.block_size} tokens. ` +
+    `No budget falls below ${limits.kv_min_tokens} tokens.`;
+  element("policy").replaceChildren(
+    ...limits.kv_policies.filter((name) => name !== "full").map((name) => new Option(name)),
+  );
+  element("policy").value = defaults.kv_policy === "full" ? "h2o" : defaults.kv_policy;
+  element("budget").min = Math.max(0.05, limits.kv_budget_min);
+  element("budget").max = limits.kv_budget_max;
+  element("budget").value = defaults.kv_budget < 1 ? defaults.kv_budget : 0.2;
+  element("recent").value = defaults.kv_recent;
+  element("delay").value = defaults.kv_delay;
+  element("delay").max = limits.kv_delay_max;
+  element("protect").value = defaults.kv_protect === "prompt" ? "prompt" : "0";
+  element("load-full").disabled = limits.kv_budget_max < MAX_FULL;
+  if (limits.kv_budget_max < MAX_FULL)
+    say("full", "note", `This server keeps at most ${limits.kv_budget_max}: there is no full KV to compare with.`);
+  if (!limits.kv_trace)
+    showNothing("This server does not trace: it was started with --no-kv-playground and without --kv-trace, " +
+      "or on a device where tracing is refused.");
+  showBudget();
+  startGauges(config);
+}
+
+/** The fields of the side with the budget. */
+function fields() {
+  const protect = element("protect").value;
+  return {
+    kv_budget: element("budget").valueAsNumber,
+    kv_policy: element("policy").value,
+    kv_recent: element("recent").valueAsNumber,
+    kv_delay: element("delay").valueAsNumber,
+    kv_protect: protect === "prompt" ? protect : Number(protect),
+    // What a budget keeps is to be seen, also where there is memory for all.
+    kv_elastic: false,
+    ...(config.limits.kv_trace ? { kv_trace: true } : {}),
+  };
+}
+
+async function askBoth(question) {
+  if (running || !config) return;
+  const text = element("text").value.trim();
+  const content = chats.kept.length || !text ? question : `${text}\n\n${question}`;
+  const sides = { kept: fields() };
+  if (config.limits.kv_budget_max >= MAX_FULL) sides.full = { kv_budget: 1, kv_protect: 0 };
+  running = new AbortController();
+  setBusy(true);
+  complain(null);
+  const asked = Object.entries(sides).map(([side, budget]) => {
+    say(side, "user", question);
+    return askOne(side, content, budget);
+  });
+  const failed = (await Promise.allSettled(asked)).find((one) => one.status === "rejected");
+  if (failed && failed.reason.name !== "AbortError") complain(failed.reason);
+  running = null;
+  setBusy(false);
+}
+
+async function askOne(side, content, budget) {
+  const line = say(side, "assistant", "");
+  const messages = [...chats[side], { role: "user", content }];
+  const body = {
+    model: config.models[0],
+    messages,
+    max_tokens: element("max-tokens").valueAsNumber,
+    ...budget,
+  };
+  const log = line.parentElement;
+  const onText = (piece) => {
+    line.append(piece);
+    log.scrollTop = log.scrollHeight;
+  };
+  const result = await traceIfPossible(body, (one) => answer(one, onText, running.signal));
+  chats[side] = [...messages, { role: "assistant", content: result.text }];
+  showReport(element(`${side}-side`).querySelector("dl"), result);
+  if (result.report?.trace) {
+    const ids = { token_ids: result.tokenIds };
+    const { pieces } = await (await ask("h2o/pieces", ids, running.signal)).json();
+    show(result.report.trace, pieces, FACT);
+  }
+}
+
+/** An answer does not fail because its trace is refused: too long, or too many at a time. */
+async function traceIfPossible(body, work) {
+  try {
+    return await work(body);
+  } catch (error) {
+    if (!(error instanceof ServerError) || !error.message.startsWith("kv_trace")) throw error;
+    showNothing(`No trace of this answer: ${error.message}.`);
+    const { kv_trace: _, ...untraced } = body;
+    return work(untraced);
+  }
+}
+
+function say(side, role, text) {
+  const line = document.createElement("p");
+  line.className = role;
+  line.textContent = text;
+  element(`${side}-side`).querySelector(".log").append(line);
+  return line;
+}
+
+function complain(error) {
+  element("problem").hidden = !error;
+  if (!error) return;
+  const status = error instanceof ServerError ? ` (HTTP ${error.status})` : "";
+  element("problem").textContent = `${error.message}${status}`;
+}
+
+function setBusy(busy) {
+  for (const id of ["ask", "find", "sample", "clear"]) element(id).disabled = busy;
+  element("stop").disabled = !busy;
+}
+
+function clear() {
+  chats = { kept: [], full: [] };
+  for (const side of ["kept", "full"]) {
+    element(`${side}-side`).querySelector(".log").replaceChildren();
+    element(`${side}-side`).querySelector("dl").replaceChildren();
+  }
+}
+
+function showBudget() {
+  element("budget-value").textContent = `${Math.round(element("budget").valueAsNumber * 100)} %`;
+}
+
+async function load(button, budget) {
+  button.disabled = true;
+  complain(null);
+  try {
+    await send(config.models[0], budget);
+  } catch (error) {
+    complain(error);
+  }
+  button.disabled = false;
+}
+
+element("budget").addEventListener("input", showBudget);
+element("ask-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  askBoth(element("question").value);
+});
+element("sample").addEventListener("click", () => {
+  clear();
+  element("text").value = TEXT;
+  element("question").value = QUESTION;
+});
+element("find").addEventListener("click", () => {
+  clear();
+  element("text").value ||= TEXT;
+  element("question").value = QUESTION;
+  askBoth(QUESTION);
+});
+element("stop").addEventListener("click", () => running?.abort());
+element("clear").addEventListener("click", clear);
+element("load-low").addEventListener("click", (event) => load(event.currentTarget, 0.2));
+element("load-full").addEventListener("click", (event) => load(event.currentTarget, MAX_FULL));
+element("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey(element("key").value);
+  begin();
+});
+connectPicture();
+begin();

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A start that failed, in one line that says what to change. Runs in the process the user starts.
+
+What vLLM says of its options is written for people and kept, cut to its first paragraph. What libraries say,
+and what does not name the option at fault, is put into words here. Of an error that only a developer
+understands the last places are shown as well. The line names the file with everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import traceback
+from dataclasses import replace
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from h2o_vllm.engine import start_record
+from h2o_vllm.engine.start_record import Reason
+
+__all__ = ["describe", "explain", "reason_of"]
+
+LIMIT = 600
+"""Characters of a message that are shown: some of vLLM's list every model it knows."""
+
+FOR_USERS = {
+    "ConfigError",
+    "ImportError",
+    "MemoryError",
+    "ModuleNotFoundError",
+    "NotImplementedError",
+    "OSError",
+    "RuntimeError",
+    "ValidationError",
+    "ValueError",
+}
+"""Errors whose messages are written for who starts the server; those of other classes are surprises."""
+
+ENGINE_GONE = re.compile(r"Failed core proc\(s\): \{.*?: (-?\d+)\}")
+"""In what vLLM (0.32) says when its engine core has ended without a word: the exit code."""
+
+
+class Rule(NamedTuple):
+    """What to say of an error.
+
+    Attributes:
+        error: found in its class and message, "ValueError: ...".
+        says: what to say: ``{model}`` is the model, ``{message}`` what the error said.
+    """
+
+    error: re.Pattern[str]
+    says: str
+
+
+def _rule(error: str, says: str) -> Rule:
+    return Rule(re.compile(error, re.IGNORECASE), says)
+
+
+RULES = [
+    _rule(
+        r"SafetensorError|UnpicklingError|PytorchStreamReader|invalid load key",
+        "--model {model}: a file of weights cannot be read ({message}); fetch the model again",
+    ),
+    _rule(
+        r"valid model identifier|Invalid repository ID|LocalEntryNotFound|HFValidationError"
+        r"|RepositoryNotFound|couldn't connect to|ConnectError|OfflineModeIsEnabled|Max retries exceeded",
+        "--model {model}: no such directory, and no hub has it or can be reached ({message})",
+    ),
+    _rule(
+        r"MemoryError|can't allocate memory|Cannot allocate memory",
+        "not enough memory ({message}); take a smaller model, name less for the KV cache "
+        "(--kv-cache-memory-bytes), or end other processes",
+    ),
+    _rule(
+        r"larger than the available KV cache memory",
+        "{message} Or name a size: --kv-cache-memory-bytes, or a larger --num-gpu-blocks-override",
+    ),
+    _rule(
+        r"Not enough allowed NUMA nodes",
+        '{message} For two ranks, one core each: VLLM_CPU_OMP_THREADS_BIND="0|1"',
+    ),
+]
+
+
+def describe(error: Exception, args: argparse.Namespace) -> list[str]:
+    """Lines that say why the server did not start; the last one, what to change.
+
+    The traceback stands in the file of :mod:`h2o_vllm.engine.start_record`, which the line names; where there
+    is none, as with ``--log-level DEBUG``, it comes first.
+    """
+    details = start_record.path()
+    reason = reason_of(error, None if details is None else start_record.read(details))
+    lines, place = [], ""
+    try:
+        if details is not None:
+            start_record.write(details, error, "h2o-serve")
+            place = f" (traceback: {details})"
+    except OSError:
+        pass
+    if not place:
+        lines = [line.rstrip() for line in traceback.format_exception(error)]
+    elif _is_surprise(reason):
+        lines = reason.last_lines
+    return [*lines, f"{explain(reason, args)}{place}"]
+
+
+def reason_of(error: Exception, recorded: Reason | None) -> Reason:
+    """Why the start failed: what another process recorded comes before what it led to in this one."""
+    if recorded is not None:
+        return recorded
+    reason = Reason.of(error, "h2o-serve")
+    if isinstance(error, ValidationError):
+        return replace(reason, message=_validation(error))
+    gone = ENGINE_GONE.search(reason.message)
+    return reason if gone is None else replace(reason, message=_gone(int(gone[1])))
+
+
+def explain(reason: Reason, args: argparse.Namespace) -> str:
+    """The reason in one line, with the options' names as the command line has them."""
+    message = _first_paragraph(reason.message)
+    named = f"{reason.error}: {message}"
+    if (rule := _rule_for(reason)) is not None:
+        said = rule.says.format(model=args.model, message=message)
+    elif reason.loading:
+        said = f"--model {args.model}: its weights do not fit its config.json ({named})"
+    else:
+        said = named if _is_surprise(reason) else message
+    # vLLM names options as its Python arguments: `max_model_len`.
+    return re.sub(r"`-*([a-z0-9_-]+)`", lambda name: _as_option(name, args), said)
+
+
+def _rule_for(reason: Reason) -> Rule | None:
+    said = f"{reason.error}: {reason.message}"
+    return next((rule for rule in RULES if rule.error.search(said)), None)
+
+
+def _is_surprise(reason: Reason) -> bool:
+    known = reason.error in FOR_USERS and reason.message.strip()
+    return not known and _rule_for(reason) is None
+
+
+def _as_option(name: re.Match[str], args: argparse.Namespace) -> str:
+    known = hasattr(args, name[1].replace("-", "_"))
+    return f"--{name[1].replace('_', '-')}" if known else name[0]
+
+
+def _first_paragraph(message: str) -> str:
+    """What comes before an empty line, as one line of at most :data:`LIMIT` characters."""
+    text = " ".join(re.split(r"\n\s*\n", message.strip(), maxsplit=1)[0].split())
+    text = re.sub(r" See https?://\S+ for more details\.?", "", text)
+    return text if len(text) <= LIMIT else f"{text[: LIMIT - 3]}..."
+
+
+def _validation(error: ValidationError) -> str:
+    """What pydantic found, without its dump of the configuration: ``--max-num-seqs: ..., got 0``."""
+    found = []
+    for one in error.errors(include_url=False):
+        said = one["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if one["loc"]:
+            option = str(one["loc"][0]).replace("_", "-")
+            said = f"--{option}: {said}, got {one['input']!r:.80}"
+        found.append(said)
+    return "; ".join(found)
+
+
+def _gone(code: int) -> str:
+    if code >= 0:
+        return f"the engine ended with exit code {code} while it started; see above"
+    hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+    return f"the engine was killed (signal {-code}) while it started{hint}"

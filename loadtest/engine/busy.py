@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine that does something else besides: tokens per second with cores kept busy by other processes.
+
+    python -m loadtest.engine.busy [--busy 0 1] [--rounds 3] [--dtype float32] [--out loadtest/results]
+
+Engines live side by side, one works at a time; within a round variants and numbers of busy processes take
+turns. Writes a JSONL row per measurement as soon as it is made, and prints medians with their range.
+``--resume FILE`` goes on where an interrupted run stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from h2o_vllm.models import default_model_dir
+from loadtest.common.child import Child
+from loadtest.common.machine import describe_run
+from loadtest.common.results import RESULTS, Measured, Row, append_rows, read_rows, result_path
+from loadtest.engine.busy_run import VARIANTS
+
+__all__ = ["Measurement", "main", "planned", "table"]
+
+
+@dataclass(frozen=True)
+class Measurement(Measured):
+    """One variant beside ``busy`` processes, in one round."""
+
+    round: int
+    busy: int
+    variant: str
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what is missing, then print."""
+    args = parse_arguments(argv)
+    path = args.resume or result_path("busy-cpu", args.out)
+    rows = measure(args, path)
+    print(f"\n{table(rows)}\n\nrows: {path}")
+
+
+def planned(busy: Sequence[int], variants: Sequence[str], rounds: int) -> Iterator[Measurement]:
+    """All measurements in order: within a round variants take turns, forwards and backwards."""
+    for turn in range(rounds):
+        for place, processes in enumerate(busy):
+            for variant in variants if (turn + place) % 2 == 0 else reversed(variants):
+                yield Measurement(turn, processes, variant)
+
+
+def measure(args: argparse.Namespace, path: Path) -> list[Row]:
+    """Run what ``path`` lacks, appending to it; returns all rows."""
+    rows = read_rows(path)
+    missing = [
+        one
+        for one in planned(args.busy, args.variants, args.rounds)
+        if not any(one.measured_by(row) for row in rows)
+    ]
+    names = ("dtype", "requests", "prompt_tokens", "output_tokens")
+    settings = {name: getattr(args, name) for name in names}
+    first = {"model": args.model or str(default_model_dir()), **settings}
+    live: dict[str, Child] = {}
+    with ExitStack() as engines:
+        for count, one in enumerate(missing, start=1):
+            if one.variant not in live:
+                print(f"starting {one.variant}", flush=True)
+                child = Child("loadtest.engine.busy_run", {**first, "variant": one.variant})
+                live[one.variant] = engines.enter_context(child)
+            print(f"[{count}/{len(missing)}] round {one.round + 1}, {one.busy} busy: {one.variant}",
+                  end="", flush=True)  # fmt: skip
+            row = describe_run("loadtest.engine.busy") | asdict(one) | settings
+            row |= live[one.variant].request(str(one.busy))
+            print(f" {row['tok_per_s']:.1f} tok/s", flush=True)
+            rows.append(row)
+            append_rows(path, [row])
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: tokens per second of each variant, medians of the rounds and their range."""
+    counts = sorted({row["busy"] for row in rows})
+    lines = [
+        f"| tok/s | {' | '.join(f'{count} busy' for count in counts)} |",
+        f"|---|{'---|' * len(counts)}",
+    ]
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        cells = []
+        for count in counts:
+            found = [r["tok_per_s"] for r in rows if (r["variant"], r["busy"]) == (variant, count)]
+            cells.append(
+                f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})"
+                if found
+                else "-"
+            )
+        lines.append(f"| `{variant}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.engine.busy",
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add, variants = parser.add_argument, list(VARIANTS)
+    add("--busy", nargs="+", type=int, default=[0, 1], help="processes that keep a core busy each")
+    add("--variants", nargs="+", choices=variants, default=variants, help="layouts")
+    add("--rounds", type=int, default=3, help="how often; variants alternate")
+    add("--requests", type=int, default=16, help="at once")
+    add("--prompt-tokens", type=int, default=256, help="of each request")
+    add("--output-tokens", type=int, default=64, help="of each request")
+    add("--dtype", choices=("bfloat16", "float32"), default="float32", help="of weights and KV")
+    add("--model", help="a model directory; by default the embedded model")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace says what the engine holds: what lies in its blocks, which is what an independent H2O keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_vllm.blocks.plan import Eviction, EvictionParams
+from h2o_vllm.blocks.trace import TracedEviction, Traces
+from h2o_vllm.engine.cpu.state import CPUState
+from h2o_vllm.engine.trace import TraceRecorder
+from h2o_vllm.kernels.cpu.batch import key_value_views
+from tests.engine.conftest import Engine, kept_of, report_of, tokens_of
+from tests.engine.fidelity import STEPS, expect
+from tests.engine.scheduling import Rig
+
+LAYERS, HEADS, BLOCK, SIZE, BLOCKS = 2, 3, 16, 16, 12
+
+
+def decoded(runs: list[int]) -> list[int]:
+    """The number of each position's eviction, from run lengths; written from the documentation."""
+    numbers: list[int] = []
+    for number, count in zip(runs[::2], runs[1::2], strict=True):
+        numbers += [number] * count
+    return numbers
+
+
+def held(trace: dict[str, Any], layer: int, head: int) -> list[int]:
+    return [at for at, number in enumerate(decoded(trace["lost"][layer][head])) if number == 0]
+
+
+def assert_sound(trace: dict[str, Any], report: dict[str, Any]) -> None:
+    """What holds of every trace: it counts what the report counts, in each layer and head."""
+    pairs = [(layer, head) for layer in range(trace["layers"]) for head in range(trace["kv_heads"])]
+    kept = [0] * report["tokens_seen"]
+    for layer, head in pairs:
+        numbers = decoded(trace["lost"][layer][head])
+        assert len(numbers) == report["tokens_seen"]
+        assert numbers.count(0) == report["tokens_held"]
+        assert max(numbers) <= len(trace["evicted_at"])
+        for at in held(trace, layer, head):
+            kept[at] += 1
+    assert kept == trace["kept"]
+    assert all(one < other for one, other in pairwise(trace["evicted_at"]))
+
+
+def state_of_positions() -> CPUState:
+    """Blocks whose keys and values are their tokens' positions, and random scores."""
+    gen = torch.Generator().manual_seed(0)
+    caches = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * SIZE) for _ in range(LAYERS)]
+    for cache in caches:
+        keys, values = key_value_views(cache)
+        positions = torch.arange(BLOCKS * BLOCK, dtype=torch.float32).view(BLOCKS, BLOCK)
+        keys.copy_(positions[:, None, None].expand_as(keys))
+        values.copy_(positions[:, None, :, None].expand_as(values))
+    scores = torch.rand(LAYERS, BLOCKS, HEADS, BLOCK, generator=gen)
+    # Ties and what ranks above all: the sinks.
+    scores[:, 2:4] = 0.5
+    scores[:, 1, :, :4] = float("inf")
+    return CPUState(
+        scores=scores, kv_cache_group=0, first_kv_head=0, kv_caches=caches,
+        row_request_ids=list, recorder=TraceRecorder(),
+    )  # fmt: skip
+
+
+EVICTIONS = [
+    Eviction("r", (1, 2), (3, 4, 5, 6), (3, 4, 5, 6), fresh_blocks=(1, 2, 3, 4, 5, 6), fresh_from=16),
+    Eviction("r", (1, 2), (7,), (7,), fresh_blocks=(7,), fresh_from=112),
+    Eviction("r", (1,), (2, 8), (2, 8), fresh_blocks=(8,), fresh_from=128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "torch", "reference"])
+def test_a_trace_is_what_lies_in_the_blocks(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    from h2o_vllm.kernels import cpu as kernels
+
+    module = kernels.load(kernel)
+    monkeypatch.setattr(kernels, "load", lambda: module)
+    state = state_of_positions()
+    recorder = state.recorder
+    assert recorder is not None
+    recorder.start({"r": EvictionParams("h2o", 100, traced=True), "s": EvictionParams("h2o", 100)})
+    gone = [[set[int]() for _ in range(HEADS)] for _ in range(LAYERS)]
+    known: set[int] = set()
+    for number, eviction in enumerate(EVICTIONS):
+        known |= {block * BLOCK + i for block in eviction.fresh_blocks for i in range(BLOCK)}
+        state.compact([eviction])
+        noted = recorder._noted.pop()
+        assert (noted.first, noted.seen) == (number == 0, eviction.seen)
+        for layer, cache in enumerate(state.kv_caches):
+            keys, values = key_value_views(cache)
+            for head in range(HEADS):
+                lost = noted.lost[layer, head].tolist()
+                assert len(lost) == len(set(lost)) == BLOCK * len(eviction.doomed_blocks)
+                gone[layer][head].update(lost)
+                blocks = list(eviction.heavy_blocks)
+                assert (
+                    set(keys[blocks, head, 0].flatten().int().tolist()) == known - gone[layer][head]
+                )
+                assert (
+                    set(values[blocks, head, :, 0].flatten().int().tolist())
+                    == known - gone[layer][head]
+                )
+    recorder.release(["r"])
+    state.compact(EVICTIONS[:1])
+    state.compact([EVICTIONS[0]])
+    assert recorder._noted == [] and recorder.attach("output") == "output"
+
+
+def test_a_window_loses_whole_blocks_in_every_head() -> None:
+    recorder = TraceRecorder()
+    recorder.start({"r": EvictionParams("window", 100, traced=True)})
+    first = Eviction("r", (), (5, 6), (1, 2), "window", (4, 5, 6, 7), 0)
+    for eviction in (first, Eviction("r", (), (7, 8), (3, 4), "window", (8,), 64), first):
+        recorder.record(eviction, torch.zeros(LAYERS, BLOCKS, HEADS, BLOCK))
+    assert [noted.first for noted in recorder._noted] == [True, False, True]
+    for noted, lost in zip(recorder._noted, [(16, 48), (48, 80), (16, 48)], strict=True):
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                assert sorted(noted.lost[layer, head].tolist()) == list(range(*lost))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("fraction", "recent", "protect"), [(0.2, 0.5, 0), (0.3, 0.25, 64)])
+def test_what_a_trace_holds_is_what_the_reference_keeps(
+    clean: Engine, model_dir: str, text_tokens: list[int], fraction: float, recent: float,
+    protect: int,
+) -> None:  # fmt: skip
+    prompt = text_tokens[200:600]
+    case = expect(model_dir, prompt, fraction, recent, protect)
+    asked = {**case.asked, "kv_trace": True}
+    (output,) = clean.generate([prompt], asked, max_tokens=STEPS)
+    assert tokens_of(output) == case.tokens
+    trace = report_of(output)["trace"]
+    assert_sound(trace, report_of(output))
+    assert len(trace["evicted_at"]) > 1 and trace["evicted_at"][0] == len(prompt)
+    for layer in range(trace["layers"]):
+        for head in range(trace["kv_heads"]):
+            assert held(trace, layer, head) == case.reference.kept(layer, head)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("policy", ["snapkv", "keydiff", "window"])
+def test_every_policy_is_traced_also_among_others_and_preempted(
+    clean: Engine, monkeypatch: pytest.MonkeyPatch, text_tokens: list[int], policy: str
+) -> None:
+    """Three requests grow until the pool is full; the youngest, which is traced, has to go."""
+    late, asked = text_tokens[100:320], {"kv_budget": 0.35, "kv_policy": policy}
+    (plain,) = clean.generate([late], asked, max_tokens=130)
+    traced = {**asked, "kv_trace": True}
+    (alone,) = clean.generate([late], traced, max_tokens=130)
+    assert tokens_of(alone) == tokens_of(plain)
+    trace = report_of(alone).pop("trace")
+    assert_sound(trace, report_of(alone))
+    assert kept_of(alone) == kept_of(plain), "a trace changes nothing but itself"
+    begun: list[int] = []
+    note = Traces.note
+
+    def counting(traces: Traces, evictions: Sequence[TracedEviction]) -> None:
+        begun.extend(eviction.seen for eviction in evictions if eviction.first)
+        note(traces, evictions)
+
+    monkeypatch.setattr(Traces, "note", counting)
+    early = [text_tokens[start : start + 900] for start in (0, 900, 1800)]
+    outputs = clean.generate([*early, late], [None, None, None, traced], max_tokens=130)
+    assert begun == [len(late)] * 2, "the request was not preempted: proves less"
+    assert report_of(outputs[-1])["trace"] == trace
+    assert not any("trace" in report_of(output) for output in outputs[:-1])
+
+
+@pytest.mark.e2e
+def test_what_goes_inside_of_a_prompt_is_traced(clean: Engine, text_tokens: list[int]) -> None:
+    prompt, bound = text_tokens[200:700], 192
+    asked = {"kv_budget": 0.2, "kv_prefill_tokens": bound, "kv_trace": True}
+    (output,) = clean.generate([prompt], asked, max_tokens=40)
+    trace = report_of(output)["trace"]
+    assert_sound(trace, report_of(output))
+    inside = [at for at in trace["evicted_at"] if at < len(prompt)]
+    assert inside == list(range(bound, len(prompt), 32))
+    assert len(trace["evicted_at"]) > len(inside)
+
+
+@pytest.mark.e2e
+def test_who_evicts_nothing_holds_everything(clean: Engine, text_tokens: list[int]) -> None:
+    (output,) = clean.generate(
+        [text_tokens[:50]], {"kv_budget": 0.5, "kv_trace": True}, max_tokens=4
+    )
+    report = report_of(output)
+    assert_sound(report["trace"], report)
+    assert report["trace"]["evicted_at"] == [] and report["tokens_held"] == 53
+
+
+@pytest.fixture
+def rig(model_dir: str) -> Rig:
+    return Rig(model_dir, 40, kv_trace=True, kv_min_tokens=16)
+
+
+def test_the_offline_api_refuses_what_cannot_be_traced(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h2o_vllm.blocks.trace.MAX_TRACE_TOKENS", 110)
+    rig.add("long", range(100), {"kv_trace": True}, max_tokens=11)
+    rig.add("stops", range(100), {"kv_trace": True}, stop=["end"], detokenize=True)
+    rig.add("fine", range(100), {"kv_trace": True})
+    rig.run()
+    assert rig.tokens["long"] == rig.tokens["stops"] == []
+    assert len(rig.tokens["fine"]) == 8
+    assert rig.reports["fine"]["0"]["trace"]["lost"] == [[[0, 107]]]
+
+
+def test_nobody_may_ask_where_the_server_does_not_say_so(model_dir: str) -> None:
+    rig = Rig(model_dir, 40)
+    rig.add("a", range(100), {"kv_trace": True})
+    rig.run()
+    assert rig.tokens["a"] == []

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page ``/h2o/``: what is served, under which policy, to whom; the text of single tokens."""
+
+from __future__ import annotations
+
+import base64
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from transformers import AutoTokenizer
+
+from h2o_vllm.config import MAX_TRACE_TOKENS, H2OConfig
+from h2o_vllm.server.playground import page, with_traces
+from h2o_vllm.server.playground.pieces import pieces_of
+from tests.server.vllm_like import Engine, build, client_of
+
+FILES = page.files()
+TEXT = "Grüße, 世界! Two  blanks,\n\ta tab: 🙂👩‍👩‍👧 done."
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: str) -> Any:
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> str:
+    from h2o_vllm.models import default_model_dir
+
+    return str(default_model_dir())
+
+
+def served(key: str | None = None, *, on: bool = True, tokenizer: Any = None) -> FastAPI:
+    engine = Engine()
+    engine.get_tokenizer = lambda: tokenizer  # type: ignore[attr-defined]
+    return build(engine, args=SimpleNamespace(api_key=[key] if key else None, kv_playground=on))
+
+
+async def get(app: FastAPI, path: str, **headers: str) -> httpx.Response:
+    async with client_of(app) as client:
+        return await client.get(path, headers=headers)
+
+
+def basic(user_and_password: str) -> str:
+    return f"Basic {base64.b64encode(user_and_password.encode()).decode()}"
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "traces"), [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)]
+)
+def test_the_page_brings_traces_where_the_engine_would_start_with_them(
+    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, traces: bool
+) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type=device))
+    assert with_traces(H2OConfig(), ranks).kv_trace is traces
+    assert with_traces(H2OConfig(kv_trace=True), ranks).kv_trace, (
+        "asked for: the engine says why not"
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", FILES)
+async def test_every_file_is_served_under_a_policy_that_shuts_everybody_else_out(name: str) -> None:
+    answer = await get(served(), f"/h2o/{'' if name == 'index.html' else name}")
+    assert answer.status_code == 200 and answer.content == FILES[name][0]
+    assert answer.headers["content-type"] == FILES[name][1]
+    directives = dict(
+        directive.split(" ", 1)
+        for directive in answer.headers["content-security-policy"].split("; ")
+    )
+    assert directives.pop("default-src") == "'none'"
+    assert {"script-src", "style-src", "connect-src", "base-uri", "frame-ancestors"} <= set(
+        directives
+    )
+    assert set(directives.values()) <= {"'self'", "'none'"}
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.asyncio
+async def test_without_the_option_there_is_no_page() -> None:
+    for path in ("/h2o/", "/h2o/main.js"):
+        assert (await get(served(on=False), path)).status_code == 404
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "path", ["/h2o/../access.py", "/h2o/%2e%2e/page.py", "/h2o/static/main.js"]
+)
+async def test_only_files_of_the_page_are_served(path: str) -> None:
+    assert (await get(served(), path)).status_code == 404
+
+
+@pytest.mark.asyncio
+async def test_the_page_is_behind_the_key_which_a_browser_may_send_as_a_password() -> None:
+    app = served("secret")
+    for path in ("/h2o/", "/h2o/main.js", "/h2o"):
+        refused = await get(app, path)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"].startswith("Basic ")
+        for sent in (
+            "Bearer wrong",
+            basic("user:wrong"),
+            basic("secret:"),
+            basic("secret"),
+            "Basic !",
+        ):
+            assert (await get(app, path, authorization=sent)).status_code == 401
+    for sent in ("Bearer secret", basic("user:secret"), basic(":secret")):
+        assert (await get(app, "/h2o/", authorization=sent)).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_a_password_opens_nothing_but_the_page() -> None:
+    """A browser sends it along with what another site makes it ask for."""
+    headers = {"authorization": basic("user:secret")}
+    async with client_of(served("secret")) as client:
+        for path in ("/v1/completions", "/h2o/pieces", "/h2o/"):
+            answer = await client.post(path, json={"token_ids": [], "prompt": "p"}, headers=headers)
+            assert answer.status_code == 401
+            assert "www-authenticate" not in answer.headers
+        for path in ("/plugins/h2o/config", "/h2other"):
+            assert (await client.get(path, headers=headers)).status_code == 401
+
+
+def test_the_page_asks_nobody_else_and_inserts_text_as_text() -> None:
+    for name, (content, _) in FILES.items():
+        text = content.decode().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", text), name
+        for markup in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert markup not in text, name
+    index = FILES["index.html"][0].decode()
+    assert not re.search(r"\son\w+=|\sstyle=|<style|<script>", index)
+
+
+def test_whatever_the_page_loads_is_there() -> None:
+    for name, (content, _) in FILES.items():
+        for target in re.findall(r'(?:href|src|from)[= ]"([^"#]+)"', content.decode()):
+            assert target.removeprefix("./") in FILES, f"{name}: {target}"
+
+
+def test_every_control_that_the_scripts_name_is_on_the_page() -> None:
+    index = FILES["index.html"][0].decode()
+    ids = set(re.findall(r'\sid="([\w-]+)"', index))
+    scripts = "".join(
+        content.decode() for name, (content, _) in FILES.items() if name[-3:] == ".js"
+    )
+    named = set(re.findall(r'(?:element|getElementById)\("([\w-]+)"\)', scripts))
+    assert named and named <= ids
+    labelled = set(re.findall(r'<label for="([\w-]+)"', index))
+    assert set(re.findall(r'<(?:input|select|textarea) id="([\w-]+)"', index)) == labelled
+
+
+@pytest.mark.parametrize("text", [TEXT, "", " leading", "\ufffd", "🙂"])
+def test_pieces_make_up_the_text(tokenizer: Any, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    pieces = pieces_of(tokens, tokenizer.decode)
+    assert len(pieces) == len(tokens)
+    assert "".join(pieces) == text
+
+
+def test_pieces_of_what_is_no_text_are_marked_and_the_rest_stays_readable(tokenizer: Any) -> None:
+    tokens = tokenizer.encode("🙂")[:1] * 30 + tokenizer.encode(" and then words")
+    pieces = pieces_of(tokens, tokenizer.decode)
+    assert "".join(pieces).endswith(" and then words")
+    assert "".join(pieces).startswith("\ufffd")
+
+
+@pytest.mark.asyncio
+async def test_pieces_are_checked_before_anybody_decodes(tokenizer: Any) -> None:
+    async with client_of(served(tokenizer=tokenizer)) as client:
+
+        async def pieces(ids: Any) -> httpx.Response:
+            return await client.post("/h2o/pieces", json={"token_ids": ids})
+
+        good = await pieces(tokenizer.encode("a word"))
+        assert good.status_code == 200 and "".join(good.json()["pieces"]) == "a word"
+        assert (await pieces([len(tokenizer)])).status_code == 400
+        for ids in ([-1], ["a"], "a", [1.5], [1] * (MAX_TRACE_TOKENS + 1), None):
+            assert (await pieces(ids)).status_code == 422

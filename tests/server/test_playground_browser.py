@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page in Debian's Chromium against a real server: what a user sees is what the server reports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.live_server import KEY, LiveServer, live_server
+
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+)
+axe = pytest.importorskip(
+    "axe_playwright_python.sync_playwright",
+    reason="axe is not installed: pip install axe-playwright-python",
+)
+CHROMIUM = shutil.which("chromium")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.e2e,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt install chromium"),
+]
+
+SECONDS = 240
+KEY_KNOWN = f"sessionStorage.setItem('h2o-key', {json.dumps(KEY)})"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Iterator[LiveServer]:
+    log = tmp_path_factory.mktemp("playground") / "log"
+    options = ["--kv-playground", "--kv-budget", "0.2", "--dtype", "float32", *tiny]
+    with live_server(log, *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        # Tests run as root in containers, where Chromium has no sandbox.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """The page, opened by somebody who has the key; what it asked for and what it complained of."""
+
+    def __init__(
+        self, browser: Any, server: LiveServer, *, script: str = KEY_KNOWN, **options: Any
+    ) -> None:
+        credentials = {"username": "anybody", "password": KEY}
+        self.context = browser.new_context(http_credentials=credentials, **options)
+        self.context.add_init_script(script)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(SECONDS * 1000)
+        self.complaints: list[str] = []
+        self.hosts: set[str] = set()
+        self.page.on("console", self._heard)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
+        self.page.goto(f"{server.url}/h2o/")
+
+    def _heard(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def ready(self) -> Visit:
+        self.page.wait_for_selector("#policy option:nth-child(4)", state="attached")
+        self.page.wait_for_selector("#gauges div")
+        return self
+
+    def ask(self, max_tokens: int = 40) -> dict[str, Any]:
+        """Ask for the hidden code; the report of the side with the budget."""
+        self.page.fill("#max-tokens", str(max_tokens))
+        with self.page.expect_response(is_traced) as found:
+            self.page.click("#find")
+        self.page.wait_for_selector("#ask:enabled")
+        events = [
+            line[6:] for line in found.value.text().splitlines() if line.startswith("data: {")
+        ]
+        report: dict[str, Any] = json.loads(events[-1])["kv_cache"]
+        return report
+
+    def shown(self, side: str) -> dict[str, str]:
+        """What stands under an answer."""
+        rows = self.page.locator(f"#{side}-side dl div").all_inner_texts()
+        return dict(row.split("\n") for row in rows)
+
+    def tokens(self) -> list[tuple[str, float]]:
+        """Class and share of each token of the picture."""
+        script = "spans => spans.map(span => [span.className, Number(span.dataset.share)])"
+        found: list[tuple[str, float]] = self.page.eval_on_selector_all("#tokens span", script)
+        return found
+
+    def choose(self, name: str, value: float) -> None:
+        script = (
+            "(input, value) => { input.value = value; input.dispatchEvent(new Event('input')); }"
+        )
+        self.page.eval_on_selector(f"#{name}", script, str(value))
+
+
+def is_traced(response: Any) -> bool:
+    return response.url.endswith("/chat/completions") and "kv_trace" in (
+        response.request.post_data or ""
+    )
+
+
+@pytest.fixture(scope="module")
+def visit(browser: Any, server: LiveServer) -> Visit:
+    return Visit(browser, server).ready()
+
+
+@pytest.fixture(scope="module")
+def report(visit: Visit) -> dict[str, Any]:
+    # Long enough for two evictions.
+    return visit.ask(100)
+
+
+def test_both_answers_stand_with_what_the_server_reports(
+    visit: Visit, report: dict[str, Any]
+) -> None:
+    for side in ("kept", "full"):
+        lines = visit.page.locator(f"#{side}-side .log p").all_inner_texts()
+        assert len(lines) == 2 and all(lines)
+    kept, full = visit.shown("kept"), visit.shown("full")
+    counts = {"tokens seen": "tokens_seen", "held": "tokens_held", "evicted": "tokens_evicted"}
+    for name, key in counts.items():
+        assert int(kept[name].replace(",", "")) == report[key]
+    assert (kept["lossless"], full["lossless"]) == ("no", "yes")
+    assert full["evicted"] == "0" and full["held"] == full["tokens seen"]
+
+
+def test_the_shades_are_those_of_the_trace(visit: Visit, report: dict[str, Any]) -> None:
+    trace = report["trace"]
+    pairs = trace["layers"] * trace["kv_heads"]
+    shown = visit.tokens()
+    assert len(shown) == report["tokens_seen"]
+    for (name, share), kept in zip(shown, trace["kept"], strict=True):
+        assert share == pytest.approx(kept / pairs, abs=1e-4)
+        expected = f"k{max(1, int(kept / pairs * 10 + 0.5))}" if kept else "gone"
+        assert name.split()[:2] == ["token", expected]
+
+
+def test_one_layer_and_head_holds_as_many_as_the_report_says(
+    visit: Visit, report: dict[str, Any]
+) -> None:
+    trace = report["trace"]
+    visit.page.select_option("#layer", str(trace["layers"] - 1))
+    visit.page.select_option("#head", "0")
+    held = [at for at, (_, share) in enumerate(visit.tokens()) if share == 1]
+    runs = trace["lost"][-1][0]
+    expected, at = [], 0
+    for number, count in zip(runs[::2], runs[1::2], strict=True):
+        expected += range(at, at + count) if number == 0 else []
+        at += count
+    assert held == expected and len(held) == report["tokens_held"]
+    visit.page.select_option("#layer", "")
+    visit.page.select_option("#head", "")
+
+
+def test_the_slider_goes_back_to_before_the_evictions(visit: Visit, report: dict[str, Any]) -> None:
+    evicted_at = report["trace"]["evicted_at"]
+    assert len(evicted_at) > 1
+    sums = []
+    for time in range(len(evicted_at) + 1):
+        visit.choose("time", time)
+        shown = visit.tokens()
+        seen = [*evicted_at, report["tokens_seen"]][time]
+        assert [name.split()[1] == "future" for name, _ in shown].count(False) == seen
+        sums.append(sum(share for _, share in shown[: evicted_at[0]]))
+    assert sums[0] == evicted_at[0] and sums == sorted(sums, reverse=True)
+
+
+def test_arrow_keys_move_from_token_to_token(visit: Visit, report: dict[str, Any]) -> None:
+    visit.page.focus("#tokens")
+    before = visit.page.inner_text("#token")
+    visit.page.keyboard.press("ArrowRight")
+    after = visit.page.inner_text("#token")
+    assert int(after.split(":")[0]) == int(before.split(":")[0]) + 1
+    # The code is where the picture begins.
+    assert "secret" in before or "code" in before
+
+
+def test_sixteen_requests_leave_a_row(visit: Visit) -> None:
+    visit.page.click("#load-low")
+    visit.page.wait_for_selector("#loads tbody tr")
+    budget, _, _, seen, held, peak = visit.page.locator("#loads tbody td").all_inner_texts()
+    # A tiny model on a busy core may be done before the page has read the metrics.
+    assert budget == "0.2" and (peak == "-" or int(peak) > 0)
+    assert 0 < int(held) < int(seen) / 2
+
+
+def test_a_larger_budget_holds_more(visit: Visit, report: dict[str, Any]) -> None:
+    visit.choose("budget", 0.6)
+    assert visit.page.inner_text("#budget-value") == "60 %"
+    more = visit.ask()
+    assert more["budget"] == 0.6 and more["tokens_held"] > 2 * report["tokens_held"]
+
+
+def test_it_asked_this_server_only_and_complained_of_nothing(
+    visit: Visit, server: LiveServer
+) -> None:
+    assert visit.hosts == {server.url.removeprefix("http://")}
+    assert visit.complaints == []
+
+
+def test_a_refusal_is_shown_in_the_servers_words(browser: Any, server: LiveServer) -> None:
+    visit = Visit(browser, server).ready()
+    visit.page.fill("#recent", "1.5")
+    visit.page.click("#find")
+    visit.page.wait_for_selector("#problem:visible")
+    assert "kv_recent must be a number in [0, 1], got 1.5 (HTTP 400)" in visit.page.inner_text(
+        "#problem"
+    )
+
+
+def test_who_has_no_key_is_asked_for_it(browser: Any, server: LiveServer) -> None:
+    visit = Visit(browser, server, script="")
+    visit.page.wait_for_selector("#key-form:visible")
+    visit.page.fill("#key", KEY)
+    visit.page.press("#key", "Enter")
+    visit.ready()
+    assert not visit.page.is_visible("#key-form") and not visit.page.is_visible("#problem")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_everybody_can_use_it(browser: Any, server: LiveServer, scheme: str, width: int) -> None:
+    visit = Visit(
+        browser, server, color_scheme=scheme, viewport={"width": width, "height": 844}
+    ).ready()
+    visit.ask()
+    found = axe.Axe().run(visit.page)
+    assert found.violations_count == 0, found.generate_report()
+    overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert visit.page.evaluate(overflow) <= 0

@@ -72,10 +72,12 @@ def test_one_warning_names_the_share_and_the_switches(
     # Busy, then busy again within the quiet time, then the end of the test.
     moments = iter([Times(0, 0), Times(7, 3), Times(14, 6), None])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(cores.logger, "propagate", True)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.WARNING, logger=cores.logger.name):
-        cores._watch(lambda: next(moments), lambda _: None)
+    # A logger that vLLM configures nowhere: its own stop propagating at some time.
+    logger = logging.getLogger("test-cores")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(cores, "logger", logger)
+    cores._watch(lambda: next(moments), lambda _: None)
     # An engine that lives in this process has a thread that watches, too.
     (record,) = [one for one in caplog.records if one.thread == threading.get_ident()]
     said = record.getMessage()

@@ -152,8 +152,8 @@ class EvictionSchedule:
         inside_freed = self._freed_inside(total) * self.block_size
         # What is held is a block above what may be held at most, and neither falls.
         most = budget_tokens(self.budget, total) + self.block_size if total > begin else 0
-        behind = min(total, max(begin - inside_freed, min(total - inside_freed, most)))
-        return max(inside, behind)
+        at_begin = min(total, begin) - inside_freed
+        return max(inside, at_begin, min(total - inside_freed, most))
 
     def _freed_inside(self, seen: int) -> int:
         """Blocks the bound has taken. Not at the prompt's end: the next token belongs to the answer."""

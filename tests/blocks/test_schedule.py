@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from h2o_vllm.blocks.schedule import EvictionSchedule, default_blocks
@@ -64,7 +64,11 @@ def test_bound_is_rounded_and_has_room_for_the_floor() -> None:
     assert bound(64, kv_policy="full") == 0
 
 
+LATE = {"kv_budget": 0.1, "kv_delay": 10, "kv_sinks": 0, "kv_recent": 0.0}
+
+
 @given(schedules, st.integers(1, 200))
+@example(schedule(55, 4, **LATE, kv_prefill_tokens=1), 2).via("ends before its budget rules")
 def test_played_request_never_holds_more_than_its_peak(one: EvictionSchedule, answer: int) -> None:
     """Live tokens right before each is computed, and the first eviction after each: brute force."""
     size, total = one.block_size, one.prompt_tokens + answer - 1

@@ -16,14 +16,13 @@ bound took does not come back.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
 from h2o_vllm.config import H2OConfig, RequestBudget
 from h2o_vllm.errors import BudgetError
-from h2o_vllm.policy import blocks_freed, budget_tokens, recent_from
+from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_from
 
 __all__ = ["EvictionSchedule", "default_blocks"]
 
@@ -94,10 +93,8 @@ class EvictionSchedule:
             return inside if inside <= limit else None
         if begin is None:
             return None
-        due = (self.freed(seen, begin) + 1) * self.block_size
-        counts = range(max(seen + 1, begin), limit + 1)
-        at = bisect_left(counts, due, key=lambda count: count - budget_tokens(self.budget, count))
-        return counts[at] if at < len(counts) else None
+        freed = self.freed(seen, begin)
+        return next_eviction(self.budget, max(seen, begin - 1), self.block_size, limit, freed)
 
     def recent_from(self, seen: int) -> int:
         """The block at which the recent window begins: all before it are full."""
@@ -109,9 +106,7 @@ class EvictionSchedule:
 
     def can_evict(self, last: int) -> bool:
         """Whether anything is ever given back before the token at position ``last`` is computed."""
-        if self.first is not None and self.first <= last:
-            return True
-        return last >= self.earliest and blocks_freed(self.budget, last, self.block_size) > 0
+        return self.freed(last, self.earliest) > 0
 
     def check_fits(self, pool: int, max_tokens: int | None, max_model_len: int) -> None:
         """Whether a pool of so many blocks can ever hold the request.

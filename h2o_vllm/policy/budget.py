@@ -82,9 +82,16 @@ def _kept_of_rest(budget: RequestBudget, rest: int) -> int:
     return min(rest, max(wanted, budget.floor))
 
 
-def next_eviction(budget: RequestBudget, seen: int, block_size: int, limit: int) -> int | None:
-    """The smallest count in ``(seen, limit]`` at which one more block is given back, if any."""
-    due = (blocks_freed(budget, seen, block_size) + 1) * block_size
+def next_eviction(
+    budget: RequestBudget, seen: int, block_size: int, limit: int, freed: int | None = None
+) -> int | None:
+    """The smallest count in ``(seen, limit]`` at which one more block is given back, if any.
+
+    Args:
+        freed: blocks that are given back already; ``None``: as many as the budget says.
+    """
+    already = blocks_freed(budget, seen, block_size) if freed is None else freed
+    due = (already + 1) * block_size
     counts = range(seen + 1, limit + 1)
     at = bisect_left(counts, due, key=lambda count: count - budget_tokens(budget, count))
     return counts[at] if at < len(counts) else None

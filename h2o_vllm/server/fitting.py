@@ -8,15 +8,12 @@ would be preempted and begun anew for ever.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.exceptions import VLLMValidationError
-from vllm.renderers.inputs.preprocess import extract_prompt_components
-
 from h2o_vllm.blocks.schedule import EvictionSchedule
 from h2o_vllm.errors import BudgetError
+from h2o_vllm.server.before_generate import look_before, token_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,9 +21,6 @@ if TYPE_CHECKING:
     from h2o_vllm.config import H2OConfig
 
 __all__ = ["install"]
-
-_MARK = "_h2o_fitting"
-"""Attribute of a ``generate`` that is wrapped already."""
 
 
 def install(
@@ -39,30 +33,24 @@ def install(
 
     Twice is the same as once.
     """
-    generate = engine_client.generate
     length, cache = engine.model_config.max_model_len, engine.cache_config
     # vLLM sums them over the data-parallel engines, of which each keeps a block for itself.
     pool = (cache.num_gpu_blocks or 0) // engine.parallel_config.data_parallel_size - 1
-    if hasattr(generate, _MARK) or pool * cache.block_size >= length - 1:
+    if pool * cache.block_size >= length - 1:
         return
 
-    @functools.wraps(generate)
-    def fitting(*args: Any, **kwargs: Any) -> Any:
-        # Called before a streamed answer begins: what is refused here is a 400.
-        prompt = args[0] if args else kwargs["prompt"]
-        params = args[1] if len(args) > 1 else kwargs["sampling_params"]
-        tokens = extract_prompt_components(engine.model_config, prompt).token_ids
+    def fits(prompt: Any, params: Any) -> None:
+        tokens = token_ids(engine.model_config, prompt)
+        if tokens is None:
+            return
         asked = getattr(params, "extra_args", None)
-        if tokens is not None:
-            try:
-                named = asked if isinstance(asked, Mapping) else None
-                budget = config.resolve_for(named, len(tokens))
-                schedule = EvictionSchedule.of(budget, cache.block_size, len(tokens))
-                schedule.check_fits(pool, params.max_tokens, length)
-            except BudgetError as error:
-                count_refusal("value")
-                raise VLLMValidationError(str(error), parameter=error.parameter) from None
-        return generate(*args, **kwargs)
+        named = asked if isinstance(asked, Mapping) else None
+        try:
+            budget = config.resolve_for(named, len(tokens))
+            schedule = EvictionSchedule.of(budget, cache.block_size, len(tokens))
+            schedule.check_fits(pool, params.max_tokens, length)
+        except BudgetError:
+            count_refusal("value")
+            raise
 
-    setattr(fitting, _MARK, True)
-    engine_client.generate = fitting
+    look_before(engine_client, "_h2o_fitting", fits)

@@ -8,7 +8,6 @@ that are the part takes the word's place. No prompt is trusted to begin with wha
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,10 +16,10 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.renderers.inputs.preprocess import extract_prompt_components
 
 from h2o_vllm.config import H2OConfig
 from h2o_vllm.errors import BudgetError
+from h2o_vllm.server.before_generate import look_before, token_ids
 from h2o_vllm.server.protocol import RefusalError
 from h2o_vllm.server.system_part import SystemPart, system_parts
 from h2o_vllm.server.system_prefix import SystemPrefix, SystemPrefixes
@@ -32,9 +31,6 @@ logger = init_logger(f"vllm.{__name__}")
 
 FIELD, SYSTEM, PROMPT = "kv_protect", "system", "prompt"
 NEEDS_TEXT = f"{FIELD}: '{SYSTEM}' needs a system message or tools at the beginning of the chat"
-
-_MARK = "_h2o_protecting"
-"""Attribute of a ``generate`` that is wrapped already."""
 
 
 def _nobody(reason: str) -> None:
@@ -171,25 +167,11 @@ def protecting() -> Iterator[Guard]:
 
 def install(engine_client: Any, model_config: Any) -> None:
     """Wrap ``engine_client.generate``, on this object only. Twice is the same as once."""
-    generate = engine_client.generate
-    if hasattr(generate, _MARK):
-        return
 
-    @functools.wraps(generate)
-    def protected(*args: Any, **kwargs: Any) -> Any:
-        # Called before a streamed answer begins: what is refused here is a 400.
+    def protect(prompt: Any, params: Any) -> None:
         guard = _guard.get()
         if guard is not None and guard.protection.word is not None:
-            prompt = args[0] if args else kwargs["prompt"]
-            params = args[1] if len(args) > 1 else kwargs["sampling_params"]
-            tokens = guard.protection.tokens_of(_token_ids(model_config, prompt))
+            tokens = guard.protection.tokens_of(token_ids(model_config, prompt))
             params.extra_args = {**(params.extra_args or {}), FIELD: tokens}
-        return generate(*args, **kwargs)
 
-    setattr(protected, _MARK, True)
-    engine_client.generate = protected
-
-
-def _token_ids(model_config: Any, prompt: Any) -> list[int] | None:
-    ids: list[int] | None = extract_prompt_components(model_config, prompt).token_ids
-    return ids
+    look_before(engine_client, "_h2o_protecting", protect)

@@ -7,15 +7,12 @@ can look at. Whether a server lets anybody ask at all is in :class:`~h2o_vllm.co
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
-from vllm.renderers.inputs.preprocess import extract_prompt_components
-
 from h2o_vllm.blocks.trace import check_traceable
 from h2o_vllm.errors import BudgetError
+from h2o_vllm.server.before_generate import look_before, token_ids
 from h2o_vllm.server.protocol import RefusalError
 
 __all__ = ["FIELD", "MAX_TRACES", "PATHS", "TraceSlots", "install"]
@@ -26,9 +23,6 @@ PATHS = ("/v1/chat/completions", "/v1/completions")
 
 MAX_TRACES = 4
 """Traced requests at a time, of one API server: of the largest models each takes some megabytes."""
-
-_MARK = "_h2o_trace_limits"
-"""Attribute of a ``generate`` that is wrapped already."""
 
 
 class TraceSlots:
@@ -64,32 +58,21 @@ class TraceSlots:
 def install(engine_client: Any, model_config: Any) -> None:
     """Wrap ``engine_client.generate``, on this object only. Twice is the same as once.
 
-    What only the parameters made of a body tell is refused here, before a streamed answer begins: a 400.
+    What only the parameters made of a body tell is refused here.
     """
-    generate = engine_client.generate
-    if hasattr(generate, _MARK):
-        return
 
-    @functools.wraps(generate)
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        params = args[1] if len(args) > 1 else kwargs.get("sampling_params")
+    def limit(prompt: Any, params: Any) -> None:
         asked = getattr(params, "extra_args", None)
         if isinstance(asked, Mapping) and asked.get(FIELD):
-            prompt = args[0] if args else kwargs["prompt"]
-            try:
-                _check(model_config, prompt, params)
-            except BudgetError as error:
-                raise VLLMValidationError(str(error), parameter=FIELD) from None
-        return generate(*args, **kwargs)
+            _check(model_config, prompt, params)
 
-    setattr(limited, _MARK, True)
-    engine_client.generate = limited
+    look_before(engine_client, "_h2o_trace_limits", limit)
 
 
 def _check(model_config: Any, prompt: Any, params: Any) -> None:
     if params.n != 1:
         raise BudgetError(FIELD, True, f"left out of requests with n above 1 (here {params.n})")
-    tokens = extract_prompt_components(model_config, prompt).token_ids
+    tokens = token_ids(model_config, prompt)
     if tokens is None:
         raise BudgetError(FIELD, True, "left out of requests whose prompt is no tokens")
     longest = min(len(tokens) + params.max_tokens, model_config.max_model_len)

@@ -17,12 +17,16 @@ from typing import Self
 
 from loadtest.common.machine import shown_command
 
-__all__ = ["H2O_SERVE", "Server", "ServerError", "free_port"]
+__all__ = ["H2O_SERVE", "VLLM_SERVE", "Server", "ServerError", "free_port"]
 
 START_SECONDS = 600
 STOP_SECONDS = 60
 H2O_SERVE = (sys.executable, "-m", "h2o_vllm.server.cli")
 """``h2o-serve`` of this Python's environment, installed as a script or not."""
+
+# `vllm serve` asks for a distribution called vllm, which its CPU build is not.
+VLLM_SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1")
+"""Stock ``vllm serve``; listens where ``h2o-serve`` does by default."""
 
 # On CPU vLLM claims nearly all of the memory, and does not start where less is free; the pool is smaller.
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -17,13 +17,14 @@ import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.common.child import Child
-from loadtest.common.machine import describe_gpu, describe_run
-from loadtest.common.results import RESULTS, Measured, Row, append_rows, read_rows, result_path
+from loadtest.common.machine import describe_gpu
+from loadtest.common.plan import carry_out
+from loadtest.common.results import RESULTS, Measured, Row, result_path
 from loadtest.engine.models import SHAPES, make_model
 from loadtest.engine.tables import measured_table, ratio_table
 from loadtest.engine.workloads import SUITES, Suite
@@ -50,23 +51,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(args: argparse.Namespace, path: Path) -> list[Row]:
     """Run what ``path`` lacks, appending to it; returns all rows."""
-    suite, rows = SUITES[args.device], read_rows(path)
-    missing = [
-        one
-        for one in planned(suite, args.workloads, args.variants, args.rounds)
-        if not any(one.measured_by(row) for row in rows)
-    ]
+    suite = SUITES[args.device]
     with Engines(suite, model_options(args)) as engines:
-        for count, one in enumerate(missing, start=1):
-            engine = engines.get(suite.workloads[one.workload].setting, one)
-            print(f"[{count}/{len(missing)}] round {one.round + 1} {one.variant}: {one.workload}",
-                  end="", flush=True)  # fmt: skip
-            row = describe_run("loadtest.engine") | about_device(args) | asdict(one)
-            row |= engine.request(one.workload)
-            print(f" {row['tok_per_s']:.1f} tok/s", flush=True)
-            rows.append(row)
-            append_rows(path, [row])
-    return rows
+        return carry_out(
+            planned(suite, args.workloads, args.variants, args.rounds),
+            path,
+            "loadtest.engine",
+            about_device(args),
+            engine_of=lambda one: engines.get(suite.workloads[one.workload].setting, one),
+            line=lambda one: one.workload,
+            shown=lambda one: f"round {one.round + 1} {one.variant}: {one.workload}",
+            said=lambda row: f"{row['tok_per_s']:.1f} tok/s",
+        )
 
 
 def publish(rows: list[Row], suite: Suite, path: Path) -> None:

@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from h2o_vllm.models import default_model_dir
-from loadtest.common.child import Child
-from loadtest.common.machine import describe_run
-from loadtest.common.results import RESULTS, Measured, Row, append_rows, read_rows, result_path
+from loadtest.common.plan import SideBySide, carry_out
+from loadtest.common.results import RESULTS, Measured, Row, result_path
 from loadtest.engine.busy_run import VARIANTS
 
 __all__ = ["Measurement", "main", "planned", "table"]
@@ -53,30 +51,20 @@ def planned(busy: Sequence[int], variants: Sequence[str], rounds: int) -> Iterat
 
 def measure(args: argparse.Namespace, path: Path) -> list[Row]:
     """Run what ``path`` lacks, appending to it; returns all rows."""
-    rows = read_rows(path)
-    missing = [
-        one
-        for one in planned(args.busy, args.variants, args.rounds)
-        if not any(one.measured_by(row) for row in rows)
-    ]
     names = ("dtype", "requests", "prompt_tokens", "output_tokens")
     settings = {name: getattr(args, name) for name in names}
     first = {"model": args.model or str(default_model_dir()), **settings}
-    live: dict[str, Child] = {}
-    with ExitStack() as engines:
-        for count, one in enumerate(missing, start=1):
-            if one.variant not in live:
-                print(f"starting {one.variant}", flush=True)
-                child = Child("loadtest.engine.busy_run", {**first, "variant": one.variant})
-                live[one.variant] = engines.enter_context(child)
-            print(f"[{count}/{len(missing)}] round {one.round + 1}, {one.busy} busy: {one.variant}",
-                  end="", flush=True)  # fmt: skip
-            row = describe_run("loadtest.engine.busy") | asdict(one) | settings
-            row |= live[one.variant].request(str(one.busy))
-            print(f" {row['tok_per_s']:.1f} tok/s", flush=True)
-            rows.append(row)
-            append_rows(path, [row])
-    return rows
+    with SideBySide("loadtest.engine.busy_run", first) as engines:
+        return carry_out(
+            planned(args.busy, args.variants, args.rounds),
+            path,
+            "loadtest.engine.busy",
+            settings,
+            engine_of=lambda one: engines.get(one.variant),
+            line=lambda one: str(one.busy),
+            shown=lambda one: f"round {one.round + 1}, {one.busy} busy: {one.variant}",
+            said=lambda row: f"{row['tok_per_s']:.1f} tok/s",
+        )
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from h2o_vllm.models import default_model_dir
-from loadtest.common.child import Child
-from loadtest.common.machine import describe_run
-from loadtest.common.results import RESULTS, Measured, Row, append_rows, read_rows, result_path
+from loadtest.common.plan import SideBySide, carry_out
+from loadtest.common.results import RESULTS, Measured, Row, result_path
 from loadtest.engine.elastic_report import markdown, plot_elastic
 from loadtest.engine.elastic_traffic import LOADS, VARIANTS
 
@@ -60,30 +58,21 @@ def planned(loads: Sequence[int], variants: Sequence[str], rounds: int) -> Itera
 
 def measure(args: argparse.Namespace, path: Path) -> list[Row]:
     """Run what ``path`` lacks, appending to it; returns all rows."""
-    rows = read_rows(path)
-    missing = [
-        one
-        for one in planned(args.loads, args.variants, args.rounds)
-        if not any(one.measured_by(row) for row in rows)
-    ]
     settings = {"scale": args.scale, "dtype": args.dtype, "eager": args.eager}
     first = {"model": args.model or str(default_model_dir()), **settings}
-    live: dict[str, Child] = {}
-    with ExitStack() as engines:
-        for count, one in enumerate(missing, start=1):
-            if one.variant not in live:
-                print(f"starting {one.variant}", flush=True)
-                child = Child("loadtest.engine.elastic_run", {**first, "variant": one.variant})
-                live[one.variant] = engines.enter_context(child)
-            print(f"[{count}/{len(missing)}] round {one.round + 1} {one.load} texts: {one.variant}",
-                  end="", flush=True)  # fmt: skip
-            row = describe_run("loadtest.engine.elastic") | asdict(one) | settings
-            row |= live[one.variant].request(json.dumps(asdict(one)))
-            lossless = f"{100 * row['lossless']:.0f} % lossless"
-            print(f" {row['tok_per_s']:.1f} tok/s, {lossless}", flush=True)
-            rows.append(row)
-            append_rows(path, [row])
-    return rows
+    with SideBySide("loadtest.engine.elastic_run", first) as engines:
+        return carry_out(
+            planned(args.loads, args.variants, args.rounds),
+            path,
+            "loadtest.engine.elastic",
+            settings,
+            engine_of=lambda one: engines.get(one.variant),
+            line=lambda one: json.dumps(asdict(one)),
+            shown=lambda one: f"round {one.round + 1} {one.load} texts: {one.variant}",
+            said=lambda row: (
+                f"{row['tok_per_s']:.1f} tok/s, {100 * row['lossless']:.0f} % lossless"
+            ),
+        )
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

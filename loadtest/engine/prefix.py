@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.common.child import Child
-from loadtest.common.machine import describe_run
-from loadtest.common.results import RESULTS, Measured, Row, append_rows, read_rows, result_path
+from loadtest.common.plan import carry_out
+from loadtest.common.results import RESULTS, Measured, Row, result_path
 from loadtest.engine.prefix_report import markdown, plot_prefix
 from loadtest.engine.prefix_traffic import SETTINGS, TRAFFIC, VARIANTS, serves
 
@@ -64,29 +64,20 @@ def planned(
 
 def measure(args: argparse.Namespace, path: Path) -> list[Row]:
     """Run what ``path`` lacks, appending to it; returns all rows."""
-    rows = read_rows(path)
-    missing = [
-        one
-        for one in planned(args.memory, args.traffic, args.variants, args.rounds)
-        if not any(one.measured_by(row) for row in rows)
-    ]
-    options = {"model": args.model or default_model(), "scale": args.scale, "eager": args.eager}
-    with Engines(options) as engines:
-        for count, one in enumerate(missing, start=1):
-            engine = engines.get(one)
-            print(f"[{count}/{len(missing)}] {one.memory} round {one.round + 1} {one.traffic}: {one.variant}",
-                  end="", flush=True)  # fmt: skip
-            row = (
-                describe_run("loadtest.engine.prefix")
-                | asdict(one)
-                | {"scale": args.scale, "eager": args.eager}
-            )
-            row |= engine.request(json.dumps(asdict(one)))
-            first = row["first_token_s"]["p50"]
-            print(f" {row['tok_per_s']:.1f} tok/s, first token {first:.2f} s", flush=True)
-            rows.append(row)
-            append_rows(path, [row])
-    return rows
+    settings = {"scale": args.scale, "eager": args.eager}
+    with Engines({"model": args.model or default_model(), **settings}) as engines:
+        return carry_out(
+            planned(args.memory, args.traffic, args.variants, args.rounds),
+            path,
+            "loadtest.engine.prefix",
+            settings,
+            engine_of=engines.get,
+            line=lambda one: json.dumps(asdict(one)),
+            shown=lambda one: f"{one.memory} round {one.round + 1} {one.traffic}: {one.variant}",
+            said=lambda row: (
+                f"{row['tok_per_s']:.1f} tok/s, first token {row['first_token_s']['p50']:.2f} s"
+            ),
+        )
 
 
 class Engines(ExitStack):

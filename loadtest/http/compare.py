@@ -31,17 +31,13 @@ from loadtest.common.forced_names import PROCESSOR
 from loadtest.common.machine import describe_run
 from loadtest.common.prometheus import Sampler
 from loadtest.common.results import RESULTS, result_path
-from loadtest.common.servers import H2O_SERVE, Server, ServerError
+from loadtest.common.servers import H2O_SERVE, VLLM_SERVE, Server, ServerError
 from loadtest.http.records import ALL, Run, read_runs, summarise, write_runs
 from loadtest.http.report import write_report
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 OURS, VLLM = "h2o-serve", "vllm"
-PROGRAMS = {
-    OURS: H2O_SERVE,
-    # `vllm serve` asks for a distribution called vllm, which its CPU build is not.
-    VLLM: (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
-}
+PROGRAMS = {OURS: H2O_SERVE, VLLM: VLLM_SERVE}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import argparse
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,13 +22,13 @@ from pathlib import Path
 from h2o_vllm.models import default_model_dir
 from loadtest.common.machine import describe_run
 from loadtest.common.results import RESULTS, Row, append_rows, result_path
-from loadtest.common.servers import H2O_SERVE, Server
+from loadtest.common.servers import H2O_SERVE, VLLM_SERVE, Server
 
 __all__ = ["SERVERS", "main", "planned", "table"]
 
 SERVERS = {
     "h2o-serve": (H2O_SERVE, ["--kv-budget", "0.2"]),
-    "vllm": ((sys.executable, "-m", "vllm.entrypoints.openai.api_server"), ["--host", "127.0.0.1"]),
+    "vllm": (VLLM_SERVE, []),
 }
 """Command, and options of its own."""
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carry out a plan of measurements, a row as soon as each is made: what an interrupted run lacks, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loadtest.common.child import Child
+from loadtest.common.machine import describe_run
+from loadtest.common.results import Measured, Row, append_rows, read_rows
+
+__all__ = ["SideBySide", "carry_out"]
+
+M = TypeVar("M", bound=Measured)
+
+
+def carry_out(
+    plan: Iterable[M],
+    path: Path,
+    module: str,
+    about: Row,
+    engine_of: Callable[[M], Child],
+    line: Callable[[M], str],
+    shown: Callable[[M], str],
+    said: Callable[[Row], str],
+) -> list[Row]:
+    """Measure what ``path`` lacks, appending to it; returns all rows.
+
+    Args:
+        module: whose command the rows name.
+        about: what all rows say beside their measurement.
+        engine_of: the process that measures it, which may have to be started.
+        line: what it is asked. shown, said: what is printed before and after.
+    """
+    rows = read_rows(path)
+    missing = [one for one in plan if not any(one.measured_by(row) for row in rows)]
+    for count, one in enumerate(missing, start=1):
+        engine = engine_of(one)
+        print(f"[{count}/{len(missing)}] {shown(one)}", end="", flush=True)
+        row = describe_run(module) | about | asdict(one) | engine.request(line(one))
+        print(f" {said(row)}", flush=True)
+        rows.append(row)
+        append_rows(path, [row])
+    return rows
+
+
+class SideBySide(ExitStack):
+    """Measuring processes that live beside each other, one for each variant, from when it is first wanted.
+
+    Args:
+        module: what they run. first: what they are told beside the variant.
+    """
+
+    def __init__(self, module: str, first: dict[str, Any]) -> None:
+        super().__init__()
+        self._module = module
+        self._first = first
+        self._live: dict[str, Child] = {}
+
+    def get(self, variant: str) -> Child:
+        """The process of ``variant``."""
+        if variant not in self._live:
+            print(f"starting {variant}", flush=True)
+            child = Child(self._module, {**self._first, "variant": variant})
+            self._live[variant] = self.enter_context(child)
+        return self._live[variant]

@@ -106,6 +106,23 @@ def test_law09_nobody_is_left_to_vllms_kernel(
 
 
 @pytest.mark.e2e
+def test_law05_rows_without_scores_leave_all_scores_alone(
+    own: Engine, text_tokens: list[int]
+) -> None:
+    """Beside scored rows, too: their blocks may have been, or become, those of somebody who ranks."""
+    assert own.llm.reset_prefix_cache()
+    scores = own.worker._state.scores
+    scores.zero_()
+    prompts = [text_tokens[i * 300 : i * 300 + 250] for i in range(3)]
+    unscored: list[dict[str, Any] | None] = [None, {"kv_budget": 0.3, "kv_policy": "window"}]
+    own.generate(prompts[:2], unscored, max_tokens=4)
+    assert not scores.any()
+    own.generate(prompts, [*unscored, {"kv_budget": 0.5}], max_tokens=4)
+    # Of the scored row at most: 254 tokens in 8 blocks.
+    assert 0 < scores.any(-1).any(-1).sum(1).max() <= 8
+
+
+@pytest.mark.e2e
 def test_by_default_our_kernels_serve_nobody_who_has_no_budget(
     clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

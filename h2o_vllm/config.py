@@ -17,6 +17,7 @@ from h2o_vllm.errors import BudgetError, ConfigError
 __all__ = [
     "ADMISSIONS",
     "CONFIG_KEY",
+    "FULL_KERNELS",
     "MAX_DELAY",
     "MAX_SINKS",
     "MAX_TRACE_TOKENS",
@@ -100,6 +101,10 @@ ADMISSIONS = ("squeeze", "queue")
 a request would be preempted."""
 
 
+FULL_KERNELS = ("vllm", "h2o")
+"""What ``--kv-full-kernel`` may be: whose attention kernel serves rows that collect no scores, on a CPU."""
+
+
 @dataclass(frozen=True)
 class RequestBudget:
     """What one request may keep. Built by :meth:`H2OConfig.resolve`, never by hand.
@@ -170,6 +175,8 @@ class H2OConfig:
         kv_prefill_tokens: default number of unprotected tokens that a prompt may hold while it is computed;
             0: all it has. Raised to four blocks and twice ``kv_min_tokens``.
         kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
+        kv_full_kernel: one of :data:`FULL_KERNELS`. ``h2o`` is for CPUs, and nothing is lost with it: the
+            same attention, rounded differently.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -190,6 +197,7 @@ class H2OConfig:
     kv_elastic_admission: str = "squeeze"
     kv_prefill_tokens: int = 0
     kv_trace: bool = False
+    kv_full_kernel: str = "vllm"
 
     def __post_init__(self) -> None:
         try:
@@ -209,6 +217,7 @@ class H2OConfig:
             check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
             _prefill(self.kv_prefill_tokens, self.kv_policy)
             check_flag("kv_trace", self.kv_trace)
+            check_choice("kv_full_kernel", self.kv_full_kernel, FULL_KERNELS)
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
         if isinstance(self.kv_protect, int) and self.kv_protect > self._most_protected:

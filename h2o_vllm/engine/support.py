@@ -47,8 +47,8 @@ def _protects_roles_without_a_server(additional_config: Mapping[str, Any]) -> bo
     return ours.get("kv_protect") == "system" and not additional_config.get(METRICS_KEY)
 
 
-def _traces(config: VllmConfig) -> bool:
-    return bool((config.additional_config or {}).get(CONFIG_KEY, {}).get("kv_trace"))
+def _option(config: VllmConfig, name: str) -> Any:
+    return (config.additional_config or {}).get(CONFIG_KEY, {}).get(name)
 
 
 def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
@@ -104,7 +104,7 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             "not tested with evictions; use --tensor-parallel-size, or replicas",
         ),
         (
-            _traces(config) and parallel.tensor_parallel_size > 1,
+            bool(_option(config, "kv_trace")) and parallel.tensor_parallel_size > 1,
             "--kv-trace and --tensor-parallel-size above 1: a trace would show the heads of one rank only",
         ),
         (
@@ -140,7 +140,11 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
     backend = getattr(attention.backend, "name", None)
     return [
         (
-            _traces(config),
+            _option(config, "kv_full_kernel") == "h2o",
+            "--kv-full-kernel h2o on GPUs: vLLM's own kernels serve whatever is not scored there",
+        ),
+        (
+            bool(_option(config, "kv_trace")),
             "--kv-trace on GPUs: noting which tokens go would wait for the device in every eviction. "
             "Look at them on a CPU, where the same tokens are kept",
         ),

@@ -139,7 +139,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
             self._evictable_layer(name, kv_cache_config.num_blocks) for name in group.layer_names
         ]
         state = self._make_state(layers, group)
-        if H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY]).kv_trace:
+        if self._h2o_config().kv_trace:
             state.recorder = TraceRecorder()
         self._bind_builder(builder, state)
         for index, layer in enumerate(layers):
@@ -153,6 +153,9 @@ class EvictingWorker(WorkerBase, Generic[State]):
             self._kernels_in_use(),
         )
         return state
+
+    def _h2o_config(self) -> H2OConfig:
+        return H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
 
     def _evictable_layer(self, name: str, num_blocks: int) -> Any:
         layers = self.compilation_config.static_forward_context

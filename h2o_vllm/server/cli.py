@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from h2o_vllm.config import ADMISSIONS, POLICIES, H2OConfig
+from h2o_vllm.config import ADMISSIONS, FULL_KERNELS, POLICIES, H2OConfig
 from h2o_vllm.engine.cpu.cores import wait_briefly
 from h2o_vllm.errors import ConfigError
 
@@ -150,9 +150,8 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_budget",
         float,
         "SHARE",
-        "Share of its tokens (prompt + generated) a request keeps in the KV cache, above 0 and "
-        "up to 1: 0.2 keeps a fifth, 1 is plain vLLM. "
-        "(kvpress' compression_ratio is what goes: 0.8 there.)",
+        "Share of its tokens (prompt + generated) a request keeps, above 0, up to 1: 0.2 keeps a fifth "
+        "(kvpress' compression_ratio 0.8); 1: all.",
     )
     add(
         "kv_budget_tokens",
@@ -228,10 +227,16 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "No budget falls below so many tokens.",
     )
     group.add_argument(
+        "--kv-full-kernel",
+        choices=FULL_KERNELS,
+        default=_DEFAULTS.kv_full_kernel,
+        help="Whose attention kernel serves requests that lose nothing, on CPUs.",
+    )
+    group.add_argument(
         "--kv-trace",
         action="store_true",
         default=_DEFAULTS.kv_trace,
-        help="Let requests ask which tokens were kept (kv_trace). On a CPU.",
+        help="Let requests ask what was kept. CPU.",
     )
     group.add_argument(
         "--kv-playground",

@@ -118,6 +118,10 @@ class Support(BaseModel):
     state: str = Field(description="Always 'supported': the engine has checked itself.")
     device: str
     vllm: str = Field(description="The range of vLLM versions accepted on this device.")
+    kv_full_kernel: str = Field(
+        description="Whose attention kernel serves requests that lose nothing: vllm, or h2o, which rounds "
+        "differently."
+    )
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
@@ -205,6 +209,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             state="supported",
             device=device,
             vllm=f">={_dotted(low)},<{_dotted(high)}",
+            kv_full_kernel=config.kv_full_kernel,
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             data_parallel_size=parallel.data_parallel_size,

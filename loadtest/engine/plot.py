@@ -6,15 +6,20 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from loadtest.common.plots import GREY, LIGHT, RED, SMALL, caption, legend, panels, save
+from loadtest.common.plots import BLUE, GREY, LIGHT, RED, SMALL, caption, legend, panels, save
 from loadtest.common.results import Row
 from loadtest.engine.tables import measured
 from loadtest.engine.workloads import Suite
 
 __all__ = ["plot_bench"]
 
-COLOURS = {"stock": LIGHT, "stock-same-flags": GREY, "h2o": RED}
-LABELS = {"stock": "vLLM defaults", "stock-same-flags": "vLLM, same flags", "h2o": "h2o_vllm"}
+COLOURS = {"stock": LIGHT, "stock-same-flags": GREY, "full-kernel": BLUE, "h2o": RED}
+LABELS = {
+    "stock": "vLLM defaults",
+    "stock-same-flags": "vLLM, same flags",
+    "full-kernel": "h2o_vllm, full KV on its kernel",
+    "h2o": "h2o_vllm",
+}
 
 
 def plot_bench(rows: list[Row], suite: Suite, path: Path) -> Path:

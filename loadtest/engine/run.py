@@ -87,12 +87,15 @@ class MeasuredEngine:
         model: a directory.
         options: engine arguments, our switch not included.
         ours: whether it is h2o_vllm; to stock vLLM budgets mean nothing.
+        budgets: whether requests of ours ask for theirs.
     """
 
-    def __init__(self, model: str, options: dict[str, Any], *, ours: bool) -> None:
+    def __init__(
+        self, model: str, options: dict[str, Any], *, ours: bool, budgets: bool = True
+    ) -> None:
         self.memory = Memory()
         self.memory.start()
-        self.ours = ours
+        self.budgets = ours and budgets
         args = EngineArgs(model=model, **({**engine_args(), **options} if ours else options))
         started = time.perf_counter()
         self.engine = LLMEngine.from_engine_args(
@@ -102,7 +105,7 @@ class MeasuredEngine:
 
     def measure(self, workload: Workload, batch: list[list[int]]) -> dict[str, Any]:
         """Warm up, empty the prefix cache, run the prompts of ``batch`` once."""
-        fields = [workload.fields(i) if self.ours else None for i in range(len(batch))]
+        fields = [workload.fields(i) if self.budgets else None for i in range(len(batch))]
         # Every code path once, with text that shares no prefix with the workload.
         serve(self.engine, [prompt[::-1][:2048] for prompt in batch[:4]], fields[:4], 32)
         if not self.engine.reset_prefix_cache():
@@ -191,8 +194,10 @@ def main() -> None:
     start = json.loads(sys.stdin.readline())
     suite, scale = SUITES[start["device"]], start["scale"]
     setting = suite.settings[start["setting"]].scaled(scale)
-    options = suite.engine_options(setting, start["variant"]) | start["engine"]
-    engine = MeasuredEngine(start["model"], options, ours=start["variant"] == "h2o")
+    variant = start["variant"]
+    options = suite.engine_options(setting, variant) | start["engine"]
+    ours, budgets = variant in suite.own, variant == "h2o"
+    engine = MeasuredEngine(start["model"], options, ours=ours, budgets=budgets)
     answer({"start_s": engine.start_s})
     for line in sys.stdin:
         workload = suite.workloads[line.strip()].scaled(scale)

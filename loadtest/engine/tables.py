@@ -59,19 +59,20 @@ def measured_table(rows: list[Row]) -> str:
 def ratio_table(rows: list[Row], suite: Suite) -> str:
     """Ours over each baseline of the same round: median (smallest-largest). Markdown.
 
-    A baseline was measured once per traffic: stock vLLM does not know budgets.
+    Whoever serves without budgets was measured once per traffic. Full KV on our kernel stands on both sides.
     """
     lines = []
-    baselines = dict.fromkeys(row["variant"] for row in rows if row["variant"] != "h2o")
-    for workload in dict.fromkeys(row["workload"] for row in rows if row["variant"] == "h2o"):
-        for variant in baselines:
-            pairs = _pairs(rows, suite, workload, variant)
+    served = dict.fromkeys((row["workload"], row["variant"]) for row in rows)
+    for workload, own in sorted(served, key=lambda one: one[1] != "h2o"):
+        before = suite.variants[: suite.variants.index(own)] if own in suite.own else ()
+        for variant in before:
+            pairs = _pairs(rows, suite, workload, own, variant)
             if pairs:
                 cells = [median_range([of(own) / of(base) for own, base in pairs], 2)
                          for _, of in RATIOS]  # fmt: skip
                 same = sum(own["tokens_hash"] == base["tokens_hash"] for own, base in pairs)
-                lines.append([workload, variant, *cells, f"{same} of {len(pairs)}"])
-    head = ["workload", "ours over", *(name for name, _ in RATIOS), "same tokens"]
+                lines.append([workload, own, variant, *cells, f"{same} of {len(pairs)}"])
+    head = ["workload", "ours", "over", *(name for name, _ in RATIOS), "same tokens"]
     return markdown_table(head, lines)
 
 
@@ -88,10 +89,12 @@ def measured(rows: list[Row], suite: Suite, workload: str, variant: str) -> list
     ]
 
 
-def _pairs(rows: list[Row], suite: Suite, workload: str, variant: str) -> list[tuple[Row, Row]]:
+def _pairs(
+    rows: list[Row], suite: Suite, workload: str, own: str, variant: str
+) -> list[tuple[Row, Row]]:
     baseline = {row["round"]: row for row in measured(rows, suite, workload, variant)}
     return [
         (row, baseline[row["round"]])
-        for row in pick(rows, workload=workload, variant="h2o")
+        for row in pick(rows, workload=workload, variant=own)
         if row["round"] in baseline
     ]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from h2o_vllm.config import CONFIG_KEY
 from h2o_vllm.plugin import CPU_EXECUTOR
 from loadtest.common.texts import documentation
 
@@ -99,12 +100,14 @@ class Suite(ABC):
     """What a device is measured with.
 
     Attributes:
-        variants: who serves; the last is ours, the others are baselines.
+        variants: who serves, baselines first.
+        own: those of them that are h2o_vllm.
         side_by_side: whether the engines of a setting live side by side, one working at a time; otherwise
             each is started anew and has the device to itself.
     """
 
     variants: ClassVar[tuple[str, ...]]
+    own: ClassVar[tuple[str, ...]] = ("h2o",)
     side_by_side: ClassVar[bool]
     settings: ClassVar[Mapping[str, Setting]]
     workloads: ClassVar[Mapping[str, Workload]]
@@ -128,8 +131,9 @@ class Suite(ABC):
 class CPUSuite(Suite):
     """The embedded model on real English."""
 
-    variants = ("stock", "stock-same-flags", "h2o")
-    """vLLM with its defaults, vLLM with exactly our flags, and ours."""
+    variants = ("stock", "stock-same-flags", "full-kernel", "h2o")
+    """vLLM with its defaults, vLLM with exactly our flags, full KV on our kernel, and ours with budgets."""
+    own = ("full-kernel", "h2o")
     side_by_side = True
     settings: ClassVar = {
         "tight": Setting(1700, pool_tokens=6400),
@@ -159,6 +163,8 @@ class CPUSuite(Suite):
             "kv_cache_memory_bytes": 4 << 30,
             "seed": 0,
         }
+        if variant == "full-kernel":
+            options["additional_config"] = {CONFIG_KEY: {"kv_full_kernel": "h2o"}}
         return options | setting.pool(block_size)
 
     def prompts(self, workload: Workload, engine: Any) -> list[list[int]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's attention: vLLM's kernel against ours, which also keep the scores.
+"""One layer's attention: vLLM's kernel against ours, with scores and, on CPUs, without.
 
-    python -m loadtest.kernels [--quick] [--threads 1] [--impls cpp,torch]
+    python -m loadtest.kernels [--quick] [--threads 1] [--impls cpp,torch] [--dtype float32]
     python -m loadtest.kernels --device cuda [--quick]
 
 Needs vLLM's build for the device. Every number is taken in rounds that run all contestants one after the
@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from loadtest.common.machine import describe_run
 from loadtest.common.results import RESULTS, Row, append_rows, result_path
@@ -67,6 +69,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a few small configurations")
     add("--threads", type=int, default=1, help="cpu: of each contestant")
     add("--impls", default="cpp", help="cpu: which of ours, separated by commas")
+    add(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        default="bfloat16",
+        help="cpu: of the KV",
+    )
     add("--seconds", type=float, default=2.0, help="per configuration")
     add("--skip-gate", action="store_true",
         help="do not check first, and write no results (rehearsals that compute nothing)")  # fmt: skip
@@ -82,4 +90,4 @@ def open_bench(args: argparse.Namespace) -> DeviceBench:
         return CUDABench()
     from loadtest.kernels.cpu import CPUBench
 
-    return CPUBench(args.impls.split(","), args.threads)
+    return CPUBench(args.impls.split(","), args.threads, getattr(torch, args.dtype))

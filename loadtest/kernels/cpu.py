@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CPU: vLLM's C++ attention against ours, one layer, bfloat16."""
+"""On CPU: vLLM's C++ attention against ours, one layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ LENGTHS = (128, 512, 2048, 8192)
 REQUESTS = (1, 4, 16, 32)
 PROMPTS = (512, 1024, 2048, 4096, 8192)
 MAX_CACHE = 2 << 30  # bytes; larger configurations are left out
-CALLS = {"decode": ("attend_decode",), "prompt": ("attend_prompt", "score_prompt")}
+CALLS = {
+    "decode": ("attend_decode", "full_decode"),
+    "prompt": ("attend_prompt", "full_prompt", "score_prompt"),
+}
+"""``full`` is attention alone, as stock's: rows without a budget, ``--kv-full-kernel h2o``."""
 
 
 @dataclass
@@ -87,10 +91,14 @@ class Case:
         batch = kernels.PagedBatch(self.query, self.kv_cache, self.scores, self.table, self.lens)
         if self.kind == "decode":
             rows = (self.rows, self.rows, self.scale)
-            return {"attend_decode": lambda: impl.attend_decode(batch, *rows, self.out)}
+            return {
+                "attend_decode": lambda: impl.attend_decode(batch, *rows, self.out),
+                "full_decode": lambda: impl.attend_decode(batch, *rows, self.out, scored=0),
+            }
         rows = (self.starts, self.rows, self.scale)
         return {
             "attend_prompt": lambda: impl.attend_prompt(batch, *rows, self.out),
+            "full_prompt": lambda: impl.attend_prompt(batch, *rows, self.out, scored=0),
             "score_prompt": lambda: impl.score_prompt(batch, *rows),
         }
 
@@ -114,10 +122,10 @@ class Case:
         )  # fmt: skip
 
 
-def machine_limits() -> Row:
-    """What this machine reads per second from memory, and computes in a bfloat16 matrix product."""
+def machine_limits(dtype: torch.dtype) -> Row:
+    """What this machine reads per second from memory, and computes in a matrix product."""
     memory = torch.ones(64 << 20)  # 256 MiB: larger than common caches
-    a = torch.randn(1024, 1024, dtype=torch.bfloat16)
+    a = torch.randn(1024, 1024, dtype=dtype)
     best = {"read_bytes_per_s": 0.0, "gemm_flops_per_s": 0.0}
     for _ in range(7):
         start = time.perf_counter()
@@ -136,12 +144,14 @@ def machine_limits() -> Row:
 class CPUBench(DeviceBench):
     """Implementations of ours by name, those that cannot be had left out; threads of every contestant."""
 
-    def __init__(self, impls: Sequence[str], threads: int) -> None:
+    def __init__(
+        self, impls: Sequence[str], threads: int, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         from vllm.platforms import current_platform
 
         torch.set_num_threads(threads)
         current_platform.import_kernels()
-        self._threads = threads
+        self._threads, self._dtype = threads, dtype
         self._impls: dict[str, Any] = {}
         for name in impls:
             try:
@@ -154,7 +164,7 @@ class CPUBench(DeviceBench):
         """Output and scores of both kinds of calls, on odd lengths."""
         for shape in SHAPES:
             for queries in (1, 200):
-                self._check(Case(shape, 3, 333, queries))
+                self._check(Case(shape, 3, 333, queries, dtype=self._dtype))
 
     def _check(self, case: Case) -> None:
         case.build()
@@ -166,8 +176,9 @@ class CPUBench(DeviceBench):
             case.scores.zero_()
             call()
             right = "score_prompt" in name or torch.allclose(case.out, out, rtol=0.02, atol=0.02)
-            if name != "stock":
-                right &= torch.allclose(case.scores, scores, rtol=1e-3, atol=1e-4)
+            # Stock's kernel knows no scores, and ours shall leave them alone where nobody wants them.
+            kept = torch.zeros_like(scores) if name == "stock" or ".full_" in name else scores
+            right &= torch.allclose(case.scores, kept, rtol=1e-3, atol=1e-4)
             if not right:
                 sys.exit(f"{name} is wrong for {case.shape}, {case.queries} queries; nothing timed")
 
@@ -180,18 +191,18 @@ class CPUBench(DeviceBench):
     @cached_property
     def limits(self) -> Row:
         """Bytes per second, operations per second, and the threads of both."""
-        return {"threads": self._threads, **machine_limits()}
+        return {"threads": self._threads, **machine_limits(self._dtype)}
 
     def cases(self, quick: bool) -> Iterator[Callable[[float], Row]]:
         """Decode by length and requests, then whole prompts."""
         for shape in SHAPES:
             for length in LENGTHS[1:3] if quick else LENGTHS:
                 for requests in REQUESTS[:2] if quick else REQUESTS:
-                    case = Case(shape, requests, length, 1)
+                    case = Case(shape, requests, length, 1, dtype=self._dtype)
                     if case.cache_bytes <= MAX_CACHE:
                         yield partial(self._measure, case)
             for length in PROMPTS[:2] if quick else PROMPTS:
-                yield partial(self._measure, Case(shape, 1, length, length))
+                yield partial(self._measure, Case(shape, 1, length, length, dtype=self._dtype))
 
     def _measure(self, case: Case, seconds: float) -> Row:
         case.build()
@@ -209,9 +220,10 @@ class CPUBench(DeviceBench):
 
     def heading(self) -> str:
         """The machine's limits, then the columns."""
+        dtype = str(self._dtype).removeprefix("torch.")
         return (
             f"reads {self.limits['read_bytes_per_s'] / 1e9:.1f} GB/s, "
-            f"bfloat16 GEMM {self.limits['gemm_flops_per_s'] / 1e9:.0f} GFLOP/s\n\n"
+            f"{dtype} GEMM {self.limits['gemm_flops_per_s'] / 1e9:.0f} GFLOP/s\n\n"
             f"{'':31}  {'floor us':>9}  {'stock us':>9}  ours over stock, median (quartiles)"
         )
 

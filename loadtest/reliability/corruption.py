@@ -2,7 +2,7 @@
 """Hunt for silent corruption: what a request generates among 200 others is what it generates alone.
 
     python -m loadtest.reliability.corruption [--requests 200] [--rounds 4] [--seed 0] [--model embedded]
-        [--self-check]
+        [--kv-full-kernel h2o] [--self-check]
 
 Random budgets, policies, lengths and shared prefixes (:mod:`.request_mix`) on a real engine in this process
 (:mod:`.corruption_check`); some requests are aborted after a random number of steps. Prints a line of JSON
@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from h2o_vllm.config import FULL_KERNELS
 from loadtest.common.tiny_model import make_tiny_model
 from loadtest.reliability.corruption_check import CorruptionCheck
 from loadtest.reliability.planted_bugs import PLANTED, nothing
@@ -55,9 +56,10 @@ def open_check(args: argparse.Namespace) -> CorruptionCheck:
     if args.model == "embedded":
         from h2o_vllm.models import default_model_dir
 
-        return CorruptionCheck(str(default_model_dir()), args.blocks)
+        return CorruptionCheck(str(default_model_dir()), args.blocks, args.kv_full_kernel)
     with tempfile.TemporaryDirectory() as folder:
-        return CorruptionCheck(args.model or str(make_tiny_model(Path(folder))), args.blocks)
+        model = args.model or str(make_tiny_model(Path(folder)))
+        return CorruptionCheck(model, args.blocks, args.kv_full_kernel)
 
 
 def run_round(check: CorruptionCheck, args: argparse.Namespace, number: int) -> bool:
@@ -102,6 +104,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mixes", nargs="+", choices=MIXES, default=list(MIXES), help="kinds, a round each in turn; "
         "mixed: prompts of up to 200 tokens; growing: short prompts and long outputs, so that many run and "
         "then take each other's blocks; default: both")  # fmt: skip
+    add("--kv-full-kernel", choices=FULL_KERNELS, default="vllm", help="who attends for rows without scores "
+        "(%(default)s)")  # fmt: skip
     add("--threads", type=int, default=1, help="threads that compute (%(default)s)")
     add("--model", help="a directory, or 'embedded'; a tiny one of random weights if not given")
     add("--self-check", action="store_true", help="also plant bugs and expect to find them")

@@ -66,12 +66,15 @@ class _Answer:
 class CorruptionCheck:
     """An engine of its own, its poison, and what its requests generate alone.
 
+    Args:
+        full_kernel: who attends for rows without scores, as ``--kv-full-kernel``.
+
     Attributes:
         worker: the engine's, for bugs to be planted in.
     """
 
-    def __init__(self, model: str, num_blocks: int) -> None:
-        self._engine: Any = _start_engine(model, num_blocks)
+    def __init__(self, model: str, num_blocks: int, full_kernel: str = "vllm") -> None:
+        self._engine: Any = _start_engine(model, num_blocks, full_kernel)
         from loadtest.reliability.poison import Poison
 
         core = self._engine.engine_core.engine_core
@@ -233,7 +236,7 @@ class CorruptionCheck:
         self._engine.engine_core.shutdown()
 
 
-def _start_engine(model: str, num_blocks: int) -> Any:
+def _start_engine(model: str, num_blocks: int, full_kernel: str) -> Any:
     # In one process: books, poison and planted bugs need both scheduler and worker at hand.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -244,7 +247,7 @@ def _start_engine(model: str, num_blocks: int) -> Any:
     from loadtest.reliability.async_cpu import schedule_asynchronously
 
     schedule_asynchronously()
-    args = engine_args(kv_min_tokens=FLOOR) | {
+    args = engine_args(kv_min_tokens=FLOOR, kv_full_kernel=full_kernel) | {
         "block_size": BLOCK_SIZE,
         "distributed_executor_backend": "uni",
     }

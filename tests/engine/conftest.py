@@ -54,6 +54,20 @@ def text_tokens(model_dir: str) -> list[int]:
     return tokens
 
 
+@pytest.fixture(scope="session")
+def stock_prompts(text_tokens: list[int]) -> list[list[int]]:
+    """Of one chunk and of two."""
+    return [text_tokens[i * 300 : i * 300 + 40 + 100 * i] for i in range(5)]
+
+
+@pytest.fixture(scope="session")
+def stock(model_dir: str, stock_prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """What plain vLLM says to them, for law 1."""
+    # A process less to start, and none that spins while it waits for the others.
+    one_process = {"distributed_executor_backend": "uni"}
+    return run_engine(model_dir, stock_prompts, engine=one_process, logprobs=3)
+
+
 @dataclass
 class Engine:
     """A running engine and the ways tests look into it."""

@@ -230,6 +230,7 @@ def test_marked_specs_merge_into_marked_specs() -> None:
         ({"kv_protect": 9, "kv_protect_max": 8}, "--kv-protect-max"),
         ({"kv_elastic": "yes"}, "--kv-elastic: "),
         ({"kv_elastic_admission": "wait"}, "--kv-elastic-admission: "),
+        ({"kv_full_kernel": "torch"}, "--kv-full-kernel: "),
         ({"kv_bugdet": 0.2}, "kv_bugdet"),
     ],
     ids=str,

@@ -15,7 +15,6 @@ from tests.engine.conftest import (
     Engine,
     kept_of,
     report_of,
-    run_engine,
     tokens_of,
 )
 
@@ -35,15 +34,11 @@ BUDGETS: list[dict[str, Any] | None] = [
 
 
 def test_law01_a_full_budget_equals_stock_vllm(
-    clean: Engine, model_dir: str, text_tokens: list[int]
+    clean: Engine, stock_prompts: list[list[int]], stock: list[dict[str, Any]]
 ) -> None:
-    prompts = [text_tokens[i * 300 : i * 300 + 40 + 100 * i] for i in range(5)]
-    # A process less to start, and none that spins while it waits for the others.
-    one_process = {"distributed_executor_backend": "uni"}
-    expected = run_engine(model_dir, prompts, engine=one_process, logprobs=3)
     for asked in (None, {"kv_budget": 1.0}, {"kv_budget": 0.2, "kv_policy": "full"}):
-        outputs = clean.generate(prompts, asked, logprobs=3)
-        for output, reference in zip(outputs, expected, strict=True):
+        outputs = clean.generate(stock_prompts, asked, logprobs=3)
+        for output, reference in zip(outputs, stock, strict=True):
             assert tokens_of(output) == reference["tokens"]
             assert report_of(output)["tokens_evicted"] == 0
             for step, entries in zip(

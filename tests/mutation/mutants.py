@@ -36,6 +36,7 @@ ELASTIC = ("tests/blocks/test_squeeze.py", "tests/engine/test_elastic.py")
 PREFILL = ("tests/blocks/test_schedule.py", "tests/engine/test_prefill.py")
 CPU = ("tests/kernels/cpu/test_attend.py", "tests/kernels/test_attend.py")
 EVICT = ("tests/kernels/cpu/test_evict.py", "tests/kernels/test_evict.py")
+FULL = ("tests/engine/test_full_kernel.py",)
 TRITON = ("tests/kernels/test_triton.py",)
 CUDA = ("tests/engine/test_cuda.py",)
 PROTOCOL = ("tests/server/test_protocol.py",)
@@ -43,6 +44,24 @@ PROTOCOL = ("tests/server/test_protocol.py",)
 MUTANTS = (
     # The laws of the design, in their order.
     Mutant("law01-lossy-by-default", "kv_budget: float = 1.0", "kv_budget: float = 0.5", TOKENS),
+    Mutant(
+        "law01-our-kernel-serves-nobody-who-has-no-budget",
+        "if not self.in_step or not (self.policies or self.full_kernel):",
+        "if not self.in_step or not self.policies:",
+        FULL,
+    ),
+    Mutant(
+        "law01-our-kernel-skips-chunks-without-scores",
+        "_scored_first(ours & (lens > 1), whole)",
+        "_scored_first(whole & (lens > 1), whole)",
+        FULL,
+    ),
+    Mutant(
+        "law05-rows-without-scores-change-the-scores-of-others",
+        "ours, split.decode_tokens, decodes, self.scale, output, split.decode_scored",
+        "ours, split.decode_tokens, decodes, self.scale, output",
+        FULL,
+    ),
     Mutant(
         "law02-a-free-is-skipped",
         "self.block_pool.free_blocks(reversed(doomed))",
@@ -298,6 +317,18 @@ MUTANTS = (
         "kernels-cpu-splits-are-weighed-wrongly",
         "std::exp2(stat(s)[m] - best) * stat(s)[g + m];",
         "std::exp2(stat(s)[m] - best);",
+        CPU,
+    ),
+    Mutant(
+        "kernels-cpu-one-row-too-many-is-scored",
+        "const bool scored = r < call.scored;",
+        "const bool scored = r <= call.scored;",
+        CPU,
+    ),
+    Mutant(
+        "kernels-cpu-earlier-runs-keep-their-maximum",
+        "before = sum[m] * factor;",
+        "before = sum[m];",
         CPU,
     ),
     # kernels/triton

@@ -19,7 +19,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def rows(long: bool) -> list[dict[str, Any]]:
     # Seeds whose mixes share many prompts: that is looked at below.
-    options = ["--rounds", "20" if long else "2", "--seed", "2", "--self-check"]
+    return hunt("--rounds", "20" if long else "2", "--seed", "2", "--self-check", long=long)
+
+
+def hunt(*options: str, long: bool) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "loadtest.reliability.corruption", *options],
         capture_output=True,
@@ -53,6 +56,19 @@ def test_a_batch_generates_what_each_request_generates_alone(
     assert len(rounds) == (20 if long else 2)
     assert [row["mix"] for row in rounds[:2]] == ["mixed", "growing"]
     assert rounds[0]["cached_tokens"] > 1000 and rounds[1]["cached_tokens"] > 300
+
+
+def test_a_batch_on_our_kernel_alone_generates_what_each_request_generates_alone(
+    long: bool,
+) -> None:
+    """``--kv-full-kernel h2o``: rows with and without scores share calls."""
+    requests, rounds = ("200", "20") if long else ("120", "1")
+    options = ("--kv-full-kernel", "h2o", "--requests", requests, "--rounds", rounds, "--seed", "2")
+    for row in hunt(*options, long=long):
+        assert row["wrong"] == []
+        assert row["ties"] <= 2
+        assert row["running_max"] > 20 and row["evictions"] > 100 and row["preemptions"] > 0
+        assert row["poisoned_blocks"] > 100
 
 
 def test_planted_bugs_are_found(rows: list[dict[str, Any]]) -> None:

@@ -4,7 +4,8 @@
 Without a budget in the batch every call goes straight to vLLM's own backend. With one, the
 metadata builder first drops the holes from the block tables (``build``), and each layer then adds
 the attention probabilities of the scored rows to its scores (``attend``), in the same pass over the
-keys as the attention itself. Rows without a budget stay with vLLM's kernel.
+keys as the attention itself. Rows without a budget stay with vLLM's kernel, unless the operator has
+chosen ours for them (``kv_full_kernel``): then one call serves the rows of a kind, scored or not.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def register_backend() -> None:
 
 @dataclass
 class H2OMetadata(CPUAttentionMetadata):
-    """vLLM's metadata (holes already dropped) of a batch with scored rows.
+    """vLLM's metadata (holes already dropped) of a batch with rows of ours.
 
     Attributes:
-        split: which rows are scored, and how.
+        split: which rows are ours, and which of these are scored.
         rest: metadata of the rows left to vLLM, if there are any.
     """
 
@@ -90,17 +91,19 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """As the base class; a step in which nobody has a budget is left alone entirely."""
+        """As the base class; a step that vLLM's kernel serves alone is left alone entirely."""
         common, state = common_attn_metadata, self._state
         rows = None if state is None else state.rows(common)
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
-        state.start_tokens(rows, common.slot_mapping)
-        live = compact_tables(common, rows.codes > 0, self.block_size)
-        clearing = rows.last_query_rows
-        if clearing.size:
-            state.clear_scores(live.block_table_tensor, live.seq_lens, clearing)
-        split = split_rows(rows)
+        live = common
+        if rows.codes.any():
+            state.start_tokens(rows, common.slot_mapping)
+            live = compact_tables(common, rows.codes > 0, self.block_size)
+            clearing = rows.last_query_rows
+            if clearing.size:
+                state.clear_scores(live.block_table_tensor, live.seq_lens, clearing)
+        split = split_rows(rows, full=state.full_kernel)
         if split is None:
             return super().build(common_prefix_len, live, fast_build)
         rest = self._subset(live, split) if split.rest_rows.numel() else None
@@ -146,9 +149,12 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             output[index] = attended
         tables = (batch.block_table, batch.seq_lens)
         ours = kernels.PagedBatch(query, call.kv_cache, self._scores, *tables)
-        kernels.attend_decode(ours, split.decode_tokens, split.decode_rows, self.scale, output)
+        decodes, prompts = split.decode_rows, split.prompt_rows
+        kernels.attend_decode(
+            ours, split.decode_tokens, decodes, self.scale, output, split.decode_scored
+        )
         starts = batch.query_start_loc
-        kernels.attend_prompt(ours, starts, split.prompt_rows, self.scale, output)
+        kernels.attend_prompt(ours, starts, prompts, self.scale, output, split.prompt_scored)
         if split.last_rows.numel():
             last = ours._replace(query=query[split.last_tokens])
             kernels.score_prompt(last, split.last_starts, split.last_rows, self.scale)

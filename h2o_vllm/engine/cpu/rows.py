@@ -26,18 +26,22 @@ class RowSplit:
     """Which kernel serves which row.
 
     Attributes:
-        decode_rows, decode_tokens: scored rows with one query, and where that query is; int32.
-        prompt_rows: rows with several queries, all scored; int32.
+        decode_rows, decode_tokens: our rows with one query, and where that query is; int32.
+        decode_scored: so many of them, the first ones, are scored.
+        prompt_rows: our rows with several queries; int32.
+        prompt_scored: so many of them, the first ones, are scored, with all queries.
         rest_rows, rest_starts: rows left to vLLM, and their query starts once gathered; int32.
         rest_tokens: their queries' positions in the batch; int64.
-        last_rows: those of the rest whose last queries are scored, not all; int32. last_starts: where
+        last_rows: rows whose last queries are scored, not all; int32. last_starts: where
             these queries of every row of the batch start once gathered (most have none), and the end of
             the last one; int32. last_tokens: their positions in the batch; int64.
     """
 
     decode_rows: torch.Tensor
     decode_tokens: torch.Tensor
+    decode_scored: int
     prompt_rows: torch.Tensor
+    prompt_scored: int
     rest_rows: torch.Tensor
     rest_starts: torch.Tensor
     rest_tokens: torch.Tensor
@@ -46,21 +50,29 @@ class RowSplit:
     last_tokens: torch.Tensor
 
 
-def split_rows(rows: StepRows) -> RowSplit | None:
-    """Sort the rows of a batch by kernel; ``None`` if none is scored."""
+def split_rows(rows: StepRows, *, full: bool) -> RowSplit | None:
+    """Sort the rows of a batch by kernel; ``None`` if all are left to vLLM.
+
+    Args:
+        full: whether rows without scores are ours, too.
+    """
     scored, lens = rows.scored_queries, rows.query_lens
-    if not scored.any():
+    if not full and not scored.any():
         return None
     whole = (scored == lens) & (lens > 0)
-    decode = np.flatnonzero(rows.decodes)
-    rest = np.flatnonzero(~whole)
-    last = rest[scored[rest] > 0]
+    ours = whole | (full & (lens > 0))
+    decode, decode_scored = _scored_first(ours & (lens == 1), whole)
+    prompt, prompt_scored = _scored_first(ours & (lens > 1), whole)
+    rest = np.flatnonzero(~ours & (not full))
+    last = np.flatnonzero(~whole & (scored > 0))
     rest_starts, rest_tokens = _gathered(rows, rest, lens[rest])
     last_starts, last_tokens = _gathered(rows, last, scored[last], whole_batch=True)
     return RowSplit(
         decode_rows=_int32(decode),
         decode_tokens=_int32(rows.starts[decode]),
-        prompt_rows=_int32(np.flatnonzero(whole & (lens > 1))),
+        decode_scored=decode_scored,
+        prompt_rows=_int32(prompt),
+        prompt_scored=prompt_scored,
         rest_rows=_int32(rest),
         rest_starts=rest_starts,
         rest_tokens=rest_tokens,
@@ -68,6 +80,14 @@ def split_rows(rows: StepRows) -> RowSplit | None:
         last_starts=last_starts,
         last_tokens=last_tokens,
     )
+
+
+def _scored_first(
+    chosen: NDArray[np.bool_], scored: NDArray[np.bool_]
+) -> tuple[NDArray[np.intp], int]:
+    """The ``chosen`` rows, scored ones first, and how many these are."""
+    first = np.flatnonzero(chosen & scored)
+    return np.concatenate([first, np.flatnonzero(chosen & ~scored)]), first.size
 
 
 def _gathered(

@@ -37,11 +37,13 @@ class CPUState(WorkerState):
         kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
         row_request_ids: gives the request id of each row of the batch being prepared.
         policies: request id -> policy code, prompt tokens and sinks, for the requests that evict.
+        full_kernel: whether our kernels also serve rows without scores.
     """
 
     kv_caches: list[torch.Tensor]
     row_request_ids: Callable[[], Sequence[str]]
     policies: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    full_kernel: bool = False
 
     def warm_up(self, num_heads: int) -> None:
         """Run every kernel once on scratch memory.
@@ -74,12 +76,12 @@ class CPUState(WorkerState):
             self.policies.pop(request_id, None)
 
     def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
-        """The rows of this batch, or ``None`` if nobody in it evicts."""
-        if not self.in_step or not self.policies:
+        """The rows of this batch, or ``None`` if vLLM's kernel serves all: nobody in it evicts."""
+        if not self.in_step or not (self.policies or self.full_kernel):
             return None
         ids = self.row_request_ids()[: common.num_reqs]
         known = [self.policies.get(request_id, _NEVER) for request_id in ids]
-        if all(one is _NEVER for one in known):
+        if not self.full_kernel and all(one is _NEVER for one in known):
             return None
         codes, prompt_tokens, sinks = np.array(known, dtype=np.int32).T
         starts, seq_lens = common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from h2o_vllm.engine.compat import (
@@ -21,6 +22,7 @@ from h2o_vllm.engine.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu.checks import check_cache
+from h2o_vllm.kernels.cpu.fallback import COST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +33,20 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import Eviction
 
-__all__ = ["H2OCPUWorker"]
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
+__all__ = ["H2OCPUWorker", "warn_if_slow"]
+
+
+def warn_if_slow() -> None:
+    """Say so where somebody asks for our kernels in the place of vLLM's, and they are the slower ones."""
+    if not kernels.compiled():
+        logger.warning(
+            "h2o: --kv-full-kernel h2o without the C++ kernels slows down requests that lose nothing: %s. "
+            "Install g++ (Debian: apt install g++), or leave the option out",
+            COST,
+        )
 
 
 class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
@@ -95,9 +110,13 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             first_kv_head=self._first_kv_head(),
             kv_caches=kv_caches,
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),
+            full_kernel=self._h2o_config().kv_full_kernel == "h2o",
         )
         state.warm_up(num_heads)
+        if state.full_kernel:
+            warn_if_slow()
         return state
 
     def _kernels_in_use(self) -> str:
-        return f", kernels: {kernels.describe()}"
+        rows = "every row" if self._h2o_config().kv_full_kernel == "h2o" else "rows with scores"
+        return f", kernels for {rows}: {kernels.describe()}"

@@ -34,6 +34,7 @@ __all__ = [
     "attend_decode",
     "attend_prompt",
     "compact",
+    "compiled",
     "describe",
     "load",
     "reset_scores",
@@ -81,8 +82,18 @@ def describe() -> str:
     return str(load().describe())
 
 
+def compiled() -> bool:
+    """Whether they are the C++ ones. The others are slower than vLLM's."""
+    return load().__name__ == f"{__name__}.{_MODULES['cpp']}"
+
+
 def attend_decode(
-    batch: PagedBatch, tokens: Tensor, rows: Tensor, scale: float, out: Tensor
+    batch: PagedBatch,
+    tokens: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+    scored: int | None = None,
 ) -> None:
     """Attention of one query per listed row; its probabilities are added to ``batch.scores``.
 
@@ -93,10 +104,12 @@ def attend_decode(
         tokens: [R], int32, index into ``batch.query`` and ``out``. rows: [R], int32, index into the batch.
         scale: factor on q.k before the softmax.
         out: [T, H, D]; only the listed tokens are written. May be strided along T.
+        scored: so many of the listed rows, the first ones, add to the scores; by default all. The others
+            are attention alone, and faster.
     """
     if _CHECK:
-        checks.check_batch(batch, rows, out)
-    load().attend_decode(batch, tokens, rows, scale, out)
+        checks.check_batch(batch, rows, out, scored)
+    load().attend_decode(batch, tokens, rows, scale, out, scored)
 
 
 def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
@@ -114,12 +127,21 @@ def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale
 
 
 def attend_prompt(
-    batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float, out: Tensor
+    batch: PagedBatch,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+    scored: int | None = None,
 ) -> None:
-    """:func:`score_prompt` that also writes the attention output of the same queries to ``out``."""
+    """:func:`score_prompt` that also writes the attention output of the same queries to ``out``.
+
+    Args:
+        scored: as for :func:`attend_decode`.
+    """
     if _CHECK:
-        checks.check_batch(batch, rows, out)
-    load().attend_prompt(batch, query_start_loc, rows, scale, out)
+        checks.check_batch(batch, rows, out, scored)
+    load().attend_prompt(batch, query_start_loc, rows, scale, out, scored)
 
 
 def compact(

@@ -61,7 +61,9 @@ def check_cache(kv_caches: Sequence[Tensor], scores: Tensor, num_heads: int) -> 
         raise ConfigError("scores must be a contiguous CPU tensor")
 
 
-def check_batch(batch: PagedBatch, rows: Tensor, out: Tensor | None = None) -> None:
+def check_batch(
+    batch: PagedBatch, rows: Tensor, out: Tensor | None = None, scored: int | None = None
+) -> None:
     """Check one call's tensors: shapes, dtypes, and that every index stays inside its tensor.
 
     Reads all of ``block_table``'s live part: for tests and debugging, not for every step.
@@ -85,6 +87,8 @@ def check_batch(batch: PagedBatch, rows: Tensor, out: Tensor | None = None) -> N
     for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens), ("rows", rows)):
         if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
             raise ValueError(f"{name} must be int32 and contiguous in its last axis")
+    if scored is not None and not 0 <= scored <= rows.numel():
+        raise ValueError(f"scored must be 0 to {rows.numel()}, the listed rows, got {scored}")
     for row in rows.tolist():
         length = int(seq_lens[row])
         if not 0 < length <= block_table.shape[1] * block_size:

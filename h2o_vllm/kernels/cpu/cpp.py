@@ -28,7 +28,7 @@ class _Call(ctypes.Structure):
 
     _pointers = ("query", "cache", "scores", "table", "lens", "starts", "rows", "out")
     _strides = ("query_stride", "out_stride", "table_stride")
-    _numbers = ("count", "heads", "group", "size", "block", "dtype", "prompt")
+    _numbers = ("count", "scored", "heads", "group", "size", "block", "dtype", "prompt")
     _fields_ = [
         *((name, c_void_p) for name in _pointers),
         *((name, c_int64) for name in _strides),
@@ -55,22 +55,32 @@ def describe() -> str:
 
 
 def attend_decode(
-    batch: PagedBatch, tokens: Tensor, rows: Tensor, scale: float, out: Tensor
+    batch: PagedBatch,
+    tokens: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+    scored: int | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
-    _run(batch, tokens, rows, scale, out, prompt=False)
+    _run(batch, tokens, rows, scale, out, scored, prompt=False)
 
 
 def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
     """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    _run(batch, query_start_loc, rows, scale, None, prompt=True)
+    _run(batch, query_start_loc, rows, scale, None, None, prompt=True)
 
 
 def attend_prompt(
-    batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float, out: Tensor
+    batch: PagedBatch,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+    scored: int | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
-    _run(batch, query_start_loc, rows, scale, out, prompt=True)
+    _run(batch, query_start_loc, rows, scale, out, scored, prompt=True)
 
 
 def compact(
@@ -107,6 +117,7 @@ def _run(
     rows: Tensor,
     scale: float,
     out: Tensor | None,
+    scored: int | None,
     *,
     prompt: bool,
 ) -> None:
@@ -119,6 +130,7 @@ def _run(
         query.data_ptr(), kv_cache.data_ptr(), scores.data_ptr(), block_table.data_ptr(),
         seq_lens.data_ptr(), starts.data_ptr(), rows.data_ptr(), None if out is None else out.data_ptr(),
         query.stride(0), 0 if out is None else out.stride(0), block_table.stride(0),
-        count, heads, query.shape[1] // heads, width // 2, block, _DTYPES[query.dtype], prompt, scale,
+        count, count if scored is None else scored, heads, query.shape[1] // heads, width // 2, block,
+        _DTYPES[query.dtype], prompt, scale,
     )  # fmt: skip
     _attend(byref(call))

@@ -42,11 +42,17 @@ def describe() -> str:
 
 
 def attend_decode(
-    batch: PagedBatch, tokens: Tensor, rows: Tensor, scale: float, out: Tensor
+    batch: PagedBatch,
+    tokens: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+    scored: int | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
-    for token, row in zip(tokens.tolist(), rows.tolist(), strict=True):
-        _attend(batch, row, token, token + 1, scale, out)
+    for i, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
+        scores = scored is None or i < scored
+        _attend(batch, row, token, token + 1, scale, out, scores=scores)
 
 
 def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
@@ -55,16 +61,29 @@ def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale
 
 
 def attend_prompt(
-    batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float, out: Tensor | None
+    batch: PagedBatch,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor | None,
+    scored: int | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
     starts = query_start_loc.tolist()
-    for row in rows.tolist():
-        _attend(batch, row, starts[row], starts[row + 1], scale, out)
+    for i, row in enumerate(rows.tolist()):
+        scores = scored is None or i < scored
+        _attend(batch, row, starts[row], starts[row + 1], scale, out, scores=scores)
 
 
 def _attend(
-    batch: PagedBatch, row: int, first: int, end: int, scale: float, out: Tensor | None
+    batch: PagedBatch,
+    row: int,
+    first: int,
+    end: int,
+    scale: float,
+    out: Tensor | None,
+    *,
+    scores: bool,
 ) -> None:
     """Queries ``first`` to ``end`` of the batch, the last ones of ``row``, over the row's keys."""
     length, block_size = int(batch.seq_lens[row]), batch.kv_cache.shape[2]
@@ -89,12 +108,14 @@ def _attend(
             future = torch.ones(count, seen, dtype=torch.bool).triu_(context + 1)
             logits.view(heads, count, -1, seen).masked_fill_(future[:, None], float("-inf"))
         prob = logits.softmax(-1)
-        received[:, :seen] += prob.sum(1)
+        if scores:
+            received[:, :seen] += prob.sum(1)
         if out is not None:
             attended = (prob @ value[:, :seen]).view(heads, count, -1, size).transpose(0, 1)
             out[tokens] = attended.flatten(1, 2).to(out.dtype)
-    # Whole blocks: slots behind the end receive zero.
-    batch.scores[blocks] += received.unflatten(1, (-1, block_size)).transpose(0, 1)
+    if scores:
+        # Whole blocks: slots behind the end receive zero.
+        batch.scores[blocks] += received.unflatten(1, (-1, block_size)).transpose(0, 1)
 
 
 def compact(

@@ -23,11 +23,17 @@ def describe() -> str:
 
 
 def attend_decode(
-    batch: PagedBatch, tokens: Tensor, rows: Tensor, scale: float, out: Tensor
+    batch: PagedBatch,
+    tokens: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+    scored: int | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
-    for token, row in zip(tokens.tolist(), rows.tolist(), strict=True):
-        _attend(batch, row, slice(token, token + 1), scale, out)
+    for i, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
+        scores = scored is None or i < scored
+        _attend(batch, row, slice(token, token + 1), scale, out, scores=scores)
 
 
 def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
@@ -36,12 +42,17 @@ def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale
 
 
 def attend_prompt(
-    batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float, out: Tensor | None
+    batch: PagedBatch,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor | None,
+    scored: int | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
-    for row in rows.tolist():
+    for i, row in enumerate(rows.tolist()):
         tokens = slice(int(query_start_loc[row]), int(query_start_loc[row + 1]))
-        _attend(batch, row, tokens, scale, out)
+        _attend(batch, row, tokens, scale, out, scores=scored is None or i < scored)
 
 
 def compact(
@@ -55,7 +66,9 @@ def compact(
     )
 
 
-def _attend(batch: PagedBatch, row: int, tokens: slice, scale: float, out: Tensor | None) -> None:
+def _attend(
+    batch: PagedBatch, row: int, tokens: slice, scale: float, out: Tensor | None, *, scores: bool
+) -> None:
     length = int(batch.seq_lens[row])
     if length <= 0 or tokens.start >= tokens.stop:  # padding
         return
@@ -64,7 +77,8 @@ def _attend(batch: PagedBatch, row: int, tokens: slice, scale: float, out: Tenso
     prob, attended, _ = reference.attend(batch.query[tokens], keys, values, where, scale)
     if out is not None:
         out[tokens] = attended.to(out.dtype)
-    reference.add_probabilities(batch.scores, where, prob)
+    if scores:
+        reference.add_probabilities(batch.scores, where, prob)
 
 
 def _token_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

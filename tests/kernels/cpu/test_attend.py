@@ -34,12 +34,19 @@ DTYPES = [
 ]
 
 
-def check(batch: Batch, out: torch.Tensor | None, scores: torch.Tensor) -> None:
+def check(
+    batch: Batch, out: torch.Tensor | None, scores: torch.Tensor, scored: int | None = None
+) -> None:
+    """Only the first ``scored`` rows may have changed their scores; by default all."""
     exact, exact_scores = batch.out(), batch.scores.clone()
     reference.attend_prompt(
         batch.paged(exact_scores), batch.query_start_loc, batch.rows, batch.scale, exact
     )
     plain, plain_scores = plain_torch(batch)
+    for row in batch.rows.tolist()[len(batch.rows) if scored is None else scored :]:
+        mine = batch.block_table[row, : -(-int(batch.seq_lens[row]) // batch.kv_cache.shape[2])]
+        assert torch.equal(scores[mine].nan_to_num(-1), batch.scores[mine].nan_to_num(-1))
+        exact_scores[mine] = plain_scores[mine] = batch.scores[mine]
     if out is not None:
         # What the exact value loses by being stored in this dtype is nobody's fault.
         assert_no_worse(out, exact, plain, 4e-6 if out.dtype == torch.float32 else 1e-3)
@@ -183,14 +190,58 @@ def test_long_rows_shared_by_threads_equal_the_reference(
     check(batch, out, scores)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
+@pytest.mark.parametrize("scored", [0, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_behind_the_scored_ones_are_attention_alone(
+    impl: ModuleType, threads: int, dtype: torch.dtype, scored: int
+) -> None:
+    """Decodes and chunks that end in the midst of a run of keys, of a block and of a vector."""
+    batch = make_batch([2100, 33, 1, 5000, 700], dtype=dtype, strided=True)
+    out, scores = batch.out(), batch.scores.clone()
+    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out, scored)
+    check(batch, out, scores, scored)
+    batch = make_batch([500, 40, 1100, 257, 31], [400, 40, 300, 2, 31], dtype=dtype, strided=True)
+    out, scores = batch.out(), batch.scores.clone()
+    arguments = (batch.query_start_loc, batch.rows, batch.scale, out, scored)
+    impl.attend_prompt(batch.paged(scores), *arguments)
+    check(batch, out, scores, scored)
+
+
+@pytest.mark.parametrize(("group", "size", "block_size"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_attention_alone_equals_the_reference_on_odd_shapes(
+    impl: ModuleType, group: int, size: int, block_size: int, dtype: torch.dtype
+) -> None:
+    shape = {"group": group, "size": size, "block_size": block_size}
+    batch = make_batch([70, 300, 530], [70, 55, 130], dtype=dtype, **shape)
+    out, scores = batch.out(), batch.scores.clone()
+    arguments = (batch.query_start_loc, batch.rows, batch.scale, out, 0)
+    impl.attend_prompt(batch.paged(scores), *arguments)
+    check(batch, out, scores, 0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 30.0])
+def test_attention_alone_survives_flat_and_peaked_softmax(impl: ModuleType, spread: float) -> None:
+    """Peaked: the maximum moves from run to run, by more than float32 can hold as a factor."""
+    batch = make_batch([1500, 600], [200, 600], spread=spread)
+    out, scores = batch.out(), batch.scores.clone()
+    arguments = (batch.query_start_loc, batch.rows, batch.scale, out, 0)
+    impl.attend_prompt(batch.paged(scores), *arguments)
+    check(batch, out, scores, 0)
+
+
+@pytest.mark.parametrize("scored", [None, 0])
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
-def test_a_row_does_not_depend_on_its_batch(impl: ModuleType, threads: int) -> None:
+def test_a_row_does_not_depend_on_its_batch(
+    impl: ModuleType, threads: int, scored: int | None
+) -> None:
     batch = make_batch([5000, 33, 70, 1200, 2500, 64, 1, 900], dtype=torch.bfloat16)
     together, scores = batch.out(), batch.scores.clone()
-    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, together)
+    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, together, scored)
     alone, alone_scores = batch.out(), batch.scores.clone()
     for row in batch.rows.split(1):
-        impl.attend_decode(batch.paged(alone_scores), row, row, batch.scale, alone)
+        impl.attend_decode(batch.paged(alone_scores), row, row, batch.scale, alone, scored)
     assert torch.equal(together, alone)
     assert torch.equal(batch.used_scores(scores), batch.used_scores(alone_scores))
 
@@ -250,9 +301,12 @@ def test_output_is_as_good_as_stock(
         softcap=0, scheduler_metadata=plan, s_aux=None, **common,
     )  # fmt: skip
     paged = batch.paged(batch.scores.clone())
-    ours, exact = batch.out(), batch.out()
-    for attend, out in ((impl.attend_prompt, ours), (reference.attend_prompt, exact)):
-        attend(paged, batch.query_start_loc, batch.rows, batch.scale, out)
+    arguments = (batch.query_start_loc, batch.rows, batch.scale)
+    ours, unscored, exact = batch.out(), batch.out(), batch.out()
+    impl.attend_prompt(paged, *arguments, ours)
+    impl.attend_prompt(paged, *arguments, unscored, 0)
+    reference.attend_prompt(paged, *arguments, exact)
     ulp = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert_no_worse(ours, exact, theirs, ulp)
+    assert_no_worse(unscored, exact, theirs, ulp)
     assert_no_worse(theirs, exact, exact, 2 * ulp)

@@ -66,6 +66,15 @@ def test_a_bad_batch_is_refused(change: dict[str, Tensor], message: str | None) 
         checks.check_batch(paged, batch.rows)
 
 
+def test_more_scored_rows_than_listed_ones_are_refused() -> None:
+    batch = make_batch([40, 70])
+    for scored in (0, 2):
+        checks.check_batch(batch.paged(), batch.rows, None, scored)
+    for scored in (-1, 3):
+        with pytest.raises(ValueError, match="scored must be 0 to 2"):
+            checks.check_batch(batch.paged(), batch.rows, None, scored)
+
+
 @pytest.mark.parametrize(
     ("heavy", "doomed"), [([0], [1]), ([1], [9]), ([1, 1], [2]), ([1, 2], [3, 2])]
 )

@@ -78,10 +78,26 @@ def row(turn: int, variant: str, workload: str, speed: float) -> dict[str, Any]:
 def test_ratios_are_taken_within_a_round_also_over_a_twin() -> None:
     rows = [row(0, "stock", "tight", 100), row(1, "stock", "tight", 50)]
     rows += [row(0, "h2o", "mixed", 200), row(1, "h2o", "mixed", 150)]
-    assert "| mixed | stock | 2.50 (2.00-3.00) | 1.00 (1.00-1.00) |" in ratio_table(rows, CPU)
+    assert "| mixed | h2o | stock | 2.50 (2.00-3.00) | 1.00 (1.00-1.00) |" in ratio_table(rows, CPU)
     assert "| mixed | h2o | 175.0 |" in measured_table(rows)
     assert Measurement(0, "h2o", "mixed").measured_by(rows[2])
     assert not Measurement(1, "h2o", "mixed").measured_by(rows[2])
+
+
+def test_full_kv_on_our_kernel_is_compared_with_stock_and_ours_with_it() -> None:
+    rows = [row(0, "stock-same-flags", "long-0.2", 100), row(0, "full-kernel", "long-0.2", 150)]
+    rows += [row(0, "h2o", "long-0.1", 300)]
+    table = ratio_table(rows, CPU)
+    assert "| long-0.2 | full-kernel | stock-same-flags | 1.50 |" in table
+    assert "| long-0.1 | h2o | full-kernel | 2.00 |" in table
+    assert "| full-kernel | h2o |" not in table and len(table.splitlines()) == 2 + 3
+    # It knows no budgets either: equal traffic once.
+    assert CPU.to_measure(["long-0.2", "long-0.1"], "full-kernel") == ["long-0.2"]
+    assert set(CPU.own) <= set(CPU.variants)
+    options = {v: CPU.engine_options(CPU.settings["ample"], v) for v in CPU.variants}
+    ours = options.pop("full-kernel")
+    assert ours.pop("additional_config") == {"h2o": {"kv_full_kernel": "h2o"}}
+    assert ours == options["stock-same-flags"] == options["h2o"]
 
 
 def test_each_device_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:

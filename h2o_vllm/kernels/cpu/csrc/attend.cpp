@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention with scores for the listed rows of a batch: tasks, threads, memory. Called through ctypes.
+// Attention, with scores where they are wanted, for the listed rows of a batch: tasks, threads, memory. Called through ctypes.
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -13,7 +13,7 @@
 
 using namespace h2o;
 
-// Mirrored field by field in cpu_cpp.py.
+// Mirrored field by field in cpp.py.
 struct Call {
   const void* query;                 // [T, H, D], stride query_stride elements along T
   const void* cache;
@@ -21,10 +21,10 @@ struct Call {
   const int32_t* table;              // [B, MB], stride table_stride
   const int32_t* lens;               // [B]
   const int32_t* starts;             // decode: [R] token of each listed row; prompt: [B + 1]
-  const int32_t* rows;               // [R]
+  const int32_t* rows;               // [R]; the first `scored` of them add to the scores
   void* out;                         // [T, H, D] or null
   int64_t query_stride, out_stride, table_stride;
-  int32_t count, heads, group, size, block, dtype, prompt;
+  int32_t count, scored, heads, group, size, block, dtype, prompt;
   float scale;
 };
 
@@ -33,24 +33,9 @@ namespace {
 constexpr int64_t TILE_FLOATS = 3 << 16;  // logits of one tile: 768 KiB, most of a 1 MiB L2
 constexpr int DECODE_SPLIT = 1024;         // keys of one split of a row
 constexpr int PROMPT_SPLIT = 128;          // queries of one split, at least
+constexpr int RUN = 256;                   // keys between two looks at the maximum, where no scores are kept
+constexpr int RUN_ROWS = 96;               // query rows of such a tile
 
-// 64-byte aligned memory that is kept from call to call.
-class Scratch {
- public:
-  ~Scratch() { std::free(data_); }
-  float* get(size_t floats) {
-    if (floats > size_) {
-      std::free(data_);
-      size_ = (floats + floats / 4 + 1023) / 1024 * 1024;
-      data_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
-      if (!data_) std::abort();
-    }
-    return data_;
-  }
- private:
-  float* data_ = nullptr;
-  size_t size_ = 0;
-};
 thread_local Scratch own;   // one tile
 thread_local Scratch joint; // what the splits of one call leave for each other, kept by the calling thread
 
@@ -65,6 +50,7 @@ int threads_available() {
 struct Task {
   int r, row, head;    // listed row, batch row, kv head
   int split, splits;   // of this (row, kv head)
+  bool scored;
   size_t part;         // where in `joint` what it leaves for join() lies
 };
 
@@ -98,24 +84,33 @@ struct Attend {
     }
   }
 
+  // Whether exponentials have the type that V is multiplied with. Where nobody wants to know the probabilities
+  // the output is then divided by their sum instead: a pass over the logits less.
+  static constexpr bool as_is = std::is_same_v<Prob, float>;
+  void multiply(float* out, int rows, const float* by) const {
+    for (int m = 0; m < rows; ++m)
+      for (int d = 0; d < call.size; ++d) out[int64_t(m) * call.size + d] *= by[m];
+  }
+
   // ---- prompt: a split is a run of the row's queries; each of its tiles sees all keys up to its own.
-  // Part: the split's column sums [S].
+  // Part: the split's column sums [S], if the row is scored.
 
   int prompt_queries(int row) const { return call.starts[row + 1] - call.starts[row]; }
-  int prompt_step(int row) const {
-    const int64_t rows = std::clamp<int64_t>(TILE_FLOATS / (blocks(row) * call.block), 12, 96);
-    return std::min<int64_t>(prompt_queries(row), std::max<int64_t>(1, rows / call.group));
+  int prompt_step(const Task& task) const {
+    const int64_t fitting = std::clamp<int64_t>(TILE_FLOATS / (blocks(task.row) * call.block), 12, 96);
+    const int64_t rows = task.scored ? fitting : RUN_ROWS;
+    return std::min<int64_t>(prompt_queries(task.row), std::max<int64_t>(1, rows / call.group));
   }
   // First query of a split, such that all splits see about the same number of keys.
   int cut(const Task& task, int split) const {
     const double n = prompt_queries(task.row), before = call.lens[task.row] - n;
     const double area = (before * n + n * n / 2) * split / task.splits;
-    const int at = int(std::sqrt(before * before + 2 * area) - before), step = prompt_step(task.row);
+    const int at = int(std::sqrt(before * before + 2 * area) - before), step = prompt_step(task);
     return split == task.splits ? int(n) : std::min(int(n), (at + step / 2) / step * step);
   }
 
   void prompt_part(const Task& task, float* part) const {
-    const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task.row);
+    const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task);
     const int64_t span = blocks(task.row) * call.block, most = int64_t(step) * call.group;
     float* e = own.get(most * (span + 2 * call.size + 3) + span);
     float *memory = e + most * span, *out = memory + most * call.size;
@@ -139,12 +134,41 @@ struct Attend {
     }
     if (!part) prompt_join(task, sums);
   }
+  // Where nobody wants the column sums: run by run, with maximum, sum and output of the runs so far, as
+  // FlashAttention (arXiv 2205.14135). Logits of many rows stay in L2, whatever the length.
+  void prompt_alone(const Task& task) const {
+    const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task);
+    const int64_t span = std::max(1, RUN / call.block) * call.block, most = int64_t(step) * call.group;
+    float* e = own.get(most * (span + 2 * call.size + 3));
+    float *memory = e + most * span, *out = memory + most * call.size;
+    float *top = out + most * call.size, *sum = top + most, *factor = sum + most;
+    const int end = cut(task, task.split + 1);
+    for (int t = cut(task, task.split); t < end; t += step) {
+      const int here = std::min(step, end - t), token = call.starts[task.row] + t, rows = here * call.group;
+      const int first_limit = length - n + t + 1, keys = first_limit + here - 1;
+      const Query* q = queries(token, here, task.head, memory);
+      std::fill_n(out, int64_t(rows) * call.size, 0.f);
+      std::fill_n(top, rows, -INFINITY);
+      std::fill_n(sum, rows, 0.f);
+      std::fill_n(factor, rows, 1.f);
+      for (int k = 0; k < keys; k += span) {
+        const Tile<K> tile{layer, table(task.row) + k / call.block, task.head, rows, first_limit - k, span, int(span)};
+        tile.logits(q, e);
+        tile.exponentials(e, top, sum, out);
+        if (!as_is) tile.normalise(e, factor, (Prob*)e, span * PROBS, nullptr);
+        tile.values((const Prob*)e, span * PROBS, out);
+      }
+      for (int m = 0; m < rows; ++m) factor[m] = 1 / sum[m];
+      multiply(out, rows, factor);
+      write(token, here, task.head, out);
+    }
+  }
   void prompt_join(const Task& task, const float* sums) const {
     Tile<K>{layer, table(task.row), task.head, call.group, call.lens[task.row], 0}.add_scores(sums);
   }
 
   // ---- decode: a split is a run of the row's blocks, attended to as if there were no others.
-  // Part: e [G, span], out [G, D], base-2 maximum [G], sum [G].
+  // Part: e [G, span] if the row is scored, out [G, D], base-2 maximum [G], sum [G].
 
   Tile<K> decode_tile(const Task& task) const {
     const int64_t all = blocks(task.row);
@@ -158,26 +182,34 @@ struct Attend {
     const Tile<K> tile = decode_tile(task);
     float* prob = own.get(g * (tile.span + 2 * call.size + 3) + tile.span);
     float *sums = prob + g * tile.span, *memory = sums + tile.span, *rest = memory + g * call.size;
-    float* e = part ? part : prob;  // overlaid where nobody needs e afterwards
-    float *out = part ? e + g * tile.span : rest, *top = out + g * call.size, *sum = top + g;
+    float* e = part && task.scored ? part : prob;  // overlaid where nobody needs e afterwards
+    float *out = part ? tail_of(task, part) : rest, *top = out + g * call.size, *sum = top + g;
     float* inverse = part ? rest : sum + g;
     tile.logits(queries(token, 1, task.head, memory), e);
     tile.exponentials(e, top, sum);
     for (int m = 0; m < g; ++m) inverse[m] = 1 / sum[m];
-    if (!part) std::fill_n(sums, tile.span, 0.f);
-    tile.normalise(e, inverse, (Prob*)prob, tile.span * PROBS, part ? nullptr : sums);
+    const bool adds = task.scored && !part;
+    if (adds) std::fill_n(sums, tile.span, 0.f);
+    if (task.scored || !as_is) tile.normalise(e, inverse, (Prob*)prob, tile.span * PROBS, adds ? sums : nullptr);
     std::fill_n(out, int64_t(g) * call.size, 0.f);
     tile.values((const Prob*)prob, tile.span * PROBS, out);
+    if (!task.scored && as_is) multiply(out, g, inverse);
     if (part) return;
-    tile.add_scores(sums);
+    if (adds) tile.add_scores(sums);
     write(token, 1, task.head, out);
+  }
+
+  // Behind e, if there is one.
+  float* tail_of(const Task& task, float* part) const {
+    return part + (task.scored ? call.group * decode_tile(task).span : 0);
   }
 
   // After all parts: each split scores its own blocks, the first one also writes the output.
   void decode_join(const Task& task, const Task* siblings) const {
+    if (!task.scored && task.split) return;
     const int g = call.group;
-    const float* shared = joint_data;
-    auto tail = [&](int s) { return shared + siblings[s].part + g * decode_tile(siblings[s]).span; };
+    float* shared = joint_data;
+    auto tail = [&](int s) { return tail_of(siblings[s], shared + siblings[s].part); };
     auto stat = [&](int s) { return tail(s) + g * call.size; };
     std::vector<float> weight(size_t(task.splits) * g), factor(g), out(size_t(g) * call.size);
     for (int m = 0; m < g; ++m) {
@@ -188,11 +220,13 @@ struct Attend {
       for (int s = 0; s < task.splits; ++s) weight[s * g + m] /= total;
       factor[m] = weight[task.split * g + m] / stat(task.split)[g + m];
     }
-    const Tile<K> tile = decode_tile(task);
-    float* sums = own.get(tile.span);
-    std::fill_n(sums, tile.span, 0.f);
-    tile.normalise(shared + task.part, factor.data(), nullptr, 0, sums);
-    tile.add_scores(sums);
+    if (task.scored) {
+      const Tile<K> tile = decode_tile(task);
+      float* sums = own.get(tile.span);
+      std::fill_n(sums, tile.span, 0.f);
+      tile.normalise(shared + task.part, factor.data(), nullptr, 0, sums);
+      tile.add_scores(sums);
+    }
     if (task.split) return;
     for (int s = 0; s < task.splits; ++s)
       for (int m = 0; m < g; ++m)
@@ -222,24 +256,27 @@ struct Attend {
       const int row = call.rows[r];
       if (call.lens[row] <= 0 || (call.prompt && prompt_queries(row) <= 0)) continue;  // padding
       const int n = splits(row, threads);
+      const bool scored = r < call.scored;
       for (int head = 0; head < call.heads; ++head)
         for (int s = 0; s < n; ++s) {
-          tasks.push_back({r, row, head, s, n, shared});
-          if (n == 1) continue;
+          tasks.push_back({r, row, head, s, n, scored, shared});
+          if (n == 1 || (call.prompt && !scored)) continue;
           const int64_t span = call.prompt ? blocks(row) * call.block : decode_tile(tasks.back()).span;
-          const int64_t floats = call.prompt ? span : call.group * (span + call.size + 2);
+          const int64_t floats = call.prompt ? span : call.group * ((scored ? span : 0) + call.size + 2);
           shared += (floats + 15) / 16 * 16;
         }
     }
     if (tasks.empty()) return;
     if (shared) joint_data = joint.get(shared);
     auto part = [&](const Task& task) {
-      float* mine = task.splits > 1 ? joint_data + task.part : nullptr;
-      if (call.prompt) prompt_part(task, mine);
+      const bool joins = task.splits > 1 && (task.scored || !call.prompt);
+      float* mine = joins ? joint_data + task.part : nullptr;
+      if (call.prompt && !task.scored) prompt_alone(task);
+      else if (call.prompt) prompt_part(task, mine);
       else decode_part(task, mine);
     };
     auto join = [&](const Task& task) {
-      if (task.splits == 1) return;
+      if (task.splits == 1 || (call.prompt && !task.scored)) return;
       if (!call.prompt) decode_join(task, &task - task.split);
       else if (task.split == 0)  // in order, so that the sum is the same every time
         for (int s = 0; s < task.splits; ++s) prompt_join(task, joint_data + (&task)[s].part);

@@ -6,10 +6,31 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <type_traits>
 #include "dot.hpp"
 
 namespace h2o {
+
+constexpr int MANY = 2 * MAX_ROWS;  // query rows from which on a widened page pays
+
+// 64-byte aligned memory that is kept from call to call.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+  float* get(size_t floats) {
+    if (floats > size_) {
+      std::free(data_);
+      size_ = (floats + floats / 4 + 1023) / 1024 * 1024;
+      data_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+      if (!data_) std::abort();
+    }
+    return data_;
+  }
+ private:
+  float* data_ = nullptr;
+  size_t size_ = 0;
+};
 
 struct Layer {           // what one call works on; strides in elements
   const char* cache;     // [N, KH, (K^T [D, BS]) (V [BS, D])]
@@ -30,8 +51,9 @@ struct Tile {
   int rows;                // M, a multiple of the group; row m sees limit(m) tokens of the run
   int first_limit;         // of rows 0 .. G - 1; each further token sees one more
   int64_t span;            // floats per logits row: the run rounded up to blocks
+  int most = INT32_MAX;    // tokens of the run, where it is one of several: rows may see more, or none of it
 
-  int limit(int m) const { return first_limit + m / layer.group; }
+  int limit(int m) const { return std::clamp(first_limit + m / layer.group, 0, most); }
   int length() const { return limit(rows - 1); }
   const T* page(int b) const {
     return (const T*)layer.cache + (int64_t(table[b]) * layer.heads + head) * 2 * layer.size * layer.block;
@@ -51,11 +73,20 @@ struct Tile {
   // The first row that sees token t of the run, rounded down to whole tokens.
   int first_seeing(int t) const { return std::max(0, t + 1 - first_limit) * layer.group; }
 
+  // Many rows widen a page once, not once for each register tile. Paired needs its words as they are.
+  static constexpr bool widens = std::is_same_v<K, Plain<T>> && !std::is_same_v<T, float>;
+  const float* widened(const T* from, int count) const {
+    static thread_local Scratch memory;
+    float* to = memory.get(count);
+    for (int i = 0; i < count; i += W) store(to + i, load(from + i));
+    return to;
+  }
+
   void logits(const Query* q, float* out) const {
     const int block = layer.block, size = layer.size, blocks = (length() + block - 1) / block;
-    for (int b = 0; b < blocks; ++b) {
-      const T* k = page(b);
-      const T* next = b + 1 < blocks ? page(b + 1) : k;
+    // J is K, or Plain<float> over a widened page.
+    auto one = [&](auto kind, int b, const auto* k, const auto* next) {
+      using J = decltype(kind);
       int c = 0;
       auto chunk = [&](auto vectors) {
         constexpr int NV = decltype(vectors)::value;
@@ -63,19 +94,30 @@ struct Tile {
           const int t = b * block + c;
           if (t >= length()) return;
           row_groups(first_seeing(t), [&](auto count, int m) {
-            K::template qk<decltype(count)::value, NV>(
+            J::template qk<decltype(count)::value, NV>(
                 q + int64_t(m) * size, k + c, m == 0 ? next + c : k + c, block, size, out + m * span + t, span);
           });
         }
       };
       chunk(std::integral_constant<int, 2>());
       chunk(std::integral_constant<int, 1>());
+    };
+    for (int b = 0; b < blocks; ++b) {
+      const T* k = page(b);
+      if constexpr (widens)
+        if (rows > MANY) {
+          const float* wide = widened(k, size * block);
+          one(Plain<float>(), b, wide, wide);
+          continue;
+        }
+      one(K(), b, k, b + 1 < blocks ? page(b + 1) : k);
     }
   }
 
   // In place: e = exp(scale * logit - max); zeros from each row's limit to the end. Leaves the base-2
-  // maximum and the sum of each row.
-  void exponentials(float* e, float* top, float* sum) const {
+  // maximum and the sum of each row. With `out` [M, D] they go on from those of earlier runs, and what
+  // these have left in `out` is brought to the new maximum.
+  void exponentials(float* e, float* top, float* sum, float* out = nullptr) const {
     const float factor = layer.scale * 1.44269504088896341f;
     const int end = round_up(length());
     for (int m = 0; m < rows; ++m) {
@@ -83,7 +125,7 @@ struct Tile {
       const int n = limit(m), whole = n / W * W;
       vf high = splat(-INFINITY), total = {};
       for (int i = 0; i < whole; i += W) high = vmax(load(row + i) * factor, high);
-      float best = hmax(high);
+      float best = out ? std::max(top[m], hmax(high)) : hmax(high);
       for (int i = whole; i < n; ++i) best = std::max(best, row[i] * factor);
       for (int i = 0; i < whole; i += W) {
         vf x = exp2_neg(load(row + i) * factor - best);
@@ -99,8 +141,15 @@ struct Tile {
         total += load(tail);
       }
       for (int i = round_up(n); i < end; i += W) store(row + i, (vf){});
+      float before = 0;
+      if (out) {
+        const float factor = std::exp2(top[m] - best);
+        before = sum[m] * factor;
+        if (factor != 1)
+          for (int d = 0; d < layer.size; ++d) out[int64_t(m) * layer.size + d] *= factor;
+      }
       top[m] = best;
-      sum[m] = hsum(total);
+      sum[m] = before + hsum(total);
     }
   }
 
@@ -130,10 +179,8 @@ struct Tile {
   // out [M, D] += prob . V, columns in the order of column().
   void values(const Prob* prob, int64_t prob_span, float* out) const {
     const int block = layer.block, size = layer.size, blocks = (length() + block - 1) / block;
-    for (int b = 0; b < blocks; ++b) {
-      const T* v = page(b) + int64_t(size) * block;
-      const T* next = b + 1 < blocks ? page(b + 1) + int64_t(size) * block : v;
-      const int here = std::min(block, length() - b * block);
+    auto one = [&](auto kind, int b, const auto* v, const auto* next, int here) {
+      using J = decltype(kind);
       row_groups(first_seeing(b * block), [&](auto count, int m) {
         constexpr int M = decltype(count)::value;
         constexpr int WIDE = M * 4 <= MAX_ROWS * 2 ? 4 : 2;
@@ -141,13 +188,24 @@ struct Tile {
         auto columns = [&](auto vectors) {
           constexpr int NV = decltype(vectors)::value;
           for (; d + NV * W <= size; d += NV * W)
-            K::template pv<M, NV>(prob + m * prob_span + b * block * K::words, prob_span, v + d,
+            J::template pv<M, NV>(prob + m * prob_span + b * block * K::words, prob_span, v + d,
                                   m == 0 ? next + d : v + d, here, size, out + int64_t(m) * size + d);
         };
         columns(std::integral_constant<int, WIDE>());
         columns(std::integral_constant<int, 2>());
         columns(std::integral_constant<int, 1>());
       });
+    };
+    for (int b = 0; b < blocks; ++b) {
+      const T* v = page(b) + int64_t(size) * block;
+      const int here = std::min(block, length() - b * block);
+      if constexpr (widens)
+        if (rows > MANY) {
+          const float* wide = widened(v, here * size);
+          one(Plain<float>(), b, wide, wide, here);
+          continue;
+        }
+      one(K(), b, v, b + 1 < blocks ? page(b + 1) + int64_t(size) * block : v, here);
     }
   }
 

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--kv-full-kernel h2o``: rows without scores on our CPU kernel. Law 1 restated, and who serves whom."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from h2o_vllm.engine.cpu import worker as cpu_worker
+from h2o_vllm.engine.cpu.attention import kernels
+from h2o_vllm.engine.cpu.rows import RowSplit, split_rows
+from h2o_vllm.engine.rows import POLICY_CODES, StepRows
+from tests.engine.conftest import (
+    ENGINE,
+    FLOOR,
+    Engine,
+    kept_of,
+    report_of,
+    started,
+    tokens_of,
+)
+
+MODULES = {name: f"h2o_vllm.kernels.cpu.{name}" for name in ("cpp", "torch")}
+
+ASKED: list[dict[str, Any] | None] = [
+    None,
+    {"kv_budget": 0.2},
+    {"kv_budget": 1.0},
+    {"kv_budget": 0.2, "kv_policy": "snapkv"},
+    None,
+    {"kv_budget": 0.3, "kv_policy": "tova"},
+    {"kv_budget": 0.3, "kv_policy": "window"},
+    {"kv_budget": 0.3, "kv_policy": "random"},
+    {"kv_budget": 0.3, "kv_policy": "keydiff"},
+    {"kv_budget": 0.2, "kv_elastic": True},
+    {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "keydiff"},
+    {"kv_budget": 0.2, "kv_protect": 100},
+    {"kv_budget": 0.2, "kv_prefill_tokens": 160},
+]
+"""Every kind of row: scored with all queries, the last ones, one, or none; with holes, and whole."""
+
+
+@pytest.fixture(scope="module")
+def own(model_dir: str) -> Iterator[Engine]:
+    """An engine whose rows are all ours; the other one of this package leaves unscored rows to vLLM."""
+    with started(model_dir, ENGINE, kv_min_tokens=FLOOR, kv_full_kernel="h2o") as engine:
+        yield engine
+
+
+@pytest.mark.e2e
+def test_law01_our_kernel_gives_the_tokens_and_logprobs_of_stock_vllm(
+    own: Engine, text_tokens: list[int], stock_prompts: list[list[int]], stock: list[dict[str, Any]]
+) -> None:
+    """Chunked prompts, alone in the batch and after a hit in the prefix cache."""
+    assert own.llm.reset_prefix_cache()
+    for turn in range(2):
+        outputs = own.generate(stock_prompts, None, logprobs=3)
+        for output, reference in zip(outputs, stock, strict=True):
+            assert tokens_of(output) == reference["tokens"]
+            assert report_of(output)["tokens_evicted"] == 0
+            assert bool(output.num_cached_tokens) is bool(turn)
+            for step, entries in zip(
+                output.outputs[0].logprobs, reference["logprobs"], strict=True
+            ):
+                found = {str(token): entry.logprob for token, entry in step.items()}
+                # As for vLLM's own kernel, whose matrix products round differently in other batches.
+                assert found == pytest.approx(entries, abs=1e-4)
+
+
+@pytest.mark.e2e
+def test_law01_and_law05_mixed_batches_give_the_tokens_of_vllms_kernel(
+    own: Engine, clean: Engine, text_tokens: list[int]
+) -> None:
+    """Prompts in chunks beside decodes, in a pool so small that requests wait, yield and are preempted."""
+    chance = random.Random(3)
+    asked = [*ASKED, None, None]
+    prompts = [text_tokens[a : a + chance.randint(150, 500)] for a in range(0, 1500, 100)]
+    assert own.llm.reset_prefix_cache()
+    ours = own.generate(prompts, asked, max_tokens=30)
+    theirs = clean.generate(prompts, asked, max_tokens=30)
+    for one, output, reference in zip(asked, ours, theirs, strict=True):
+        assert tokens_of(output) == tokens_of(reference), one
+        assert kept_of(output) == kept_of(reference), one
+    own.scheduler.blocks.check_integrity(idle=True)
+
+
+@pytest.mark.e2e
+def test_law09_nobody_is_left_to_vllms_kernel(
+    own: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that is asked for and not used would be noticed by nobody."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("vLLM's kernel was asked")
+
+    monkeypatch.setattr("vllm._custom_ops.cpu_attention_with_kv_cache", refuse)
+    assert own.llm.reset_prefix_cache()
+    prompts = [text_tokens[i * 90 : i * 90 + 300] for i in range(len(ASKED))]
+    own.generate(prompts[:1], None, max_tokens=3)
+    own.generate(prompts, ASKED, max_tokens=3)
+
+
+@pytest.mark.e2e
+def test_law05_rows_without_scores_leave_all_scores_alone(
+    own: Engine, text_tokens: list[int]
+) -> None:
+    """Beside scored rows, too: their blocks may have been, or become, those of somebody who ranks."""
+    assert own.llm.reset_prefix_cache()
+    scores = own.worker._state.scores
+    scores.zero_()
+    prompts = [text_tokens[i * 300 : i * 300 + 250] for i in range(3)]
+    unscored: list[dict[str, Any] | None] = [None, {"kv_budget": 0.3, "kv_policy": "window"}]
+    own.generate(prompts[:2], unscored, max_tokens=4)
+    assert not scores.any()
+    own.generate(prompts, [*unscored, {"kv_budget": 0.5}], max_tokens=4)
+    # Of the scored row at most: 254 tokens in 8 blocks.
+    assert 0 < scores.any(-1).any(-1).sum(1).max() <= 8
+
+
+@pytest.mark.e2e
+def test_by_default_our_kernels_serve_nobody_who_has_no_budget(
+    clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("our kernel was asked")
+
+    for name in ("attend_decode", "attend_prompt"):
+        monkeypatch.setattr(kernels, name, refuse)
+    clean.generate([text_tokens[:300], text_tokens[:40]], [None, {"kv_budget": 1.0}], max_tokens=3)
+
+
+def rows_of(codes: list[int], query_lens: list[int], seq_lens: list[int]) -> StepRows:
+    starts = np.cumsum([0, *query_lens], dtype=np.int32)
+    prompts = np.full(len(codes), 64, dtype=np.int32)
+    return StepRows.of(
+        np.array(codes, dtype=np.int32), starts, np.array(seq_lens, dtype=np.int32), prompts, 0 * prompts
+    )  # fmt: skip
+
+
+def served(split: RowSplit) -> list[int]:
+    """The rows of all kinds, with repetitions."""
+    kinds = (split.decode_rows, split.prompt_rows, split.rest_rows)
+    return sorted(row for rows in kinds for row in rows.tolist())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_every_row_has_one_kernel_and_the_scored_ones_come_first(full: bool) -> None:
+    chance = random.Random(1)
+    kinds = [0, *(POLICY_CODES[name] for name in ("h2o", "snapkv", "tova", "window", "keydiff"))]
+    mixed = 0
+    for _ in range(300):
+        count = chance.randint(1, 8)
+        query_lens = [chance.choice([1, 1, 2, 40]) for _ in range(count)]
+        seq_lens = [lens + chance.choice([0, 30, 200]) for lens in query_lens]
+        rows = rows_of([chance.choice(kinds) for _ in range(count)], query_lens, seq_lens)
+        split, scored = split_rows(rows, full=full), rows.scored_queries
+        if split is None:
+            assert not full and not scored.any()
+            continue
+        assert served(split) == list(range(count))
+        for ours, first in (
+            (split.decode_rows, split.decode_scored),
+            (split.prompt_rows, split.prompt_scored),
+        ):
+            assert all(scored[row] == query_lens[row] for row in ours[:first])
+            assert all(scored[row] < query_lens[row] for row in ours[first:])
+            mixed += 0 < first < len(ours)
+        assert split.decode_tokens.tolist() == [rows.starts[row] for row in split.decode_rows]
+        assert all(query_lens[row] == 1 for row in split.decode_rows)
+        assert all(query_lens[row] > 1 for row in split.prompt_rows)
+        partly = [row for row in range(count) if 0 < scored[row] < query_lens[row]]
+        assert split.last_rows.tolist() == partly
+        assert bool(split.rest_rows.numel()) is (not full and any(scored < query_lens))
+    assert (mixed > 50) is full
+
+
+@pytest.mark.parametrize("name", ["cpp", "torch"])
+def test_whoever_asks_for_a_slow_kernel_is_warned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(kernels, "load", lambda: SimpleNamespace(__name__=MODULES[name]))
+    monkeypatch.setattr(cpu_worker.logger, "warning", lambda text, *_: said.append(text))
+    cpu_worker.warn_if_slow()
+    assert ["--kv-full-kernel h2o without the C++" in text for text in said] == (
+        [True] if name == "torch" else []
+    )

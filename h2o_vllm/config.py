@@ -169,7 +169,7 @@ class H2OConfig:
         kv_protect_max: most tokens a request may protect; ``None``: see :attr:`protect_limit`. They come
             on top of ``kv_budget_max``.
         kv_delay: default number of generated tokens before a request's first eviction, 0 to 256: until then
-            an answer is lossless, and its queries have their say in what stays.
+            an answer is lossless, and its queries have their say in what stays. The paper evicts at once (0).
         kv_elastic: whether requests keep everything until memory is short, their budgets being floors.
         kv_elastic_admission: one of :data:`ADMISSIONS`.
         kv_prefill_tokens: default number of unprotected tokens that a prompt may hold while it is computed;
@@ -192,7 +192,7 @@ class H2OConfig:
     kv_min_tokens: int = 128
     kv_protect: int | str = 0
     kv_protect_max: int | None = None
-    kv_delay: int = 0
+    kv_delay: int = 16
     kv_elastic: bool = False
     kv_elastic_admission: str = "squeeze"
     kv_prefill_tokens: int = 0

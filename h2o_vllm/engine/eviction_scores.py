@@ -41,7 +41,7 @@ def eviction_scores(
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
         keys, values: give one layer's in ``blocks``, in that order, [KH, D, C] and [KH, C / BS, BS, D].
     """
-    old = scores[:, blocks]
+    old = scores.index_select(1, blocks)
     layers, count, heads, block_size = old.shape
     # Protected tokens: not to be spread over their neighbours, not to be lost.
     protected = old == float("inf")
@@ -63,7 +63,7 @@ def eviction_scores(
     )
     if new is not None:
         new = new.view(layers, heads, count, block_size).transpose(1, 2)
-        scores[:, blocks] = new.masked_fill(protected, float("inf"))
+        scores.index_copy_(1, blocks, new.masked_fill(protected, float("inf")))
 
 
 def cleared(scores: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 __all__ = ["Candidates"]
+
+_AT_ONCE = 2**14
+"""Keys or values that are looked at together, in float32: 4 MiB where a head has 64 elements."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,22 @@ class Candidates:
         count = self.scores.shape[-1] - self.known
         start, device = self.fresh_from, self.scores.device
         return torch.arange(start, start + count, dtype=torch.float32, device=device)
+
+    @property
+    def some_layers(self) -> Iterator[range]:
+        """All layers in turn, as many together as fit: of a few tokens a call costs more than its work."""
+        layers, heads, count = self.scores.shape
+        at_once = max(1, _AT_ONCE // (heads * count))
+        for start in range(0, layers, at_once):
+            yield range(start, min(start + at_once, layers))
+
+    def keys_of(self, layers: range) -> Tensor:
+        """[l, KH, D, C], float32."""
+        return torch.stack([self.keys(layer) for layer in layers]).float()
+
+    def values_of(self, layers: range) -> Tensor:
+        """[l, KH, C, D], float32."""
+        return torch.stack([self.values(layer) for layer in layers]).float().flatten(2, 3)
 
     def with_fresh(self, fresh: Tensor) -> Tensor:
         """The scores, with those of the fresh tokens, [L, KH, C - known], replaced."""

@@ -19,9 +19,6 @@ __all__ = ["CAOTEPolicy"]
 _TINY = 1e-20
 """Below any distance between two values."""
 
-_AT_ONCE = 2**16
-"""Values that are looked at together, in float32: 16 MiB where a head has 64 elements."""
-
 
 class CAOTEPolicy(H2ONormPolicy):
     """Keep the tokens with the most attention per query, weighed by how much their values matter.
@@ -39,17 +36,14 @@ class CAOTEPolicy(H2ONormPolicy):
     name: ClassVar[str] = "caote"
 
     def eviction_scores(self, candidates: Candidates) -> Tensor:
-        """Weigh the means of the fresh tokens, as many layers at once as fit."""
+        """Weigh the means of the fresh tokens."""
         scores, known = super().eviction_scores(candidates), candidates.known
         if scores.shape[-1] == known:
             return scores
-        layers, heads, count = scores.shape
-        at_once = max(1, _AT_ONCE // (heads * count))
-        for start in range(0, layers, at_once):
-            some = range(start, min(start + at_once, layers))
-            values = torch.stack([candidates.values(layer) for layer in some]).float().flatten(2, 3)
+        for layers in candidates.some_layers:
+            values = candidates.values_of(layers)
             values -= values.mean(2, keepdim=True)
             distances = torch.linalg.vector_norm(values, dim=-1)
             weights = distances / distances.mean(2, keepdim=True).clamp_min(_TINY)
-            scores[start : some.stop, :, known:] *= weights[..., known:]
+            scores[layers.start : layers.stop, :, known:] *= weights[..., known:]
         return scores

@@ -36,12 +36,12 @@ class KeyDiffPolicy(H2OPolicy):
     scores_at_eviction: ClassVar[bool] = True
 
     def eviction_scores(self, candidates: Candidates) -> Tensor:
-        """All candidates anew, from their keys; layer by layer, as keys are large."""
+        """All candidates anew, from their keys."""
         scores = torch.empty_like(candidates.scores)
-        for layer in range(scores.shape[0]):
-            keys = candidates.keys(layer).float()
+        for layers in candidates.some_layers:
+            keys = candidates.keys_of(layers)
             # Normalising the keys themselves would copy them: scale the products instead.
-            inverse = keys.square().sum(1, keepdim=True).clamp_min(_TINY).rsqrt()
-            anchor = F.normalize(keys @ inverse.mT, dim=1)
-            scores[layer] = ((anchor.mT @ keys) * -inverse).squeeze(1)
+            inverse = keys.square().sum(2, keepdim=True).clamp_min(_TINY).rsqrt()
+            anchor = F.normalize(keys @ inverse.mT, dim=2)
+            scores[layers.start : layers.stop] = ((anchor.mT @ keys) * -inverse).squeeze(2)
         return scores

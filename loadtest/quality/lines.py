@@ -39,10 +39,11 @@ class Point:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The request fields."""
+        """The request fields. A line without a delay has none, whatever the server's default is."""
         if self.line.policy == "full":
             return {"kv_policy": "full"}
-        return {"kv_policy": self.line.policy, "kv_budget": self.budget, **dict(self.line.extras)}
+        asked = {"kv_policy": self.line.policy, "kv_budget": self.budget, "kv_delay": 0}
+        return {**asked, **dict(self.line.extras)}
 
 
 FULL = Point(Line("full", "full"), 1.0)

@@ -10,6 +10,7 @@ import pytest
 
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.config import H2OConfig
+from tests.published import PUBLISHED
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Counts:
 def make_state(
     prompt: int, block_size: int = 16, max_tokens: int = 4096, **asked: object
 ) -> EvictionState:
-    budget = H2OConfig(kv_min_tokens=16).resolve_for(asked, prompt)
+    budget = H2OConfig(kv_min_tokens=16, **PUBLISHED).resolve_for(asked, prompt)
     counts = Counts(prompt, max_tokens, num_tokens=prompt + 1)
     return EvictionState(counts, budget, block_size, 8192)
 

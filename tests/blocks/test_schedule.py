@@ -13,12 +13,13 @@ from h2o_vllm.blocks.schedule import EvictionSchedule, default_blocks
 from h2o_vllm.config import H2OConfig, RequestBudget
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy import blocks_freed
+from tests.published import PUBLISHED
 
 BLOCK = 16
 
 
 def schedule(prompt: int, block_size: int = BLOCK, **asked: object) -> EvictionSchedule:
-    budget = H2OConfig(kv_min_tokens=16).resolve_for(asked, prompt)
+    budget = H2OConfig(kv_min_tokens=16, **PUBLISHED).resolve_for(asked, prompt)
     return EvictionSchedule.of(budget, block_size, prompt)
 
 
@@ -126,7 +127,7 @@ def test_without_a_bound_the_budget_alone_decides(one: EvictionSchedule, seen: i
 def test_pool_has_to_hold_any_request_that_leaves_its_budget_to_the_server(
     options: dict[str, object], expected: int
 ) -> None:
-    config = H2OConfig(kv_min_tokens=16, **options)  # type: ignore[arg-type]
+    config = H2OConfig(kv_min_tokens=16, **{**PUBLISHED, **options})  # type: ignore[arg-type]
     found = default_blocks(config, BLOCK, 1024)
     assert found == expected
     for prompt in range(1, 1024):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine.run_engine import RESULT_MARK
+from tests.published import PUBLISHED
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -122,7 +123,7 @@ def started(model: str, options: dict[str, Any], **h2o: Any) -> Iterator[Engine]
 
         from h2o_vllm.plugin import engine_args
 
-        llm = LLM(model, **options, **engine_args(**h2o))
+        llm = LLM(model, **options, **engine_args(**{**PUBLISHED, **h2o}))
         yield Engine(llm)
         llm.llm_engine.engine_core.shutdown()
     # A started engine freezes vLLM's view of the environment for the whole process.

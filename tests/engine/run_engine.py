@@ -15,8 +15,9 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     from h2o_vllm.plugin import engine_args
+    from tests.published import PUBLISHED
 
-    ours = {} if job["h2o"] is None else engine_args(**job["h2o"])
+    ours = {} if job["h2o"] is None else engine_args(**{**PUBLISHED, **job["h2o"]})
     llm = LLM(job["model"], **{**ours, **job["engine"]})
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in job["prompts"]],

@@ -32,6 +32,7 @@ from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.config import METRICS_KEY
 from h2o_vllm.engine.scheduler import H2OScheduler
 from h2o_vllm.plugin import engine_args, register
+from tests.published import PUBLISHED
 
 __all__ = ["Rig", "check_commuting"]
 
@@ -70,7 +71,7 @@ class Rig:
     ) -> None:
         register()
         init_none_hash(sha256)
-        args = engine_args(**h2o)
+        args = engine_args(**{**PUBLISHED, **h2o})
         model = ModelConfig(model=model_dir, max_model_len=4096, dtype="float32", seed=0)
         self.block_size = block_size
         self.config = VllmConfig(

@@ -18,6 +18,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.common.servers import free_port
+from tests.published import PUBLISHED_OPTIONS
 
 MODEL = "SmolLM2-135M-Instruct"
 KEY = "live-test-key"
@@ -41,6 +42,7 @@ class LiveServer:
             [str(script)] if script.exists() else [sys.executable, "-m", "h2o_vllm.server.cli"]
         )
         command += ["--port", str(self.port), "--enforce-eager", "--max-model-len", "2048"]
+        command += PUBLISHED_OPTIONS
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [*command, *options],

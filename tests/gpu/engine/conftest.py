@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import Engine
+from tests.published import PUBLISHED
 
 REHEARSED = "--rehearse" in sys.argv
 """A null CUDA, whose kernels compute nothing: numbers mean nothing, and prompts must not be chunked (not
@@ -112,7 +113,7 @@ def engine(random_llama: str) -> Iterator[Engine]:
         from h2o_vllm.plugin import engine_args
 
         options = {**ENGINE, **MODES["default"], "skip_tokenizer_init": True}
-        llm = LLM(random_llama, **options, **engine_args(kv_min_tokens=FLOOR))
+        llm = LLM(random_llama, **options, **engine_args(kv_min_tokens=FLOOR, **PUBLISHED))
         yield Engine(llm)
         llm.llm_engine.engine_core.shutdown()
     envs.disable_envs_cache()

@@ -26,8 +26,10 @@ def test_lines_come_from_the_policies_there_are() -> None:
 def test_a_line_carries_fields() -> None:
     line = parse_line("h2o+sinks4", POLICIES, recent=0.3)
     assert Point(line, 0.2).fields == {
-        "kv_policy": "h2o", "kv_budget": 0.2, "kv_sinks": 4, "kv_recent": 0.3,
+        "kv_policy": "h2o", "kv_budget": 0.2, "kv_delay": 0, "kv_sinks": 4, "kv_recent": 0.3,
     }  # fmt: skip
+    # A line means what its name says, whatever the server's default is.
+    assert Point(parse_line("h2o+delay8", POLICIES), 0.2).fields["kv_delay"] == 8
     assert parse_line("h2o+recent1", POLICIES).extras == (("kv_recent", 1.0),)
     assert FULL.fields == {"kv_policy": "full"}
     with pytest.raises(ValueError, match="wanted one of h2o"):

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""H2O as published: what tests speak of where they name no policy, whatever a server's defaults are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["PUBLISHED", "PUBLISHED_OPTIONS"]
+
+PUBLISHED: dict[str, Any] = {"kv_policy": "h2o", "kv_delay": 0}
+"""Of :class:`~h2o_vllm.config.H2OConfig`."""
+
+PUBLISHED_OPTIONS = ("--kv-policy", "h2o", "--kv-delay", "0")
+"""The same for ``h2o-serve``."""

@@ -1,18 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the picture of the page: ``python deploy/playground/render.py http://127.0.0.1:8000 OUT.png``.
+"""Make the pictures of the page, from a server started with ``--kv-playground``.
 
-Asks the sample question of a server started with ``--kv-playground``, in Debian's Chromium, and takes the
-page as it is then. Needs playwright (extra ``test``) and ``apt install chromium``.
+    python deploy/playground/render.py http://127.0.0.1:8000 deploy/playground/playground.png --load
+    python deploy/playground/render.py http://127.0.0.1:8000 deploy/playground/readme.png \\
+        --kv-policy snapkv --width 1000 --scale 2 --answers 700
+
+Asks the sample question in Debian's Chromium and takes the page as it is then. The first is the whole page,
+the second what the README shows: the answers and the text below them, as wide as a README is on GitHub.
+Needs playwright (extra ``test``) and ``apt install chromium``.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import sync_playwright
 
 SECONDS = 600
+MARGIN = 12
+
+# The panel of tokens ends where the picture does, and shows the place of the code in its middle.
+FIT = """height => {
+    const [sides, panel, token] = [".sides", "#tokens", ".current"].map(at => document.querySelector(at));
+    const top = sides.getBoundingClientRect().top;
+    const room = height - (panel.getBoundingClientRect().top - top);
+    // Whole lines.
+    const line = parseFloat(getComputedStyle(panel).lineHeight);
+    const lines = Math.floor(room / line), before = parseFloat(getComputedStyle(panel).paddingTop);
+    panel.style.maxHeight = `${lines * line}px`;
+    const place = Math.floor((token.offsetTop - panel.offsetTop - before) / line);
+    panel.scrollTop = before + (place - Math.floor(lines / 2)) * line;
+    // It marks where the keyboard is.
+    token.classList.remove("current");
+    return top + scrollY;
+}"""
 
 
 def main() -> None:
@@ -20,7 +43,11 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("out", type=Path)
     parser.add_argument("--kv-policy", default="h2o")
-    parser.add_argument("--width", type=int, default=1100)
+    parser.add_argument("--width", type=int, default=1100, help="of the window, in CSS pixels")
+    parser.add_argument("--scale", type=int, default=1, help="device pixels of a CSS pixel")
+    parser.add_argument(
+        "--answers", type=int, metavar="HEIGHT", help="only the answers and the text, so high"
+    )
     parser.add_argument("--dark", action="store_true")
     parser.add_argument(
         "--load", action="store_true", help="press both buttons for 16 requests too"
@@ -32,6 +59,7 @@ def main() -> None:
         )
         page = browser.new_page(
             viewport={"width": args.width, "height": 900},
+            device_scale_factor=args.scale,
             color_scheme="dark" if args.dark else "light",
         )
         page.set_default_timeout(1000 * SECONDS)
@@ -45,8 +73,17 @@ def main() -> None:
         for number, button in enumerate(("#load-full", "#load-low") if args.load else (), start=1):
             page.click(button)
             page.wait_for_selector(f"#loads tbody tr:nth-child({number})")
-        page.screenshot(path=args.out, full_page=True)
+        page.screenshot(path=args.out, full_page=True, **_clip(page, args))
         browser.close()
+
+
+def _clip(page: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """What of the page is taken, as Playwright wants it said; nothing: all of it."""
+    if args.answers is None:
+        return {}
+    top = page.evaluate(FIT, args.answers - 2 * MARGIN)
+    box = {"x": 0, "y": top - MARGIN, "width": args.width, "height": args.answers}
+    return {"clip": box}
 
 
 if __name__ == "__main__":

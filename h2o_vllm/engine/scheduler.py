@@ -33,7 +33,7 @@ from h2o_vllm.engine.orphan import end_with_parent
 from h2o_vllm.engine.siblings import SiblingReports
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.engine.timing import eviction_seconds
-from h2o_vllm.engine.trace import traced_evictions
+from h2o_vllm.engine.trace import HeadsOfAllRanks, traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.metrics.meter import Meter
 
@@ -99,7 +99,11 @@ class H2OScheduler(LimitingScheduler):
     def _made_traces(self) -> Traces:
         groups = self.kv_cache_config.kv_cache_groups
         group = next(g for g in groups if isinstance(g.kv_cache_spec, H2OAttentionSpec))
-        return Traces(len(group.layer_names), group.kv_cache_spec.num_kv_heads)
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        heads = HeadsOfAllRanks(ranks, self.vllm_config.model_config.get_total_num_kv_heads())
+        return Traces(
+            len(group.layer_names), heads.distinct_ranks * group.kv_cache_spec.num_kv_heads
+        )
 
     def add_request(self, request: Request) -> None:
         """Track the request, then queue it. Never raises for what a client sent."""

@@ -104,10 +104,6 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             "not tested with evictions; use --tensor-parallel-size, or replicas",
         ),
         (
-            bool(_option(config, "kv_trace")) and parallel.tensor_parallel_size > 1,
-            "--kv-trace and --tensor-parallel-size above 1: a trace would show the heads of one rank only",
-        ),
-        (
             cache.cache_dtype not in _KV_DTYPES,
             f"--kv-cache-dtype {cache.cache_dtype}: quantised KV is not scored yet. Eviction at "
             "--kv-cache-dtype auto saves more memory than fp8 at any budget below 0.5",

@@ -2,7 +2,8 @@
 """Which tokens the evictions of traced requests take. Worker process, CPU only.
 
 Positions lie in little pages like a layer's KV, heads of one element wide, and the kernel that moves the KV
-moves them, by the same scores: what a trace says is what the kernel does.
+moves them, by the same scores: what a trace says is what the kernel does. Under tensor parallelism the ranks
+tell each other what their heads lost, as only one of them answers the scheduler.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
 from h2o_vllm.blocks.trace import TracedEviction
 from h2o_vllm.engine.output_notes import noted
 from h2o_vllm.kernels import cpu as kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from vllm.v1.outputs import ModelRunnerOutput
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
 
-__all__ = ["TraceRecorder", "traced_evictions"]
+__all__ = ["HeadsOfAllRanks", "TraceRecorder", "traced_evictions"]
 
 ATTRIBUTE = "h2o_traced_evictions"
 
@@ -47,9 +49,14 @@ class _Ranked:
 
 
 class TraceRecorder:
-    """Follows positions through compaction, and hands over what was lost with each step's output."""
+    """Follows positions through compaction, and hands over what was lost with each step's output.
 
-    def __init__(self) -> None:
+    Args:
+        of_all_ranks: makes what all heads lost of what this rank's heads did.
+    """
+
+    def __init__(self, of_all_ranks: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._of_all_ranks = of_all_ranks
         self._ranked: dict[str, _Ranked] = {}
         self._noted: list[TracedEviction] = []
 
@@ -90,7 +97,7 @@ class TraceRecorder:
             ranked.positions[block] = after[:, place]
         for block in doomed:
             del ranked.positions[block]
-        lost = _difference(_by_head(before), _by_head(after[:, : len(heavy)]))
+        lost = self._of_all_ranks(_difference(_by_head(before), _by_head(after[:, : len(heavy)])))
         self._noted.append(TracedEviction(eviction.request_id, eviction.seen, first, lost.numpy()))
 
     def attach(self, output: Any) -> Any:
@@ -99,6 +106,34 @@ class TraceRecorder:
             return output
         noted_evictions, self._noted = tuple(self._noted), []
         return noted(output, ATTRIBUTE, noted_evictions)
+
+
+@dataclass(frozen=True)
+class HeadsOfAllRanks:
+    """Joins what the ranks of tensor parallelism know of their KV heads. Each has to call, in the same order.
+
+    Every eviction comes to all ranks in the plan of its step, and so does which requests are traced.
+
+    Args:
+        ranks: how many there are. kv_heads: of the model; where they are fewer than ranks, several
+            neighbours hold the same one.
+    """
+
+    ranks: int
+    kv_heads: int
+
+    @property
+    def distinct_ranks(self) -> int:
+        """How many ranks together hold each head once."""
+        return min(self.ranks, self.kv_heads)
+
+    def __call__(self, lost: torch.Tensor) -> torch.Tensor:
+        """[L, KH of this rank, n] -> [L, KH, n], int32."""
+        if self.ranks == 1:
+            return lost
+        parts = [torch.empty_like(lost) for _ in range(self.ranks)]
+        torch.distributed.all_gather(parts, lost, group=get_tp_group().cpu_group)
+        return torch.cat(parts[:: self.ranks // self.distinct_ranks], dim=1)
 
 
 def _compacted(positions: torch.Tensor, scores: torch.Tensor, heavy: int) -> torch.Tensor:

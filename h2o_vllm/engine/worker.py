@@ -25,7 +25,7 @@ from h2o_vllm.engine.compat import runner_metadata_builders
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.engine.timing import EvictionTimer
-from h2o_vllm.engine.trace import TraceRecorder
+from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,7 +140,12 @@ class EvictingWorker(WorkerBase, Generic[State]):
         ]
         state = self._make_state(layers, group)
         if self._h2o_config().kv_trace:
-            state.recorder = TraceRecorder()
+            state.recorder = TraceRecorder(
+                HeadsOfAllRanks(
+                    self.parallel_config.tensor_parallel_size,
+                    self.model_config.get_total_num_kv_heads(),
+                )
+            )
         self._bind_builder(builder, state)
         for index, layer in enumerate(layers):
             layer.impl.bind(state, index)

@@ -89,7 +89,7 @@ def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H
     """
     _refuse_other_frontends(args)
     if args.kv_playground:
-        config = playground.with_traces(config, args.tensor_parallel_size)
+        config = playground.with_traces(config)
     _set_engine_args(args, parser, config)
     if MIDDLEWARE not in args.middleware:
         # First in the list is innermost: a user's own (compression, say) sees our finished answer.

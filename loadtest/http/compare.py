@@ -2,14 +2,17 @@
 """Full KV against a budget, on live servers under Locust: tokens per second, latencies, and a report.
 
     python -m loadtest.http.compare [--budgets 1.0 0.2] [--vllm] [--rounds 3] [--out loadtest/results]
+    python -m loadtest.http.compare --playground --budgets none 0.2 [--blocks 1601]
     python -m loadtest.http.compare --vllm --budgets 0.2 0.2+elastic --rates 0.1 0.2 0.4 --forced
 
 Starts ``h2o-serve`` with a pool of KV blocks that is too small for all users (or takes ``--url``), and lets
 Locust send the same prompts once for each budget. With ``--vllm`` plain vLLM with the same flags is a third
-variant, one server at a time. Rounds alternate the order, so that a slow minute of the machine hits all;
-each run has its own ``cache_salt``, so that none finds the prompts of another in the prefix cache. With
-``--rates`` requests come at random times (open loop), at each rate in turn; with ``--forced`` answers are
-given texts, and the report says what they lost in likelihood. Writes JSON lines, Markdown and PNG.
+variant, one server at a time. With ``--playground`` each budget is also asked of a server that has the page
+``/h2o/`` and allows traces, though nobody opens the one or asks for the other: what that costs. Rounds
+alternate the order, so that a slow minute of the machine hits all; each run has its own ``cache_salt``, so
+that none finds the prompts of another in the prefix cache. With ``--rates`` requests come at random times
+(open loop), at each rate in turn; with ``--forced`` answers are given texts, and the report says what they
+lost in likelihood. Writes JSON lines, Markdown and PNG.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ from loadtest.http.records import ALL, Run, read_runs, summarise, write_runs
 from loadtest.http.report import write_report
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-OURS, VLLM = "h2o-serve", "vllm"
-PROGRAMS = {OURS: H2O_SERVE, VLLM: VLLM_SERVE}
+OURS, PAGED, VLLM = "h2o-serve", "h2o-serve --kv-playground", "vllm"
+PROGRAMS = {OURS: H2O_SERVE, PAGED: (*H2O_SERVE, "--kv-playground"), VLLM: VLLM_SERVE}
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class ServerConfig:
 
     Attributes:
         name: how it is called in tables and pictures.
-        server: ``OURS`` or ``VLLM``.
+        server: ``OURS``, ``PAGED`` or ``VLLM``.
         budget: as ``--budgets`` of the load test takes it.
     """
 
@@ -102,6 +105,10 @@ def run_rounds(args: argparse.Namespace, path: Path) -> None:
 def configurations(args: argparse.Namespace) -> list[ServerConfig]:
     """What is compared; the first is the baseline."""
     configs = [ServerConfig(label(budget), OURS, budget) for budget in args.budgets]
+    if args.playground:
+        configs += [
+            ServerConfig(f"{label(budget)}, page", PAGED, budget) for budget in args.budgets
+        ]
     if not (args.vllm or args.vllm_url):
         return configs
     plain = ServerConfig("vLLM", VLLM, "none")
@@ -125,6 +132,8 @@ def alternating(
 
 def label(budget: str) -> str:
     """How a budget is called in tables and pictures."""
+    if budget == "none":
+        return "no budget"
     return "full KV" if budget in ("1", "1.0") else f"kv_budget {budget.replace('+', ', ')}"
 
 
@@ -154,6 +163,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     server.add_argument("--url", help="of a running h2o-serve; otherwise one is started")
     server.add_argument("--vllm", action="store_true", help="compare plain vLLM as well")
     server.add_argument("--vllm-url", help="of a running vLLM; otherwise one is started")
+    server.add_argument("--playground", action="store_true",
+                        help="compare servers with --kv-playground, too")  # fmt: skip
     server.add_argument("--model", help="to serve; otherwise the embedded one")
     server.add_argument("--blocks", type=int, default=201,
                         help="KV blocks of the pool, the null block included")  # fmt: skip
@@ -166,6 +177,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.rounds, args.users, args.requests) < 1:
         parser.error("--rounds, --users and --requests must be at least 1")
+    if args.url and args.playground:
+        parser.error("--playground starts its servers: leave --url out")
     if any(rate <= 0 or rate * args.seconds < 1 for rate in args.rates):
         parser.error("--rates must be above 0, and so high that --seconds see a request")
     return args
@@ -178,7 +191,7 @@ class Servers(contextlib.ExitStack):
         super().__init__()
         self._args = args
         self._folder = folder
-        self._given = {OURS: args.url, VLLM: args.vllm_url}
+        self._given = {OURS: args.url, VLLM: args.vllm_url, PAGED: None}
         self._name = ""
         self._live: Server | None = None
 

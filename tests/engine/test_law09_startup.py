@@ -72,14 +72,6 @@ def test_unsupported_options_are_refused_by_name(
         check_supported(config)
 
 
-def test_a_trace_of_one_rank_is_refused(model_dir: str) -> None:
-    config = Rig(model_dir, 20, kv_trace=True).config
-    check_supported(config)
-    config.parallel_config.tensor_parallel_size = 2
-    with pytest.raises(ConfigError, match="--kv-trace and --tensor-parallel-size"):
-        check_supported(config)
-
-
 def test_a_scheduler_without_our_block_manager_does_not_start(rig: Rig) -> None:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     with pytest.raises(ConfigError, match="FullAttentionManager"):

@@ -22,6 +22,8 @@ ASKED: list[dict[str, Any] | None] = [
     {"kv_budget_tokens": 150, "kv_protect": 60},
 ]
 
+TRACED: dict[str, Any] = {"kv_budget": 0.3, "kv_trace": True}
+
 MORE: list[dict[str, Any]] = [
     {"kv_budget": 0.2, "kv_prefill_tokens": 160},
     {"kv_budget": 0.2, "kv_elastic": True},
@@ -81,7 +83,7 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_law11_two_ranks_give_the_tokens_of_one(random_llama: Path) -> None:
     generator = torch.Generator().manual_seed(1)
-    asked = [*ASKED, *MORE]
+    asked = [*ASKED, *MORE, TRACED]
     prompts = [
         torch.randint(0, 512, (300 + 90 * i,), generator=generator).tolist()
         for i in range(len(asked))
@@ -93,7 +95,7 @@ def test_law11_two_ranks_give_the_tokens_of_one(random_llama: Path) -> None:
             run_engine(
                 str(random_llama),
                 prompts,
-                h2o={"kv_min_tokens": 64},
+                h2o={"kv_min_tokens": 64, "kv_trace": True},
                 asked=asked,
                 engine={
                     "tensor_parallel_size": ranks,
@@ -109,7 +111,10 @@ def test_law11_two_ranks_give_the_tokens_of_one(random_llama: Path) -> None:
     assert [r["tokens"] for r in one] == [r["tokens"] for r in two]
     assert [r["report"] for r in one] == [r["report"] for r in two]
     budgets_held(one[: len(ASKED)], 32)
-    bounded, *elastic = (result["report"] for result in one[len(ASKED) :])
+    bounded, *elastic, traced = (result["report"] for result in one[len(ASKED) :])
+    # Compared above, with the heads of both ranks in it.
+    trace = traced["trace"]
+    assert trace["evicted_at"] and len({str(head) for head in trace["lost"][0]}) > 1
     assert bounded["squeezed_at"] == bounded["prefill_tokens"] == 160
     # More than the pool holds: somebody had to yield.
     assert any(report["squeezed_at"] is not None for report in elastic)

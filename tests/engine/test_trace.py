@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ import torch
 
 from h2o_vllm.blocks.plan import Eviction, EvictionParams
 from h2o_vllm.blocks.trace import TracedEviction, Traces
+from h2o_vllm.engine import trace as trace_module
 from h2o_vllm.engine.cpu.state import CPUState
-from h2o_vllm.engine.trace import TraceRecorder
+from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from tests.engine.conftest import Engine, kept_of, report_of, tokens_of
 from tests.engine.fidelity import STEPS, expect
 from tests.engine.scheduling import Rig
 
 LAYERS, HEADS, BLOCK, SIZE, BLOCKS = 2, 3, 16, 16, 12
+ALONE = HeadsOfAllRanks(1, HEADS)
 
 
 def decoded(runs: list[int]) -> list[int]:
@@ -64,7 +67,7 @@ def state_of_positions() -> CPUState:
     scores[:, 1, :, :4] = float("inf")
     return CPUState(
         scores=scores, kv_cache_group=0, first_kv_head=0, kv_caches=caches,
-        row_request_ids=list, recorder=TraceRecorder(),
+        row_request_ids=list, recorder=TraceRecorder(ALONE),
     )  # fmt: skip
 
 
@@ -113,7 +116,7 @@ def test_a_trace_is_what_lies_in_the_blocks(monkeypatch: pytest.MonkeyPatch, ker
 
 
 def test_a_window_loses_whole_blocks_in_every_head() -> None:
-    recorder = TraceRecorder()
+    recorder = TraceRecorder(ALONE)
     recorder.start({"r": EvictionParams("window", 100, traced=True)})
     first = Eviction("r", (), (5, 6), (1, 2), "window", (4, 5, 6, 7), 0)
     for eviction in (first, Eviction("r", (), (7, 8), (3, 4), "window", (8,), 64), first):
@@ -123,6 +126,27 @@ def test_a_window_loses_whole_blocks_in_every_head() -> None:
         for layer in range(LAYERS):
             for head in range(HEADS):
                 assert sorted(noted.lost[layer, head].tolist()) == list(range(*lost))
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 6), (2, 6), (3, 6), (6, 6), (6, 2), (4, 1)])
+def test_ranks_join_each_head_once_and_in_order(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, kv_heads: int
+) -> None:
+    """What vLLM gives to each rank; where heads are fewer, neighbours hold the same one."""
+    lost = torch.arange(LAYERS * kv_heads * 5, dtype=torch.int32).view(LAYERS, kv_heads, 5)
+    each = max(1, kv_heads // ranks)
+    parts = [lost[:, rank * kv_heads // ranks :][:, :each] for rank in range(ranks)]
+
+    def gather(into: list[torch.Tensor], own: torch.Tensor, group: object) -> None:
+        assert group == "hosts" and own.is_contiguous()
+        for tensor, part in zip(into, parts, strict=True):
+            tensor.copy_(part)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    monkeypatch.setattr(trace_module, "get_tp_group", lambda: SimpleNamespace(cpu_group="hosts"))
+    heads = HeadsOfAllRanks(ranks, kv_heads)
+    assert torch.equal(heads(parts[0].contiguous()), lost)
+    assert heads.distinct_ranks * each == kv_heads
 
 
 @pytest.mark.e2e

@@ -483,4 +483,10 @@ MUTANTS = (
         "first = ranked.begins is None",
         ("tests/engine/test_trace.py",),
     ),
+    Mutant(
+        "trace-joins-a-head-as-often-as-ranks-hold-it",
+        "parts[:: self.ranks // self.distinct_ranks]",
+        "parts[: self.distinct_ranks]",
+        ("tests/engine/test_trace.py",),
+    ),
 )

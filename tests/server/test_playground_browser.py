@@ -52,8 +52,9 @@ class Visit:
     """The page, opened by somebody who has the key; what it asked for and what it complained of."""
 
     def __init__(
-        self, browser: Any, server: LiveServer, *, script: str = KEY_KNOWN, **options: Any
-    ) -> None:
+        self, browser: Any, server: LiveServer, *, script: str = KEY_KNOWN, path: str = "/h2o/",
+        **options: Any,
+    ) -> None:  # fmt: skip
         credentials = {"username": "anybody", "password": KEY}
         self.context = browser.new_context(http_credentials=credentials, **options)
         self.context.add_init_script(script)
@@ -64,7 +65,7 @@ class Visit:
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
-        self.page.goto(f"{server.url}/h2o/")
+        self.page.goto(f"{server.url}{path}")
 
     def _heard(self, message: Any) -> None:
         if message.type in ("error", "warning"):
@@ -105,6 +106,26 @@ class Visit:
         self.page.eval_on_selector(f"#{name}", script, str(value))
 
 
+class Routed:
+    """Answers of the chat route as somebody else would give them, within the block."""
+
+    def __init__(self, visit: Visit, body: str, status: int = 200, *, traced: bool = False) -> None:
+        self.page = visit.page
+        self.body, self.status, self.traced = body, status, traced
+
+    def __enter__(self) -> None:
+        self.page.route("**/v1/chat/completions", self._answer)
+
+    def __exit__(self, *_: object) -> None:
+        self.page.unroute("**/v1/chat/completions")
+
+    def _answer(self, route: Any) -> None:
+        if self.traced and "kv_trace" not in (route.request.post_data or ""):
+            route.continue_()
+        else:
+            route.fulfill(status=self.status, body=self.body)
+
+
 def is_traced(response: Any) -> bool:
     return response.url.endswith("/chat/completions") and "kv_trace" in (
         response.request.post_data or ""
@@ -126,7 +147,7 @@ def test_both_answers_stand_with_what_the_server_reports(
     visit: Visit, report: dict[str, Any]
 ) -> None:
     for side in ("kept", "full"):
-        lines = visit.page.locator(f"#{side}-side .log p").all_inner_texts()
+        lines = visit.page.locator(f"#{side}-side .log p:not(.note)").all_inner_texts()
         assert len(lines) == 2 and all(lines)
     kept, full = visit.shown("kept"), visit.shown("full")
     counts = {"tokens seen": "tokens_seen", "held": "tokens_held", "evicted": "tokens_evicted"}
@@ -134,6 +155,24 @@ def test_both_answers_stand_with_what_the_server_reports(
         assert int(kept[name].replace(",", "")) == report[key]
     assert (kept["lossless"], full["lossless"]) == ("no", "yes")
     assert full["evicted"] == "0" and full["held"] == full["tokens seen"]
+    line = visit.page.inner_text("#kept-side .held")
+    assert line.strip() == f"Holds the KV of {kept['held']} of {kept['tokens seen']} tokens"
+    bar, part = (
+        visit.page.locator(f"#kept-side .bar{inner}").bounding_box()["width"]
+        for inner in ("", " span")
+    )
+    assert part / bar == pytest.approx(report["tokens_held"] / report["tokens_seen"], abs=0.01)
+
+
+def test_it_says_whether_the_code_was_found(visit: Visit, report: dict[str, Any]) -> None:
+    """The tiny model does not know it; whoever does is said to."""
+    note = visit.page.locator("#kept-side .note")
+    assert note.inner_text().startswith("The code is 4821: not found. Try kv_policy snapkv")
+    answer = {"choices": [{"delta": {"content": "It is 4821."}}]}
+    with Routed(visit, f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"):
+        visit.page.click("#find")
+        visit.page.wait_for_selector("#ask:enabled")
+    assert note.inner_text() == "The code is 4821: found."
 
 
 def test_the_shades_are_those_of_the_trace(visit: Visit, report: dict[str, Any]) -> None:
@@ -190,10 +229,14 @@ def test_arrow_keys_move_from_token_to_token(visit: Visit, report: dict[str, Any
 def test_sixteen_requests_leave_a_row(visit: Visit) -> None:
     visit.page.click("#load-low")
     visit.page.wait_for_selector("#loads tbody tr")
-    budget, _, _, seen, held, peak = visit.page.locator("#loads tbody td").all_inner_texts()
+    budget, _, _, seen, held, peak, fit = visit.page.locator("#loads tbody td").all_inner_texts()
     # A tiny model on a busy core may be done before the page has read the metrics.
     assert budget == "0.2" and (peak == "-" or int(peak) > 0)
     assert 0 < int(held) < int(seen) / 2
+    gauges = visit.page.locator("#gauges div").all_inner_texts()
+    (pool,) = (row.split("\n")[1] for row in gauges if row.startswith("blocks in the pool"))
+    blocks = int(pool.replace(",", ""))
+    assert fit == ("-" if peak == "-" else str(16 * blocks // int(peak)))
 
 
 def test_a_larger_budget_holds_more(visit: Visit, report: dict[str, Any]) -> None:
@@ -218,6 +261,70 @@ def test_a_refusal_is_shown_in_the_servers_words(browser: Any, server: LiveServe
     assert "kv_recent must be a number in [0, 1], got 1.5 (HTTP 400)" in visit.page.inner_text(
         "#problem"
     )
+
+
+@pytest.mark.parametrize("body", ["", 'data: {"choices": [{"delta": {"content": "The"}}]}\n\n'])
+def test_an_answer_that_breaks_off_is_no_answer(
+    browser: Any, server: LiveServer, body: str
+) -> None:
+    visit = Visit(browser, server).ready()
+    with Routed(visit, body):
+        visit.page.click("#ask")
+        visit.page.wait_for_selector("#problem:visible")
+    assert "broke off" in visit.page.inner_text("#problem")
+    for side in ("kept", "full"):
+        lines = visit.page.locator(f"#{side}-side .log p").all_inner_texts()
+        assert "Not answered to the end" in lines[-1] and len(lines) == (3 if body else 2)
+
+
+def test_who_stops_an_answer_may_go_on(browser: Any, server: LiveServer) -> None:
+    visit = Visit(browser, server).ready()
+    visit.page.fill("#max-tokens", "1900")
+    visit.page.click("#ask")
+    visit.page.click("#stop")
+    visit.page.wait_for_selector("#ask:enabled")
+    assert "Not answered to the end" in visit.page.inner_text("#kept-side .note")
+    assert not visit.page.is_visible("#problem")
+    visit.ask()
+    assert visit.shown("kept")["lossless"] == "no"
+
+
+def test_an_answer_comes_without_its_trace_where_too_many_are_traced(
+    browser: Any, server: LiveServer
+) -> None:
+    visit = Visit(browser, server).ready()
+    refusal = "kv_trace: 4 requests are traced, no more at a time; try again later"
+    body = json.dumps({"error": {"message": refusal}})
+    visit.page.fill("#max-tokens", "40")
+    with Routed(visit, body, 429, traced=True):
+        visit.page.click("#find")
+        visit.page.wait_for_selector("#ask:enabled")
+    assert refusal in visit.page.inner_text("#no-picture")
+    assert visit.shown("kept")["lossless"] == "no" and not visit.page.is_visible("#problem")
+
+
+def test_a_server_that_does_not_trace_compares_answers(browser: Any, server: LiveServer) -> None:
+    def without(route: Any) -> None:
+        config = route.fetch().json()
+        config["limits"]["kv_trace"] = False
+        route.fulfill(json=config)
+
+    visit = Visit(browser, server, path="/health")
+    visit.page.route("**/plugins/h2o/config", without)
+    visit.page.goto(f"{server.url}/h2o/")
+    visit.ready().page.fill("#max-tokens", "8")
+    assert "does not trace" in visit.page.inner_text("#no-picture")
+    visit.page.click("#find")
+    visit.page.wait_for_selector("#ask:enabled")
+    assert visit.shown("full")["lossless"] == "yes" and not visit.page.is_visible("#problem")
+
+
+def test_a_server_that_is_gone_is_said_to_be(browser: Any, server: LiveServer) -> None:
+    visit = Visit(browser, server).ready()
+    visit.page.route("**/v1/**", lambda route: route.abort())
+    visit.page.click("#ask")
+    visit.page.wait_for_selector("#problem:visible")
+    assert visit.page.inner_text("#problem") == "The server cannot be reached."
 
 
 def test_who_has_no_key_is_asked_for_it(browser: Any, server: LiveServer) -> None:

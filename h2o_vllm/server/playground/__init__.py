@@ -21,16 +21,14 @@ __all__ = ["PATH", "attach", "is_page", "with_traces"]
 PATH = "/h2o/"
 
 
-def with_traces(config: H2OConfig, ranks: int) -> H2OConfig:
+def with_traces(config: H2OConfig) -> H2OConfig:
     """``config``, by which the page may ask for traces where the engine would start with them.
 
-    Args:
-        ranks: of tensor parallelism; see :mod:`h2o_vllm.engine.support`.
+    Which is on CPUs: see :mod:`h2o_vllm.engine.support`.
     """
     from vllm.platforms import current_platform
 
-    possible = current_platform.device_type == "cpu" and ranks == 1
-    return replace(config, kv_trace=True) if possible else config
+    return replace(config, kv_trace=True) if current_platform.device_type == "cpu" else config
 
 
 def attach(application: Any) -> None:

@@ -79,6 +79,25 @@ def test_rate_that_sends_nothing_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "--rates" in capsys.readouterr().err
 
 
+def test_a_server_with_the_page_is_compared_for_each_budget() -> None:
+    args = compare.parse_arguments(["--playground", "--budgets", "none", "0.2"])
+    configs = compare.configurations(args)
+    assert [(config.name, config.server, config.budget) for config in configs] == [
+        ("no budget", "h2o-serve", "none"),
+        ("kv_budget 0.2", "h2o-serve", "0.2"),
+        ("no budget, page", "h2o-serve --kv-playground", "none"),
+        ("kv_budget 0.2, page", "h2o-serve --kv-playground", "0.2"),
+    ]
+    with_page, without = (compare.PROGRAMS[config.server] for config in (configs[2], configs[0]))
+    assert with_page == (*without, "--kv-playground")
+
+
+def test_a_running_server_gets_no_page(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(["--playground", "--url", "http://127.0.0.1:1"])
+    assert "--playground" in capsys.readouterr().err
+
+
 def rated() -> list[Run]:
     """Two rates. Plain vLLM: 100 tokens per second, NLL 2; a budget: 200 and 300, NLL 2.1 and 2.2."""
     found = []

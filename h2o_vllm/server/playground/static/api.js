@@ -22,14 +22,17 @@ export async function ask(path, body, signal) {
   const key = sessionStorage.getItem(STORED);
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body) headers["Content-Type"] = "application/json";
-  const response = await fetch(new URL(path, root), {
-    method: body ? "POST" : "GET",
-    headers,
-    body: body && JSON.stringify(body),
-    signal,
-  });
+  const options = { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal };
+  const response = await reached(fetch(new URL(path, root), options), "The server cannot be reached.");
   if (!response.ok) throw new ServerError(response.status, await reason(response));
   return response;
+}
+
+/** Browsers say of a lost connection what each likes to. */
+function reached(promise, otherwise) {
+  return promise.catch((error) => {
+    throw error instanceof TypeError ? new Error(otherwise) : error;
+  });
 }
 
 async function reason(response) {
@@ -42,18 +45,20 @@ async function reason(response) {
   }
 }
 
-/** The data of each server-sent event, parsed, until the stream ends. */
+/** The data of each server-sent event, parsed, until [DONE]. */
 export async function* events(response) {
+  const broken = "The connection broke off before the answer was complete.";
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let partial = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
+    const { value, done } = await reached(reader.read(), broken);
+    if (done) throw new Error(broken);
     const parts = (partial + value).split("\n\n");
     partial = parts.pop();
     for (const part of parts) {
       const data = part.startsWith("data: ") ? part.slice(6) : "";
-      if (data && data !== "[DONE]") yield JSON.parse(data);
+      if (data === "[DONE]") return;
+      if (data) yield JSON.parse(data);
     }
   }
 }

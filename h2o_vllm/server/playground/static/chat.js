@@ -3,12 +3,15 @@
 
 import { ask, events } from "./api.js";
 
+const ENOUGH = 16; // tokens; the speed of fewer is that of whatever else runs
+
 /**
  * Asks for an answer.
  *
  * @param body model, messages and max_tokens, and the budget fields.
  * @param onText is given each new piece of the answer.
- * @returns text; tokenIds of prompt and answer; report, the kv_cache object; perSecond, tokens after the first.
+ * @returns text; tokenIds of prompt and answer; report, the kv_cache object; perSecond, of tokens after the first,
+ *   null for a short answer.
  */
 export async function answer(body, onText, signal) {
   const stream = {
@@ -34,6 +37,6 @@ export async function answer(body, onText, signal) {
     result.text += piece;
     onText(piece);
   }
-  if (last > first) result.perSecond = ((answered - 1) * 1000) / (last - first);
+  if (answered >= ENOUGH) result.perSecond = ((answered - 1) * 1000) / (last - first);
   return result;
 }

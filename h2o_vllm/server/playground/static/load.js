@@ -9,8 +9,8 @@ const REQUESTS = 16;
 const MAX_TOKENS = 128;
 const CHARACTERS = 2400; // some 500 tokens
 
-/** Sends them and adds a row to the table. */
-export async function send(model, budget) {
+/** Sends them and adds a row to the table. `blocks` are those of the pool. */
+export async function send(model, budget, blocks) {
   // Another first line for each: none reads the prompt of another from the prefix cache.
   const prompt = Array.from(
     { length: REQUESTS },
@@ -30,6 +30,7 @@ export async function send(model, budget) {
     result.kv_cache.tokens_held,
     // Over before anybody looked: not known.
     peak || "-",
+    peak ? Math.floor((REQUESTS * blocks) / peak) : "-",
   ];
   for (const value of cells) row.insertCell().textContent = String(value);
   const table = document.getElementById("loads");

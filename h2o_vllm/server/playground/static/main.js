@@ -7,7 +7,7 @@ import { start as startGauges } from "./gauges.js";
 import { send } from "./load.js";
 import { connect as connectPicture, show, showNothing } from "./picture.js";
 import { showReport } from "./report.js";
-import { FACT, QUESTION, TEXT } from "./sample.js";
+import { CODE, FACT, QUESTION, TEXT } from "./sample.js";
 
 const element = (id) => document.getElementById(id);
 const MAX_FULL = 1;
@@ -21,6 +21,7 @@ async function begin() {
     config = await (await ask("plugins/h2o/config")).json();
   } catch (error) {
     element("key-form").hidden = error.status !== 401;
+    element("server").textContent = "";
     return complain(error.status === 401 ? new Error("This server wants its API key.") : error);
   }
   element("key-form").hidden = true;
@@ -44,8 +45,8 @@ async function begin() {
   if (limits.kv_budget_max < MAX_FULL)
     say("full", "note", `This server keeps at most ${limits.kv_budget_max}: there is no full KV to compare with.`);
   if (!limits.kv_trace)
-    showNothing("This server does not trace: it was started with --no-kv-playground and without --kv-trace, " +
-      "or on a device where tracing is refused.");
+    showNothing("This server cannot show which tokens are kept: it does not trace. Servers on CPUs do, " +
+      "and keep the same tokens; see --kv-trace.");
   showBudget();
   startGauges(config);
 }
@@ -78,19 +79,23 @@ async function askBoth(question) {
     say(side, "user", question);
     return askOne(side, content, budget);
   });
-  const failed = (await Promise.allSettled(asked)).find((one) => one.status === "rejected");
-  if (failed && failed.reason.name !== "AbortError") complain(failed.reason);
+  const failed = (await Promise.allSettled(asked)).filter((one) => one.status === "rejected");
+  const reason = failed.map((one) => one.reason).find((error) => error.name !== "AbortError");
+  if (reason) complain(reason);
   running = null;
   setBusy(false);
 }
 
 async function askOne(side, content, budget) {
+  element(`${side}-title`).textContent =
+    side === "full" ? "Full KV" : `kv_budget ${budget.kv_budget}, ${budget.kv_policy}`;
   const line = say(side, "assistant", "");
   const messages = [...chats[side], { role: "user", content }];
   const body = {
     model: config.models[0],
     messages,
-    max_tokens: element("max-tokens").valueAsNumber,
+    // Left empty it would be all that the model can.
+    max_tokens: Number(element("max-tokens").value || element("max-tokens").defaultValue),
     ...budget,
   };
   const log = line.parentElement;
@@ -98,14 +103,29 @@ async function askOne(side, content, budget) {
     line.append(piece);
     log.scrollTop = log.scrollHeight;
   };
-  const result = await traceIfPossible(body, (one) => answer(one, onText, running.signal));
+  let result;
+  try {
+    result = await traceIfPossible(body, (one) => answer(one, onText, running.signal));
+  } catch (error) {
+    if (!line.textContent) line.remove();
+    say(side, "note", "Not answered to the end; the chat goes on without this question.");
+    throw error;
+  }
   chats[side] = [...messages, { role: "assistant", content: result.text }];
-  showReport(element(`${side}-side`).querySelector("dl"), result);
+  showReport(element(`${side}-side`), result);
+  if (content.includes(FACT)) say(side, "note", verdict(result));
   if (result.report?.trace) {
     const ids = { token_ids: result.tokenIds };
     const { pieces } = await (await ask("h2o/pieces", ids, running.signal)).json();
     show(result.report.trace, pieces, FACT);
   }
+}
+
+/** What came of the hidden code. */
+function verdict({ text, report }) {
+  if (text.includes(CODE)) return `The code is ${CODE}: found.`;
+  const advice = "Try kv_policy snapkv, kv_protect the prompt, a kv_delay or a larger budget.";
+  return `The code is ${CODE}: not found. ${report?.tokens_evicted ? advice : ""}`;
 }
 
 /** An answer does not fail because its trace is refused: too long, or too many at a time. */
@@ -145,6 +165,7 @@ function clear() {
   for (const side of ["kept", "full"]) {
     element(`${side}-side`).querySelector(".log").replaceChildren();
     element(`${side}-side`).querySelector("dl").replaceChildren();
+    element(`${side}-side`).querySelector(".held").hidden = true;
   }
 }
 
@@ -156,7 +177,7 @@ async function load(button, budget) {
   button.disabled = true;
   complain(null);
   try {
-    await send(config.models[0], budget);
+    await send(config.models[0], budget, config.kv_cache.num_blocks);
   } catch (error) {
     complain(error);
   }

@@ -77,7 +77,7 @@ function draw() {
   const nowhere = alive.filter((share) => share === 0).length;
   const mean = alive.reduce((sum, share) => sum + share, 0);
   element("summary").textContent =
-    `Of ${number.format(seen)} tokens a layer and head holds ${number.format(Math.round(mean))}; ` +
+    `Of ${number.format(seen)} tokens each layer and head holds ${number.format(Math.round(mean))}, its own choice: ` +
     `${number.format(everywhere)} are held by all, ${number.format(nowhere)} by none.`;
   drawHeat(element("heat"), history, time, chosen().head);
   element("heat-caption").textContent =

@@ -16,9 +16,17 @@ export function list(dl, rows) {
   );
 }
 
-/** What the server says of an answer. */
-export function showReport(dl, { report, perSecond }) {
+/** What the server says of an answer, below it: in one line, and in full. */
+export function showReport(side, { report, perSecond }) {
+  const [dl, held] = ["dl", ".held"].map((selector) => side.querySelector(selector));
+  held.hidden = !report;
   if (!report) return list(dl, [["report", "none"]]);
+  const [bar, part] = ["span", "span"].map((tag) => document.createElement(tag));
+  bar.className = "bar";
+  part.style.width = `${(100 * report.tokens_held) / report.tokens_seen}%`;
+  bar.append(part);
+  const counts = [report.tokens_held, report.tokens_seen].map((count) => number.format(count));
+  held.replaceChildren(`Holds the KV of ${counts[0]} of ${counts[1]} tokens`, bar);
   list(dl, [
     ["tokens seen", report.tokens_seen],
     ["held", report.tokens_held],

@@ -3,7 +3,9 @@
 
 export const QUESTION = "What is the secret code of the harbour?";
 
-export const FACT = "secret code of the harbour is 4821";
+export const CODE = "4821";
+
+export const FACT = `secret code of the harbour is ${CODE}`;
 
 export const TEXT = `The town of Marlow Sound lies where a short river meets a long bay. In winter the wind \
 comes from the north, and the boats stay behind the stone wall that the grandfathers of the present fishermen \

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``python -m loadtest.plan`` is told, each option also a variable ``PLAN_...``."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from loadtest.common.settings import Settings
+from loadtest.http.budgets import Mix
+from loadtest.plan.calibration import Calibration, read_calibration
+from loadtest.plan.fleet import Load, Server
+from loadtest.plan.gpus import GPU, GPUS
+from loadtest.plan.memory import UTILIZATION, pool_blocks
+from loadtest.plan.roofline import Efficiency, Roofline
+from loadtest.plan.scheduling import EngineSettings
+from loadtest.plan.search import Objective
+from loadtest.plan.shapes import ModelShape, load_shape
+from loadtest.plan.traffic import Traffic, load_traffic
+from loadtest.plan.work import Work
+
+__all__ = ["Plan", "PlanSettings"]
+
+STOCK = "none"
+"""The mix that vLLM itself serves, as :mod:`loadtest.http.budgets` writes it."""
+
+_LARGE = 70 << 30
+"""GPUs with more memory get larger batches by default, but for A100 (``EngineArgs``, vLLM 0.32)."""
+
+
+class PlanSettings(Settings):
+    """Options of the planner."""
+
+    model_config = SettingsConfigDict(env_prefix="PLAN_")
+
+    model: str = Field(
+        default="8b",
+        description="8b or 70b (Llama 3.1's shapes), or a directory with a config.json.",
+    )
+    gpu: Literal["h100", "h200", "a100", "l40s", "l4"] = Field(
+        default="h100", description="Whose datasheet the roofline is made of."
+    )
+    tensor_parallel: int = Field(default=1, ge=1, le=8, description="GPUs of a replica.")
+    calibration: str = Field(
+        default="",
+        description="A file of python -m loadtest.plan.calibrate: step times, block size and batches as "
+        "measured, in place of --model, --gpu and the roofline. Needs --pool-tokens.",
+    )
+    pool_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="KV memory of a replica in tokens; 0: what the GPU has room for.",
+    )
+    traffic: str = Field(
+        default="azure-conversation",
+        description="azure-conversation, azure-code, burstgpt, PROMPT+OUTPUT tokens such as 1000+512, or a "
+        "file of JSON lines with prompt_tokens and output_tokens.",
+    )
+    cv: float = Field(
+        default=0.0, ge=0, le=16,
+        description="Standard deviation of the gaps between arrivals over their mean: 1 is Poisson, more "
+        "comes in bursts; 0: the traffic's own.",
+    )  # fmt: skip
+    rate: float = Field(
+        default=0.0, ge=0,
+        description="Requests per second of all: how many GPUs? 0: --gpus are given.",
+    )  # fmt: skip
+    gpus: list[int] = Field(
+        default=[8], description="Which rate do so many GPUs carry? Several with commas."
+    )
+    mixes: str = Field(
+        default="none 0.5 0.2 0.2+elastic 1.0:1,0.2:1",
+        description="Budgets of the requests as --budgets of the load tests takes them, with spaces between "
+        "them, each a fleet of its own. none is vLLM itself, all others are ours.",
+    )
+    first_token: float = Field(
+        default=1.0,
+        ge=0.001,
+        description="Objective: seconds to the first token, in --percent % of requests.",
+    )
+    percent: Literal[50, 90, 99] = Field(
+        default=90, description="Of the requests meet --first-token."
+    )
+    routing: Literal["round-robin", "random", "least-loaded"] = Field(
+        default="round-robin", description="Who gets a request."
+    )
+    sample: int = Field(
+        default=1, ge=1, le=64,
+        description="Replicas that are simulated of each fleet; take several with least-loaded.",
+    )  # fmt: skip
+    seconds: float = Field(
+        default=90.0, ge=1,
+        description="How long requests come to each simulated replica, in simulated time; the first 30 % of "
+        "them warm it up. Longer than several answers take, or it is not in a steady state.",
+    )  # fmt: skip
+    requests: int = Field(
+        default=200, ge=10, description="At least so many, however long they take to come."
+    )
+    seed: int = Field(default=0, ge=0, description="Of everything that is drawn.")
+    price: float = Field(
+        default=0.0,
+        ge=0,
+        description="Dollars per hour of a GPU; 0: an assumption of ours, see the report.",
+    )
+    max_model_len: int = Field(default=16_384, ge=16, description="As vLLM's.")
+    block_size: int = Field(default=16, ge=1, le=256, description="As vLLM's.")
+    max_num_seqs: int = Field(
+        default=0, ge=0, description="As vLLM's; 0: its default for the GPU, of a server."
+    )
+    max_num_batched_tokens: int = Field(
+        default=0, ge=0, description="As vLLM's; 0: its default for the GPU, of a server."
+    )
+    gpu_memory_utilization: float = Field(
+        default=UTILIZATION, ge=0.1, le=1, description="As vLLM's."
+    )
+    kv_min_tokens: int = Field(default=128, ge=1, description="As h2o-serve's.")
+    compute_efficiency: float = Field(
+        default=Efficiency.compute, ge=0.01, le=1, description="Of the GPU's operations per second."
+    )
+    memory_efficiency: float = Field(
+        default=Efficiency.memory, ge=0.01, le=1, description="Of the GPU's memory bandwidth."
+    )
+    step_ms: float = Field(
+        default=1000 * Efficiency.step_s, ge=0,
+        description="Milliseconds of a step that do not depend on what is computed.",
+    )  # fmt: skip
+    name: str = Field(default="", description="Of the files; empty: plan-DATE-TIME.")
+    out: Path = Field(default=Path(), description="Folder of rows, report and picture.")
+
+
+class Plan:
+    """What the options come to.
+
+    Raises:
+        ShapeError, TrafficError, MixError, CalibrationError: an option cannot be used; the message names it.
+    """
+
+    def __init__(self, settings: PlanSettings) -> None:
+        self.settings = settings
+        self.gpu: GPU = GPUS[settings.gpu]
+        self.calibration: Calibration | None = None
+        if settings.calibration:
+            self.calibration = read_calibration(Path(settings.calibration))
+        self.traffic: Traffic = load_traffic(settings.traffic)
+        self.mixes = {text: Mix(text) for text in settings.mixes.split()}
+        self.objective = Objective(settings.first_token, settings.percent)
+
+    @property
+    def cv(self) -> float:
+        """Of the gaps between arrivals."""
+        return self.settings.cv or self.traffic.cv
+
+    @property
+    def dollars(self) -> float:
+        """Per hour of a GPU."""
+        return self.settings.price or self.gpu.dollars
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Of the model."""
+        return load_shape(self.settings.model)
+
+    @cached_property
+    def roofline(self) -> Roofline:
+        """Step times where nothing was measured."""
+        settings = self.settings
+        efficiency = Efficiency(
+            compute=settings.compute_efficiency,
+            memory=settings.memory_efficiency,
+            step_s=settings.step_ms / 1000,
+        )
+        return Roofline(self.shape, self.gpu, settings.tensor_parallel, efficiency=efficiency)
+
+    def server(self, mix: str) -> Server:
+        """Who serves one of :attr:`mixes`."""
+        ours = mix != STOCK
+        if self.calibration is not None:
+            engine = self.calibration.engine(
+                ours, self.settings.pool_tokens, self.settings.max_model_len
+            )
+            time = self.calibration.step_time(ours)
+            return Server(mix, self._ours(engine), time, self.mixes[mix])
+        return Server(
+            mix, self._ours(self._gpu_engine(ours)), self.roofline, self.mixes[mix],
+            self.settings.tensor_parallel,
+        )  # fmt: skip
+
+    def load(self, rate: float, replicas: int) -> Load:
+        """That of a fleet."""
+        settings = self.settings
+        requests = max(settings.requests, round(rate / replicas * settings.seconds))
+        return Load(
+            rate, replicas, requests, self.cv, settings.routing, settings.sample, settings.seed
+        )
+
+    def guess_rate(self, server: Server) -> float:
+        """Requests per second of a replica, roughly: by the work of a mean request, 64 at a time."""
+        texts = self.traffic.texts(1000, server.settings.max_model_len, self.settings.seed)
+        prompt = round(fmean(text.prompt for text in texts))
+        output = round(fmean(text.output for text in texts))
+        read = Work(prompt_tokens=prompt, pairs=prompt**2 // 2, outputs=1)
+        write = Work(decodes=64, context=64 * (prompt + output // 2), outputs=64)
+        seconds = server.step_time.seconds
+        return 1 / (seconds(read) + output * seconds(write) / 64)
+
+    def _ours(self, engine: EngineSettings) -> EngineSettings:
+        options: dict[str, Any] = {"kv_min_tokens": self.settings.kv_min_tokens}
+        return dataclasses.replace(engine, h2o=options) if engine.ours else engine
+
+    def _gpu_engine(self, ours: bool) -> EngineSettings:
+        settings = self.settings
+        large = self.gpu.memory >= _LARGE and self.gpu.name != "a100"
+        batched = settings.max_num_batched_tokens or (8192 if large else 2048)
+        blocks = pool_blocks(
+            self.shape, self.gpu, settings.block_size, batched,
+            tensor_parallel=settings.tensor_parallel, utilization=settings.gpu_memory_utilization,
+            scored=ours,
+        )  # fmt: skip
+        if settings.pool_tokens:
+            blocks = settings.pool_tokens // settings.block_size + 1
+        return EngineSettings(
+            ours=ours,
+            num_blocks=blocks,
+            block_size=settings.block_size,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs or (1024 if large else 256),
+            max_num_batched_tokens=batched,
+            # vLLM's default on GPUs.
+            pipelined=True,
+        )

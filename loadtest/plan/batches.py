@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BATCHES", "Batch"]
+__all__ = ["BATCHES", "WARM_UP", "Batch"]
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,24 @@ class Batch:
         return self.budget < 1
 
 
-def _both(prompts: Sequence[int], output_tokens: int) -> list[Batch]:
-    """With all KV; with a budget that keeps the context as long, and with one that evicts."""
-    return [
-        Batch(prompts, output_tokens),
-        Batch(prompts, output_tokens, budget=0.9),
-        Batch(prompts, output_tokens, budget=0.2),
-    ]
+def _each(prompts: Sequence[int], output_tokens: int, *budgets: float) -> list[Batch]:
+    return [Batch(prompts, output_tokens, budget) for budget in budgets]
 
 
 BATCHES = [
-    # One request: the constant, and what a prompt costs at three lengths.
-    *_both([32], 12),
-    *_both([400], 12),
-    *_both([1400], 12),
+    # One request: the constant, and what a prompt costs at three lengths. Where a budget keeps nearly all,
+    # attention is scored and its context long.
+    *_each([32], 12, 1.0, 0.2),
+    *_each([400], 12, 1.0, 0.2),
+    *_each([1400], 12, 1.0, 0.9, 0.2),
     # Many short ones: what a request costs. Few long ones: what context costs.
-    *_both([64] * 16, 12),
-    *_both([24] * 32, 8),
-    *_both([800] * 4, 12),
+    *_each([64] * 16, 12, 1.0, 0.9),
+    *_each([24] * 32, 8, 1.0, 0.9),
+    *_each([800] * 4, 16, 1.0, 0.9, 0.2),
     # Prompts while others decode, with and without a budget.
     Batch([300, 900, 500, 1100], 24, budget=0.2, every=2),
 ]
 """In a pool that holds them all; about a minute on two cores with a model of 135M parameters."""
+
+WARM_UP = [*_each([300] * 2, 4, 1.0, 0.2), *_each([64] * 8, 4, 1.0, 0.2)]
+"""Every code path once."""

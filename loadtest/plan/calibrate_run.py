@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine that answers a calibration's batches, in a process of its own. Started by :mod:`.calibrate`.
 
-Reads ``{"model", "ours", "steps", "engine"}`` as a line of JSON, then for each further line serves all
-batches once and answers with what decides about scheduling, as vLLM has set it. Ends with its input.
+Reads ``{"model", "ours", "steps", "engine"}`` as a line of JSON, then for each further line, ``warm up`` or
+``measure``, serves the batches of that and answers with what decides about scheduling, as vLLM has set it.
+Ends with its input.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm import LLMEngine, SamplingParams
 from h2o_vllm.plugin import engine_args
 from loadtest.common.child import answer
 from loadtest.engine.run import MeasuredEngine
-from loadtest.plan.batches import BATCHES, Batch
+from loadtest.plan.batches import BATCHES, WARM_UP, Batch
 from loadtest.plan.recording import (
     STEPS_KEY,
     RecordingAsync,
@@ -71,8 +72,8 @@ def main() -> None:
     engine = MeasuredEngine(start["model"], options, ours=ours).engine
     answer({})
     number = 0
-    for _ in sys.stdin:
-        for batch in BATCHES:
+    for line in sys.stdin:
+        for batch in WARM_UP if line.strip() == "warm up" else BATCHES:
             if ours or not batch.budgets:
                 serve(engine, batch, number)
                 number += 1

@@ -8,8 +8,9 @@ from loadtest.http.budgets import MixError
 from loadtest.plan.calibration import CalibrationError
 from loadtest.plan.lengths import TrafficError
 from loadtest.plan.replica import PoolError
+from loadtest.plan.settings import PlanError
 from loadtest.plan.shapes import ShapeError
 
 __all__ = ["PLAN_ERRORS"]
 
-PLAN_ERRORS = (CalibrationError, H2OError, MixError, PoolError, ShapeError, TrafficError)
+PLAN_ERRORS = (CalibrationError, H2OError, MixError, PlanError, PoolError, ShapeError, TrafficError)

@@ -15,6 +15,10 @@ from loadtest.plan.work import FEATURES, Work
 __all__ = ["Linear", "MeasuredStep", "Residual", "fit", "residual"]
 
 
+ROUNDS = 8
+"""Of a fit, after which its weights have settled."""
+
+
 @dataclass(frozen=True)
 class MeasuredStep:
     """What a step computed and how long it took."""
@@ -53,11 +57,11 @@ class Residual:
 
 
 def fit(steps: Sequence[MeasuredStep]) -> Linear:
-    """Least squares of the errors relative to what was measured, with no negative cost.
+    """Least squares of errors relative to the prediction, with no negative cost.
 
-    Of all subsets of the features the one whose unbounded solution is nowhere negative and has the smallest
-    error: that is the bounded solution (the Karush-Kuhn-Tucker conditions name its support), and with so few
-    features trying them all is quick. Features that no step has cost nothing.
+    Relative to what was *measured* would be simpler, and too low: whatever disturbs a step makes it longer,
+    and long steps would count for little. So the weights come from the fit before, beginning with the
+    measured ones. Features that no step has cost nothing.
 
     Raises:
         ValueError: there are no steps.
@@ -67,22 +71,13 @@ def fit(steps: Sequence[MeasuredStep]) -> Linear:
     measured = np.array([step.seconds for step in steps])
     counts = np.array([(1, *step.work.values()) for step in steps], dtype=np.float64)
     scale = np.maximum(counts.max(axis=0), 1)
-    # Relative errors: each row over what was measured, which becomes 1.
-    rows = counts / scale / measured[:, None]
-    gram, target = rows.T @ rows, rows.sum(axis=0)
-    present = [place for place in range(counts.shape[1]) if counts[:, place].any()]
-    best, least = np.zeros(counts.shape[1]), float(len(steps))
-    for size in range(1, len(present) + 1):
-        for chosen in map(list, itertools.combinations(present, size)):
-            found = _solve(gram, target, chosen)
-            if found is None:
-                continue
-            error = len(steps) - 2 * float(found @ target) + float(found @ gram @ found)
-            # A feature more has to be worth something beyond rounding.
-            if error < least - 1e-9 * len(steps):
-                best, least = found, error
-    costs = (best / scale).tolist()
-    return Linear(costs[0], tuple(costs[1:]))
+    rows, weight = counts / scale, 1 / measured
+    costs = np.zeros(rows.shape[1])
+    for _ in range(ROUNDS):
+        costs = _bounded(rows * weight[:, None], measured * weight)
+        weight = 1 / np.maximum(rows @ costs, 1e-9)
+    constant, *others = (costs / scale).tolist()
+    return Linear(constant, tuple(others))
 
 
 def residual(linear: Linear, steps: Sequence[MeasuredStep]) -> Residual:
@@ -98,16 +93,27 @@ def residual(linear: Linear, steps: Sequence[MeasuredStep]) -> Residual:
     )
 
 
-def _solve(
-    gram: NDArray[np.float64], target: NDArray[np.float64], chosen: list[int]
-) -> NDArray[np.float64] | None:
-    """The unbounded solution in ``chosen`` features; ``None`` if one of them is negative."""
-    solution = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], target[chosen], rcond=None)[0]
-    if (solution < 0).any():
-        return None
-    found = np.zeros(len(target))
-    found[chosen] = solution
-    return found
+def _bounded(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Non-negative least squares.
+
+    Of all subsets of the columns the one whose unbounded solution is nowhere negative and has the smallest
+    error: the Karush-Kuhn-Tucker conditions make that the bounded solution, and with so few columns trying
+    is quick.
+    """
+    gram, target, whole = rows.T @ rows, rows.T @ values, float(values @ values)
+    present = np.flatnonzero(rows.any(axis=0)).tolist()
+    best, least = np.zeros(len(target)), whole
+    for size in range(1, len(present) + 1):
+        for chosen in map(list, itertools.combinations(present, size)):
+            solution = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], target[chosen], rcond=None)[0]
+            if (solution < 0).any():
+                continue
+            error = whole - float(solution @ target[chosen])
+            # A column more has to be worth something beyond rounding.
+            if error < least - 1e-9 * whole:
+                best, least = np.zeros(len(target)), error
+                best[chosen] = solution
+    return best
 
 
 assert len(FEATURES) < 12, "trying all subsets would take long"

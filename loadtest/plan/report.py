@@ -137,7 +137,8 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25)
-    legend(axes[0])
+    if met:
+        legend(axes[0])
     settings = rows[0]["settings"]
     gpu = settings["calibration"] or f"{settings['tensor_parallel']} x {settings['gpu']}"
     facts = ("simulated", settings["model"], gpu, settings["traffic"])

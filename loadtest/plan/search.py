@@ -21,7 +21,8 @@ ACCURACY = 0.04
 
 KEEPS_UP = 0.9
 """Tokens that are generated over those that are asked for meanwhile. Below it requests pile up among the
-running ones, where their first token does not show it. Not 1: which of them end within a simulation is chance."""
+running ones, where their first token does not show it. Not 1: which of them end within a simulation is
+chance."""
 
 Simulate = Callable[[float, int], Figures]
 """Figures at a rate, requests per second of all, on so many replicas."""

@@ -25,7 +25,7 @@ from loadtest.plan.shapes import ModelShape, load_shape
 from loadtest.plan.traffic import Traffic, load_traffic
 from loadtest.plan.work import Work
 
-__all__ = ["Plan", "PlanSettings"]
+__all__ = ["Plan", "PlanError", "PlanSettings"]
 
 STOCK = "none"
 """The mix that vLLM itself serves, as :mod:`loadtest.http.budgets` writes it."""
@@ -134,11 +134,15 @@ class PlanSettings(Settings):
     out: Path = Field(default=Path(), description="Folder of rows, report and picture.")
 
 
+class PlanError(ValueError):
+    """Options that do not go together."""
+
+
 class Plan:
     """What the options come to.
 
     Raises:
-        ShapeError, TrafficError, MixError, CalibrationError: an option cannot be used; the message names it.
+        CalibrationError, MixError, PlanError, TrafficError: an option cannot be used; the message names it.
     """
 
     def __init__(self, settings: PlanSettings) -> None:
@@ -150,6 +154,13 @@ class Plan:
         self.traffic: Traffic = load_traffic(settings.traffic)
         self.mixes = {text: Mix(text) for text in settings.mixes.split()}
         self.objective = Objective(settings.first_token, settings.percent)
+        if not self.mixes:
+            raise PlanError(f"--mixes: got {settings.mixes!r}, wanted at least one, such as none")
+        fewest = 1 if self.calibration else settings.tensor_parallel
+        if not settings.rate and min(settings.gpus, default=0) < fewest:
+            raise PlanError(
+                f"--gpus: got {', '.join(map(str, settings.gpus))}, wanted at least the {fewest} of a replica"
+            )
 
     @property
     def cv(self) -> float:
@@ -217,6 +228,11 @@ class Plan:
         settings = self.settings
         large = self.gpu.memory >= _LARGE and self.gpu.name != "a100"
         batched = settings.max_num_batched_tokens or (8192 if large else 2048)
+        if settings.max_num_seqs > batched:
+            raise PlanError(
+                f"--max-num-seqs: got {settings.max_num_seqs}, wanted at most the {batched} of "
+                "--max-num-batched-tokens"
+            )
         blocks = pool_blocks(
             self.shape, self.gpu, settings.block_size, batched,
             tensor_parallel=settings.tensor_parallel, utilization=settings.gpu_memory_utilization,
@@ -229,7 +245,7 @@ class Plan:
             num_blocks=blocks,
             block_size=settings.block_size,
             max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs or (1024 if large else 256),
+            max_num_seqs=settings.max_num_seqs or min(batched, 1024 if large else 256),
             max_num_batched_tokens=batched,
             # vLLM's default on GPUs.
             pipelined=True,

@@ -2,9 +2,9 @@
 """What a fleet is asked: how long texts are and when they come. Pure.
 
 Arrivals are a renewal process: gaps are independent, exponential (Poisson) or, with a coefficient of
-variation ``cv`` above 1, gamma, which comes in bursts. What one of many replicas sees of it follows exactly, so
-that a fleet of any size is simulated by a few: with round robin a replica gets every ``n``-th request, at
-random each with probability ``1 / n``; sums of so many gamma gaps are gamma again.
+variation ``cv`` above 1, gamma, which comes in bursts. What one of many replicas sees of it follows
+exactly, so that a fleet of any size is simulated by a few: with round robin a replica gets every ``n``-th
+request, at random each with probability ``1 / n``; sums of so many gamma gaps are gamma again.
 """
 
 from __future__ import annotations

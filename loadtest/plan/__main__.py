@@ -8,7 +8,7 @@ python -m loadtest.plan --calibration calibration.json --pool-tokens 6400 --traf
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with code 2 and one line, if an option cannot be used.
     """
-    # A scheduler is made for every simulation; vLLM has something to say about each.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from loadtest.plan.errors import PLAN_ERRORS
     from loadtest.plan.report import write_report
     from loadtest.plan.settings import Plan, PlanSettings
 
+    # A scheduler is made for every simulation; vLLM has something to say about each.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     settings = parse(PlanSettings, PROG, argv)
     path = result_path("plan", settings.out, settings.name or None)
     if path.exists():
@@ -66,7 +66,7 @@ def rows_of(plan: Plan) -> Iterator[dict[str, Any]]:
         guess = plan.guess_rate(server)
 
         def simulate(rate: float, replicas: int, server: Server = server) -> Any:
-            return figures_of(serve(server, plan.traffic, plan.load(rate, replicas)))
+            return figures_of(serve(server, plan.traffic, plan.load(server, rate, replicas)))
 
         if plan.settings.rate:
             first = max(1, round(plan.settings.rate / guess))
@@ -104,7 +104,7 @@ def row_of(plan: Plan, server: Server, found: Found | None, gpus: int) -> dict[s
         | {
             "gpus": gpus or used,
             "replicas": found.replicas,
-            "simulated_replicas": plan.load(found.rate, found.replicas).simulated,
+            "simulated_replicas": plan.load(server, found.rate, found.replicas).simulated,
             "rate": found.rate,
             "tok_per_s": tok_per_s,
             "tok_per_s_gpu": tok_per_s / used,

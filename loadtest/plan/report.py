@@ -102,7 +102,8 @@ def _assumptions(row: Row) -> list[str]:
         f"* traffic: {settings['traffic']}. {row['traffic']}; here cv {row['cv']:g}",
         f"* objective: first token {objective}",
         f"* routing: {settings['routing']}; {settings['sample']} replicas of each fleet are simulated at the "
-        f"most, for {settings['seconds']:g} s or {settings['requests']} requests, seed {settings['seed']}",
+        f"most, for {settings['seconds']:g} s, eight mean answers and {settings['requests']} requests at "
+        f"least, seed {settings['seed']}",
         f"* price: {row['dollars_per_hour']:g} $ per GPU and hour; of generated tokens",
     ]
 
@@ -114,6 +115,7 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
     met = [row for row in rows if row["met"]]
     mixes = list(dict.fromkeys(row["mix"] for row in rows))
     known = colours(mixes)
+    sizes = sorted({row["gpus"] for row in met})
     shown: tuple[tuple[str, Callable[[Row], float]], ...] = (
         ("requests/s per GPU", lambda row: row["rate"] / row["gpus"]),
         ("generated tokens/s per GPU", lambda row: row["tok_per_s_gpu"]),
@@ -133,6 +135,8 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
                     label=label(mix),
                 )
         axis.set_xscale("log")
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axis.minorticks_off()
         axis.set_xlabel("GPUs")
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)

@@ -96,8 +96,8 @@ class PlanSettings(Settings):
     )  # fmt: skip
     seconds: float = Field(
         default=90.0, ge=1,
-        description="How long requests come to each simulated replica, in simulated time; the first 30 % of "
-        "them warm it up. Longer than several answers take, or it is not in a steady state.",
+        description="How long requests come to each simulated replica, in simulated time, and at least "
+        "as long as eight mean answers take; the first 30 % of them warm it up.",
     )  # fmt: skip
     requests: int = Field(
         default=200, ge=10, description="At least so many, however long they take to come."
@@ -132,6 +132,14 @@ class PlanSettings(Settings):
     )  # fmt: skip
     name: str = Field(default="", description="Of the files; empty: plan-DATE-TIME.")
     out: Path = Field(default=Path(), description="Folder of rows, report and picture.")
+
+
+TOGETHER = 64
+"""Requests that a rough estimate takes to run at a time."""
+
+ANSWERS = 8
+"""A simulation lasts at least as long as so many answers after each other: the first ones warm it up, and the
+last ones do not end in it."""
 
 
 class PlanError(ValueError):
@@ -202,23 +210,30 @@ class Plan:
             self.settings.tensor_parallel,
         )  # fmt: skip
 
-    def load(self, rate: float, replicas: int) -> Load:
+    def load(self, server: Server, rate: float, replicas: int) -> Load:
         """That of a fleet."""
         settings = self.settings
-        requests = max(settings.requests, round(rate / replicas * settings.seconds))
+        seconds = max(settings.seconds, ANSWERS * self._mean_seconds(server)[1])
+        requests = max(settings.requests, round(rate / replicas * seconds))
         return Load(
             rate, replicas, requests, self.cv, settings.routing, settings.sample, settings.seed
         )
 
     def guess_rate(self, server: Server) -> float:
-        """Requests per second of a replica, roughly: by the work of a mean request, 64 at a time."""
+        """Requests per second of a replica, roughly: by the work of a mean request, so many at a time."""
+        prompt, answer = self._mean_seconds(server)
+        return 1 / (prompt + answer / TOGETHER)
+
+    def _mean_seconds(self, server: Server) -> tuple[float, float]:
+        """Of the prompt and of the answer of a mean request, which :data:`TOGETHER` write at a time."""
         texts = self.traffic.texts(1000, server.settings.max_model_len, self.settings.seed)
         prompt = round(fmean(text.prompt for text in texts))
         output = round(fmean(text.output for text in texts))
         read = Work(prompt_tokens=prompt, pairs=prompt**2 // 2, outputs=1)
-        write = Work(decodes=64, context=64 * (prompt + output // 2), outputs=64)
+        context = TOGETHER * (prompt + output // 2)
+        write = Work(decodes=TOGETHER, context=context, outputs=TOGETHER)
         seconds = server.step_time.seconds
-        return 1 / (seconds(read) + output * seconds(write) / 64)
+        return seconds(read), output * seconds(write)
 
     def _ours(self, engine: EngineSettings) -> EngineSettings:
         options: dict[str, Any] = {"kv_min_tokens": self.settings.kv_min_tokens}

@@ -24,7 +24,7 @@ SMALL = (
     "--traffic", "400+40", "--seconds", "1", "--requests", "80",
 )  # fmt: skip
 
-LINEAR = Linear(0.001, (1e-5, 1e-4, 1e-8, 1e-8, 1e-8, 1e-8, 0.0, 0.0))
+LINEAR = Linear(0.005, (1e-5, 1e-4, 1e-8, 1e-8, 1e-8, 1e-8, 0.0, 0.0))
 
 
 def calibration() -> Calibration:

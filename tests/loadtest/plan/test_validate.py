@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from h2o_vllm.models import default_model_dir
 from loadtest.common.results import RESULTS
 from loadtest.common.tiny_model import make_tiny_model
 from loadtest.engine.workloads import SUITES
@@ -140,7 +141,9 @@ def test_steps_are_read_back(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_machine_is_calibrated(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = make_tiny_model(folder, tokenizer_of=default_model_dir())
     file = tmp_path / "c.json"
     main(["--model", str(model), "--dtype", "float32", "--eager", "--out", str(file)])
     found = read_calibration(file)

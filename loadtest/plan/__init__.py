@@ -8,7 +8,8 @@
 ``roofline``, ``fit``      how long that takes: by datasheet, or as measured
 ``scheduling``, ``replica``  the real scheduler, and an engine in simulated time
 ``fleet``, ``figures``, ``search``  many of them, what they do, how many are needed
-``settings``, ``report``   the command's options and what it writes
+``settings``, ``planned``, ``report``  the command's options, what they come to, what it writes
 ``batches``, ``recording``, ``calibrate_run``, ``calibrate``, ``calibration``  this machine's step times
-``validate``               simulated against measured
+``cases``, ``replay``, ``validate``  simulated against measured
+``errors``                 what a plan can be refused for
 """

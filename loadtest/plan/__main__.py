@@ -17,8 +17,8 @@ from loadtest.common.settings import parse
 
 if TYPE_CHECKING:
     from loadtest.plan.fleet import Server
+    from loadtest.plan.planned import Plan
     from loadtest.plan.search import Found
-    from loadtest.plan.settings import Plan
 
 __all__ = ["main", "rows_of"]
 
@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: with code 2 and one line, if an option cannot be used.
     """
     from loadtest.plan.errors import PLAN_ERRORS
+    from loadtest.plan.planned import Plan
     from loadtest.plan.report import write_report
-    from loadtest.plan.settings import Plan, PlanSettings
+    from loadtest.plan.settings import PlanSettings
 
     # A scheduler is made for every simulation; vLLM has something to say about each.
     logging.getLogger("vllm").setLevel(logging.ERROR)

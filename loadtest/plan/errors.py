@@ -7,8 +7,8 @@ from h2o_vllm.errors import H2OError
 from loadtest.http.budgets import MixError
 from loadtest.plan.calibration import CalibrationError
 from loadtest.plan.lengths import TrafficError
+from loadtest.plan.planned import PlanError
 from loadtest.plan.replica import PoolError
-from loadtest.plan.settings import PlanError
 from loadtest.plan.shapes import ShapeError
 
 __all__ = ["PLAN_ERRORS"]

@@ -13,14 +13,15 @@ class GPU:
     """One GPU.
 
     Attributes:
-        flops: dense bf16 operations per second of the tensor cores; datasheets state twice that,
-            "with sparsity".
+        flops: dense bf16 operations per second of the tensor cores; some datasheets state only
+            twice that, "with sparsity".
         bandwidth: bytes per second of its memory.
         memory: bytes, the total that nvidia-smi shows.
         link: bytes per second that it sends to the others of its machine, half of what datasheets call
             NVLink's or PCIe's bandwidth.
-        dollars: per hour. An assumption: about the middle of what specialised clouds asked on demand in
-            spring 2026. ``--price`` says what you pay.
+        dollars: per hour. An assumption, no quotation: of h100, h200 and a100 about the middle of what
+            specialised clouds asked on demand in spring 2026, of l40s and l4 a guess. ``--price`` says what
+            you pay.
         source: of the other figures.
     """
 

@@ -25,7 +25,7 @@ of the probabilities, made from queries and keys once more (:mod:`h2o_vllm.kerne
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What is reached of a datasheet. Assumptions, in the range of published measurements; all are options.
+    """What is reached of a datasheet. Assumptions: nothing was measured on a GPU.
 
     Attributes:
         compute: of the tensor cores' operations, in large matrix products.

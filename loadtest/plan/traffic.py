@@ -92,8 +92,9 @@ _AZURE = (
     "(measured cv of the gaps {})"
 )
 _BURST_GPT = (
-    "BurstGPT (Wang et al., KDD 2025): published means 621.8 and 126.8 tokens; assumed lognormal of sigma 1, "
-    "independent; gamma arrivals of cv 2, the shape 0.25 of its authors' generator"
+    "BurstGPT (Wang et al., KDD 2025): mean lengths 621 and 126 tokens, taken from others who replay it and "
+    "not computed from the trace; assumed lognormal of sigma 1, independent; gamma arrivals of cv 2, the "
+    "shape 0.25 of its authors' generator"
 )
 
 TRAFFIC = {
@@ -113,7 +114,7 @@ TRAFFIC = {
             1.0,
             _AZURE.format("code", "0.00", "13, with pauses of minutes"),
         ),
-        Traffic("burstgpt", (Lognormal(621.8, 1.0), Lognormal(126.8, 1.0)), 2.0, _BURST_GPT),
+        Traffic("burstgpt", (Lognormal(621, 1.0), Lognormal(126, 1.0)), 2.0, _BURST_GPT),
     )
 }  # fmt: skip
 """By name, as ``--traffic`` takes it."""

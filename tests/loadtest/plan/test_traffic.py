@@ -18,7 +18,7 @@ from loadtest.plan.traffic import TRAFFIC, arrivals, load_traffic
     [
         ("azure-conversation", (1154.7, 1020), (211.1, 129)),
         ("azure-code", (2047.8, 1469), (27.9, 13)),
-        ("burstgpt", (621.8, 377.1), (126.8, 76.9)),
+        ("burstgpt", (621, 376.7), (126, 76.4)),
     ],
 )
 def test_presets_have_the_published_means_and_medians(

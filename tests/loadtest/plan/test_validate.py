@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration and validation: what is measured is simulated, and errors are what they are."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_vllm.models import default_model_dir
+from loadtest.common.results import RESULTS
+from loadtest.common.tiny_model import make_tiny_model
+from loadtest.engine.workloads import SUITES
+from loadtest.http.records import read_runs
+from loadtest.plan.batches import BATCHES, WARM_UP
+from loadtest.plan.calibrate import SETTING, main, table
+from loadtest.plan.calibrate_run import recorded
+from loadtest.plan.calibration import Calibration, CalibrationError, Measured, read_calibration
+from loadtest.plan.cases import CASES
+from loadtest.plan.fit import Linear, Residual
+from loadtest.plan.recording import STEPS_KEY, read_steps
+from loadtest.plan.replay import replay
+from loadtest.plan.validate import errors_table, markdown, simulated
+from loadtest.plan.work import Work
+
+LINEAR = Linear(0.05, (1.6e-3, 5e-3, 0.0, 0.0, 6e-6, 4e-6, 0.0, 0.0))
+RESIDUAL = Residual(10, 0.0, 0.1, 0.2)
+
+
+def calibration(block_size: int = 32) -> Calibration:
+    scheduling = {
+        "block_size": block_size, "max_num_seqs": 128, "max_num_batched_tokens": 2048, "pipelined": False,
+    }  # fmt: skip
+    measured = Measured(LINEAR, RESIDUAL, scheduling)
+    return Calibration({"stock": measured, "h2o": measured}, {})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.case}-{case.variant}")
+def test_cases_are_what_the_rooms_measure(case: Any) -> None:
+    jobs = case.jobs(scale=1.0)
+    options = {"model": "m", "dtype": "float32", "enforce_eager": True}
+    module, first = case.module(options, scale=1.0)
+    assert first["model"] == "m" and first["variant"] == case.variant
+    if case.elastic:
+        assert module == "loadtest.engine.elastic_run" and len(jobs) == case.elastic
+        assert all(job.fields == {"kv_budget": 0.2, "kv_elastic": True} for job in jobs)
+        return
+    workload = SUITES["cpu"].workloads[case.case]
+    assert module == "loadtest.engine.run" and first["setting"] == workload.setting
+    assert [job.prompt_tokens for job in jobs] == workload.prompt_lengths()
+    budgets = [job.fields.get("kv_budget") for job in jobs]
+    asked = [workload.budgets[job.number % len(workload.budgets)] for job in jobs]
+    assert budgets == (asked if case.ours else [None] * len(jobs))
+
+
+def test_a_case_is_simulated_on_its_pool() -> None:
+    found = {
+        (case.case, case.variant): simulated(
+            case, calibration(), 1.0 if case.case == "tight" else 0.2
+        )
+        for case in CASES
+    }
+    assert all(value > 0 for one in found.values() for value in one.values())
+    # The pool holds four of 32 requests with all of their KV.
+    stock, ours = (found["tight", variant] for variant in ("stock-same-flags", "h2o"))
+    assert ours["tok_per_s"] > 1.3 * stock["tok_per_s"]
+    assert ours["first_token_s"] < 0.7 * stock["first_token_s"]
+
+
+def test_recorded_requests_are_replayed() -> None:
+    runs = read_runs(RESULTS / "elastic-http-cpu-2026-11-22.jsonl")
+    run = next(run for run in runs if run.description["variant"].endswith("elastic"))
+    row = replay(run, calibration())
+    assert row["case"] == "HTTP, 0.06 requests/s"
+    assert row["measured"]["tok_per_s"] == pytest.approx(22.9, abs=0.1)
+    assert 1 < row["simulated"]["first_token_s"] < 4
+    with pytest.raises(CalibrationError, match="blocks of 32 tokens, the calibrated ones of 16"):
+        replay(run, calibration(block_size=16))
+    run.description["server_command"] = "vllm"
+    with pytest.raises(CalibrationError, match="lacks --block-size"):
+        replay(run, calibration())
+
+
+def row(measured: float, found: float) -> dict[str, Any]:
+    return {
+        "case": "tight", "variant": "h2o", "command": "x", "machine": "m", "versions": {"vllm": "0"},
+        "commit": "c", "date": "d",
+        "measured": {"tok_per_s": measured, "first_token_s": 2.0},
+        "simulated": {"tok_per_s": found, "first_token_s": 2.5},
+    }  # fmt: skip
+
+
+def test_errors_and_targets() -> None:
+    assert "| 100.0 | 114.0 | +14 % | 2.00 | 2.50 | +25 % |" in errors_table([row(100, 114)])
+    assert "| **-16 %** |" in errors_table([row(100, 84)])
+    text = markdown([row(100, 114), row(100, 84)], Namespace(dtype="float32", eager=True))
+    assert "1 of 2 are within 15 %" in text
+
+
+def test_batches_fit_and_separate_the_costs() -> None:
+    for batch in (*BATCHES, *WARM_UP):
+        assert max(batch.prompts) + batch.output_tokens <= SETTING.max_model_len
+    kinds = {batch.budget for batch in BATCHES}
+    assert kinds == {1.0, 0.9, 0.2}
+    mixed = BATCHES[-1]
+    assert [mixed.fields(number) for number in range(3)] == [
+        {"kv_budget": 0.2},
+        None,
+        {"kv_budget": 0.2},
+    ]
+    assert {bool(batch.budgets) for batch in WARM_UP} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("ours", "pipelined", "name"),
+    [
+        (False, False, "RecordingSync"),
+        (False, True, "RecordingAsync"),
+        (True, True, "RecordingOurs"),
+    ],
+)
+def test_an_engine_gets_a_scheduler_that_records(ours: bool, pipelined: bool, name: str) -> None:
+    options = recorded(
+        {"async_scheduling": pipelined, "dtype": "float32"}, "steps.jsonl", ours=ours
+    )
+    assert options["scheduler_cls"] == f"loadtest.plan.recording.{name}"
+    assert options["additional_config"][STEPS_KEY] == "steps.jsonl"
+    assert ("h2o" in options["additional_config"]) == ours
+    assert options["dtype"] == "float32"
+
+
+def test_steps_are_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    file.write_text('{"seconds": 0.5, "prompt_tokens": 3, "pairs": 6}\n')
+    (step,) = read_steps(file)
+    assert step.seconds == 0.5 and step.work == Work(prompt_tokens=3, pairs=6)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_machine_is_calibrated(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = make_tiny_model(folder, tokenizer_of=default_model_dir())
+    file = tmp_path / "c.json"
+    main(["--model", str(model), "--dtype", "float32", "--eager", "--out", str(file)])
+    found = read_calibration(file)
+    for one in found.engines.values():
+        assert one.scheduling["block_size"] == 32 and not one.scheduling["pipelined"]
+        assert one.residual.steps > 60 and one.linear.seconds(Work(decodes=4, outputs=4)) > 0
+    assert found.engines["h2o"].residual.steps > found.engines["stock"].residual.steps
+    assert "error, median step" in table(found)
+    assert found.about["model"] == "model"

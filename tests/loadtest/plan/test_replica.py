@@ -76,7 +76,7 @@ def test_what_a_step_computes_is_counted() -> None:
 
 def test_after_an_eviction_a_decode_reads_what_was_kept() -> None:
     time = Metronome()
-    served(settings(ours=True), [Job(0, 0.0, 128, 3, BUDGET)], time)
+    served(settings(ours=True), [Job(0, 0.0, 128, 3, {**BUDGET, "kv_delay": 0})], time)
     prompt, decode, last = time.works
     assert prompt.scored_pairs == 128 * 129 // 2 and not prompt.pairs
     # A quarter of 128 tokens is two blocks, and up to one more is held.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 LONGEST_FIRST = (
     "tests/engine/test_laws_tokens.py",
@@ -45,6 +46,11 @@ TIERS = ("slow", "long")
 HOW = {"slow": "tests/run --full", "long": "tests/run --long", "reduced": "tests/run --full"}
 
 left_out: dict[str, set[str]] = {tier: set() for tier in HOW}
+
+
+# A deadline would fail a test for what else the machine does.
+settings.register_profile("untimed", settings(), deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

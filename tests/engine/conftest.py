@@ -115,8 +115,14 @@ def clean(engine: Engine) -> Engine:
 
 
 @contextmanager
-def started(model: str, options: dict[str, Any], **h2o: Any) -> Iterator[Engine]:
-    """An engine in this process, so that laws about blocks can be checked while requests run."""
+def started(
+    model: str, options: dict[str, Any], *, beside: bool = False, **h2o: Any
+) -> Iterator[Engine]:
+    """An engine in this process, so that laws about blocks can be checked while requests run.
+
+    Args:
+        beside: whether another one may live on: its process groups are those of this one.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM, envs
@@ -125,6 +131,8 @@ def started(model: str, options: dict[str, Any], **h2o: Any) -> Iterator[Engine]
 
         llm = LLM(model, **options, **engine_args(**{**PUBLISHED, **h2o}))
         yield Engine(llm)
+        if beside:
+            patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         llm.llm_engine.engine_core.shutdown()
     # A started engine freezes vLLM's view of the environment for the whole process.
     envs.disable_envs_cache()

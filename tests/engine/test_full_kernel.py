@@ -48,7 +48,9 @@ ASKED: list[dict[str, Any] | None] = [
 @pytest.fixture(scope="module")
 def own(model_dir: str) -> Iterator[Engine]:
     """An engine whose rows are all ours; the other one of this package leaves unscored rows to vLLM."""
-    with started(model_dir, ENGINE, kv_min_tokens=FLOOR, kv_full_kernel="h2o") as engine:
+    with started(
+        model_dir, ENGINE, beside=True, kv_min_tokens=FLOOR, kv_full_kernel="h2o"
+    ) as engine:
         yield engine
 
 

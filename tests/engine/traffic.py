@@ -227,7 +227,8 @@ class Traffic(RuleBasedStateMachine):
                 # Served as by stock vLLM: nothing may ever have become due, before its last token was.
                 last = min(seen, state.prompt_tokens + state.counts.max_tokens - 2)
                 owes = blocks_freed(state.budget, last, state.block_size)
-                assert last < max(state.prompt_tokens, state.budget.evict_from) or not owes
+                rules_from = state.prompt_tokens + state.budget.delay
+                assert last < max(rules_from, state.budget.evict_from) or not owes
             live = self.rig.live_blocks(request.request_id)
             if state.schedule.first is not None and seen <= state.prompt_tokens:
                 assert live <= state.schedule.first // self.rig.block_size

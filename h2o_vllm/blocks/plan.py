@@ -39,8 +39,8 @@ class Eviction:
     Attributes:
         request_id: whose blocks.
         heavy_blocks: physical ids that survive and receive the best tokens; may be empty.
-        doomed_blocks: physical ids that are freed. They are read, never written: they may still
-            be valid prefix-cache entries, or belong to another request from this step on.
+        doomed_blocks: physical ids that are freed. Read if there are heavy ones, never written: they may
+            still be valid prefix-cache entries, or belong to another request from this step on.
         holes: block-table indices of ``doomed_blocks``, which now hold the null block.
         policy: name of the request's policy.
         fresh_blocks: those of the heavy and doomed blocks that no eviction has ranked before, in
@@ -65,10 +65,11 @@ class Eviction:
 class StepPlan:
     """Attached to vLLM's ``SchedulerOutput`` as attribute ``h2o``.
 
-    Law of the evictions of one step: **they commute**. A block that one of them writes (heavy) is in no
-    other one, neither as heavy nor as doomed:
+    Law of the evictions of one step: **they commute**. One without heavy blocks reads and writes nothing. A
+    block that one of the others writes (heavy) is in no other one of them, neither as heavy nor as doomed:
 
-    * a heavy block has one owner and no hash when its eviction is decided, so no other table holds it;
+    * a heavy block has one owner and no hash when its eviction is decided, so no other table holds it; who
+      shared it until this step, and gave it back, is a request that moves no tokens;
     * a request evicts at most once in a step, and ranks full blocks whose tokens earlier steps computed: what
       an earlier eviction freed can become its newest block, never a heavy one of the same step;
     * an eviction whose request is preempted later in the step, which frees its heavy blocks, is cancelled.

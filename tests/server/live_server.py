@@ -42,7 +42,8 @@ class LiveServer:
             [str(script)] if script.exists() else [sys.executable, "-m", "h2o_vllm.server.cli"]
         )
         command += ["--port", str(self.port), "--enforce-eager", "--max-model-len", "2048"]
-        command += PUBLISHED_OPTIONS
+        # CPUs without AVX-512 emulate bfloat16, ten times slower; test_modes.py has engines in it.
+        command += ["--dtype", "float32", *PUBLISHED_OPTIONS]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [*command, *options],

@@ -24,7 +24,7 @@ CLIENTS = 5
 @pytest.fixture(scope="module")
 def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("server") / "log"
-    options = ["--kv-budget", "0.2", "--kv-elastic", "--kv-min-tokens", "64", "--dtype", "float32"]
+    options = ["--kv-budget", "0.2", "--kv-elastic", "--kv-min-tokens", "64"]
     # 39 blocks of 32: three of these clients with full KV, or all of them at their floors.
     options += ["--num-gpu-blocks-override", "40", "--max-model-len", "1024"]
     with live_server(log, *tiny, *options) as server:

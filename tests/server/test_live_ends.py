@@ -9,10 +9,11 @@ import signal
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
-from tests.server.live_server import MODEL, LiveServer
+from tests.server.live_server import KEY, MODEL, LiveServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -44,14 +45,11 @@ def test_sigterm_while_starting_ends_it_at_once(tmp_path: Path) -> None:
         server.kill()
 
 
-@pytest.mark.skipif(
-    (os.cpu_count() or 1) < 4, reason="two more vLLM processes: minutes on fewer than four cores"
-)
-def test_two_api_servers_report_and_end_on_ctrl_c(tmp_path: Path) -> None:
-    server = LiveServer(
-        tmp_path / "log", "--api-key", "live-test-key", "--api-server-count", "2",
-        "--kv-budget-min", "0.3",
-    )  # fmt: skip
+def test_two_api_servers_report_serve_the_page_and_end_on_ctrl_c(
+    tmp_path: Path, tiny: list[str]
+) -> None:
+    options = [*tiny, "--api-server-count", "2", "--kv-budget-min", "0.3", "--kv-playground"]
+    server = LiveServer(tmp_path / "log", *options)
 
     def one(i: int) -> tuple[int, object]:
         body = {"model": MODEL, "prompt": [1000] * (200 + i), "max_tokens": 4, "ignore_eos": True}
@@ -69,6 +67,12 @@ def test_two_api_servers_report_and_end_on_ctrl_c(tmp_path: Path) -> None:
             server.wait_for("h2o:request_kv_budget_count", 12)
             server.wait_for("h2o:budget_rejections_total", 4)
             server.wait_for("h2o:kv_tokens_full", 0)
+        for _ in range(4):
+            page = httpx.get(f"{server.url}/h2o/", auth=("anybody", KEY))
+            assert page.status_code == 200 and "<script" in page.text
+            body = {"model": MODEL, "prompt": [1000] * 300, "max_tokens": 8, "ignore_eos": True}
+            traced = server.post("/v1/completions", body | {"kv_budget": 0.5, "kv_trace": True})
+            assert traced.json()["kv_cache"]["trace"], "no trace of an answer"
         # Ctrl-C reaches the whole group.
         os.killpg(server.group, signal.SIGINT)
         assert server.process.wait(timeout=60) == 0

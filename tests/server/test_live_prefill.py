@@ -24,7 +24,7 @@ POOL = BLOCK * (BLOCKS - 1)
 @pytest.fixture(scope="module")
 def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("server") / "log"
-    options = ["--kv-budget", "0.2", "--kv-prefill-tokens", "256", "--dtype", "float32"]
+    options = ["--kv-budget", "0.2", "--kv-prefill-tokens", "256"]
     # 512 tokens for a model of 2,048: vLLM alone would not start.
     options += ["--num-gpu-blocks-override", str(BLOCKS), "--block-size", str(BLOCK)]
     with live_server(log, *tiny, *options) as server:

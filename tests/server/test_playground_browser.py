@@ -34,7 +34,7 @@ KEY_KNOWN = f"sessionStorage.setItem('h2o-key', {json.dumps(KEY)})"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("playground") / "log"
-    options = ["--kv-playground", "--kv-budget", "0.2", "--dtype", "float32", *tiny]
+    options = ["--kv-playground", "--kv-budget", "0.2", *tiny]
     with live_server(log, *options) as server:
         yield server
 

@@ -74,7 +74,18 @@ def loads(rows: list[Row]) -> list[int]:
 
 def plot_elastic(rows: list[Row], path: Path) -> Path:
     """Speed, likelihood lost and lossless answers over the load, a line per variant."""
-    from loadtest.common.plots import BLUE, GREY, LIGHT, RED, YELLOW, caption, legend, panels, save
+    from loadtest.common.plots import (
+        BLUE,
+        GREY,
+        LIGHT,
+        RED,
+        YELLOW,
+        caption,
+        legend,
+        log_ticks,
+        panels,
+        save,
+    )
 
     colours = dict(zip(VARIANTS, (GREY, BLUE, LIGHT, RED, YELLOW), strict=True))
     shown: tuple[tuple[str, Callable[[int, str], list[float]]], ...] = (
@@ -91,11 +102,8 @@ def plot_elastic(rows: list[Row], path: Path) -> Path:
             if points:
                 axis.plot(*zip(*points, strict=True), "o-", markersize=4, color=colours[variant],
                           label=about.label)  # fmt: skip
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(loads(rows), map(str, loads(rows)))
-        axis.set_xlabel("texts of 1,000 + 512 tokens at once")
+        log_ticks(axis, loads(rows), "texts of 1,000 + 512 tokens at once")
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.25)
     legend(axes[0])
     return save(figure, path, caption(rows[0], "SmolLM2-135M-Instruct", "pool of 6,400 tokens"))

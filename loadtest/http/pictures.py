@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from loadtest.common.plots import SMALL, caption, colours, legend, panels, save
+from loadtest.common.plots import SMALL, caption, colours, legend, log_ticks, panels, save
 from loadtest.common.statistics import percentile
 from loadtest.http.rates import Point, points, rates_of
 from loadtest.http.records import ALL, Record, Run, pooled, runs_by_variant, summarise
@@ -57,13 +57,9 @@ def draw_rates(runs: Sequence[Run], path: Path) -> Path:
             ]
             if line:
                 axis.plot(*zip(*line, strict=True), "o-", markersize=4, color=colour, label=name)
-        axis.set_xscale("log")
-        axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
-        axis.minorticks_off()
-        axis.set_xlabel("requests per second (Poisson)")
+        log_ticks(axis, rates, "requests per second (Poisson)")
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.25)
     legend(axes[0])
     first = runs[0].description
     server = first.get("server_version")

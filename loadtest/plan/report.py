@@ -110,7 +110,7 @@ def _assumptions(row: Row) -> list[str]:
 
 def plot(rows: Sequence[Row], path: Path) -> Path:
     """Rate, cost and first token of every mix, a bar or a line per mix."""
-    from loadtest.common.plots import caption, colours, legend, panels, save
+    from loadtest.common.plots import caption, colours, legend, log_ticks, panels, save
 
     met = [row for row in rows if row["met"]]
     mixes = list(dict.fromkeys(row["mix"] for row in rows))
@@ -134,13 +134,9 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
                     color=known[mix],
                     label=label(mix),
                 )
-        axis.set_xscale("log")
-        axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        axis.minorticks_off()
-        axis.set_xlabel("GPUs")
+        log_ticks(axis, sizes, "GPUs", ",")
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.25)
     if met:
         legend(axes[0])
     settings = rows[0]["settings"]

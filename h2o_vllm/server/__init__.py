@@ -7,6 +7,7 @@
 ``model_dir``          looks at the model's directory before vLLM does
 ``launch``             runs vLLM's server with them and ends it cleanly
 ``engine_start``       starts the engine: on CPU by a fork, where that comes to the same
+``asgi``               the same application under a server that is there already
 ``start_error``        a start that failed, in one line that says what to change
 ``access``             asks for ``--api-key`` where vLLM would not
 ``engine_death``       tells an engine that died from one that was stopped, for the exit code

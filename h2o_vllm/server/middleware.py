@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+import h2o_vllm
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
@@ -46,6 +47,9 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 CountRefusal = Callable[[str], None]
+
+SIGNATURE = (b"x-h2o-vllm", h2o_vllm.__version__.encode("ascii"))
+"""In the headers of every answer: behind a router it tells which version gave it."""
 
 _startup_error: str | None = None
 
@@ -79,6 +83,7 @@ class KVCacheMiddleware:
             await self._app(scope, receive, send)
             return
         config, access = self._bind(scope["app"])
+        send = _signing(send)
         if access.refuses(scope):
             challenge = access.challenge(scope)
             await JSONResponse({"error": "Unauthorized"}, 401, challenge)(scope, receive, send)
@@ -293,6 +298,15 @@ class _Exchange:
             out += events.finish()
         if out or not more:
             await self._inner_send({**message, "body": out})
+
+
+def _signing(send: Send) -> Send:
+    async def sign(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), SIGNATURE]}
+        await send(message)
+
+    return sign
 
 
 def _not_bound(reason: str) -> None:

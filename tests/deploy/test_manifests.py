@@ -44,6 +44,12 @@ VALUES = {
         "hubToken.existingSecret=hub",
         "extraArgs={--max-model-len=8192}",
     ],
+    "autoscaled": [
+        "autoscaling.enabled=true",
+        "autoscaling.minReplicas=2",
+        "autoscaling.kvTokens=100000",
+        "persistence.accessMode=ReadWriteMany",
+    ],
     "a shared volume": ["replicaCount=2", "persistence.accessMode=ReadWriteMany"],
     "a volume that exists": ["persistence.existingClaim=models"],
 }
@@ -55,6 +61,9 @@ REFUSED = {
     "kvbudget=0.2": "kvbudget",
     "replicaCount=2": "ReadWriteMany",
     "persistence.size=lots": "size",
+    "autoscaling.enabled=true": "ReadWriteMany",
+    "persistence.enabled=false,autoscaling.enabled=true,autoscaling.minReplicas=5": "minReplicas",
+    "drain.seconds=0": "seconds",
     # A number where Kubernetes wants a string.
     "extraEnv[0].name=A,extraEnv[0].value=8": "extraEnv",
 }
@@ -218,6 +227,35 @@ def test_probes_leave_time_for_the_first_start() -> None:
     probe = container("startupSeconds=600")["startupProbe"]
     assert probe["failureThreshold"] * probe["periodSeconds"] == 600
     assert probe["httpGet"] == {"path": "/health", "port": "http"}
+
+
+def test_a_pod_has_time_for_its_drain() -> None:
+    values = ("drain.unannouncedSeconds=7", "drain.seconds=100")
+    pod = resources(*values)["Deployment"]["spec"]["template"]["spec"]
+    server = pod["containers"][0]
+    assert server["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
+    assert server["args"][server["args"].index("--shutdown-timeout") + 1] == "100"
+    assert pod["terminationGracePeriodSeconds"] > 7 + 100
+
+
+def test_several_replicas_are_drained_one_by_one() -> None:
+    assert "PodDisruptionBudget" not in resources()
+    found = resources("replicaCount=2", "persistence.enabled=false")
+    selector = found["Deployment"]["spec"]["selector"]
+    assert found["PodDisruptionBudget"]["spec"] == {"maxUnavailable": 1, "selector": selector}
+
+
+def test_the_autoscaler_counts_requests_and_kv() -> None:
+    found = resources(*VALUES["autoscaled"])
+    assert "replicas" not in found["Deployment"]["spec"], "it would undo what the autoscaler does"
+    assert "PodDisruptionBudget" in found
+    scaler = found["HorizontalPodAutoscaler"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] == found["Deployment"]["metadata"]["name"]
+    wanted = {
+        one["pods"]["metric"]["name"]: one["pods"]["target"]["averageValue"]
+        for one in scaler["metrics"]
+    }
+    assert wanted == {"vllm_num_requests_running": "32", "h2o_kv_tokens_held": "100000"}
 
 
 def test_every_yaml_file_parses() -> None:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+import h2o_vllm
 from h2o_vllm.config import H2OConfig
 from h2o_vllm.server import middleware, report_interceptor
 from h2o_vllm.server.report import REPORT_KEYS
@@ -156,6 +157,25 @@ async def test_bad_value_is_answered_here_and_the_next_request_works() -> None:
     assert response.json()["error"]["type"] == "BadRequestError"
     assert engine.seen == []
     assert (await post(app, kv_budget=0.9)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        ("/v1/completions", {"kv_budget": 0.2}, 200),
+        ("/v1/completions", {"kv_budget": 0.2, "stream": True}, 200),
+        ("/v1/completions", {"kv_budget": 7}, 400),
+        ("/v1/nowhere", {}, 404),
+    ],
+)
+async def test_every_answer_says_which_version_gave_it(
+    path: str, fields: dict[str, Any], status: int
+) -> None:
+    async with client_of(build(Engine())) as client:
+        body = {"model": "m", "prompt": "p", **fields}
+        response = await client.post(path, json=body)
+    assert response.status_code == status
+    assert response.headers.get_list("x-h2o-vllm") == [h2o_vllm.__version__]
 
 
 async def test_refusal_keeps_the_headers_for_other_origins() -> None:

@@ -22,3 +22,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{ include "h2o.name" . }}-hub-token
 {{- end -}}
 {{- end -}}
+
+{{- /* As many replicas as there can be. */}}
+{{- define "h2o.replicas" -}}
+{{- if .Values.autoscaling.enabled }}{{ .Values.autoscaling.maxReplicas }}{{ else }}{{ .Values.replicaCount }}{{ end }}
+{{- end }}

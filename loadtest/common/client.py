@@ -10,7 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -67,15 +67,19 @@ class Client:
         body: dict[str, Any] | None,
         on_chunk: Callable[[bytes], None],
         method: str = "POST",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Send ``body`` and hand every piece of the answer to ``on_chunk`` as it comes.
+
+        Args:
+            headers: of this request, beside those of all.
 
         Raises:
             HTTPStatusError: the status is not 200.
             OSError, http.client.HTTPException: the connection failed, or ended too early.
         """
         payload = None if body is None else json.dumps(body).encode()
-        connection, response = self._open(method, path, payload)
+        connection, response = self._open(method, path, payload, headers or {})
         try:
             if response.status != 200:
                 raise HTTPStatusError(response.status, response.read())
@@ -103,13 +107,15 @@ class Client:
         return b"".join(pieces)
 
     def _open(
-        self, method: str, path: str, payload: bytes | None
+        self, method: str, path: str, payload: bytes | None, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         while True:
             kept = bool(self._idle)
             connection = self._idle.pop() if kept else self._connection()
             try:
-                connection.request(method, self._prefix + path, payload, self._headers)
+                connection.request(
+                    method, self._prefix + path, payload, {**self._headers, **headers}
+                )
                 return connection, connection.getresponse()
             except (ConnectionError, http.client.RemoteDisconnected):
                 connection.close()

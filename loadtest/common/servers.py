@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -39,6 +39,8 @@ class ServerError(Exception):
 class Server:
     """A server process, with everything it starts, from :meth:`__enter__` to :meth:`__exit__`.
 
+    It may end and be started again meanwhile, where it was.
+
     Args:
         program: what is started.
         options: its options.
@@ -46,6 +48,7 @@ class Server:
         name: what results call the program.
         listen: the options that say where to listen; ``{port}`` is put in.
         health: path that answers once it is up.
+        environment: variables of its own.
 
     Attributes:
         url: where it listens.
@@ -62,6 +65,7 @@ class Server:
         name: str = "h2o-serve",
         listen: Sequence[str] = ("--port", "{port}"),
         health: str = "/health",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -70,8 +74,25 @@ class Server:
         self._command = [*program, *options, *place]
         self._log = log
         self._health = f"{self.url}{health}"
+        self._environment = dict(environment or {})
 
     def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_until_up()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        self.kill()
+
+    def start(self) -> None:
+        """Start it; what it prints comes behind what is in the log."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -81,31 +102,30 @@ class Server:
                 # session: Linux schedules sessions against each other, and vLLM's spinning workers can keep
                 # the load from running for seconds.
                 process_group=0,
-                env={**DEFAULTS, **os.environ},
+                env={**DEFAULTS, **os.environ, **self._environment},
             )
         self.pid = self._process.pid
-        try:
-            self._wait()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM), and do not wait."""
         self._process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_SECONDS)
-        try:
+
+    def wait_until_ended(self, seconds: float) -> int:
+        """Its exit code. Raises ``subprocess.TimeoutExpired``."""
+        return self._process.wait(seconds)
+
+    def kill(self) -> None:
+        """End it and all it has started at once (SIGKILL)."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
         self._process.wait()
 
     def log(self) -> str:
         """What it has printed so far."""
         return self._log.read_text(errors="replace")
 
-    def _wait(self) -> None:
+    def wait_until_up(self) -> None:
+        """Until it answers. Raises :class:`ServerError`: it ended, or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:

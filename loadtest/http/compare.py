@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -35,10 +33,10 @@ from loadtest.common.machine import describe_run
 from loadtest.common.prometheus import Sampler
 from loadtest.common.results import RESULTS, result_path
 from loadtest.common.servers import H2O_SERVE, VLLM_SERVE, Server, ServerError
+from loadtest.http.headless import LocustError, locust_running
 from loadtest.http.records import ALL, Run, read_runs, summarise, write_runs
 from loadtest.http.report import write_report
 
-LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 OURS, PAGED, VLLM = "h2o-serve", "h2o-serve --kv-playground", "vllm"
 PROGRAMS = {OURS: H2O_SERVE, PAGED: (*H2O_SERVE, "--kv-playground"), VLLM: VLLM_SERVE}
 
@@ -244,18 +242,11 @@ def run_locust(
     else:
         requests = round(load.rate * args.seconds)
         options |= {"-u": 1, "--arrival": "open", "--rate": load.rate, "--requests": requests}
-    words = [str(word) for pair in options.items() for word in pair]
-    words += ["--forced"] * args.forced
-    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless",
-               "--only-summary", "--loglevel", "WARNING", *words]  # fmt: skip
-    root = str(LOCUSTFILE.parents[2])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    with Sampler(url) as sampler:
-        # Killed if we are interrupted: subprocess.run sees to that.
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths},
-                              capture_output=True, text=True, check=False)  # fmt: skip
-    if done.returncode != 0:
-        sys.exit(f"{config.name}: locust failed ({done.returncode}):\n{done.stdout}\n{done.stderr}")
+    try:
+        with Sampler(url) as sampler, locust_running(options, ["--forced"] * args.forced):
+            pass
+    except LocustError as error:
+        sys.exit(f"{config.name}: {error}")
     (run,) = read_runs(file)
     run.description["server"] = sampler.result
     return run

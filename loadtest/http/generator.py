@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -149,7 +150,7 @@ class Generator:
         A failure is noted in the record; only what ends the caller (a killed greenlet) is raised.
         """
         budget = self.mix[number]
-        record = Record(budget.label, at)
+        record = Record(budget.label, at, id=uuid.uuid4().hex)
         if self.in_flight >= self.settings.max_in_flight:
             record.error = f"not sent: {self.in_flight} requests are unanswered"
             self._keep(record)
@@ -159,7 +160,12 @@ class Generator:
         record.late = max(0.0, self.now() - at)
         self.in_flight += 1
         try:
-            self._client.stream(self.path, request, lambda chunk: meter.feed(chunk, self.now()))
+            self._client.stream(
+                self.path,
+                request,
+                lambda chunk: meter.feed(chunk, self.now()),
+                headers={"X-Request-Id": record.id},
+            )
             record.error = meter.problem
         except (HTTPStatusError, OSError, http.client.HTTPException) as error:
             record.error = f"{type(error).__name__}: {error}"

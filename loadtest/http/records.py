@@ -37,6 +37,7 @@ class Record:
         output_tokens: from ``usage``; token events if the stream broke off before that.
         nll: negative log-likelihood per token of an answer that was forced, in nats.
         cut: whether the end of the run cut it off; then it is neither a success nor a failure.
+        id: sent as ``X-Request-Id``: servers and routers call the request by it.
     """
 
     label: str
@@ -52,6 +53,7 @@ class Record:
     nll: float | None = None
     error: str | None = None
     cut: bool = False
+    id: str = ""
 
     @property
     def whole(self) -> bool:

@@ -113,7 +113,10 @@ def test_forced_answer_is_the_text_behind_the_prompt() -> None:
     server: Any = VirtualServer(build_app(MOCK), at_once=2)
     sent: list[dict[str, Any]] = []
     stream = server.stream
-    server.stream = lambda path, body, *rest: (sent.append(body), stream(path, body, *rest))[1]
+    server.stream = lambda path, body, *rest, **more: (
+        sent.append(body),
+        stream(path, body, *rest, **more),
+    )[1]
     settings = SETTINGS.model_copy(update={"forced": True})
     generator = send_all(
         Generator(settings, "http://virtual", clock=server.clock, client=server), 2
@@ -169,7 +172,7 @@ def test_request_too_many_fails_without_being_sent() -> None:
     class Busy(VirtualServer):
         """Before a request is answered, the next one is due."""
 
-        def stream(self, *_: Any) -> None:
+        def stream(self, *_: Any, **__: Any) -> None:
             generator.send(generator.in_flight, 0.0)
 
     server: Any = Busy(build_app(MOCK))
@@ -181,9 +184,20 @@ def test_request_too_many_fails_without_being_sent() -> None:
     assert len(generator.records) == 4
 
 
+def test_every_request_has_an_id_of_its_own_and_is_recorded_with_it() -> None:
+    server: Any = VirtualServer(build_app(MOCK))
+    generator = Generator(SETTINGS, "http://virtual", clock=server.clock, client=server)
+    generator.prepare()
+    for number in range(3):
+        generator.send(number, 0.0)
+    sent = [headers["X-Request-Id"] for headers in server.headers if headers]
+    assert sent == [record.id for record in generator.records]
+    assert len({*sent}) == 3
+
+
 def test_request_whose_user_is_killed_is_cut_and_no_failure() -> None:
     class Killed(VirtualServer):
-        def stream(self, *_: Any) -> None:
+        def stream(self, *_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
     server: Any = Killed(build_app(MOCK))

@@ -10,7 +10,7 @@ import asyncio
 import json
 import selectors
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from loadtest.common.client import HTTPStatusError
@@ -82,6 +82,8 @@ class VirtualServer:
     def __init__(self, app: Any, at_once: int = 1) -> None:
         self.loop = VirtualLoop()
         self._app = app
+        self.headers: list[dict[str, str]] = []
+        """Of each request that was streamed."""
         self._calls: list[Call] = []
         self._barrier = threading.Barrier(at_once, action=self._run)
         self._mine = threading.local()
@@ -95,7 +97,14 @@ class VirtualServer:
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
         return self._whole(Call(path, body, lambda chunk: None))
 
-    def stream(self, path: str, body: Any, on_chunk: Callable[[bytes], None]) -> None:
+    def stream(
+        self,
+        path: str,
+        body: Any,
+        on_chunk: Callable[[bytes], None],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.headers.append(dict(headers or {}))
         call = Call(path, body, on_chunk)
         self._calls.append(call)
         self._barrier.wait(60)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas behind vLLM's router: what failures cost, and where requests go."""

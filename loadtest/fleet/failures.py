@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failures under load: what is lost, repeated or answered twice, and when all is well again.
+
+    python -m loadtest.fleet.failures [--incidents kill-replica drain ...] [--rate 1] [--seconds 150]
+
+Two replicas of ``h2o-serve`` behind vLLM's router (``pip install vllm-router``), a tiny model, and Locust,
+which sends requests at random times and waits for no answer. In the midst of it something happens to one
+replica, or to the router. No client sends anything again: what fails is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from h2o_vllm.models import default_model_dir
+from loadtest.common.machine import describe_run
+from loadtest.common.results import RESULTS, Row, append_rows, result_path
+from loadtest.common.tables import markdown_table, provenance
+from loadtest.common.tiny_model import make_tiny_model
+from loadtest.fleet.accounts import account
+from loadtest.fleet.incidents import INCIDENTS, VICTIM, Incident
+from loadtest.fleet.replicas import POLICIES, Fleet, served, with_router_version
+from loadtest.http.headless import locust_running
+from loadtest.http.records import read_runs
+
+__all__ = ["main", "markdown"]
+
+REPLICAS = (("--kv-budget", "0.2"),) * 2
+BEFORE = 10.0
+"""Seconds of load before anything happens."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, write, print."""
+    args = parse_arguments(argv)
+    path = result_path("fleet-failures", args.out)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_tiny_model(_made(folder / "model"), default_model_dir())
+        with Fleet(model, folder, REPLICAS, args.policy) as fleet:
+            for number, incident in enumerate(args.incidents):
+                print(f"{incident} ...", flush=True)
+                file = folder / f"{number}.jsonl"
+                row = with_router_version(describe_run("loadtest.fleet.failures"))
+                row |= {"incident": incident}
+                row |= measure(fleet, INCIDENTS[incident], args, file, salt=number)
+                rows.append(row)
+                append_rows(path, [row])
+                print(row, flush=True)
+    text = markdown(rows)
+    path.with_suffix(".md").write_text(text)
+    print(f"\n{text}\nrows: {path}")
+
+
+def measure(
+    fleet: Fleet, incident: Incident, args: argparse.Namespace, file: Path, *, salt: int
+) -> Row:
+    """Load, and in the midst of it the incident. Returns the account, and the seconds until all was well."""
+    marks, answers = fleet.marks(), [served(replica.url) for replica in fleet.replicas]
+    options = {
+        "--host": fleet.router.url, "--model": "model", "-u": 1, "--arrival": "open",
+        "--rate": args.rate, "-t": f"{args.seconds:g}s", "--stop-timeout": 60,
+        "--prompt-tokens": args.prompt_tokens, "--output-tokens": args.output_tokens,
+        "--salt": salt, "--jsonl": file, "--exit-code-on-error": 0,
+        # Answers of this route are logged.
+        "--endpoint": "chat",
+    }  # fmt: skip
+    with locust_running(options):
+        # Locust takes a while to start.
+        for number, before in enumerate(answers):
+            fleet.wait_until_served(number, before + 2)
+        time.sleep(BEFORE)
+        began = time.monotonic()
+        incident.happen(fleet)
+        if incident.restarts:
+            fleet.wait_until_served(VICTIM, 1)
+        seconds = time.monotonic() - began
+    (run,) = read_runs(file)
+    found = account(run.records, fleet.logs_since(marks), VICTIM if incident.hits_replica else None)
+    return {"rate": args.rate, "policy": args.policy, "back_s": seconds, **asdict(found)}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table of all incidents, with what it was measured on."""
+    table = markdown_table(
+        ["", "requests", "answered", "refused", "broken off", "of them, never at the replica hit",
+         "sent again by the router", "answered twice", "all well after", "slowest first token"],
+        [
+            [
+                INCIDENTS[row["incident"]].says,
+                *(f"{row[key]}" for key in ("requests", "answered", "refused", "broken")),
+                "" if row["noticed"] is None else f"{row['noticed']}",
+                f"{row['repeated']}", f"{row['twice']}", f"{row['back_s']:.0f} s",
+                f"{row['slowest']:.1f} s",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+    about = "\n".join(
+        f"* {INCIDENTS[row['incident']].says}: {error or 'the stream ended'}: {times}"
+        for row in rows
+        for error, times in row["errors"].items()
+    )
+    origin = "\n".join(provenance(rows))
+    return f"# Failures\n\n{origin}\n{table}\n\nHow requests failed:\n\n{about or '* none did'}\n"
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.fleet.failures",
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add, names = parser.add_argument, list(INCIDENTS)
+    add("--incidents", nargs="+", choices=names, default=names, help="what happens")
+    add("--policy", choices=POLICIES, default="round_robin", help="of the router")
+    add("--rate", type=float, default=1.0, help="requests per second")
+    add("--seconds", type=float, default=150.0, help="of load")
+    add("--prompt-tokens", type=int, default=300, help="mean length of prompts")
+    add("--output-tokens", type=int, default=200, help="length of answers")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    return parser.parse_args(argv)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+if __name__ == "__main__":
+    main()

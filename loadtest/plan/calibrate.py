@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps take on this machine: a minute of designed batches, and a fit of them.
+"""How long steps take on this machine: some minutes of designed batches, and a fit of them.
 
     python -m loadtest.plan.calibrate [--model DIRECTORY] [--dtype float32] [--out calibration.json]
 
@@ -11,7 +11,7 @@ counted where it is decided, as a simulation counts it. Writes a file for ``pyth
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ from loadtest.common.machine import describe_run
 from loadtest.common.tables import markdown_table
 from loadtest.engine.workloads import SUITES, Setting
 from loadtest.plan.calibration import OURS, STOCK, Calibration, Measured, write_calibration
-from loadtest.plan.fit import fit, residual
+from loadtest.plan.fit import MeasuredStep, fit, residual, typical_steps
 from loadtest.plan.recording import read_steps
 from loadtest.plan.work import FEATURES
 
@@ -57,17 +57,23 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--model", help="a model directory; by default the embedded model")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
     add("--eager", action="store_true", help="no torch.compile: engines start within seconds")
-    add("--repeat", type=int, choices=range(1, 10), default=1, metavar="N",
-        help="serve the batches so often, 1 to 9, after once to warm up")  # fmt: skip
+    add("--repeat", type=int, choices=range(1, 10), default=3, metavar="N",
+        help="serve the batches so often, 1 to 9, after once to warm up; medians count")  # fmt: skip
 
 
 def calibrate(args: argparse.Namespace, module: str) -> Calibration:
     """Both engines, one after the other; ``module`` is what ``python -m`` was given."""
-    engines = {}
+    found = {}
     with TemporaryDirectory() as folder:
         for name in VARIANTS:
             print(f"calibrating {name}", flush=True)
-            engines[name] = _measured(args, name, Path(folder) / f"{name}.jsonl")
+            found[name] = _measured(args, name, Path(folder) / f"{name}.jsonl")
+    steps = {name: steps for name, (steps, _) in found.items()}
+    linears = dict(zip(VARIANTS, fit(*(steps[name] for name in VARIANTS)), strict=True))
+    engines = {
+        name: Measured(linears[name], residual(linears[name], steps[name]), scheduling)
+        for name, (_, scheduling) in found.items()
+    }
     about = describe_run(module) | {
         "model": Path(args.model).name if args.model else "embedded",
         "dtype": args.dtype,
@@ -82,7 +88,9 @@ def engine_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
     return options | {"dtype": args.dtype, "enforce_eager": args.eager}
 
 
-def _measured(args: argparse.Namespace, name: str, path: Path) -> Measured:
+def _measured(
+    args: argparse.Namespace, name: str, path: Path
+) -> tuple[list[MeasuredStep], Mapping[str, Any]]:
     first = {
         "model": args.model or str(default_model_dir()),
         "ours": name == OURS,
@@ -91,12 +99,12 @@ def _measured(args: argparse.Namespace, name: str, path: Path) -> Measured:
     }
     with Child("loadtest.plan.calibrate_run", first) as child:
         scheduling = child.request("warm up")
-        path.unlink()
+        rounds = []
         for _ in range(args.repeat):
+            path.unlink()
             child.request("measure")
-    steps = read_steps(path)
-    linear = fit(steps)
-    return Measured(linear, residual(linear, steps), scheduling)
+            rounds.append(read_steps(path))
+    return typical_steps(rounds), scheduling
 
 
 def table(calibration: Calibration) -> str:

@@ -7,7 +7,7 @@
 Calibrates if no file is given, then measures each workload as its own room does, and simulates the same
 requests on the same pool. ``--http`` takes rows of ``python -m loadtest.http.compare``, recorded on this
 machine with the same model and dtype, and simulates what arrived when. Rows and a table; ``--resume`` goes
-on.
+on, and simulates anew what has been measured, with another ``--calibration`` if one is given.
 """
 
 from __future__ import annotations
@@ -38,8 +38,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Of the simulated engines; those that are measured log in processes of their own.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     path = args.resume or result_path("plan-validation", args.out)
-    rows = read_rows(path)
-    for row in compared(args, path, rows):
+    calibration = calibrated(args, path)
+    print(f"{table(calibration)}\n", flush=True)
+    rows = again(read_rows(path), calibration)
+    if rows:
+        print(errors_table(rows), flush=True)
+        path.write_text("")
+        append_rows(path, rows)
+    for row in compared(args, calibration, rows):
         rows.append(row)
         append_rows(path, [row])
         print(errors_table([row]).splitlines()[-1], flush=True)
@@ -68,19 +74,35 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def compared(args: argparse.Namespace, path: Path, rows: Sequence[Row]) -> Iterator[Row]:
+def calibrated(args: argparse.Namespace, path: Path) -> Any:
+    """The calibration that is given, or that of ``path``'s own, which is made if there is none."""
+    from loadtest.plan.calibration import read_calibration, write_calibration
+
+    file = args.calibration or path.with_suffix(".calibration.json")
+    if not file.exists():
+        write_calibration(calibrate(args, "loadtest.plan.validate"), file)
+    return read_calibration(file)
+
+
+def again(rows: Sequence[Row], calibration: Any) -> list[Row]:
+    """What has been measured here, simulated anew; what was recorded over HTTP is read again instead."""
+    from loadtest.plan.cases import CASES
+
+    return [
+        row | {"simulated": simulated(case, calibration, row["scale"])}
+        for row in rows
+        for case in CASES
+        if case.measured_by(row)
+    ]
+
+
+def compared(args: argparse.Namespace, calibration: Any, rows: Sequence[Row]) -> Iterator[Row]:
     """A row per case that ``rows`` lack."""
     from loadtest.common.machine import describe_run
     from loadtest.http.records import read_runs
-    from loadtest.plan.calibration import read_calibration, write_calibration
     from loadtest.plan.cases import CASES
     from loadtest.plan.replay import replay
 
-    beside = args.calibration or path.with_suffix(".calibration.json")
-    if not beside.exists():
-        write_calibration(calibrate(args, "loadtest.plan.validate"), beside)
-    calibration = read_calibration(beside)
-    print(f"{table(calibration)}\n", flush=True)
     about = describe_run("loadtest.plan.validate") | {
         "dtype": args.dtype, "eager": args.eager, "scale": args.scale,
     }  # fmt: skip

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from loadtest.plan.fit import Linear, MeasuredStep, fit, residual
+from loadtest.plan.fit import Linear, MeasuredStep, fit, residual, typical_steps
 from loadtest.plan.gpus import GPU, GPUS
 from loadtest.plan.memory import pool_blocks
 from loadtest.plan.roofline import Efficiency, Roofline
@@ -114,15 +114,29 @@ KNOWN = Linear(0.01, (1e-3, 2e-3, 3e-6, 0.0, 5e-5, 4e-5, 0.0, 1e-4))
 
 
 def test_a_fit_finds_the_costs() -> None:
-    found = fit(random_steps(KNOWN))
-    assert found.constant == pytest.approx(KNOWN.constant, rel=1e-4)
-    assert found.costs == pytest.approx(KNOWN.costs, rel=1e-4, abs=1e-9)
+    dearer = dataclasses.replace(KNOWN, constant=0.03)
+    stock, ours = fit(random_steps(KNOWN), random_steps(dearer))
+    assert stock.constant == pytest.approx(KNOWN.constant, rel=1e-4)
+    assert ours.constant == pytest.approx(dearer.constant, rel=1e-4)
+    assert stock.costs == ours.costs == pytest.approx(KNOWN.costs, rel=1e-4, abs=1e-9)
+
+
+def test_rounds_that_are_alike_count_by_their_medians() -> None:
+    works = [Work(decodes=n) for n in (1, 2)]
+    rounds = [
+        [MeasuredStep(work, seconds) for work, seconds in zip(works, times, strict=True)]
+        for times in ((1.0, 5.0), (9.0, 4.0), (2.0, 6.0))
+    ]
+    assert [step.seconds for step in typical_steps(rounds)] == [2.0, 5.0]
+    assert [step.work for step in typical_steps(rounds)] == works
+    rounds[1] = rounds[1][:1]
+    assert len(typical_steps(rounds)) == 5
 
 
 def test_a_fit_has_no_negative_cost_and_says_its_error() -> None:
     falling = dataclasses.replace(KNOWN, costs=(*KNOWN.costs[:3], -2e-6, *KNOWN.costs[4:]))
     steps = [step for step in random_steps(falling, noise=0.1) if step.seconds > 0]
-    found = fit(steps)
+    found, _ = fit(steps, [])
     assert found.costs[3] == 0 and min(found.costs) >= 0 < found.constant
     error = residual(found, steps)
     assert 0 < error.typical < error.worst < 0.3 and abs(error.total) < 0.05
@@ -130,9 +144,9 @@ def test_a_fit_has_no_negative_cost_and_says_its_error() -> None:
 
 def test_features_that_no_step_has_cost_nothing() -> None:
     steps = [MeasuredStep(Work(decodes=n), 0.01 + 0.002 * n) for n in range(1, 9)]
-    assert fit(steps).seconds(Work(decodes=20, ranked=5)) == pytest.approx(0.05)
+    assert fit(steps, [])[0].seconds(Work(decodes=20, ranked=5)) == pytest.approx(0.05)
     with pytest.raises(ValueError, match="no steps"):
-        fit([])
+        fit([], [])
 
 
 CONFIG = {

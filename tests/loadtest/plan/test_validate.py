@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from loadtest.plan.cases import CASES
 from loadtest.plan.fit import Linear, Residual
 from loadtest.plan.recording import STEPS_KEY, read_steps
 from loadtest.plan.replay import replay
-from loadtest.plan.validate import errors_table, markdown, simulated
+from loadtest.plan.validate import again, errors_table, markdown, simulated
 from loadtest.plan.work import Work
 
 LINEAR = Linear(0.05, (1.6e-3, 5e-3, 0.0, 0.0, 6e-6, 4e-6, 0.0, 0.0))
@@ -67,6 +68,15 @@ def test_a_case_is_simulated_on_its_pool() -> None:
     stock, ours = (found["tight", variant] for variant in ("stock-same-flags", "h2o"))
     assert ours["tok_per_s"] > 1.3 * stock["tok_per_s"]
     assert ours["first_token_s"] < 0.7 * stock["first_token_s"]
+
+
+def test_measurements_are_kept_and_simulated_anew() -> None:
+    case = CASES[0]
+    measured = {"tok_per_s": 1.0, "first_token_s": 2.0}
+    row = asdict(case) | {"scale": 0.1, "measured": measured, "simulated": {}}
+    recorded_over_http = row | {"case": "HTTP, 1 requests/s"}
+    (found,) = again([row, recorded_over_http], calibration())
+    assert found == row | {"simulated": simulated(case, calibration(), 0.1)}
 
 
 def test_recorded_requests_are_replayed() -> None:
@@ -145,7 +155,19 @@ def test_a_machine_is_calibrated(tmp_path: Path) -> None:
     folder.mkdir()
     model = make_tiny_model(folder, tokenizer_of=default_model_dir())
     file = tmp_path / "c.json"
-    main(["--model", str(model), "--dtype", "float32", "--eager", "--out", str(file)])
+    main(
+        [
+            "--model",
+            str(model),
+            "--dtype",
+            "float32",
+            "--eager",
+            "--repeat",
+            "1",
+            "--out",
+            str(file),
+        ]
+    )
     found = read_calibration(file)
     for one in found.engines.values():
         assert one.scheduling["block_size"] == 32 and not one.scheduling["pipelined"]

@@ -87,11 +87,13 @@ class H2OApplication:
         from h2o_vllm.server.serve import prepare
 
         args, parser = parse(self.options)
+        config = config_of(args)
         if args.headless or args.api_server_count not in (None, 1):
             raise ConfigError("--headless, --api-server-count: an application has one front end")
+        # From here on this process is changed: its environment, and how it logs.
         cli_env_setup()
         configure_logging_from_args(args)
-        prepare(args, parser, config_of(args))
+        prepare(args, parser, config)
         validate_parsed_serve_args(args)
         self._client = client = await stack.enter_async_context(build_async_engine_client(args))
         tasks = await client.get_supported_tasks()

@@ -12,18 +12,16 @@ own, started with the application's lifespan and ended with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["H2OApplication"]
+if TYPE_CHECKING:
+    from h2o_vllm.server.middleware import Receive, Scope, Send
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+__all__ = ["H2OApplication"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ class H2OApplication:
         """Whether it is up, and its engine alive."""
         return self._client is not None and not self._client.errored
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
@@ -57,7 +55,7 @@ class H2OApplication:
         else:
             await self._app(scope, receive, send)
 
-    async def _live(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
             try:
                 app = await self._start(stack)
@@ -74,12 +72,11 @@ class H2OApplication:
                 self._app = self._client = None
 
     async def _start(self, stack: AsyncExitStack) -> Any:
-        """VLLM's application with our middleware, its engine up; ``stack`` ends it."""
+        """The application of vLLM with our middleware, its engine up; ``stack`` ends it."""
         # Imported here: until it starts nobody has to have vLLM loaded.
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
         from vllm.logger import configure_logging_from_args
 
@@ -94,7 +91,6 @@ class H2OApplication:
         cli_env_setup()
         configure_logging_from_args(args)
         prepare(args, parser, config)
-        validate_parsed_serve_args(args)
         self._client = client = await stack.enter_async_context(build_async_engine_client(args))
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)

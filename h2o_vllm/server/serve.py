@@ -47,10 +47,6 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
     if not logger.isEnabledFor(logging.DEBUG):
         start_record.begin()
     prepare(args, parser, config)
-    try:
-        validate_parsed_serve_args(args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from None
     logger.info(
         "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_recent=%s kv_sinks=%s kv_protect=%s "
         "kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask for kv_budget "
@@ -85,7 +81,8 @@ def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H
     """Complete ``args`` in place: the model, our engine arguments, our middleware.
 
     Raises:
-        ConfigError: an option contradicts what we have to set, or the model's directory is none.
+        ConfigError: an option contradicts another one or what we have to set, or the model's directory
+            is none.
     """
     _refuse_other_frontends(args)
     if args.kv_playground:
@@ -102,6 +99,10 @@ def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H
     else:
         args.model = args.model if args.model is not None else args.model_tag
         check_model_dir(args.model, args.load_format)
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def _refuse_other_frontends(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "Row",
     "append_rows",
     "numbered_rows",
+    "publish",
     "read_rows",
     "result_file",
     "result_path",
@@ -52,6 +53,12 @@ def result_file(text: str) -> Path:
     if (path := Path(text)).is_dir():
         raise argparse.ArgumentTypeError(f"got the folder {text}, wanted a file such as rows.jsonl")
     return path
+
+
+def publish(path: Path, text: str, picture: Path | None = None) -> None:
+    """Write ``text`` as Markdown beside the rows in ``path``, and print it and where all is."""
+    path.with_suffix(".md").write_text(text)
+    print(f"\n{text}\nrows: {path}" + (f"\nplot: {picture}" if picture else ""))
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:

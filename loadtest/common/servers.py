@@ -88,7 +88,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_SECONDS)
+            self.wait_until_ended(STOP_SECONDS)
         self.kill()
 
     def start(self) -> None:

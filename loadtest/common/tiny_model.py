@@ -17,10 +17,14 @@ VOCABULARY = 512
 
 
 def make_tiny_model(path: Path, tokenizer_of: Path | None = None) -> Path:
-    """Write the model into the directory ``path``; with the tokenizer of another model, or none."""
+    """Write the model, with the tokenizer of another one or none, into the directory ``path``.
+
+    The directory is made if need be.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    path.mkdir(exist_ok=True)
     vocabulary = VOCABULARY
     if tokenizer_of is not None:
         vocabulary = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.common.child import Child
+from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu
 from loadtest.common.plan import carry_out
 from loadtest.common.results import RESULTS, Measured, Row, result_path
@@ -84,12 +85,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     name = device.parse_known_args(argv)[0].device
     suite = SUITES[name]
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.engine",
-        parents=[device],
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.engine", __doc__, [device])
     add = parser.add_argument
     workloads, variants = list(suite.workloads), list(suite.variants)
     add("--workloads", nargs="+", choices=workloads, default=workloads, help="what to serve")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from h2o_vllm.models import default_model_dir
+from loadtest.common.command import command_parser
 from loadtest.common.plan import SideBySide, carry_out
 from loadtest.common.results import RESULTS, Measured, Row, result_path
 from loadtest.engine.busy_run import VARIANTS
@@ -89,11 +90,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.engine.busy",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.engine.busy", __doc__)
     add, variants = parser.add_argument, list(VARIANTS)
     add("--busy", nargs="+", type=int, default=[0, 1], help="processes that keep a core busy each")
     add("--variants", nargs="+", choices=variants, default=variants, help="layouts")

@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from h2o_vllm.models import default_model_dir
+from loadtest.common.command import command_parser
 from loadtest.common.plan import SideBySide, carry_out
-from loadtest.common.results import RESULTS, Measured, Row, result_path
+from loadtest.common.results import RESULTS, Measured, Row, publish, result_path
 from loadtest.engine.elastic_report import markdown, plot_elastic
 from loadtest.engine.elastic_traffic import LOADS, VARIANTS
 
@@ -43,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     path = args.resume or result_path("elastic-cpu", args.out)
     rows = measure(args, path)
-    text = markdown(rows)
-    path.with_suffix(".md").write_text(text)
-    print(f"\n{text}\nrows: {path}\nplot: {plot_elastic(rows, path.with_suffix('.png'))}")
+    publish(path, markdown(rows), plot_elastic(rows, path.with_suffix(".png")))
 
 
 def planned(loads: Sequence[int], variants: Sequence[str], rounds: int) -> Iterator[Measurement]:
@@ -77,11 +76,7 @@ def measure(args: argparse.Namespace, path: Path) -> list[Row]:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.engine.elastic",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.engine.elastic", __doc__)
     add, variants = parser.add_argument, list(VARIANTS)
     add("--loads", nargs="+", type=int, default=list(LOADS), help="texts at once")
     add("--variants", nargs="+", choices=variants, default=variants, help="by what")

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.common.child import Child
+from loadtest.common.command import command_parser
 from loadtest.common.plan import carry_out
-from loadtest.common.results import RESULTS, Measured, Row, result_path
+from loadtest.common.results import RESULTS, Measured, Row, publish, result_path
 from loadtest.engine.prefix_report import markdown, plot_prefix
 from loadtest.engine.prefix_traffic import SETTINGS, TRAFFIC, VARIANTS, serves
 
@@ -45,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     path = args.resume or result_path("prefix-cpu", args.out)
     rows = measure(args, path)
-    text = markdown(rows)
-    path.with_suffix(".md").write_text(text)
-    print(f"\n{text}\nrows: {path}\nplot: {plot_prefix(rows, path.with_suffix('.png'))}")
+    publish(path, markdown(rows), plot_prefix(rows, path.with_suffix(".png")))
 
 
 def planned(
@@ -112,11 +111,7 @@ def default_model() -> str:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.engine.prefix",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.engine.prefix", __doc__)
     add = parser.add_argument
     memory, traffic, variants = list(SETTINGS), list(TRAFFIC), list(VARIANTS)
     add("--memory", nargs="+", choices=memory, default=memory, help="how much there is")

@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from h2o_vllm.models import default_model_dir
+from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
-from loadtest.common.results import RESULTS, Row, append_rows, result_path
+from loadtest.common.results import RESULTS, Row, append_rows, publish, result_path
 from loadtest.common.tables import markdown_table, provenance
 from loadtest.common.tiny_model import make_tiny_model
 from loadtest.fleet.accounts import account
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_tiny_model(_made(folder / "model"), default_model_dir())
+        model = make_tiny_model(folder / "model", default_model_dir())
         with Fleet(model, folder, REPLICAS, args.policy) as fleet:
             for number, incident in enumerate(args.incidents):
                 print(f"{incident} ...", flush=True)
@@ -53,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(row)
                 append_rows(path, [row])
                 print(row, flush=True)
-    text = markdown(rows)
-    path.with_suffix(".md").write_text(text)
-    print(f"\n{text}\nrows: {path}")
+    publish(path, markdown(rows))
 
 
 def measure(
@@ -113,11 +112,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.fleet.failures",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.fleet.failures", __doc__)
     add, names = parser.add_argument, list(INCIDENTS)
     add("--incidents", nargs="+", choices=names, default=names, help="what happens")
     add("--policy", choices=POLICIES, default="round_robin", help="of the router")
@@ -127,11 +122,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output-tokens", type=int, default=200, help="length of answers")
     add("--out", type=Path, default=RESULTS, help="folder of the results")
     return parser.parse_args(argv)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 if __name__ == "__main__":

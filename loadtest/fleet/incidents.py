@@ -77,10 +77,7 @@ def drain(fleet: Fleet) -> None:
     victim = fleet.replicas[VICTIM]
     router, where = Client(fleet.router.url), quote(victim.url, safe="")
     router.stream(f"/remove_worker?url={where}", None, lambda _: None)
-    victim.terminate()
-    victim.wait_until_ended(END_SECONDS)
-    victim.start()
-    victim.wait_until_up()
+    terminate(fleet)
     router.stream(f"/add_worker?url={where}", None, lambda _: None)
 
 

@@ -18,7 +18,7 @@ from loadtest.common.prometheus import read_metrics
 from loadtest.common.results import Row
 from loadtest.common.servers import H2O_SERVE, Server, free_port
 
-__all__ = ["POLICIES", "ROUTER_OPTIONS", "Fleet", "FleetError", "served", "with_router_version"]
+__all__ = ["POLICIES", "Fleet", "FleetError", "served", "with_router_version"]
 
 POLICIES = ("round_robin", "random", "consistent_hash", "power_of_two", "cache_aware")
 ROUTER = (sys.executable, "-m", "vllm_router.launch_router")

@@ -22,8 +22,9 @@ from typing import Any
 
 from h2o_vllm.models import default_model_dir
 from loadtest.common.client import Client
+from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
-from loadtest.common.results import RESULTS, Row, append_rows, result_path
+from loadtest.common.results import RESULTS, Row, append_rows, publish, result_path
 from loadtest.common.tables import markdown_table, median_range, pick, provenance
 from loadtest.common.texts import CHARS_PER_TOKEN, documentation
 from loadtest.fleet.replicas import POLICIES, Fleet, with_router_version
@@ -51,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += found
         append_rows(path, found)
         print(table(found).splitlines()[-1], flush=True)
-    text = markdown(rows)
-    path.with_suffix(".md").write_text(text)
-    print(f"\n{text}\nrows: {path}")
+    publish(path, markdown(rows))
 
 
 def converse(url: str, args: argparse.Namespace) -> list[Row]:
@@ -145,11 +144,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.fleet.sessions",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.fleet.sessions", __doc__)
     default = ["round_robin", "cache_aware", "consistent_hash"]
     add = parser.add_argument
     add("--policies", nargs="+", choices=POLICIES, default=default, help="of the router")

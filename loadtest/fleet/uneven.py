@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from h2o_vllm.models import default_model_dir
+from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
-from loadtest.common.results import RESULTS, Row, append_rows, result_path
+from loadtest.common.results import RESULTS, Row, append_rows, publish, result_path
 from loadtest.common.tables import markdown_table, provenance
 from loadtest.fleet.replicas import POLICIES, Fleet, served, with_router_version
 from loadtest.http.headless import locust_running
@@ -39,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(row)
         append_rows(path, [row])
         print(table(rows).splitlines()[-1], flush=True)
-    text = markdown(rows)
-    path.with_suffix(".md").write_text(text)
-    print(f"\n{text}\nrows: {path}")
+    publish(path, markdown(rows))
 
 
 def measure(model: Path, policy: str, folder: Path, args: argparse.Namespace) -> Row:
@@ -92,11 +91,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.fleet.uneven",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.fleet.uneven", __doc__)
     default = ["round_robin", "power_of_two", "cache_aware"]
     add = parser.add_argument
     add("--policies", nargs="+", choices=POLICIES, default=default, help="of the router")

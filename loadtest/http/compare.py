@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest.common.command import command_parser
 from loadtest.common.forced_names import PROCESSOR
 from loadtest.common.machine import describe_run
 from loadtest.common.prometheus import Sampler
@@ -137,11 +138,7 @@ def label(budget: str) -> str:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.http.compare",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.http.compare", __doc__)
     load = parser.add_argument_group("load")
     load.add_argument("--budgets", nargs="+", default=["1.0", "0.2"], metavar="BUDGET",
                       help="the baseline first: SHARE or TOKENSt, also +elastic; or none")  # fmt: skip

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h2o_vllm.models import default_model_dir
+from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
 from loadtest.common.results import RESULTS, Row, append_rows, result_path
 from loadtest.common.servers import H2O_SERVE, VLLM_SERVE, Server
@@ -87,11 +88,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.http.start",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.http.start", __doc__)
     add, names = parser.add_argument, list(SERVERS)
     add("--servers", nargs="+", choices=names, default=names, help="which")
     add("--rounds", type=int, default=5, help="how often; servers alternate")

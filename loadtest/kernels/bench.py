@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
 from loadtest.common.results import RESULTS, Row, append_rows, result_path
 from loadtest.kernels.contract import DeviceBench
@@ -59,11 +60,7 @@ def measure(bench: DeviceBench, args: argparse.Namespace, path: Path | None) -> 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.kernels",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.kernels", __doc__)
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="whose kernels")
     add("--quick", action="store_true", help="a few small configurations")

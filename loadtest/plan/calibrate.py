@@ -19,6 +19,7 @@ from typing import Any
 
 from h2o_vllm.models import default_model_dir
 from loadtest.common.child import Child
+from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
 from loadtest.common.tables import markdown_table
 from loadtest.engine.workloads import SUITES, Setting
@@ -38,11 +39,7 @@ SETTING = Setting(2048)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, fit, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.plan.calibrate",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.plan.calibrate", __doc__)
     add_engine_options(parser)
     parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="file")
     args = parser.parse_args(argv)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from h2o_vllm.models import default_model_dir
-from loadtest.common.results import RESULTS, Row, append_rows, read_rows, result_path
+from loadtest.common.command import command_parser
+from loadtest.common.results import RESULTS, Row, append_rows, publish, read_rows, result_path
 from loadtest.common.tables import markdown_table, provenance
 from loadtest.plan.calibrate import add_engine_options, calibrate, table
 
@@ -49,20 +50,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(row)
         append_rows(path, [row])
         print(errors_table([row]).splitlines()[-1], flush=True)
-    text = markdown(rows, args)
-    path.with_suffix(".md").write_text(text)
-    print(f"\n{text}\nrows: {path}")
+    publish(path, markdown(rows, args))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     from loadtest.plan.cases import CASES
 
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.plan.validate",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser("loadtest.plan.validate", __doc__)
     add_engine_options(parser)
     add, names = parser.add_argument, list(dict.fromkeys(case.case for case in CASES))
     add("--calibration", type=Path, help="a file of python -m loadtest.plan.calibrate")

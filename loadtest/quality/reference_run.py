@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from loadtest.common.command import command_parser
 from loadtest.common.results import RESULTS, Row, result_file
 from loadtest.common.statistics import Estimate, ratio
 
@@ -23,11 +24,7 @@ EMBEDDED = "SmolLM2-135M-Instruct"
 
 def new_parser(name: str, description: str, prompt_tokens: int) -> argparse.ArgumentParser:
     """The options both have; ``name`` is the module's."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m loadtest.quality.{name}",
-        description=description,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command_parser(f"loadtest.quality.{name}", description)
     add = parser.add_argument
     add("--texts", type=int, default=8, help="how many")
     add("--prompt-tokens", type=int, default=prompt_tokens, help="tokens read with full attention")

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from loadtest.common.command import command_parser
 from loadtest.common.results import RESULTS, result_file
 from loadtest.quality import reference_run
 
@@ -24,10 +25,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         SystemExit: an option cannot be used; the message names it.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.theory",
-        description="Do the assumptions of the H2O paper's appendix D hold on a real model?",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = command_parser(
+        "loadtest.theory", "Do the assumptions of the H2O paper's appendix D hold on a real model?"
     )
     add = parser.add_argument
     add("--model", help="a model directory; by default the embedded model")

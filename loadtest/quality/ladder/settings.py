@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from loadtest.common.command import command_parser
 from loadtest.common.results import RESULTS, result_file
 from loadtest.quality.ladder.facts import PROTOCOLS
 from loadtest.quality.ladder.keep import Rung, parse_rung
@@ -34,10 +35,9 @@ BUDGETS = (0.5, 0.25, 0.125)
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.quality.ladder",
-        description="Many ways to choose what stays, on the same prompts, without an engine.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = command_parser(
+        "loadtest.quality.ladder",
+        "Many ways to choose what stays, on the same prompts, without an engine.",
     )
     add = parser.add_argument
     add("--model", help="a model directory; by default the embedded model")

@@ -155,19 +155,8 @@ def test_a_machine_is_calibrated(tmp_path: Path) -> None:
     folder.mkdir()
     model = make_tiny_model(folder, tokenizer_of=default_model_dir())
     file = tmp_path / "c.json"
-    main(
-        [
-            "--model",
-            str(model),
-            "--dtype",
-            "float32",
-            "--eager",
-            "--repeat",
-            "1",
-            "--out",
-            str(file),
-        ]
-    )
+    options = ["--dtype", "float32", "--eager", "--repeat", "1"]
+    main(["--model", str(model), *options, "--out", str(file)])
     found = read_calibration(file)
     for one in found.engines.values():
         assert one.scheduling["block_size"] == 32 and not one.scheduling["pipelined"]

@@ -27,3 +27,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- define "h2o.replicas" -}}
 {{- if .Values.autoscaling.enabled }}{{ .Values.autoscaling.maxReplicas }}{{ else }}{{ .Values.replicaCount }}{{ end }}
 {{- end }}
+
+{{- /* Seconds that a pod may take to end: both parts of a drain, and what is left of the server's end. */}}
+{{- define "h2o.endSeconds" -}}
+{{- add .Values.drain.unannouncedSeconds .Values.drain.seconds 30 -}}
+{{- end }}

@@ -10,4 +10,11 @@ from __future__ import annotations
 
 import os
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+from tests.interpreter import make_interpreter_quick
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
+
+if INTERPRETED:
+    make_interpreter_quick(check_overflow=True)

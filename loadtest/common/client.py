@@ -68,11 +68,13 @@ class Client:
         on_chunk: Callable[[bytes], None],
         method: str = "POST",
         headers: Mapping[str, str] | None = None,
+        on_headers: Callable[[Mapping[str, str]], None] | None = None,
     ) -> None:
         """Send ``body`` and hand every piece of the answer to ``on_chunk`` as it comes.
 
         Args:
             headers: of this request, beside those of all.
+            on_headers: is handed those of the answer, their names in lower case, before its pieces.
 
         Raises:
             HTTPStatusError: the status is not 200.
@@ -83,6 +85,8 @@ class Client:
         try:
             if response.status != 200:
                 raise HTTPStatusError(response.status, response.read())
+            if on_headers is not None:
+                on_headers({name.lower(): value for name, value in response.headers.items()})
             while chunk := response.read1(READ_BYTES):
                 on_chunk(chunk)
             # Not done by read1; until it is, the connection refuses the next request.

@@ -53,6 +53,7 @@ class Server:
     Attributes:
         url: where it listens.
         pid: of the process started.
+        program: what the next :meth:`start` starts.
         shown: how it was started, as a result may show it.
     """
 
@@ -71,7 +72,8 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.shown = shown_command(name, options)
         place = [word.format(port=self.port) for word in listen]
-        self._command = [*program, *options, *place]
+        self._options = [*options, *place]
+        self.program = program
         self._log = log
         self._health = f"{self.url}{health}"
         self._environment = dict(environment or {})
@@ -95,7 +97,7 @@ class Server:
         """Start it; what it prints comes behind what is in the log."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command,
+                [*self.program, *self._options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # Its engine is a process too; a signal to the group reaches whatever is left of it. Not a

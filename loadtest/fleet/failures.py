@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,15 +24,12 @@ from loadtest.common.tables import markdown_table, provenance
 from loadtest.common.tiny_model import make_tiny_model
 from loadtest.fleet.accounts import account
 from loadtest.fleet.incidents import INCIDENTS, VICTIM, Incident
-from loadtest.fleet.replicas import POLICIES, Fleet, served, with_router_version
-from loadtest.http.headless import locust_running
-from loadtest.http.records import read_runs
+from loadtest.fleet.loaded import add_load_options, under_load
+from loadtest.fleet.replicas import Fleet, with_router_version
 
 __all__ = ["main", "markdown"]
 
 REPLICAS = (("--kv-budget", "0.2"),) * 2
-BEFORE = 10.0
-"""Seconds of load before anything happens."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,28 +57,16 @@ def measure(
     fleet: Fleet, incident: Incident, args: argparse.Namespace, file: Path, *, salt: int
 ) -> Row:
     """Load, and in the midst of it the incident. Returns the account, and the seconds until all was well."""
-    marks, answers = fleet.marks(), [served(replica.url) for replica in fleet.replicas]
-    options = {
-        "--host": fleet.router.url, "--model": "model", "-u": 1, "--arrival": "open",
-        "--rate": args.rate, "-t": f"{args.seconds:g}s", "--stop-timeout": 60,
-        "--prompt-tokens": args.prompt_tokens, "--output-tokens": args.output_tokens,
-        "--salt": salt, "--jsonl": file, "--exit-code-on-error": 0,
-        # Answers of this route are logged.
-        "--endpoint": "chat",
-    }  # fmt: skip
-    with locust_running(options):
-        # Locust takes a while to start.
-        for number, before in enumerate(answers):
-            fleet.wait_until_served(number, before + 2)
-        time.sleep(BEFORE)
-        began = time.monotonic()
+
+    def happen() -> None:
         incident.happen(fleet)
         if incident.restarts:
             fleet.wait_until_served(VICTIM, 1)
-        seconds = time.monotonic() - began
-    (run,) = read_runs(file)
-    found = account(run.records, fleet.logs_since(marks), VICTIM if incident.hits_replica else None)
-    return {"rate": args.rate, "policy": args.policy, "back_s": seconds, **asdict(found)}
+
+    happened = under_load(fleet, happen, args, file, salt=salt)
+    victim = VICTIM if incident.hits_replica else None
+    found = account(happened.run.records, happened.logs, victim)
+    return {"rate": args.rate, "policy": args.policy, "back_s": happened.seconds, **asdict(found)}
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -115,11 +99,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_parser("loadtest.fleet.failures", __doc__)
     add, names = parser.add_argument, list(INCIDENTS)
     add("--incidents", nargs="+", choices=names, default=names, help="what happens")
-    add("--policy", choices=POLICIES, default="round_robin", help="of the router")
-    add("--rate", type=float, default=1.0, help="requests per second")
-    add("--seconds", type=float, default=150.0, help="of load")
-    add("--prompt-tokens", type=int, default=300, help="mean length of prompts")
-    add("--output-tokens", type=int, default=200, help="length of answers")
+    add_load_options(parser, seconds=150.0)
     add("--out", type=Path, default=RESULTS, help="folder of the results")
     return parser.parse_args(argv)
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from loadtest.common.client import Client
 from loadtest.fleet.replicas import Fleet, FleetError
 
-__all__ = ["INCIDENTS", "VICTIM", "Incident"]
+__all__ = ["INCIDENTS", "VICTIM", "Incident", "drain"]
 
 VICTIM = 0
 """The replica that is hit."""
@@ -63,21 +63,20 @@ def kill_engine(fleet: Fleet) -> None:
     victim.wait_until_up()
 
 
-def terminate(fleet: Fleet) -> None:
+def terminate(fleet: Fleet, number: int = VICTIM) -> None:
     """SIGTERM, as it comes: the router learns of it from refusals."""
-    victim = fleet.replicas[VICTIM]
+    victim = fleet.replicas[number]
     victim.terminate()
     victim.wait_until_ended(END_SECONDS)
     victim.start()
     victim.wait_until_up()
 
 
-def drain(fleet: Fleet) -> None:
+def drain(fleet: Fleet, number: int = VICTIM) -> None:
     """The router is told first, as Kubernetes tells it before a preStop hook's end; then SIGTERM."""
-    victim = fleet.replicas[VICTIM]
-    router, where = Client(fleet.router.url), quote(victim.url, safe="")
+    router, where = Client(fleet.router.url), quote(fleet.replicas[number].url, safe="")
     router.stream(f"/remove_worker?url={where}", None, lambda _: None)
-    terminate(fleet)
+    terminate(fleet, number)
     router.stream(f"/add_worker?url={where}", None, lambda _: None)
 
 

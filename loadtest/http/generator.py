@@ -10,7 +10,7 @@ import http.client
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -159,12 +159,17 @@ class Generator:
         request = self._request(number, budget)
         record.late = max(0.0, self.now() - at)
         self.in_flight += 1
+
+        def note_server(headers: Mapping[str, str]) -> None:
+            record.server = headers.get("x-h2o-vllm", "")
+
         try:
             self._client.stream(
                 self.path,
                 request,
                 lambda chunk: meter.feed(chunk, self.now()),
                 headers={"X-Request-Id": record.id},
+                on_headers=note_server,
             )
             record.error = meter.problem
         except (HTTPStatusError, OSError, http.client.HTTPException) as error:

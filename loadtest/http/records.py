@@ -38,6 +38,7 @@ class Record:
         nll: negative log-likelihood per token of an answer that was forced, in nats.
         cut: whether the end of the run cut it off; then it is neither a success nor a failure.
         id: sent as ``X-Request-Id``: servers and routers call the request by it.
+        server: version of the ``h2o-serve`` that answered, by its header; empty: it was none.
     """
 
     label: str
@@ -54,6 +55,7 @@ class Record:
     error: str | None = None
     cut: bool = False
     id: str = ""
+    server: str = ""
 
     @property
     def whole(self) -> bool:

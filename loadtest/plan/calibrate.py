@@ -41,9 +41,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, fit, write."""
     parser = command_parser("loadtest.plan.calibrate", __doc__)
     add_engine_options(parser)
+    parser.add_argument("--repeat", type=int, choices=range(1, 10), default=3, metavar="N",
+        help="serve the batches so often, 1 to 9, after once to warm up; medians count")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="file")
     args = parser.parse_args(argv)
-    calibration = calibrate(args, "loadtest.plan.calibrate")
+    calibration = calibrate(args)
     write_calibration(calibration, args.out)
     print(f"\n{table(calibration)}\n\n{args.out}")
 
@@ -54,12 +56,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--model", help="a model directory; by default the embedded model")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
     add("--eager", action="store_true", help="no torch.compile: engines start within seconds")
-    add("--repeat", type=int, choices=range(1, 10), default=3, metavar="N",
-        help="serve the batches so often, 1 to 9, after once to warm up; medians count")  # fmt: skip
 
 
-def calibrate(args: argparse.Namespace, module: str) -> Calibration:
-    """Both engines, one after the other; ``module`` is what ``python -m`` was given."""
+def calibrate(args: argparse.Namespace) -> Calibration:
+    """Both engines, one after the other."""
     found = {}
     with TemporaryDirectory() as folder:
         for name in VARIANTS:
@@ -71,7 +71,7 @@ def calibrate(args: argparse.Namespace, module: str) -> Calibration:
         name: Measured(linears[name], residual(linears[name], steps[name]), scheduling)
         for name, (_, scheduling) in found.items()
     }
-    about = describe_run(module) | {
+    about = describe_run("loadtest.plan.calibrate") | {
         "model": Path(args.model).name if args.model else "embedded",
         "dtype": args.dtype,
         "eager": args.eager,
@@ -99,7 +99,7 @@ def _measured(
         rounds = []
         for _ in range(args.repeat):
             path.unlink()
-            child.request("measure")
+            child.request("batches")
             rounds.append(read_steps(path))
     return typical_steps(rounds), scheduling
 

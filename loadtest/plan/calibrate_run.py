@@ -2,7 +2,7 @@
 """One engine that answers a calibration's batches, in a process of its own. Started by :mod:`.calibrate`.
 
 Reads ``{"model", "ours", "steps", "engine"}`` as a line of JSON, then for each further line, ``warm up`` or
-``measure``, serves the batches of that and answers with what decides about scheduling, as vLLM has set it.
+``batches``, serves the batches of that and answers with what decides about scheduling, as vLLM has set it.
 Ends with its input.
 """
 
@@ -64,6 +64,26 @@ def scheduling(engine: LLMEngine) -> dict[str, Any]:
     }
 
 
+class Batches:
+    """What an engine is asked to calibrate it.
+
+    Args:
+        engine: as :func:`recorded` has it.
+        ours: whether requests may have budgets.
+    """
+
+    def __init__(self, engine: LLMEngine, *, ours: bool) -> None:
+        self._engine, self._ours, self._served = engine, ours, 0
+
+    def serve(self, which: str) -> dict[str, Any]:
+        """``warm up`` or ``batches``, to their end; returns what :func:`scheduling` does."""
+        for batch in WARM_UP if which == "warm up" else BATCHES:
+            if self._ours or not batch.budgets:
+                serve(self._engine, batch, self._served)
+                self._served += 1
+        return scheduling(self._engine)
+
+
 def main() -> None:
     """Serve until the input ends."""
     start = json.loads(sys.stdin.readline())
@@ -71,13 +91,9 @@ def main() -> None:
     options = recorded(start["engine"], start["steps"], ours=ours)
     engine = MeasuredEngine(start["model"], options, ours=ours).engine
     answer({})
-    number = 0
+    batches = Batches(engine, ours=ours)
     for line in sys.stdin:
-        for batch in WARM_UP if line.strip() == "warm up" else BATCHES:
-            if ours or not batch.budgets:
-                serve(engine, batch, number)
-                number += 1
-        answer(scheduling(engine))
+        answer(batches.serve(line.strip()))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,15 @@ from typing import Any
 from loadtest.plan.fit import Linear, Residual
 from loadtest.plan.scheduling import EngineSettings
 
-__all__ = ["Calibration", "CalibrationError", "Measured", "read_calibration", "write_calibration"]
+__all__ = [
+    "Calibration",
+    "CalibrationError",
+    "Measured",
+    "from_row",
+    "read_calibration",
+    "to_row",
+    "write_calibration",
+]
 
 STOCK, OURS = "stock", "h2o"
 
@@ -66,10 +74,28 @@ class Calibration:
         )
 
 
+def to_row(calibration: Calibration) -> dict[str, Any]:
+    """As JSON has it."""
+    return asdict(calibration)
+
+
+def from_row(row: Mapping[str, Any]) -> Calibration:
+    """The inverse of :func:`to_row`. Raises ``KeyError``, ``TypeError`` or ``AttributeError``: it is none."""
+    engines = {
+        name: Measured(
+            linear=Linear(one["linear"]["constant"], tuple(one["linear"]["costs"])),
+            residual=Residual(**one["residual"]),
+            scheduling=one["scheduling"],
+        )
+        for name, one in row["engines"].items()
+    }
+    return Calibration(engines, row["about"])
+
+
 def write_calibration(calibration: Calibration, path: Path) -> None:
     """As JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{json.dumps(asdict(calibration), indent=1)}\n")
+    path.write_text(f"{json.dumps(to_row(calibration), indent=1)}\n")
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -79,16 +105,7 @@ def read_calibration(path: Path) -> Calibration:
         CalibrationError: ``path`` has none.
     """
     try:
-        found = json.loads(path.read_text())
-        engines = {
-            name: Measured(
-                linear=Linear(one["linear"]["constant"], tuple(one["linear"]["costs"])),
-                residual=Residual(**one["residual"]),
-                scheduling=one["scheduling"],
-            )
-            for name, one in found["engines"].items()
-        }
-        return Calibration(engines, found["about"])
+        return from_row(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CalibrationError(
             f"--calibration: {path} is no file of python -m loadtest.plan.calibrate"

@@ -48,17 +48,11 @@ class Case(Measured):
         """Of the suite, by name."""
         return "tight" if self.elastic else SUITE.workloads[self.case].setting
 
-    def module(self, options: dict[str, Any], scale: float) -> tuple[str, dict[str, Any]]:
-        """The measuring process, and what it reads first."""
-        if self.elastic:
-            first = {"dtype": options["dtype"], "eager": options["enforce_eager"]}
-            return "loadtest.engine.elastic_run", first | {
-                "variant": self.variant, "model": options["model"], "scale": scale,
-            }  # fmt: skip
-        return "loadtest.engine.run", {
-            "device": "cpu", "setting": self.setting, "variant": self.variant, "scale": scale,
-            "model": options["model"],
-            "engine": {name: options[name] for name in ("dtype", "enforce_eager")},
+    def engine(self, options: dict[str, Any], scale: float) -> dict[str, Any]:
+        """What :mod:`.validate_run` reads first; cases of one engine read the same."""
+        return options | {
+            "elastic": bool(self.elastic), "setting": self.setting, "variant": self.variant,
+            "ours": self.ours, "scale": scale,
         }  # fmt: skip
 
     def pool(self, scale: float) -> Setting:

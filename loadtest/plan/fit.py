@@ -40,6 +40,10 @@ class Linear:
         products = (cost * count for cost, count in zip(self.costs, work.values(), strict=True))
         return self.constant + sum(products)
 
+    def slower(self, factor: float) -> Linear:
+        """The same on a machine that takes ``factor`` times as long."""
+        return Linear(factor * self.constant, tuple(factor * cost for cost in self.costs))
+
 
 @dataclass(frozen=True)
 class Residual:

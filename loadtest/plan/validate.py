@@ -2,21 +2,21 @@
 """Simulated against measured, on this machine: throughput and median first token of the published workloads.
 
     python -m loadtest.plan.validate [--dtype float32 --eager] [--cases tight mixed ...]
-    python -m loadtest.plan.validate --calibration calibration.json --http loadtest/results/locust-....jsonl
+    python -m loadtest.plan.validate --http loadtest/results/elastic-http-....jsonl
 
-Calibrates if no file is given, then measures each workload as its own room does, and simulates the same
-requests on the same pool. ``--http`` takes rows of ``python -m loadtest.http.compare``, recorded on this
-machine with the same model and dtype, and simulates what arrived when. Rows and a table; ``--resume`` goes
-on, and simulates anew what has been measured, with another ``--calibration`` if one is given.
+Each engine serves the batches of a calibration, then its workloads as their own rooms do, then the batches
+again; the same requests are then simulated with that calibration, on the same pool. One that was made in
+another process would be wrong by what processes differ in on this machine, up to a third. ``--http`` takes
+rows of ``python -m loadtest.http.compare``, recorded on a machine of this kind with the same model and dtype.
+Rows and a table; ``--resume`` goes on, and simulates anew what has been measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from h2o_vllm.models import default_model_dir
 from loadtest.common.command import command_parser
 from loadtest.common.results import RESULTS, Row, append_rows, publish, read_rows, result_path
 from loadtest.common.tables import markdown_table, provenance
-from loadtest.plan.calibrate import add_engine_options, calibrate, table
+from loadtest.plan.calibrate import add_engine_options
 
 __all__ = ["TARGETS", "errors_table", "main"]
 
@@ -34,23 +34,21 @@ TARGETS = {"tok_per_s": 0.15, "first_token_s": 0.25}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Calibrate, measure, simulate, publish."""
+    """Measure, simulate, publish."""
     args = parse_arguments(argv)
     # Of the simulated engines; those that are measured log in processes of their own.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     path = args.resume or result_path("plan-validation", args.out)
-    calibration = calibrated(args, path)
-    print(f"{table(calibration)}\n", flush=True)
-    rows = again(read_rows(path), calibration)
+    rows = again(read_rows(path))
     if rows:
         print(errors_table(rows), flush=True)
         path.write_text("")
         append_rows(path, rows)
-    for row in compared(args, calibration, rows):
+    for row in itertools.chain(compared(args, rows), replayed(args, rows)):
         rows.append(row)
         append_rows(path, [row])
         print(errors_table([row]).splitlines()[-1], flush=True)
-    publish(path, markdown(rows, args))
+    publish(path, markdown(rows))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,62 +58,88 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser("loadtest.plan.validate", __doc__)
     add_engine_options(parser)
     add, names = parser.add_argument, list(dict.fromkeys(case.case for case in CASES))
-    add("--calibration", type=Path, help="a file of python -m loadtest.plan.calibrate")
     add("--cases", nargs="*", choices=names, default=names, help="workloads to measure")
-    add("--http", type=Path, nargs="+", default=[], metavar="FILE", help="recorded load tests")
+    add("--http", type=Path, nargs="+", default=[], metavar="FILE",
+        help="recorded load tests, simulated with the calibrations of tight")  # fmt: skip
     add("--scale", type=float, default=1.0, help="multiplies the texts' lengths; to rehearse")
     add("--out", type=Path, default=RESULTS, help="folder of the results")
     add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
     return parser.parse_args(argv)
 
 
-def calibrated(args: argparse.Namespace, path: Path) -> Any:
-    """The calibration that is given, or that of ``path``'s own, which is made if there is none."""
-    from loadtest.plan.calibration import read_calibration, write_calibration
-
-    file = args.calibration or path.with_suffix(".calibration.json")
-    if not file.exists():
-        write_calibration(calibrate(args, "loadtest.plan.validate"), file)
-    return read_calibration(file)
-
-
-def again(rows: Sequence[Row], calibration: Any) -> list[Row]:
+def again(rows: Sequence[Row]) -> list[Row]:
     """What has been measured here, simulated anew; what was recorded over HTTP is read again instead."""
+    from loadtest.plan.calibration import from_row
     from loadtest.plan.cases import CASES
 
     return [
-        row | {"simulated": simulated(case, calibration, row["scale"])}
+        row | {"simulated": simulated(case, from_row(row["calibration"]), row["scale"])}
         for row in rows
         for case in CASES
         if case.measured_by(row)
     ]
 
 
-def compared(args: argparse.Namespace, calibration: Any, rows: Sequence[Row]) -> Iterator[Row]:
+def compared(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Row]:
     """A row per case that ``rows`` lack."""
-    from loadtest.common.machine import describe_run
-    from loadtest.http.records import read_runs
+    from loadtest.plan.calibration import to_row
     from loadtest.plan.cases import CASES
-    from loadtest.plan.replay import replay
+    from loadtest.plan.measured_engine import MeasuredEngine, calibration_of
 
-    about = describe_run("loadtest.plan.validate") | {
-        "dtype": args.dtype, "eager": args.eager, "scale": args.scale,
+    options = {
+        "model": args.model or str(default_model_dir()), "dtype": args.dtype, "eager": args.eager,
     }  # fmt: skip
     missing = [
         case
         for case in CASES
         if case.case in args.cases and not any(case.measured_by(row) for row in rows)
     ]
-    with Engines(args) as engines:
-        for case in missing:
-            print(f"measuring {case.case}: {case.variant}", flush=True)
-            measured = engines.measure(case)
-            yield about | asdict(case) | {
+    engine_of = lambda case: case.engine(options, args.scale)  # noqa: E731
+    for first, same in itertools.groupby(missing, engine_of):
+        print(f"calibrating {first['variant']}, {first['setting']}", flush=True)
+        found = []
+        with MeasuredEngine(first) as engine:
+            before = engine.batches()
+            for case in same:
+                print(f"measuring {case.case}: {case.variant}", flush=True)
+                found.append((case, engine.measure(case.case)))
+            after = engine.batches()
+            calibration = calibration_of([*before, *after], engine.scheduling, ours=first["ours"])
+        drift = sum(step.seconds for step in after) / sum(step.seconds for step in before) - 1
+        for case, measured in found:
+            yield origin(args) | asdict(case) | {
                 "measured": measured, "simulated": simulated(case, calibration, args.scale),
+                "calibration": to_row(calibration), "drift": drift,
             }  # fmt: skip
+
+
+def replayed(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Row]:
+    """A row per recorded run, but for those that say how fast its server was.
+
+    Raises:
+        SystemExit: ``rows`` lack the calibrations.
+    """
+    from loadtest.http.records import read_runs
+    from loadtest.plan.calibration import Calibration, from_row
+    from loadtest.plan.replay import replays
+
+    engines: dict[str, Any] = {}
+    for row in rows:
+        if row["case"] == "tight":
+            engines |= from_row(row["calibration"]).engines
     for file in args.http:
-        for run in read_runs(file):
-            yield about | replay(run, calibration)
+        if len(engines) < 2:
+            raise SystemExit("--http: needs the calibrations of the case tight, of both engines")
+        for row in replays(read_runs(file), Calibration(engines, {})):
+            yield origin(args) | row
+
+
+def origin(args: argparse.Namespace) -> Row:
+    """What every row begins with."""
+    from loadtest.common.machine import describe_run
+
+    about = describe_run("loadtest.plan.validate")
+    return about | {"dtype": args.dtype, "eager": args.eager, "scale": args.scale}
 
 
 def simulated(case: Any, calibration: Any, scale: float) -> dict[str, float]:
@@ -134,37 +158,6 @@ def simulated(case: Any, calibration: Any, scale: float) -> dict[str, float]:
     replica = Replica(engine, calibration.step_time(case.ours))
     serve_jobs(replica, jobs)
     return simulated_figures(figures_of(Served([replica], [jobs]), warm_up=0))
-
-
-class Engines(ExitStack):
-    """The one engine that lives now."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
-        self._scale = args.scale
-        self._options = {
-            "model": args.model or str(default_model_dir()),
-            "dtype": args.dtype,
-            "enforce_eager": args.eager,
-        }
-        self._first: object = None
-        self._live: Any = None
-
-    def measure(self, case: Any) -> dict[str, float]:
-        """Serve a case; starts its engine in place of the one before, if that is another one."""
-        from loadtest.common.child import Child
-
-        module, first = case.module(self._options, self._scale)
-        if (module, first) != self._first:
-            self.close()
-            self._live = self.enter_context(Child(module, first))
-            self._first = module, first
-        if case.elastic:
-            one = {"load": case.elastic, "variant": case.variant, "round": 0}
-            row = self._live.request(json.dumps(one))
-            return {"tok_per_s": row["tok_per_s"], "first_token_s": row["first_token_s"]["p50"]}
-        row = self._live.request(case.case)
-        return {"tok_per_s": row["tok_per_s"], "first_token_s": row["ttft_s"]["p50"]}
 
 
 def errors_table(rows: Sequence[Row]) -> str:
@@ -187,7 +180,7 @@ def errors_table(rows: Sequence[Row]) -> str:
     return markdown_table(head, lines)
 
 
-def markdown(rows: Sequence[Row], args: argparse.Namespace) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     """All of it."""
     met = sum(
         all(
@@ -196,18 +189,23 @@ def markdown(rows: Sequence[Row], args: argparse.Namespace) -> str:
         )
         for row in rows
     )
-    return "\n".join(
-        [
-            "# The planner against measurements",
+    drifts = [f"{100 * row['drift']:+.0f} %" for row in rows if "drift" in row]
+    paces = {f"{row['variant']}: {row['pace']:.2f}" for row in rows if "pace" in row}
+    about = [
+        f"{rows[0]['dtype']}, {'eager' if rows[0]['eager'] else 'compiled'}. {met} of {len(rows)} are within "
+        "15 % on throughput and 25 % on the median first token; what is not is bold.",
+        "",
+        "Each engine was calibrated in the process that was measured, before and after. From the first to "
+        f"the second time the machine became slower by, in the order of the rows: {', '.join(drifts)}.",
+    ]
+    if paces:
+        about += [
             "",
-            *provenance(rows),
-            f"{args.dtype}, {'eager' if args.eager else 'compiled'}. {met} of {len(rows)} are within 15 % on "
-            "throughput and 25 % on the median first token; what is not is bold.",
-            "",
-            errors_table(rows),
-            "",
+            "Over HTTP, the run with the lowest rate says how many times as long as that a step of the "
+            f"server takes ({', '.join(sorted(paces))}); the others are simulated.",
         ]
-    )
+    head = ["# The planner against measurements", "", *provenance(rows)]
+    return "\n".join([*head, *about, "", errors_table(rows), ""])
 
 
 if __name__ == "__main__":

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
-from loadtest.fleet import failures, sessions, uneven
+import pytest
+
+from loadtest.fleet import failures, sessions, uneven, upgrade
 from loadtest.fleet.incidents import INCIDENTS
 
 ORIGIN = {"command": "c", "machine": "m", "commit": "1", "date": "d", "versions": {"vllm": "1"}}
@@ -55,3 +59,30 @@ def test_conversations_are_compared_behind_their_first_turn() -> None:
 def test_unequal_replicas_are_counted_one_by_one() -> None:
     row = ORIGIN | {"policy": "power_of_two", "taken": [10.0, 38.0], "tok_per_s": 12.34}
     assert "| `power_of_two` | 10 | 38 | 12.3 |" in uneven.markdown([row])
+
+
+def test_an_upgrade_says_which_version_answered_how_many() -> None:
+    row = ORIGIN | {
+        "way": "upgrade", "before": ["0.1.0", "0.1.0"], "after": ["0.2.0", "0.2.0"], "requests": 100,
+        "answered": 99, "answered_by": {"0.2.0": 40, "0.1.0": 59}, "refused": 0, "broken": 1, "repeated": 0,
+        "twice": 0, "seconds": 120.4, "slowest": 2.25,
+    }  # fmt: skip
+    line = "| upgrade: 0.1.0 to 0.2.0 | 100 | 99 | 0.1.0: 59, 0.2.0: 40 | 0 | 1 | 0 | 0 | 120 s | 2.2 s |"
+    assert line in upgrade.markdown([row])
+
+
+def test_replicas_are_upgraded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[object, ...]] = []
+    replicas = [SimpleNamespace(program=["old"]), SimpleNamespace(program=["old"])]
+    fleet: Any = SimpleNamespace(
+        replicas=replicas, wait_until_served=lambda *served: done.append(("served", *served))
+    )
+
+    def drain(fleet: Any, number: int) -> None:
+        done.append(("drained", number, *(replica.program[0] for replica in fleet.replicas)))
+
+    monkeypatch.setattr(upgrade, "drain", drain)
+    upgrade.roll(fleet, ["new"])()
+    assert done == [
+        ("drained", 0, "new", "old"), ("served", 0, 1), ("drained", 1, "new", "new"), ("served", 1, 1),
+    ]  # fmt: skip

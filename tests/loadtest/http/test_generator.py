@@ -195,6 +195,25 @@ def test_every_request_has_an_id_of_its_own_and_is_recorded_with_it() -> None:
     assert len({*sent}) == 3
 
 
+def test_which_version_answered_is_recorded() -> None:
+    app = build_app(MOCK)
+
+    async def versioned(scope: Any, receive: Any, send: Any) -> None:
+        async def signed(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-h2o-vllm", b"0.3.1")]
+            await send(message)
+
+        await app(scope, receive, signed)
+
+    for served, version in ((app, ""), (versioned, "0.3.1")):
+        server: Any = VirtualServer(served)
+        generator = Generator(SETTINGS, "http://virtual", clock=server.clock, client=server)
+        generator.prepare()
+        generator.send(0, 0.0)
+        assert [record.server for record in generator.records] == [version]
+
+
 def test_request_whose_user_is_killed_is_cut_and_no_failure() -> None:
     class Killed(VirtualServer):
         def stream(self, *_: Any, **__: Any) -> None:

@@ -49,6 +49,7 @@ class Call:
         self.method = "POST" if body is not None else "GET"
         self.on_chunk = on_chunk
         self.status = 0
+        self.headers: dict[str, str] = {}
         self.ended = 0.0
 
     async def run(self, app: Any) -> None:
@@ -69,6 +70,7 @@ class Call:
     async def _send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
         elif message["body"]:
             self.on_chunk(message["body"])
 
@@ -103,6 +105,7 @@ class VirtualServer:
         body: Any,
         on_chunk: Callable[[bytes], None],
         headers: Mapping[str, str] | None = None,
+        on_headers: Callable[[Mapping[str, str]], None] = lambda headers: None,
     ) -> None:
         self.headers.append(dict(headers or {}))
         call = Call(path, body, on_chunk)
@@ -111,6 +114,7 @@ class VirtualServer:
         self._mine.ended = call.ended
         if call.status != 200:
             raise HTTPStatusError(call.status, b"")
+        on_headers(call.headers)
 
     def close(self) -> None:
         self.loop.close()

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+import itertools
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,26 @@ from typing import Any
 import pytest
 
 from h2o_vllm.models import default_model_dir
+from loadtest.common.forced_names import PROCESSOR
 from loadtest.common.results import RESULTS
 from loadtest.common.tiny_model import make_tiny_model
 from loadtest.engine.workloads import SUITES
 from loadtest.http.records import read_runs
+from loadtest.plan import validate_run
 from loadtest.plan.batches import BATCHES, WARM_UP
 from loadtest.plan.calibrate import SETTING, main, table
 from loadtest.plan.calibrate_run import recorded
-from loadtest.plan.calibration import Calibration, CalibrationError, Measured, read_calibration
+from loadtest.plan.calibration import (
+    Calibration,
+    CalibrationError,
+    Measured,
+    read_calibration,
+    to_row,
+)
 from loadtest.plan.cases import CASES
 from loadtest.plan.fit import Linear, Residual
 from loadtest.plan.recording import STEPS_KEY, read_steps
-from loadtest.plan.replay import replay
+from loadtest.plan.replay import pace_of, replay, replays
 from loadtest.plan.validate import again, errors_table, markdown, simulated
 from loadtest.plan.work import Work
 
@@ -41,15 +50,18 @@ def calibration(block_size: int = 32) -> Calibration:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.case}-{case.variant}")
 def test_cases_are_what_the_rooms_measure(case: Any) -> None:
     jobs = case.jobs(scale=1.0)
-    options = {"model": "m", "dtype": "float32", "enforce_eager": True}
-    module, first = case.module(options, scale=1.0)
+    first = case.engine({"model": "m", "dtype": "float32", "eager": True}, scale=1.0)
+    options = validate_run.options_of(first)
+    assert options["dtype"] == "float32" and options["enforce_eager"]
     assert first["model"] == "m" and first["variant"] == case.variant
+    assert options["max_model_len"] == case.pool(1.0).max_model_len
+    assert max(max(batch.prompts) + batch.output_tokens for batch in BATCHES) <= 1700
     if case.elastic:
-        assert module == "loadtest.engine.elastic_run" and len(jobs) == case.elastic
+        assert PROCESSOR in options["logits_processors"] and len(jobs) == case.elastic
         assert all(job.fields == {"kv_budget": 0.2, "kv_elastic": True} for job in jobs)
         return
     workload = SUITES["cpu"].workloads[case.case]
-    assert module == "loadtest.engine.run" and first["setting"] == workload.setting
+    assert first["setting"] == workload.setting
     assert [job.prompt_tokens for job in jobs] == workload.prompt_lengths()
     budgets = [job.fields.get("kv_budget") for job in jobs]
     asked = [workload.budgets[job.number % len(workload.budgets)] for job in jobs]
@@ -70,33 +82,64 @@ def test_a_case_is_simulated_on_its_pool() -> None:
     assert ours["first_token_s"] < 0.7 * stock["first_token_s"]
 
 
+def test_cases_of_one_engine_share_it() -> None:
+    options = {"model": "m", "dtype": "float32", "eager": True}
+    engines = [case.engine(options, 1.0) for case in CASES]
+    # Those of one engine stand together: else it would be started twice.
+    starts = [first for first, _ in itertools.groupby(engines)]
+    assert len(starts) == len({str(first) for first in engines}) == 5
+
+
 def test_measurements_are_kept_and_simulated_anew() -> None:
     case = CASES[0]
     measured = {"tok_per_s": 1.0, "first_token_s": 2.0}
-    row = asdict(case) | {"scale": 0.1, "measured": measured, "simulated": {}}
+    kept = to_row(calibration())
+    row = asdict(case) | {
+        "scale": 0.1, "measured": measured, "simulated": {}, "calibration": json.loads(json.dumps(kept)),
+    }  # fmt: skip
     recorded_over_http = row | {"case": "HTTP, 1 requests/s"}
-    (found,) = again([row, recorded_over_http], calibration())
+    (found,) = again([row, recorded_over_http])
     assert found == row | {"simulated": simulated(case, calibration(), 0.1)}
 
 
 def test_recorded_requests_are_replayed() -> None:
     runs = read_runs(RESULTS / "elastic-http-cpu-2026-11-22.jsonl")
     run = next(run for run in runs if run.description["variant"].endswith("elastic"))
-    row = replay(run, calibration())
+    row = replay(run, calibration(), 1.0)
     assert row["case"] == "HTTP, 0.06 requests/s"
     assert row["measured"]["tok_per_s"] == pytest.approx(22.9, abs=0.1)
     assert 1 < row["simulated"]["first_token_s"] < 4
+    slower = replay(run, calibration(), 2.0)
+    assert slower["simulated"]["first_token_s"] > 1.9 * row["simulated"]["first_token_s"]
     with pytest.raises(CalibrationError, match="blocks of 32 tokens, the calibrated ones of 16"):
-        replay(run, calibration(block_size=16))
+        replay(run, calibration(block_size=16), 1.0)
     run.description["server_command"] = "vllm"
     with pytest.raises(CalibrationError, match="lacks --block-size"):
-        replay(run, calibration())
+        replay(run, calibration(), 1.0)
+
+
+def test_the_lowest_rate_says_how_fast_the_server_is() -> None:
+    runs = [
+        run for run in read_runs(RESULTS / "elastic-http-cpu-2026-11-22.jsonl")
+        if run.description["variant"] == "vLLM"
+    ]  # fmt: skip
+    slowest = min(runs, key=lambda run: run.description["rate"])
+    pace = pace_of(slowest, calibration())
+    # A machine twice as slow makes the same server half as slow beside it.
+    twice = Measured(LINEAR.slower(2), RESIDUAL, calibration().engines["stock"].scheduling)
+    assert pace_of(slowest, Calibration({"stock": twice}, {})) == pytest.approx(pace / 2, rel=0.01)
+    rows = list(replays(runs, calibration()))
+    assert [row["case"] for row in rows] == ["HTTP, 0.12 requests/s", "HTTP, 0.24 requests/s"]
+    assert {row["pace"] for row in rows} == {pace}
+    fast = Measured(LINEAR.slower(1e-3), RESIDUAL, calibration().engines["stock"].scheduling)
+    with pytest.raises(CalibrationError, match="no server takes"):
+        pace_of(slowest, Calibration({"stock": fast}, {}))
 
 
 def row(measured: float, found: float) -> dict[str, Any]:
     return {
         "case": "tight", "variant": "h2o", "command": "x", "machine": "m", "versions": {"vllm": "0"},
-        "commit": "c", "date": "d",
+        "commit": "c", "date": "d", "dtype": "float32", "eager": True, "drift": 0.1,
         "measured": {"tok_per_s": measured, "first_token_s": 2.0},
         "simulated": {"tok_per_s": found, "first_token_s": 2.5},
     }  # fmt: skip
@@ -105,8 +148,11 @@ def row(measured: float, found: float) -> dict[str, Any]:
 def test_errors_and_targets() -> None:
     assert "| 100.0 | 114.0 | +14 % | 2.00 | 2.50 | +25 % |" in errors_table([row(100, 114)])
     assert "| **-16 %** |" in errors_table([row(100, 84)])
-    text = markdown([row(100, 114), row(100, 84)], Namespace(dtype="float32", eager=True))
-    assert "1 of 2 are within 15 %" in text
+    text = markdown([row(100, 114), row(100, 84)])
+    assert "float32, eager. 1 of 2 are within 15 %" in text and "rows: +10 %, +10 %." in text
+    over_http = row(100, 114) | {"variant": "vLLM", "pace": 1.5}
+    del over_http["drift"]
+    assert "(vLLM: 1.50)" in markdown([row(100, 114), over_http])
 
 
 def test_batches_fit_and_separate_the_costs() -> None:

@@ -8,7 +8,8 @@ Each engine serves the batches of a calibration, then its workloads as their own
 again; the same requests are then simulated with that calibration, on the same pool. One that was made in
 another process would be wrong by what processes differ in on this machine, up to a third. ``--http`` takes
 rows of ``python -m loadtest.http.compare``, recorded on a machine of this kind with the same model and dtype.
-Rows and a table; ``--resume`` goes on, and simulates anew what has been measured.
+Rows and a table; ``--resume`` goes on, simulates anew what has been measured, and measures again what the
+machine changed its speed under.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ __all__ = ["TARGETS", "errors_table", "main"]
 
 TARGETS = {"tok_per_s": 0.15, "first_token_s": 0.25}
 """How far a simulation may be from what was measured, relative."""
+
+MAX_DRIFT = TARGETS["tok_per_s"]
+"""Share by which the batches behind a case may differ in time from those before it: beyond, nobody knows how
+fast the machine was meanwhile."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,7 +73,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def again(rows: Sequence[Row]) -> list[Row]:
-    """What has been measured here, simulated anew; what was recorded over HTTP is read again instead."""
+    """What has been measured here, simulated anew, but for what drifted too far.
+
+    What was recorded over HTTP is read again instead.
+    """
     from loadtest.plan.calibration import from_row
     from loadtest.plan.cases import CASES
 
@@ -76,7 +84,7 @@ def again(rows: Sequence[Row]) -> list[Row]:
         row | {"simulated": simulated(case, from_row(row["calibration"]), row["scale"])}
         for row in rows
         for case in CASES
-        if case.measured_by(row)
+        if case.measured_by(row) and abs(row["drift"]) <= MAX_DRIFT
     ]
 
 

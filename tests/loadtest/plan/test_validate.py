@@ -96,9 +96,11 @@ def test_measurements_are_kept_and_simulated_anew() -> None:
     kept = to_row(calibration())
     row = asdict(case) | {
         "scale": 0.1, "measured": measured, "simulated": {}, "calibration": json.loads(json.dumps(kept)),
+        "drift": -0.1,
     }  # fmt: skip
     recorded_over_http = row | {"case": "HTTP, 1 requests/s"}
-    (found,) = again([row, recorded_over_http])
+    drifted = row | {"drift": -0.16}
+    (found,) = again([row, recorded_over_http, drifted])
     assert found == row | {"simulated": simulated(case, calibration(), 0.1)}
 
 

@@ -22,22 +22,26 @@ _MARK = "RESULT "
 class Child(AbstractContextManager["Child"]):
     """A process that runs ``python -m <module>``; it has answered ``first`` when the constructor returns.
 
+    Args:
+        python: of the environment to run it in.
+
     Raises:
         SystemExit: it failed, now or later; the end of its output is shown.
     """
 
-    def __init__(self, module: str, first: dict[str, Any]) -> None:
+    def __init__(self, module: str, first: dict[str, Any], python: str = sys.executable) -> None:
         self.first = first
         self.log: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [python, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
         )
-        self.request(json.dumps(first))
+        self.answered = self.request(json.dumps(first))
+        """Its answer to ``first``."""
 
     def request(self, line: str) -> dict[str, Any]:
         """Send a line, wait for its answer.

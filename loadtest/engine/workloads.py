@@ -144,6 +144,7 @@ class CPUSuite(Suite):
         Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (0.2,), "tight"),
         Workload("mixed", "half full, half 0.2, tight pool", 32, 1000, 512, (None, 0.2), "tight"),
         Workload("ample", "no memory pressure, budget 0.2", 16, 1000, 512, (0.2,)),
+        Workload("peers", "beside other systems, budget 0.2", 8, 1000, 256, (0.2,)),
         Workload("idle", "no request has a budget", 16, 1000, 512, (None,)),
         Workload("long-0.2", "6,000-token prompts, budget 0.2", 4, 6000, 256, (0.2,)),
         Workload("long-0.1", "6,000-token prompts, budget 0.1", 4, 6000, 256, (0.1,)),

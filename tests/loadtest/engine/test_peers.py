@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other systems beside ours: what runs is compared, what does not says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_vllm.models import default_model_dir
+from loadtest.common.tiny_model import make_tiny_model
+from loadtest.engine import peers
+from loadtest.engine.peers_run import SYSTEMS
+
+ORIGIN = {"command": "c", "machine": "m", "commit": "1", "date": "d", "versions": {"vllm": "1"}}
+
+
+def test_every_other_system_can_be_started() -> None:
+    assert [*peers.ENGINES, *SYSTEMS] == list(peers.SYSTEMS)
+
+
+def test_the_table_compares_within_a_round_and_says_what_did_not_run() -> None:
+    def row(system: str, turn: int, speed: float) -> dict[str, Any]:
+        return ORIGIN | {
+            "system": system, "round": turn, "tok_per_s": speed, "first_token_s": 1.5, "version": "x 1",
+            "dtype": "float32",
+        }  # fmt: skip
+
+    failed = ORIGIN | {"system": "llama.cpp", "round": 0, "failed": "no such module"}
+    rows = [row("stock", 0, 10), row("h2o", 0, 30), row("stock", 1, 20), row("h2o", 1, 40), failed]
+    text = peers.markdown(rows)
+    assert (
+        "| h2o_vllm, `kv_budget` 0.2 | 35.0 (30.0-40.0) | 2.50 (2.00-3.00) | 1.5 (1.5-1.5) | x 1 |"
+        in text
+    )
+    assert "| llama.cpp, one by one | did not run: no such module |  |  |  |" in text
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_transformers_serves_the_same_requests(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", default_model_dir())
+    options = [
+        "--model",
+        str(model),
+        "--dtype",
+        "float32",
+        "--scale",
+        "0.1",
+        "--out",
+        str(tmp_path),
+    ]
+    peers.main(["--systems", "transformers", "kvpress-snapkv", *options])
+    (file,) = tmp_path.glob("peers-cpu-*.jsonl")
+    served, failed = map(json.loads, file.read_text().splitlines())
+    assert served["tok_per_s"] > 0 and served["first_token_s"] > 0
+    assert served["version"].startswith("transformers ")
+    # It is not installed here.
+    assert failed["failed"] == "ModuleNotFoundError: No module named 'kvpress'"

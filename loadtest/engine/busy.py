@@ -11,7 +11,6 @@ turns. Writes a JSONL row per measurement as soon as it is made, and prints medi
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from h2o_vllm.models import default_model_dir
 from loadtest.common.command import command_parser
 from loadtest.common.plan import SideBySide, carry_out
 from loadtest.common.results import RESULTS, Measured, Row, result_path
+from loadtest.common.tables import markdown_table, median_range, pick
 from loadtest.engine.busy_run import VARIANTS
 
 __all__ = ["Measurement", "main", "planned", "table"]
@@ -71,21 +71,14 @@ def measure(args: argparse.Namespace, path: Path) -> list[Row]:
 def table(rows: Sequence[Row]) -> str:
     """Markdown: tokens per second of each variant, medians of the rounds and their range."""
     counts = sorted({row["busy"] for row in rows})
-    lines = [
-        f"| tok/s | {' | '.join(f'{count} busy' for count in counts)} |",
-        f"|---|{'---|' * len(counts)}",
-    ]
+    lines = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
-        cells = []
-        for count in counts:
-            found = [r["tok_per_s"] for r in rows if (r["variant"], r["busy"]) == (variant, count)]
-            cells.append(
-                f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})"
-                if found
-                else "-"
-            )
-        lines.append(f"| `{variant}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        speeds = (
+            [row["tok_per_s"] for row in pick(rows, variant=variant, busy=count)]
+            for count in counts
+        )
+        lines.append([f"`{variant}`", *(median_range(found, 1) for found in speeds)])
+    return markdown_table(["tok/s", *(f"{count} busy" for count in counts)], lines)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

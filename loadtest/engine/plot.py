@@ -8,6 +8,7 @@ from pathlib import Path
 
 from loadtest.common.plots import BLUE, GREY, LIGHT, RED, SMALL, caption, legend, panels, save
 from loadtest.common.results import Row
+from loadtest.common.tables import number
 from loadtest.engine.tables import measured
 from loadtest.engine.workloads import Suite
 
@@ -26,7 +27,7 @@ def plot_bench(rows: list[Row], suite: Suite, path: Path) -> Path:
     """Tokens per second of each workload and variant: median, with every round as a dot."""
     workloads = [name for name in suite.workloads if any(row["workload"] == name for row in rows)]
     variants = [v for v in COLOURS if any(row["variant"] == v for row in rows)]
-    figure, (axis,) = panels(size=(1.6 + 1.7 * len(workloads), 4.2))
+    figure, (axis,) = panels(size=(max(6.5, 1.6 + 1.7 * len(workloads)), 4.2))
     width = 0.8 / len(variants)
     for offset, variant in enumerate(variants):
         for place, workload in enumerate(workloads):
@@ -40,11 +41,13 @@ def plot_bench(rows: list[Row], suite: Suite, path: Path) -> Path:
                 label=LABELS[variant] if place == 0 else None,
             )  # fmt: skip
             axis.plot([x] * len(speeds), speeds, "k.", markersize=3)
-            axis.annotate(f"{height:.0f}", (x, height), ha="center", va="bottom", fontsize=SMALL)
+            text = number(height, 0 if height >= 100 else 1)
+            axis.annotate(text, (x, height), ha="center", va="bottom", fontsize=SMALL)
     axis.set_xticks(range(len(workloads)), workloads)
+    axis.set_xlim(-0.6, len(workloads) - 0.4)
     axis.set_ylabel("generated tokens / s")
     legend(axis)
     model = (
         f"{rows[0]['shape']} of random weights" if "shape" in rows[0] else "SmolLM2-135M-Instruct"
     )
-    return save(figure, path, caption(rows[0], model, "bf16"))
+    return save(figure, path, caption(rows[0], model, rows[0].get("dtype", "bfloat16")))

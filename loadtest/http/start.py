@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
 from loadtest.common.results import RESULTS, Row, append_rows, result_path
 from loadtest.common.servers import H2O_SERVE, VLLM_SERVE, Server
+from loadtest.common.tables import markdown_table, median_range, pick
 
 __all__ = ["SERVERS", "main", "planned", "table"]
 
@@ -76,14 +76,12 @@ def start(name: str, options: Sequence[str], model: str | None) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: seconds until each server is up, medians of the rounds and their range."""
-    lines = ["| server | seconds to start | processor seconds |", "|---|---|---|"]
+    lines = []
     for name in dict.fromkeys(row["server"] for row in rows):
-        cells = []
-        for key in ("start_s", "cpu_s"):
-            found = [row[key] for row in rows if row["server"] == name]
-            cells.append(f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})")
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        mine = pick(rows, server=name)
+        seconds = ([row[key] for row in mine] for key in ("start_s", "cpu_s"))
+        lines.append([f"`{name}`", *(median_range(found, 1) for found in seconds)])
+    return markdown_table(["server", "seconds to start", "processor seconds"], lines)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -19,8 +19,8 @@ def test_table_has_medians_and_ranges_of_each_server() -> None:
         for seconds in found
     ]
     lines = table(rows).splitlines()
-    assert lines[2] == "| `ours` | 11.0 (10.0 to 30.0) | 22.0 (20.0 to 60.0) |"
-    assert lines[3] == "| `vllm` | 50.0 (40.0 to 60.0) | 100.0 (80.0 to 120.0) |"
+    assert lines[2] == "| `ours` | 11.0 (10.0-30.0) | 22.0 (20.0-60.0) |"
+    assert lines[3] == "| `vllm` | 50.0 (40.0-60.0) | 100.0 (80.0-120.0) |"
     assert len(lines) == 4
 
 

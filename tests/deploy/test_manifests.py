@@ -50,6 +50,13 @@ VALUES = {
         "autoscaling.kvTokens=100000",
         "persistence.accessMode=ReadWriteMany",
     ],
+    "autoscaled by KEDA": [
+        "autoscaling.enabled=true",
+        "autoscaling.minReplicas=2",
+        "autoscaling.kvTokens=100000",
+        "autoscaling.prometheus=http://prometheus:9090",
+        "persistence.accessMode=ReadWriteMany",
+    ],
     "a shared volume": ["replicaCount=2", "persistence.accessMode=ReadWriteMany"],
     "a volume that exists": ["persistence.existingClaim=models"],
 }
@@ -64,6 +71,7 @@ REFUSED = {
     "autoscaling.enabled=true": "ReadWriteMany",
     "persistence.enabled=false,autoscaling.enabled=true,autoscaling.minReplicas=5": "minReplicas",
     "drain.seconds=0": "seconds",
+    "persistence.enabled=false,autoscaling.enabled=true,autoscaling.prometheus=prometheus": "prometheus",
     # A number where Kubernetes wants a string.
     "extraEnv[0].name=A,extraEnv[0].value=8": "extraEnv",
 }
@@ -187,11 +195,9 @@ def test_chart_is_of_this_version() -> None:
 def test_kubernetes_accepts_what_the_chart_renders(name: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for kind, resource in resources(*VALUES[name]).items():
-        if kind == "ServiceMonitor":
-            # Of the Prometheus operator; no schema of it is at hand.
-            assert resource["spec"]["endpoints"][0]["port"] == "http"
-            continue
-        validate.validate(resource, KUBERNETES, strict=True)
+        # Of the Prometheus operator and of KEDA, whose schemas come with no package.
+        if kind not in ("ServiceMonitor", "ScaledObject"):
+            validate.validate(resource, KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("value", REFUSED)
@@ -256,6 +262,28 @@ def test_the_autoscaler_counts_requests_and_kv() -> None:
         for one in scaler["metrics"]
     }
     assert wanted == {"vllm_num_requests_running": "32", "h2o_kv_tokens_held": "100000"}
+
+
+def test_prometheus_scrapes_a_port_of_the_service() -> None:
+    found = resources("serviceMonitor.enabled=true")
+    (endpoint,) = found["ServiceMonitor"]["spec"]["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in found["Service"]["spec"]["ports"]}
+
+
+def test_keda_scales_as_the_autoscaler_does() -> None:
+    plain, found = resources(*VALUES["autoscaled"]), resources(*VALUES["autoscaled by KEDA"])
+    assert "HorizontalPodAutoscaler" not in found, "KEDA makes one of its own"
+    keda, scaler = found["ScaledObject"]["spec"], plain["HorizontalPodAutoscaler"]["spec"]
+    assert keda["scaleTargetRef"] == scaler["scaleTargetRef"]
+    assert (keda["minReplicaCount"], keda["maxReplicaCount"]) == (2, 4)
+    assert keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == scaler["behavior"]
+    assert keda["fallback"]["behavior"] == "currentReplicasIfHigher"
+    asked = {one["metadata"]["query"]: one["metadata"]["threshold"] for one in keda["triggers"]}
+    mine = f'{{namespace="ns",service="{found["Service"]["metadata"]["name"]}"}}'
+    assert asked == {
+        f"sum(vllm:num_requests_running{mine})": "32",
+        f"sum(h2o:kv_tokens_held{mine})": "100000",
+    }
 
 
 def test_every_yaml_file_parses() -> None:

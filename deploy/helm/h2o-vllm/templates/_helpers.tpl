@@ -32,3 +32,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- define "h2o.endSeconds" -}}
 {{- add .Values.drain.unannouncedSeconds .Values.drain.seconds 30 -}}
 {{- end }}
+
+{{- /* How quickly replicas may go: one at a time, and a replica that goes takes its prefix cache along. */}}
+{{- define "h2o.scaling" -}}
+scaleDown:
+  stabilizationWindowSeconds: 300
+  policies:
+    - type: Pods
+      value: 1
+      periodSeconds: {{ include "h2o.endSeconds" . }}
+{{- end }}

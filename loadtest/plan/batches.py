@@ -25,9 +25,14 @@ class Batch:
     budget: float = 1.0
     every: int = 1
 
+    def budget_of(self, number: int) -> float:
+        """``kv_budget`` of request ``number``."""
+        return 1.0 if number % self.every else self.budget
+
     def fields(self, number: int) -> dict[str, float] | None:
-        """What request ``number`` asks of us."""
-        return None if self.budget == 1 or number % self.every else {"kv_budget": self.budget}
+        """What it asks of us: to evict at once, as answers are short."""
+        budget = self.budget_of(number)
+        return {"kv_budget": budget, "kv_delay": 0} if budget < 1 else None
 
     @property
     def budgets(self) -> bool:
@@ -42,20 +47,22 @@ def _each(prompts: Sequence[int], output_tokens: int, *budgets: float) -> list[B
 BATCHES = [
     # One request: the constant, and what a prompt costs at three lengths. Where a budget keeps nearly all,
     # attention is scored and its context long.
-    *_each([32], 12, 1.0, 0.2),
+    *_each([32], 12, 1.0),
     *_each([400], 12, 1.0, 0.2),
     *_each([1400], 12, 1.0, 0.9, 0.2),
     # Many short ones: what a request costs. Few long ones: what context costs.
-    *_each([64] * 16, 12, 1.0, 0.9),
-    *_each([24] * 32, 8, 1.0, 0.9),
+    *_each([64] * 16, 12, 1.0),
+    *_each([200] * 16, 12, 0.5),
+    *_each([24] * 32, 8, 1.0),
     *_each([800] * 4, 16, 1.0, 0.9, 0.2),
     # As many long ones as a busy engine has: their context costs more per token than that of a few, by
     # whatever a processor's caches no longer hold.
     *_each([1000] * 14, 8, 1.0),
+    *_each([1000] * 6, 12, 0.9),
     # Prompts while others decode, with and without a budget.
     Batch([300, 900, 500, 1100], 24, budget=0.2, every=2),
 ]
 """In a pool that holds them all; some three minutes on two cores with a model of 135M parameters."""
 
-WARM_UP = [*_each([300] * 2, 4, 1.0, 0.2), *_each([64] * 8, 4, 1.0, 0.2)]
+WARM_UP = [*_each([300] * 2, 4, 1.0, 0.2), *_each([64] * 8, 4, 1.0)]
 """Every code path once."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from loadtest.common.tiny_model import make_tiny_model
 from loadtest.engine.workloads import SUITES
 from loadtest.http.records import read_runs
 from loadtest.plan import validate_run
-from loadtest.plan.batches import BATCHES, WARM_UP
+from loadtest.plan.batches import BATCHES, WARM_UP, Batch
 from loadtest.plan.calibrate import SETTING, main, table
 from loadtest.plan.calibrate_run import recorded
 from loadtest.plan.calibration import (
@@ -32,8 +33,10 @@ from loadtest.plan.cases import CASES
 from loadtest.plan.fit import Linear, Residual
 from loadtest.plan.recording import STEPS_KEY, read_steps
 from loadtest.plan.replay import pace_of, replay, replays
+from loadtest.plan.replica import Job
 from loadtest.plan.validate import again, errors_table, markdown, simulated
 from loadtest.plan.work import Work
+from tests.loadtest.plan.engines import Metronome, served, settings
 
 LINEAR = Linear(0.05, (1.6e-3, 5e-3, 0.0, 0.0, 6e-6, 4e-6, 0.0, 0.0))
 RESIDUAL = Residual(10, 0.0, 0.1, 0.2)
@@ -161,14 +164,41 @@ def test_batches_fit_and_separate_the_costs() -> None:
     for batch in (*BATCHES, *WARM_UP):
         assert max(batch.prompts) + batch.output_tokens <= SETTING.max_model_len
     kinds = {batch.budget for batch in BATCHES}
-    assert kinds == {1.0, 0.9, 0.2}
-    mixed = BATCHES[-1]
-    assert [mixed.fields(number) for number in range(3)] == [
-        {"kv_budget": 0.2},
-        None,
-        {"kv_budget": 0.2},
-    ]
+    assert kinds == {1.0, 0.9, 0.5, 0.2}
+    assert [BATCHES[-1].budget_of(number) for number in range(3)] == [0.2, 1.0, 0.2]
     assert {bool(batch.budgets) for batch in WARM_UP} == {False, True}
+
+
+def of_batch(batch: Batch) -> tuple[list[Job], Sequence[Work]]:
+    """What an engine would compute for it, and what became of its requests."""
+    engine = replace(
+        settings(ours=True, kv_min_tokens=16), block_size=32, num_blocks=450, max_model_len=1700,
+        max_num_batched_tokens=2048, max_num_seqs=128,
+    )  # fmt: skip
+    jobs = [
+        Job(number, 0.0, length, batch.output_tokens, batch.fields(number) or {})
+        for number, length in enumerate(batch.prompts)
+    ]
+    clock = Metronome()
+    served(engine, jobs, clock)
+    return jobs, clock.works
+
+
+@pytest.mark.parametrize("batch", [*BATCHES, *WARM_UP], ids=str)
+def test_who_has_a_budget_is_scored_and_evicts(batch: Batch) -> None:
+    """Otherwise the cost of scores would be fitted to steps that have none."""
+    jobs, works = of_batch(batch)
+    assert [job.lossless for job in jobs] == [
+        batch.budget_of(number) == 1 for number in range(len(jobs))
+    ]
+    for feature in ("scored_context", "scored_pairs", "ranked"):
+        assert any(getattr(work, feature) for work in works) == batch.budgets
+
+
+def test_scored_context_varies_where_nothing_is_ranked() -> None:
+    works = [work for batch in BATCHES for work in of_batch(batch)[1]]
+    unranked = {work.scored_context for work in works if not work.ranked and not work.prompt_tokens}
+    assert max(unranked) > 4000 and len(unranked) > 20
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "answered_by": Counter(record.server for record in records if record.whole),
                     **asdict(account(records, happened.logs, None)),
                 }  # fmt: skip
+                if row["before"] == row["after"]:
+                    raise SystemExit(
+                        f"--to is version {before[0]} too: no answer tells who gave it"
+                    )
                 rows.append(row)
                 append_rows(path, [row])
     publish(path, markdown(rows))

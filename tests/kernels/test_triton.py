@@ -8,5 +8,7 @@ from tests.interpreted import files_of, needs_triton, run_interpreted
 
 @needs_triton
 @files_of(Path(__file__).parent / "triton", ("test_compact.py", "test_decode.py"))
-def test_kernels_equal_their_reference_under_the_interpreter(paths: list[Path], fast: bool) -> None:
-    run_interpreted(paths, fast=fast)
+def test_kernels_equal_their_reference_under_the_interpreter(
+    paths: list[Path], fast: bool, long: bool
+) -> None:
+    run_interpreted(paths, fast=fast, long=long)

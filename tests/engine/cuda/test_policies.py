@@ -86,8 +86,10 @@ def run(rig: Rig, gpu: FakeGPU) -> None:
 
 @pytest.mark.parametrize(
     ("num_blocks", "pipelined", "base"),
-    [(120, True, "triton"), (24, False, "flash")],
-    ids=["async-triton", "preempting-flash"],
+    [
+        pytest.param(24, False, "flash", id="preempting-flash"),
+        pytest.param(120, True, "triton", id="async-triton", marks=pytest.mark.long),
+    ],
 )
 def test_attention_equals_a_plain_model_of_each_policy(
     model_dir: str,

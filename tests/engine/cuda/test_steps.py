@@ -83,10 +83,12 @@ def run(rig: Rig, gpu: FakeGPU, late: str = "late") -> None:
 @pytest.mark.parametrize(
     ("base", "num_blocks", "pipelined"),
     [
-        ("flash", 120, False), ("flash", 24, False), ("triton", 120, True), ("triton", 24, False),
+        pytest.param("flash", 24, False, id="flash-preempting"),
+        pytest.param("triton", 120, True, id="triton-async"),
+        pytest.param("flash", 120, False, id="flash-ample", marks=pytest.mark.long),
+        pytest.param("triton", 24, False, id="triton-preempting", marks=pytest.mark.long),
     ],
-    ids=["flash-ample", "flash-preempting", "triton-async", "triton-preempting"],
-)  # fmt: skip
+)
 def test_attention_equals_an_independent_h2o(
     model_dir: str, base: str, num_blocks: int, pipelined: bool
 ) -> None:

@@ -11,6 +11,7 @@ a header which version gave it. No client sends anything again: what fails is co
 from __future__ import annotations
 
 import argparse
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,9 +39,11 @@ REPLICAS = (("--kv-budget", "0.2"),) * 2
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, write, print."""
     args = parse_arguments(argv)
+    ways: dict[str, Sequence[str]] = {"upgrade": [args.to], "rollback": H2O_SERVE}
+    if len({version_of(program) for program in ways.values()}) < 2:
+        raise SystemExit(f"--to is {version_of(H2O_SERVE)} too: no answer would tell who gave it")
     path = result_path("fleet-upgrade", args.out)
     rows: list[Row] = []
-    ways: dict[str, Sequence[str]] = {"upgrade": [args.to], "rollback": H2O_SERVE}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_tiny_model(folder / "model", default_model_dir())
@@ -65,6 +68,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(row)
                 append_rows(path, [row])
     publish(path, markdown(rows))
+
+
+def version_of(program: Sequence[str]) -> str:
+    """As it says itself.
+
+    Raises:
+        SystemExit: it is no h2o-serve.
+    """
+    try:
+        done = subprocess.run([*program, "--version"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"{program[0]} is no h2o-serve: {error}") from error
+    return done.stdout.strip()
 
 
 def roll(fleet: Fleet, program: Sequence[str]) -> Callable[[], None]:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +71,14 @@ def test_an_upgrade_says_which_version_answered_how_many() -> None:
     }  # fmt: skip
     line = "| upgrade: 0.1.0 to 0.2.0 | 100 | 99 | 0.1.0: 59, 0.2.0: 40 | 0 | 1 | 0 | 0 | 120 s | 2.2 s |"
     assert line in upgrade.markdown([row])
+
+
+def test_a_version_is_not_compared_with_itself(tmp_path: Path) -> None:
+    same = Path(sys.executable).with_name("h2o-serve")
+    with pytest.raises(SystemExit, match=r"--to is h2o-serve \S+ \(vLLM \S+\) too"):
+        upgrade.main(["--to", str(same), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="false is no h2o-serve"):
+        upgrade.main(["--to", "/bin/false", "--out", str(tmp_path)])
 
 
 def test_replicas_are_upgraded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def assumptions(plan: Plan) -> dict[str, Any]:
             "efficiency": dataclasses.asdict(plan.roofline.efficiency),
         }  # fmt: skip
     return {
-        "settings": plan.settings.model_dump(mode="json"),
+        "settings": plan.settings.model_dump(mode="json", exclude={"out"}),
         "traffic": plan.traffic.about,
         "cv": plan.cv,
         "dollars_per_hour": plan.dollars,

@@ -57,6 +57,7 @@ def test_which_rate_do_so_many_gpus_carry(tmp_path: Path) -> None:
     for row in rows:
         assert row["kind"] == "simulated" and row["met"]
         assert row["first_token_s"]["p90"] <= row["settings"]["first_token"] == 1.0
+        assert "out" not in row["settings"], "a path of the machine"
         assert row["settings"]["seed"] == 0 and row["step_time"]["efficiency"]["compute"] == 0.6
         cost = row["gpus"] * row["dollars_per_hour"] / 3600 / row["tok_per_s"] * 1e6
         assert row["dollars_per_million"] == pytest.approx(cost)

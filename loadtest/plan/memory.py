@@ -24,12 +24,14 @@ def pool_blocks(
     *,
     tensor_parallel: int = 1,
     dtype_bytes: int = 2,
+    kv_dtype_bytes: int | None = None,
     utilization: float = UTILIZATION,
     scored: bool = False,
 ) -> int:
     """Blocks of the pool, the null block included.
 
     Args:
+        dtype_bytes: of weights and activations. kv_dtype_bytes: of KV; as many if left out.
         scored: whether every token has a score beside its KV, as it has with us.
 
     Raises:
@@ -40,7 +42,7 @@ def pool_blocks(
     widest = 4 * shape.hidden + 2 * shape.intermediate // tensor_parallel
     activations = max_num_batched_tokens * widest * dtype_bytes
     free = utilization * gpu.memory - weights - activations - RESERVED
-    token = shape.kv_bytes(dtype_bytes, tensor_parallel)
+    token = shape.kv_bytes(kv_dtype_bytes or dtype_bytes, tensor_parallel)
     if scored:
         token += SCORE_BYTES * shape.layers * shape.kv_heads_of(tensor_parallel)
     blocks = int(free // (token * block_size))

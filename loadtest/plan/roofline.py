@@ -88,7 +88,7 @@ class Roofline:
         activations = (
             shape.layers * work.tokens * (8 * shape.hidden + 4 * shape.intermediate) * size
         )
-        return self._longer(operations / self.gpus, (weights + activations) / self.gpus)
+        return self.longer(operations / self.gpus, (weights + activations) / self.gpus)
 
     def attention(self, work: Work) -> float:
         """Of prompts, of decodes, and the moving of what evictions keep."""
@@ -99,7 +99,7 @@ class Roofline:
         scores = 2 * SCORE_BYTES * shape.layers * shape.kv_heads_of(self.gpus)
         prompts = operations * (work.pairs + SCORED_PROMPT * work.scored_pairs) / self._flops
         context = work.context + work.scored_context
-        decodes = self._longer(operations * context, kv * context + scores * work.scored_context)
+        decodes = self.longer(operations * context, kv * context + scores * work.scored_context)
         # At most half of the candidates move, each is read and written.
         moves = (kv + scores) * work.ranked / self._bandwidth
         return prompts + decodes + moves
@@ -112,5 +112,6 @@ class Roofline:
         sent = share * work.tokens * self.shape.hidden * self.dtype_bytes
         return 2 * self.shape.layers * (self.efficiency.reduce_s + sent / self._link)
 
-    def _longer(self, operations: float, bytes_moved: float) -> float:
+    def longer(self, operations: float, bytes_moved: float) -> float:
+        """Seconds of a part of a step on one GPU."""
         return max(operations / self._flops, bytes_moved / self._bandwidth)

@@ -25,7 +25,7 @@ class PlanSettings(Settings):
         default="8b",
         description="8b or 70b (Llama 3.1's shapes), or a directory with a config.json.",
     )
-    gpu: Literal["h100", "h200", "a100", "l40s", "l4"] = Field(
+    gpu: Literal["h100", "h200", "b200", "a100", "l40s", "l4"] = Field(
         default="h100", description="Whose datasheet the roofline is made of."
     )
     tensor_parallel: int = Field(default=1, ge=1, le=8, description="GPUs of a replica.")

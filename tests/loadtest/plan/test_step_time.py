@@ -18,7 +18,9 @@ from loadtest.plan.work import FEATURES, Work
 ALL = Efficiency(compute=1, memory=1, link=1, reduce_s=0, step_s=0, request_s=0)
 # 2 layers of 4 * 8 * (2 + 1) * 4 / 2 = 192 and 3 * 8 * 16 = 384 parameters, 80 in the output.
 TINY = ModelShape("tiny", 2, 8, 16, 2, 1, 4, 10, False, 1024)
-GPU_1 = GPU("one", flops=1e6, bandwidth=1e6, memory=1e9, link=1e5, dollars=1, source="made up")
+GPU_1 = GPU(
+    "one", flops=1e6, bandwidth=1e6, memory=1e9, processors=1, link=1e5, dollars=1, source="made up"
+)
 FAST_MEMORY = dataclasses.replace(GPU_1, bandwidth=1e12)
 FAST_COMPUTE = dataclasses.replace(GPU_1, flops=1e12)
 

@@ -58,8 +58,11 @@ class LimitingScheduler(AsyncScheduler):
         del request
         return cached
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
-        hit = super()._get_local_prefix_cache_hit(request)
+    def _get_local_prefix_cache_hit(
+        self, request: Request, *longest: int | None
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        # 0.33 also says how long a hit may be.
+        hit = super()._get_local_prefix_cache_hit(request, *longest)
         limit = self.limit_cache_hit(request, hit[1])
         if limit >= hit[1]:
             return hit

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from h2o_vllm.engine.compat import LimitingScheduler
+
 SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (FullAttentionManager.remove_skipped_blocks,
      "self request_id processed_computed_tokens num_prompt_tokens"),
@@ -44,7 +47,6 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (FullAttentionManager.pop_blocks_for_free, "self request_id"),
     (BlockPool.free_blocks, "self ordered_blocks"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
-    (Scheduler._get_local_prefix_cache_hit, "self request"),
     (KVCacheManager.create_kv_cache_blocks, "self blocks"),
     (UnitaryKVCacheCoordinator.find_longest_cache_hit, "self block_hashes max_cache_hit_length"),
     (Scheduler.add_request, "self request"),
@@ -112,8 +114,27 @@ def test_requests_can_be_told_not_to_read_the_prefix_cache() -> None:
     assert "skip_reading_prefix_cache" in inspect.getsource(Request.__init__)
 
 
+@pytest.mark.parametrize("more", [(), (64,), (None,)], ids=["0.32", "0.33", "0.33-unlimited"])
+def test_a_look_into_the_prefix_cache_passes_on_what_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, more: tuple[int | None, ...]
+) -> None:
+    seen: list[tuple[object, ...]] = []
+
+    def look(self: Scheduler, *given: object) -> tuple[str, int, int, bool]:
+        seen.append(given)
+        return "blocks", 32, 0, False
+
+    monkeypatch.setattr(Scheduler, "_get_local_prefix_cache_hit", look)
+    scheduler: Any = object.__new__(LimitingScheduler)
+    assert scheduler._get_local_prefix_cache_hit("request", *more) == ("blocks", 32, 0, False)
+    assert seen == [("request", *more)]
+
+
 def test_every_look_into_the_prefix_cache_can_be_limited() -> None:
     """Also that of a request which returns after a preemption; answered as by ``get_computed_blocks``."""
+    parameters = list(inspect.signature(Scheduler._get_local_prefix_cache_hit).parameters)
+    # The last one since 0.33.
+    assert parameters in (["self", "request"], ["self", "request", "max_cache_hit_length"])
     assert inspect.getsource(Scheduler.schedule).count("_get_local_prefix_cache_hit(") == 1
     assert "get_computed_blocks(" in inspect.getsource(Scheduler._get_local_prefix_cache_hit)
     looks = inspect.getsource(KVCacheManager.get_computed_blocks)

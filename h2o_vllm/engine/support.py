@@ -52,7 +52,7 @@ def _option(config: VllmConfig, name: str) -> Any:
 
 
 def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
-    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    model, parallel = config.model_config, config.parallel_config
     scheduler_cls = config.scheduler_config.get_scheduler_cls()
     return [
         (
@@ -98,17 +98,28 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             "--tensor-parallel-size, or replicas",
         ),
         (
+            parallel.tensor_parallel_size > model.get_total_num_kv_heads(),
+            f"--tensor-parallel-size {parallel.tensor_parallel_size} above the model's "
+            f"{model.get_total_num_kv_heads()} KV heads: copies of one head would each score only their own "
+            "rank's queries and keep other tokens; use as many ranks as KV heads, and replicas",
+        ),
+        (
             # The engines of a dense model are independent of each other, and read 1 here.
             parallel.data_parallel_size > 1,
             "--data-parallel-size above 1 for a mixture of experts, whose engines run in lockstep: "
             "not tested with evictions; use --tensor-parallel-size, or replicas",
         ),
-        (
-            cache.cache_dtype not in _KV_DTYPES,
-            f"--kv-cache-dtype {cache.cache_dtype}: quantised KV is not scored yet. Eviction at "
-            "--kv-cache-dtype auto saves more memory than fp8 at any budget below 0.5",
-        ),
     ]
+
+
+def _other_kv(config: VllmConfig, more: tuple[str, ...], why: str) -> tuple[bool, str]:
+    """``more``: KV dtypes that are served beside those of 16 and 32 bits."""
+    name = config.cache_config.cache_dtype
+    return (
+        name not in (*_KV_DTYPES, *more),
+        f"--kv-cache-dtype {name} {why}. Eviction at --kv-cache-dtype auto saves more memory than 8 bits "
+        "at any budget below 0.5",
+    )
 
 
 def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
@@ -117,16 +128,12 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             config.use_v2_model_runner,
             "model runner V2 on CPU: unset VLLM_USE_V2_MODEL_RUNNER",
         ),
+        _other_kv(config, (), "on CPU: our kernels there read KV of 16 and 32 bits"),
     ]
 
 
 def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
-    """What our GPU adaptors do not follow, or have not been tested with.
-
-    An fp8 KV cache (refused above) needs little more: our kernels read float8_e4m3fn with its scales, and
-    compaction copies bytes. Missing are the views of vLLM's uint8 cache, passing ``layer._q_scale``,
-    ``_k_scale`` and ``_v_scale``, and FlashAttention's descale arguments where the LSE is asked for.
-    """
+    """What our GPU adaptors do not follow, or have not been tested with."""
     from vllm import envs
 
     from h2o_vllm.kernels.triton.checks import HEAD_SIZES
@@ -135,6 +142,12 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
     attention, head_size = config.attention_config, config.model_config.get_head_size()
     backend = getattr(attention.backend, "name", None)
     return [
+        _other_kv(
+            config,
+            ("fp8", "fp8_e4m3"),
+            "on GPUs: of 8-bit KV, fp8 (e4m3) with one scale per layer is scored; scales per token, and "
+            "packed numbers, would have to move with their tokens",
+        ),
         (
             _option(config, "kv_full_kernel") == "h2o",
             "--kv-full-kernel h2o on GPUs: vLLM's own kernels serve whatever is not scored there",

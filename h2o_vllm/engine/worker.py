@@ -178,7 +178,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
         return ""
 
     def _first_kv_head(self) -> int:
-        """Global index of this rank's first KV head. Heads repeat where there are fewer than ranks."""
+        """Global index of this rank's first KV head. More ranks than heads are refused at start-up."""
         total: int = self.model_config.get_total_num_kv_heads()
         ranks: int = self.parallel_config.tensor_parallel_size
         return int(get_tensor_model_parallel_rank()) * total // ranks

@@ -16,8 +16,6 @@ from h2o_vllm.engine import worker
     [
         pytest.param(8, [0, 2, 4, 6], id="several-each"),
         pytest.param(4, [0, 1, 2, 3], id="one-each"),
-        # vLLM gives ranks copies of a head where there are fewer heads than ranks.
-        pytest.param(2, [0, 0, 1, 1], id="half-each"),
     ],
 )
 def test_law11_each_rank_counts_its_heads_from_its_own_first(

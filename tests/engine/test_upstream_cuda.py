@@ -6,19 +6,23 @@ All of it is Python that loads without a GPU.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
+    AttentionLayer,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.attention.backends import flash_attn, triton_attn
+from vllm.v1.attention.backends import fa_utils, flash_attn, triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu import attn_utils, cudagraph_utils
@@ -55,6 +59,13 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (triton_attn.TritonAttentionMetadataBuilder.build, BUILD),
     (triton_attn.TritonAttentionImpl.forward, FORWARD),
     (async_tensor_h2d, "data device dtype out"),
+    (fa_utils.get_flash_attn_version,
+     "requires_alibi head_size head_size_v has_sinks requires_softcap kv_cache_block_size "
+     "supports_fa4_hd256"),
+    (fa_utils.uses_fa4_hd256_kernel, "head_size head_size_v"),
+    (fa_utils.flash_attn_supports_kv_cache_dtype,
+     "kv_cache_dtype requires_alibi head_size head_size_v has_sinks requires_softcap "
+     "kv_cache_block_size supports_fa4_hd256"),
 ]  # fmt: skip
 
 
@@ -141,6 +152,31 @@ def test_flash_attention_is_called_as_we_call_it_for_the_lse() -> None:
         assert argument in source
     assert "num_splits = attn_metadata.max_num_splits" in source
     assert "return_softmax_lse=True" in inspect.getsource(flash_attn.FlashAttentionImpl)
+
+
+def test_flash_attention_takes_what_we_give_it() -> None:
+    """Its package does not load without its extensions: the signature is read from the text."""
+    folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
+    path = Path(folder) / "vllm_flash_attn" / "flash_attn_interface.py"
+    functions = [
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
+    (function,) = [one for one in functions if one.name == "flash_attn_varlen_func"]
+    taken = {argument.arg for argument in function.args.args}
+    ours = Path(importlib.util.find_spec("h2o_vllm").submodule_search_locations[0])
+    for name in ("backends.py", "flash_warmup.py"):
+        (call,) = [
+            node
+            for node in ast.walk(ast.parse((ours / "engine" / "cuda" / name).read_text()))
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("flash_attn_varlen_func")
+        ]
+        given = {keyword.arg for keyword in call.keywords}
+        assert {"return_softmax_lse", "q_descale"} <= given <= taken
+
+
+def test_layers_have_the_scales_of_8_bit_kv() -> None:
+    assert set(AttentionLayer.__annotations__) >= {"_q_scale", "_k_scale", "_v_scale"}
 
 
 def test_our_place_in_the_registry_is_free() -> None:

@@ -1,46 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our attention backends, each on top of one of vLLM's, and the choice between them. Worker process.
-
-FlashAttention is vLLM's default on Ampere and Hopper, so a request without a budget runs at stock
-speed. Triton serves what FlashAttention does not: float32, older GPUs.
-"""
+"""Our attention backends, each on top of one of vLLM's; :mod:`.choice` chooses. Worker process."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends import flash_attn, triton_attn
-from vllm.v1.attention.backends.fa_utils import (
-    get_flash_attn_version,
-    is_flash_attn_varlen_func_available,
-)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.registry import register_backend as vllm_register_backend
 
 from h2o_vllm.blocks.spec import evictable_spec
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
-from h2o_vllm.engine.cuda.impl import CudaScoringImpl, key_value_views, paged_views
+from h2o_vllm.engine.cuda.impl import CudaScoringImpl, Scales, key_value_views, paged_views
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
+    from vllm.v1.attention.backend import AttentionImpl
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     from h2o_vllm.engine.attention import AttentionCall
     from h2o_vllm.engine.cuda.batch import ScoredBatch
+    from h2o_vllm.engine.state import WorkerState
 
-__all__ = ["H2OFlashBackend", "H2OTritonBackend", "choose_backend", "register_backend"]
+__all__ = ["BACKEND", "FLASH_VERSIONS", "H2OFlashBackend", "H2OTritonBackend"]
 
 BACKEND = AttentionBackendEnum.CUSTOM.name
 """What ``--attention-backend`` has to say for vLLM to bind us."""
 
-_FLASH_VERSIONS = (2, 3)
-"""FlashAttention versions whose treatment of rows of length 0 has been read: they write zeros."""
+FLASH_VERSIONS = (2, 3, 4)
+"""FlashAttention versions that have been read: the LSE beside block tables, and rows of length 0.
+
+2 and 3 write zeros for those rows. 4 loads nothing for them and may write anything, NaN included; our
+decode kernel comes after it and writes every such row.
+"""
 
 
 class ScoringBackend:
@@ -66,7 +59,7 @@ class ScoringBackend:
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Make full attention evictable. Quantised KV, which the base would repack, is refused."""
+        """Make full attention evictable. KV with scales per token, which the base repacks, is refused."""
         return evictable_spec(spec)
 
 
@@ -78,12 +71,34 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
     """FlashAttention, which returns the LSE by itself."""
 
     stock = flash_attn.FlashAttentionImpl
+    vllm_flash_attn_version: int | None
+    fa4_hd256: bool
+
+    def bind(self, state: WorkerState, layer: int) -> None:
+        """As the base class.
+
+        Raises:
+            ConfigError: also if vLLM bound a FlashAttention that we do not call as it wants to be called.
+        """
+        version = self.vllm_flash_attn_version
+        if version not in FLASH_VERSIONS or self.fa4_hd256:
+            kernel = "FlashAttention 4's kernel for" if self.fa4_hd256 else "for"
+            raise ConfigError(
+                f"h2o_vllm cannot score with FlashAttention {version} ({kernel} head size "
+                f"{self.head_size}): set H2O_CUDA_BACKEND=triton_attn, or attention_config's "
+                "flash_attn_version to 2"
+            )
+        super().bind(state, layer)
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
         """The call of ``FlashAttentionImpl.forward`` for plain causal attention, asking for the LSE."""
         stock = batch.stock
         assert stock is not None
         keys, values = paged_views(call.kv_cache, self.head_size)
+        # One per row and KV head, as the kernels want them.
+        shape = (stock.query_start_loc.shape[0] - 1, self.num_kv_heads)
+        scales = Scales.of(call.layer, call.query, keys)
+        descales = [None if scale is None else scale.expand(shape) for scale in scales]
         _, lse = flash_attn.flash_attn_varlen_func(
             q=call.query[: batch.num_tokens],
             k=keys,
@@ -100,6 +115,9 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
             scheduler_metadata=stock.scheduler_metadata,
             fa_version=self.vllm_flash_attn_version,
             num_splits=stock.max_num_splits,
+            q_descale=descales[0],
+            k_descale=descales[1],
+            v_descale=descales[2],
         )
         return lse
 
@@ -125,6 +143,7 @@ class H2OTritonImpl(CudaScoringImpl, triton_attn.TritonAttentionImpl):
         self.attend_stock(call, batch.stock)
         query = call.query[: batch.num_tokens]
         keys, _ = key_value_views(call.kv_cache, self.head_size)
+        scales = Scales.of(call.layer, query, keys)
         tokens, heads, _ = query.shape
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
         kernels.prompt_lse(
@@ -137,6 +156,8 @@ class H2OTritonImpl(CudaScoringImpl, triton_attn.TritonAttentionImpl):
             lse,
             batch.max_query_len,
             batch.prompt_rows,
+            scales.query,
+            scales.key,
         )
         return lse
 
@@ -145,43 +166,3 @@ class H2OTritonBackend(ScoringBackend, triton_attn.TritonAttentionBackend):
     """vLLM's Triton backend with our builder, implementation and KV cache spec."""
 
     impl_cls, builder_cls = H2OTritonImpl, H2OTritonBuilder
-
-
-_BACKENDS: dict[str, type[AttentionBackend]] = {
-    "flash_attn": H2OFlashBackend,
-    "triton_attn": H2OTritonBackend,
-}
-
-
-def choose_backend(config: VllmConfig) -> type[AttentionBackend]:
-    """FlashAttention where vLLM could use it, else Triton; ``H2O_CUDA_BACKEND`` overrides.
-
-    Raises:
-        ConfigError: the override is unknown.
-    """
-    wanted = os.environ.get("H2O_CUDA_BACKEND")
-    if wanted is not None:
-        if wanted not in _BACKENDS:
-            raise ConfigError(
-                f"H2O_CUDA_BACKEND must be one of {', '.join(_BACKENDS)}, got {wanted!r}"
-            )
-        return _BACKENDS[wanted]
-    model = config.model_config
-    size, capability = model.get_head_size(), current_platform.get_device_capability()
-    flash = (
-        is_flash_attn_varlen_func_available()
-        and capability is not None
-        and H2OFlashBackend.supports_compute_capability(capability)
-        and H2OFlashBackend.supports_dtype(model.dtype)
-        and H2OFlashBackend.supports_head_size(size)
-        and get_flash_attn_version(head_size=size) in _FLASH_VERSIONS
-    )
-    return H2OFlashBackend if flash else H2OTritonBackend
-
-
-def register_backend(config: VllmConfig) -> None:
-    """Let ``--attention-backend CUSTOM`` mean ours, in this process."""
-    backend = choose_backend(config)
-    vllm_register_backend(
-        AttentionBackendEnum.CUSTOM, f"{backend.__module__}.{backend.__qualname__}"
-    )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FullGraphsManager",
+    "layer_scales",
     "runner_block_table",
     "runner_request_slots",
     "runner_stage_holes",
@@ -46,6 +47,15 @@ class FullGraphsManager(CudaGraphManager):
         full = self._capture_descs.get(CUDAGraphMode.FULL)
         if full:
             self._capture_descs[CUDAGraphMode.FULL] = list(self.full_graphs(full))
+
+
+def layer_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An attention layer's factors of 8-bit queries, keys and values: float32 on the device, of one element.
+
+    ``AttentionLayer`` (0.32) declares them with an underscore, and passes itself to implementations so
+    that they read them. Of one per head, which some checkpoints have, our kernels know nothing.
+    """
+    return layer._q_scale, layer._k_scale, layer._v_scale  # noqa: SLF001
 
 
 def runner_request_slots(model_runner: Any) -> Mapping[str, int]:

@@ -12,24 +12,48 @@ prompt     vLLM, with its LSE   column sums, from the LSE     no (attention is e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 
 from h2o_vllm.engine.attention import AttentionCall, ScoringImpl
 from h2o_vllm.engine.cuda.batch import ScoredBatch
+from h2o_vllm.engine.cuda.compat import layer_scales
+from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterable
 
     from h2o_vllm.engine.cuda.state import CudaState
 
-__all__ = ["CudaScoringImpl", "key_value_views", "paged_views"]
+__all__ = ["CudaScoringImpl", "Scales", "check_scales", "key_value_views", "paged_views"]
+
+
+class Scales(NamedTuple):
+    """What a number stored in 8 bits stands for, as a multiple: one float32 on the device, or ``None``."""
+
+    query: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: Any, query: torch.Tensor, keys: torch.Tensor) -> Scales:
+        """Those of a layer, for what is in 8 bits of ``query`` and of the cache that ``keys`` are of."""
+        if keys.dtype != torch.float8_e4m3fn:
+            return cls()
+        q_scale, k_scale, v_scale = layer_scales(layer)
+        return cls(q_scale if query.dtype == torch.float8_e4m3fn else None, k_scale, v_scale)
 
 
 def key_value_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, each [N, BS, KH, D], of a layer's cache [N, KH, BS, 2 * D] of any strides."""
+    """Keys and values, each [N, BS, KH, D], of a layer's cache [N, KH, BS, 2 * D] of any strides.
+
+    vLLM holds 8-bit numbers as bytes; they are float8_e4m3fn, as all others are refused at start-up.
+    """
+    if kv_cache.dtype == torch.uint8:
+        kv_cache = kv_cache.view(torch.float8_e4m3fn)
     keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     return keys, values
 
@@ -38,6 +62,19 @@ def paged_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, t
     """As :func:`key_value_views`, with strides that FlashAttention's TMA accepts (KH = 1)."""
     keys, values = key_value_views(kv_cache, head_size)
     return canonicalize_singleton_dim_strides(keys), canonicalize_singleton_dim_strides(values)
+
+
+def check_scales(layers: Iterable[Any]) -> None:
+    """Check the scales of layers with an 8-bit cache once, at start-up.
+
+    Raises:
+        ConfigError: a checkpoint brought one per head.
+    """
+    in_bytes = (layer for layer in layers if layer.kv_cache.dtype == torch.uint8)
+    if any(scale.numel() != 1 for layer in in_bytes for scale in layer_scales(layer)):
+        raise ConfigError(
+            "h2o_vllm reads an 8-bit KV cache with one scale per layer, this checkpoint has one per head"
+        )
 
 
 class CudaScoringImpl(ScoringImpl):
@@ -56,6 +93,7 @@ class CudaScoringImpl(ScoringImpl):
         self._state.note_served(batch, self._layer)
         keys, values = key_value_views(call.kv_cache, self.head_size)
         query, output = call.query[: batch.num_tokens], call.output[: batch.num_tokens]
+        scales = Scales.of(call.layer, query, keys)
         lse = None
         if batch.prompt_rows is not None:
             lse = self.attend_with_lse(call, batch)
@@ -72,6 +110,7 @@ class CudaScoringImpl(ScoringImpl):
                 self.scale,
                 output,
                 self._state.workspace,
+                *scales,
             )
         if lse is not None:
             kernels.add_prompt_scores(
@@ -86,6 +125,8 @@ class CudaScoringImpl(ScoringImpl):
                 batch.max_query_len,
                 batch.max_seq_len,
                 batch.prompt_rows,
+                scales.query,
+                scales.key,
                 scored_from=batch.scored_from,
             )
 

@@ -103,7 +103,14 @@ class CudaState(WorkerState):
         kernels.compact(self.kv_layers, self.scores, packed)
 
     def _keys(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        return self.kv_layers.key_caches[layer][blocks].permute(2, 3, 0, 1).flatten(2)
+        return self._gather(self.kv_layers.key_caches[layer], blocks).permute(2, 3, 0, 1).flatten(2)
 
     def _values(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        return self.kv_layers.value_caches[layer][blocks].permute(2, 0, 1, 3)
+        return self._gather(self.kv_layers.value_caches[layer], blocks).permute(2, 0, 1, 3)
+
+    def _gather(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        if cache.dtype != torch.float8_e4m3fn:
+            return cache[blocks]
+        # torch neither indexes 8-bit floats nor computes with them. Scales are one factor per layer: no
+        # policy's order within a layer depends on it.
+        return cache.view(torch.uint8)[blocks].view(cache.dtype).to(torch.bfloat16)

@@ -6,10 +6,13 @@ Triton takes seconds for each; a kernel that is first called while serving would
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from h2o_vllm.engine.cuda.backends import H2OFlashImpl
+from h2o_vllm.engine.cuda.flash_warmup import warm_up_flash
+from h2o_vllm.engine.cuda.impl import Scales, paged_views
 from h2o_vllm.kernels import triton as kernels
 
 if TYPE_CHECKING:
@@ -18,23 +21,34 @@ if TYPE_CHECKING:
 __all__ = ["warm_up"]
 
 
-def warm_up(state: CudaState, num_heads: int) -> None:
+def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
     """Call every kernel on the real caches with nothing to do; changes no KV and no score.
 
     ``compact_tables`` is the metadata builder's, which compiles it when it is bound.
 
     Args:
-        num_heads: q heads of this rank.
+        layer: one of the evictable layers. dtype: the model's.
     """
     keys, device = state.kv_layers.key_caches[0], state.scores.device
     kv_heads, size = keys.shape[2:]
+    num_heads = layer.impl.num_heads
+    # vLLM brings queries into 8 bits as well, where its own kernel wants them so.
+    in_bytes = keys.dtype == torch.float8_e4m3fn and layer.impl.supports_quant_query_input
     # As if split from one qkv projection.
-    wide = torch.zeros(2, (num_heads + 2 * kv_heads) * size, dtype=keys.dtype, device=device)
+    wide = torch.zeros(2, (num_heads + 2 * kv_heads) * size, dtype=dtype, device=device)
     query = wide[:, : num_heads * size].unflatten(1, (num_heads, size))
-    kernels.warm_up(state.kv_layers, state.scores, state.workspace, query, torch.empty_like(query))
+    out = torch.empty_like(query)
+    if in_bytes:
+        query = query.to(torch.float8_e4m3fn)
+    scales = Scales.of(layer, query, keys)
+    kernels.warm_up(state.kv_layers, state.scores, state.workspace, query, out, *scales)
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
     lens = torch.full((1,), 2, dtype=torch.int32, device=device)
     lse = torch.empty(num_heads, 2, device=device)
     # Reads the null block.
-    kernels.prompt_lse(query, keys, nothing[None], starts, lens, 1.0, lse, 2, nothing)
+    kernels.prompt_lse(
+        query, keys, nothing[None], starts, lens, 1.0, lse, 2, nothing, scales.query, scales.key
+    )
+    if isinstance(layer.impl, H2OFlashImpl):
+        warm_up_flash(layer.impl, layer, *paged_views(layer.kv_cache, size), query.dtype, dtype)

@@ -10,16 +10,17 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
-from h2o_vllm.engine.cuda.backends import register_backend
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
+from h2o_vllm.engine.cuda.choice import register_backend, warn_of_slower_attention
 from h2o_vllm.engine.cuda.compat import (
     runner_block_table,
     runner_request_slots,
     runner_stage_holes,
 )
 from h2o_vllm.engine.cuda.graphs import H2OModelRunner, captured_variants
-from h2o_vllm.engine.cuda.impl import CudaScoringImpl, key_value_views
+from h2o_vllm.engine.cuda.impl import CudaScoringImpl, check_scales, key_value_views
 from h2o_vllm.engine.cuda.slots import PolicySlots
+from h2o_vllm.engine.cuda.start_notes import warn_of_batches_without_graphs
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.engine.cuda.warmup import warm_up
@@ -56,6 +57,9 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         register_backend(vllm_config)
 
     def _make_model_runner(self) -> Any:
+        if self.rank == 0:
+            warn_of_slower_attention(self.vllm_config)
+            warn_of_batches_without_graphs(self.vllm_config)
         return H2OModelRunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
@@ -72,7 +76,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             tokens,
             self.model_config.get_num_attention_heads(self.parallel_config),
             spec.num_kv_heads,
-            spec.dtype,
+            self.model_config.dtype,
             spec.head_size,
             # Shapes without memory.
             "meta",
@@ -82,7 +86,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
     def compile_or_warm_up_model(self) -> Any:
         """As the base class; our kernels are compiled first, and checked to be in the graphs after."""
         state = self._bound_state()
-        warm_up(state, self._num_heads)
+        warm_up(state, self._first_layer, self.model_config.dtype)
         times = super().compile_or_warm_up_model()
         self._check_graphs(state)
         # vLLM's own warm-up has used the KV cache; nothing of it is anybody's.
@@ -107,7 +111,8 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         views = [key_value_views(layer.kv_cache, spec.head_size) for layer in layers]
         kv_layers = kernels.KVLayers([keys for keys, _ in views], [values for _, values in views])
         scores = torch.zeros(len(layers), num_blocks, num_kv_heads, block_size, device=self.device)
-        self._num_heads = num_heads = first.impl.num_heads
+        self._first_layer, num_heads = first, first.impl.num_heads
+        check_scales(layers)
         check_layers(kv_layers.key_caches, kv_layers.value_caches, scores, num_heads)
         slots = runner_block_table(self.model_runner, group.kv_cache_group_id).shape[0]
         return CudaState(
@@ -120,7 +125,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
                 num_blocks * block_size,
                 num_heads,
                 num_kv_heads,
-                first.kv_cache.dtype,
+                self.model_config.dtype,
                 spec.head_size,
                 self.device,
             ),

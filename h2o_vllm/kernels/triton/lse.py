@@ -13,6 +13,7 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import dot
 from h2o_vllm.kernels.triton.paged import load_keys, locate
+from h2o_vllm.kernels.triton.prompt import COMPUTE
 
 __all__ = ["prompt_lse"]
 
@@ -29,6 +30,8 @@ def prompt_lse(
     out: Tensor,
     max_query_len: int,
     rows: Tensor,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
 ) -> None:
     """Natural log of each query's sum of exp(scaled logits), for the queries of some rows. Eager.
 
@@ -36,19 +39,22 @@ def prompt_lse(
 
     Args:
         query: [T, H, D]; may be strided along T.
-        key_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``.
+        key_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``, or float8_e4m3fn
+            (then ``query`` may be as well; both are multiplied in 16 bits).
         block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
         seq_lens: [B], int32, live lengths including the chunk.
         scale: factor on q.k before the softmax.
         out: [H, T], float32, any strides; other rows' queries are left alone.
         max_query_len: no listed row has more queries; a host number, it sizes the grid.
         rows: [R], int32: the rows to look at, each once.
+        query_scale, key_scale: see :func:`.decode.attend_decode`.
     """
     if rows.shape[0] == 0:
         return
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
-    width = padded * query.element_size()
+    compute = COMPUTE.get(query.dtype, tl.bfloat16)
+    width = padded * compute.primitive_bitwidth // 8
     # Queries and keys per tile, as in prompt.py.
     tile, warps = (128, 8) if width <= 256 else (64, 4) if width <= 512 else (32, 4)
     group = query.shape[1] // kv_heads
@@ -61,6 +67,8 @@ def prompt_lse(
         seq_lens,
         out,
         rows,
+        query_scale,
+        key_scale,
         scale * _LOG2E,
         query.stride(0),
         query.stride(1),
@@ -69,6 +77,7 @@ def prompt_lse(
         out.stride(0),
         out.stride(1),
         G=group,
+        AS=compute,
         D=size,
         DP=padded,
         BS=block_size,
@@ -88,6 +97,8 @@ def _prompt_lse(
     seq_lens,
     out,
     rows,
+    query_scale,
+    key_scale,
     scale_log2,
     stride_qt,
     stride_qh,
@@ -98,6 +109,7 @@ def _prompt_lse(
     stride_oh,
     stride_ot,
     G: tl.constexpr,
+    AS: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     BS: tl.constexpr,
@@ -121,6 +133,11 @@ def _prompt_lse(
     wide = dims < D
     at = (start + token).to(tl.int64) * stride_qt + (kv_head * G + head) * stride_qh
     q = tl.load(query + at[:, None] + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+    q = q.to(AS)
+    if query_scale is not None:
+        scale_log2 *= tl.load(query_scale)
+    if key_scale is not None:
+        scale_log2 *= tl.load(key_scale)
     position = length - tokens + token
     # A pair that is none sees the first key, so that nothing is infinite.
     position = tl.where(real, position, 0)
@@ -136,7 +153,7 @@ def _prompt_lse(
         live = key < seen
         block, slot = locate(table, key, live, BS)
         k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "")
-        logits = dot(q, k, tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
+        logits = dot(q, k.to(AS), tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
         # The first tile shows every pair at least one key: the maximum is finite from then on.
         logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
         higher = tl.maximum(maximum, tl.max(logits, 1))

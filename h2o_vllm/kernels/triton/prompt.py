@@ -18,10 +18,10 @@ from torch import Tensor
 from h2o_vllm.kernels.triton.dot import dot
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 
-__all__ = ["add_prompt_scores"]
+__all__ = ["COMPUTE", "add_prompt_scores"]
 
 _LOG2E = 1.4426950408889634
-_COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16}
+COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16}
 """What queries are multiplied in; all others in bfloat16, which holds every float8_e4m3fn exactly."""
 
 
@@ -93,7 +93,7 @@ def add_prompt_scores(
         lse.stride(1),
         KH=kv_heads,
         G=query.shape[1] // kv_heads,
-        COMPUTE=_COMPUTE.get(query.dtype, tl.bfloat16),
+        COMPUTE=COMPUTE.get(query.dtype, tl.bfloat16),
         D=size,
         DP=padded,
         BS=block_size,

@@ -40,13 +40,23 @@ from tests.engine.scheduling import Rig
 LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 64
 SCALE = SIZE**-0.5
 GRAPH_SIZES = (1, 2, 4, 8)
+FP8 = torch.float8_e4m3fn
+SCALES = {"_q_scale": 0.03, "_k_scale": 0.02, "_v_scale": 0.05}
+"""What an 8-bit query, key or value of 1 stands for."""
 
 
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
-    block_table: Tensor, softmax_scale: float, **_: Any,
+    block_table: Tensor, softmax_scale: float, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """vLLM's kernels' contract: causal, rows of length 0 give zeros. Returns the LSE, [H, T]."""
+    if k.dtype == FP8:
+        assert k_descale is not None and v_descale is not None
+        assert k_descale.shape == v_descale.shape == (len(seqused_k), k.shape[2])
+        assert (q.dtype == FP8) == (q_descale is not None)
+        q = q.float() * (1.0 if q_descale is None else q_descale.flatten()[0])
+        k, v = k.float() * k_descale[0, 0], v.float() * v_descale[0, 0]
     lse = torch.full((q.shape[1], q.shape[0]), float("-inf"))
     for row, length in enumerate(seqused_k.tolist()):
         first, end = cu_seqlens_q[row : row + 2].tolist()
@@ -195,24 +205,43 @@ class FakeGPU:
     """Worker, layers and KV of one rank, fed by a :class:`Rig`'s scheduler.
 
     Attributes:
-        outputs: (request, position) -> attention output of each layer, [LAYERS, HEADS, SIZE].
+        kv_heads: those of the model's that this rank has, one after the other; their q heads with them.
+        outputs: (request, position) -> attention output of each layer, [LAYERS, H of this rank, SIZE].
         replays: graph replays per variant.
     """
 
-    def __init__(self, rig: Rig, num_blocks: int, patch: pytest.MonkeyPatch, base: str) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        num_blocks: int,
+        patch: pytest.MonkeyPatch,
+        base: str,
+        kv_dtype: str = "auto",
+        kv_heads: range = range(KV_HEADS),
+    ) -> None:
+        self.kv_heads, group = kv_heads, HEADS // KV_HEADS
+        self.q_heads = range(kv_heads.start * group, kv_heads.stop * group)
+        heads = len(kv_heads)
         self.block_size = rig.block_size
+        self.fp8 = kv_dtype == "fp8"
         self.outputs: dict[tuple[str, int], Tensor] = {}
         self.replays = dict.fromkeys(Variant, 0)
         _stand_in_for_kernels(patch)
         spec = H2OAttentionSpec(
-            block_size=self.block_size, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32
+            block_size=self.block_size,
+            num_kv_heads=heads,
+            head_size=SIZE,
+            dtype=torch.uint8 if self.fp8 else torch.float32,
         )
         backend = {"flash": backends.H2OFlashBackend, "triton": backends.H2OTritonBackend}[base]
         # Physically [N, BS, KH, 2 * D], as FlashAttention prefers it.
         self.kv = [
-            torch.full((num_blocks, self.block_size, KV_HEADS, 2 * SIZE), float("nan")).transpose(
-                1, 2
-            )
+            torch.full(
+                (num_blocks, self.block_size, heads, 2 * SIZE),
+                # 8 bits that are not a number, as vLLM holds them.
+                *((0x7F,) if self.fp8 else (float("nan"),)),
+                dtype=spec.dtype,
+            ).transpose(1, 2)
             for _ in range(LAYERS)
         ]
         self.runner = FakeRunner(self, 16, 64)
@@ -222,9 +251,14 @@ class FakeGPU:
             self.builder = backend.get_builder_cls()(spec, names, rig.config, torch.device("cpu"))
             self.builder.aot_sliding_window = (-1, -1)
             make = backend.get_impl_cls()
-            self.impls = [make(HEADS, SIZE, SCALE, KV_HEADS, None, None, "auto") for _ in names]
+            self.impls = [
+                make(heads * group, SIZE, SCALE, heads, None, None, kv_dtype) for _ in names
+            ]
         for impl in self.impls:
             impl.vllm_flash_attn_version = 3
+            # As on CUDA; the implementations ask the platform.
+            impl.supports_quant_query_input = True
+            impl.fp8_dtype = FP8
         self.state = self._state(num_blocks, table.shape[0])
         self.builder.bind(self.state, table)
         for index, impl in enumerate(self.impls):
@@ -239,12 +273,18 @@ class FakeGPU:
         views = [key_value_views(cache, SIZE) for cache in self.kv]
         return CudaState(
             kv_layers=kernels.KVLayers([k for k, _ in views], [v for _, v in views]),
-            scores=torch.zeros(LAYERS, num_blocks, KV_HEADS, self.block_size),
+            scores=torch.zeros(LAYERS, num_blocks, len(self.kv_heads), self.block_size),
             workspace=kernels.DecodeWorkspace(
-                rows, num_blocks * self.block_size, HEADS, KV_HEADS, torch.float32, SIZE, "cpu"
+                rows,
+                num_blocks * self.block_size,
+                len(self.q_heads),
+                len(self.kv_heads),
+                torch.float32,
+                SIZE,
+                "cpu",
             ),
             kv_cache_group=0,
-            first_kv_head=0,
+            first_kv_head=self.kv_heads.start,
             step_variant=StepVariant(),
             request_slots=self.runner.req_states.req_id_to_index,
             policies=PolicySlots(rows),
@@ -284,46 +324,71 @@ class FakeGPU:
     ) -> None:
         outs = []
         layer = SimpleNamespace(
-            _k_scale=torch.ones(1), _v_scale=torch.ones(1), _q_scale=torch.ones(1)
+            **{name: torch.tensor(scale if self.fp8 else 1.0) for name, scale in SCALES.items()}
         )
         for index, impl in enumerate(self.impls):
-            q = torch.zeros(padded, HEADS, SIZE)
-            k, v = torch.zeros(2, padded, KV_HEADS, SIZE)
+            q = torch.zeros(padded, len(self.q_heads), SIZE)
+            k, v = torch.zeros(2, padded, len(self.kv_heads), SIZE)
             for i, (request_id, position) in enumerate(tokens):
-                q[i], k[i], v[i] = qkv(request_id, position, index)
+                all_q, all_k, all_v = qkv(request_id, position, index, self.fp8)
+                mine = slice(self.kv_heads.start, self.kv_heads.stop)
+                q[i] = all_q[self.q_heads.start : self.q_heads.stop]
+                k[i], v[i] = all_k[mine], all_v[mine]
+            if self.fp8:
+                q, k, v = (
+                    t.div(scale).to(FP8)
+                    for t, scale in zip((q, k, v), SCALES.values(), strict=True)
+                )
             keys, values = key_value_views(self.kv[index], SIZE)
             for i in range(len(tokens)):
                 block, slot = divmod(int(slot_mapping[i]), self.block_size)
                 keys[block, slot], values[block, slot] = k[i], v[i]
-            out = torch.full((padded, HEADS, SIZE), float("nan"))
+            out = torch.full((padded, len(self.q_heads), SIZE), float("nan"))
             impl.forward(layer, q, k, v, self.kv[index], metadata, out)
             outs.append(out)
         for i, token in enumerate(tokens):
             self.outputs[token] = torch.stack([out[i] for out in outs])
 
 
-def qkv(request_id: str, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [HEADS, SIZE], k and v [KV_HEADS, SIZE] of a token: random, always the same."""
+def qkv(request_id: str, position: int, layer: int, fp8: bool = False) -> tuple[Tensor, ...]:
+    """q [HEADS, SIZE], k and v [KV_HEADS, SIZE] of a token: random, always the same.
+
+    Args:
+        fp8: what is left of them in 8 bits.
+    """
     seed = zlib.crc32(f"{request_id.partition('+')[0]}/{position}/{layer}".encode())
     gen = torch.Generator().manual_seed(seed)
     q = torch.randn(HEADS, SIZE, generator=gen) * 2
     k, v = torch.randn(2, KV_HEADS, SIZE, generator=gen)
-    return q, k, v
+    if not fp8:
+        return q, k, v
+    scales = zip((q, k, v), SCALES.values(), strict=True)
+    return tuple(exact.div(scale).to(FP8).float() * scale for exact, scale in scales)
 
 
 def _stand_in_for_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(flash_attn, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
     patch.setattr(triton_attn, "unified_attention", paged_attention)
+    # They refuse 8-bit KV where the platform, here a CPU, has no kernels for it.
+    patch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True)
+    cuda = SimpleNamespace(
+        fp8_dtype=lambda: FP8,
+        **{
+            name: lambda *_: False
+            for name in ("is_device_capability_family", "is_cuda", "is_xpu", "is_rocm")
+        },
+    )
+    patch.setattr(flash_attn, "current_platform", cuda)
     patch.setattr(Worker, "execute_model", lambda self, so: self.model_runner.execute_model(so))
 
 
 @contextmanager
 def fake_gpu(
-    model_dir: str, num_blocks: int, base: str = "flash", **rig: Any
+    model_dir: str, num_blocks: int, base: str = "flash", kv_dtype: str = "auto", **rig: Any
 ) -> Iterator[tuple[Rig, FakeGPU]]:
     """A scheduler and the worker that executes what it plans; see :meth:`FakeGPU.step`."""
     with pytest.MonkeyPatch.context() as patch:
         scheduler = Rig(model_dir, num_blocks, max_num_seqs=8, **rig)
         # Resumed requests reach the workers as new ones.
         scheduler.scheduler.use_v2_model_runner = True
-        yield scheduler, FakeGPU(scheduler, num_blocks, patch, base)
+        yield scheduler, FakeGPU(scheduler, num_blocks, patch, base, kv_dtype)

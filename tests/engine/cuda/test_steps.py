@@ -34,7 +34,13 @@ FLOOR = 32
 
 @functools.cache
 def reference_outputs(
-    request_id: str, prompt: int, total: int, budget: float, recent: float, block: int
+    request_id: str,
+    prompt: int,
+    total: int,
+    budget: float,
+    recent: float,
+    block: int,
+    fp8: bool = False,
 ) -> tuple[list[torch.Tensor], Reference]:
     """Attention of every token of one request, computed one by one. [LAYERS, HEADS, SIZE] each."""
     reference = object.__new__(Reference)
@@ -46,7 +52,7 @@ def reference_outputs(
             reference._evict()
         layers = []
         for layer in range(LAYERS):
-            q, k, v = (t[None, :, None] for t in qkv(request_id, position, layer))
+            q, k, v = (t[None, :, None] for t in qkv(request_id, position, layer, fp8))
             module = SimpleNamespace(layer_idx=layer)
             out, _ = reference._attend(module, q, k, v, scaling=SCALE)
             layers.append(out[0, 0])
@@ -81,19 +87,29 @@ def run(rig: Rig, gpu: FakeGPU, late: str = "late") -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "num_blocks", "pipelined"),
+    ("base", "num_blocks", "pipelined", "kv_dtype"),
     [
-        pytest.param("flash", 24, False, id="flash-preempting"),
-        pytest.param("triton", 120, True, id="triton-async"),
-        pytest.param("flash", 120, False, id="flash-ample", marks=pytest.mark.long),
-        pytest.param("triton", 24, False, id="triton-preempting", marks=pytest.mark.long),
+        pytest.param("flash", 24, False, "auto", id="flash-preempting"),
+        pytest.param("triton", 120, True, "auto", id="triton-async"),
+        pytest.param("flash", 24, True, "fp8", id="flash-fp8"),
+        pytest.param("flash", 120, False, "auto", id="flash-ample", marks=pytest.mark.long),
+        pytest.param("triton", 24, False, "auto", id="triton-preempting", marks=pytest.mark.long),
+        pytest.param("triton", 24, False, "fp8", id="triton-fp8", marks=pytest.mark.long),
     ],
 )
 def test_attention_equals_an_independent_h2o(
-    model_dir: str, base: str, num_blocks: int, pipelined: bool
+    model_dir: str, base: str, num_blocks: int, pipelined: bool, kv_dtype: str
 ) -> None:
+    """With KV in 8 bits: one that computes with what these 8 bits stand for."""
+    fp8 = kv_dtype == "fp8"
     with fake_gpu(
-        model_dir, num_blocks, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False
+        model_dir,
+        num_blocks,
+        base,
+        kv_dtype,
+        pipelined=pipelined,
+        kv_min_tokens=FLOOR,
+        caching=False,
     ) as (rig, gpu):
         run(rig, gpu)
         for name in H2O:
@@ -102,7 +118,7 @@ def test_attention_equals_an_independent_h2o(
             recent = (asked or {}).get("kv_recent", 0.5)
             # The last token is sampled, never computed.
             expected, _ = reference_outputs(
-                name, prompt, prompt + new - 1, budget, recent, rig.block_size
+                name, prompt, prompt + new - 1, budget, recent, rig.block_size, fp8
             )
             for position, outputs in enumerate(expected):
                 torch.testing.assert_close(

@@ -13,7 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.engine import binding, support
-from h2o_vllm.engine.cuda import backends
+from h2o_vllm.engine.cuda import backends, start_notes
+from h2o_vllm.engine.cuda.impl import check_scales
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.errors import ConfigError
@@ -30,6 +31,7 @@ def make_config(**changes: Any) -> Any:
         "is_mm_prefix_lm": False,
         "rswa_window": None,
         "kv_sharing_fast_prefill": False,
+        "cache_dtype": "auto",
         "cudagraph_mode": None,
         "additional_config": {"h2o": {}},
         **changes,
@@ -63,6 +65,9 @@ def reasons(config: Any) -> list[str]:
         ({"is_mm_prefix_lm": True}, "images"),
         ({"rswa_window": 128}, "R-SWA"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
+        ({"cache_dtype": "fp8_per_token_head"}, "--kv-cache-dtype fp8_per_token_head"),
+        ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -70,6 +75,58 @@ def test_unsupported_options_are_refused_by_name(change: dict[str, Any], says: s
     assert not reasons(make_config())
     (reason,) = reasons(make_config(**change))
     assert says in reason
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "bfloat16"])
+def test_kv_that_our_kernels_read_is_served(name: str) -> None:
+    assert not reasons(make_config(cache_dtype=name))
+
+
+def test_scales_per_head_are_refused() -> None:
+    def layer(dtype: torch.dtype = torch.uint8, **scales: Any) -> Any:
+        one = dict.fromkeys(("_q_scale", "_k_scale", "_v_scale"), torch.ones(()))
+        return SimpleNamespace(**{**one, **scales}, kv_cache=torch.zeros(1, dtype=dtype))
+
+    # What is not read may be as it likes.
+    unread = layer(torch.bfloat16, _v_scale=torch.ones(8))
+    check_scales([layer(), layer(_k_scale=torch.ones(1)), unread])
+    with pytest.raises(ConfigError, match="one per head"):
+        check_scales([layer(), layer(_v_scale=torch.ones(8))])
+
+
+@pytest.mark.parametrize(
+    ("seqs", "captured", "mode", "eager", "says"),
+    [
+        (1024, 512, "FULL_AND_PIECEWISE", False, "--max-cudagraph-capture-size 1024"),
+        (530, 512, "FULL_DECODE_ONLY", False, "for 6 more graphs"),
+        (512, 512, "FULL_AND_PIECEWISE", False, None),
+        (1024, 512, "PIECEWISE", False, None),
+        (1024, 0, "NONE", False, None),
+        (1024, 512, "FULL_AND_PIECEWISE", True, None),
+    ],
+)
+def test_batches_without_graphs_are_said_once(
+    caplog: pytest.LogCaptureFixture,
+    seqs: int,
+    captured: int,
+    mode: str,
+    eager: bool,
+    says: str | None,
+) -> None:
+    from vllm.config.compilation import CUDAGraphMode
+
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            max_cudagraph_capture_size=captured, cudagraph_mode=CUDAGraphMode[mode]
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=seqs),
+        model_config=SimpleNamespace(enforce_eager=eager),
+    )
+    with caplog.at_level("WARNING", start_notes.logger.name):
+        start_notes.warn_of_batches_without_graphs(config)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (says is not None)
+    assert all(says in line and "\n" not in line for line in lines if says)
 
 
 def test_a_batch_invariant_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,38 +153,6 @@ def test_our_backends_are_vllms_but_for_three_parts(backend: Any) -> None:
     assert issubclass(backend.get_impl_cls(), stock.get_impl_cls())
     assert issubclass(backend.get_builder_cls(), stock.get_builder_cls())
     assert backend.get_impl_cls().stock is stock.get_impl_cls()
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "dtype", "chosen"),
-    [
-        (None, 3, torch.bfloat16, backends.H2OFlashBackend),
-        (None, 2, torch.float16, backends.H2OFlashBackend),
-        (None, 3, torch.float32, backends.H2OTritonBackend),
-        (None, 4, torch.bfloat16, backends.H2OTritonBackend),
-        (None, None, torch.bfloat16, backends.H2OTritonBackend),
-        ("triton_attn", 3, torch.bfloat16, backends.H2OTritonBackend),
-    ],
-)
-def test_flash_attention_is_taken_where_vllm_could(
-    monkeypatch: pytest.MonkeyPatch, name: str | None, version: int, dtype: Any, chosen: Any
-) -> None:
-    from vllm.platforms.interface import DeviceCapability
-
-    if name is not None:
-        monkeypatch.setenv("H2O_CUDA_BACKEND", name)
-    platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
-    monkeypatch.setattr(backends, "current_platform", platform)
-    monkeypatch.setattr(backends, "get_flash_attn_version", lambda **_: version)
-    monkeypatch.setattr(backends, "is_flash_attn_varlen_func_available", lambda: True)
-    model = SimpleNamespace(get_head_size=lambda: 128, dtype=dtype)
-    assert backends.choose_backend(SimpleNamespace(model_config=model)) is chosen
-
-
-def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("H2O_CUDA_BACKEND", "flashinfer")
-    with pytest.raises(ConfigError, match="H2O_CUDA_BACKEND"):
-        backends.choose_backend(SimpleNamespace())
 
 
 def bare_worker(**attributes: Any) -> H2OGPUWorker:

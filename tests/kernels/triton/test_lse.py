@@ -22,7 +22,7 @@ def check_lse(batch: Batch, rows: list[int], transposed: bool = False) -> None:
     prompt_lse(
         batch.query, batch.key_cache, batch.block_table, batch.query_start_loc, batch.seq_lens,
         batch.scale, out, max(count for _, count in batch.lengths),
-        torch.tensor(rows, dtype=torch.int32, device=out.device),
+        torch.tensor(rows, dtype=torch.int32, device=out.device), *batch.device_scales[:2],
     )  # fmt: skip
     starts = batch.query_start_loc.tolist()
     asked = torch.zeros(out.shape[1], dtype=torch.bool)
@@ -55,6 +55,15 @@ def test_lse_equals_the_reference(
 )
 def test_lse_of_mixed_rows(lengths: list[int], queries: list[int], rows: list[int]) -> None:
     check_lse(make_batch(lengths, queries, dtype=torch.bfloat16), rows)
+
+
+@pytest.mark.parametrize("query_dtype", [None, torch.bfloat16], ids=["fp8", "bf16-query"])
+def test_lse_of_a_cache_in_8_bits(query_dtype: torch.dtype | None) -> None:
+    batch = make_batch(
+        [70, 2, 140], [70, 2, 23], dtype=torch.float8_e4m3fn, query_dtype=query_dtype,
+        scales=(0.5, 1.5, 0.75) if query_dtype is None else (1.0, 1.5, 0.75),
+    )  # fmt: skip
+    check_lse(batch, [0, 1, 2])
 
 
 def test_a_transposed_output_will_do() -> None:

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of our attention backends serves, and what is said if that is not vLLM's own choice. Worker process.
+
+========================== ====================== ==========================================
+GPU                        vLLM's own choice      ours
+========================== ====================== ==========================================
+8.x, 9.x, 11.x, 12.x       FlashAttention 2 to 4  the same one
+10.x (B200, B300)          FlashInfer             FlashAttention 4, with a warning
+10.x, head size 256        FlashInfer             Triton, with a warning
+float32, older than 8.0    Triton                 Triton (older GPUs, 16 bits: with a warning)
+fp8 KV on 8.9, 12.x        FlashInfer             Triton, with a warning
+========================== ====================== ==========================================
+
+FlashInfer is not among ours: as vLLM calls it there, it does not return the log-sum-exp that scores need.
+Requests with a budget decode in our own kernel on all of them. What differs is the attention of
+prompts and of requests without a budget.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backends.fa_utils import (
+    flash_attn_supports_kv_cache_dtype,
+    get_flash_attn_version,
+    is_flash_attn_varlen_func_available,
+    uses_fa4_hd256_kernel,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import register_backend as vllm_register_backend
+
+from h2o_vllm.engine.cuda.backends import FLASH_VERSIONS, H2OFlashBackend, H2OTritonBackend
+from h2o_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
+__all__ = ["choose_backend", "register_backend", "warn_of_slower_attention"]
+
+_BACKENDS: dict[str, type[AttentionBackend]] = {
+    "flash_attn": H2OFlashBackend,
+    "triton_attn": H2OTritonBackend,
+}
+
+
+def _flash_version(head_size: int) -> int | None:
+    # As ``FlashAttentionImpl`` asks: without the last argument the answer for 256 on 10.x is another one.
+    version: int | None = get_flash_attn_version(head_size=head_size, supports_fa4_hd256=True)
+    return version
+
+
+def _why_not_flash(config: VllmConfig) -> str | None:
+    """Why FlashAttention cannot serve, in words, or ``None`` if it can."""
+    model, capability = config.model_config, current_platform.get_device_capability()
+    size = model.get_head_size()
+    if capability is None or not H2OFlashBackend.supports_compute_capability(capability):
+        return f"FlashAttention needs compute capability 8.0, this GPU has {capability}"
+    if not (
+        H2OFlashBackend.supports_dtype(model.dtype) and H2OFlashBackend.supports_head_size(size)
+    ):
+        return f"FlashAttention does not take {model.dtype} or head size {size}"
+    version = _flash_version(size) if is_flash_attn_varlen_func_available() else None
+    if version not in FLASH_VERSIONS:
+        known = ", ".join(map(str, FLASH_VERSIONS))
+        return f"vLLM resolves to FlashAttention {version}, h2o_vllm knows {known}"
+    kv_dtype = config.cache_config.cache_dtype
+    if is_quantized_kv_cache(kv_dtype) and not flash_attn_supports_kv_cache_dtype(
+        kv_dtype, head_size=size, head_size_v=size, supports_fa4_hd256=True
+    ):
+        return f"FlashAttention {version} does not read --kv-cache-dtype {kv_dtype} on this GPU"
+    if version == 4 and uses_fa4_hd256_kernel(size):
+        return (
+            "FlashAttention 4's kernel for head size 256 wants blocks of 128 tokens and block tables "
+            "of its own (attention_config's flash_attn_version 2 chooses FlashAttention 2)"
+        )
+    return None
+
+
+def choose_backend(config: VllmConfig) -> type[AttentionBackend]:
+    """FlashAttention where vLLM could use it, else Triton; ``H2O_CUDA_BACKEND`` overrides.
+
+    Raises:
+        ConfigError: the override is unknown.
+    """
+    wanted = os.environ.get("H2O_CUDA_BACKEND")
+    if wanted is not None:
+        if wanted not in _BACKENDS:
+            raise ConfigError(
+                f"H2O_CUDA_BACKEND must be one of {', '.join(_BACKENDS)}, got {wanted!r}"
+            )
+        return _BACKENDS[wanted]
+    return H2OTritonBackend if _why_not_flash(config) else H2OFlashBackend
+
+
+def _slower_than_stock(config: VllmConfig, backend: type[AttentionBackend]) -> str | None:
+    """What is slower than with plain vLLM because of our choice, and why; ``None`` if nothing is.
+
+    vLLM's order of preference is ``platforms.cuda._get_backend_priorities`` (0.32): FlashInfer before
+    FlashAttention on 10.x, behind it elsewhere, Triton last.
+    """
+    if config.model_config.dtype not in (torch.bfloat16, torch.float16):
+        # Neither FlashAttention nor FlashInfer takes it: Triton is vLLM's choice, too.
+        return None
+    capability = current_platform.get_device_capability()
+    flash_infer_first = capability is not None and capability.major == 10
+    if backend is H2OTritonBackend:
+        why = _why_not_flash(config) or "H2O_CUDA_BACKEND asks for it"
+    elif flash_infer_first:
+        why = "vLLM would choose FlashInfer on this GPU, which does not return what scores need"
+    else:
+        return None
+    name = "Triton attention" if backend is H2OTritonBackend else "FlashAttention"
+    return (
+        f"prompts and requests without a budget run on vLLM's {name}, which may be slower than what "
+        f"vLLM would choose without h2o_vllm: {why}"
+    )
+
+
+def register_backend(config: VllmConfig) -> None:
+    """Let ``--attention-backend CUSTOM`` mean ours, in this process."""
+    backend = choose_backend(config)
+    vllm_register_backend(
+        AttentionBackendEnum.CUSTOM, f"{backend.__module__}.{backend.__qualname__}"
+    )
+
+
+def warn_of_slower_attention(config: VllmConfig) -> None:
+    """One line in the log if something is slower than with plain vLLM; for the first rank to call, once."""
+    if slower := _slower_than_stock(config, choose_backend(config)):
+        logger.warning("h2o: %s", slower)

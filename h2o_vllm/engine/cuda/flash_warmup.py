@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the forms of FlashAttention 4 that only we ask for. Worker process.
+
+FlashAttention 2 and 3 are compiled into vLLM. 4 is compiled when first called, form by form, in seconds;
+with the log-sum-exp it is another form than vLLM's own, so its warm-up does not reach it, and the first
+scored prompts would stall everybody.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backends import flash_attn
+
+from h2o_vllm.engine.cuda.impl import Scales
+
+if TYPE_CHECKING:
+    from h2o_vllm.engine.cuda.backends import H2OFlashImpl
+
+__all__ = ["warm_up_flash"]
+
+_TILE = 128
+"""Queries times q heads per kv head of one tile; a second one is another form."""
+
+
+def warm_up_flash(
+    impl: H2OFlashImpl,
+    layer: Any,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    """Ask for the log-sum-exp of one tile and of two, of whole rows and of rows in pieces.
+
+    Reads the null block; writes nothing that lasts. Nothing to do for other versions.
+
+    Args:
+        layer: whose ``impl`` it is. keys, values: of its cache, [N, BS, KH, D], as attention passes them.
+        query_dtype, dtype: of queries and of outputs.
+    """
+    if impl.vllm_flash_attn_version != 4:
+        return
+    block_size, kv_heads, size = keys.shape[1:]
+    group, device = impl.num_heads // kv_heads, keys.device
+    for queries in (1, _TILE // group + 1):
+        table = torch.zeros(1, -(-queries // block_size), dtype=torch.int32, device=device)
+        out = torch.zeros(queries, impl.num_heads, size, dtype=dtype, device=device)
+        query = out.to(query_dtype)
+        descales = [
+            None if scale is None else scale.expand(1, kv_heads)
+            for scale in Scales.of(layer, query, keys)
+        ]
+        # Rows are cut in pieces where few of them meet a length that is said to be long.
+        for longest in (queries, 64 * _TILE):
+            flash_attn.flash_attn_varlen_func(
+                q=query,
+                k=keys,
+                v=values,
+                out=out,
+                cu_seqlens_q=torch.tensor([0, queries], dtype=torch.int32, device=device),
+                max_seqlen_q=queries,
+                seqused_k=torch.full((1,), queries, dtype=torch.int32, device=device),
+                max_seqlen_k=longest,
+                softmax_scale=impl.scale,
+                causal=True,
+                block_table=table,
+                return_softmax_lse=True,
+                fa_version=4,
+                q_descale=descales[0],
+                k_descale=descales[1],
+                v_descale=descales[2],
+            )

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the start of a worker says of CUDA graphs that are missing. Worker process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from h2o_vllm.engine.cuda.variants import Variant
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
+__all__ = ["warn_of_batches_without_graphs"]
+
+
+def warn_of_batches_without_graphs(config: VllmConfig) -> None:
+    """One line in the log if more requests may run at once than a graph was captured for.
+
+    vLLM (0.32, ``VllmConfig._set_cudagraph_sizes``) captures batches of up to 512, on 10.x of up to 1,024,
+    and starts with ``--max-num-seqs`` 1,024 on large GPUs. Without budgets memory seldom lets so many run.
+    """
+    compilation, most = config.compilation_config, config.scheduler_config.max_num_seqs
+    largest = compilation.max_cudagraph_capture_size
+    mode = compilation.cudagraph_mode
+    if config.model_config.enforce_eager or mode is None or not mode.has_full_cudagraphs():
+        return
+    if largest and most > largest:
+        logger.warning(
+            "h2o: up to %d requests may run at once (--max-num-seqs), CUDA graphs are captured for %d: steps "
+            "with more launch every kernel by itself, which is slower. Evictions make room for so many. "
+            "--max-cudagraph-capture-size %d captures them, for %d more graphs at start-up; "
+            "--max-num-seqs %d lets the others wait",
+            most,
+            largest,
+            most,
+            # Every 16 requests, each variant: vLLM's own steps.
+            -(-(most - largest) // 16) * len(Variant),
+            largest,
+        )

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compiled before the first request: the forms that serving will call, without a trace of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from h2o_vllm.engine.cuda.warmup import warm_up
+from h2o_vllm.kernels import triton as kernels
+from tests.engine.cuda.fake_gpu import FP8, HEADS, SCALES, SIZE, fake_gpu
+
+
+@pytest.mark.parametrize("base", ["flash", "triton"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_warming_up_leaves_no_trace(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch, base: str, kv_dtype: str
+) -> None:
+    seen = []
+    stock = kernels.prompt_lse
+
+    def prompt_lse(query: torch.Tensor, *args: object) -> None:
+        seen.append((query.dtype, query.shape, [one is not None for one in args[-2:]]))
+        stock(query, *args)
+
+    monkeypatch.setattr(kernels, "prompt_lse", prompt_lse)
+    with fake_gpu(model_dir, 20, base, kv_dtype) as (_, gpu):
+        scales = {name: torch.tensor(scale) for name, scale in SCALES.items()}
+        layer = SimpleNamespace(impl=gpu.impls[0], kv_cache=gpu.kv[0], **scales)
+        before = [cache.view(torch.uint8).clone() for cache in gpu.kv]
+        warm_up(gpu.state, layer, torch.float32)
+        for cache, old in zip(gpu.kv, before, strict=True):
+            assert torch.equal(cache.view(torch.uint8), old)
+        assert not gpu.state.scores.any()
+    fp8 = kv_dtype == "fp8"
+    assert seen == [(FP8 if fp8 else torch.float32, (2, HEADS, SIZE), [fp8, fp8])]

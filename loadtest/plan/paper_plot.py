@@ -21,7 +21,7 @@ def plot(rows: Sequence[Row], measured: Sequence[Row], path: Path) -> Path:
     """Tokens per second over the batch: a row of panels per workload, a column per GPU."""
     gpus = list(dict.fromkeys(row["gpu"] for row in rows))
     workloads = list(dict.fromkeys((row["prompt"], row["new"]) for row in rows))
-    figure, axes = panels(len(gpus), len(workloads), size=(10, 6.5), sharex=True, sharey=True)
+    figure, axes = panels(len(gpus), len(workloads), size=(10, 6.5), sharex=True, sharey="row")
     ticks = sorted({row["batch"] for row in rows if not row["most"]})
     places = [(gpu, workload) for workload in workloads for gpu in gpus]
     for axis, (gpu, (prompt, new)) in zip(axes, places, strict=True):
@@ -34,33 +34,21 @@ def plot(rows: Sequence[Row], measured: Sequence[Row], path: Path) -> Path:
                 "kv_budget": budget,
                 "kv_dtype": dtype,
             }
-            line = pick(list(rows), **where)
-            batches, speeds = ([row[name] for row in line] for name in ("batch", "tok_per_s"))
-            axis.plot(batches, speeds, color=colour, linestyle=style, linewidth=1.3)
-            for fits, face in ((True, colour), (False, "white")):
-                dots = [row for row in line if row["fits"] is fits]
-                axis.plot(
-                    [row["batch"] for row in dots], [row["tok_per_s"] for row in dots], "o",
-                    color=colour, markerfacecolor=face, markersize=5,
-                )  # fmt: skip
-            found = pick(list(measured), **where)
-            axis.plot(
-                [row["batch"] for row in found],
-                [row["tok_per_s"] for row in found],
-                "x",
-                color=colour,
-            )
-            axis.plot(
-                [], [], color=colour, linestyle=style, label=f"kv_budget {budget:g}, {dtype} KV"
-            )
+            label = f"kv_budget {budget:g}, {dtype} KV"
+            line = pick(list(rows), fits=True, **where)
+            style_of = {"color": colour, "linestyle": style, "marker": "o", "markersize": 4}
+            axis.plot(*points(line), **style_of, label=label)
+            axis.plot(*points(pick(list(measured), **where)), "x", color=colour)
         axis.set_title(f"{gpu}, {prompt} + {new} tokens", fontsize=9)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [str(batch) for batch in ticks])
-        axis.set_ylim(bottom=0)
     for axis in axes[:: len(gpus)]:
         axis.set_ylabel("tok/s of one GPU")
     for axis in axes[-len(gpus) :]:
         axis.set_xlabel("requests at once")
+    # One scale per workload.
+    for axis in axes:
+        axis.set_ylim(bottom=0)
     legend(axes[0])
     title = (
         "Llama 3.1 8B on paper: COMPUTED from datasheets and the kernels' traffic, NOT MEASURED.\n"

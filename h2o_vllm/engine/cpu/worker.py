@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["H2OCPUWorker", "warn_if_slow"]
+__all__ = ["H2OCPUWorker", "warn_if_slow", "warn_of_mixed_adapters"]
 
 
 def warn_if_slow() -> None:
@@ -46,6 +46,21 @@ def warn_if_slow() -> None:
             "h2o: --kv-full-kernel h2o without the C++ kernels slows down requests that lose nothing: %s. "
             "Install g++ (Debian: apt install g++), or leave the option out",
             COST,
+        )
+
+
+def warn_of_mixed_adapters(config: VllmConfig) -> None:
+    """Say which error of vLLM's LoRA on CPU to avoid, and how.
+
+    ``bgmv_shrink`` and ``bgmv_expand`` (0.32, ``lora.ops.torch_ops``) take -1, "no adapter", for an index:
+    that of the last slot. A batch without any adapter passes them by.
+    """
+    if config.lora_config is not None:
+        logger.warning(
+            "h2o: with LoRA on CPU vLLM gives requests without an adapter, beside others that have one, the "
+            "adapter of the last slot: set --max-loras (%d) at least one above the number of adapters, so "
+            "that it stays empty",
+            config.lora_config.max_loras,
         )
 
 
@@ -70,6 +85,8 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """As the base class; the pool is zeroed by the kernel, when it is used or soon."""
+        if self.rank == 0:
+            warn_of_mixed_adapters(self.vllm_config)
         with ZeroPages():
             super().initialize_from_config(kv_cache_config)
 

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 5 and 6 across LoRA adapters of random weights; vLLM serves them on CPU with its torch operators."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.lora.ops.torch_ops import bgmv_shrink
+
+from h2o_vllm.engine.cpu.worker import warn_of_mixed_adapters
+from loadtest.common.tiny_model import VOCABULARY, make_tiny_model
+from tests.engine.conftest import (
+    BLOCK_SIZE,
+    ENGINE,
+    FLOOR,
+    Engine,
+    kept_of,
+    report_of,
+    started,
+    tokens_of,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+RANK = 4
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+H2O = {"kv_budget": 0.3}
+PINNED = {"kv_budget": 0.3, "kv_protect": 4 * BLOCK_SIZE}
+
+
+def save_adapter(path: Path, model: Path, seed: int) -> Path:
+    """An adapter as peft writes it. It changes keys and values, and by enough to change most tokens."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv = hidden // heads * config["num_key_value_heads"]
+    widths = dict(zip(PROJECTIONS, (hidden, kv, kv, hidden), strict=True))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, width in widths.items():
+            part = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{part}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator) * 0.1
+            weights[f"{part}.lora_B.weight"] = torch.randn(width, RANK, generator=generator) * 0.1
+    path.mkdir()
+    save_file(weights, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(
+        json.dumps(
+            {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "bias": "none"}
+            | {"target_modules": list(PROJECTIONS), "task_type": "CAUSAL_LM"}
+        )
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, list[Any]]]:
+    """An engine, and whom a prompt may be for: the model itself and two adapters."""
+    from vllm.lora.request import LoRARequest
+
+    place = tmp_path_factory.mktemp("lora")
+    model = make_tiny_model(place / "model")
+    requests = [
+        LoRARequest(name, number, str(save_adapter(place / name, model, number)))
+        for number, name in enumerate(("first", "second"), start=1)
+    ]
+    # One slot stays empty: vLLM 0.32 on CPU takes the last one's adapter for "none".
+    options = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "skip_tokenizer_init": True}
+    with started(str(model), {**ENGINE, **options}, beside=True, kv_min_tokens=FLOOR) as engine:
+        yield engine, [None, *requests]
+
+
+def say(
+    engine: Engine, asked: list[tuple[list[int], Any, dict[str, Any] | None]], tokens: int = 24
+) -> list[Any]:
+    """Answers to (prompt, adapter, budget), in one batch."""
+    from vllm import SamplingParams
+
+    params = {"temperature": 0, "ignore_eos": True, "max_tokens": tokens, "detokenize": False}
+    return engine.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _, _ in asked],
+        [SamplingParams(**params, extra_args=budget) for _, _, budget in asked],
+        lora_request=[adapter for _, adapter, _ in asked],
+        use_tqdm=False,
+    )
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count)
+    return [
+        torch.randint(0, VOCABULARY, (length + 17 * i,), generator=generator).tolist()
+        for i in range(count)
+    ]
+
+
+def test_an_error_of_vllms_is_said_at_start(
+    adapters: tuple[Engine, list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = adapters[0].worker.vllm_config
+    name = "vllm.h2o_vllm.engine.cpu.worker"
+    with caplog.at_level("WARNING", name):
+        warn_of_mixed_adapters(config)
+        without = copy.copy(config)
+        without.lora_config = None
+        warn_of_mixed_adapters(without)
+    (line,) = [one.getMessage() for one in caplog.records if one.name == name]
+    assert "--max-loras (3)" in line
+    # Once vLLM tells "none" from the last slot, warning and spare slot can go.
+    weights = torch.stack([torch.zeros(1, 2, 3), torch.ones(1, 2, 3)])
+    out = torch.zeros(1, 2)
+    bgmv_shrink(torch.ones(1, 3), weights, out, torch.tensor([-1]))
+    assert out.tolist() == [[3.0, 3.0]]
+
+
+def test_law05_tokens_do_not_depend_on_other_adapters_in_the_batch(
+    adapters: tuple[Engine, list[Any]],
+) -> None:
+    engine, everybody = adapters
+    chance, budgets = (
+        random.Random(5),
+        (None, H2O, {"kv_budget": 0.2, "kv_policy": "keydiff"}, PINNED),
+    )
+    (prompt,) = prompts(1, 400)
+    asked = [(prompt, adapter, budget) for adapter in everybody for budget in budgets]
+    alone = []
+    for one in asked:
+        assert engine.llm.reset_prefix_cache()
+        alone += say(engine, [one])
+    # Else nobody could be told from another.
+    assert len({tuple(tokens_of(output)) for output in alone}) > len(everybody)
+    assert len({tuple(tokens_of(output)) for output in alone[:: len(budgets)]}) == len(everybody)
+    crowd = [(other, chance.choice(everybody), chance.choice(budgets)) for other in prompts(12, 90)]
+    mixed = [*crowd, *asked]
+    order = chance.sample(range(len(mixed)), len(mixed))
+    assert engine.llm.reset_prefix_cache()
+    outputs = dict(zip(order, say(engine, [mixed[i] for i in order]), strict=True))
+    for i, reference in enumerate(alone, start=len(crowd)):
+        assert tokens_of(outputs[i]) == tokens_of(reference), mixed[i][1:]
+        assert kept_of(outputs[i]) == kept_of(reference), mixed[i][1:]
+    assert sum(report_of(output)["blocks_freed"] for output in outputs.values()) > 50
+    engine.scheduler.blocks.check_integrity(idle=True)
+
+
+def test_law06_adapters_share_no_block_and_corrupt_nobody(
+    adapters: tuple[Engine, list[Any]],
+) -> None:
+    """Full and budgeted requests of all adapters on one prompt, one after the other and together."""
+    engine, everybody = adapters
+    (prompt,) = prompts(1, 500)
+    assert engine.llm.reset_prefix_cache()
+    before = []
+    for adapter in everybody:
+        before += say(engine, [(prompt, adapter, None)])
+        # The others' blocks of the same tokens are not this one's.
+        assert before[-1].num_cached_tokens == 0
+    assert len({tuple(tokens_of(output)) for output in before}) == len(everybody)
+    mixed = [(prompt, adapter, budget) for budget in (H2O, None, H2O) for adapter in everybody]
+    outputs = say(engine, mixed)
+    after = say(engine, [(prompt, adapter, None) for adapter in everybody])
+    for i, reference in enumerate(before):
+        assert tokens_of(outputs[len(everybody) + i]) == tokens_of(reference)
+        assert tokens_of(outputs[i]) == tokens_of(outputs[2 * len(everybody) + i])
+        assert tokens_of(after[i]) == tokens_of(reference)
+        assert after[i].num_cached_tokens == 500 // BLOCK_SIZE * BLOCK_SIZE
+    assert all(report_of(output)["blocks_freed"] for output in outputs[: len(everybody)])
+
+
+def test_law06_a_pinned_prefix_is_read_by_its_own_adapter_alone(
+    adapters: tuple[Engine, list[Any]],
+) -> None:
+    engine, everybody = adapters
+    (prompt,) = prompts(1, 500)
+    assert engine.llm.reset_prefix_cache()
+    # Published as soon as it is computed, and pinned while somebody reads it.
+    first = [say(engine, [(prompt, adapter, PINNED)])[0] for adapter in everybody]
+    again = say(engine, [(prompt, adapter, PINNED) for adapter in everybody])
+    assert len({tuple(tokens_of(output)) for output in first}) == len(everybody)
+    for one, other in zip(first, again, strict=True):
+        assert (one.num_cached_tokens, other.num_cached_tokens) == (0, PINNED["kv_protect"])
+        assert tokens_of(other) == tokens_of(one)
+        assert kept_of(other) == kept_of(one)
+        assert report_of(one)["blocks_freed"] > 0

@@ -77,7 +77,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                 self._table,
                 self._live,
                 self._to_device(clearing),
-                int(rows.seq_lens[clearing].max()),
+                # Of a long sequence few tokens may live.
+                int(state.live_lens(common)[clearing].max()),
             )
         prompts = np.flatnonzero(rows.prompts)
         unscored = rows.query_lens - rows.scored_queries

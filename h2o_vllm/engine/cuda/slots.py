@@ -33,6 +33,7 @@ class PolicySlots:
         self._codes: NDArray[np.int8] = np.zeros(num_slots, dtype=np.int8)
         self._prompt_tokens: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._sinks: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+        self._holes: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._waiting: dict[str, EvictionParams] = {}
         self._placed: set[int] = set()
 
@@ -56,7 +57,12 @@ class PolicySlots:
             self._codes[slot] = POLICY_CODES[params.policy]
             self._prompt_tokens[slot] = params.prompt_tokens
             self._sinks[slot] = params.sinks
+            self._holes[slot] = 0
             self._placed.add(slot)
+
+    def punched(self, slot: int, count: int) -> None:
+        """``count`` more blocks of the request in ``slot`` have been evicted."""
+        self._holes[slot] += count
 
     def codes(self, slots: NDArray[np.intp]) -> NDArray[np.int8] | None:
         """Policy code per batch row, or ``None`` if nobody in the batch evicts."""
@@ -72,3 +78,7 @@ class PolicySlots:
     def sinks(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """Protected first tokens per batch row, for the rows whose code is not 0."""
         return self._sinks[slots]
+
+    def holes(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Blocks evicted so far per batch row, for the rows whose code is not 0."""
+        return self._holes[slots]

@@ -18,6 +18,7 @@ from h2o_vllm.kernels import triton as kernels
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -75,6 +76,19 @@ class CudaState(WorkerState):
                 )
         self.step_variant.current = variant_of(rows)
         return rows
+
+    def punched(self, request_id: str, count: int) -> None:
+        """``count`` blocks of a request are leaving its block table. Unknown ids are fine."""
+        slot = self.request_slots.get(request_id)
+        if slot is not None:
+            self.policies.punched(slot, count)
+
+    def live_lens(self, common: CommonAttentionMetadata) -> NDArray[np.int32]:
+        """Live length of each row that evicts, on the host, [B], int32; the others have any number."""
+        assert common.req_idx is not None and common.seq_lens_cpu_upper_bound is not None
+        live: NDArray[np.int32] = common.seq_lens_cpu_upper_bound.numpy().copy()
+        live[: len(common.req_idx)] -= self.policies.holes(common.req_idx) * self.block_size
+        return live
 
     def clear_scores(
         self, table: torch.Tensor, live: torch.Tensor, rows: torch.Tensor, max_len: int

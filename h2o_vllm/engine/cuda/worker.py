@@ -101,6 +101,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
     def _punch_holes(self, state: CudaState, eviction: Eviction) -> None:
         group, runner = state.kv_cache_group, self.model_runner
         runner_stage_holes(runner, group, eviction.request_id, eviction.holes)
+        state.punched(eviction.request_id, len(eviction.holes))
 
     def _bind_builder(self, builder: ScoringBuilder, state: CudaState) -> None:
         builder.bind(state, runner_block_table(self.model_runner, state.kv_cache_group))

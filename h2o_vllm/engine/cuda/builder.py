@@ -100,6 +100,10 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         """Metadata of a dummy batch, in the shape of the variant that is being captured."""
         common, state = common_attn_metadata, self._state
         variant = None if state is None else state.step_variant.capturing
+        if state is not None:
+            # vLLM also builds so for a batch of dummies between two steps, and replays a graph for it.
+            # That of the last step would attend, and score, that step's rows again.
+            state.step_variant.current = variant or Variant.STOCK
         if state is None or variant is None or variant is Variant.STOCK:
             return super().build_for_cudagraph_capture(common)
         # No row evicts or is ours: whatever runs while capturing leaves KV and scores alone.

@@ -294,26 +294,38 @@ class FakeGPU:
         self.graphs = {}
         for variant in Variant:
             for size in GRAPH_SIZES:
-                self.runner.starts[: size + 1] = torch.arange(size + 1)
-                self.runner.seq_lens[:size] = 1
-                common = CommonAttentionMetadata(
-                    query_start_loc=self.runner.starts[: size + 1],
-                    query_start_loc_cpu=self.runner.starts[: size + 1].clone(),
-                    seq_lens=self.runner.seq_lens[:size],
-                    num_reqs=size,
-                    num_actual_tokens=size,
-                    max_query_len=1,
-                    max_seq_len=4096,
-                    block_table_tensor=self.runner.block_tables.input_block_tables[0][:size],
-                    slot_mapping=self.runner.slot_mapping[:size],
-                    req_idx=np.arange(size),
-                )
                 self.state.step_variant.capturing = variant
-                metadata = self.builder.build_for_cudagraph_capture(common)
+                metadata = self.builder.build_for_cudagraph_capture(self._dummies(size))
                 self.state.step_variant.capturing = None
                 if variant is not Variant.STOCK:
                     self.state.note_served(metadata, 0)
                 self.graphs[variant, size] = metadata
+
+    def _dummies(self, size: int) -> CommonAttentionMetadata:
+        self.runner.starts[: size + 1] = torch.arange(size + 1)
+        self.runner.seq_lens[:size] = 1
+        return CommonAttentionMetadata(
+            query_start_loc=self.runner.starts[: size + 1],
+            query_start_loc_cpu=self.runner.starts[: size + 1].clone(),
+            seq_lens=self.runner.seq_lens[:size],
+            num_reqs=size,
+            num_actual_tokens=size,
+            max_query_len=1,
+            max_seq_len=4096,
+            block_table_tensor=self.runner.block_tables.input_block_tables[0][:size],
+            slot_mapping=self.runner.slot_mapping[:size],
+            req_idx=np.arange(size),
+        )
+
+    def step_of_dummies(self, size: int) -> None:
+        """What vLLM does between two steps to keep up with other ranks: prepared as if captured, replayed."""
+        self.runner.slot_mapping.fill_(-1)
+        self.builder.build_for_cudagraph_capture(self._dummies(size))
+        # They read the null block, which the stand-in for vLLM's kernel refuses.
+        self.runner.seq_lens[:size] = 0
+        variant = self.state.step_variant.current
+        self.replays[variant] += 1
+        self.forward([], self.graphs[variant, size], self.runner.slot_mapping, padded=size)
 
     def forward(
         self,

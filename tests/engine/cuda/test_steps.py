@@ -170,6 +170,22 @@ def test_a_batch_without_budgets_gets_vllms_own_metadata(model_dir: str) -> None
         assert not gpu.state.scores.any()
 
 
+def test_a_batch_of_dummies_between_two_steps_changes_nothing(model_dir: str) -> None:
+    """It replays a graph, and the one of the last step would score that step's rows again."""
+    with fake_gpu(model_dir, 40, kv_min_tokens=FLOOR) as (rig, gpu):
+        rig.add("scored", [1] * 60, {"kv_budget": 0.5}, max_tokens=30)
+        for _ in range(4):
+            gpu.worker.execute_model(rig.step())
+        assert gpu.state.step_variant.current is Variant.SCORED
+        scores, replays = gpu.state.scores.clone(), gpu.replays[Variant.STOCK]
+        gpu.step_of_dummies(2)
+        assert gpu.replays[Variant.STOCK] == replays + 1
+        assert scores.any() and torch.equal(gpu.state.scores, scores)
+        scored = gpu.replays[Variant.SCORED]
+        gpu.worker.execute_model(rig.step())
+        assert gpu.replays[Variant.SCORED] == scored + 1
+
+
 def test_a_slot_forgets_its_budget(model_dir: str) -> None:
     """The next request in a slot of the runner's table does not inherit the policy of the last one."""
     with fake_gpu(model_dir, 40, kv_min_tokens=FLOOR) as (rig, gpu):

@@ -7,7 +7,7 @@ Under tensor parallelism it is the time of the rank whose output vLLM keeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,19 @@ ATTRIBUTE = "h2o_eviction_seconds"
 
 
 def eviction_seconds(output: ModelRunnerOutput) -> float | None:
-    """What :class:`EvictionTimer` attached; ``None`` if the step evicted nothing."""
+    """What :class:`EvictionTimer` attached; ``None`` if the step evicted nothing, or if it is not known."""
     seconds: float | None = getattr(output, ATTRIBUTE, None)
     return seconds
 
 
 class EvictionTimer:
-    """Measures in ``execute_model`` and attaches in ``sample_tokens``, of one worker."""
+    """Measures in ``execute_model`` and attaches in ``sample_tokens``, of one worker.
+
+    By the host's clock: where evictions have been carried out once the call returns.
+    """
 
     def __init__(self) -> None:
-        self._seconds: float | None = None
+        self._seconds: Callable[[], float | None] | None = None
 
     @contextmanager
     def measure(self, evictions: Sequence[Eviction]) -> Iterator[None]:
@@ -43,9 +46,24 @@ class EvictionTimer:
         if not evictions:
             yield
             return
-        started = time.perf_counter()
+        stop = self.start()
         yield
-        self._seconds = time.perf_counter() - started
+        self._seconds = stop()
+
+    def start(self) -> Callable[[], Callable[[], float | None]]:
+        """Begin to measure.
+
+        Returns:
+            what ends it, and gives what says, once the step's output is there, how many seconds it were;
+            ``None`` if that is not known.
+        """
+        started = time.perf_counter()
+
+        def stop() -> Callable[[], float]:
+            seconds = time.perf_counter() - started
+            return lambda: seconds
+
+        return stop
 
     def attach(self, output: Any) -> Any:
         """``output`` of the step, with the time measured since the last call, if any."""

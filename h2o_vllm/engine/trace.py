@@ -105,7 +105,7 @@ class TraceRecorder:
         if not self._noted:
             return output
         noted_evictions, self._noted = tuple(self._noted), []
-        return noted(output, ATTRIBUTE, noted_evictions)
+        return noted(output, ATTRIBUTE, lambda: noted_evictions)
 
 
 @dataclass(frozen=True)

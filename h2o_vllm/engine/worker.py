@@ -64,7 +64,11 @@ class EvictingWorker(WorkerBase, Generic[State]):
         self._register_backend(vllm_config)
         register_spec()
         super().__init__(vllm_config, *args, **kwargs)
-        self._timer = EvictionTimer()
+        self._timer = self._make_timer()
+
+    @staticmethod
+    def _make_timer() -> EvictionTimer:
+        return EvictionTimer()
 
     @staticmethod
     @abstractmethod
@@ -110,10 +114,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
             state.in_step = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As the base class; the output says how long this step's evictions took, and what traced ones lost.
-
-        On a GPU the time is how long it took to launch them.
-        """
+        """As the base class; the output says how long its evictions took, and what traced ones lost."""
         output = self._timer.attach(super().sample_tokens(grammar_output))
         recorder = None if self._state is None else self._state.recorder
         return output if recorder is None else recorder.attach(output)

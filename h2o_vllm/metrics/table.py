@@ -116,8 +116,8 @@ TABLE = (
     Metric(
         "h2o:eviction_seconds",
         "histogram",
-        "Time a worker's main thread spent on the evictions of one step (on a GPU: on launching "
-        "them).",
+        "Time the evictions of one step took: on a CPU, of a worker's main thread; on a GPU, of the "
+        "device, between the first kernel and the last.",
         buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
     ),
     Metric(

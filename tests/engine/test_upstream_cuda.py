@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -66,6 +67,7 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (fa_utils.flash_attn_supports_kv_cache_dtype,
      "kv_cache_dtype requires_alibi head_size head_size_v has_sinks requires_softcap "
      "kv_cache_block_size supports_fa4_hd256"),
+    (with_gpu_sync_check, "fn"),
 ]  # fmt: skip
 
 

@@ -393,6 +393,30 @@ MUTANTS = (
         "if self._flags_sent is None:",
         CUDA,
     ),
+    Mutant(
+        "engine-cuda-dummies-replay-the-last-graph",
+        "state.step_variant.current = variant or Variant.STOCK",
+        "pass",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-grids-of-what-was-seen",
+        "self.policies.holes(common.req_idx) * self.block_size",
+        "self.policies.holes(common.req_idx) * 0",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-holes-of-the-last-request",
+        "self._holes[slot] = 0",
+        "pass",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-compaction-is-not-checked-for-waiting",
+        "@sync_checked\n    def",
+        "def",
+        CUDA,
+    ),
     # metrics, models, plugin
     Mutant(
         "metrics-evictions-instead-of-blocks",

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 if TYPE_CHECKING:
@@ -25,7 +26,13 @@ __all__ = [
     "runner_block_table",
     "runner_request_slots",
     "runner_stage_holes",
+    "sync_checked",
 ]
+
+sync_checked = with_gpu_sync_check
+"""Decorates a method of the worker: whatever waits for the GPU in it is reported, if ``VLLM_GPU_SYNC_CHECK``
+is set and once the worker is warm. vLLM's own decorator (0.32), in no public module; its worker's
+``execute_model``, which runs inside of ours, wears it. Goes when workers can have more of theirs checked."""
 
 
 class FullGraphsManager(CudaGraphManager):

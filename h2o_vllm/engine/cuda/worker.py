@@ -16,14 +16,17 @@ from h2o_vllm.engine.cuda.compat import (
     runner_block_table,
     runner_request_slots,
     runner_stage_holes,
+    sync_checked,
 )
 from h2o_vllm.engine.cuda.graphs import H2OModelRunner, captured_variants
 from h2o_vllm.engine.cuda.impl import CudaScoringImpl, check_scales, key_value_views
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.start_notes import warn_of_batches_without_graphs
 from h2o_vllm.engine.cuda.state import CudaState
+from h2o_vllm.engine.cuda.timing import DeviceTimer
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.engine.cuda.warmup import warm_up
+from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
@@ -61,6 +64,15 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             warn_of_slower_attention(self.vllm_config)
             warn_of_batches_without_graphs(self.vllm_config)
         return H2OModelRunner(self.vllm_config, self.device)
+
+    @staticmethod
+    def _make_timer() -> EvictionTimer:
+        return DeviceTimer()
+
+    @sync_checked
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """As the base class; compaction, too, is checked for waiting, not only vLLM's part of a step."""
+        return super().execute_model(scheduler_output)
 
     def determine_available_memory(self) -> int:
         """As the base class, less what the decode kernel's memory will take."""

@@ -33,8 +33,8 @@ from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
-from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.kernels import triton as kernels
+from tests.engine.cuda.fake_stream import Stream
 from tests.engine.scheduling import Rig
 
 LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 64
@@ -208,6 +208,7 @@ class FakeGPU:
         kv_heads: those of the model's that this rank has, one after the other; their q heads with them.
         outputs: (request, position) -> attention output of each layer, [LAYERS, H of this rank, SIZE].
         replays: graph replays per variant.
+        stream: where ``torch.cuda.Event`` stands.
     """
 
     def __init__(
@@ -226,6 +227,8 @@ class FakeGPU:
         self.fp8 = kv_dtype == "fp8"
         self.outputs: dict[tuple[str, int], Tensor] = {}
         self.replays = dict.fromkeys(Variant, 0)
+        self.stream = Stream()
+        patch.setattr(torch.cuda, "Event", self.stream.event)
         _stand_in_for_kernels(patch)
         spec = H2OAttentionSpec(
             block_size=self.block_size,
@@ -266,7 +269,7 @@ class FakeGPU:
         self._capture()
         worker = object.__new__(H2OGPUWorker)
         worker._state, worker._serving, worker.model_runner = self.state, True, self.runner
-        worker._timer = EvictionTimer()
+        worker._timer = worker._make_timer()
         self.worker = worker
 
     def _state(self, num_blocks: int, rows: int) -> CudaState:

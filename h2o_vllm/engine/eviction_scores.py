@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a policy for new scores just before an eviction ranks by them. Worker process, any device.
+"""Ask a policy for new scores just before an eviction ranks by them. Worker process.
 
-No vLLM, and nothing that waits for a device.
+CPU workers do; on GPUs :func:`h2o_vllm.kernels.triton.rescore` does the same, for all evictions of a step at
+once, and is tested against this. No vLLM.
 """
 
 from __future__ import annotations

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from h2o_vllm.engine.eviction_scores import candidate_blocks, eviction_scores
 from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
@@ -73,8 +71,9 @@ class WorkerState(ABC):
         carries the evictions, in any order: see :class:`h2o_vllm.blocks.plan.StepPlan`.
         """
         moving = [eviction for eviction in evictions if eviction.heavy_blocks]
-        for eviction in moving:
-            self._adjust_scores(eviction)
+        adjusted = [one for one in moving if get_policy(one.policy).scores_at_eviction]
+        if adjusted:
+            self._adjust_scores(adjusted)
         if self.recorder is not None:
             for eviction in evictions:
                 self.recorder.record(eviction, self.scores)
@@ -126,14 +125,6 @@ class WorkerState(ABC):
         highest = self.scores.new_full((layers, heads, len(tokens)), float("inf"))
         self._reset_scores(slot_mapping[self._to_device(tokens)], highest)
 
-    def _adjust_scores(self, eviction: Eviction) -> None:
-        policy = get_policy(eviction.policy)
-        if not policy.scores_at_eviction:
-            return
-        blocks = self._to_device(np.array(candidate_blocks(eviction), dtype=np.int64))
-        keys, values = partial(self._keys, blocks), partial(self._values, blocks)
-        eviction_scores(policy, eviction, self.scores, blocks, keys, values)
-
     @abstractmethod
     def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         """``data``, from the host, where ``scores`` are."""
@@ -143,13 +134,9 @@ class WorkerState(ABC):
         """Set the scores of ``slots``, [T], to ``values``, [L, KH, T], or to zero."""
 
     @abstractmethod
+    def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
+        """Let the policies of these adjust the scores that are about to be ranked."""
+
+    @abstractmethod
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         """Compact evictions that have heavy blocks, by the scores as they are."""
-
-    @abstractmethod
-    def _keys(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """[KH, D, C] of the tokens in ``blocks``."""
-
-    @abstractmethod
-    def _values(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """[KH, n, BS, D] of the tokens in n ``blocks``."""

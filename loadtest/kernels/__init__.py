@@ -2,7 +2,8 @@
 """One layer's attention, ours against vLLM's: ``python -m loadtest.kernels``.
 
 contract, timing     what a device's benchmark offers; calls timed in turn
-cpu; cuda, compaction the cases of each device, their gate and their limits
+cpu; cuda             the cases of each device, their gate and their limits
+compaction, rescoring what evictions cost on a GPU
 plot                 rows to PNG
 bench                the order of cases, the file of rows
 """

@@ -22,6 +22,7 @@ from loadtest.common.results import Row
 from loadtest.common.statistics import percentile
 from loadtest.kernels.compaction import COMPACTIONS, Compaction
 from loadtest.kernels.contract import DeviceBench
+from loadtest.kernels.rescoring import RESCORINGS, Rescoring
 from loadtest.kernels.timing import Call, ratio_row, rounds
 
 __all__ = ["CUDABench", "Case"]
@@ -154,7 +155,7 @@ class Case:
 
 
 class CUDABench(DeviceBench):
-    """Decode, scores of prompts, and compaction."""
+    """Decode, scores of prompts, compaction, and scores before it."""
 
     def gate(self) -> None:
         """Output and scores on odd lengths."""
@@ -178,7 +179,7 @@ class CUDABench(DeviceBench):
         }  # fmt: skip
 
     def cases(self, quick: bool) -> Iterator[Callable[[float], Row]]:
-        """Attention by shape, length and requests, then compaction."""
+        """Attention by shape, length and requests, then evictions."""
         for shape in list(SHAPES)[: 1 if quick else None]:
             sizes = [
                 (requests, length, 1)
@@ -192,6 +193,8 @@ class CUDABench(DeviceBench):
                     yield partial(self._measure, case)
         for compaction in COMPACTIONS[: 1 if quick else None]:
             yield partial(self._measure_compaction, compaction)
+        for rescoring in RESCORINGS[: 1 if quick else None]:
+            yield partial(self._measure_rescoring, rescoring)
 
     def _measure(self, case: Case, seconds: float) -> Row:
         case.build()
@@ -212,6 +215,12 @@ class CUDABench(DeviceBench):
         times = rounds(case.build(), seconds, least=5, timer=event_seconds)
         shape = {"requests": case.requests, "length": case.length, "doomed_blocks": case.doomed}
         return {"kind": "compaction", **shape, **self._contestant_rows(times, case.moved_bytes())}
+
+    def _measure_rescoring(self, case: Rescoring, seconds: float) -> Row:
+        times = rounds(case.build(), seconds, least=5, timer=event_seconds)
+        shape = {"shape": case.policy, "requests": case.requests, "length": case.length}
+        rows = self._contestant_rows(times, case.moved_bytes())
+        return {"kind": "rescoring", **shape, "fresh_blocks": case.fresh, **rows}
 
     def _contestant_rows(self, times: dict[str, list[float]], moved: dict[str, int]) -> Row:
         """Median time, ratio to the first, bytes per second as a fraction of what the GPU copies."""

@@ -120,7 +120,7 @@ def test_every_kernel_compiles_for_hopper(
     calls_of_a_step(*shape)
     kernels = {
         "_plan", "_attend", "finish", "_add_prompt_scores", "_reset", "_select", "_move",
-        "_compact_tables", "_clear",
+        "_compact_tables", "_clear", "_rescore", "_order", "_settle",
     }  # fmt: skip
     # FP8 is FlashAttention's alone, which returns its log-sum-exp.
     assert {name for name, *_ in calls} == kernels | (

@@ -362,6 +362,18 @@ MUTANTS = (
         "tl.zeros_like(old)",
         TRITON,
     ),
+    Mutant(
+        "kernels-triton-equal-keys-have-one-rank",
+        "((keys > my_key) | ((keys == my_key) & earlier))",
+        "(keys > my_key)",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-scores-of-others-protect",
+        "stays = ((fresh < 0) & infinite) | ((fresh >= 0) & (fresh < protected))",
+        "stays = infinite | ((fresh >= 0) & (fresh < protected))",
+        TRITON,
+    ),
     # engine
     Mutant(
         "engine-a-seed-draws-in-the-midst-of-its-prompt",
@@ -377,9 +389,9 @@ MUTANTS = (
     ),
     Mutant(
         "engine-policies-do-not-adjust-scores",
-        "if not policy.scores_at_eviction:\n",
-        "if True:\n",
-        (*TOKENS, "tests/engine/test_policies.py"),
+        "if adjusted:\n",
+        "if False:\n",
+        (*TOKENS, "tests/engine/test_policies.py", *CUDA),
     ),
     Mutant(
         "engine-cuda-prompts-are-scored-from-their-start",

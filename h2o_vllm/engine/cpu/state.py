@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from h2o_vllm.engine.eviction_scores import cleared
+from h2o_vllm.engine.eviction_scores import candidate_blocks, cleared, eviction_scores
 from h2o_vllm.engine.rows import POLICY_CODES, StepRows
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu.batch import key_value_views
+from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -107,6 +109,18 @@ class CPUState(WorkerState):
     def _reset_scores(self, slots: torch.Tensor, values: torch.Tensor | None) -> None:
         kernels.reset_scores(self.scores, slots, values)
 
+    def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
+        for eviction in evictions:
+            blocks = torch.tensor(candidate_blocks(eviction))
+            eviction_scores(
+                get_policy(eviction.policy),
+                eviction,
+                self.scores,
+                blocks,
+                partial(self._keys, blocks),
+                partial(self._values, blocks),
+            )
+
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:
             heavy, doomed = (
@@ -116,10 +130,12 @@ class CPUState(WorkerState):
             kernels.compact(self.kv_caches, self.scores, heavy, doomed)
 
     def _keys(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
+        """[KH, D, C] of the tokens in ``blocks``."""
         keys, _ = key_value_views(self.kv_caches[layer])
         # Selects in a quarter of an index's time, and in the order that is wanted.
         return keys.permute(1, 2, 0, 3).index_select(2, blocks).flatten(2)
 
     def _values(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
+        """[KH, n, BS, D] of the tokens in n ``blocks``."""
         _, values = key_value_views(self.kv_caches[layer])
         return values.index_select(0, blocks).transpose(0, 1)

@@ -3,7 +3,8 @@
 
 One step, in stream order, nothing waits for the device::
 
-    compact        one launch for all evictions, layers and heads      worker.execute_model
+    compact        scores adjusted, then tokens moved: each at once    worker.execute_model
+                   for all evictions, layers and heads
     punch holes    staged, applied with vLLM's own block-table writes  worker.execute_model
     start scores   of the tokens this step computes                    builder.build
     drop holes     into the builder's own, persistent tables           builder.build

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variant_of
 from h2o_vllm.engine.rows import StepRows
 from h2o_vllm.engine.state import WorkerState
@@ -111,20 +112,11 @@ class CudaState(WorkerState):
     def _reset_scores(self, slots: torch.Tensor, values: torch.Tensor | None) -> None:
         kernels.reset_scores(self.scores, slots, values)
 
+    def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
+        packed = kernels.Rescores.pack(list(map(rescore_of, evictions)), self.scores.device)
+        kernels.rescore(self.kv_layers, self.scores, packed)
+
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         pairs = [(eviction.heavy_blocks, eviction.doomed_blocks) for eviction in evictions]
         packed = kernels.Evictions.pack(pairs, self.scores.device)
         kernels.compact(self.kv_layers, self.scores, packed)
-
-    def _keys(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        return self._gather(self.kv_layers.key_caches[layer], blocks).permute(2, 3, 0, 1).flatten(2)
-
-    def _values(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        return self._gather(self.kv_layers.value_caches[layer], blocks).permute(2, 0, 1, 3)
-
-    def _gather(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        if cache.dtype != torch.float8_e4m3fn:
-            return cache[blocks]
-        # torch neither indexes 8-bit floats nor computes with them. Scales are one factor per layer: no
-        # policy's order within a layer depends on it.
-        return cache.view(torch.uint8)[blocks].view(cache.dtype).to(torch.bfloat16)

@@ -5,6 +5,7 @@ Runs in the worker. Never imports vLLM; imports Triton, so import it only where 
 :mod:`h2o_vllm.kernels.reference` is the truth, :mod:`~h2o_vllm.kernels.triton.checks` what the kernels
 take for granted, :func:`warm_up` compiles them all. Each step, in this order:
 
+    rescore             before it, if a policy adjusts scores then       eager, 1 to 3 launches for all layers
     compact             before the forward pass, if the step evicts      eager, 2 launches for all layers
     reset_scores        new tokens, all layers                           eager, 1 launch
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
@@ -27,22 +28,30 @@ from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
 from h2o_vllm.kernels.triton.lse import prompt_lse
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
+from h2o_vllm.kernels.triton.rescore import rescore
+from h2o_vllm.kernels.triton.rescores import BY_KEYS, BY_VALUES, PER_QUERY, Rescore, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.tables import EVICTING, SCORED, compact_tables
 from h2o_vllm.kernels.triton.warmup import warm_up
 
 __all__ = [
+    "BY_KEYS",
+    "BY_VALUES",
     "EVICTING",
+    "PER_QUERY",
     "SCORED",
     "DecodeWorkspace",
     "Evictions",
     "KVLayers",
+    "Rescore",
+    "Rescores",
     "add_prompt_scores",
     "attend_decode",
     "clear_scores",
     "compact",
     "compact_tables",
     "prompt_lse",
+    "rescore",
     "reset_scores",
     "warm_up",
 ]

@@ -12,6 +12,8 @@ from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
+from h2o_vllm.kernels.triton.rescore import rescore
+from h2o_vllm.kernels.triton.rescores import Rescore, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
 
 __all__ = ["warm_up"]
@@ -54,6 +56,8 @@ def warm_up(
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):
         reset_scores(scores, padding, values)
+    # The device looks up what is to be done; "staged", so that all kernels of it are launched.
+    rescore(layers, scores, Rescores(Rescores.pack([Rescore((), ())], device).table, max_staged=1))
     # Laid out as Evictions.pack does: alignment counts.
     packed = torch.zeros(1, 3, dtype=torch.int32, device=device)
     for candidates in (1, _CHUNKS[1], _CHUNKS[1] + 1):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from h2o_vllm.config import POLICIES
+from h2o_vllm.engine.cuda.rescoring import _HOW
 from h2o_vllm.policy import get_policy
 from loadtest.quality.reference_policies import PolicyModel
 from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
@@ -71,6 +72,10 @@ def outputs_of(model: PolicyModel, name: str, new: int) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[torch.Tensor]]:
     return {name: expected_outputs(name, 16) for name in REQUESTS}
+
+
+def test_every_policy_that_adjusts_scores_has_its_kernel() -> None:
+    assert set(_HOW) == {name for name in POLICIES if get_policy(name).scores_at_eviction}
 
 
 def run(rig: Rig, gpu: FakeGPU) -> None:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rescoring is told: a step's evictions whose candidates get new scores before they are ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BY_KEYS", "BY_VALUES", "HEADER", "PER_QUERY", "Rescore", "Rescores"]
+
+PER_QUERY = 1
+"""A fresh token's sum becomes what it would be, had all queries so far seen the token."""
+BY_VALUES = 2
+"""It is multiplied by how far the token's value is from the candidates' mean, relative to the mean one."""
+BY_KEYS = 4
+"""Alone: minus the cosine of a key and the mean of the normalised ones is the score, of all candidates anew.
+With the others: fresh tokens are ranked both ways, and each gets the sum that stands at the better rank."""
+
+HEADER = 8
+"""Numbers before an entry's block ids: known blocks, all blocks, then as in :class:`Rescore`, padding."""
+
+
+@dataclass(frozen=True)
+class Rescore:
+    """One eviction, on the host.
+
+    Attributes:
+        known: ids of the blocks that earlier evictions have ranked; their tokens lie in any order.
+        fresh: ids of the others, in the order of their tokens' positions.
+        how: sum of the constants above, or 0.
+        fresh_from: position of the first fresh token. seen: queries so far.
+        protected: how many fresh tokens, the first ones, are protected, if ``how`` is ``BY_KEYS``: whatever
+            their scores, which may be others'. All other protected tokens have infinite ones.
+        reach: a fresh token gets the highest score among those up to this many fresh tokens away.
+    """
+
+    known: Sequence[int]
+    fresh: Sequence[int]
+    how: int = 0
+    fresh_from: int = 0
+    seen: int = 0
+    protected: int = 0
+    reach: int = 0
+
+    @property
+    def staged(self) -> bool:
+        """Whether new scores depend on others' old ones, and so go through the scratch."""
+        return self.reach > 0 or (self.how & BY_KEYS != 0 and self.how != BY_KEYS)
+
+
+@dataclass(frozen=True)
+class Rescores:
+    """All of one step, on the device.
+
+    Attributes:
+        table: [E, HEADER + W], int32: header, ids of known blocks, at once those of fresh ones, padding.
+        max_staged: host number, the most fresh blocks of one that is staged; 0: none is.
+    """
+
+    table: Tensor
+    max_staged: int
+
+    @classmethod
+    def pack(cls, rescores: Sequence[Rescore], device: torch.device | str) -> Rescores:
+        """In one asynchronous copy."""
+        width = max((len(one.known) + len(one.fresh) for one in rescores), default=0)
+        rows = []
+        for one in rescores:
+            blocks = [*one.known, *one.fresh]
+            header = [len(one.known), len(blocks), one.how, one.fresh_from, one.seen]
+            header += [one.protected, one.reach, 0]
+            rows.append([*header, *blocks, *[0] * (width - len(blocks))])
+        packed = torch.tensor(
+            rows, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda"
+        ).view(len(rows), HEADER + width)
+        return cls(
+            table=packed.to(device, non_blocking=True),
+            max_staged=max((len(one.fresh) for one in rescores if one.staged), default=0),
+        )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What new scores cost on a GPU before an eviction: 32 layers of an 8B model, by one call and in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.engine.cuda.rescoring import rescore_of
+from h2o_vllm.engine.eviction_scores import candidate_blocks, eviction_scores
+from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
+from h2o_vllm.policy import get_policy
+from loadtest.kernels.compaction import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, LAYERS
+from loadtest.kernels.timing import Call
+
+__all__ = ["RESCORINGS", "Rescoring"]
+
+
+@dataclass(frozen=True)
+class Rescoring:
+    """Evictions rank each request's ``length`` tokens, ``fresh`` blocks of which for the first time."""
+
+    policy: str
+    requests: int
+    length: int
+    fresh: int
+
+    def build(self) -> dict[str, Call]:
+        """The calls to time; torch goes eviction by eviction, as a worker without the kernel would."""
+        per_row = self.length // BLOCK_SIZE
+        blocks = self.requests * per_row + 1
+        kv = torch.randn(
+            LAYERS, blocks, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16, device="cuda"
+        )
+        keys, values = kv.split(HEAD_SIZE, dim=-1)
+        scores = torch.rand(LAYERS, blocks, KV_HEADS, BLOCK_SIZE, device="cuda")
+        layers = KVLayers(list(keys), list(values))
+        rows = (torch.randperm(blocks - 1) + 1).view(self.requests, per_row).tolist()
+        evictions = [
+            Eviction(
+                str(at), tuple(row[1:]), tuple(row[:1]), (), self.policy, tuple(row[-self.fresh :]),
+                fresh_from=self.length, seen=4 * self.length,
+            )
+            for at, row in enumerate(rows)
+        ]  # fmt: skip
+        packed = Rescores.pack([rescore_of(one) for one in evictions], "cuda")
+        policy, before = get_policy(self.policy), scores.clone()
+
+        def ours() -> None:
+            scores.copy_(before)
+            rescore(layers, scores, packed)
+
+        def in_torch() -> None:
+            scores.copy_(before)
+            for one in evictions:
+                mine = torch.tensor(candidate_blocks(one), device="cuda")
+                columns = partial(_columns, keys, mine), partial(_rows, values, mine)
+                eviction_scores(policy, one, scores, mine, *columns)
+
+        return {"ours": ours, "torch": in_torch, "reset alone": lambda: scores.copy_(before)}
+
+    def moved_bytes(self) -> dict[str, int]:
+        """The least that each call has to read and write: keys, values or both once, and scores."""
+        vectors = {"keydiff": 1, "caote": 1, "caote-keydiff": 2}[self.policy]
+        tokens = self.requests * self.length * LAYERS * KV_HEADS
+        fresh = self.requests * self.fresh * BLOCK_SIZE * LAYERS * KV_HEADS
+        written = tokens if self.policy == "keydiff" else fresh
+        reset = 2 * 4 * (tokens + LAYERS * KV_HEADS * BLOCK_SIZE)
+        least = vectors * tokens * 2 * HEAD_SIZE + 2 * 4 * written + reset
+        return {"ours": least, "torch": least, "reset alone": reset}
+
+
+def _columns(keys: Tensor, blocks: Tensor, layer: int) -> Tensor:
+    return keys[layer][blocks].permute(2, 3, 0, 1).flatten(2)
+
+
+def _rows(values: Tensor, blocks: Tensor, layer: int) -> Tensor:
+    return values[layer][blocks].permute(2, 0, 1, 3)
+
+
+RESCORINGS = tuple(
+    Rescoring(policy, *sizes)
+    for policy in ("keydiff", "caote", "caote-keydiff")
+    for sizes in ((1, 1024, 1), (16, 1024, 1), (1, 8192, 512))
+)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rescoring must do, for the interpreter's small caches and the GPU's large ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.config import POLICIES
+from h2o_vllm.engine.cuda.rescoring import rescore_of
+from h2o_vllm.engine.eviction_scores import candidate_blocks, eviction_scores
+from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.triton import Evictions, KVLayers, Rescores, compact, rescore
+from h2o_vllm.policy import get_policy
+from tests.kernels.triton.cases import NAN, bits, halves
+
+ADJUSTING = [name for name in POLICIES if get_policy(name).scores_at_eviction]
+
+
+def only_candidates(caches: list[Tensor], scores: Tensor, evictions: list[Eviction]) -> None:
+    """NaN in all blocks that nobody ranks."""
+    ranked = {block for one in evictions for block in candidate_blocks(one)}
+    others = [block for block in range(scores.shape[1]) if block not in ranked]
+    for cache in caches:
+        cache[others] = NAN
+    scores[:, others] = NAN
+
+
+def by_policies(caches: list[Tensor], scores: Tensor, evictions: list[Eviction]) -> Tensor:
+    """What plain torch makes of the scores."""
+    scores = scores.clone()
+    for one in evictions:
+        blocks = torch.tensor(candidate_blocks(one), device=scores.device)
+
+        def keys(layer: int, blocks: Tensor = blocks) -> Tensor:
+            return halves(caches[layer])[0][blocks].permute(2, 3, 0, 1).flatten(2)
+
+        def values(layer: int, blocks: Tensor = blocks) -> Tensor:
+            return halves(caches[layer])[1][blocks].permute(2, 0, 1, 3)
+
+        eviction_scores(get_policy(one.policy), one, scores, blocks, keys, values)
+    return scores
+
+
+def check_rescore(
+    caches: list[Tensor],
+    scores: Tensor,
+    evictions: list[Eviction],
+    scratch_bytes: int = 1 << 20,
+    *,
+    exact: bool = False,
+    kept: bool = True,
+) -> Tensor:
+    """Scores equal the policies', which are returned; what no policy changes, and all KV, to the last bit.
+
+    Args:
+        exact: nothing is added up in another order than torch's; else tolerances are those of float32 sums.
+        kept: compaction keeps the same tokens by them. Of thousands of candidates some may be too close.
+    """
+    only_candidates(caches, scores, evictions)
+    got, got_caches = scores.clone(), [cache.clone() for cache in caches]
+    layers = KVLayers(*zip(*(halves(cache) for cache in got_caches), strict=True), scratch_bytes)
+    rescore(layers, got, Rescores.pack([rescore_of(one) for one in evictions], scores.device))
+    want = by_policies(caches, scores, evictions)
+    if exact:
+        assert torch.equal(bits(got), bits(want))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, equal_nan=True)
+    for before, after in zip(caches, got_caches, strict=True):
+        assert torch.equal(bits(before), bits(after))
+    anew = {block for one in evictions for block in one.fresh_blocks}
+    for one in evictions:
+        if not get_policy(one.policy).needs_scores:
+            anew.update(candidate_blocks(one))
+    others = [block for block in range(scores.shape[1]) if block not in anew]
+    assert torch.equal(bits(got[:, others]), bits(scores[:, others]))
+    if kept:
+        pairs = [(one.heavy_blocks, one.doomed_blocks) for one in evictions]
+        compact(layers, got, Evictions.pack(pairs, scores.device))
+        want_caches = [cache.clone() for cache in caches]
+        split = zip(*(halves(cache) for cache in want_caches), strict=True)
+        reference.compact(*split, want.clone(), pairs)
+        for a, b in zip(got_caches, want_caches, strict=True):
+            assert torch.equal(bits(a), bits(b))
+    return want

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One launch makes of a step's scores what the policies would in plain torch, eviction by eviction."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.engine.cuda.rescoring import rescore_of
+from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
+from h2o_vllm.policy import get_policy
+from tests.kernels.triton.cases import DTYPES, NAN, halves
+from tests.kernels.triton.evict_laws import make_layers
+from tests.kernels.triton.rescore_laws import ADJUSTING, by_policies, check_rescore
+
+MODULE = "h2o_vllm.kernels.triton.rescore"
+INF = float("inf")
+BLOCKS = 26
+
+
+def evictions_of(policies: list[str], sinks: int = 0) -> list[Eviction]:
+    """Ragged, no block in two: a first eviction, a later one, one that ranks nothing fresh, ..."""
+    shapes = [  # heavy, doomed, fresh
+        ((7, 2, 9), (1, 11, 4, 3, 5, 24), (7, 2, 9, 1, 11, 4, 3, 5, 24)),
+        ((6, 13), (8,), (8,)),
+        ((10,), (12,), ()),
+        ((14, 15, 16), (17, 18), (16, 17, 18)),
+        ((19,), (20, 21), (19, 20, 21)),
+    ]
+    evictions = []
+    for (heavy, doomed, fresh), policy in zip(shapes, policies, strict=False):
+        first = len(fresh) == len(heavy) + len(doomed)
+        evictions.append(
+            Eviction(
+                policy, heavy, doomed, (), policy, fresh, 0 if first else 160, 1000,
+                sinks if first else 0,
+            )
+        )  # fmt: skip
+    return evictions
+
+
+def protect(scores: Tensor, evictions: list[Eviction]) -> None:
+    """Infinite scores for the first tokens, where scores are kept."""
+    for one in evictions:
+        if get_policy(one.policy).needs_scores:
+            blocks = list(one.fresh_blocks)
+            mine = scores[:, blocks].transpose(1, 2).flatten(2)
+            mine[..., : one.sinks] = INF
+            shape = (*scores.shape[::2], len(blocks), scores.shape[3])
+            scores[:, blocks] = mine.view(shape).transpose(1, 2)
+
+
+@pytest.mark.parametrize("policy", ADJUSTING)
+@pytest.mark.parametrize(
+    ("dtype", "size", "block_size", "layout"),
+    [("bfloat16", 80, 32, "HND"), ("float32", 64, 16, "NHD"), ("float16", 256, 16, "NHD")],
+)
+def test_scores_and_kept_tokens_equal_the_policies(
+    policy: str, dtype: str, size: int, block_size: int, layout: str
+) -> None:
+    caches, scores = make_layers(DTYPES[dtype], size, block_size, layout, 2, BLOCKS)
+    evictions = evictions_of([policy] * 5)
+    after = check_rescore(caches, scores, evictions, exact=policy in ("h2o-norm", "snapkv"))
+    fresh = [block for one in evictions for block in one.fresh_blocks]
+    assert not torch.equal(after[:, fresh], scores[:, fresh])
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_one_launch_takes_all_policies(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[str] = []
+
+    class Counting:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(sys.modules[MODULE], name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launches.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("_rescore", "_order", "_settle"):
+        monkeypatch.setattr(sys.modules[MODULE], name, Counting(name))
+    caches, scores = make_layers(torch.bfloat16, 64, block_size, layers=3, blocks=BLOCKS)
+    check_rescore(caches, scores.clone(), evictions_of(ADJUSTING))
+    assert launches == ["_rescore", "_order", "_settle"]
+    launches.clear()
+    check_rescore(caches, scores.clone(), evictions_of(["keydiff", "caote", "h2o-norm", "keydiff"]))
+    assert launches == ["_rescore"]
+    launches.clear()
+    check_rescore(caches, scores, [])
+    assert not launches
+
+
+@pytest.mark.parametrize("policy", ADJUSTING)
+def test_protected_tokens_stay(policy: str) -> None:
+    caches, scores = make_layers(block_size=16, blocks=BLOCKS)
+    evictions = evictions_of([policy] * 5, sinks=21)
+    protect(scores, evictions)
+    after = check_rescore(caches, scores, evictions)
+    first = evictions[0].fresh_blocks
+    assert after[:, first[0]].isinf().all() and after[:, first[1], :, :5].isinf().all()
+    assert not after[:, first[1], :, 5:].isinf().any()
+
+
+def test_scores_of_others_do_not_protect() -> None:
+    """What ranks by keys may have read its first blocks from the cache, with whatever scores they have."""
+    caches, scores = make_layers(blocks=BLOCKS)
+    evictions = evictions_of(["keydiff"] * 2, sinks=3)
+    scores[:, evictions[0].fresh_blocks[1]] = INF
+    scores[:, evictions[0].fresh_blocks[2]] = NAN
+    # Known ones are our own.
+    scores[:, evictions[1].heavy_blocks[0], :, 4] = INF
+    after = check_rescore(caches, scores, evictions)
+    protected = after.isinf().sum()
+    assert protected == 3 * 2 * (3 + 1)
+
+
+@pytest.mark.parametrize("policy", ADJUSTING)
+@pytest.mark.parametrize("seed", [1, 0])
+def test_ties_are_broken_as_in_the_policies(policy: str, seed: int) -> None:
+    """Few different keys, values and scores; numbers of which sums are exact."""
+    caches, scores = make_layers(size=64, blocks=BLOCKS)
+    gen = torch.Generator().manual_seed(seed)
+    for cache in caches:
+        for half in halves(cache):
+            which = torch.randint(0, 3, half.shape[:3], generator=gen)
+            half.copy_(torch.eye(64)[which])
+    scores = torch.randint(0, 2, scores.shape, generator=gen).float()
+    after = check_rescore(caches, scores, evictions_of([policy] * 5))
+    for one in evictions_of([policy]):
+        fresh = after[0, list(one.fresh_blocks), 0].flatten()
+        assert len(fresh.unique()) < len(fresh)
+
+
+def test_keys_of_any_length_and_none() -> None:
+    caches, scores = make_layers(blocks=BLOCKS)
+    for cache in caches:
+        cache.mul_(torch.logspace(-6, 6, BLOCKS)[:, None, None, None])
+        cache[7, :, :3] = 0
+    check_rescore(
+        caches, scores, evictions_of(["keydiff", "caote-keydiff", "caote", "keydiff", "caote"])
+    )
+
+
+def test_tiles_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("_ROWS", 16), ("_COLUMNS", 32), ("_TILE", 64)):
+        monkeypatch.setattr(sys.modules[MODULE], name, size)
+    caches, scores = make_layers(torch.bfloat16, 64, 16, blocks=BLOCKS)
+    check_rescore(
+        caches, scores, evictions_of(["caote-keydiff", "snapkv", "caote-keydiff", "snapkv"])
+    )
+
+
+def test_a_small_scratch_takes_more_launches() -> None:
+    caches, scores = make_layers(torch.bfloat16, 64, 16, blocks=BLOCKS)
+    evictions = evictions_of(["caote-keydiff", "snapkv", "keydiff"])
+    one_layer = 2 * 9 * 16 * 16  # bytes: heads, fresh tokens, four lists of four
+    check_rescore(caches, scores.clone(), evictions, scratch_bytes=2 * one_layer)
+    with pytest.raises(ValueError, match="do not fit"):
+        check_rescore(caches, scores, evictions, scratch_bytes=one_layer - 8)
+
+
+def test_an_8_bit_cache_is_rescored() -> None:
+    caches, scores = make_layers(torch.float8_e4m3fn, 80, 16, blocks=BLOCKS)
+    wide = [cache.float() for cache in caches]
+    evictions = evictions_of(ADJUSTING)
+    got = scores.clone()
+    layers = KVLayers(*zip(*(halves(cache) for cache in caches), strict=True))
+    rescore(layers, got, Rescores.pack([rescore_of(one) for one in evictions], "cpu"))
+    torch.testing.assert_close(got, by_policies(wide, scores, evictions), rtol=1e-4, atol=1e-6)

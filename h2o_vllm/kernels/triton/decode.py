@@ -70,7 +70,7 @@ def attend_decode(
     heads = query.shape[1]
     group = heads // kv_heads
     padded = max(16, triton.next_power_of_2(size))
-    grid = (block_table.shape[0] + workspace.spare, kv_heads)
+    pieces = block_table.shape[0] + workspace.spare
     per_stage = 2 * workspace.tile * padded * key_cache.element_size()
     handed_over = (
         workspace.pieces, workspace.part_out, workspace.part_max, workspace.part_sum, workspace.probs,
@@ -82,7 +82,7 @@ def attend_decode(
         "DP": padded, "BS": block_size, "TILE": workspace.tile, "SPAN": SPAN,
         "FIELDS": workspace.pieces.shape[1],
     }  # fmt: skip
-    _attend[grid](
+    _attend[(pieces * kv_heads,)](
         query,
         key_cache,
         value_cache,
@@ -106,7 +106,10 @@ def attend_decode(
         # those two buffers each, so that a program loads one tile while it computes another.
         num_stages=5 if per_stage <= 32 << 10 else 3,
     )
-    finish[grid](scores, block_table, out, *handed_over, *strides, **sizes, PARTS=16, num_warps=4)
+    # At most two pieces each: if some rows are longer than C, they have less than 2 * total / C pieces.
+    finish[(workspace.spare * kv_heads,)](
+        scores, block_table, out, *handed_over, *strides, **sizes, PARTS=16, num_warps=4
+    )
 
 
 # Not specialised: what a caller's buffers decide, or a new value would compile in the middle of serving.
@@ -153,8 +156,9 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     FIELDS: tl.constexpr,
 ):
     """One piece of one row, one kv head: attention, and the scratch of its keys; scores of a whole row."""
-    item = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1).to(tl.int64)
+    # Heads of one piece side by side: where they share blocks, they read neighbouring memory at one time.
+    item = (tl.program_id(0) // KH).to(tl.int64)
+    kv_head = (tl.program_id(0) % KH).to(tl.int64)
     words = pieces + item * FIELDS
     row = tl.load(words)
     if row < 0:

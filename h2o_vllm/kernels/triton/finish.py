@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from h2o_vllm.kernels.triton.paged import locate
-from h2o_vllm.kernels.triton.plan import load_piece
+from h2o_vllm.kernels.triton.plan import cut_pieces, load_piece
 
 __all__ = ["add_scores", "finish", "row_totals"]
 
@@ -50,16 +50,20 @@ def add_scores(
         columns = num_tiles.to(tl.int64) * TILE
         my_probs = probs + (kv_head * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
         my_max = tile_max + (kv_head * num_tiles + base) * G + heads[:, None]
+        block, _ = locate(table, start + lanes, start + lanes < end, BS)
         for at in range(start, end, SPAN):
             position = at + lanes
             live = position < end
+            target = scores + (block * KH + kv_head) * BS + position % BS
+            # All that a step waits for is asked for at once, and the next step's blocks with it: a store
+            # may be to anywhere, so that the compiler moves no load across it.
+            score = tl.load(target, mask=live)
+            block, _ = locate(table, position + SPAN, position + SPAN < end, BS)
             # Not masked by `live`, so that loads are wide: what lies behind the end is not stored.
             prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
             tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
             share = prob * tl.exp2(tops - top[:, None]) * weight[:, None]
-            block, slot = locate(table, position, live, BS)
-            target = scores + (block * KH + kv_head) * BS + slot
-            tl.store(target, tl.load(target, mask=live) + tl.sum(share, 0), mask=live)
+            tl.store(target, score + tl.sum(share, 0), mask=live)
 
 
 @triton.jit(do_not_specialize=["stride_table", "num_tiles"])
@@ -89,42 +93,37 @@ def finish(
     PARTS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """The scores of the keys of one piece of a row of several, and its share of the row's output."""
-    item = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    words = pieces + item * FIELDS
-    row = tl.load(words)
-    if row < 0:
-        return
-    token, start, end, base, first, count = load_piece(words, TILE)
-    if count < 2:
-        return
+    """The scores of the keys of some pieces of rows of several, and their share of the rows' outputs."""
+    kv_head = (tl.program_id(0) % KH).to(tl.int64)
+    for item in range(tl.program_id(0) // KH, cut_pieces(pieces), tl.num_programs(0) // KH):
+        words = pieces + item * FIELDS
+        row = tl.load(words)
+        token, start, end, base, first, count = load_piece(words, TILE)
+        top, weight = row_totals(part_max, part_sum, first, count, kv_head, H, G, GS, PARTS)
+        table = block_table + row.to(tl.int64) * stride_table
+        add_scores(
+            scores, probs, tile_max, table, kv_head, start, end, base, top, weight, num_tiles,
+            KH, G, GS, BS, TILE, SPAN,
+        )  # fmt: skip
 
-    top, weight = row_totals(part_max, part_sum, first, count, kv_head, H, G, GS, PARTS)
-    table = block_table + row.to(tl.int64) * stride_table
-    add_scores(
-        scores, probs, tile_max, table, kv_head, start, end, base, top, weight, num_tiles,
-        KH, G, GS, BS, TILE, SPAN,
-    )  # fmt: skip
-
-    heads = tl.arange(0, GS)
-    parts = tl.arange(0, PARTS)
-    dims = tl.arange(0, DP)
-    wide = dims < D
-    # The pieces of a row divide its q heads among them.
-    for head in range(item - first, G, count):
-        head_top = tl.sum(tl.where(heads == head, top, 0.0), 0)
-        head_weight = tl.sum(tl.where(heads == head, weight, 0.0), 0)
-        acc = tl.zeros([DP], tl.float32)
-        for at in range(first, first + count, PARTS):
-            inside = at + parts < first + count
-            part = (at + parts).to(tl.int64) * H + kv_head * G + head
-            tops = tl.load(part_max + part, mask=inside, other=float("-inf"))
-            partial = tl.load(
-                part_out + part[:, None] * D + dims[None, :],
-                mask=inside[:, None] & wide[None, :],
-                other=0.0,
-            )
-            acc += tl.sum(partial * tl.exp2(tops - head_top)[:, None], 0)
-        target = out + token * stride_ot + (kv_head * G + head) * stride_oh + dims
-        tl.store(target, (acc * head_weight).to(out.dtype.element_ty), mask=wide)
+        heads = tl.arange(0, GS)
+        parts = tl.arange(0, PARTS)
+        dims = tl.arange(0, DP)
+        wide = dims < D
+        # The pieces of a row divide its q heads among them.
+        for head in range(item - first, G, count):
+            head_top = tl.sum(tl.where(heads == head, top, 0.0), 0)
+            head_weight = tl.sum(tl.where(heads == head, weight, 0.0), 0)
+            acc = tl.zeros([DP], tl.float32)
+            for at in range(first, first + count, PARTS):
+                inside = at + parts < first + count
+                part = (at + parts).to(tl.int64) * H + kv_head * G + head
+                tops = tl.load(part_max + part, mask=inside, other=float("-inf"))
+                partial = tl.load(
+                    part_out + part[:, None] * D + dims[None, :],
+                    mask=inside[:, None] & wide[None, :],
+                    other=0.0,
+                )
+                acc += tl.sum(partial * tl.exp2(tops - head_top)[:, None], 0)
+            target = out + token * stride_ot + (kv_head * G + head) * stride_oh + dims
+            tl.store(target, (acc * head_weight).to(out.dtype.element_ty), mask=wide)

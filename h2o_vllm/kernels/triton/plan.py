@@ -9,6 +9,9 @@ on the GPU from the live lengths, cuts the rows so that all pieces are about equ
 
     piece length  C = max(MIN_PIECE, total live keys / spare)
     pieces        sum over rows of ceil(len / C)  <=  B + total / C  <=  B + spare
+
+The pieces of rows that are cut come first: the second launch, which has nothing to do for the others, then
+finds its work without looking for it.
 """
 
 from __future__ import annotations
@@ -18,14 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["SPAN", "DecodeWorkspace", "load_piece"]
+__all__ = ["SPAN", "DecodeWorkspace", "cut_pieces", "load_piece"]
 
 SPAN = 256
 """Keys per step of the second launch of :mod:`.decode`; a multiple of the first one's."""
 
 _FIELDS = 8
 """Words of one piece: row, token, first key, end, first tile of the row's scratch or -1, the row's first
-piece, its number of pieces, unused. Row -1 = no piece."""
+piece, its number of pieces; how many pieces are those of rows that are cut. Row -1 = no piece."""
 _ROWS = 128
 _MIN_PIECE = 128
 """Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
@@ -160,6 +163,12 @@ def load_piece(words, TILE: tl.constexpr):
 
 
 @triton.jit
+def cut_pieces(pieces):
+    """How many pieces, the first ones, are those of rows of several."""
+    return tl.where(tl.load(pieces) < 0, 0, tl.load(pieces + 7))
+
+
+@triton.jit
 def _row_lengths(query_start_loc, seq_lens, rows, num_rows):
     """Live lengths of the rows that decode, else 0; and their tokens."""
     inside = rows < num_rows
@@ -176,6 +185,12 @@ def _cut(length, target, TILE: tl.constexpr):
     piece = ((length + parts - 1) // parts + TILE - 1) // TILE * TILE
     piece = tl.maximum(piece, TILE)
     return (length + piece - 1) // piece, piece
+
+
+@triton.jit
+def _apart(parts):
+    """Pieces of rows of several pieces, and of rows of one."""
+    return tl.where(parts > 1, parts, 0), tl.where(parts == 1, 1, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_pieces", "spare", "max_tiles"])
@@ -202,20 +217,29 @@ def _plan(
     target = (target + TILE - 1) // TILE * TILE
 
     mine = tl.program_id(0) * ROWS
-    pieces_before = tl.zeros([ROWS], tl.int32)
+    cut_before = tl.zeros([ROWS], tl.int32)
+    whole_before = tl.zeros([ROWS], tl.int32)
     tiles_before = tl.zeros([ROWS], tl.int32)
-    pieces_in_all = tl.zeros([ROWS], tl.int32)
+    cut_in_all = tl.zeros([ROWS], tl.int32)
+    whole_in_all = tl.zeros([ROWS], tl.int32)
     for at in range(0, num_rows, ROWS):
         length, _ = _row_lengths(query_start_loc, seq_lens, at + lane, num_rows)
         parts, _ = _cut(length, target, TILE)
-        pieces_in_all += parts
-        pieces_before += tl.where(at < mine, parts, 0)
+        cut, whole = _apart(parts)
+        cut_in_all += cut
+        whole_in_all += whole
+        cut_before += tl.where(at < mine, cut, 0)
+        whole_before += tl.where(at < mine, whole, 0)
         tiles_before += tl.where(at < mine, (length + TILE - 1) // TILE, 0)
 
     row = mine + lane
     length, token = _row_lengths(query_start_loc, seq_lens, row, num_rows)
     parts, piece = _cut(length, target, TILE)
-    first = tl.sum(pieces_before, 0) + tl.cumsum(parts, 0) - parts
+    cut, whole = _apart(parts)
+    num_cut = tl.sum(cut_in_all, 0)
+    first_cut = tl.sum(cut_before, 0) + tl.cumsum(cut, 0) - cut
+    first_whole = num_cut + tl.sum(whole_before, 0) + tl.cumsum(whole, 0) - whole
+    first = tl.where(parts > 1, first_cut, first_whole)
     tiles = (length + TILE - 1) // TILE
     base = tl.sum(tiles_before, 0) + tl.cumsum(tiles, 0) - tiles
     base = tl.where(base + tiles <= max_tiles, base, -1)
@@ -229,7 +253,10 @@ def _plan(
         tl.store(words + 4, base, mask=real)
         tl.store(words + 5, first, mask=real)
         tl.store(words + 6, parts, mask=real)
+        tl.store(words + 7, num_cut, mask=real)
 
     # What an earlier plan left behind the last piece.
-    for at in range(tl.sum(pieces_in_all, 0) + mine, num_pieces, tl.num_programs(0) * ROWS):
+    for at in range(
+        num_cut + tl.sum(whole_in_all, 0) + mine, num_pieces, tl.num_programs(0) * ROWS
+    ):
         tl.store(pieces + (at + lane) * FIELDS, -1, mask=at + lane < num_pieces)

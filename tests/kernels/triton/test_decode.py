@@ -132,7 +132,10 @@ def test_a_plan_covers_each_key_once_in_pieces_of_like_length(lengths: list[int]
     pieces = [piece[:7] for piece in workspace.pieces.tolist()]
     used = [piece for piece in pieces if piece[0] >= 0]
     assert pieces[: len(used)] == used
-    at, tiles = 0, 0
+    in_cut_rows = [piece[6] > 1 for piece in used]
+    assert in_cut_rows == sorted(in_cut_rows, reverse=True)
+    assert all(piece[7] == sum(in_cut_rows) for piece in workspace.pieces.tolist()[: len(used)])
+    tiles = 0
     limit = max(128, -(-sum(lengths) // 8)) + workspace.tile - 1
     for row, length in enumerate(lengths):
         mine = [piece for piece in used if piece[0] == row]
@@ -141,7 +144,12 @@ def test_a_plan_covers_each_key_once_in_pieces_of_like_length(lengths: list[int]
         assert cuts[-1] == length
         assert all(0 < end - start <= limit for start, end in pairwise(cuts))
         assert all(cut % workspace.tile == 0 for cut in cuts[:-1])
-        assert all(piece[1:2] + piece[4:] == [row, tiles, at, len(mine)] for piece in mine)
-        at += len(mine)
+        first = used.index(mine[0]) if mine else 0
+        assert used[first : first + len(mine)] == mine
+        assert all(piece[1:2] + piece[4:] == [row, tiles, first, len(mine)] for piece in mine)
         tiles += -(-length // workspace.tile)
-    assert len(used) == at
+    assert sorted(piece[0] for piece in used) == [
+        row for row, length in enumerate(lengths) for _ in range(sum(p[0] == row for p in used))
+    ]
+    # What the second launch is made for.
+    assert sum(in_cut_rows) <= 2 * workspace.spare

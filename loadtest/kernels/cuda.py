@@ -16,7 +16,12 @@ from functools import cached_property, partial
 import torch
 
 from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import DecodeWorkspace, add_prompt_scores, attend_decode
+from h2o_vllm.kernels.triton import (
+    DecodeWorkspace,
+    PromptSegments,
+    add_prompt_scores,
+    attend_decode,
+)
 from loadtest.common.machine import describe_gpu
 from loadtest.common.results import Row
 from loadtest.common.statistics import percentile
@@ -132,9 +137,13 @@ class Case:
     def ours(self) -> LayerCall:
         """Attention with scores of one token; of prompts the scores alone, after stock's attention."""
         if self.queries > 1:
+            prompts = PromptSegments.cut(
+                range(self.requests), self.starts[:-1].tolist(), self.starts[1:].tolist(),
+                self.lens.tolist(), self.lens.tolist(), self.kv_heads, "cuda",
+            )  # fmt: skip
             return lambda layer: add_prompt_scores(
                 self.query, self.keys[layer], self.scores[layer], self.table, self.starts,
-                self.lens, self.lse, self.scale, self.queries, self.length,
+                self.lens, self.lse, self.scale, prompts,
             )  # fmt: skip
         blocks = self.keys.shape[1]
         workspace = DecodeWorkspace(

@@ -20,7 +20,7 @@ from h2o_vllm.kernels.triton import (
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
 from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
 from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
-from tests.kernels.triton.prompt_laws import check_prompt
+from tests.kernels.triton.prompt_laws import check_prompt, check_prompt_alone
 from tests.kernels.triton.rescore_laws import ADJUSTING, check_rescore
 from tests.kernels.triton.table_laws import check_tables
 
@@ -177,6 +177,15 @@ def test_prompt_scores_of_a_long_prompt() -> None:
             [4096], [2048], group=4, kv_heads=2, size=128, dtype=torch.bfloat16, device="cuda"
         )
     )
+
+
+def test_a_prompt_does_not_depend_on_how_it_is_launched() -> None:
+    check_prompt_alone(
+        make_batch(
+            [5000, 60, 2500], [3000, 50, 2500], group=4, kv_heads=2, size=128, dtype=torch.bfloat16,
+            device="cuda",
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -119,7 +119,7 @@ def test_every_kernel_compiles_for_hopper(
     monkeypatch.setattr(JITFunction, "run", note)
     calls_of_a_step(*shape)
     kernels = {
-        "_plan", "_attend", "finish", "_add_prompt_scores", "_reset", "_select", "_move",
+        "_plan", "_attend", "finish", "_add_prompt_scores", "_add_partial_sums", "_reset", "_select", "_move",
         "_compact_tables", "_clear", "_rescore", "_order", "_settle",
     }  # fmt: skip
     # FP8 is FlashAttention's alone, which returns its log-sum-exp.

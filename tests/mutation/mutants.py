@@ -340,8 +340,26 @@ MUTANTS = (
     ),
     Mutant(
         "kernels-triton-no-query-sees-itself",
-        "total += tl.where(position[None, :] <= (context + token)[:, None], prob, 0.0)",
-        "total += tl.where(position[None, :] < (context + token)[:, None], prob, 0.0)",
+        "position[None, :] <= (context + at + ahead)[:, None]",
+        "position[None, :] < (context + at + ahead)[:, None]",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-the-last-segment-of-a-prompt-is-forgotten",
+        "mask=due > at + ahead,",
+        "mask=due > at + ahead + 1,",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-segments-begin-with-the-chunk",
+        "at = (at // length + 1) * length",
+        "at += length",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-half-of-the-cut-rows-are-not-finished",
+        "return tl.where(tl.load(pieces) < 0, 0, tl.load(pieces + 7))",
+        "return tl.where(tl.load(pieces) < 0, 0, tl.load(pieces + 7) // 2)",
         TRITON,
     ),
     Mutant(
@@ -395,8 +413,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-prompts-are-scored-from-their-start",
-        "unscored = rows.query_lens - rows.scored_queries",
-        "unscored = rows.query_lens - rows.query_lens",
+        "(ends - rows.scored_queries)[prompts].tolist(),",
+        "(ends - rows.query_lens)[prompts].tolist(),",
         CUDA,
     ),
     Mutant(

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from h2o_vllm.blocks.spec import evictable_spec
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
-from h2o_vllm.engine.cuda.impl import CudaScoringImpl, Scales, key_value_views, paged_views
+from h2o_vllm.engine.cuda.impl import CudaScoringImpl, Scales, paged_views
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 
@@ -73,8 +73,9 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
     stock = flash_attn.FlashAttentionImpl
     vllm_flash_attn_version: int | None
     fa4_hd256: bool
+    _paged_views: tuple[torch.Tensor, torch.Tensor]
 
-    def bind(self, state: WorkerState, layer: int) -> None:
+    def bind(self, state: Any, layer: int) -> None:
         """As the base class.
 
         Raises:
@@ -89,12 +90,13 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
                 "flash_attn_version to 2"
             )
         super().bind(state, layer)
+        self._paged_views = paged_views(*self._views)
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
         """The call of ``FlashAttentionImpl.forward`` for plain causal attention, asking for the LSE."""
         stock = batch.stock
         assert stock is not None
-        keys, values = paged_views(call.kv_cache, self.head_size)
+        keys, values = self._paged_views
         # One per row and KV head, as the kernels want them.
         shape = (stock.query_start_loc.shape[0] - 1, self.num_kv_heads)
         scales = Scales.of(call.layer, call.query, keys)
@@ -142,7 +144,7 @@ class H2OTritonImpl(CudaScoringImpl, triton_attn.TritonAttentionImpl):
         assert batch.prompt_rows is not None
         self.attend_stock(call, batch.stock)
         query = call.query[: batch.num_tokens]
-        keys, _ = key_value_views(call.kv_cache, self.head_size)
+        keys, _ = self._views
         scales = Scales.of(call.layer, query, keys)
         tokens, heads, _ = query.shape
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from h2o_vllm.engine.cuda.variants import Variant
+    from h2o_vllm.kernels.triton import PromptSegments
 
 __all__ = ["ScoredBatch"]
 
@@ -27,9 +28,8 @@ class ScoredBatch:
         block_table: [B, MB], int32. query_start_loc: [B + 1], int32. seq_lens: [B], int32, live lengths.
         decodes: whether scored rows with one query may be in it; the workspace knows which.
         prompt_rows: scored rows with several queries, [R], int32, or ``None``; never in a CUDA graph.
-        scored_from: where the scored ones of each row's queries start in the batch, [B], int32; ``None`` if
-            all of every prompt row's are.
-        max_query_len, max_seq_len: no prompt row has more.
+        prompts: their scored queries, or ``None``.
+        max_query_len: no prompt row has more.
     """
 
     variant: Variant
@@ -41,6 +41,5 @@ class ScoredBatch:
     seq_lens: torch.Tensor
     decodes: bool
     prompt_rows: torch.Tensor | None
-    scored_from: torch.Tensor | None = None
+    prompts: PromptSegments | None
     max_query_len: int = 0
-    max_seq_len: int = 0

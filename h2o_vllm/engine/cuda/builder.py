@@ -81,7 +81,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                 int(state.live_lens(common)[clearing].max()),
             )
         prompts = np.flatnonzero(rows.prompts)
-        unscored = rows.query_lens - rows.scored_queries
+        ends = rows.starts + rows.query_lens
         return self._batch(
             state.step_variant.current,
             common,
@@ -89,11 +89,18 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             fast_build,
             decodes=bool(rows.decodes.any()),
             prompt_rows=self._to_device(prompts) if prompts.size else None,
-            scored_from=self._to_device(common.query_start_loc_cpu[:-1].numpy() + unscored)
-            if unscored[prompts].any()
+            prompts=kernels.PromptSegments.cut(
+                prompts.tolist(),
+                (ends - rows.scored_queries)[prompts].tolist(),
+                ends[prompts].tolist(),
+                rows.seq_lens[prompts].tolist(),
+                rows.seq_lens[prompts].tolist(),
+                state.scores.shape[2],
+                self._live.device,
+            )
+            if prompts.size
             else None,
             max_query_len=int(rows.query_lens[prompts].max(initial=0)),
-            max_seq_len=int(rows.seq_lens[prompts].max(initial=0)),
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
@@ -170,7 +177,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             block_table=self._table[:rows],
             query_start_loc=common.query_start_loc,
             seq_lens=self._live[:rows],
-            **{"prompt_rows": None, **ours},
+            **{"prompt_rows": None, "prompts": None, **ours},
         )
 
     def _to_device(self, numbers: np.ndarray) -> torch.Tensor:

@@ -58,9 +58,8 @@ def key_value_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tenso
     return keys, values
 
 
-def paged_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`key_value_views`, with strides that FlashAttention's TMA accepts (KH = 1)."""
-    keys, values = key_value_views(kv_cache, head_size)
+def paged_views(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with strides that FlashAttention's TMA accepts (KH = 1)."""
     return canonicalize_singleton_dim_strides(keys), canonicalize_singleton_dim_strides(values)
 
 
@@ -82,6 +81,14 @@ class CudaScoringImpl(ScoringImpl):
 
     scored_metadata = ScoredBatch
     _state: CudaState
+    _views: tuple[torch.Tensor, torch.Tensor]
+    """Keys and values of this layer's cache, [N, BS, KH, D] each; made once, as a step has many layers."""
+
+    def bind(self, state: Any, layer: int) -> None:
+        """As the base class."""
+        super().bind(state, layer)
+        caches = state.kv_layers
+        self._views = caches.key_caches[layer], caches.value_caches[layer]
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Our kernels write the model's dtype only."""
@@ -91,7 +98,7 @@ class CudaScoringImpl(ScoringImpl):
     def attend(self, call: AttentionCall, batch: ScoredBatch) -> None:
         """Stock attention for its rows, our decodes, then the scores of the prompts."""
         self._state.note_served(batch, self._layer)
-        keys, values = key_value_views(call.kv_cache, self.head_size)
+        keys, values = self._views
         query, output = call.query[: batch.num_tokens], call.output[: batch.num_tokens]
         scales = Scales.of(call.layer, query, keys)
         lse = None
@@ -112,7 +119,7 @@ class CudaScoringImpl(ScoringImpl):
                 self._state.workspace,
                 *scales,
             )
-        if lse is not None:
+        if lse is not None and batch.prompts is not None:
             kernels.add_prompt_scores(
                 query,
                 keys,
@@ -122,12 +129,9 @@ class CudaScoringImpl(ScoringImpl):
                 batch.seq_lens,
                 lse,
                 self.scale,
-                batch.max_query_len,
-                batch.max_seq_len,
-                batch.prompt_rows,
+                batch.prompts,
                 scales.query,
                 scales.key,
-                scored_from=batch.scored_from,
             )
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:

@@ -51,4 +51,5 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
         query, keys, nothing[None], starts, lens, 1.0, lse, 2, nothing, scales.query, scales.key
     )
     if isinstance(layer.impl, H2OFlashImpl):
-        warm_up_flash(layer.impl, layer, *paged_views(layer.kv_cache, size), query.dtype, dtype)
+        views = paged_views(keys, state.kv_layers.value_caches[0])
+        warm_up_flash(layer.impl, layer, *views, query.dtype, dtype)

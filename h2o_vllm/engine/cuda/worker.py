@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["H2OGPUWorker"]
 
-_SCRATCH_BYTES = 64 << 20
-"""What the kernels hold whatever the size of the pool: lists of moves, partial results."""
+_SCRATCH_BYTES = 96 << 20
+"""What the kernels hold whatever the size of the pool: lists of moves, partial results of prompts."""
 
 
 class H2OGPUWorker(EvictingWorker[CudaState], Worker):

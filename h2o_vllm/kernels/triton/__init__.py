@@ -13,7 +13,7 @@ take for granted, :func:`warm_up` compiles them all. Each step, in this order:
     DecodeWorkspace.plan  the metadata builder: who decodes, split how   eager, 1 launch
     attend_decode       per layer, in or out of a CUDA graph             2 launches
     prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch
-    add_prompt_scores   per layer, if there are prompt rows              eager, 1 launch
+    add_prompt_scores   per layer, if there are prompt rows              eager, 2 launches; 1 if no row is cut
 
 Nothing here waits for the GPU, and nothing in a graph allocates. Rows that are scored share no block: that is
 the design's law (a policy that moves tokens reads no cached blocks), so sums need no atomics.
@@ -31,6 +31,7 @@ from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import BY_KEYS, BY_VALUES, PER_QUERY, Rescore, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
+from h2o_vllm.kernels.triton.segments import PromptSegments
 from h2o_vllm.kernels.triton.tables import EVICTING, SCORED, compact_tables
 from h2o_vllm.kernels.triton.warmup import warm_up
 
@@ -43,6 +44,7 @@ __all__ = [
     "DecodeWorkspace",
     "Evictions",
     "KVLayers",
+    "PromptSegments",
     "Rescore",
     "Rescores",
     "add_prompt_scores",

@@ -3,9 +3,9 @@
 """Scores of prompt chunks: column sums of the causal softmax, given each query's log-sum-exp.
 
 The attention itself stays with vLLM's kernel, which knows the log-sum-exp of each query. With it a
-probability needs no second pass: one program owns a tile of keys of one kv head, walks over the later queries
-of all q heads of its group, and sums ``exp(logit - lse)``. Half of attention's operations (no P.V), causal
-tiles only, each score written once by one program.
+probability needs no second pass: one program owns a tile of keys of one kv head and a segment of a row's
+queries (:mod:`.segments`), walks over those of all q heads of its group, and sums ``exp(logit - lse)``. Half
+of attention's operations (no P.V), causal tiles only, each sum written once by one program.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import dot
 from h2o_vllm.kernels.triton.paged import load_keys, locate
+from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
 
 __all__ = ["COMPUTE", "add_prompt_scores"]
 
 _LOG2E = 1.4426950408889634
 COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16}
 """What queries are multiplied in; all others in bfloat16, which holds every float8_e4m3fn exactly."""
+_SUMMED_KEYS = 256
+"""Keys of one program of the second launch."""
 
 
 def add_prompt_scores(
@@ -34,17 +37,14 @@ def add_prompt_scores(
     seq_lens: Tensor,
     lse: Tensor,
     scale: float,
-    max_query_len: int,
-    max_seq_len: int,
-    rows: Tensor | None = None,
+    prompts: PromptSegments,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
-    scored_from: Tensor | None = None,
 ) -> None:
     """Add the probabilities that each key receives from its row's queries. Eager.
 
     The queries of a row are the last positions of its live sequence; there may be context before them
-    (chunked prefill, prefix-cache hit). Rows with one query or length 0 are left alone.
+    (chunked prefill, prefix-cache hit). Rows of live length 0 are left alone.
 
     Args:
         query: [T, H, D]; may be strided along T.
@@ -55,74 +55,85 @@ def add_prompt_scores(
         seq_lens: [B], int32, live lengths including the chunk.
         lse: [H, T], float32, any strides: natural log of the sum of exp(scaled logits) of each query.
         scale: factor on q.k before the softmax.
-        max_query_len, max_seq_len: no row of this call has more; host numbers, they size the grid.
-        rows: [R], int32: the rows to look at, each once; all if left out. Saves launching empty programs.
+        prompts: which rows' queries are scored, and by whom.
         query_scale, key_scale: see :func:`.decode.attend_decode`.
-        scored_from: [B], int32: where in the batch each row's scored queries start, up to its last one; its
-            first query if left out.
     """
-    count = seq_lens.shape[0] if rows is None else rows.shape[0]
-    if count == 0 or max_query_len < 2 or max_seq_len < 2:
-        return
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
-    # Keys and queries per tile, warps: a tile of 128 x 128 sums is 64 registers of 256 threads, twice.
-    # float32 has no tensor core and keeps its operands in registers as well: larger tiles would spill.
-    tile, warps = (128, 8) if padded <= 128 else (64, 4)
-    if query.dtype == torch.float32:
-        tile, warps = 32, 4
-    grid = (triton.cdiv(max_seq_len, tile), kv_heads, count)
-    _add_prompt_scores[grid](
-        query,
-        key_cache,
-        scores,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        lse,
-        rows,
-        scored_from,
-        query_scale,
-        key_scale,
-        scale * _LOG2E,
-        query.stride(0),
-        query.stride(1),
-        *key_cache.stride()[:3],
-        block_table.stride(0),
-        lse.stride(0),
-        lse.stride(1),
-        KH=kv_heads,
-        G=query.shape[1] // kv_heads,
-        COMPUTE=COMPUTE.get(query.dtype, tl.bfloat16),
-        D=size,
-        DP=padded,
-        BS=block_size,
-        KEYS=tile,
-        QUERIES=tile,
-        num_warps=warps,
-        num_stages=2,
-    )
+    queries, keys, warps, stages = _tile(query.dtype, padded)
+    # A tensor in any case: None would be another form to compile.
+    partial = scores if prompts.partial is None else prompts.partial
+    for begin, end, sums in prompts.launches:
+        segments = prompts.segments[begin:end]
+        grid = (triton.cdiv(prompts.max_keys, keys), kv_heads, end - begin)
+        _add_prompt_scores[grid](
+            query,
+            key_cache,
+            scores,
+            partial,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            lse,
+            segments,
+            query_scale,
+            key_scale,
+            scale * _LOG2E,
+            query.stride(0),
+            query.stride(1),
+            *key_cache.stride()[:3],
+            block_table.stride(0),
+            lse.stride(0),
+            lse.stride(1),
+            KH=kv_heads,
+            G=query.shape[1] // kv_heads,
+            COMPUTE=COMPUTE.get(query.dtype, tl.bfloat16),
+            D=size,
+            DP=padded,
+            BS=block_size,
+            KEYS=keys,
+            QUERIES=queries,
+            FIELDS=FIELDS,
+            num_warps=warps,
+            num_stages=stages,
+        )
+        if sums:
+            grid = (triton.cdiv(prompts.max_keys, _SUMMED_KEYS), kv_heads, end - begin)
+            _add_partial_sums[grid](
+                scores,
+                partial,
+                block_table,
+                seq_lens,
+                segments,
+                block_table.stride(0),
+                KH=kv_heads,
+                BS=block_size,
+                KEYS=_SUMMED_KEYS,
+                FIELDS=FIELDS,
+                UNROLLED=8,
+                num_warps=4,
+            )
+
+
+def _tile(dtype: torch.dtype, padded: int) -> tuple[int, int, int, int]:
+    """Queries and keys per tile, warps, stages."""
+    if dtype == torch.float32:
+        # No tensor core: its operands are in registers as well, larger tiles would spill.
+        return 32, 32, 4, 2
+    return (64, 128, 4, 2) if padded <= 128 else (64, 64, 4, 2)
 
 
 @triton.jit
 def _probabilities(
-    queries, lse, k, at, count, stride_qt, stride_qh, stride_lh, stride_lt, scale_log2, dims, wide,
-    G: tl.constexpr, QUERIES: tl.constexpr,
+    query, q_rows, lse, lse_rows, k, ahead, left, scale_log2, wide, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """exp(logit - lse) of QUERIES (token, q head) pairs, numbered token by token, for a tile of keys."""
-    pair = at + tl.arange(0, QUERIES)
-    real = pair < count
-    token = pair // G
-    head = pair % G
-    q = tl.load(
-        queries + (token.to(tl.int64) * stride_qt + head * stride_qh)[:, None] + dims[None, :],
-        mask=real[:, None] & wide[None, :],
-        other=0.0,
-    )
-    # A pair that is none: exp(0 - inf) = 0.
-    sums = tl.load(lse + head * stride_lh + token * stride_lt, mask=real, other=float("inf"))
-    logits = dot(q.to(k.dtype), k, tl.zeros([QUERIES, k.shape[1]], tl.float32)) * scale_log2
-    return tl.exp2(logits - (sums * 1.4426950408889634)[:, None]), token
+    """exp(logit - lse) of a tile of queries, of whose tokens ``left`` are real, for a tile of keys."""
+    real = ahead < tl.minimum(left, TOKENS)
+    q = tl.load(query + q_rows, mask=real[:, None] & wide[None, :], other=0.0)
+    # A row that is none: exp(0 - inf) = 0.
+    sums = tl.load(lse + lse_rows, mask=real, other=float("inf"))
+    logits = dot(q.to(k.dtype), k, tl.zeros([q_rows.shape[0], k.shape[1]], tl.float32)) * scale_log2
+    return tl.exp2(logits - (sums * 1.4426950408889634)[:, None])
 
 
 # Not specialised: strides that change with the batch would compile in the middle of serving.
@@ -131,12 +142,12 @@ def _add_prompt_scores(
     query,
     key_cache,
     scores,
+    partial,
     block_table,
     query_start_loc,
     seq_lens,
     lse,
-    rows,
-    scored_from,
+    segments,
     query_scale,
     key_scale,
     scale_log2,
@@ -156,26 +167,32 @@ def _add_prompt_scores(
     BS: tl.constexpr,
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):
-    """One tile of keys of one row and kv head."""
-    row = tl.program_id(2)
-    if rows is not None:
-        row = tl.load(rows + row)
+    """One tile of keys of one kv head, and the queries of one segment."""
+    words = segments + tl.program_id(2) * FIELDS
+    row = tl.load(words)
+    start = tl.load(words + 1)
+    tokens = tl.load(words + 2) - start
+    offset = tl.load(words + 3)
     kv_head = tl.program_id(1).to(tl.int64)
     first_key = tl.program_id(0) * KEYS
     length = tl.load(seq_lens + row)
-    start = tl.load(query_start_loc + row)
-    end = tl.load(query_start_loc + row + 1)
-    if end - start < 2 or first_key >= length:
+    if first_key >= length:
         return
-    if scored_from is not None:
-        start = tl.load(scored_from + row)
-    tokens = end - start
+    # Live keys before the segment's first query, and those that its last one sees.
+    context = length - tl.load(query_start_loc + row + 1) + start
+    seen = context + tokens
+    position = first_key + tl.arange(0, KEYS)
+    target = partial + offset + kv_head * tl.load(words + 4) + position
+    if first_key >= seen:
+        if offset >= 0:
+            tl.store(target, tl.zeros([KEYS], tl.float32))
+        return
 
     dims = tl.arange(0, DP)
     wide = dims < D
-    position = first_key + tl.arange(0, KEYS)
-    live = position < length
+    live = position < seen
     block, slot = locate(block_table + row.to(tl.int64) * stride_table, position, live, BS)
     keys = key_cache + kv_head * stride_kh + dims[:, None]
     k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "").to(COMPUTE)
@@ -183,28 +200,77 @@ def _add_prompt_scores(
         scale_log2 *= tl.load(query_scale)
     if key_scale is not None:
         scale_log2 *= tl.load(key_scale)
-    queries = query + start.to(tl.int64) * stride_qt + kv_head * G * stride_qh
-    sums = lse + start.to(tl.int64) * stride_lt + kv_head * G * stride_lh
+    # A tile's rows are the q heads of whole tokens, so that they lie alike in every tile.
+    TOKENS: tl.constexpr = QUERIES // G
+    ahead = tl.arange(0, QUERIES) // G
+    head = tl.arange(0, QUERIES) % G
+    q_rows = (ahead * stride_qt + head * stride_qh)[:, None] + dims[None, :]
+    lse_rows = ahead * stride_lt + head * stride_lh
+    # 64 bits, so that products with them are.
+    stride_qt, stride_lt = stride_qt.to(tl.int64), stride_lt.to(tl.int64)
+    query += start * stride_qt + kv_head * G * stride_qh
+    lse += start * stride_lt + kv_head * G * stride_lh
 
-    # Pairs before `seeing` see no key of the tile, those from `all_seeing` on see all of it.
-    context = length - tokens
-    count = tokens * G
-    seeing = tl.maximum(first_key - context, 0) * G
-    all_seeing = tl.maximum(first_key + KEYS - 1 - context, 0) * G
-    all_seeing = seeing + (tl.maximum(all_seeing - seeing, 0) + QUERIES - 1) // QUERIES * QUERIES
+    # Tokens before `seeing` see no key of the tile, those from `all_seeing` on see all of it.
+    seeing = tl.maximum(first_key - context, 0)
+    all_seeing = tl.maximum(first_key + KEYS - 1 - context, 0)
+    all_seeing = seeing + (tl.maximum(all_seeing - seeing, 0) + TOKENS - 1) // TOKENS * TOKENS
     # Summed over queries at the end only: a sum across warps costs more than the additions.
     total = tl.zeros([QUERIES, KEYS], tl.float32)
-    for at in range(seeing, tl.minimum(all_seeing, count), QUERIES):
-        prob, token = _probabilities(
-            queries, sums, k, at, count, stride_qt, stride_qh, stride_lh, stride_lt, scale_log2,
-            dims, wide, G, QUERIES,
+    for at in range(seeing, tl.minimum(all_seeing, tokens), TOKENS):
+        prob = _probabilities(
+            query + at * stride_qt, q_rows, lse + at * stride_lt, lse_rows, k, ahead, tokens - at,
+            scale_log2, wide, TOKENS,
         )  # fmt: skip
-        total += tl.where(position[None, :] <= (context + token)[:, None], prob, 0.0)
-    for at in range(all_seeing, count, QUERIES):
-        prob, _ = _probabilities(
-            queries, sums, k, at, count, stride_qt, stride_qh, stride_lh, stride_lt, scale_log2,
-            dims, wide, G, QUERIES,
+        total += tl.where(position[None, :] <= (context + at + ahead)[:, None], prob, 0.0)
+    for at in range(all_seeing, tokens, TOKENS):
+        total += _probabilities(
+            query + at * stride_qt, q_rows, lse + at * stride_lt, lse_rows, k, ahead, tokens - at,
+            scale_log2, wide, TOKENS,
         )  # fmt: skip
-        total += prob
+    column = tl.sum(total, 0)
+    if offset < 0:
+        score = scores + (block * KH + kv_head) * BS + slot
+        tl.store(score, tl.load(score, mask=live) + column, mask=live)
+    else:
+        tl.store(target, column)
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _add_partial_sums(
+    scores,
+    partial,
+    block_table,
+    seq_lens,
+    segments,
+    stride_table,
+    KH: tl.constexpr,
+    BS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """What the segments behind a row's first have summed: some keys of one kv head, segment by segment."""
+    words = segments + tl.program_id(2) * FIELDS
+    follow = tl.load(words + 5)
+    row = tl.load(words)
+    length = tl.load(seq_lens + row)
+    first_key = tl.program_id(0) * KEYS
+    if follow == 0 or first_key >= length:
+        return
+    kv_head = tl.program_id(1).to(tl.int64)
+    room = tl.load(words + 4)
+    position = first_key + tl.arange(0, KEYS)
+    live = position < length
+    block, slot = locate(block_table + row.to(tl.int64) * stride_table, position, live, BS)
     target = scores + (block * KH + kv_head) * BS + slot
-    tl.store(target, tl.load(target, mask=live) + tl.sum(total, 0), mask=live)
+    score = tl.load(target, mask=live)
+    columns = partial + tl.load(words + FIELDS + 3) + kv_head * room + position
+    due = tl.where(live, follow, 0)
+    # From segment to segment; 64 bits, so that products with it are.
+    step = room.to(tl.int64) * KH
+    for at in range(0, follow, UNROLLED):
+        # In their order, so that each is added as if it came in a call of its own; loaded together.
+        for ahead in tl.static_range(UNROLLED):
+            score += tl.load(columns + (at + ahead) * step, mask=due > at + ahead, other=0.0)
+    tl.store(target, score, mask=live)

@@ -15,6 +15,7 @@ from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import Rescore, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
+from h2o_vllm.kernels.triton.segments import SHORTEST, PromptSegments
 
 __all__ = ["warm_up"]
 
@@ -49,9 +50,12 @@ def warm_up(
     scales = (query_scale, key_scale)
     attend_decode(query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale)
     lse = torch.zeros(query.shape[1], 2, device=device)
-    given = (query, key, scores[0], table, starts, nothing, lse, 1.0, 2, block_size)
-    for rows, scored_from in ((None, None), (nothing, None), (nothing, nothing)):
-        add_prompt_scores(*given, rows, *scales, scored_from=scored_from)
+    # Two positions, and a cut between them: both launches.
+    prompts = PromptSegments.cut(
+        [0], [0], [2], [SHORTEST + 1], [block_size], scores.shape[2], device
+    )
+    given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
+    add_prompt_scores(*given, *scales)
     clear_scores(scores, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):

@@ -4,12 +4,46 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from h2o_vllm.kernels.triton import add_prompt_scores
+from h2o_vllm.kernels.triton import PromptSegments, add_prompt_scores
+from h2o_vllm.kernels.triton.segments import cuts
 from tests.kernels.cpu.cases import assert_no_worse
 from tests.kernels.triton.cases import Batch, bits, exact_prompt, plain_torch
+
+
+def segments_of(
+    batch: Batch,
+    rows: list[int] | None = None,
+    last: list[int] | None = None,
+    holes: list[int] | None = None,
+    **options: Any,
+) -> PromptSegments:
+    """As the metadata builder makes them; see :func:`check_prompt`."""
+    lengths = batch.lengths
+    if rows is None:
+        rows = [row for row, (length, count) in enumerate(lengths) if length and count > 1]
+    ends = batch.query_start_loc[1:].tolist()
+    counts = [count for _, count in lengths] if last is None else last
+    return PromptSegments.cut(
+        rows, [ends[row] - counts[row] for row in rows], [ends[row] for row in rows],
+        [lengths[row][0] + (holes[row] if holes else 0) for row in rows],
+        [lengths[row][0] for row in rows],
+        batch.key_cache.shape[2], batch.scores.device, **options,
+    )  # fmt: skip
+
+
+def add_scores(batch: Batch, scores: Tensor, lse: Tensor, prompts: PromptSegments) -> None:
+    if prompts.partial is not None:
+        prompts.partial.fill_(float("nan"))
+    add_prompt_scores(
+        batch.query, batch.key_cache, scores, batch.block_table, batch.query_start_loc, batch.seq_lens,
+        lse, batch.scale, prompts, *batch.device_scales[:2],
+    )  # fmt: skip
 
 
 def check_prompt(
@@ -17,11 +51,16 @@ def check_prompt(
     rows: list[int] | None = None,
     transposed: bool = False,
     last: list[int] | None = None,
-) -> None:
+    **options: Any,
+) -> PromptSegments:
     """Scores of the rows with several queries equal the reference, the others stay as they were.
 
     Args:
         last: how many of each row's queries are scored; all if left out.
+        options: ``holes``, tokens that each row has lost before; what :meth:`.PromptSegments.cut` takes.
+
+    Returns:
+        How the rows were cut.
     """
     asked = batch
     if rows is not None:
@@ -38,16 +77,53 @@ def check_prompt(
     if transposed:
         lse = lse.T.contiguous().T
     scores = batch.scores.clone()
-    lengths = batch.lengths
-    add_prompt_scores(
-        batch.query, batch.key_cache, scores, batch.block_table, batch.query_start_loc, batch.seq_lens,
-        lse, batch.scale, max(count for _, count in lengths), max(length for length, _ in lengths),
-        None if rows is None else torch.tensor(rows, dtype=torch.int32, device=scores.device),
-        *batch.device_scales[:2], scored_from=scored_from,
-    )  # fmt: skip
+    prompts = segments_of(batch, rows, last, **options)
+    add_scores(batch, scores, lse, prompts)
     scored = bits(want) != bits(batch.scores)
     assert torch.equal(bits(scores[~scored]), bits(batch.scores[~scored]))
     if last is None:
         assert_no_worse(scores[scored], want[scored], plain[scored], 4e-6)
     else:  # plain torch knows no last queries
         torch.testing.assert_close(scores[scored], want[scored], rtol=1e-5, atol=4e-6)
+    return prompts
+
+
+def check_prompt_alone(batch: Batch) -> None:
+    """However a prompt is launched, its scores are the same bit for bit.
+
+    In its batch; alone; with room for one row's partial sums only; in chunks that end where it is cut.
+    """
+    lse, _ = exact_prompt(batch)
+    want = batch.scores.clone()
+    add_scores(batch, want, lse, together := segments_of(batch))
+    assert len(together.launches) == 1
+    most = max(_partial_sums(batch, row) for row in range(len(batch.seq_lens)))
+    tight = segments_of(batch, scratch_bytes=4 * most)
+    assert len(tight.launches) > 1
+    again = batch.scores.clone()
+    add_scores(batch, again, lse, tight)
+    assert torch.equal(bits(again), bits(want))
+    alone, chunked = batch.scores.clone(), batch.scores.clone()
+    for row, (length, count) in enumerate(batch.lengths):
+        add_scores(batch, alone, lse, segments_of(batch, [row]))
+        at = int(batch.query_start_loc[row])
+        for first, end in pairwise(cuts(length - count, length)):
+            gone = length - end
+            chunk = dataclasses.replace(
+                batch,
+                query=batch.query[at : at + end - first],
+                query_start_loc=torch.tensor(
+                    [0, end - first], dtype=torch.int32, device=lse.device
+                ),
+                seq_lens=batch.seq_lens[row : row + 1] - gone,
+                block_table=batch.block_table[row : row + 1],
+            )
+            add_scores(chunk, chunked, lse[:, at : at + end - first], segments_of(chunk))
+            at += end - first
+    assert torch.equal(bits(alone), bits(want))
+    assert torch.equal(bits(chunked), bits(want))
+
+
+def _partial_sums(batch: Batch, row: int) -> int:
+    partial = segments_of(batch, [row]).partial
+    return 0 if partial is None else partial.numel()

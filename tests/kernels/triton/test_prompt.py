@@ -6,8 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.triton.cases import DTYPES, make_batch
-from tests.kernels.triton.prompt_laws import check_prompt
+from tests.kernels.triton.cases import DTYPES, bits, make_batch
+from tests.kernels.triton.prompt_laws import (
+    add_scores,
+    check_prompt,
+    check_prompt_alone,
+    segments_of,
+)
 
 SHAPES = [  # (group, head size, block size, layout)
     (1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"), (8, 96, 64, "HND"),
@@ -72,3 +77,36 @@ def test_only_the_last_queries_are_scored(group: int) -> None:
     batch = make_batch([150, 70, 90, 40], [150, 30, 90, 1], group=group)
     check_prompt(batch, last=[32, 1, 90, 1])
     check_prompt(batch, rows=[0, 1], last=[33, 30, 1, 1])
+
+
+def test_long_rows_are_cut_and_summed() -> None:
+    prompts = check_prompt(make_batch([700, 900, 300, 40], [700, 90, 40, 1], group=2))
+    assert [(row, end - start) for row, start, end, *_ in prompts.segments.tolist()] == [
+        (0, 256), (0, 256), (0, 188), (1, 86), (1, 4), (2, 40),
+    ]  # fmt: skip
+
+
+def test_a_row_that_lost_tokens_is_cut_by_its_logical_positions() -> None:
+    batch = make_batch([300, 200], [100, 200], group=1)
+    prompts = check_prompt(batch, holes=[512, 16 * 3])
+    assert [(row, end - start) for row, start, end, *_ in prompts.segments.tolist()] == [
+        (0, 56), (0, 44), (1, 200),
+    ]  # fmt: skip
+    prompts = check_prompt(batch, holes=[500, 20])
+    assert prompts.segments[0, :3].tolist() == [0, 0, 68]
+
+
+def test_the_last_queries_of_a_cut_row_are_scored() -> None:
+    check_prompt(make_batch([520, 300], [400, 300], group=1), last=[290, 20])
+
+
+def test_a_prompt_does_not_depend_on_how_it_is_launched() -> None:
+    check_prompt_alone(make_batch([700, 60, 600], [700, 50, 300], group=3))
+
+
+def test_nothing_is_launched_for_no_rows() -> None:
+    batch = make_batch([40, 9], [1, 1])
+    prompts, scores = segments_of(batch), batch.scores.clone()
+    assert prompts.launches == () and prompts.partial is None
+    add_scores(batch, scores, torch.zeros(batch.query.shape[1], 2), prompts)
+    assert torch.equal(bits(scores), bits(batch.scores))

@@ -418,6 +418,18 @@ MUTANTS = (
         CUDA,
     ),
     Mutant(
+        "engine-cuda-a-prompt-beside-unscored-rows-is-not-scored",
+        "if Variant.HOLES in captured and not rows.scored_queries.any():",
+        "if Variant.HOLES in captured and not rows.decodes.any():",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-the-graph-of-unscored-rows-scores",
+        "decodes = variant is not Variant.HOLES",
+        "decodes = True",
+        CUDA,
+    ),
+    Mutant(
         "engine-cuda-flags-of-the-last-step",
         "if self._flags_sent is None or not np.array_equal(flags, self._flags_sent):",
         "if self._flags_sent is None:",

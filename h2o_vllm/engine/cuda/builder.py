@@ -94,7 +94,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                 (ends - rows.scored_queries)[prompts].tolist(),
                 ends[prompts].tolist(),
                 rows.seq_lens[prompts].tolist(),
-                rows.seq_lens[prompts].tolist(),
+                state.live_lens(common)[prompts].tolist(),
                 state.scores.shape[2],
                 self._live.device,
             )
@@ -120,7 +120,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             common.query_start_loc,
             np.zeros(common.num_reqs, dtype=np.int8),
         )
-        return self._batch(variant, common, 0, False, capturing=True, decodes=True)
+        decodes = variant is not Variant.HOLES
+        return self._batch(variant, common, 0, False, capturing=True, decodes=decodes)
 
     def _drop_holes(
         self,
@@ -164,7 +165,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
     ) -> ScoredBatch:
         rows = common.num_reqs
         stock = None
-        if variant is Variant.MIXED:
+        if variant in (Variant.MIXED, Variant.HOLES):
             without_holes = replace(
                 common, block_table_tensor=self._table[:rows], seq_lens=self._rest[:rows]
             )

@@ -13,11 +13,14 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.engine.cuda.compat import FullGraphsManager
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from vllm.config import VllmConfig
 
 __all__ = ["H2OModelRunner", "VariantDescriptor", "VariantGraphManager", "captured_variants"]
 
@@ -44,7 +47,8 @@ class _VariantCapture(FullGraphsManager):
         self, stock: list[BatchExecutionDescriptor]
     ) -> Iterator[BatchExecutionDescriptor]:
         """Largest batch first, all its variants together: memory profiling samples two of them."""
-        return (VariantDescriptor.of(desc, variant) for desc in stock for variant in Variant)
+        variants = self.step_variant.captured
+        return (VariantDescriptor.of(desc, variant) for desc in stock for variant in variants)
 
     def capture(self, create_forward_fn: Any, *args: Any, **kwargs: Any) -> None:
         """As the base class; the metadata builder is told which variant it builds for."""
@@ -90,9 +94,10 @@ class H2OModelRunner(GPUModelRunner):
 
     cudagraph_manager: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.step_variant = StepVariant()
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        ours = H2OConfig.from_mapping(vllm_config.additional_config[CONFIG_KEY])
+        self.step_variant = StepVariant(captured=variants_for(ours.kv_policy))
+        super().__init__(vllm_config, *args, **kwargs)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """As the base class, also when it profiles: the memory of all variants is then counted."""

@@ -5,6 +5,7 @@
 row        attention            scores                        in a CUDA graph
 ========== ==================== ============================= ==================
 no budget  vLLM                 none                          yes
+evicting   vLLM, without holes  none (``window``, ``keydiff``)  yes
 decode     ours                 ours, in the same pass        yes
 prompt     vLLM, with its LSE   column sums, from the LSE     no (attention is eager)
 ========== ==================== ============================= ==================

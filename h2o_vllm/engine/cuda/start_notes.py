@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from h2o_vllm.engine.cuda.variants import Variant
+from h2o_vllm.engine.cuda.variants import variants_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +38,7 @@ def warn_of_batches_without_graphs(config: VllmConfig) -> None:
             most,
             largest,
             most,
-            # Every 16 requests, each variant: vLLM's own steps.
-            -(-(most - largest) // 16) * len(Variant),
+            # Every 16 requests, vLLM's own steps; each policy has as many variants.
+            -(-(most - largest) // 16) * len(variants_for("h2o")),
             largest,
         )

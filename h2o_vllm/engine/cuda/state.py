@@ -75,7 +75,7 @@ class CudaState(WorkerState):
                     self.policies.prompt_tokens(common.req_idx),
                     self.policies.sinks(common.req_idx),
                 )
-        self.step_variant.current = variant_of(rows)
+        self.step_variant.current = variant_of(rows, self.step_variant.captured)
         return rows
 
     def punched(self, request_id: str, count: int) -> None:

@@ -158,7 +158,9 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             return
         counts = captured_variants(self.model_runner.cudagraph_manager)
         layers = state.scores.shape[0]
-        for variant in (Variant.MIXED, Variant.SCORED):
+        for variant in self.model_runner.step_variant.captured:
+            if variant is Variant.STOCK:
+                continue
             captured = state.layers_captured(variant)
             if counts[variant] != counts[Variant.STOCK] or (counts[variant] and captured != layers):
                 raise ConfigError(

@@ -27,11 +27,12 @@ from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.config import CONFIG_KEY, H2OConfig
 from h2o_vllm.engine.cuda import backends
 from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.state import CudaState
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.kernels import triton as kernels
 from tests.engine.cuda.fake_stream import Stream
@@ -262,7 +263,8 @@ class FakeGPU:
             # As on CUDA; the implementations ask the platform.
             impl.supports_quant_query_input = True
             impl.fp8_dtype = FP8
-        self.state = self._state(num_blocks, table.shape[0])
+        ours = H2OConfig.from_mapping(rig.config.additional_config[CONFIG_KEY])
+        self.state = self._state(num_blocks, table.shape[0], ours.kv_policy)
         self.builder.bind(self.state, table)
         for index, impl in enumerate(self.impls):
             impl.bind(self.state, index)
@@ -272,7 +274,7 @@ class FakeGPU:
         worker._timer = worker._make_timer()
         self.worker = worker
 
-    def _state(self, num_blocks: int, rows: int) -> CudaState:
+    def _state(self, num_blocks: int, rows: int, policy: str) -> CudaState:
         views = [key_value_views(cache, SIZE) for cache in self.kv]
         return CudaState(
             kv_layers=kernels.KVLayers([k for k, _ in views], [v for _, v in views]),
@@ -288,14 +290,14 @@ class FakeGPU:
             ),
             kv_cache_group=0,
             first_kv_head=self.kv_heads.start,
-            step_variant=StepVariant(),
+            step_variant=StepVariant(captured=variants_for(policy)),
             request_slots=self.runner.req_states.req_id_to_index,
             policies=PolicySlots(rows),
         )
 
     def _capture(self) -> None:
         self.graphs = {}
-        for variant in Variant:
+        for variant in self.state.step_variant.captured:
             for size in GRAPH_SIZES:
                 self.state.step_variant.capturing = variant
                 metadata = self.builder.build_for_cudagraph_capture(self._dummies(size))

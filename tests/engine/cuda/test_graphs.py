@@ -10,17 +10,20 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from h2o_vllm.config import CONFIG_KEY
 from h2o_vllm.engine.cuda.compat import runner_stage_holes
 from h2o_vllm.engine.cuda.graphs import (
+    H2OModelRunner,
     VariantDescriptor,
     VariantGraphManager,
     captured_variants,
 )
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 
 
-def make_manager(sizes: list[int], mode: CUDAGraphMode) -> VariantGraphManager:
+def make_manager(sizes: list[int], mode: CUDAGraphMode, policy: str = "h2o") -> VariantGraphManager:
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
@@ -40,19 +43,21 @@ def make_manager(sizes: list[int], mode: CUDAGraphMode) -> VariantGraphManager:
             "vllm.v1.worker.gpu.cudagraph_utils.current_platform",
             SimpleNamespace(get_global_graph_pool=lambda: None),
         )
-        manager.__init__(StepVariant(), config, torch.device("cpu"), mode, decode_query_len=1)
+        variants = StepVariant(captured=variants_for(policy))
+        manager.__init__(variants, config, torch.device("cpu"), mode, decode_query_len=1)
     made: VariantGraphManager = manager
     return made
 
 
+@pytest.mark.parametrize("policy", ["h2o", "keydiff"])
 @pytest.mark.parametrize(
     "mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY], ids=lambda m: m.name
 )
-def test_every_full_graph_is_captured_once_per_variant(mode: CUDAGraphMode) -> None:
-    manager = make_manager([1, 2, 4], mode)
+def test_every_full_graph_is_captured_once_per_variant(mode: CUDAGraphMode, policy: str) -> None:
+    manager = make_manager([1, 2, 4], mode, policy)
     full = manager._capture_descs[CUDAGraphMode.FULL]
     assert [(d.num_tokens, d.variant) for d in full] == [
-        (size, variant) for size in (4, 2, 1) for variant in Variant
+        (size, variant) for size in (4, 2, 1) for variant in variants_for(policy)
     ]
     piecewise = manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
     assert len(piecewise) == (3 if mode is CUDAGraphMode.FULL_AND_PIECEWISE else 0)
@@ -79,11 +84,14 @@ def test_the_builder_knows_what_is_captured_only_while_metadata_is_built(
     # The call that ModelCudaGraphManager.capture makes with super().
     super(type(manager).__mro__[1], manager).capture(create, "Capturing")
     assert [told for told, _ in seen] == [told for _, told in seen]
-    assert [told for told, _ in seen] == [None, None, *Variant, *Variant]
+    variants = manager.step_variant.captured
+    assert [told for told, _ in seen] == [None, None, *variants, *variants]
 
 
-def test_a_step_replays_its_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = make_manager([1, 2], CUDAGraphMode.FULL_AND_PIECEWISE)
+@pytest.mark.parametrize("policy", ["h2o", "window"])
+def test_a_step_replays_its_variant(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    manager = make_manager([1, 2], CUDAGraphMode.FULL_AND_PIECEWISE, policy)
+    variants = manager.step_variant.captured
     replayed: list[Variant] = []
     for desc in manager._capture_descs[CUDAGraphMode.FULL]:
         manager.graphs[desc] = SimpleNamespace(replay=lambda v=desc.variant: replayed.append(v))
@@ -93,13 +101,23 @@ def test_a_step_replays_its_variant(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: SimpleNamespace(sync_prev_onload=lambda: None),
     )
     manager.hidden_states = torch.zeros(2, 1)
-    for variant in Variant:
+    for variant in variants:
         manager.step_variant.current = variant
         desc = manager.dispatch(2, 2, 1, 0, 1)
         assert type(desc) is BatchExecutionDescriptor and desc.cg_mode is CUDAGraphMode.FULL
         assert manager.run_fullgraph(desc).shape[0] == 2
-    assert replayed == list(Variant)
-    assert captured_variants(manager) == dict.fromkeys(Variant, 2)
+    assert replayed == list(variants)
+    assert captured_variants(manager) == dict.fromkeys(Variant, 0) | dict.fromkeys(variants, 2)
+
+
+def test_the_runner_captures_for_the_servers_default_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GPUModelRunner, "__init__", lambda self, config, device: None)
+    for policy in ("h2o", "window"):
+        config: Any = SimpleNamespace(additional_config={CONFIG_KEY: {"kv_policy": policy}})
+        runner = H2OModelRunner(config, torch.device("cpu"))
+        assert runner.step_variant.captured == variants_for(policy)
 
 
 def test_holes_are_staged_in_runs() -> None:

@@ -9,7 +9,7 @@ import pytest
 from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.config import POLICIES
 from h2o_vllm.engine.cuda.slots import PolicySlots
-from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of
+from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of, variants_for
 from h2o_vllm.engine.rows import StepRows
 from h2o_vllm.kernels.triton import EVICTING, SCORED
 from h2o_vllm.policy import get_policy
@@ -52,7 +52,36 @@ def step(
 def test_the_variant_follows_from_the_rows(
     codes: list[int], query_lens: list[int], variant: Variant
 ) -> None:
-    assert variant_of(step(codes, query_lens, query_lens)) is variant
+    assert variant_of(step(codes, query_lens, query_lens), variants_for("h2o")) is variant
+
+
+@pytest.mark.parametrize(
+    ("codes", "query_lens", "variant"),
+    [
+        ([KEYDIFF, WINDOW], [1, 1], Variant.HOLES),
+        ([RANDOM, 0], [1, 1, 0], Variant.HOLES),
+        ([SNAPKV], [5], Variant.HOLES),
+        ([KEYDIFF, H2O], [1, 1], Variant.MIXED),
+        ([KEYDIFF, H2O], [1, 5], Variant.MIXED),
+        ([H2O, TOVA], [1, 1], Variant.MIXED),
+    ],
+    ids=["decodes", "one-without", "an-early-chunk", "a-decode", "a-prompt", "all-scored"],
+)
+def test_where_the_default_policy_scores_nothing_so_does_a_graph(
+    codes: list[int], query_lens: list[int], variant: Variant
+) -> None:
+    prompts = [100] * len(codes)
+    rows = step(codes, query_lens, query_lens, prompts)
+    assert variant_of(rows, variants_for("keydiff")) is variant
+
+
+def test_a_server_captures_as_many_variants_whatever_its_policy() -> None:
+    for name in POLICIES:
+        stock, mixed, third = variants_for(name)
+        assert (stock, mixed) == (Variant.STOCK, Variant.MIXED)
+        unscored = name in ("keydiff", "window", "random")
+        assert third is (Variant.HOLES if unscored else Variant.SCORED)
+    assert variant_of(None, variants_for("window")) is Variant.STOCK
 
 
 def test_only_scored_decodes_are_ours_to_attend() -> None:

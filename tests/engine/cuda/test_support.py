@@ -15,7 +15,7 @@ from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.engine import binding, support
 from h2o_vllm.engine.cuda import backends, start_notes
 from h2o_vllm.engine.cuda.impl import check_scales
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
@@ -168,14 +168,17 @@ def test_a_step_that_our_scheduler_did_not_plan_is_not_run(state: object) -> Non
         bare_worker(_state=state).execute_model(SimpleNamespace())
 
 
-def graphs(variants: dict[Variant, int], layers: dict[Variant, int], mode: Any) -> Any:
+def graphs(
+    variants: dict[Variant, int], layers: dict[Variant, int], mode: Any, policy: str = "h2o"
+) -> Any:
     state = SimpleNamespace(
         scores=torch.zeros(2, 1, 1, 1), layers_captured=lambda variant: layers[variant]
     )
+    captured = StepVariant(captured=variants_for(policy))
     worker = bare_worker(
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
         model_config=SimpleNamespace(enforce_eager=False),
-        model_runner=SimpleNamespace(cudagraph_manager=None, step_variant=StepVariant()),
+        model_runner=SimpleNamespace(cudagraph_manager=None, step_variant=captured),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("h2o_vllm.engine.cuda.worker.captured_variants", lambda _: variants)
@@ -193,6 +196,12 @@ def test_graphs_without_our_kernels_do_not_serve() -> None:
         graphs(all_of_them, {Variant.MIXED: 2, Variant.SCORED: 1}, mode)
     with pytest.raises(ConfigError, match="0 of 5"):
         graphs({Variant.STOCK: 5, Variant.MIXED: 0, Variant.SCORED: 5}, all_of_them, mode)
+    no_holes, in_one = {Variant.HOLES: 0}, {Variant.HOLES: 1}
+    graphs(all_of_them | no_holes, dict.fromkeys(Variant, 2) | in_one, mode)
+    with pytest.raises(ConfigError, match="holes batches: 0 of 5"):
+        graphs(all_of_them | no_holes, dict.fromkeys(Variant, 2), mode, "window")
+    with pytest.raises(ConfigError, match="holes batches: 5 of 5, with our attention in 1 of 2"):
+        graphs(all_of_them, dict.fromkeys(Variant, 2) | in_one, mode, "window")
     with pytest.raises(ConfigError, match="FULL captures prompts"):
         graphs(all_of_them, dict.fromkeys(Variant, 2), CUDAGraphMode.FULL)
 

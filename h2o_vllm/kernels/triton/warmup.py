@@ -64,6 +64,7 @@ def warm_up(
     rescore(layers, scores, Rescores(Rescores.pack([Rescore((), ())], device).table, max_staged=1))
     # Laid out as Evictions.pack does: alignment counts.
     packed = torch.zeros(1, 3, dtype=torch.int32, device=device)
-    for candidates in (1, _CHUNKS[1], _CHUNKS[1] + 1):
-        heavy = -(-candidates // block_size)
+    # As many candidates as each chunk takes at most, then one block more than fits any.
+    for candidates in (*_CHUNKS, _CHUNKS[-1] + block_size):
+        heavy = candidates // block_size - 1
         compact(layers, scores, Evictions(packed[:, 2:], packed[:, :2], heavy, 1))

@@ -5,6 +5,8 @@ What stands in: model runner V2 (request slots, staged block tables, batches, gr
 two attention kernels of vLLM, and the model: q, k and v are random, but the same whenever the same token
 of the same request is computed. Ours, and vLLM's builders and implementations around the kernels, are real.
 
+Every step launches what the warm-up compiled, as under vLLM's ``--jit-monitor-mode error``.
+
 A "graph" is the metadata object that was built at capture: a replay calls the layers with that object and
 not with the one built for the step, so everything the step decides has to be in persistent buffers.
 """
@@ -33,8 +35,10 @@ from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
+from h2o_vllm.engine.cuda.warmup import warm_up
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.kernels import triton as kernels
+from loadtest.kernels.forms import launches
 from tests.engine.cuda.fake_stream import Stream
 from tests.engine.scheduling import Rig
 
@@ -210,6 +214,7 @@ class FakeGPU:
         outputs: (request, position) -> attention output of each layer, [LAYERS, H of this rank, SIZE].
         replays: graph replays per variant.
         stream: where ``torch.cuda.Event`` stands.
+        compiled: the forms of our kernels that were launched before the first graph was captured.
     """
 
     def __init__(
@@ -265,7 +270,12 @@ class FakeGPU:
             impl.fp8_dtype = FP8
         ours = H2OConfig.from_mapping(rig.config.additional_config[CONFIG_KEY])
         self.state = self._state(num_blocks, table.shape[0], ours.kv_policy)
-        self.builder.bind(self.state, table)
+        with launches(run=True) as bound:
+            self.builder.bind(self.state, table)
+        # Noted, not run: it would change nothing.
+        with launches(run=False) as warm:
+            warm_up(self.state, self._layer(0), torch.float32)
+        self.compiled = bound.keys() | warm.keys()
         for index, impl in enumerate(self.impls):
             impl.bind(self.state, index)
         self._capture()
@@ -294,6 +304,10 @@ class FakeGPU:
             request_slots=self.runner.req_states.req_id_to_index,
             policies=PolicySlots(rows),
         )
+
+    def _layer(self, index: int) -> Any:
+        scales = {name: torch.tensor(scale if self.fp8 else 1.0) for name, scale in SCALES.items()}
+        return SimpleNamespace(impl=self.impls[index], **scales)
 
     def _capture(self) -> None:
         self.graphs = {}
@@ -340,9 +354,6 @@ class FakeGPU:
         padded: int,
     ) -> None:
         outs = []
-        layer = SimpleNamespace(
-            **{name: torch.tensor(scale if self.fp8 else 1.0) for name, scale in SCALES.items()}
-        )
         for index, impl in enumerate(self.impls):
             q = torch.zeros(padded, len(self.q_heads), SIZE)
             k, v = torch.zeros(2, padded, len(self.kv_heads), SIZE)
@@ -361,7 +372,7 @@ class FakeGPU:
                 block, slot = divmod(int(slot_mapping[i]), self.block_size)
                 keys[block, slot], values[block, slot] = k[i], v[i]
             out = torch.full((padded, len(self.q_heads), SIZE), float("nan"))
-            impl.forward(layer, q, k, v, self.kv[index], metadata, out)
+            impl.forward(self._layer(index), q, k, v, self.kv[index], metadata, out)
             outs.append(out)
         for i, token in enumerate(tokens):
             self.outputs[token] = torch.stack([out[i] for out in outs])
@@ -408,4 +419,7 @@ def fake_gpu(
         scheduler = Rig(model_dir, num_blocks, max_num_seqs=8, **rig)
         # Resumed requests reach the workers as new ones.
         scheduler.scheduler.use_v2_model_runner = True
-        yield scheduler, FakeGPU(scheduler, num_blocks, patch, base, kv_dtype)
+        gpu = FakeGPU(scheduler, num_blocks, patch, base, kv_dtype)
+        with launches(run=True) as served:
+            yield scheduler, gpu
+        assert served.keys() - gpu.compiled == set(), "compiled while serving"

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warming up compiles every form of the kernels that serving can reach, and no other.
+
+Nothing is compiled or run here: what a call launches is noted, under the key that Triton's launcher looks it
+up by. ``tests/engine/cuda`` holds every step of its engines against the warm-up in the same way.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from h2o_vllm.engine.cuda import warmup
+from h2o_vllm.kernels import triton as kernels
+from loadtest.kernels.forms import Shape, launches
+
+KV_HEADS, LAYERS, MAX_ROWS, MAX_TOKENS = 2, 2, 300, 1000
+SHAPES = [
+    Shape(4, 128, 16, torch.bfloat16), Shape(3, 64, 32, torch.float16), Shape(7, 80, 64, torch.bfloat16),
+    Shape(1, 96, 128, torch.float32), Shape(4, 128, 16, torch.float8_e4m3fn),
+]  # fmt: skip
+
+
+class Worker:
+    """Calls the kernels as the GPU worker, its metadata builder and its attention layers do."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.block_size, self.heads, self.size = (
+            shape.block_size,
+            shape.group * KV_HEADS,
+            shape.size,
+        )
+        self.dtype = shape.dtype
+        blocks = 8
+        kv = torch.zeros(LAYERS, blocks, KV_HEADS, self.block_size, 2 * self.size, dtype=self.dtype)
+        keys, values = kv.transpose(2, 3).split(self.size, dim=-1)
+        self.layers = kernels.KVLayers(list(keys), list(values), scratch_bytes=1 << 22)
+        self.scores = torch.zeros(LAYERS, blocks, KV_HEADS, self.block_size)
+        self.out_dtype = torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
+        self.workspace = kernels.DecodeWorkspace(
+            MAX_ROWS,
+            blocks * self.block_size,
+            self.heads,
+            KV_HEADS,
+            self.out_dtype,
+            self.size,
+            "cpu",
+        )
+        self.scales = [torch.ones(()) for _ in range(3)] if self.dtype.itemsize == 1 else [None] * 3
+        self.table = torch.zeros(MAX_ROWS, 40, dtype=torch.int32)
+        self.lens = torch.zeros(MAX_ROWS, dtype=torch.int32)
+        self.starts = torch.zeros(MAX_ROWS + 1, dtype=torch.int32)
+
+    def query(self, tokens: int, *, fused: bool) -> Tensor:
+        """A part of the qkv projection's output, or a tensor of its own: after norms, say."""
+        width = (self.heads + 2 * KV_HEADS if fused else self.heads) * self.size
+        wide = torch.zeros(MAX_TOKENS, width, dtype=self.dtype)[:tokens, : self.heads * self.size]
+        return wide.unflatten(1, (self.heads, self.size))
+
+    def warm_up(self) -> None:
+        if self.dtype.itemsize == 1:
+            query = self.query(2, fused=True)
+            out = torch.empty_like(query, dtype=self.out_dtype)
+            kernels.warm_up(self.layers, self.scores, self.workspace, query, out, *self.scales)
+        else:
+            state = SimpleNamespace(
+                kv_layers=self.layers, scores=self.scores, workspace=self.workspace
+            )
+            warmup.warm_up(cast(Any, state), self.heads)
+
+    def evict(self) -> None:
+        """First evictions of prompts of any length, later ones of a block; one or several in a step."""
+        for candidates in range(2, 4096 // self.block_size + 4):
+            for heavy in {1, max(1, candidates // 5), candidates - 1}:
+                pair = list(range(heavy)), list(range(heavy, candidates))
+                for pairs in ([pair], [pair, ([1], [2]), ([1, 2, 3], [4])]):
+                    packed = kernels.Evictions.pack(pairs, "cpu")
+                    kernels.compact(self.layers, self.scores, packed)
+
+    def start_tokens(self) -> None:
+        """Every batch's new tokens; those of some rows alone; values of policies, protected tokens."""
+        mapping = torch.zeros(MAX_TOKENS, dtype=torch.int64)
+        for tokens in (1, 2, 15, 16, 17, 128, MAX_TOKENS):
+            for slots in (mapping[:tokens], mapping[torch.arange(tokens)]):
+                kernels.reset_scores(self.scores, slots, None)
+                kernels.reset_scores(
+                    self.scores, slots, self.scores.new_ones(LAYERS, KV_HEADS, tokens)
+                )
+
+    def forget(self) -> None:
+        for rows in (1, 2, 16, MAX_ROWS):
+            for longest in (1, 16, 17, 640):
+                listed = torch.zeros(rows, dtype=torch.int32)
+                kernels.clear_scores(self.scores, self.table, self.lens, listed, longest)
+
+    def decode(self) -> None:
+        key_scale, value_scale = self.scales[1:]
+        for rows in (1, 2, 16, 17, MAX_ROWS):
+            self.workspace.plan(self.starts[: rows + 1], self.lens[:rows])
+            for layer, (keys, values) in enumerate(
+                zip(self.layers.key_caches, self.layers.value_caches, strict=True)
+            ):
+                for fused in (True, False):
+                    out = torch.zeros(rows, self.heads, self.size, dtype=self.out_dtype)
+                    kernels.attend_decode(
+                        self.query(rows, fused=fused), keys, values, self.scores[layer], self.table[:rows],
+                        0.125, out, self.workspace, self.scales[0], key_scale, value_scale,
+                    )  # fmt: skip
+
+    def score_prompts(self) -> None:
+        for rows, tokens in ((1, 2), (1, 16), (2, 33), (7, MAX_TOKENS)):
+            batch = self.starts[: rows + 1], self.lens[:rows]
+            listed = torch.zeros(rows, dtype=torch.int32)
+            # As FlashAttention returns it, and as it would be after a transposition.
+            for lse in (torch.zeros(self.heads, tokens), torch.zeros(tokens, self.heads).T):
+                for layer, keys in enumerate(self.layers.key_caches):
+                    for fused in (True, False):
+                        query = self.query(tokens, fused=fused)
+                        for scored_from in (None, torch.zeros(rows, dtype=torch.int32)):
+                            kernels.add_prompt_scores(
+                                query, keys, self.scores[layer], self.table[:rows], *batch, lse, 0.125,
+                                tokens, 4 * tokens, listed, *self.scales[:2], scored_from=scored_from,
+                            )  # fmt: skip
+                        # FP8 is FlashAttention's alone, which returns its log-sum-exp.
+                        if self.dtype.itemsize > 1:
+                            kernels.prompt_lse(
+                                query, keys, self.table[:rows], *batch, 0.125, lse, tokens, listed
+                            )
+
+    def serve(self) -> None:
+        self.evict()
+        self.start_tokens()
+        self.forget()
+        self.decode()
+        self.score_prompts()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_serving_reaches_the_forms_that_were_warmed_up_and_no_other(shape: Shape) -> None:
+    worker = Worker(shape)
+    with launches(run=False) as warm:
+        worker.warm_up()
+    with launches(run=False) as served:
+        worker.serve()
+    assert served.keys() - warm.keys() == set(), "compiled while serving"
+    assert warm.keys() - served.keys() == set(), "compiled for nobody"
+    selects = {
+        (launch.constant("CHUNK"), launch.constant("ONE_CHUNK"))
+        for form, launch in served.items()
+        if form.kernel == "_select"
+    }
+    assert selects == {(1024, True), (4096, True), (4096, False)}
+
+
+def test_what_triton_compiles_anew_is_another_form() -> None:
+    """The keys tell apart what Triton does: constants, None, alignment, a value of 1, options."""
+    worker = Worker(SHAPES[0])
+    slots = torch.zeros(9, dtype=torch.int64)
+    calls = [(slots[:8], None), (slots[1:], None), (slots[:8], values_of(worker))]
+    with launches(run=False) as noted:
+        for given, values in [*calls, *calls]:
+            kernels.reset_scores(worker.scores, given, values)
+    assert len(noted) == 3
+    keys = worker.layers.key_caches[0]
+    with launches(run=False) as noted:
+        for tokens in (2, 3):
+            for cache in (keys, keys[..., 1:], keys[:, :, :1]):
+                query = torch.zeros(tokens, 4, cache.shape[3], dtype=keys.dtype)
+                lse = torch.zeros(4, tokens)
+                kernels.prompt_lse(
+                    query, cache, worker.table, worker.starts, worker.lens, 1.0, lse, tokens, worker.lens
+                )  # fmt: skip
+    assert len(noted) == 3
+
+
+def values_of(worker: Worker) -> Tensor:
+    return worker.scores.new_ones(LAYERS, KV_HEADS, 8)

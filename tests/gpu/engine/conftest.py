@@ -31,6 +31,8 @@ ENGINE: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 30,
     "block_size": BLOCK_SIZE,
     "seed": 0,
+    # A kernel that is compiled while serving ends the engine; vLLM does not look where it is eager.
+    "jit_monitor_mode": "error",
 }
 """Small chunks and a pool of 4,144 tokens: prompts are chunked and requests get preempted."""
 

@@ -45,21 +45,31 @@ def files_of(
     return pytest.mark.parametrize("paths", [*groups, pytest.param(others, id="the-others")])
 
 
-def run_interpreted(paths: Sequence[Path], *, fast: bool, long: bool) -> None:
+def run_interpreted(
+    paths: Sequence[Path], *, fast: bool, long: bool, first: Path | None = None
+) -> None:
     """Run the tests of some files; fails as they do, with their output.
 
     Args:
         paths: the files, of one folder.
         fast: take only a part of their grids.
         long: also what is marked long.
+        first: a folder whose packages stand before the environment's.
     """
     tier = ["--reduced"] if fast else []
     if not long:
         # Named files are run whatever their tests' tier.
         tier += ["-m", "not long"]
+    found = [str(first)] if first else []
+    found += filter(None, [os.environ.get("PYTHONPATH")])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tier, *paths],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ
+        | {
+            "TRITON_INTERPRET": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(found),
+        },
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,

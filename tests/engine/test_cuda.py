@@ -12,7 +12,5 @@ from tests.interpreted import files_of, needs_triton, run_interpreted
     ("test_policies.py", "test_steps.py"),
     slow=("test_policies.py",),
 )
-def test_gpu_adaptors_under_the_interpreter(
-    paths: list[Path], fast: bool, long: bool
-) -> None:
+def test_gpu_adaptors_under_the_interpreter(paths: list[Path], fast: bool, long: bool) -> None:
     run_interpreted(paths, fast=fast, long=long)

@@ -1,133 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every GPU kernel compiles for Hopper, ptxas included, on machines that have none.
+"""Every GPU kernel compiles, ptxas included, on machines that have no GPU, and spills nothing.
 
-The interpreter accepts what the compiler refuses; this shows it without a GPU, for the installed Triton.
+The interpreter accepts what the compiler refuses; this shows it without a GPU, with the Triton that servers
+on GPUs have.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
-import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+from loadtest.common.results import read_rows
+from tests.cuda_triton import ROOT, cuda_triton, cuda_triton_version
+from tests.interpreted import needs_triton, run_interpreted
 
 pytest.importorskip("triton")
 
-import triton
+from loadtest.kernels.resources import ARCHS, SHARED_LIMIT
 
-from h2o_vllm.kernels.triton import (
-    DecodeWorkspace,
-    KVLayers,
-    compact_tables,
-    prompt_lse,
-    warm_up,
-)
-
-NAMES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
-    torch.int64: "*i64", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
+KERNELS = {
+    "_plan", "_attend", "finish", "_add_prompt_scores", "_add_partial_sums", "_reset", "_select", "_move",
+    "_compact_tables", "_clear", "_rescore", "_order", "_settle",
 }  # fmt: skip
-SHAPES = [  # (group, head size, block size, dtype)
-    (4, 128, 16, torch.bfloat16), (3, 64, 32, torch.float16), (7, 80, 16, torch.bfloat16),
-    (8, 256, 64, torch.bfloat16), (1, 96, 128, torch.float32), (4, 128, 16, torch.float8_e4m3fn),
-]  # fmt: skip
-
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-def calls_of_a_step(group: int, size: int, block_size: int, dtype: torch.dtype) -> None:
-    """Everything a worker calls, in all forms, on CPU tensors: only their types are looked at."""
-    kv = torch.zeros(4, block_size, 2, 2 * size, dtype=dtype)
-    keys, values = kv.split(size, dim=-1)
-    scores = torch.zeros(2, 4, 2, block_size)
-    out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
-    workspace = DecodeWorkspace(4, 64, 2 * group, 2, out_dtype, size, "cpu")
-    query = torch.zeros(2, 2 * group, size, dtype=dtype)
-    scales = [torch.ones(()) for _ in range(3)] if dtype.itemsize == 1 else []
-    layers = KVLayers([keys, keys], [values, values])
-    warm_up(layers, scores, workspace, query, query.to(out_dtype), *scales)
-    rows = torch.zeros(2, dtype=torch.int32)
-    table = torch.zeros(2, 8, dtype=torch.int32)
-    flags = torch.zeros(2, dtype=torch.int8)
-    compact_tables(table, rows, flags, block_size, table.clone(), rows, rows, rows)
-    if not scales:
-        starts = torch.zeros(3, dtype=torch.int32)
-        lse = torch.zeros(2 * group, 2)
-        prompt_lse(query, keys, table, starts, rows, 1.0, lse, 2, rows)
+def compiled_with_the_locks_triton(*arguments: str) -> list[dict[str, Any]]:
+    """The rows of ``python -m loadtest.kernels.resources``."""
+    with tempfile.TemporaryDirectory() as work:
+        rows = Path(work) / "rows.jsonl"
+        done = subprocess.run(
+            [sys.executable, "-m", "loadtest.kernels.resources", "--out", str(rows), *arguments],
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join([str(cuda_triton()), str(ROOT)]), "TRITON_CACHE_DIR": work},
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return read_rows(rows)
 
 
-def compile_for_hopper(call: Call) -> Any:
-    """As Triton's launcher would for these arguments; see ``triton.runtime.jit.JITFunction.run``."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function, args, kwargs = call
-    names = function.arg_names
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
-    given = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
-    signature, constants, attributes = {}, {}, {}
-    for position, name in enumerate(names):
-        value, parameter = given[name], function.params[position]
-        if parameter.is_constexpr or value is None:
-            signature[name] = "constexpr"
-            constants[(position,)] = value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[name] = NAMES[value.dtype]
-            aligned = value.data_ptr() % 16 == 0
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-        if aligned:
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+def check(rows: list[dict[str, Any]]) -> None:
+    assert {row["versions"]["triton"] for row in rows} == {cuda_triton_version()}
+    for shape, arch in {(row["shape"], row["arch"]) for row in rows}:
+        # FP8 is FlashAttention's alone, which returns its log-sum-exp.
+        wanted = KERNELS if "float8" in shape else KERNELS | {"_prompt_lse"}
+        mine = [row for row in rows if (row["shape"], row["arch"]) == (shape, arch)]
+        assert {row["kernel"] for row in mine} >= wanted
+    for row in rows:
+        assert row["stack_bytes"] == 0, f"spills: {row}"
+        assert row["shared_bytes"] <= SHARED_LIMIT[row["arch"]], f"cannot be launched: {row}"
 
 
-@pytest.mark.skipif(
-    not any(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*"))
-    and not shutil.which("ptxas"),
-    reason="this Triton has no ptxas",
-)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(
-            shape, marks=[pytest.mark.slow] if at else [], id="G{}-D{}-BS{}-{}".format(*shape)
-        )
-        for at, shape in enumerate(SHAPES)
-    ],
-)
-def test_every_kernel_compiles_for_hopper(
-    shape: tuple[int, int, int, torch.dtype],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    from triton.runtime.jit import JITFunction
+def test_every_kernel_compiles_for_hopper() -> None:
+    rows = compiled_with_the_locks_triton("--archs", "90", "--shapes", "1")
+    assert len(rows) > len(KERNELS)
+    check(rows)
 
-    calls: dict[Any, Call] = {}
 
-    def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        form = (self.fn.__name__, tuple(arg is None for arg in args), str(sorted(kwargs.items())))
-        calls.setdefault(form, (self, args, kwargs))
+@pytest.mark.slow
+def test_every_kernel_compiles_for_every_gpu_and_shape() -> None:
+    rows = compiled_with_the_locks_triton()
+    check(rows)
+    assert {row["arch"] for row in rows} == set(ARCHS)
+    assert len({row["shape"] for row in rows if row["arch"] == 90}) == 6
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(JITFunction, "run", note)
-    calls_of_a_step(*shape)
-    kernels = {
-        "_plan", "_attend", "finish", "_add_prompt_scores", "_add_partial_sums", "_reset", "_select", "_move",
-        "_compact_tables", "_clear", "_rescore", "_order", "_settle",
-    }  # fmt: skip
-    # FP8 is FlashAttention's alone, which returns its log-sum-exp.
-    assert {name for name, *_ in calls} == kernels | (
-        {"_prompt_lse"} if shape[3].itemsize > 1 else set()
-    )
-    for call in calls.values():
-        assert compile_for_hopper(call).asm["cubin"]
+
+@needs_triton
+def test_kernels_equal_their_reference_with_the_locks_triton() -> None:
+    folder = ROOT / "tests/kernels/triton"
+    run_interpreted(sorted(folder.glob("test_*.py")), fast=True, long=False, first=cuda_triton())
 
 
 def test_defaults_of_kernels_are_what_older_tritons_know() -> None:

@@ -14,8 +14,9 @@ Bytes per live key and kv head, 16-bit cache:
     scores               4 + 4         read and written
     scratch              2 * G + 2 * G written and read; at G = 4 it is 16 bytes
 
-That is 1.6 % above stock while the scratch of one layer stays in the L2 cache, which K and V are told not
-to fill (``evict_first``), and 4.7 % at G = 4, D = 128 if none of it does. (Logits in float32 would be 7.8 %.)
+That is 1.6 % above stock while the scratch of one layer stays in the L2 cache, and 4.7 % at G = 4, D = 128 if
+none of it does. (Logits in float32 would be 7.8 %.) K and V cannot be told to leave the cache first: they
+come by asynchronous copies, from which Triton 3.7 drops such hints.
 The scratch in float16 holds numbers in [0, 1] to 2^-11, finer than the 16-bit q and k they were made from.
 
 All q heads of a group share each loaded tile: one tensor-core product of [16, D] with [D, tile].
@@ -195,7 +196,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         position = at + lanes
         live = position < end
         block, slot = locate(table, position, live, BS)
-        k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "evict_first")
+        k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "")
         logits = dot(q, k.to(q.dtype), tl.zeros([GP, TILE], tl.float32)) * scale_log2
         logits = tl.where(live[None, :], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
@@ -207,7 +208,6 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
             values + (block * stride_vn + slot * stride_vs)[:, None],
             mask=live[:, None] & wide[None, :],
             other=0.0,
-            eviction_policy="evict_first",
         )
         shrink = tl.exp2(top - highest)
         total = total * shrink + tl.sum(prob, 1)

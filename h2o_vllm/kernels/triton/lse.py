@@ -7,6 +7,7 @@ Only on top of vLLM's Triton backend: FlashAttention returns it. Half of attenti
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -54,9 +55,10 @@ def prompt_lse(
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
     compute = COMPUTE.get(query.dtype, tl.bfloat16)
-    width = padded * compute.primitive_bitwidth // 8
-    # Queries and keys per tile, as in prompt.py.
-    tile, warps = (128, 8) if width <= 256 else (64, 4) if width <= 512 else (32, 4)
+    # Queries and keys per tile, as in prompt.py; float32 would spill kilobytes per thread with larger ones.
+    tile, warps = (128, 8) if padded <= 128 else (64, 4)
+    if query.dtype == torch.float32:
+        tile, warps = 32, 4
     group = query.shape[1] // kv_heads
     grid = (triton.cdiv(max_query_len * group, tile), kv_heads, rows.shape[0])
     _prompt_lse[grid](

@@ -163,7 +163,6 @@ def launch_everything(shape: Shape) -> None:
     table = torch.zeros(2, 8, dtype=torch.int32)
     flags = torch.zeros(2, dtype=torch.int8)
     compact_tables(table, rows, flags, shape.block_size, table.clone(), rows, rows, rows)
-    # FP8 is FlashAttention's alone, which returns its log-sum-exp.
-    if not scales:
-        starts = torch.zeros(3, dtype=torch.int32)
-        prompt_lse(query, keys, table, starts, rows, 1.0, torch.zeros(heads, 2), 2, rows)
+    starts = torch.zeros(3, dtype=torch.int32)
+    lse = torch.zeros(heads, 2)
+    prompt_lse(query, keys, table, starts, rows, 1.0, lse, 2, rows, *scales[:2])

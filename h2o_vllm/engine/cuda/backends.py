@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.engine.attention import AttentionCall
     from h2o_vllm.engine.cuda.batch import ScoredBatch
-    from h2o_vllm.engine.state import WorkerState
 
 __all__ = ["BACKEND", "FLASH_VERSIONS", "H2OFlashBackend", "H2OTritonBackend"]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
 from h2o_vllm.blocks.spec import H2OAttentionSpec, score_bytes_per_block
 from h2o_vllm.errors import ConfigError
 
@@ -17,13 +19,14 @@ __all__ = ["evictable_group", "evictable_layer", "memory_less_scores"]
 
 
 def memory_less_scores(available: int, specs: Iterable[KVCacheSpec]) -> int:
-    """The part of ``available`` bytes that is left for KV once every block has its scores."""
-    specs = list(specs)
-    kv_bytes = sum(spec.page_size_bytes for spec in specs)
-    score_bytes = sum(
-        score_bytes_per_block(spec) for spec in specs if isinstance(spec, H2OAttentionSpec)
-    )
-    return available * kv_bytes // (kv_bytes + score_bytes)
+    """The part of ``available`` bytes that is left for KV once every block has its scores.
+
+    Sliding-window layers do not count: their blocks lie in the same memory as ours, and have scores as well.
+    """
+    ours = [spec for spec in specs if isinstance(spec, H2OAttentionSpec)]
+    kv_bytes = sum(spec.page_size_bytes for spec in ours)
+    score_bytes = sum(score_bytes_per_block(spec) for spec in ours)
+    return available * kv_bytes // (kv_bytes + score_bytes) if ours else available
 
 
 def evictable_group(builders: Iterable[tuple[Any, Any]], ours: type) -> tuple[Any, Any]:
@@ -34,8 +37,19 @@ def evictable_group(builders: Iterable[tuple[Any, Any]], ours: type) -> tuple[An
         ours: the class it must have.
 
     Raises:
-        ConfigError: there is none, there are several, or it is somebody else's.
+        ConfigError: there is none, there are several, or it is somebody else's; or its blocks are those of
+            sliding-window layers as well.
     """
+    builders = list(builders)
+    for _, group in builders:
+        spec = group.kv_cache_spec
+        if isinstance(spec, FullAttentionSpec) and (
+            spec.sliding_window is not None or spec.attention_chunk_size is not None
+        ):
+            raise ConfigError(
+                "h2o_vllm cannot evict where layers with a sliding window or attention chunks share "
+                "the blocks of full attention: leave --disable-hybrid-kv-cache-manager out"
+            )
     found = [pair for pair in builders if isinstance(pair[1].kv_cache_spec, H2OAttentionSpec)]
     if len(found) != 1 or not isinstance(found[0][0], ours):
         names = ", ".join(type(builder).__name__ for builder, _ in found) or "none"

@@ -45,15 +45,24 @@ def live_slots(table: Tensor, length: int, block_size: int) -> Slots:
 
 
 def attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, where: Slots, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    where: Slots,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal attention of one sequence's last queries over its live slots, in float64.
 
     Args:
         query: [t, H, D]. scale: factor on q.k before the softmax.
+        softcap: scaled logits x become ``softcap * tanh(x / softcap)`` (Gemma 2); 0: they stay.
+        sinks: [H], a learned logit per q head that belongs to no key (gpt-oss): its exponential joins the
+            softmax's denominator, so that probabilities sum to less than 1. It is not capped.
 
     Returns:
-        probabilities [t, KH, G, S], output [t, H, D], log-sum-exp [t, KH, G].
+        probabilities [t, KH, G, S], output [t, H, D], log-sum-exp [t, KH, G], sinks included.
     """
     # Only live slots are gathered: the others may hold NaN.
     key = key_cache[where].transpose(0, 1).double()
@@ -61,11 +70,16 @@ def attend(
     q = query.double().unflatten(1, (key.shape[0], -1))
     length = key.shape[1]
     logits = torch.einsum("tkgd,ksd->tkgs", q, key) * scale
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
     positions = torch.arange(length - q.shape[0], length, device=query.device)
     future = torch.arange(length, device=query.device) > positions[:, None]
     logits = logits.masked_fill(future[:, None, None], float("-inf"))
-    prob = logits.softmax(-1)
-    return prob, torch.einsum("tkgs,ksd->tkgd", prob, value).flatten(1, 2), logits.logsumexp(-1)
+    lse = logits.logsumexp(-1)
+    if sinks is not None:
+        lse = lse.logaddexp(sinks.double().view(logits.shape[1:3]))
+    prob = (logits - lse[..., None]).exp()
+    return prob, torch.einsum("tkgs,ksd->tkgd", prob, value).flatten(1, 2), lse
 
 
 def add_probabilities(scores: Tensor, where: Slots, prob: Tensor) -> None:
@@ -85,6 +99,8 @@ def attend_decode(
     scale: float,
     out: Tensor,
     value_scale: float = 1.0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.triton.attend_decode`; scales of query and key are part of ``scale``."""
     for row, length in enumerate(seq_lens.tolist()):
@@ -92,7 +108,9 @@ def attend_decode(
         if length <= 0 or end - first != 1:
             continue
         where = live_slots(block_table[row], length, key_cache.shape[1])
-        prob, attended, _ = attend(query[first:end], key_cache, value_cache, where, scale)
+        prob, attended, _ = attend(
+            query[first:end], key_cache, value_cache, where, scale, softcap, sinks
+        )
         out[first] = (attended[0] * value_scale).to(out.dtype)
         add_probabilities(scores, where, prob)
 
@@ -106,6 +124,8 @@ def add_prompt_scores(
     seq_lens: Tensor,
     scale: float,
     scored_from: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed."""
     for row, length in enumerate(seq_lens.tolist()):
@@ -115,7 +135,7 @@ def add_prompt_scores(
         if scored_from is not None:
             first = int(scored_from[row])
         where = live_slots(block_table[row], length, key_cache.shape[1])
-        prob, _, _ = attend(query[first:end], key_cache, key_cache, where, scale)
+        prob, _, _ = attend(query[first:end], key_cache, key_cache, where, scale, softcap, sinks)
         add_probabilities(scores, where, prob)
 
 
@@ -126,8 +146,10 @@ def log_sum_exp(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Natural log of each query's sum of exp(scaled logits), ``[H, T]``, float32; NaN for rows left out.
+    """Natural log of each query's softmax denominator, ``[H, T]``, float32; NaN for rows left out.
 
     What an attention kernel returns beside its output (FlashAttention: ``return_softmax_lse``).
     """
@@ -136,7 +158,8 @@ def log_sum_exp(
         first, end = query_start_loc[row : row + 2].tolist()
         if length > 0 and end > first:
             where = live_slots(block_table[row], length, key_cache.shape[1])
-            _, _, sums = attend(query[first:end], key_cache, key_cache, where, scale)
+            given = (where, scale, softcap, sinks)
+            _, _, sums = attend(query[first:end], key_cache, key_cache, *given)
             lse[:, first:end] = sums.flatten(1).T.float()
     return lse
 

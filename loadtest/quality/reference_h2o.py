@@ -24,12 +24,17 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 @dataclass
 class LayerCache:
-    """One layer. ``keys``, ``values``: [B, KH, S, D]; ``alive``, ``scores``: [B, KH, S]."""
+    """One layer. ``keys``, ``values``: [B, KH, S, D]; ``alive``, ``scores``: [B, KH, S].
+
+    ``window``: how many tokens a query of a sliding-window layer sees, itself included. Such a layer forgets
+    by itself, and nothing is evicted from it.
+    """
 
     keys: Tensor
     values: Tensor
     alive: Tensor
     scores: Tensor
+    window: int | None = None
 
 
 @dataclass
@@ -129,14 +134,19 @@ class Reference:
         return self.layers[layer].alive[0, head].nonzero().flatten().tolist()
 
     @property
+    def evictable(self) -> list[int]:
+        """The layers with full attention."""
+        return sorted(layer for layer, cache in self.layers.items() if cache.window is None)
+
+    @property
     def seen(self) -> int:
         """Tokens whose KV has been computed."""
         return self.layers[0].alive.shape[-1]
 
     @property
     def held(self) -> int:
-        """Tokens whose KV still exists: as many in every sequence, layer and head."""
-        return int(self.layers[0].alive[0, 0].sum())
+        """Tokens whose KV still exists: as many in every sequence, evictable layer and head."""
+        return int(self.layers[self.evictable[0]].alive[0, 0].sum())
 
     @property
     def recent_from(self) -> int:
@@ -157,7 +167,8 @@ class Reference:
         excess, recent_from = self._excess(), self.recent_from
         if excess <= 0:
             return
-        for cache in self.layers.values():
+        for layer in self.evictable:
+            cache = self.layers[layer]
             candidate = cache.alive.clone()
             candidate[..., : self.protected] = False
             candidate[..., recent_from:] = False
@@ -180,14 +191,18 @@ class Reference:
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: object,
-        scaling: float, **__: object,
+        scaling: float, sliding_window: int | None = None, softcap: float | None = None,
+        s_aux: Tensor | None = None, **__: object,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """query: [B, H, T, D]; key, value: [B, KH, T, D], rotated. Returns [B, T, H, D]."""
+        """query: [B, H, T, D]; key, value: [B, KH, T, D], rotated. Returns [B, T, H, D].
+
+        ``softcap`` is Gemma 2's; ``s_aux`` [H] are gpt-oss' sinks, a logit per q head that nobody has.
+        """
         sequences, heads, new = key.shape[:3]
         nothing = torch.zeros(sequences, heads, 0)
         cache = self.layers.setdefault(
             module.layer_idx,
-            LayerCache(key[:, :, :0], value[:, :, :0], nothing.bool(), nothing),
+            LayerCache(key[:, :, :0], value[:, :, :0], nothing.bool(), nothing, sliding_window),
         )
         alive = torch.ones(sequences, heads, new, dtype=torch.bool)
         cache.keys = torch.cat([cache.keys, key], 2)
@@ -198,8 +213,16 @@ class Reference:
         grouped = query.unflatten(1, (heads, -1))
         logits = torch.einsum("bkgtd,bksd->bkgts", grouped, cache.keys) * scaling
         causal = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        if sliding_window is not None:
+            causal = causal.triu(total - new - sliding_window + 1)
         visible = causal & cache.alive[:, :, None]
-        prob = logits.masked_fill(~visible[:, :, None], float("-inf")).softmax(-1)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~visible[:, :, None], float("-inf"))
+        if s_aux is not None:
+            aside = s_aux.detach().view(1, heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, aside], -1)
+        prob = logits.softmax(-1)[..., :total]
         self._note(module.layer_idx, prob)
         mixed = torch.einsum("bkgts,bksd->bkgtd", prob, cache.values)
         return mixed.flatten(1, 2).transpose(1, 2).contiguous(), None

@@ -24,7 +24,7 @@ STEPS = 48
 class Seen:
     """A request as the worker held it at its last step, and what it had answered.
 
-    ``keys``, ``values``: [KH, S, D] of the live tokens, ``scores``: [KH, S]; one of each per layer.
+    ``keys``, ``values``: [KH, S, D] of the live tokens, ``scores``: [KH, S]; one of each per evictable layer.
     """
 
     tokens: list[int]
@@ -64,8 +64,8 @@ def assert_as_expected(engine: Engine, case: Case) -> None:
     for step, entries in enumerate(ours.logprobs):
         for token, entry in entries.items():
             assert entry.logprob == pytest.approx(float(case.logprobs[step, token]), abs=2e-3)
-    for layer, (keys, values, scores) in enumerate(
-        zip(ours.keys, ours.values, ours.scores, strict=True)
+    for layer, keys, values, scores in zip(
+        reference.evictable, ours.keys, ours.values, ours.scores, strict=True
     ):
         cache = reference.layers[layer]
         for head in range(keys.shape[0]):
@@ -140,7 +140,8 @@ def run_to_the_end(
 def live_slots(engine: Engine, request_id: str, tokens: int) -> tuple[Tensor, Tensor]:
     """Block id and offset of every live token of a running request."""
     state = engine.worker.model_runner.requests[request_id]
-    blocks = [block for block in state.block_ids[0] if block != 0]
+    group = engine.worker._state.kv_cache_group
+    blocks = [block for block in state.block_ids[group] if block != 0]
     flat = torch.tensor(blocks).repeat_interleave(BLOCK_SIZE)
     offsets = torch.arange(BLOCK_SIZE).repeat(len(blocks))
     return flat[:tokens], offsets[:tokens]

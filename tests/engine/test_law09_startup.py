@@ -15,6 +15,7 @@ from h2o_vllm import plugin
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config import H2OConfig
 from h2o_vllm.engine import compat, support, version
+from h2o_vllm.engine.binding import evictable_group
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.engine.scheduler import H2OScheduler
@@ -148,11 +149,25 @@ def test_a_cache_that_our_kernels_would_misread_does_not_start() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("alibi_slopes", torch.ones(1)), ("logits_soft_cap", 30.0), ("sinks", torch.ones(1)),
-     ("kv_sharing_target_layer_name", "other")],
-)  # fmt: skip
+    [("alibi_slopes", torch.ones(1)), ("kv_sharing_target_layer_name", "other")],
+)
 def test_attention_we_cannot_score_is_refused(name: str, value: object) -> None:
-    impl = object.__new__(H2OAttentionImpl)
+    impl, state = plain_impl(), scores_of_one_layer()
+    impl.bind(state, 0)
+    setattr(impl, name, value)
+    with pytest.raises(ConfigError, match="cannot score"):
+        impl.bind(state, 0)
+
+
+def test_soft_caps_and_sinks_are_scored() -> None:
+    impl = plain_impl()
+    impl.logits_soft_cap, impl.sinks = 30.0, torch.ones(1)
+    impl.bind(scores_of_one_layer(), 0)
+
+
+def plain_impl() -> Any:
+    """Attention without anything special."""
+    impl: Any = object.__new__(H2OAttentionImpl)
     plain = {
         "alibi_slopes": None,
         "logits_soft_cap": 0,
@@ -161,11 +176,11 @@ def test_attention_we_cannot_score_is_refused(name: str, value: object) -> None:
     }
     for attribute, default in plain.items():
         setattr(impl, attribute, default)
-    state: Any = SimpleNamespace(scores=torch.zeros(1, 1))
-    impl.bind(state, 0)
-    setattr(impl, name, value)
-    with pytest.raises(ConfigError, match="cannot score"):
-        impl.bind(state, 0)
+    return impl
+
+
+def scores_of_one_layer() -> Any:
+    return SimpleNamespace(scores=torch.zeros(1, 1))
 
 
 @pytest.mark.parametrize("state", [None, SimpleNamespace()], ids=["unbound", "no-plan"])
@@ -200,6 +215,19 @@ def test_sliding_windows_are_left_alone() -> None:
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
     )
     assert evictable_spec(window) is window
+
+
+@pytest.mark.parametrize("kind", [FullAttentionSpec, H2OAttentionSpec])
+@pytest.mark.parametrize("other", ["sliding_window", "attention_chunk_size"])
+def test_sliding_windows_in_the_blocks_of_full_attention_are_refused(
+    kind: type[FullAttentionSpec], other: str
+) -> None:
+    """What --disable-hybrid-kv-cache-manager makes of both: one spec, of the first layer's class."""
+    windowed: Any = {other: 64}
+    merged = kind(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **windowed)
+    group = SimpleNamespace(kv_cache_spec=merged)
+    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
+        evictable_group([(object.__new__(H2OMetadataBuilder), group)], H2OMetadataBuilder)
 
 
 def test_marked_specs_merge_into_marked_specs() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with random weights of the families the paper evaluates, made without a model hub."""
+"""Tiny models with random weights of the families the paper evaluates, and of two that cap their logits or
+give attention to sinks; made without a model hub."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MODELS", "VOCABULARY", "one_thread", "save_random_model"]
+__all__ = ["MODELS", "VOCABULARY", "one_thread", "random_prompt", "save_random_model"]
 
 VOCABULARY = 512
 
@@ -38,8 +39,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}
            | {"partial_rotary_factor": 0.25}},
     ),
+    "gemma2": (
+        "gemma2",
+        {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 4}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 32}
+        | {"attn_logit_softcapping": 3.0, "sliding_window": 64},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"hidden_size": 128, "intermediate_size": 64, "head_dim": 32, "num_hidden_layers": 4}
+        | {"num_attention_heads": 8, "num_key_value_heads": 2, "sliding_window": 64}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0}
+           | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+           | {"original_max_position_embeddings": 512}},
+    ),
 }  # fmt: skip
-"""Head sizes 32, 64, 80 and 96; the last two are those of OPT-2.7B and GPT-NeoX-20B."""
+"""Head sizes 32, 64, 80 and 96; the last two are those of OPT-2.7B and GPT-NeoX-20B. Gemma 2's cap is small
+enough to matter: attention logits are near 2, those of the keys that matter beyond it."""
 
 
 def save_random_model(name: str, directory: str) -> None:
@@ -48,20 +65,37 @@ def save_random_model(name: str, directory: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = MODELS[name]
-    config = AutoConfig.for_model(kind, **SIZES, **sizes)
+    config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for part, parameter in model.named_parameters():
             if "embed" in part:
-                parameter.normal_(0, 1, generator=generator)
+                # Gemma multiplies it with the root of the hidden size.
+                spread = parameter.shape[1] ** -0.5 if kind == "gemma2" else 1.0
+                parameter.normal_(0, spread, generator=generator)
+            elif part.endswith("sinks"):
+                # As much as a few hundred keys: about half of the attention.
+                parameter.normal_(6, 1, generator=generator)
+            elif kind == "gemma2" and "layernorm" in part:
+                # What is added to the embedding outweighs it, or the tied output would repeat one token.
+                parameter.normal_(2.0 if "post" in part else 0.0, 0.3, generator=generator)
+            elif part.endswith("bias"):
+                parameter.normal_(0, 0.3, generator=generator)
+            elif "experts" in part:
+                parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
             elif parameter.dim() == 2:
                 attends = any(it in part for it in ("q_proj", "k_proj", "query_key_value"))
                 spread = (1.5 if attends else 1.0) * parameter.shape[1] ** -0.5
                 parameter.normal_(0, spread, generator=generator)
-            elif part.endswith("bias"):
-                parameter.normal_(0, 0.3, generator=generator)
     model.save_pretrained(directory)
+
+
+def random_prompt(length: int) -> list[int]:
+    """As many tokens; the same ones for the same length."""
+    generator = torch.Generator().manual_seed(length)
+    tokens: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+    return tokens
 
 
 @contextmanager

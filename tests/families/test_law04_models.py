@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Law 4 for the families the paper evaluates: tiny models of random weights, made on the spot.
+"""Law 4 for the families the paper evaluates, and two with another softmax: tiny models of random weights.
 
 Llama stands for rotary positions with and without grouped queries, OPT for learned positions, biases and
 a head size outside of vLLM's 32-wide kernels, GPT-NeoX for partly rotated keys. vLLM 0.32 has no GPT-NeoX of
-its own any more and serves it through its Transformers backend.
+its own any more and serves it through its Transformers backend. Gemma 2 stands for a soft cap on logits,
+gpt-oss for attention sinks; in both every other layer has a sliding window, which nothing is evicted from.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from tests.engine.conftest import ENGINE, FLOOR, Engine, started
 from tests.engine.fidelity import Case, assert_as_expected, expect
-from tests.families.random_models import MODELS, VOCABULARY, one_thread, save_random_model
+from tests.families.random_models import MODELS, one_thread, random_prompt, save_random_model
 
 BUDGETS = {
     "0.1-several-chunks": (0.1, 0.5, 1100),
@@ -51,12 +51,6 @@ def served(
     options = {**ENGINE, "skip_tokenizer_init": True}
     with started(directory, options, kv_min_tokens=FLOOR) as engine:
         yield Served(engine, cases)
-
-
-def random_prompt(length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(length)
-    tokens: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-    return tokens
 
 
 @pytest.mark.e2e

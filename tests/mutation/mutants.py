@@ -35,6 +35,7 @@ TOKENS = ("tests/engine/test_laws_tokens.py",)
 ELASTIC = ("tests/blocks/test_squeeze.py", "tests/engine/test_elastic.py")
 PREFILL = ("tests/blocks/test_schedule.py", "tests/engine/test_prefill.py")
 CPU = ("tests/kernels/cpu/test_attend.py", "tests/kernels/test_attend.py")
+SOFTMAX = ("tests/kernels/cpu/test_softmax.py",)
 EVICT = ("tests/kernels/cpu/test_evict.py", "tests/kernels/test_evict.py")
 FULL = ("tests/engine/test_full_kernel.py",)
 TRITON = ("tests/kernels/test_triton.py",)
@@ -55,6 +56,12 @@ MUTANTS = (
         "_scored_first(ours & (lens > 1), whole)",
         "_scored_first(whole & (lens > 1), whole)",
         FULL,
+    ),
+    Mutant(
+        "law04-a-soft-cap-is-forgotten",
+        "softmax = (self.logits_soft_cap, sinks)",
+        "softmax = (0.0, sinks)",
+        ("tests/families/test_law04_models.py",),
     ),
     Mutant(
         "law05-rows-without-scores-change-the-scores-of-others",
@@ -300,6 +307,18 @@ MUTANTS = (
         ("tests/blocks/test_eviction_state.py", *BLOCKS),
     ),
     # kernels/cpu
+    Mutant(
+        "kernels-cpu-counts-a-sink-once-for-each-split",
+        "total += sink(task, m, best);",
+        "total += task.splits * sink(task, m, best);",
+        SOFTMAX,
+    ),
+    Mutant(
+        "kernels-cpu-caps-whole-vectors-only",
+        "if (capped) cap(row, n);",
+        "if (capped) cap(row, whole);",
+        SOFTMAX,
+    ),
     Mutant(
         "kernels-cpu-ranks-by-the-first-head",
         "* heads + head) * block + c % block",

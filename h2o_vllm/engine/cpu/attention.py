@@ -136,6 +136,7 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
 
     stock = CPUAttentionBackendImpl
     scored_metadata = H2OMetadata
+    any_softmax = True
 
     def attend(self, call: AttentionCall, batch: H2OMetadata) -> None:
         """The rows left to vLLM, then ours: each query's attention and scores in one pass."""
@@ -149,15 +150,31 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             output[index] = attended
         tables = (batch.block_table, batch.seq_lens)
         ours = kernels.PagedBatch(query, call.kv_cache, self._scores, *tables)
-        decodes, prompts = split.decode_rows, split.prompt_rows
+        # Here and not when bound: weights may be loaded anew.
+        sinks = None if self.sinks is None else self.sinks.detach().float()
+        softmax = (self.logits_soft_cap, sinks)
         kernels.attend_decode(
-            ours, split.decode_tokens, decodes, self.scale, output, split.decode_scored
+            ours,
+            split.decode_tokens,
+            split.decode_rows,
+            self.scale,
+            output,
+            split.decode_scored,
+            *softmax,
         )
-        starts = batch.query_start_loc
-        kernels.attend_prompt(ours, starts, prompts, self.scale, output, split.prompt_scored)
+        kernels.attend_prompt(
+            ours,
+            batch.query_start_loc,
+            split.prompt_rows,
+            self.scale,
+            output,
+            split.prompt_scored,
+            *softmax,
+        )
         if split.last_rows.numel():
             last = ours._replace(query=query[split.last_tokens])
-            kernels.score_prompt(last, split.last_starts, split.last_rows, self.scale)
+            starts, rows = split.last_starts, split.last_rows
+            kernels.score_prompt(last, starts, rows, self.scale, *softmax)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):

@@ -81,6 +81,7 @@ class CudaScoringImpl(ScoringImpl):
     """What our GPU implementations share; they differ in how they come by the LSE."""
 
     scored_metadata = ScoredBatch
+    any_softmax = False
     _state: CudaState
     _views: tuple[torch.Tensor, torch.Tensor]
     """Keys and values of this layer's cache, [N, BS, KH, D] each; made once, as a step has many layers."""

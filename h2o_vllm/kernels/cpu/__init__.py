@@ -94,6 +94,8 @@ def attend_decode(
     scale: float,
     out: Tensor,
     scored: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of one query per listed row; its probabilities are added to ``batch.scores``.
 
@@ -106,13 +108,24 @@ def attend_decode(
         out: [T, H, D]; only the listed tokens are written. May be strided along T.
         scored: so many of the listed rows, the first ones, add to the scores; by default all. The others
             are attention alone, and faster.
+        softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
+        sinks: [H], float32, contiguous: logits that belong to no key and join the softmax's denominator.
+            What they get of the attention is in nobody's score.
     """
     if _CHECK:
         checks.check_batch(batch, rows, out, scored)
-    load().attend_decode(batch, tokens, rows, scale, out, scored)
+        checks.check_softmax(batch, softcap, sinks)
+    load().attend_decode(batch, tokens, rows, scale, out, scored, softcap, sinks)
 
 
-def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
+def score_prompt(
+    batch: PagedBatch,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
     """Column sums of the causal softmax of each listed row's queries, added to ``batch.scores``.
 
     The queries of a row are the last ``query_start_loc[row + 1] - query_start_loc[row]`` positions of
@@ -123,7 +136,8 @@ def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale
     """
     if _CHECK:
         checks.check_batch(batch, rows)
-    load().score_prompt(batch, query_start_loc, rows, scale)
+        checks.check_softmax(batch, softcap, sinks)
+    load().score_prompt(batch, query_start_loc, rows, scale, softcap, sinks)
 
 
 def attend_prompt(
@@ -133,15 +147,18 @@ def attend_prompt(
     scale: float,
     out: Tensor,
     scored: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """:func:`score_prompt` that also writes the attention output of the same queries to ``out``.
 
     Args:
-        scored: as for :func:`attend_decode`.
+        scored, softcap, sinks: as for :func:`attend_decode`.
     """
     if _CHECK:
         checks.check_batch(batch, rows, out, scored)
-    load().attend_prompt(batch, query_start_loc, rows, scale, out, scored)
+        checks.check_softmax(batch, softcap, sinks)
+    load().attend_prompt(batch, query_start_loc, rows, scale, out, scored, softcap, sinks)
 
 
 def compact(

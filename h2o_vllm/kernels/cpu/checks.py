@@ -15,7 +15,7 @@ from torch import Tensor
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu.batch import PagedBatch
 
-__all__ = ["DTYPES", "check_batch", "check_cache", "check_eviction"]
+__all__ = ["DTYPES", "check_batch", "check_cache", "check_eviction", "check_softmax"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Cache dtypes the kernels can read."""
@@ -96,6 +96,23 @@ def check_batch(
         table = block_table[row, : -(-length // block_size)]
         if not bool(((table > 0) & (table < blocks)).all()):
             raise ValueError(f"row {row}: block table has ids outside 1..{blocks - 1}")
+
+
+def check_softmax(batch: PagedBatch, softcap: float, sinks: Tensor | None) -> None:
+    """Check what changes a softmax: a soft cap is finite, and there is one sink for each q head.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"softcap must be 0 (none) or above, and finite; got {softcap}")
+    if sinks is None:
+        return
+    heads = batch.query.shape[1]
+    if tuple(sinks.shape) != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
+        raise ValueError(
+            f"sinks must be float32 [{heads}] and contiguous, got {sinks.dtype} {tuple(sinks.shape)}"
+        )
 
 
 def check_eviction(heavy_blocks: Tensor, doomed_blocks: Tensor, num_blocks: int) -> None:

@@ -26,7 +26,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class _Call(ctypes.Structure):
     """``struct Call`` of ``csrc/attend.cpp``, field by field."""
 
-    _pointers = ("query", "cache", "scores", "table", "lens", "starts", "rows", "out")
+    _pointers = ("query", "cache", "scores", "table", "lens", "starts", "rows", "out", "sinks")
     _strides = ("query_stride", "out_stride", "table_stride")
     _numbers = ("count", "scored", "heads", "group", "size", "block", "dtype", "prompt")
     _fields_ = [
@@ -34,6 +34,7 @@ class _Call(ctypes.Structure):
         *((name, c_int64) for name in _strides),
         *((name, c_int32) for name in _numbers),
         ("scale", c_float),
+        ("softcap", c_float),
     ]
 
 
@@ -61,14 +62,23 @@ def attend_decode(
     scale: float,
     out: Tensor,
     scored: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
-    _run(batch, tokens, rows, scale, out, scored, prompt=False)
+    _run(batch, tokens, rows, scale, out, scored, softcap, sinks, prompt=False)
 
 
-def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
+def score_prompt(
+    batch: PagedBatch,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
     """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    _run(batch, query_start_loc, rows, scale, None, None, prompt=True)
+    _run(batch, query_start_loc, rows, scale, None, None, softcap, sinks, prompt=True)
 
 
 def attend_prompt(
@@ -78,9 +88,11 @@ def attend_prompt(
     scale: float,
     out: Tensor,
     scored: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
-    _run(batch, query_start_loc, rows, scale, out, scored, prompt=True)
+    _run(batch, query_start_loc, rows, scale, out, scored, softcap, sinks, prompt=True)
 
 
 def compact(
@@ -118,6 +130,8 @@ def _run(
     scale: float,
     out: Tensor | None,
     scored: int | None,
+    softcap: float,
+    sinks: Tensor | None,
     *,
     prompt: bool,
 ) -> None:
@@ -129,8 +143,9 @@ def _run(
     call = _Call(
         query.data_ptr(), kv_cache.data_ptr(), scores.data_ptr(), block_table.data_ptr(),
         seq_lens.data_ptr(), starts.data_ptr(), rows.data_ptr(), None if out is None else out.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         query.stride(0), 0 if out is None else out.stride(0), block_table.stride(0),
         count, count if scored is None else scored, heads, query.shape[1] // heads, width // 2, block,
-        _DTYPES[query.dtype], prompt, scale,
+        _DTYPES[query.dtype], prompt, scale, softcap,
     )  # fmt: skip
     _attend(byref(call))

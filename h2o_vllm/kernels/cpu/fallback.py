@@ -48,16 +48,25 @@ def attend_decode(
     scale: float,
     out: Tensor,
     scored: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
     for i, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
         scores = scored is None or i < scored
-        _attend(batch, row, token, token + 1, scale, out, scores=scores)
+        _attend(batch, row, token, token + 1, scale, out, softcap, sinks, scores=scores)
 
 
-def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
+def score_prompt(
+    batch: PagedBatch,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
     """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    attend_prompt(batch, query_start_loc, rows, scale, None)
+    attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks)
 
 
 def attend_prompt(
@@ -67,12 +76,15 @@ def attend_prompt(
     scale: float,
     out: Tensor | None,
     scored: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
     starts = query_start_loc.tolist()
     for i, row in enumerate(rows.tolist()):
         scores = scored is None or i < scored
-        _attend(batch, row, starts[row], starts[row + 1], scale, out, scores=scores)
+        tokens = (starts[row], starts[row + 1])
+        _attend(batch, row, *tokens, scale, out, softcap, sinks, scores=scores)
 
 
 def _attend(
@@ -82,6 +94,8 @@ def _attend(
     end: int,
     scale: float,
     out: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
     *,
     scores: bool,
 ) -> None:
@@ -104,10 +118,17 @@ def _attend(
         # [KH, t * G, D]
         query = batch.query[tokens].float().unflatten(1, (heads, -1)).transpose(0, 1)
         logits = (query.flatten(1, 2) @ key[:, :, :seen]).mul_(scale)
+        if softcap:
+            logits.div_(softcap).tanh_().mul_(softcap)
         if count > 1:
             future = torch.ones(count, seen, dtype=torch.bool).triu_(context + 1)
             logits.view(heads, count, -1, seen).masked_fill_(future[:, None], float("-inf"))
-        prob = logits.softmax(-1)
+        if sinks is None:
+            prob = logits.softmax(-1)
+        else:
+            # A column that is nobody's: [KH, t * G, 1].
+            sink = sinks.view(heads, 1, -1, 1).expand(-1, count, -1, -1).flatten(1, 2)
+            prob = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
         if scores:
             received[:, :seen] += prob.sum(1)
         if out is not None:

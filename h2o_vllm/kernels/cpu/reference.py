@@ -29,16 +29,26 @@ def attend_decode(
     scale: float,
     out: Tensor,
     scored: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
     for i, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
         scores = scored is None or i < scored
-        _attend(batch, row, slice(token, token + 1), scale, out, scores=scores)
+        query = slice(token, token + 1)
+        _attend(batch, row, query, scale, out, softcap, sinks, scores=scores)
 
 
-def score_prompt(batch: PagedBatch, query_start_loc: Tensor, rows: Tensor, scale: float) -> None:
+def score_prompt(
+    batch: PagedBatch,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
     """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    attend_prompt(batch, query_start_loc, rows, scale, None)
+    attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks)
 
 
 def attend_prompt(
@@ -48,11 +58,14 @@ def attend_prompt(
     scale: float,
     out: Tensor | None,
     scored: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
     for i, row in enumerate(rows.tolist()):
         tokens = slice(int(query_start_loc[row]), int(query_start_loc[row + 1]))
-        _attend(batch, row, tokens, scale, out, scores=scored is None or i < scored)
+        scores = scored is None or i < scored
+        _attend(batch, row, tokens, scale, out, softcap, sinks, scores=scores)
 
 
 def compact(
@@ -67,14 +80,23 @@ def compact(
 
 
 def _attend(
-    batch: PagedBatch, row: int, tokens: slice, scale: float, out: Tensor | None, *, scores: bool
+    batch: PagedBatch,
+    row: int,
+    tokens: slice,
+    scale: float,
+    out: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+    *,
+    scores: bool,
 ) -> None:
     length = int(batch.seq_lens[row])
     if length <= 0 or tokens.start >= tokens.stop:  # padding
         return
     where = reference.live_slots(batch.block_table[row], length, batch.kv_cache.shape[2])
     keys, values = _token_views(batch.kv_cache)
-    prob, attended, _ = reference.attend(batch.query[tokens], keys, values, where, scale)
+    query = batch.query[tokens]
+    prob, attended, _ = reference.attend(query, keys, values, where, scale, softcap, sinks)
     if out is not None:
         out[tokens] = attended.to(out.dtype)
     if scores:

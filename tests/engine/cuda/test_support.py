@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.engine import binding, support
@@ -212,3 +212,20 @@ def test_scores_take_their_share_of_the_memory() -> None:
     assert binding.memory_less_scores(10_000_000, [plain]) == 10_000_000
     # 2 * 64 * 2 bytes of KV and 4 of score per token and head.
     assert binding.memory_less_scores(26_000_000, [ours, ours]) == 26_000_000 * 256 // 260
+    # Sliding-window layers lie in the same blocks, which are as large as the evictable layers' alone.
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=64
+    )
+    assert binding.memory_less_scores(26_000_000, [window, ours]) == 26_000_000 * 256 // 260
+
+
+@pytest.mark.parametrize("kind", [backends.H2OFlashImpl, backends.H2OTritonImpl])
+@pytest.mark.parametrize(("name", "value"), [("logits_soft_cap", 30.0), ("sinks", torch.ones(1))])
+def test_soft_caps_and_sinks_are_refused_on_gpus(kind: type, name: str, value: object) -> None:
+    impl, state = object.__new__(kind), SimpleNamespace(scores=torch.zeros(1, 1))
+    impl.alibi_slopes = impl.sinks = impl.kv_sharing_target_layer_name = None
+    impl.logits_soft_cap = 0
+    impl.bind(state, 0)
+    setattr(impl, name, value)
+    with pytest.raises(ConfigError, match=r"cannot score attention with .* on GPUs"):
+        impl.bind(state, 0)

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from h2o_vllm.kernels.cpu import reference
 from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
 
 
@@ -23,6 +26,13 @@ class Batch:
     query_start_loc: Tensor
     scale: float
     poisoned: Tensor  # [N, KH, BS], bool: slots no live token owns
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def softmax(self) -> dict[str, Any]:
+        """What changes the softmax, as the kernels take it."""
+        return {"softcap": self.softcap, "sinks": self.sinks}
 
     @property
     def rows(self) -> Tensor:
@@ -101,8 +111,14 @@ def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
         group = batch.query.shape[1] // key.shape[0]
         query = batch.query[start:end].transpose(0, 1)
         logits = (query @ key.repeat_interleave(group, 0).mT) * batch.scale
+        if batch.softcap:
+            logits = batch.softcap * (logits / batch.softcap).tanh()
         future = torch.ones(end - start, length, dtype=torch.bool).triu(length - (end - start) + 1)
-        prob = logits.masked_fill(future, float("-inf")).softmax(-1)
+        logits = logits.masked_fill(future, float("-inf"))
+        if batch.sinks is not None:
+            sinks = batch.sinks.to(logits.dtype)[:, None, None].expand(-1, end - start, 1)
+            logits = torch.cat([logits, sinks], -1)
+        prob = logits.softmax(-1)[..., :length]
         out[start:end] = (prob @ value.repeat_interleave(group, 0)).transpose(0, 1)
         slots = torch.arange(length)
         where = (blocks[slots // block_size], slice(None), slots % block_size)
@@ -120,3 +136,63 @@ def assert_no_worse(got: Tensor, exact: Tensor, plain: Tensor, floor: float) -> 
     floor *= max(1.0, exact.abs().max().item())
     allowed = max(2 * (plain.double() - exact.double()).abs().max().item(), floor)
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+def check(batch: Batch, out: Tensor | None, scores: Tensor, scored: int | None = None) -> None:
+    """Output and scores against the reference. Only the first ``scored`` rows may have changed their scores;
+    by default all."""
+    exact, exact_scores = batch.out(), batch.scores.clone()
+    arguments = (batch.query_start_loc, batch.rows, batch.scale, exact)
+    reference.attend_prompt(batch.paged(exact_scores), *arguments, **batch.softmax)
+    plain, plain_scores = plain_torch(batch)
+    for row in batch.rows.tolist()[len(batch.rows) if scored is None else scored :]:
+        mine = batch.block_table[row, : -(-int(batch.seq_lens[row]) // batch.kv_cache.shape[2])]
+        assert torch.equal(scores[mine].nan_to_num(-1), batch.scores[mine].nan_to_num(-1))
+        exact_scores[mine] = plain_scores[mine] = batch.scores[mine]
+    if out is not None:
+        # What the exact value loses by being stored in this dtype is nobody's fault.
+        assert_no_worse(out, exact, plain, 4e-6 if out.dtype == torch.float32 else 1e-3)
+    assert_no_worse(
+        batch.used_scores(scores), batch.used_scores(exact_scores),
+        batch.used_scores(plain_scores), 2e-5,
+    )  # fmt: skip
+    assert torch.equal(
+        scores[batch.poisoned].isnan(), torch.ones_like(scores[batch.poisoned], dtype=torch.bool)
+    )
+
+
+def attended_by_vllm(batch: Batch) -> Tensor:
+    """What vLLM's own CPU kernel answers, over a cache that vLLM's own writer has written anew."""
+    vllm = pytest.importorskip("vllm")
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip(f"needs vLLM's CPU build, found {vllm.__version__}")
+    current_platform.import_kernels()
+    blocks, heads, block_size, width = batch.kv_cache.shape
+    size = width // 2
+    isa = "vec16" if size % 32 or block_size % 32 else "vec"
+    # Through vLLM's own writer, so that a change of its layout shows here.
+    keys, values = (view.clone() for view in key_value_views(batch.kv_cache))
+    batch.kv_cache.zero_()
+    pages = batch.kv_cache.view(blocks, heads, 2 * block_size, size).chunk(2, dim=2)
+    slots = torch.arange(blocks * block_size)
+    ops.cpu_attn_reshape_and_cache(
+        keys.nan_to_num().permute(0, 3, 1, 2).flatten(0, 1).contiguous(),
+        values.nan_to_num().transpose(1, 2).flatten(0, 1).contiguous(),
+        *pages, slots, isa,
+    )  # fmt: skip
+    theirs = batch.out()
+    common = {"query_start_loc": batch.query_start_loc, "seq_lens": batch.seq_lens, "causal": True}
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(batch.seq_lens), num_heads=batch.query.shape[1], num_kv_heads=heads,
+        head_dim=size, dtype=batch.query.dtype, sliding_window_size=-1, isa=isa,
+        enable_kv_split=True, **common,
+    )  # fmt: skip
+    ops.cpu_attention_with_kv_cache(
+        query=batch.query, key_cache=pages[0], value_cache=pages[1], output=theirs,
+        scale=batch.scale, alibi_slopes=None, sliding_window=-1, block_table=batch.block_table,
+        softcap=batch.softcap, scheduler_metadata=plan, s_aux=batch.sinks, **common,
+    )  # fmt: skip
+    return theirs

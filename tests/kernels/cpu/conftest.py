@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
@@ -17,3 +19,11 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
         return kernels.load(request.param)
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 
 from h2o_vllm.kernels.cpu import reference
-from h2o_vllm.kernels.cpu.batch import key_value_views
-from tests.kernels.cpu.cases import Batch, assert_no_worse, make_batch, plain_torch
+from tests.kernels.cpu.cases import assert_no_worse, attended_by_vllm, check, make_batch
 
 LENGTHS = {16: [1, 15, 16, 17, 1000], 32: [1, 31, 32, 33, 1000], 128: [1, 127, 128, 129, 1000]}
 SHAPES = [  # (group, head size, block size)
@@ -32,31 +30,6 @@ DTYPES = [
     pytest.param(dtype, id=str(dtype).removeprefix("torch."))
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 ]
-
-
-def check(
-    batch: Batch, out: torch.Tensor | None, scores: torch.Tensor, scored: int | None = None
-) -> None:
-    """Only the first ``scored`` rows may have changed their scores; by default all."""
-    exact, exact_scores = batch.out(), batch.scores.clone()
-    reference.attend_prompt(
-        batch.paged(exact_scores), batch.query_start_loc, batch.rows, batch.scale, exact
-    )
-    plain, plain_scores = plain_torch(batch)
-    for row in batch.rows.tolist()[len(batch.rows) if scored is None else scored :]:
-        mine = batch.block_table[row, : -(-int(batch.seq_lens[row]) // batch.kv_cache.shape[2])]
-        assert torch.equal(scores[mine].nan_to_num(-1), batch.scores[mine].nan_to_num(-1))
-        exact_scores[mine] = plain_scores[mine] = batch.scores[mine]
-    if out is not None:
-        # What the exact value loses by being stored in this dtype is nobody's fault.
-        assert_no_worse(out, exact, plain, 4e-6 if out.dtype == torch.float32 else 1e-3)
-    assert_no_worse(
-        batch.used_scores(scores), batch.used_scores(exact_scores),
-        batch.used_scores(plain_scores), 2e-5,
-    )  # fmt: skip
-    assert torch.equal(
-        scores[batch.poisoned].isnan(), torch.ones_like(scores[batch.poisoned], dtype=torch.bool)
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,14 +139,6 @@ def test_scores_of_one_query_sum_to_the_group(impl: ModuleType) -> None:
     torch.testing.assert_close(total, torch.full_like(total, 2 * 4.0), rtol=1e-5, atol=0)
 
 
-@pytest.fixture
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows_shared_by_threads_equal_the_reference(
@@ -268,38 +233,9 @@ def test_output_is_as_good_as_stock(
     impl: ModuleType, group: int, size: int, block_size: int, dtype: torch.dtype
 ) -> None:
     """vLLM writes the cache and attends over it; ours over the same cache is as close to the truth."""
-    vllm = pytest.importorskip("vllm")
-    from vllm import _custom_ops as ops
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        pytest.skip(f"needs vLLM's CPU build, found {vllm.__version__}")
-    current_platform.import_kernels()
-    isa = "vec16" if size % 32 or block_size % 32 else "vec"
     lengths, queries = [300, 65, 700], [300, 1, 40]
     batch = make_batch(lengths, queries, group=group, size=size, block_size=block_size, dtype=dtype)
-    # Through vLLM's own writer, so that a change of its layout shows here.
-    keys, values = (view.clone() for view in key_value_views(batch.kv_cache))
-    blocks, heads = batch.kv_cache.shape[:2]
-    batch.kv_cache.zero_()
-    pages = batch.kv_cache.view(blocks, heads, 2 * block_size, size).chunk(2, dim=2)
-    slots = torch.arange(blocks * block_size)
-    ops.cpu_attn_reshape_and_cache(
-        keys.nan_to_num().permute(0, 3, 1, 2).flatten(0, 1).contiguous(),
-        values.nan_to_num().transpose(1, 2).flatten(0, 1).contiguous(),
-        *pages, slots, isa,
-    )  # fmt: skip
-    theirs = batch.out()
-    common = {"query_start_loc": batch.query_start_loc, "seq_lens": batch.seq_lens, "causal": True}
-    plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=3, num_heads=heads * group, num_kv_heads=heads, head_dim=size, dtype=dtype,
-        sliding_window_size=-1, isa=isa, enable_kv_split=True, **common,
-    )  # fmt: skip
-    ops.cpu_attention_with_kv_cache(
-        query=batch.query, key_cache=pages[0], value_cache=pages[1], output=theirs,
-        scale=batch.scale, alibi_slopes=None, sliding_window=-1, block_table=batch.block_table,
-        softcap=0, scheduler_metadata=plan, s_aux=None, **common,
-    )  # fmt: skip
+    theirs = attended_by_vllm(batch)
     paged = batch.paged(batch.scores.clone())
     arguments = (batch.query_start_loc, batch.rows, batch.scale)
     ours, unscored, exact = batch.out(), batch.out(), batch.out()

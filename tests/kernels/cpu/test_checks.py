@@ -75,6 +75,18 @@ def test_more_scored_rows_than_listed_ones_are_refused() -> None:
             checks.check_batch(batch.paged(), batch.rows, None, scored)
 
 
+def test_a_softmax_that_cannot_be_is_refused() -> None:
+    batch = make_batch([40, 70]).paged()
+    checks.check_softmax(batch, 0.0, None)
+    checks.check_softmax(batch, 50.0, torch.zeros(6))
+    for softcap in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="softcap must be"):
+            checks.check_softmax(batch, softcap, None)
+    for sinks in (torch.zeros(2), torch.zeros(6).half(), torch.zeros(12)[::2]):
+        with pytest.raises(ValueError, match="sinks must be"):
+            checks.check_softmax(batch, 0.0, sinks)
+
+
 @pytest.mark.parametrize(
     ("heavy", "doomed"), [([0], [1]), ([1], [9]), ([1, 1], [2]), ([1, 2], [3, 2])]
 )

@@ -23,9 +23,10 @@ struct Call {
   const int32_t* starts;             // decode: [R] token of each listed row; prompt: [B + 1]
   const int32_t* rows;               // [R]; the first `scored` of them add to the scores
   void* out;                         // [T, H, D] or null
+  const float* sinks;                // [H] logits of no key, or null
   int64_t query_stride, out_stride, table_stride;
   int32_t count, scored, heads, group, size, block, dtype, prompt;
-  float scale;
+  float scale, softcap;              // softcap: 0 for none
 };
 
 namespace {
@@ -62,7 +63,8 @@ struct Attend {
   static constexpr int PROBS = sizeof(float) / sizeof(Prob);  // per float
 
   const Call& call;
-  Layer layer{(const char*)call.cache, call.scores, call.heads, call.group, call.size, call.block, call.scale};
+  Layer layer{(const char*)call.cache, call.scores, call.heads, call.group, call.size, call.block, call.scale,
+              call.softcap};
 
   int64_t blocks(int row) const { return (call.lens[row] + call.block - 1) / call.block; }
   const int32_t* table(int row) const { return call.table + row * call.table_stride; }
@@ -82,6 +84,12 @@ struct Attend {
       const float* row = from + int64_t(m) * call.size;
       for (int d = 0; d < call.size; ++d) narrow(row[column(d, call.size, K::shuffled)], to + d);
     }
+  }
+
+  // What the sink of a head adds to the sum of exponentials of row m, given their base-2 maximum `top`. A sink far
+  // above all logits makes it infinite, and every probability 0.
+  float sink(const Task& task, int m, float top) const {
+    return call.sinks ? std::exp2(call.sinks[task.head * call.group + m % call.group] * LOG2E - top) : 0.f;
   }
 
   // Whether exponentials have the type that V is multiplied with. Where nobody wants to know the probabilities
@@ -125,7 +133,7 @@ struct Attend {
       tile.first_limit = length - n + t + 1;
       tile.logits(queries(token, here, task.head, memory), e);
       tile.exponentials(e, top, sum);
-      for (int m = 0; m < tile.rows; ++m) inverse[m] = 1 / sum[m];
+      for (int m = 0; m < tile.rows; ++m) inverse[m] = 1 / (sum[m] + sink(task, m, top[m]));
       tile.normalise(e, inverse, call.out ? (Prob*)e : nullptr, span * PROBS, sums);
       if (!call.out) continue;
       std::fill_n(out, int64_t(tile.rows) * call.size, 0.f);
@@ -158,7 +166,7 @@ struct Attend {
         if (!as_is) tile.normalise(e, factor, (Prob*)e, span * PROBS, nullptr);
         tile.values((const Prob*)e, span * PROBS, out);
       }
-      for (int m = 0; m < rows; ++m) factor[m] = 1 / sum[m];
+      for (int m = 0; m < rows; ++m) factor[m] = 1 / (sum[m] + sink(task, m, top[m]));
       multiply(out, rows, factor);
       write(token, here, task.head, out);
     }
@@ -187,7 +195,8 @@ struct Attend {
     float* inverse = part ? rest : sum + g;
     tile.logits(queries(token, 1, task.head, memory), e);
     tile.exponentials(e, top, sum);
-    for (int m = 0; m < g; ++m) inverse[m] = 1 / sum[m];
+    // A part knows its own keys only; the sink is for the whole row.
+    for (int m = 0; m < g; ++m) inverse[m] = 1 / (sum[m] + (part ? 0 : sink(task, m, top[m])));
     const bool adds = task.scored && !part;
     if (adds) std::fill_n(sums, tile.span, 0.f);
     if (task.scored || !as_is) tile.normalise(e, inverse, (Prob*)prob, tile.span * PROBS, adds ? sums : nullptr);
@@ -217,6 +226,7 @@ struct Attend {
       for (int s = 0; s < task.splits; ++s) best = std::max(best, stat(s)[m]);
       for (int s = 0; s < task.splits; ++s)
         total += weight[s * g + m] = std::exp2(stat(s)[m] - best) * stat(s)[g + m];
+      total += sink(task, m, best);
       for (int s = 0; s < task.splits; ++s) weight[s * g + m] /= total;
       factor[m] = weight[task.split * g + m] / stat(task.split)[g + m];
     }

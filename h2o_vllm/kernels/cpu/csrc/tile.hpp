@@ -12,6 +12,7 @@
 
 namespace h2o {
 
+constexpr float LOG2E = 1.44269504088896341f;
 constexpr int MANY = 2 * MAX_ROWS;  // query rows from which on a widened page pays
 
 // 64-byte aligned memory that is kept from call to call.
@@ -36,7 +37,7 @@ struct Layer {           // what one call works on; strides in elements
   const char* cache;     // [N, KH, (K^T [D, BS]) (V [BS, D])]
   float* scores;         // [N, KH, BS]
   int heads, group, size, block;
-  float scale;
+  float scale, softcap;  // softcap: 0 for none
 };
 
 template <class K>
@@ -114,15 +115,23 @@ struct Tile {
     }
   }
 
-  // In place: e = exp(scale * logit - max); zeros from each row's limit to the end. Leaves the base-2
+  // In place: logit = tanh(scale * logit / softcap), of the n first ones and of what shares a vector with them.
+  void cap(float* row, int n) const {
+    const float factor = layer.scale / layer.softcap;
+    for (int i = 0; i < n; i += W) store(row + i, tanh(load(row + i) * factor));
+  }
+
+  // In place: e = exp(scale * logit - max), capped if there is a soft cap; zeros from each row's limit to the end. Leaves the base-2
   // maximum and the sum of each row. With `out` [M, D] they go on from those of earlier runs, and what
   // these have left in `out` is brought to the new maximum.
   void exponentials(float* e, float* top, float* sum, float* out = nullptr) const {
-    const float factor = layer.scale * 1.44269504088896341f;
+    const bool capped = layer.softcap != 0;
+    const float factor = (capped ? layer.softcap : layer.scale) * LOG2E;
     const int end = round_up(length());
     for (int m = 0; m < rows; ++m) {
       float* row = e + m * span;
       const int n = limit(m), whole = n / W * W;
+      if (capped) cap(row, n);
       vf high = splat(-INFINITY), total = {};
       for (int i = 0; i < whole; i += W) high = vmax(load(row + i) * factor, high);
       float best = out ? std::max(top[m], hmax(high)) : hmax(high);

@@ -109,4 +109,24 @@ H2O_INLINE vf exp2_neg(vf x) {
   return (vf)((vi)y + ((vi)t << 23));
 }
 
+// tanh, relative error below 5e-7. Rational function: Eigen's, of degree 13 over 6; beyond 7.9 it is 1 in float.
+H2O_INLINE vf tanh(vf x) {
+  const vf most = splat(7.90531110763549805f);
+  x = vmax(x, -most);
+  x = x < most ? x : most;
+  const vf z = x * x;
+  vf p = splat(-2.76076847742355e-16f);
+  p = p * z + 2.00018790482477e-13f;
+  p = p * z - 8.60467152213735e-11f;
+  p = p * z + 5.12229709037114e-08f;
+  p = p * z + 1.48572235717979e-05f;
+  p = p * z + 6.37261928875436e-04f;
+  p = p * z + 4.89352455891786e-03f;
+  vf q = splat(1.19825839466702e-06f);
+  q = q * z + 1.18534705686654e-04f;
+  q = q * z + 2.26843463243900e-03f;
+  q = q * z + 4.89352518554385e-03f;
+  return x * p / q;
+}
+
 }  // namespace h2o

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 1, 2, 5 and 6 where sliding-window layers lie beside evictable ones: a tiny Gemma 2 of random weights.
+
+vLLM gives each kind a KV cache group of its own, on the blocks of one pool. Windows forget by themselves;
+only full attention is evicted. Law 4 of the same model: ``test_law04_models.py``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from h2o_vllm.blocks.spec import H2OAttentionSpec
+from tests.engine.conftest import (
+    ENGINE,
+    FLOOR,
+    NUM_BLOCKS,
+    Engine,
+    kept_of,
+    report_of,
+    started,
+    tokens_of,
+)
+from tests.families.random_models import one_thread, random_prompt, save_random_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+MODEL = "gemma2"
+LENGTHS = (300, 650)
+STEPS = 40
+BUDGETS: list[dict[str, Any] | None] = [
+    None,
+    {"kv_budget": 0.2},
+    {"kv_budget": 0.4, "kv_recent": 0.2},
+    {"kv_budget": 0.3, "kv_policy": "window"},
+    {"kv_budget": 0.3, "kv_policy": "keydiff"},
+    {"kv_budget": 0.2, "kv_protect": 64},
+    {"kv_budget": 0.2, "kv_elastic": True},
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = str(tmp_path_factory.mktemp(MODEL))
+    save_random_model(MODEL, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def lossless(directory: str) -> list[list[int]]:
+    """What transformers says, with its own attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    answers = []
+    with one_thread(), torch.inference_mode():
+        for length in LENGTHS:
+            tokens = model.generate(
+                torch.tensor([random_prompt(length)]), do_sample=False,
+                min_new_tokens=STEPS, max_new_tokens=STEPS,
+            )  # fmt: skip
+            answers.append(tokens[0, length:].tolist())
+    return answers
+
+
+@pytest.fixture(scope="module", params=["vllm", "h2o"])
+def engine(request: pytest.FixtureRequest, directory: str) -> Iterator[Engine]:
+    """With either kernel for rows without a budget."""
+    options = {**ENGINE, "skip_tokenizer_init": True}
+    h2o = {"kv_min_tokens": FLOOR, "kv_full_kernel": request.param}
+    with started(directory, options, **h2o) as engine:
+        yield engine
+
+
+def test_each_kind_of_layer_has_its_own_blocks(engine: Engine) -> None:
+    groups = engine.scheduler.kv_cache_config.kv_cache_groups
+    kinds = {type(group.kv_cache_spec): group.layer_names for group in groups}
+    assert set(kinds) == {SlidingWindowSpec, H2OAttentionSpec}
+    assert len(kinds[H2OAttentionSpec]) == len(engine.worker._state.kv_caches) == 2
+    # No layer but the evictable ones knows of scores.
+    layers = engine.worker.compilation_config.static_forward_context
+    bound = {name for name, layer in layers.items() if layer.impl._state is not None}
+    assert bound == set(kinds[H2OAttentionSpec])
+
+
+def test_law01_a_full_budget_loses_nothing(engine: Engine, lossless: list[list[int]]) -> None:
+    prompts = [random_prompt(length) for length in LENGTHS]
+    for asked in (None, {"kv_budget": 1.0}):
+        outputs = engine.generate(prompts, asked, max_tokens=STEPS, detokenize=False)
+        assert [tokens_of(output) for output in outputs] == lossless
+
+
+def test_law05_and_law02_any_mix_gives_what_each_gives_alone_and_every_block_comes_home(
+    engine: Engine,
+) -> None:
+    prompt = random_prompt(400)
+    assert engine.llm.reset_prefix_cache()
+    # An elastic one depends on where it is squeezed; alone it never is.
+    asked = [one for one in BUDGETS if not (one and "kv_elastic" in one)]
+    alone = [engine.generate([prompt], one, max_tokens=STEPS, detokenize=False)[0] for one in asked]
+    assert report_of(alone[1])["tokens_evicted"] > 0
+    assert engine.llm.reset_prefix_cache()
+    chance = random.Random(3)
+    crowd = [random_prompt(chance.randint(40, 500)) for _ in range(12)]
+    budgets = [chance.choice(BUDGETS) for _ in crowd]
+    outputs = engine.generate(
+        [*crowd[:6], *[prompt] * len(asked), *crowd[6:]], [*budgets[:6], *asked, *budgets[6:]],
+        max_tokens=STEPS, detokenize=False,
+    )  # fmt: skip
+    for one, reference, output in zip(asked, alone, outputs[6:], strict=False):
+        assert tokens_of(output) == tokens_of(reference), one
+        assert kept_of(output) == kept_of(reference), one
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    engine.scheduler.blocks.check_integrity()
+
+
+def test_law06_evictions_leave_shared_prefixes_as_they_are(engine: Engine) -> None:
+    prompt = random_prompt(300)
+    assert engine.llm.reset_prefix_cache()
+
+    def whole() -> Any:
+        (output,) = engine.generate([prompt], None, max_tokens=STEPS, detokenize=False)
+        return output
+
+    before = whole()
+    for asked in BUDGETS[1:]:
+        engine.generate([prompt], asked, max_tokens=STEPS, detokenize=False)
+        after = whole()
+        assert tokens_of(after) == tokens_of(before)
+        assert report_of(after)["tokens_cached"] > 0

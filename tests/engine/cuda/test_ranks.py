@@ -21,6 +21,8 @@ def test_law11_two_ranks_hold_what_one_holds_and_say_the_same(model_dir: str, po
         ranks = [
             FakeGPU(rig, 40, patch, "flash", kv_heads=range(i, i + 1)) for i in range(KV_HEADS)
         ]
+        # Ranks have fewer heads: forms of their own.
+        whole.compiled = whole.compiled.union(*(rank.compiled for rank in ranks))
         rig.add("one", [1] * 110, asked, max_tokens=30)
         rig.add("two", [2] * 70, None, max_tokens=20)
         rig.add("three", [3] * 60, asked, max_tokens=40)

@@ -25,8 +25,8 @@ def test_warming_up_leaves_no_trace(
         seen.append((query.dtype, query.shape, [one is not None for one in args[-2:]]))
         stock(query, *args)
 
-    monkeypatch.setattr(kernels, "prompt_lse", prompt_lse)
     with fake_gpu(model_dir, 20, base, kv_dtype) as (_, gpu):
+        monkeypatch.setattr(kernels, "prompt_lse", prompt_lse)
         scales = {name: torch.tensor(scale) for name, scale in SCALES.items()}
         layer = SimpleNamespace(impl=gpu.impls[0], kv_cache=gpu.kv[0], **scales)
         before = [cache.view(torch.uint8).clone() for cache in gpu.kv]

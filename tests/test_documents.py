@@ -166,6 +166,6 @@ def test_policies_are_those_of_the_configuration() -> None:
 @pytest.mark.parametrize("document", CURRENT, ids=name_of)
 def test_every_budget_option_exists(document: Path) -> None:
     options = {f"--{field.name.replace('_', '-')}" for field in fields(H2OConfig)}
-    # The server's own: no engine knows of its page.
-    options |= {"--kv-playground"}
+    # The server's own, of whose page no engine knows; and vLLM's.
+    options |= {"--kv-playground", "--kv-cache-dtype"}
     assert set(re.findall(r"--kv-[a-z-]+(?=[`\s,)])", document.read_text())) <= options

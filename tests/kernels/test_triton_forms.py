@@ -64,15 +64,11 @@ class Worker:
         return wide.unflatten(1, (self.heads, self.size))
 
     def warm_up(self) -> None:
-        if self.dtype.itemsize == 1:
-            query = self.query(2, fused=True)
-            out = torch.empty_like(query, dtype=self.out_dtype)
-            kernels.warm_up(self.layers, self.scores, self.workspace, query, out, *self.scales)
-        else:
-            state = SimpleNamespace(
-                kv_layers=self.layers, scores=self.scores, workspace=self.workspace
-            )
-            warmup.warm_up(cast(Any, state), self.heads)
+        state = SimpleNamespace(kv_layers=self.layers, scores=self.scores, workspace=self.workspace)
+        impl = SimpleNamespace(num_heads=self.heads, supports_quant_query_input=True)
+        names = ("_q_scale", "_k_scale", "_v_scale")
+        layer = SimpleNamespace(impl=impl, **dict(zip(names, self.scales, strict=True)))
+        warmup.warm_up(cast(Any, state), layer, self.out_dtype)
 
     def evict(self) -> None:
         """First evictions of prompts of any length, later ones of a block; one or several in a step."""
@@ -113,28 +109,43 @@ class Worker:
                         0.125, out, self.workspace, self.scales[0], key_scale, value_scale,
                     )  # fmt: skip
 
+    def rescore(self) -> None:
+        """Evictions whose policies adjust scores in all ways, of prompts and of a block, one and several."""
+        ways = [kernels.PER_QUERY, kernels.BY_KEYS, kernels.BY_VALUES | kernels.BY_KEYS]
+        for how, reach in (*((way, 0) for way in ways), (0, 3)):
+            for known, fresh in ((0, 2), (2, 1), (3, 300)):
+                blocks = tuple(range(known)), tuple(range(known, known + fresh))
+                one = kernels.Rescore(*blocks, how=how, reach=reach)
+                for given in ([one], [one] * 5):
+                    packed = kernels.Rescores.pack(given, "cpu")
+                    kernels.rescore(self.layers, self.scores, packed)
+
     def score_prompts(self) -> None:
-        for rows, tokens in ((1, 2), (1, 16), (2, 33), (7, MAX_TOKENS)):
+        for rows, tokens in ((1, 2), (1, 16), (2, 33), (1, MAX_TOKENS), (7, MAX_TOKENS)):
             batch = self.starts[: rows + 1], self.lens[:rows]
             listed = torch.zeros(rows, dtype=torch.int32)
+            borders = [row * tokens // rows for row in range(rows + 1)]
+            lengths = [4 * tokens] * rows
+            prompts = kernels.PromptSegments.cut(
+                range(rows), borders[:-1], borders[1:], lengths, lengths, KV_HEADS, "cpu"
+            )
             # As FlashAttention returns it, and as it would be after a transposition.
             for lse in (torch.zeros(self.heads, tokens), torch.zeros(tokens, self.heads).T):
                 for layer, keys in enumerate(self.layers.key_caches):
                     for fused in (True, False):
                         query = self.query(tokens, fused=fused)
-                        for scored_from in (None, torch.zeros(rows, dtype=torch.int32)):
-                            kernels.add_prompt_scores(
-                                query, keys, self.scores[layer], self.table[:rows], *batch, lse, 0.125,
-                                tokens, 4 * tokens, listed, *self.scales[:2], scored_from=scored_from,
-                            )  # fmt: skip
-                        # FP8 is FlashAttention's alone, which returns its log-sum-exp.
-                        if self.dtype.itemsize > 1:
-                            kernels.prompt_lse(
-                                query, keys, self.table[:rows], *batch, 0.125, lse, tokens, listed
-                            )
+                        kernels.add_prompt_scores(
+                            query, keys, self.scores[layer], self.table[:rows], *batch, lse, 0.125,
+                            prompts, *self.scales[:2],
+                        )  # fmt: skip
+                        kernels.prompt_lse(
+                            query, keys, self.table[:rows], *batch, 0.125, lse, tokens, listed,
+                            *self.scales[:2],
+                        )  # fmt: skip
 
     def serve(self) -> None:
         self.evict()
+        self.rescore()
         self.start_tokens()
         self.forget()
         self.decode()

@@ -65,8 +65,8 @@ MUTANTS = (
     ),
     Mutant(
         "law05-rows-without-scores-change-the-scores-of-others",
-        "ours, split.decode_tokens, decodes, self.scale, output, split.decode_scored",
-        "ours, split.decode_tokens, decodes, self.scale, output",
+        "split.decode_scored,\n            *softmax",
+        "None,\n            *softmax",
         FULL,
     ),
     Mutant(

@@ -31,13 +31,9 @@ KERNELS = {
     "_compact_tables", "_clear", "_rescore", "_order", "_settle", "_prompt_lse",
 }  # fmt: skip
 
-STACK = {
-    ("_add_prompt_scores", 80): 48, ("_add_prompt_scores", 89): 48, ("_add_prompt_scores", 90): 88,
-    ("_add_prompt_scores", 100): 432, ("_add_prompt_scores", 120): 48,
-    ("_attend", 90): 8, ("_select", 80): 8, ("_select", 89): 8,
-}  # fmt: skip
-"""Bytes per thread that forms of a kernel take with Triton 3.7.1; all others none. A prompt's tile of 128 by
-128 sums leaves no register free (on sm_90 it fits, but for an 8-bit cache); 8 bytes are two registers."""
+STACK = {("_attend", 90): 64, ("_order", 89): 8, ("_select", 80): 8, ("_select", 89): 8}
+"""Bytes per thread that forms of a kernel take with Triton 3.7.1; all others none. Of ``_attend`` the one for
+float32 with heads of 96: no tensor core, so operands are in registers. 8 bytes are two registers."""
 
 
 def compiled_with_the_locks_triton(*arguments: str) -> list[dict[str, Any]]:

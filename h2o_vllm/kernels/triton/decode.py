@@ -102,7 +102,8 @@ def attend_decode(
         *strides,
         **sizes,
         GP=max(16, triton.next_power_of_2(group)),
-        num_warps=4,
+        # float32 has no tensor core and keeps its operands in registers: more threads share them.
+        num_warps=8 if key_cache.element_size() == 4 else 4,
         # Triton divides stages - 1 between the block ids and the keys and values that they lead to: five give
         # those two buffers each, so that a program loads one tile while it computes another.
         num_stages=5 if per_stage <= 32 << 10 else 3,
@@ -221,6 +222,10 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     tl.store(part_sum + part, total, mask=real)
     both = real[:, None] & wide[None, :]
     if count == 1:
+        # First the output: its registers are free for the scores.
+        target = out + token * stride_ot + (kv_head * G + heads)[:, None] * stride_oh
+        result = acc / total[:, None]
+        tl.store(target + dims[None, :], result.to(out.dtype.element_ty), mask=both)
         # The whole row was here: what this program has written it may read back behind a barrier.
         tl.debug_barrier()
         highest, weight = row_totals(part_max, part_sum, item, 1, kv_head, H, G, GS, 1)
@@ -228,8 +233,5 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
             scores, probs, tile_max, table, kv_head, start, end, base, highest, weight, num_tiles,
             KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
-        target = out + token * stride_ot + (kv_head * G + heads)[:, None] * stride_oh
-        result = acc / total[:, None]
-        tl.store(target + dims[None, :], result.to(out.dtype.element_ty), mask=both)
     else:
         tl.store(part_out + part[:, None] * D + dims[None, :], acc, mask=both)

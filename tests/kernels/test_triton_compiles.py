@@ -31,9 +31,8 @@ KERNELS = {
     "_compact_tables", "_clear", "_rescore", "_order", "_settle", "_prompt_lse",
 }  # fmt: skip
 
-STACK = {("_attend", 90): 64, ("_order", 89): 8, ("_select", 80): 8, ("_select", 89): 8}
-"""Bytes per thread that forms of a kernel take with Triton 3.7.1; all others none. Of ``_attend`` the one for
-float32 with heads of 96: no tensor core, so operands are in registers. 8 bytes are two registers."""
+STACK = {("_order", 89): 8, ("_select", 80): 8, ("_select", 89): 8}
+"""Bytes per thread that forms of a kernel take with Triton 3.7.1, two registers; all others none."""
 
 
 def compiled_with_the_locks_triton(*arguments: str) -> list[dict[str, Any]]:

@@ -46,8 +46,6 @@ class ScoringImpl(AttentionImpl[Any]):
     """The implementation of vLLM's that serves whatever is not scored."""
     scored_metadata: ClassVar[type]
     """What our builder gives for a batch with scored rows; any other metadata is for ``stock``."""
-    any_softmax: ClassVar[bool]
-    """Whether our kernels know soft caps and attention sinks."""
 
     scale: float
     logits_soft_cap: float
@@ -72,8 +70,6 @@ class ScoringImpl(AttentionImpl[Any]):
         unscorable: Any = self
         for refused, name in (
             (unscorable.alibi_slopes is not None, "ALiBi"),
-            (bool(self.logits_soft_cap) and not self.any_softmax, "a logits soft cap on GPUs"),
-            (self.sinks is not None and not self.any_softmax, "attention sinks on GPUs"),
             (unscorable.kv_sharing_target_layer_name is not None, "KV shared between layers"),
         ):
             if refused:

@@ -7,6 +7,8 @@ up by. ``tests/engine/cuda`` holds every step of its engines against the warm-up
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,7 +32,7 @@ SHAPES = [
 class Worker:
     """Calls the kernels as the GPU worker, its metadata builder and its attention layers do."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, softcap: float = 0.0, *, sinks: bool = False) -> None:
         self.block_size, self.heads, self.size = (
             shape.block_size,
             shape.group * KV_HEADS,
@@ -53,6 +55,8 @@ class Worker:
             "cpu",
         )
         self.scales = [torch.ones(()) for _ in range(3)] if self.dtype.itemsize == 1 else [None] * 3
+        self.softcap = softcap
+        self.sinks = torch.zeros(self.heads, dtype=self.out_dtype) if sinks else None
         self.table = torch.zeros(MAX_ROWS, 40, dtype=torch.int32)
         self.lens = torch.zeros(MAX_ROWS, dtype=torch.int32)
         self.starts = torch.zeros(MAX_ROWS + 1, dtype=torch.int32)
@@ -65,7 +69,10 @@ class Worker:
 
     def warm_up(self) -> None:
         state = SimpleNamespace(kv_layers=self.layers, scores=self.scores, workspace=self.workspace)
-        impl = SimpleNamespace(num_heads=self.heads, supports_quant_query_input=True)
+        impl = SimpleNamespace(
+            num_heads=self.heads, supports_quant_query_input=True,
+            logits_soft_cap=self.softcap, sinks=self.sinks,
+        )  # fmt: skip
         names = ("_q_scale", "_k_scale", "_v_scale")
         layer = SimpleNamespace(impl=impl, **dict(zip(names, self.scales, strict=True)))
         warmup.warm_up(cast(Any, state), layer, self.out_dtype)
@@ -107,6 +114,7 @@ class Worker:
                     kernels.attend_decode(
                         self.query(rows, fused=fused), keys, values, self.scores[layer], self.table[:rows],
                         0.125, out, self.workspace, self.scales[0], key_scale, value_scale,
+                        self.softcap, self.sinks,
                     )  # fmt: skip
 
     def rescore(self) -> None:
@@ -136,11 +144,11 @@ class Worker:
                         query = self.query(tokens, fused=fused)
                         kernels.add_prompt_scores(
                             query, keys, self.scores[layer], self.table[:rows], *batch, lse, 0.125,
-                            prompts, *self.scales[:2],
+                            prompts, *self.scales[:2], softcap=self.softcap,
                         )  # fmt: skip
                         kernels.prompt_lse(
                             query, keys, self.table[:rows], *batch, 0.125, lse, tokens, listed,
-                            *self.scales[:2],
+                            *self.scales[:2], self.softcap, self.sinks,
                         )  # fmt: skip
 
     def serve(self) -> None:
@@ -152,9 +160,22 @@ class Worker:
         self.score_prompts()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_serving_reaches_the_forms_that_were_warmed_up_and_no_other(shape: Shape) -> None:
-    worker = Worker(shape)
+@pytest.mark.parametrize(
+    "worker",
+    [
+        *(pytest.param(functools.partial(Worker, shape), id=str(shape)) for shape in SHAPES),
+        # As Gemma 2 and gpt-oss have them.
+        pytest.param(functools.partial(Worker, SHAPES[0], 50.0), id="soft-cap"),
+        pytest.param(functools.partial(Worker, SHAPES[0], sinks=True), id="sinks"),
+    ],
+)
+def test_serving_reaches_the_forms_that_were_warmed_up_and_no_other(
+    worker: Callable[[], Worker],
+) -> None:
+    compare_forms(worker())
+
+
+def compare_forms(worker: Worker) -> None:
     with launches(run=False) as warm:
         worker.warm_up()
     with launches(run=False) as served:

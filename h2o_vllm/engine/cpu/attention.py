@@ -136,7 +136,6 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
 
     stock = CPUAttentionBackendImpl
     scored_metadata = H2OMetadata
-    any_softmax = True
 
     def attend(self, call: AttentionCall, batch: H2OMetadata) -> None:
         """The rows left to vLLM, then ours: each query's attention and scores in one pass."""

@@ -78,7 +78,8 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
         """As the base class.
 
         Raises:
-            ConfigError: also if vLLM bound a FlashAttention that we do not call as it wants to be called.
+            ConfigError: also if vLLM bound a FlashAttention that we do not call as it wants to be called, or
+                whose log-sum-exp nobody has read.
         """
         version = self.vllm_flash_attn_version
         if version not in FLASH_VERSIONS or self.fa4_hd256:
@@ -88,11 +89,19 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
                 f"{self.head_size}): set H2O_CUDA_BACKEND=triton_attn, or attention_config's "
                 "flash_attn_version to 2"
             )
+        if version == 4 and self.sinks is not None:
+            raise ConfigError(
+                "h2o_vllm does not know whether FlashAttention 4 counts attention sinks in its "
+                "log-sum-exp: set H2O_CUDA_BACKEND=triton_attn"
+            )
         super().bind(state, layer)
         self._paged_views = paged_views(*self._views)
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
-        """The call of ``FlashAttentionImpl.forward`` for plain causal attention, asking for the LSE."""
+        """The call of ``FlashAttentionImpl.forward`` for causal attention, asking for the LSE.
+
+        FlashAttention 3 counts sinks in (``finalize_aux`` of its ``softmax.h``); 2 has none, vLLM refuses.
+        """
         stock = batch.stock
         assert stock is not None
         keys, values = self._paged_views
@@ -112,6 +121,8 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
             softmax_scale=self.scale,
             causal=True,
             block_table=stock.block_table,
+            softcap=self.logits_soft_cap,
+            s_aux=self.sinks,
             return_softmax_lse=True,
             scheduler_metadata=stock.scheduler_metadata,
             fa_version=self.vllm_flash_attn_version,
@@ -159,6 +170,8 @@ class H2OTritonImpl(CudaScoringImpl, triton_attn.TritonAttentionImpl):
             batch.prompt_rows,
             scales.query,
             scales.key,
+            self.logits_soft_cap,
+            self.sinks,
         )
         return lse
 

@@ -66,6 +66,7 @@ def warm_up_flash(
                 softmax_scale=impl.scale,
                 causal=True,
                 block_table=table,
+                softcap=impl.logits_soft_cap,
                 return_softmax_lse=True,
                 fa_version=4,
                 q_descale=descales[0],

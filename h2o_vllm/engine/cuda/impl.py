@@ -81,7 +81,6 @@ class CudaScoringImpl(ScoringImpl):
     """What our GPU implementations share; they differ in how they come by the LSE."""
 
     scored_metadata = ScoredBatch
-    any_softmax = False
     _state: CudaState
     _views: tuple[torch.Tensor, torch.Tensor]
     """Keys and values of this layer's cache, [N, BS, KH, D] each; made once, as a step has many layers."""
@@ -120,6 +119,8 @@ class CudaScoringImpl(ScoringImpl):
                 output,
                 self._state.workspace,
                 *scales,
+                softcap=self.logits_soft_cap,
+                sinks=self.sinks,
             )
         if lse is not None and batch.prompts is not None:
             kernels.add_prompt_scores(
@@ -134,12 +135,13 @@ class CudaScoringImpl(ScoringImpl):
                 batch.prompts,
                 scales.query,
                 scales.key,
+                softcap=self.logits_soft_cap,
             )
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
         """Stock attention of ``batch.stock``, and each query's log-sum-exp.
 
         Returns:
-            [H, T], float32, natural logarithm; defined for the prompt rows' queries.
+            [H, T], float32, natural logarithm, sinks included; defined for the prompt rows' queries.
         """
         raise NotImplementedError

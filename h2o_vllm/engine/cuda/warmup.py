@@ -27,7 +27,7 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
     ``compact_tables`` is the metadata builder's, which compiles it when it is bound.
 
     Args:
-        layer: one of the evictable layers. dtype: the model's.
+        layer: one of the evictable layers, whose soft caps and sinks have one form. dtype: the model's.
     """
     keys, device = state.kv_layers.key_caches[0], state.scores.device
     kv_heads, size = keys.shape[2:]
@@ -41,15 +41,24 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
     if in_bytes:
         query = query.to(torch.float8_e4m3fn)
     scales = Scales.of(layer, query, keys)
-    kernels.warm_up(state.kv_layers, state.scores, state.workspace, query, out, *scales)
+    softcap, sinks = layer.impl.logits_soft_cap, layer.impl.sinks
+    kernels.warm_up(
+        state.kv_layers,
+        state.scores,
+        state.workspace,
+        query,
+        out,
+        *scales,
+        softcap=softcap,
+        sinks=sinks,
+    )
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
     lens = torch.full((1,), 2, dtype=torch.int32, device=device)
     lse = torch.empty(num_heads, 2, device=device)
     # Reads the null block.
-    kernels.prompt_lse(
-        query, keys, nothing[None], starts, lens, 1.0, lse, 2, nothing, scales.query, scales.key
-    )
+    given = (query, keys, nothing[None], starts, lens, 1.0, lse, 2, nothing)
+    kernels.prompt_lse(*given, scales.query, scales.key, softcap, sinks)
     if isinstance(layer.impl, H2OFlashImpl):
         views = paged_views(keys, state.kv_layers.value_caches[0])
         warm_up_flash(layer.impl, layer, *views, query.dtype, dtype)

@@ -33,7 +33,7 @@ from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.kernels.triton.checks import check_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import Eviction
 
-__all__ = ["H2OGPUWorker"]
+__all__ = ["H2OGPUWorker", "check_softmaxes"]
 
 _SCRATCH_BYTES = 96 << 20
 """What the kernels hold whatever the size of the pool: lists of moves, partial results of prompts."""
@@ -126,6 +126,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         scores = torch.zeros(len(layers), num_blocks, num_kv_heads, block_size, device=self.device)
         self._first_layer, num_heads = first, first.impl.num_heads
         check_scales(layers)
+        check_softmaxes([layer.impl for layer in layers])
         check_layers(kv_layers.key_caches, kv_layers.value_caches, scores, num_heads)
         slots = runner_block_table(self.model_runner, group.kv_cache_group_id).shape[0]
         return CudaState(
@@ -173,3 +174,20 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
                 f"cudagraph_mode {mode.name} captures prompts as well, which are scored eagerly; "
                 "use FULL_AND_PIECEWISE or FULL_DECODE_ONLY"
             )
+
+
+def check_softmaxes(impls: Sequence[Any]) -> None:
+    """Check that all these attention layers want the same form of our kernels: the first's are warmed up.
+
+    Raises:
+        ConfigError: others would compile theirs while serving.
+    """
+    forms = {
+        (bool(impl.logits_soft_cap), None if impl.sinks is None else impl.sinks.dtype)
+        for impl in impls
+    }
+    if len(forms) > 1:
+        raise ConfigError(
+            "h2o_vllm cannot evict on GPUs where only some layers of full attention have a logits "
+            "soft cap or attention sinks"
+        )

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.dot import dot
+from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, dot
 from h2o_vllm.kernels.triton.finish import add_scores, finish, row_totals
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace, load_piece
@@ -50,6 +50,8 @@ def attend_decode(
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of the planned rows' single queries; their probabilities are added to ``scores``.
 
@@ -66,6 +68,8 @@ def attend_decode(
         out: [T, H, D]; only the planned rows' tokens are written. May be strided along T.
         query_scale, key_scale, value_scale: one float32 on the device each: what a number stored in 8 bits
             stands for, as a multiple; 1 if left out. vLLM's ``layer._q_scale``, ``_k_scale``, ``_v_scale``.
+        softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
+        sinks: [H], any float dtype: logits that belong to no key and join the softmax's denominator.
     """
     _, block_size, kv_heads, size = key_cache.shape
     heads = query.shape[1]
@@ -95,6 +99,8 @@ def attend_decode(
         key_scale,
         value_scale,
         scale * _LOG2E,
+        softcap * _LOG2E if softcap else None,
+        sinks,
         query.stride(0),
         query.stride(1),
         *key_cache.stride()[:3],
@@ -133,6 +139,8 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     key_scale,
     value_scale,
     scale_log2,
+    cap,
+    sinks,
     stride_qt,
     stride_qh,
     stride_kn,
@@ -165,7 +173,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     row = tl.load(words)
     if row < 0:
         return
-    token, start, end, base, _, count = load_piece(words, TILE)
+    token, start, end, base, first, count = load_piece(words, TILE)
 
     heads = tl.arange(0, GP)
     dims = tl.arange(0, DP)
@@ -199,6 +207,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         block, slot = locate(table, position, live, BS)
         k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "")
         logits = dot(q, k.to(q.dtype), tl.zeros([GP, TILE], tl.float32)) * scale_log2
+        logits = cap_logits(logits, cap)
         logits = tl.where(live[None, :], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         prob = tl.exp2(logits - highest[:, None])
@@ -216,6 +225,9 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         top = highest
     if value_scale is not None:
         acc *= tl.load(value_scale)
+    # Once for each row: with its first piece.
+    has_sinks = heads < tl.where(item == first, G, 0)
+    total = add_sinks(total, top, sinks, kv_head * G + heads, has_sinks)
 
     part = item * H + kv_head * G + heads
     tl.store(part_max + part, top, mask=real)

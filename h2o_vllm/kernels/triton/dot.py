@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""The matrix product of the kernels."""
+"""The matrix product of the kernels, and what may become of logits before their softmax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import triton
 import triton.language as tl
 
-__all__ = ["dot"]
+__all__ = ["add_sinks", "cap_logits", "dot"]
 
 # Triton 3.9's interpreter multiplies bfloat16 operands as if their bit patterns were numbers.
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -22,3 +22,23 @@ def dot(a, b, acc):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def cap_logits(logits, cap):
+    """``cap * tanh(logits / cap)``, both in base 2; as they are where ``cap`` is None."""
+    if cap is not None:
+        # An exponential that overflows leaves the cap, one that underflows its negative.
+        logits = cap - 2 * cap / (tl.exp2(logits * (2.8853900817779268 / cap)) + 1)
+    return logits
+
+
+@triton.jit
+def add_sinks(total, top, sinks, heads, real):
+    """Sums of 2 ^ (logit - top) and what the sinks of their ``heads`` add; as they are without sinks."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=real, other=float("-inf")).to(tl.float32)
+        sink *= 1.4426950408889634
+        # Beyond 2^120 every probability is as good as 0; an infinite sum could become NaN.
+        total += tl.exp2(tl.minimum(sink - top, 120.0))
+    return total

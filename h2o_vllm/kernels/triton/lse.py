@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.dot import dot
+from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, dot
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.prompt import COMPUTE
 
@@ -33,8 +33,10 @@ def prompt_lse(
     rows: Tensor,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Natural log of each query's sum of exp(scaled logits), for the queries of some rows. Eager.
+    """Natural log of each query's softmax denominator, for the queries of some rows. Eager.
 
     The queries of a row are the last positions of its live sequence; each sees what is before it.
 
@@ -49,6 +51,7 @@ def prompt_lse(
         max_query_len: no listed row has more queries; a host number, it sizes the grid.
         rows: [R], int32: the rows to look at, each once.
         query_scale, key_scale: see :func:`.decode.attend_decode`.
+        softcap, sinks: see :func:`.decode.attend_decode`.
     """
     if rows.shape[0] == 0:
         return
@@ -72,6 +75,8 @@ def prompt_lse(
         query_scale,
         key_scale,
         scale * _LOG2E,
+        softcap * _LOG2E if softcap else None,
+        sinks,
         query.stride(0),
         query.stride(1),
         *key_cache.stride()[:3],
@@ -102,6 +107,8 @@ def _prompt_lse(
     query_scale,
     key_scale,
     scale_log2,
+    cap,
+    sinks,
     stride_qt,
     stride_qh,
     stride_kn,
@@ -156,11 +163,13 @@ def _prompt_lse(
         block, slot = locate(table, key, live, BS)
         k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "")
         logits = dot(q, k.to(AS), tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
+        logits = cap_logits(logits, cap)
         # The first tile shows every pair at least one key: the maximum is finite from then on.
         logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
         higher = tl.maximum(maximum, tl.max(logits, 1))
         total = total * tl.exp2(maximum - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
         maximum = higher
+    total = add_sinks(total, maximum, sinks, kv_head * G + head, real)
     lse = (maximum + tl.log2(total)) * 0.6931471805599453
     tl.store(
         out + (kv_head * G + head) * stride_oh + (start + token).to(tl.int64) * stride_ot,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.dot import dot
+from h2o_vllm.kernels.triton.dot import cap_logits, dot
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
 
@@ -40,6 +40,7 @@ def add_prompt_scores(
     prompts: PromptSegments,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Add the probabilities that each key receives from its row's queries. Eager.
 
@@ -53,10 +54,10 @@ def add_prompt_scores(
         scores: [N, KH, BS], float32, contiguous.
         block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
         seq_lens: [B], int32, live lengths including the chunk.
-        lse: [H, T], float32, any strides: natural log of the sum of exp(scaled logits) of each query.
+        lse: [H, T], float32, any strides: natural log of each query's softmax denominator, with sinks.
         scale: factor on q.k before the softmax.
         prompts: which rows' queries are scored, and by whom.
-        query_scale, key_scale: see :func:`.decode.attend_decode`.
+        query_scale, key_scale, softcap: see :func:`.decode.attend_decode`.
     """
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
@@ -79,6 +80,7 @@ def add_prompt_scores(
             query_scale,
             key_scale,
             scale * _LOG2E,
+            softcap * _LOG2E if softcap else None,
             query.stride(0),
             query.stride(1),
             *key_cache.stride()[:3],
@@ -125,7 +127,7 @@ def _tile(dtype: torch.dtype, padded: int) -> tuple[int, int, int, int]:
 
 @triton.jit
 def _probabilities(
-    query, q_rows, lse, lse_rows, k, ahead, left, scale_log2, wide, TOKENS: tl.constexpr
+    query, q_rows, lse, lse_rows, k, ahead, left, scale_log2, cap, wide, TOKENS: tl.constexpr
 ):  # fmt: skip
     """exp(logit - lse) of a tile of queries, of whose tokens ``left`` are real, for a tile of keys."""
     real = ahead < tl.minimum(left, TOKENS)
@@ -133,7 +135,7 @@ def _probabilities(
     # A row that is none: exp(0 - inf) = 0.
     sums = tl.load(lse + lse_rows, mask=real, other=float("inf"))
     logits = dot(q.to(k.dtype), k, tl.zeros([q_rows.shape[0], k.shape[1]], tl.float32)) * scale_log2
-    return tl.exp2(logits - (sums * 1.4426950408889634)[:, None])
+    return tl.exp2(cap_logits(logits, cap) - (sums * 1.4426950408889634)[:, None])
 
 
 # Not specialised: strides that change with the batch would compile in the middle of serving.
@@ -151,6 +153,7 @@ def _add_prompt_scores(
     query_scale,
     key_scale,
     scale_log2,
+    cap,
     stride_qt,
     stride_qh,
     stride_kn,
@@ -220,13 +223,13 @@ def _add_prompt_scores(
     for at in range(seeing, tl.minimum(all_seeing, tokens), TOKENS):
         prob = _probabilities(
             query + at * stride_qt, q_rows, lse + at * stride_lt, lse_rows, k, ahead, tokens - at,
-            scale_log2, wide, TOKENS,
+            scale_log2, cap, wide, TOKENS,
         )  # fmt: skip
         total += tl.where(position[None, :] <= (context + at + ahead)[:, None], prob, 0.0)
     for at in range(all_seeing, tokens, TOKENS):
         total += _probabilities(
             query + at * stride_qt, q_rows, lse + at * stride_lt, lse_rows, k, ahead, tokens - at,
-            scale_log2, wide, TOKENS,
+            scale_log2, cap, wide, TOKENS,
         )  # fmt: skip
     column = tl.sum(total, 0)
     if offset < 0:

@@ -29,6 +29,8 @@ def warm_up(
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Run each kernel on the real caches with nothing to do: compiles, changes no KV and no score.
 
@@ -39,7 +41,7 @@ def warm_up(
     Args:
         scores: [L, N, KH, BS].
         query, out: [at least 2, H, D], of the dtypes and strides that serving will use. Not written.
-        query_scale, key_scale, value_scale: given exactly if serving gives them.
+        query_scale, key_scale, value_scale, softcap, sinks: given exactly if serving gives them.
     """
     device, block_size = scores.device, scores.shape[3]
     key, value = layers.key_caches[0], layers.value_caches[0]
@@ -48,14 +50,16 @@ def warm_up(
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     workspace.plan(starts, nothing)
     scales = (query_scale, key_scale)
-    attend_decode(query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale)
+    attend_decode(
+        query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale, softcap, sinks
+    )  # fmt: skip
     lse = torch.zeros(query.shape[1], 2, device=device)
     # Two positions, and a cut between them: both launches.
     prompts = PromptSegments.cut(
         [0], [0], [2], [SHORTEST + 1], [block_size], scores.shape[2], device
     )
     given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
-    add_prompt_scores(*given, *scales)
+    add_prompt_scores(*given, *scales, softcap=softcap)
     clear_scores(scores, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):

@@ -53,7 +53,8 @@ SCALES = {"_q_scale": 0.03, "_k_scale": 0.02, "_v_scale": 0.05}
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
     block_table: Tensor, softmax_scale: float, q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None, **_: Any,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, softcap: float = 0.0,
+    s_aux: Tensor | None = None, sinks: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """vLLM's kernels' contract: causal, rows of length 0 give zeros. Returns the LSE, [H, T]."""
     if k.dtype == FP8:
@@ -73,10 +74,17 @@ def paged_attention(
         keys, values = (t[blocks].flatten(0, 1)[:length].transpose(0, 1) for t in (k, v))
         grouped = q[first:end].unflatten(1, (keys.shape[0], -1))
         logits = torch.einsum("tkgd,ksd->kgts", grouped, keys) * softmax_scale
+        if softcap:
+            logits = softcap * (logits / softcap).tanh()
         future = torch.ones(end - first, length, dtype=torch.bool).triu(1 + length - (end - first))
         logits = logits.masked_fill(future, float("-inf"))
-        out[first:end] = torch.einsum("kgts,ksd->tkgd", logits.softmax(-1), values).flatten(1, 2)
-        lse[:, first:end] = logits.logsumexp(-1).flatten(0, 1)
+        sums = logits.logsumexp(-1)
+        # FlashAttention's name for them, and Triton's.
+        if (aside := s_aux if sinks is None else sinks) is not None:
+            sums = sums.logaddexp(aside.view(*sums.shape[:2], 1))
+        prob = (logits - sums[..., None]).exp()
+        out[first:end] = torch.einsum("kgts,ksd->tkgd", prob, values).flatten(1, 2)
+        lse[:, first:end] = sums.flatten(0, 1)
     return lse
 
 
@@ -225,6 +233,8 @@ class FakeGPU:
         base: str,
         kv_dtype: str = "auto",
         kv_heads: range = range(KV_HEADS),
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None:
         self.kv_heads, group = kv_heads, HEADS // KV_HEADS
         self.q_heads = range(kv_heads.start * group, kv_heads.stop * group)
@@ -268,6 +278,7 @@ class FakeGPU:
             # As on CUDA; the implementations ask the platform.
             impl.supports_quant_query_input = True
             impl.fp8_dtype = FP8
+            impl.logits_soft_cap, impl.sinks = softcap, sinks
         ours = H2OConfig.from_mapping(rig.config.additional_config[CONFIG_KEY])
         self.state = self._state(num_blocks, table.shape[0], ours.kv_policy)
         with launches(run=True) as bound:
@@ -412,14 +423,20 @@ def _stand_in_for_kernels(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def fake_gpu(
-    model_dir: str, num_blocks: int, base: str = "flash", kv_dtype: str = "auto", **rig: Any
+    model_dir: str,
+    num_blocks: int,
+    base: str = "flash",
+    kv_dtype: str = "auto",
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    **rig: Any,
 ) -> Iterator[tuple[Rig, FakeGPU]]:
     """A scheduler and the worker that executes what it plans; see :meth:`FakeGPU.step`."""
     with pytest.MonkeyPatch.context() as patch:
         scheduler = Rig(model_dir, num_blocks, max_num_seqs=8, **rig)
         # Resumed requests reach the workers as new ones.
         scheduler.scheduler.use_v2_model_runner = True
-        gpu = FakeGPU(scheduler, num_blocks, patch, base, kv_dtype)
+        gpu = FakeGPU(scheduler, num_blocks, patch, base, kv_dtype, softcap=softcap, sinks=sinks)
         with launches(run=True) as served:
             yield scheduler, gpu
         assert served.keys() - gpu.compiled == set(), "compiled while serving"

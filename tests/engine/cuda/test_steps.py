@@ -41,6 +41,8 @@ def reference_outputs(
     recent: float,
     block: int,
     fp8: bool = False,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], Reference]:
     """Attention of every token of one request, computed one by one. [LAYERS, HEADS, SIZE] each."""
     reference = object.__new__(Reference)
@@ -54,7 +56,8 @@ def reference_outputs(
         for layer in range(LAYERS):
             q, k, v = (t[None, :, None] for t in qkv(request_id, position, layer, fp8))
             module = SimpleNamespace(layer_idx=layer)
-            out, _ = reference._attend(module, q, k, v, scaling=SCALE)
+            softmax = {"softcap": softcap, "s_aux": sinks}
+            out, _ = reference._attend(module, q, k, v, scaling=SCALE, **softmax)
             layers.append(out[0, 0])
         outputs.append(torch.stack(layers))
     return outputs, reference
@@ -130,8 +133,18 @@ def test_attention_equals_an_independent_h2o(
         assert bool(rig.preemptions) == (num_blocks == 24)
 
 
-def test_scores_and_kept_tokens_equal_an_independent_h2o(model_dir: str) -> None:
-    with fake_gpu(model_dir, 40, kv_min_tokens=FLOOR, caching=False) as (rig, gpu):
+@pytest.mark.parametrize(
+    ("base", "softcap", "with_sinks"),
+    [("flash", 0.0, False), ("flash", 4.0, True), ("triton", 4.0, False), ("triton", 0.0, True)],
+    ids=["plain", "cap-and-sinks", "cap", "sinks"],
+)
+def test_scores_and_kept_tokens_equal_an_independent_h2o(
+    model_dir: str, base: str, softcap: float, with_sinks: bool
+) -> None:
+    sinks = torch.linspace(1.0, 6.0, HEADS) if with_sinks else None
+    with fake_gpu(
+        model_dir, 40, base, softcap=softcap, sinks=sinks, kv_min_tokens=FLOOR, caching=False
+    ) as (rig, gpu):  # fmt: skip
         rig.add("one", [1] * 130, {"kv_budget": 0.4}, max_tokens=60)
         while rig.scheduler.requests:
             output = rig.step()
@@ -140,7 +153,11 @@ def test_scores_and_kept_tokens_equal_an_independent_h2o(model_dir: str) -> None
             request = rig.scheduler.requests.get("one")
             if request is not None and request.num_computed_tokens == 185:
                 break
-        _, reference = reference_outputs("one", 130, 185, 0.4, 0.5, rig.block_size)
+        expected, reference = reference_outputs(
+            "one", 130, 185, 0.4, 0.5, rig.block_size, softcap=softcap, sinks=sinks
+        )
+        for position, outputs in enumerate(expected):
+            torch.testing.assert_close(gpu.outputs["one", position], outputs, rtol=1e-4, atol=1e-5)
         held = rig.blocks.eviction_state("one").report()["tokens_held"]
         where = torch.tensor(live).repeat_interleave(rig.block_size)[:held]
         slots = torch.arange(rig.block_size).repeat(len(live))[:held]

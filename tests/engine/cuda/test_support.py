@@ -16,7 +16,7 @@ from h2o_vllm.engine import binding, support
 from h2o_vllm.engine.cuda import backends, start_notes
 from h2o_vllm.engine.cuda.impl import check_scales
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
-from h2o_vllm.engine.cuda.worker import H2OGPUWorker
+from h2o_vllm.engine.cuda.worker import H2OGPUWorker, check_softmaxes
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 
@@ -219,13 +219,14 @@ def test_scores_take_their_share_of_the_memory() -> None:
     assert binding.memory_less_scores(26_000_000, [window, ours]) == 26_000_000 * 256 // 260
 
 
-@pytest.mark.parametrize("kind", [backends.H2OFlashImpl, backends.H2OTritonImpl])
-@pytest.mark.parametrize(("name", "value"), [("logits_soft_cap", 30.0), ("sinks", torch.ones(1))])
-def test_soft_caps_and_sinks_are_refused_on_gpus(kind: type, name: str, value: object) -> None:
-    impl, state = object.__new__(kind), SimpleNamespace(scores=torch.zeros(1, 1))
-    impl.alibi_slopes = impl.sinks = impl.kv_sharing_target_layer_name = None
-    impl.logits_soft_cap = 0
-    impl.bind(state, 0)
-    setattr(impl, name, value)
-    with pytest.raises(ConfigError, match=r"cannot score attention with .* on GPUs"):
-        impl.bind(state, 0)
+def test_layers_that_need_other_kernels_than_the_first_are_refused() -> None:
+    """Forms that were not compiled before serving would compile while it lasts."""
+
+    def layer(softcap: float = 0.0, sinks: torch.Tensor | None = None) -> Any:
+        return SimpleNamespace(logits_soft_cap=softcap, sinks=sinks)
+
+    sinks = torch.ones(4)
+    check_softmaxes([layer(30.0, sinks), layer(50.0, torch.zeros(4))])
+    for other in (layer(), layer(30.0), layer(0.0, sinks), layer(30.0, sinks.bfloat16())):
+        with pytest.raises(ConfigError, match="only some layers"):
+            check_softmaxes([layer(30.0, sinks), other])

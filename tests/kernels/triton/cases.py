@@ -29,6 +29,8 @@ class Batch:
     scale: float
     poisoned: Tensor  # [N, KH, BS], bool: slots no live token owns
     scales: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of an 8-bit query, key, value
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
     def out(self) -> Tensor:
         """An output that shows every element nobody wrote."""
@@ -139,8 +141,14 @@ def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
         value = batch.value_cache[where].to(out.dtype).transpose(0, 1).repeat_interleave(group, 0)
         query = batch.query[tokens].to(out.dtype).transpose(0, 1)
         logits = (query @ key.mT) * batch.logit_scale
+        if batch.softcap:
+            logits = batch.softcap * (logits / batch.softcap).tanh()
         future = torch.ones(count, length, dtype=torch.bool, device=out.device)
-        prob = logits.masked_fill(future.triu(length - count + 1), float("-inf")).softmax(-1)
+        logits = logits.masked_fill(future.triu(length - count + 1), float("-inf"))
+        if batch.sinks is not None:
+            aside = batch.sinks.to(logits.dtype)[:, None, None].expand(-1, count, 1)
+            logits = torch.cat([logits, aside], -1)
+        prob = logits.softmax(-1)[..., :length]
         out[tokens] = (prob @ value).transpose(0, 1) * batch.scales[2]
         scores[where[0], :, where[1]] += prob.float().unflatten(0, (-1, group)).sum((1, 2)).T
     return out, scores
@@ -152,6 +160,7 @@ def exact(batch: Batch) -> tuple[Tensor, Tensor]:
     reference.attend_decode(
         batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table,
         batch.query_start_loc, batch.seq_lens, batch.logit_scale, out, batch.scales[2],
+        softcap=batch.softcap, sinks=batch.sinks,
     )  # fmt: skip
     return out, scores
 
@@ -160,9 +169,10 @@ def exact_prompt(batch: Batch, scored_from: Tensor | None = None) -> tuple[Tenso
     """Log-sum-exp of all rows, and the scores after the rows with several queries, by the reference."""
     scores = batch.scores.clone()
     given = (batch.block_table, batch.query_start_loc, batch.seq_lens)
-    lse = reference.log_sum_exp(batch.query, batch.key_cache, *given, batch.logit_scale)
+    softmax = (batch.softcap, batch.sinks)
+    lse = reference.log_sum_exp(batch.query, batch.key_cache, *given, batch.logit_scale, *softmax)
     reference.add_prompt_scores(
-        batch.query, batch.key_cache, scores, *given, batch.logit_scale, scored_from
+        batch.query, batch.key_cache, scores, *given, batch.logit_scale, scored_from, *softmax
     )
     return lse, scores
 

@@ -40,7 +40,7 @@ def decode(
     workspace.plan(batch.query_start_loc, batch.seq_lens)
     attend_decode(
         batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table, batch.scale,
-        out, workspace, *batch.device_scales,
+        out, workspace, *batch.device_scales, batch.softcap, batch.sinks,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def add_scores(batch: Batch, scores: Tensor, lse: Tensor, prompts: PromptSegment
         prompts.partial.fill_(float("nan"))
     add_prompt_scores(
         batch.query, batch.key_cache, scores, batch.block_table, batch.query_start_loc, batch.seq_lens,
-        lse, batch.scale, prompts, *batch.device_scales[:2],
+        lse, batch.scale, prompts, *batch.device_scales[:2], batch.softcap,
     )  # fmt: skip
 
 

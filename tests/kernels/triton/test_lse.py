@@ -23,6 +23,7 @@ def check_lse(batch: Batch, rows: list[int], transposed: bool = False) -> None:
         batch.query, batch.key_cache, batch.block_table, batch.query_start_loc, batch.seq_lens,
         batch.scale, out, max(count for _, count in batch.lengths),
         torch.tensor(rows, dtype=torch.int32, device=out.device), *batch.device_scales[:2],
+        batch.softcap, batch.sinks,
     )  # fmt: skip
     starts = batch.query_start_loc.tolist()
     asked = torch.zeros(out.shape[1], dtype=torch.bool)

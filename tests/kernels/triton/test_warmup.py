@@ -18,6 +18,7 @@ def test_warming_up_changes_nothing() -> None:
     out = query.clone()
     workspace = DecodeWorkspace(4, 12 * 16, 6, 2, torch.float32, 64, "cpu")
     warm_up(layers, scores, workspace, query, out)
+    warm_up(layers, scores, workspace, query, out, softcap=30.0, sinks=torch.ones(6))
     assert torch.equal(query, out)
     assert torch.equal(bits(scores), bits(scores_before))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(caches, before, strict=True))

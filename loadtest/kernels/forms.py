@@ -156,19 +156,30 @@ def launch_everything(shape: Shape) -> None:
     out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
     workspace = DecodeWorkspace(4, 64, heads, 2, out_dtype, size, "cpu")
     query = torch.zeros(2, heads, size, dtype=dtype)
-    scales = [torch.ones(()) for _ in range(3)] if dtype.itemsize == 1 else []
+    scale = torch.ones(()) if dtype.itemsize == 1 else None
     layers = KVLayers([keys, keys], [values, values])
-    given = (layers, scores, workspace, query, query.to(out_dtype), *scales)
     # As Gemma 2 and gpt-oss have them, and neither.
     softmaxes = [(0.0, None), (50.0, None), (0.0, torch.ones(heads, dtype=out_dtype))]
     for softcap, sinks in softmaxes:
-        warm_up(*given, softcap=softcap, sinks=sinks)
+        warm_up(
+            layers,
+            scores,
+            workspace,
+            query,
+            query.to(out_dtype),
+            scale,
+            scale,
+            scale,
+            softcap,
+            sinks,
+        )
     rows = torch.zeros(2, dtype=torch.int32)
     table = torch.zeros(2, 8, dtype=torch.int32)
     flags = torch.zeros(2, dtype=torch.int8)
     compact_tables(table, rows, flags, shape.block_size, table.clone(), rows, rows, rows)
     starts = torch.zeros(3, dtype=torch.int32)
     lse = torch.zeros(heads, 2)
-    scaled = scales[:2] or [None, None]
     for softcap, sinks in softmaxes:
-        prompt_lse(query, keys, table, starts, rows, 1.0, lse, 2, rows, *scaled, softcap, sinks)
+        prompt_lse(
+            query, keys, table, starts, rows, 1.0, lse, 2, rows, scale, scale, softcap, sinks
+        )

@@ -61,7 +61,7 @@ def prompt_lse(
     # Queries and keys per tile, as in prompt.py; float32 would spill kilobytes per thread with larger ones.
     tile, warps = (128, 8) if padded <= 128 else (64, 4)
     if query.dtype == torch.float32:
-        tile, warps = 32, 4
+        tile, warps = 32, 8 if softcap else 4
     group = query.shape[1] // kv_heads
     grid = (triton.cdiv(max_query_len * group, tile), kv_heads, rows.shape[0])
     _prompt_lse[grid](

@@ -61,7 +61,7 @@ def add_prompt_scores(
     """
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
-    queries, keys, warps, stages = _tile(query.dtype, padded)
+    queries, keys, warps, stages = _tile(query.dtype, padded, capped=softcap > 0)
     # A tensor in any case: None would be another form to compile.
     partial = scores if prompts.partial is None else prompts.partial
     for begin, end, sums in prompts.launches:
@@ -117,12 +117,13 @@ def add_prompt_scores(
             )
 
 
-def _tile(dtype: torch.dtype, padded: int) -> tuple[int, int, int, int]:
+def _tile(dtype: torch.dtype, padded: int, *, capped: bool) -> tuple[int, int, int, int]:
     """Queries and keys per tile, warps, stages."""
     if dtype == torch.float32:
         # No tensor core: its operands are in registers as well, larger tiles would spill.
-        return 32, 32, 4, 2
-    return (64, 128, 4, 2) if padded <= 128 else (64, 64, 4, 2)
+        return 32, 32, 8 if capped else 4, 2
+    # What the cap needs beside the sums would spill from tiles of 128 keys.
+    return (64, 128, 4, 2) if padded <= 128 and not capped else (64, 64, 4, 2)
 
 
 @triton.jit

@@ -176,6 +176,14 @@ def test_a_flash_attention_that_is_called_otherwise_does_not_serve() -> None:
     for impl in (bare_impl(4, hd256=True), bare_impl(5), bare_impl(None)):
         with pytest.raises(ConfigError, match="H2O_CUDA_BACKEND=triton_attn"):
             impl.bind(state, 0)
+    for version in backends.FLASH_VERSIONS:
+        impl = bare_impl(version)
+        impl.sinks = torch.zeros(8)
+        if version == 4:
+            with pytest.raises(ConfigError, match="H2O_CUDA_BACKEND=triton_attn"):
+                impl.bind(state, 0)
+        else:
+            impl.bind(state, 0)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -121,7 +121,7 @@ def test_options_that_cannot_be_used(argv: tuple[str, ...], message: str, tmp_pa
     ("argv", "message"),
     [
         (("--rate", "-1"), "--rate (PLAN_RATE): got '-1', wanted a number >= 0"),
-        (("--gpu", "b200"), "--gpu (PLAN_GPU): got 'b200'"),
+        (("--gpu", "v100"), "--gpu (PLAN_GPU): got 'v100'"),
         (("--percent", "95"), "--percent (PLAN_PERCENT): got '95'"),
     ],
 )

@@ -42,9 +42,9 @@ def test_a_graph_without_our_kernels_serves_whom_nobody_scores(
     ours: list[bool] = []
     attend = kernels.attend_decode
 
-    def noted(*args: Any) -> None:
+    def noted(*args: Any, **kwargs: Any) -> None:
         ours.append(True)
-        attend(*args)
+        attend(*args, **kwargs)
 
     monkeypatch.setattr(kernels, "attend_decode", noted)
     with fake_gpu(model_dir, 40, kv_min_tokens=FLOOR, caching=False, kv_policy=default) as (

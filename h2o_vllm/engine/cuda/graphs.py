@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm.config import VllmConfig
+    from vllm.config.compilation import CUDAGraphMode
 
 __all__ = ["H2OModelRunner", "VariantDescriptor", "VariantGraphManager", "captured_variants"]
 
@@ -38,6 +39,10 @@ class VariantDescriptor(BatchExecutionDescriptor):
         return cls(**{**values, "variant": variant})
 
 
+def _run_nothing(mode: CUDAGraphMode) -> None:
+    """In place of a forward pass that has nothing to warm up."""
+
+
 class _VariantCapture(FullGraphsManager):
     """Captures each full graph once per variant, and replays the one the step needs."""
 
@@ -51,13 +56,24 @@ class _VariantCapture(FullGraphsManager):
         return (VariantDescriptor.of(desc, variant) for desc in stock for variant in variants)
 
     def capture(self, create_forward_fn: Any, *args: Any, **kwargs: Any) -> None:
-        """As the base class; the metadata builder is told which variant it builds for."""
+        """As the base class; the metadata builder is told which variant it builds for.
 
-        def create(desc: BatchExecutionDescriptor, *args: Any, **kwargs: Any) -> Any:
+        vLLM runs the model once before each capture, so that nothing is compiled or allocated inside of one.
+        A size's first variant does that for all: the others add our kernels alone, whose forms depend on no
+        size and have run with the largest. Three variants then take twice the time of one, not three times.
+        """
+        warm: set[tuple[Variant, int]] = set()
+
+        def create(desc: BatchExecutionDescriptor, warmup: bool) -> Any:
+            if isinstance(desc, VariantDescriptor) and warmup:
+                kind = desc.variant, desc.num_active_loras
+                if kind in warm and desc.variant is not self.step_variant.captured[0]:
+                    return _run_nothing
+                warm.add(kind)
             # The metadata that decides what is captured is built in here.
             self.step_variant.capturing = getattr(desc, "variant", None)
             try:
-                return create_forward_fn(desc, *args, **kwargs)
+                return create_forward_fn(desc, warmup=warmup)
             finally:
                 self.step_variant.capturing = None
 

@@ -73,7 +73,7 @@ def test_the_builder_knows_what_is_captured_only_while_metadata_is_built(
     def capture(self: Any, create: Any, progress_bar_desc: str = "") -> None:
         for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             for desc in self._capture_descs[mode]:
-                assert create(desc, warmup=True) == "forward"
+                assert create(desc, warmup=False) == "forward"
                 assert self.step_variant.capturing is None
 
     def create(desc: Any, warmup: bool) -> str:
@@ -86,6 +86,33 @@ def test_the_builder_knows_what_is_captured_only_while_metadata_is_built(
     assert [told for told, _ in seen] == [told for _, told in seen]
     variants = manager.step_variant.captured
     assert [told for told, _ in seen] == [None, None, *variants, *variants]
+
+
+def test_one_variant_of_a_size_warms_up_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the largest size, where all do: each launches kernels that the others do not."""
+    manager = make_manager([1, 2, 4], CUDAGraphMode.FULL_AND_PIECEWISE)
+    ran: list[tuple[int, Variant | None, bool]] = []
+
+    def capture(self: Any, create: Any, progress_bar_desc: str = "") -> None:
+        for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+            for desc in self._capture_descs[mode]:
+                for warmup in (True, False):
+                    create(desc, warmup=warmup)(CUDAGraphMode.NONE)
+
+    def create(desc: Any, warmup: bool) -> Any:
+        return lambda mode: ran.append((desc.num_tokens, getattr(desc, "variant", None), warmup))
+
+    monkeypatch.setattr(CudaGraphManager, "capture", capture)
+    super(type(manager).__mro__[1], manager).capture(create, "Capturing")
+    variants = manager.step_variant.captured
+    assert [one for one in ran if one[1] and not one[2]] == [
+        (size, variant, False) for size in (4, 2, 1) for variant in variants
+    ]
+    assert [one[:2] for one in ran if one[2]] == [
+        *((size, None) for size in (4, 2, 1)),
+        *((4, variant) for variant in variants),
+        (2, Variant.STOCK), (1, Variant.STOCK),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", ["h2o", "window"])

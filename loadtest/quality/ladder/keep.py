@@ -43,6 +43,9 @@ class Rung:
         heads = "" if self.heads == "uniform" else f":{self.heads}"
         return "+".join(self.planes) + heads + (f":{self.recent:g}" if self.recent != usual else "")
 
+    def __repr__(self) -> str:
+        return self.name
+
     @property
     def repeats(self) -> bool:
         """Whether the prompt has to be repeated."""

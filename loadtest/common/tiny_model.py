@@ -16,10 +16,10 @@ __all__ = ["VOCABULARY", "make_tiny_model"]
 VOCABULARY = 512
 
 
-def make_tiny_model(path: Path, tokenizer_of: Path | None = None) -> Path:
+def make_tiny_model(path: Path, tokenizer_of: Path | None = None, positions: int = 2048) -> Path:
     """Write the model, with the tokenizer of another one or none, into the directory ``path``.
 
-    The directory is made if need be.
+    The directory is made if need be. ``positions`` is the longest sequence, in tokens.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,7 +39,7 @@ def make_tiny_model(path: Path, tokenizer_of: Path | None = None) -> Path:
         num_hidden_layers=3,
         num_attention_heads=8,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         initializer_range=0.2,
     )
     LlamaForCausalLM(config).save_pretrained(path)

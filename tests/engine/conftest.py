@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real engine with the real model, in this process, for the laws that speak of tokens."""
+"""One real engine in this process, for the laws that speak of tokens.
+
+Its model is tiny and of random weights: a wrong key changes its tokens sooner than a trained model's, and a
+step takes a tenth of the time. Law 4 reads the embedded model as well.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from loadtest.common.tiny_model import make_tiny_model
 from tests.engine.run_engine import RESULT_MARK
 from tests.published import PUBLISHED
 
@@ -38,10 +44,16 @@ ENGINE = {
 
 
 @pytest.fixture(scope="session")
-def model_dir() -> str:
+def embedded_dir() -> str:
     from h2o_vllm.models import default_model_dir
 
     return str(default_model_dir())
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, embedded_dir: str) -> str:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return str(make_tiny_model(folder, Path(embedded_dir), positions=8192))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ladder without an engine keeps what the engine keeps, on the embedded model."""
+"""The ladder without an engine keeps what the engine keeps."""
 
 from __future__ import annotations
 

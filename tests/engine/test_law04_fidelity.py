@@ -3,10 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.engine.conftest import Engine
+from tests.engine.conftest import ENGINE, FLOOR, Engine, started
 from tests.engine.fidelity import assert_as_expected, expect
+
+
+@pytest.fixture(scope="module")
+def embedded(embedded_dir: str) -> Iterator[Engine]:
+    with started(embedded_dir, ENGINE, beside=True, kv_min_tokens=FLOOR) as engine:
+        yield engine
 
 
 @pytest.mark.e2e
@@ -22,8 +30,8 @@ from tests.engine.fidelity import assert_as_expected, expect
     ids=["0.2", "0.5-heavy", "0.1-recent-several-chunks", "short-no-recent", "protected"],
 )
 def test_kept_tokens_scores_and_logits_equal_the_papers(
-    engine: Engine, model_dir: str, text_tokens: list[int], fraction: float, recent: float,
+    embedded: Engine, embedded_dir: str, text_tokens: list[int], fraction: float, recent: float,
     length: int, protect: int,
 ) -> None:  # fmt: skip
     prompt = text_tokens[100 : 100 + length]
-    assert_as_expected(engine, expect(model_dir, prompt, fraction, recent, protect))
+    assert_as_expected(embedded, expect(embedded_dir, prompt, fraction, recent, protect))

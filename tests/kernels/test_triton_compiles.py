@@ -82,6 +82,13 @@ def test_every_kernel_compiles_for_hopper() -> None:
 
 
 @pytest.mark.slow
+def test_every_kernel_compiles_for_every_gpu() -> None:
+    rows = compiled_with_the_locks_triton("--shapes", "1")
+    check(rows)
+    assert {row["arch"] for row in rows} == set(ARCHS)
+
+
+@pytest.mark.long
 def test_every_kernel_compiles_for_every_gpu_and_shape() -> None:
     rows = compiled_with_the_locks_triton()
     check(rows)

@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def rows(long: bool) -> list[dict[str, Any]]:
     # Seeds whose mixes share many prompts: that is looked at below.
-    return hunt("--rounds", "20" if long else "2", "--seed", "2", "--self-check", long=long)
+    rounds, requests = ("20", "200") if long else ("2", "100")
+    options = ("--rounds", rounds, "--requests", requests, "--seed", "2", "--self-check")
+    return hunt(*options, long=long)
 
 
 def hunt(*options: str, long: bool) -> list[dict[str, Any]]:
@@ -45,24 +47,25 @@ def test_a_batch_generates_what_each_request_generates_alone(
         assert row["wrong"] == []
         assert row["ties"] <= 2
         # What it was meant to be: crowded, short of blocks, and with something to corrupt.
-        assert row["requests"] == 200
+        requests = row["requests"]
+        assert requests == (200 if long else 100)
         assert row["running_max"] > 40
-        assert row["preemptions"] > (100 if row["mix"] == "growing" else 10)
-        assert row["evictions"] > 300
-        assert row["squeezed"] > 5
-        assert row["aborted"] > 5
+        assert row["preemptions"] > requests * (0.5 if row["mix"] == "growing" else 0.05)
+        assert row["evictions"] > 1.5 * requests
+        assert row["squeezed"] > requests / 40
+        assert row["aborted"] > requests / 40
         assert row["cached_tokens"] > 50
-        assert row["poisoned_blocks"] > 1000
+        assert row["poisoned_blocks"] > 5 * requests
     assert len(rounds) == (20 if long else 2)
     assert [row["mix"] for row in rounds[:2]] == ["mixed", "growing"]
-    assert rounds[0]["cached_tokens"] > 1000 and rounds[1]["cached_tokens"] > 300
+    assert rounds[0]["cached_tokens"] > 300 and rounds[1]["cached_tokens"] > 100
 
 
 def test_a_batch_on_our_kernel_alone_generates_what_each_request_generates_alone(
     long: bool,
 ) -> None:
     """``--kv-full-kernel h2o``: rows with and without scores share calls."""
-    requests, rounds = ("200", "20") if long else ("120", "1")
+    requests, rounds = ("200", "20") if long else ("80", "1")
     options = ("--kv-full-kernel", "h2o", "--requests", requests, "--rounds", rounds, "--seed", "2")
     for row in hunt(*options, long=long):
         assert row["wrong"] == []

@@ -13,7 +13,9 @@ from tests.engine.cuda.fake_gpu import fake_gpu
 ASKED = {"kv_budget": 0.25, "kv_policy": "tova"}
 
 
-@pytest.mark.parametrize("num_blocks", [80, 22], ids=["ample", "preempting"])
+@pytest.mark.parametrize(
+    "num_blocks", [pytest.param(80, marks=pytest.mark.long), 22], ids=["ample", "preempting"]
+)
 def test_the_grid_is_as_long_as_the_longest_live_row(
     model_dir: str, monkeypatch: pytest.MonkeyPatch, num_blocks: int
 ) -> None:

@@ -36,7 +36,7 @@ def expected_outputs(policy: str, block: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("num_blocks", "pipelined", "base"),
-    [(120, True, "triton"), pytest.param(14, False, "flash", marks=pytest.mark.slow)],
+    [(120, True, "triton"), pytest.param(14, False, "flash", marks=pytest.mark.long)],
     ids=["async-triton", "preempting-flash"],
 )
 def test_readers_of_one_prefix_keep_what_they_would_alone(

@@ -11,7 +11,10 @@ from tests.engine.cuda.fake_gpu import HEADS, KV_HEADS, FakeGPU, fake_gpu
 FLOOR = 32
 
 
-@pytest.mark.parametrize("policy", ["h2o", "random", "keydiff"])
+@pytest.mark.parametrize(
+    "policy",
+    ["h2o", *(pytest.param(policy, marks=pytest.mark.long) for policy in ("random", "keydiff"))],
+)
 def test_law11_two_ranks_hold_what_one_holds_and_say_the_same(model_dir: str, policy: str) -> None:
     asked = {"kv_budget": 0.4, "kv_policy": policy}
     with (

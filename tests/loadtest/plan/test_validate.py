@@ -227,7 +227,7 @@ def test_steps_are_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_machine_is_calibrated(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

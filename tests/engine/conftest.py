@@ -76,9 +76,10 @@ def stock_prompts(text_tokens: list[int]) -> list[list[int]]:
 @pytest.fixture(scope="session")
 def stock(model_dir: str, stock_prompts: list[list[int]]) -> list[dict[str, Any]]:
     """What plain vLLM says to them, for law 1."""
-    # A process less to start, and none that spins while it waits for the others.
+    # Two processes less to start, and none that spins while it waits for the others.
     one_process = {"distributed_executor_backend": "uni"}
-    return run_engine(model_dir, stock_prompts, engine=one_process, logprobs=3)
+    inside = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return run_engine(model_dir, stock_prompts, engine=one_process, environment=inside, logprobs=3)
 
 
 @dataclass

@@ -59,13 +59,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 enough to matter: attention logits are near 2, those of the keys that matter beyond it."""
 
 
-def save_random_model(name: str, directory: str) -> None:
+def save_random_model(name: str, directory: str, **others: Any) -> None:
     """Weights that keep activations near 1 and attention logits near 2: a few keys get most of the
-    attention, so scores lie far apart; biases that matter."""
+    attention, so scores lie far apart; biases that matter. ``others``: sizes in place of its own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = MODELS[name]
-    config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
+    config = AutoConfig.for_model(kind, **{**SIZES, **sizes, **others})
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

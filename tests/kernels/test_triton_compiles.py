@@ -82,10 +82,11 @@ def test_every_kernel_compiles_for_hopper() -> None:
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_every_gpu() -> None:
-    rows = compiled_with_the_locks_triton("--shapes", "1")
+def test_every_kernel_compiles_for_other_gpus() -> None:
+    others = set(ARCHS) - {90}
+    rows = compiled_with_the_locks_triton("--shapes", "1", "--archs", *map(str, others))
     check(rows)
-    assert {row["arch"] for row in rows} == set(ARCHS)
+    assert {row["arch"] for row in rows} == others
 
 
 @pytest.mark.long

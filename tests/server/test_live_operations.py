@@ -56,7 +56,7 @@ def test_metrics_follow_what_is_evicted(server: LiveServer, client: openai.OpenA
         server.metric(f"h2o:{name}")
         for name in ("evicted_tokens_total", "freed_blocks_total", "eviction_seconds_count")
     )
-    stream = complete(client, LONG, max_tokens=1000, ignore_eos=True, kv_budget=0.2, stream=True)
+    stream = complete(client, LONG, max_tokens=300, ignore_eos=True, kv_budget=0.2, stream=True)
     full = held = 0.0
     # The engine reports with a delay.
     for _ in stream:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 1 and 3 on a GPU for other softmaxes, sliding windows beside full attention, and LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Engine, report_of, run_engine, started, tokens_of
+from tests.engine.test_lora import save_adapter, say
+from tests.families.random_models import random_prompt, save_random_model
+from tests.gpu.engine.conftest import ENGINE, FLOOR, MODES, REHEARSED
+
+pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
+
+SIZES: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64},
+    "gpt-oss": {"head_dim": 64},
+}
+LENGTHS = (90, 300, 650)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_soft_caps_and_sinks_beside_windows(tmp_path: Path, name: str) -> None:
+    """Requests without a budget say what stock vLLM says, the others lose blocks."""
+    save_random_model(name, str(tmp_path), **SIZES[name])
+    options = {**ENGINE, **MODES["default"], "skip_tokenizer_init": True}
+    prompts = [random_prompt(length) for length in LENGTHS]
+    # In float32 sinks and caps go through vLLM's Triton kernels; in bf16 through FlashAttention.
+    for dtype in ["bfloat16"] if REHEARSED else ["float32", "bfloat16"]:
+        job: dict[str, Any] = {"engine": {**options, "dtype": dtype}, "max_tokens": 60}
+        stock = run_engine(str(tmp_path), prompts, **job)
+        asked = [None, {"kv_budget": 1.0}, {"kv_budget": 0.2}]
+        h2o = {"kv_min_tokens": FLOOR}
+        ours = run_engine(str(tmp_path), prompts, h2o=h2o, asked=asked, **job)
+        assert [one["tokens"] for one in ours[:2]] == [one["tokens"] for one in stock[:2]]
+        assert [bool(one["report"]["blocks_freed"]) for one in ours] == [False, False, True]
+
+
+@pytest.fixture
+def adapters(random_llama: str, tmp_path: Path) -> Iterator[tuple[Engine, list[Any]]]:
+    from vllm.lora.request import LoRARequest
+
+    paths = [save_adapter(tmp_path / name, Path(random_llama), n) for n, name in enumerate("ab")]
+    requests = [LoRARequest(path.name, n, str(path)) for n, path in enumerate(paths, start=1)]
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "skip_tokenizer_init": True}
+    engine_options = {**ENGINE, **MODES["default"], **options}
+    with started(random_llama, engine_options, beside=True, kv_min_tokens=FLOOR) as engine:
+        yield engine, [None, *requests]
+
+
+def test_law05_adapters_do_not_see_each_other(adapters: tuple[Engine, list[Any]]) -> None:
+    engine, whom = adapters
+    prompt = random_prompt(300)
+    asked = [(prompt, adapter, {"kv_budget": 0.3}) for adapter in whom]
+    alone = [say(engine, [one], tokens=60)[0] for one in asked]
+    together = say(engine, asked, tokens=60)
+    assert [tokens_of(one) for one in together] == [tokens_of(one) for one in alone]
+    assert all(report_of(one)["blocks_freed"] for one in together)
+    if not REHEARSED:
+        assert len({tuple(tokens_of(one)) for one in alone}) == len(whom)

@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from vllm.lora.ops.torch_ops import bgmv_shrink
 
 from h2o_vllm.engine.cpu.worker import warn_of_mixed_adapters
 from loadtest.common.tiny_model import VOCABULARY, make_tiny_model
+from tests.engine.adapters import save_adapter, say
 from tests.engine.conftest import (
     BLOCK_SIZE,
     ENGINE,
@@ -30,34 +28,8 @@ from tests.engine.conftest import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-RANK = 4
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 H2O = {"kv_budget": 0.3}
 PINNED = {"kv_budget": 0.3, "kv_protect": 4 * BLOCK_SIZE}
-
-
-def save_adapter(path: Path, model: Path, seed: int) -> Path:
-    """An adapter as peft writes it. It changes keys and values, and by enough to change most tokens."""
-    config = json.loads((model / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv = hidden // heads * config["num_key_value_heads"]
-    widths = dict(zip(PROJECTIONS, (hidden, kv, kv, hidden), strict=True))
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, width in widths.items():
-            part = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{part}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator) * 0.1
-            weights[f"{part}.lora_B.weight"] = torch.randn(width, RANK, generator=generator) * 0.1
-    path.mkdir()
-    save_file(weights, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(
-        json.dumps(
-            {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "bias": "none"}
-            | {"target_modules": list(PROJECTIONS), "task_type": "CAUSAL_LM"}
-        )
-    )
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +47,6 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine,
     options = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "skip_tokenizer_init": True}
     with started(str(model), {**ENGINE, **options}, beside=True, kv_min_tokens=FLOOR) as engine:
         yield engine, [None, *requests]
-
-
-def say(
-    engine: Engine, asked: list[tuple[list[int], Any, dict[str, Any] | None]], tokens: int = 24
-) -> list[Any]:
-    """Answers to (prompt, adapter, budget), in one batch."""
-    from vllm import SamplingParams
-
-    params = {"temperature": 0, "ignore_eos": True, "max_tokens": tokens, "detokenize": False}
-    return engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt, _, _ in asked],
-        [SamplingParams(**params, extra_args=budget) for _, _, budget in asked],
-        lora_request=[adapter for _, adapter, _ in asked],
-        use_tqdm=False,
-    )
 
 
 def prompts(count: int, length: int) -> list[list[int]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.adapters import save_adapter, say
 from tests.engine.conftest import Engine, report_of, run_engine, started, tokens_of
-from tests.engine.test_lora import save_adapter, say
 from tests.families.random_models import random_prompt, save_random_model
 from tests.gpu.engine.conftest import ENGINE, FLOOR, MODES, REHEARSED
 
@@ -28,6 +28,9 @@ def test_soft_caps_and_sinks_beside_windows(tmp_path: Path, name: str) -> None:
     """Requests without a budget say what stock vLLM says, the others lose blocks."""
     save_random_model(name, str(tmp_path), **SIZES[name])
     options = {**ENGINE, **MODES["default"], "skip_tokenizer_init": True}
+    if name == "gpt-oss":
+        # vLLM compiles its kernel of experts for each new number of tokens, stock or not.
+        options["jit_monitor_mode"] = "warn"
     prompts = [random_prompt(length) for length in LENGTHS]
     # In float32 sinks and caps go through vLLM's Triton kernels; in bf16 through FlashAttention.
     for dtype in ["bfloat16"] if REHEARSED else ["float32", "bfloat16"]:
@@ -46,7 +49,15 @@ def adapters(random_llama: str, tmp_path: Path) -> Iterator[tuple[Engine, list[A
 
     paths = [save_adapter(tmp_path / name, Path(random_llama), n) for n, name in enumerate("ab")]
     requests = [LoRARequest(path.name, n, str(path)) for n, path in enumerate(paths, start=1)]
-    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "skip_tokenizer_init": True}
+    options: dict[str, Any] = {
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": 8,
+        "skip_tokenizer_init": True,
+    }
+    # vLLM compiles its kernels of adapters when they are first called; compiled models index by what kernels
+    # computed, which in a rehearsal is garbage.
+    options |= {"jit_monitor_mode": "warn", "enforce_eager": REHEARSED}
     engine_options = {**ENGINE, **MODES["default"], **options}
     with started(random_llama, engine_options, beside=True, kv_min_tokens=FLOOR) as engine:
         yield engine, [None, *requests]

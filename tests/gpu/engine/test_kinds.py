@@ -55,14 +55,16 @@ def adapters(random_llama: str, tmp_path: Path) -> Iterator[tuple[Engine, list[A
         "max_lora_rank": 8,
         "skip_tokenizer_init": True,
     }
-    # vLLM compiles its kernels of adapters when they are first called; compiled models index by what kernels
-    # computed, which in a rehearsal is garbage.
-    options |= {"jit_monitor_mode": "warn", "enforce_eager": REHEARSED}
+    # vLLM compiles its kernels of adapters when they are first called.
+    options["jit_monitor_mode"] = "warn"
     engine_options = {**ENGINE, **MODES["default"], **options}
     with started(random_llama, engine_options, beside=True, kv_min_tokens=FLOOR) as engine:
         yield engine, [None, *requests]
 
 
+@pytest.mark.skipif(
+    REHEARSED, reason="vLLM sorts rows by adapter with a kernel, which computes nothing"
+)
 def test_law05_adapters_do_not_see_each_other(adapters: tuple[Engine, list[Any]]) -> None:
     engine, whom = adapters
     prompt = random_prompt(300)
@@ -71,5 +73,4 @@ def test_law05_adapters_do_not_see_each_other(adapters: tuple[Engine, list[Any]]
     together = say(engine, asked, tokens=60)
     assert [tokens_of(one) for one in together] == [tokens_of(one) for one in alone]
     assert all(report_of(one)["blocks_freed"] for one in together)
-    if not REHEARSED:
-        assert len({tuple(tokens_of(one)) for one in alone}) == len(whom)
+    assert len({tuple(tokens_of(one)) for one in alone}) == len(whom)

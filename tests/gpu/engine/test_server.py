@@ -23,7 +23,7 @@ def server(random_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "--kv-budget", "0.3", "--kv-min-tokens", "32", "--kv-cache-memory-bytes", "1G",
         "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "32",
         "--max-num-batched-tokens", str(ENGINE["max_num_batched_tokens"]),
-        "--jit-monitor-mode", ENGINE["jit_monitor_mode"],
+        "--jit-monitor-mode", ENGINE["jit_monitor_mode"], "--dtype", ENGINE["dtype"],
     ) as server:  # fmt: skip
         yield server
 

@@ -130,19 +130,30 @@ def markdown(row: Row) -> str:
     )
 
 
+def _seen(row: Row) -> list[float]:
+    """Tokens of the prompt behind each of its steps but the last, which begins the answer.
+
+    What is held is all there was until the bound is reached; chunks are of one length from then on.
+    """
+    held = [blocks * row["block_size"] for blocks in row["prompt_blocks"]]
+    whole = held.index(max(held)) + 1 if held else 0
+    first = held[whole - 1] if held else 0
+    left = len(held) - whole + 1
+    step = (row["prompt_tokens"] - first) / left
+    return [*held[:whole], *(first + step * (at + 1) for at in range(left - 1))]
+
+
 def plot(row: Row, path: Path) -> Path:
     """KV in use over tokens seen, against what full KV would need."""
     from loadtest.common.plots import GREY, RED, caption, legend, panels, save
 
-    prompt = row["prompt_blocks"]
-    # Between chunks, which are about equally long.
-    before = [row["prompt_tokens"] * (step + 1) / (len(prompt) + 1) for step in range(len(prompt))]
-    positions = [*before, *row["tokens"]]
-    held = [blocks * row["block_size"] for blocks in (*prompt, *row["blocks"])]
+    size, prompt = row["block_size"], row["prompt_blocks"]
+    positions = [*_seen(row), *row["tokens"]]
+    held = [blocks * size for blocks in (*prompt, *row["blocks"])]
     figure, (axis,) = panels(size=(7, 3.2))
     axis.plot(positions, positions, color=GREY, linestyle="--", label="full KV")
     axis.plot(positions, held, color=RED, label=f"held, kv_budget_tokens {row['budget']}")
-    axis.axhline(row["pool_blocks"] * row["block_size"], color=GREY, linewidth=0.8)
+    axis.axhline(row["pool_blocks"] * size, color=GREY, linewidth=0.8, label="the pool")
     axis.set_xlabel("tokens seen")
     axis.set_ylabel("KV in tokens")
     legend(axis)

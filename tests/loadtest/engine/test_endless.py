@@ -13,7 +13,7 @@ import pytest
 from h2o_vllm.models import default_model_dir
 from loadtest.common.results import read_rows
 from loadtest.common.tiny_model import make_tiny_model
-from loadtest.engine.endless import markdown, plot
+from loadtest.engine.endless import _seen, markdown, plot
 
 
 def test_the_page_says_how_often_the_pool_was_passed(tmp_path: Path) -> None:
@@ -28,6 +28,8 @@ def test_the_page_says_how_often_the_pool_was_passed(tmp_path: Path) -> None:
     assert "3,200 tokens went through it, 10.0 times what it holds; 160 were held" in text
     assert "blocks in use: 7 at the most, of 10" in text
     assert "4.0 ms in the answer's first quarter, 6.0 ms in its last" in text
+    # Nothing is lost before 160 tokens are held; then chunks of one length.
+    assert _seen(row) == [128, 160, 580]
     pytest.importorskip("matplotlib")
     assert plot(row, tmp_path / "row.png").stat().st_size > 10_000
 

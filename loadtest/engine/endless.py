@@ -135,12 +135,11 @@ def _seen(row: Row) -> list[float]:
 
     What is held is all there was until the bound is reached; chunks are of one length from then on.
     """
-    held = [blocks * row["block_size"] for blocks in row["prompt_blocks"]]
-    whole = held.index(max(held)) + 1 if held else 0
-    first = held[whole - 1] if held else 0
-    left = len(held) - whole + 1
-    step = (row["prompt_tokens"] - first) / left
-    return [*held[:whole], *(first + step * (at + 1) for at in range(left - 1))]
+    held = [0, *(blocks * row["block_size"] for blocks in row["prompt_blocks"])]
+    whole = held.index(max(held))
+    left = len(held) - whole
+    step = (row["prompt_tokens"] - held[whole]) / left
+    return [*held[1 : whole + 1], *(held[whole] + step * at for at in range(1, left))]
 
 
 def plot(row: Row, path: Path) -> Path:

@@ -158,28 +158,17 @@ def launch_everything(shape: Shape) -> None:
     query = torch.zeros(2, heads, size, dtype=dtype)
     scale = torch.ones(()) if dtype.itemsize == 1 else None
     layers = KVLayers([keys, keys], [values, values])
-    # As Gemma 2 and gpt-oss have them, and neither.
-    softmaxes = [(0.0, None), (50.0, None), (0.0, torch.ones(heads, dtype=out_dtype))]
-    for softcap, sinks in softmaxes:
-        warm_up(
-            layers,
-            scores,
-            workspace,
-            query,
-            query.to(out_dtype),
-            scale,
-            scale,
-            scale,
-            softcap,
-            sinks,
-        )
     rows = torch.zeros(2, dtype=torch.int32)
     table = torch.zeros(2, 8, dtype=torch.int32)
     flags = torch.zeros(2, dtype=torch.int8)
     compact_tables(table, rows, flags, shape.block_size, table.clone(), rows, rows, rows)
     starts = torch.zeros(3, dtype=torch.int32)
     lse = torch.zeros(heads, 2)
-    for softcap, sinks in softmaxes:
+    # Neither, and as Gemma 2 and gpt-oss have them.
+    for softcap, sinks in ((0.0, None), (50.0, None), (0.0, torch.ones(heads, dtype=out_dtype))):
+        warm_up(
+            layers, scores, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks
+        )  # fmt: skip
         prompt_lse(
             query, keys, table, starts, rows, 1.0, lse, 2, rows, scale, scale, softcap, sinks
         )

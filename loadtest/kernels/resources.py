@@ -31,7 +31,7 @@ from loadtest.common.results import Row, append_rows, publish, result_file, resu
 from loadtest.common.tables import markdown_table, provenance
 from loadtest.kernels.forms import Form, Launch, Shape, compiled, launch_everything, launches
 
-__all__ = ["ARCHS", "SHARED_LIMIT", "main", "measure"]
+__all__ = ["ARCHS", "SHARED_LIMIT", "main", "measure", "taken"]
 
 ARCHS = (80, 89, 90, 100, 120)
 """A100, L40S and RTX 40, H100 and H200, B200, RTX 50: what the published table has."""
@@ -100,10 +100,10 @@ def measure(archs: Sequence[int], shapes: int) -> Iterator[Row]:
                 continue
             for form, launch in noted.items():
                 what = {"shape": str(shape), "kernel": form.kernel, "form": labels[form]}
-                yield {**what, "arch": arch, **_taken(compiled(launch, arch))}
+                yield {**what, "arch": arch, **taken(compiled(launch, arch))}
 
 
-def _taken(kernel: Any) -> Row:
+def taken(kernel: Any) -> Row:
     """Registers and stack per thread, shared memory. Our kernels keep no arrays: stack is what spills."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])

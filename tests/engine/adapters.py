@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.engine.conftest import Engine
 
-__all__ = ["save_adapter", "say"]
+__all__ = ["make_adapters", "say"]
 
 RANK = 4
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -40,6 +40,16 @@ def save_adapter(path: Path, model: Path, seed: int) -> Path:
         )
     )
     return path
+
+
+def make_adapters(place: Path, model: Path) -> list[Any]:
+    """Two of them, as requests name them."""
+    from vllm.lora.request import LoRARequest
+
+    return [
+        LoRARequest(name, number, str(save_adapter(place / name, model, number)))
+        for number, name in enumerate(("first", "second"), start=1)
+    ]
 
 
 def say(

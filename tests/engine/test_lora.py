@@ -14,7 +14,7 @@ from vllm.lora.ops.torch_ops import bgmv_shrink
 
 from h2o_vllm.engine.cpu.worker import warn_of_mixed_adapters
 from loadtest.common.tiny_model import VOCABULARY, make_tiny_model
-from tests.engine.adapters import save_adapter, say
+from tests.engine.adapters import make_adapters, say
 from tests.engine.conftest import (
     BLOCK_SIZE,
     ENGINE,
@@ -35,18 +35,12 @@ PINNED = {"kv_budget": 0.3, "kv_protect": 4 * BLOCK_SIZE}
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, list[Any]]]:
     """An engine, and whom a prompt may be for: the model itself and two adapters."""
-    from vllm.lora.request import LoRARequest
-
     place = tmp_path_factory.mktemp("lora")
     model = make_tiny_model(place / "model")
-    requests = [
-        LoRARequest(name, number, str(save_adapter(place / name, model, number)))
-        for number, name in enumerate(("first", "second"), start=1)
-    ]
     # One slot stays empty: vLLM 0.32 on CPU takes the last one's adapter for "none".
     options = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "skip_tokenizer_init": True}
     with started(str(model), {**ENGINE, **options}, beside=True, kv_min_tokens=FLOOR) as engine:
-        yield engine, [None, *requests]
+        yield engine, [None, *make_adapters(place, model)]
 
 
 def prompts(count: int, length: int) -> list[list[int]]:

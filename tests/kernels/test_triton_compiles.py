@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from loadtest.common.results import read_rows
 from tests.cuda_triton import ROOT, cuda_triton, cuda_triton_version
@@ -24,7 +25,8 @@ from tests.interpreted import needs_triton, run_interpreted
 
 pytest.importorskip("triton")
 
-from loadtest.kernels.resources import ARCHS, SHARED_LIMIT
+from loadtest.kernels.forms import Shape, compiled, launch_everything, launches
+from loadtest.kernels.resources import ARCHS, SHARED_LIMIT, taken
 
 KERNELS = {
     "_plan", "_attend", "finish", "_add_prompt_scores", "_add_partial_sums", "_reset", "_select", "_move",
@@ -77,8 +79,19 @@ def test_every_kernel_compiles_for_hopper() -> None:
     assert len(rows) > len(KERNELS)
     check(rows)
     assert not any(row["stack_bytes"] for row in rows)
-    # One multiplies while another takes exponentials: one alone keeps neither busy.
     assert all(programs(row) >= 2 for row in rows if row["kernel"] == "_add_prompt_scores")
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_programs_of_the_column_sums_share_a_processor(size: int) -> None:
+    """One multiplies while another takes exponentials: one alone keeps neither busy."""
+    with launches(run=False) as noted:
+        launch_everything(Shape(4, size, 16, torch.bfloat16))
+    sums = [launch for form, launch in noted.items() if form.kernel == "_add_prompt_scores"]
+    assert sums
+    for launch in sums:
+        row = taken(compiled(launch, 90))
+        assert row["stack_bytes"] == 0 and programs(row) >= 2, row
 
 
 @pytest.mark.slow

@@ -50,15 +50,15 @@ def test_a_batch_generates_what_each_request_generates_alone(
         requests = row["requests"]
         assert requests == (200 if long else 100)
         assert row["running_max"] > 40
-        assert row["preemptions"] > requests * (0.5 if row["mix"] == "growing" else 0.05)
+        assert row["preemptions"] > (requests / 2 if row["mix"] == "growing" else 10)
         assert row["evictions"] > 1.5 * requests
-        assert row["squeezed"] > requests / 40
-        assert row["aborted"] > requests / 40
+        assert row["squeezed"] > 5
+        assert row["aborted"] > 5
         assert row["cached_tokens"] > 50
-        assert row["poisoned_blocks"] > 5 * requests
+        assert row["poisoned_blocks"] > 1000
     assert len(rounds) == (20 if long else 2)
     assert [row["mix"] for row in rounds[:2]] == ["mixed", "growing"]
-    assert rounds[0]["cached_tokens"] > 300 and rounds[1]["cached_tokens"] > 100
+    assert rounds[0]["cached_tokens"] > 1000 and rounds[1]["cached_tokens"] > 300
 
 
 def test_a_batch_on_our_kernel_alone_generates_what_each_request_generates_alone(

@@ -77,6 +77,23 @@ def check_scales(layers: Iterable[Any]) -> None:
         )
 
 
+def check_softmaxes(impls: Iterable[Any]) -> None:
+    """Check that all these attention layers want the same form of our kernels: the first's are warmed up.
+
+    Raises:
+        ConfigError: others would compile theirs while serving.
+    """
+    forms = {
+        (bool(impl.logits_soft_cap), None if impl.sinks is None else impl.sinks.dtype)
+        for impl in impls
+    }
+    if len(forms) > 1:
+        raise ConfigError(
+            "h2o_vllm cannot evict on GPUs where only some layers of full attention have a logits "
+            "soft cap or attention sinks"
+        )
+
+
 class CudaScoringImpl(ScoringImpl):
     """What our GPU implementations share; they differ in how they come by the LSE."""
 

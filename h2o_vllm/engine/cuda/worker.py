@@ -19,7 +19,12 @@ from h2o_vllm.engine.cuda.compat import (
     sync_checked,
 )
 from h2o_vllm.engine.cuda.graphs import H2OModelRunner, captured_variants
-from h2o_vllm.engine.cuda.impl import CudaScoringImpl, check_scales, key_value_views
+from h2o_vllm.engine.cuda.impl import (
+    CudaScoringImpl,
+    check_scales,
+    check_softmaxes,
+    key_value_views,
+)
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.start_notes import warn_of_batches_without_graphs
 from h2o_vllm.engine.cuda.state import CudaState
@@ -33,7 +38,7 @@ from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.kernels.triton.checks import check_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,7 +46,7 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import Eviction
 
-__all__ = ["H2OGPUWorker", "check_softmaxes"]
+__all__ = ["H2OGPUWorker"]
 
 _SCRATCH_BYTES = 96 << 20
 """What the kernels hold whatever the size of the pool: lists of moves, partial results of prompts."""
@@ -174,20 +179,3 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
                 f"cudagraph_mode {mode.name} captures prompts as well, which are scored eagerly; "
                 "use FULL_AND_PIECEWISE or FULL_DECODE_ONLY"
             )
-
-
-def check_softmaxes(impls: Sequence[Any]) -> None:
-    """Check that all these attention layers want the same form of our kernels: the first's are warmed up.
-
-    Raises:
-        ConfigError: others would compile theirs while serving.
-    """
-    forms = {
-        (bool(impl.logits_soft_cap), None if impl.sinks is None else impl.sinks.dtype)
-        for impl in impls
-    }
-    if len(forms) > 1:
-        raise ConfigError(
-            "h2o_vllm cannot evict on GPUs where only some layers of full attention have a logits "
-            "soft cap or attention sinks"
-        )

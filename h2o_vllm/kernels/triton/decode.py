@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, dot
+from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.finish import add_scores, finish, row_totals
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace, load_piece
@@ -99,7 +99,7 @@ def attend_decode(
         key_scale,
         value_scale,
         scale * _LOG2E,
-        softcap * _LOG2E if softcap else None,
+        cap_of(softcap),
         sinks,
         query.stride(0),
         query.stride(1),

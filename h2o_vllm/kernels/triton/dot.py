@@ -9,7 +9,9 @@ import os
 import triton
 import triton.language as tl
 
-__all__ = ["add_sinks", "cap_logits", "dot"]
+__all__ = ["add_sinks", "cap_logits", "cap_of", "dot"]
+
+_LOG2E = 1.4426950408889634
 
 # Triton 3.9's interpreter multiplies bfloat16 operands as if their bit patterns were numbers.
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -22,6 +24,11 @@ def dot(a, b, acc):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+def cap_of(softcap: float) -> float | None:
+    """What :func:`cap_logits` takes for a cap on logits; another form of a kernel where there is none."""
+    return softcap * _LOG2E if softcap else None
 
 
 @triton.jit

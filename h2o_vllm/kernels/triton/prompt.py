@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.dot import cap_logits, dot
+from h2o_vllm.kernels.triton.dot import cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
 
@@ -61,7 +61,7 @@ def add_prompt_scores(
     """
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
-    queries, keys, warps, stages = _tile(query.dtype, padded, capped=softcap > 0)
+    queries, keys, warps, stages = _tile(query.dtype, padded, capped=bool(softcap))
     # A tensor in any case: None would be another form to compile.
     partial = scores if prompts.partial is None else prompts.partial
     for begin, end, sums in prompts.launches:
@@ -80,7 +80,7 @@ def add_prompt_scores(
             query_scale,
             key_scale,
             scale * _LOG2E,
-            softcap * _LOG2E if softcap else None,
+            cap_of(softcap),
             query.stride(0),
             query.stride(1),
             *key_cache.stride()[:3],

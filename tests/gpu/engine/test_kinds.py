@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.adapters import save_adapter, say
+from tests.engine.adapters import make_adapters, say
 from tests.engine.conftest import Engine, report_of, run_engine, started, tokens_of
 from tests.families.random_models import random_prompt, save_random_model
 from tests.gpu.engine.conftest import ENGINE, FLOOR, MODES, REHEARSED
@@ -45,21 +45,13 @@ def test_soft_caps_and_sinks_beside_windows(tmp_path: Path, name: str) -> None:
 
 @pytest.fixture
 def adapters(random_llama: str, tmp_path: Path) -> Iterator[tuple[Engine, list[Any]]]:
-    from vllm.lora.request import LoRARequest
-
-    paths = [save_adapter(tmp_path / name, Path(random_llama), n) for n, name in enumerate("ab")]
-    requests = [LoRARequest(path.name, n, str(path)) for n, path in enumerate(paths, start=1)]
-    options: dict[str, Any] = {
-        "enable_lora": True,
-        "max_loras": 2,
-        "max_lora_rank": 8,
-        "skip_tokenizer_init": True,
-    }
     # vLLM compiles its kernels of adapters when they are first called.
-    options["jit_monitor_mode"] = "warn"
-    engine_options = {**ENGINE, **MODES["default"], **options}
-    with started(random_llama, engine_options, beside=True, kv_min_tokens=FLOOR) as engine:
-        yield engine, [None, *requests]
+    options = {
+        **ENGINE, **MODES["default"], "skip_tokenizer_init": True, "jit_monitor_mode": "warn",
+        "enable_lora": True, "max_loras": 2, "max_lora_rank": 8,
+    }  # fmt: skip
+    with started(random_llama, options, beside=True, kv_min_tokens=FLOOR) as engine:
+        yield engine, [None, *make_adapters(tmp_path, Path(random_llama))]
 
 
 @pytest.mark.skipif(

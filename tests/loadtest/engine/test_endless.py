@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.models import default_model_dir
 from loadtest.common.results import read_rows
-from loadtest.common.tiny_model import make_tiny_model
 from loadtest.engine.endless import _seen, markdown, plot
 
 
@@ -36,22 +34,21 @@ def test_the_page_says_how_often_the_pool_was_passed(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_request_of_four_pools_is_served_in_one(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", default_model_dir())
-    options = [
-        "--model",
-        model,
-        "--dtype",
-        "float32",
-        "--eager",
+def test_a_request_of_four_pools_is_served_in_one(tiny: list[str], tmp_path: Path) -> None:
+    lengths = (
         "--length",
         "1300",
+        "--prompt-tokens",
+        "900",
+        "--pool-tokens",
+        "320",
         "--budget",
         "128",
-    ]
-    options += ["--prompt-tokens", "900", "--pool-tokens", "320", "--out", tmp_path]
+    )
     subprocess.run(
-        [sys.executable, "-m", "loadtest.engine.endless", *options], check=True, timeout=300
+        [sys.executable, "-m", "loadtest.engine.endless", *tiny, "--eager", *lengths],
+        check=True,
+        timeout=300,
     )
     (row,) = read_rows(next(tmp_path.glob("endless-cpu-*.jsonl")))
     # The last token is sampled, and computed by nobody.

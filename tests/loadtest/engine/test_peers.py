@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.models import default_model_dir
-from loadtest.common.tiny_model import make_tiny_model
 from loadtest.engine import peers
 from loadtest.engine.peers_run import SYSTEMS
 
@@ -40,19 +38,8 @@ def test_the_table_compares_within_a_round_and_says_what_did_not_run() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_transformers_serves_the_same_requests(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", default_model_dir())
-    options = [
-        "--model",
-        str(model),
-        "--dtype",
-        "float32",
-        "--scale",
-        "0.1",
-        "--out",
-        str(tmp_path),
-    ]
-    peers.main(["--systems", "transformers", "kvpress-snapkv", *options])
+def test_transformers_serves_the_same_requests(tiny: list[str], tmp_path: Path) -> None:
+    peers.main(["--systems", "transformers", "kvpress-snapkv", *tiny, "--scale", "0.1"])
     (file,) = tmp_path.glob("peers-cpu-*.jsonl")
     served, failed = map(json.loads, file.read_text().splitlines())
     assert served["tok_per_s"] > 0 and served["first_token_s"] > 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models.store import prepared
 
-__all__ = ["DEFAULT_MODEL_NAME", "default_model_dir"]
+__all__ = ["DEFAULT_MODEL_NAME", "default_model_dir", "default_model_file"]
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """The name under which the default model is served."""
@@ -42,12 +42,17 @@ def default_model_dir() -> Path:
         ConfigError: the package that carries the model or the one that reads it is missing, or the
             cache directory cannot be written (no permission, disk full).
     """
-    source = _source()
+    source = default_model_file()
     directory = _cache_root() / f"{DEFAULT_MODEL_NAME}-{_fingerprint(source)}"
     return prepared(directory, lambda target: _convert(source, target))
 
 
-def _source() -> Path:
+def default_model_file() -> Path:
+    """The default model as its package carries it, a GGUF file.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
     # Found without importing it: the package imports llama.cpp, which we neither need nor install.
     spec = importlib.util.find_spec(PACKAGE)
     for folder in spec.submodule_search_locations or () if spec else ():

@@ -2,7 +2,7 @@
 """The same requests through other systems: transformers, kvpress on it, llama.cpp; beside them vLLM and ours.
 
     python -m loadtest.engine.peers --dtype float32 --eager
-    python -m loadtest.engine.peers --kvpress PYTHON --llama PYTHON --gguf FILE
+    python -m loadtest.engine.peers --kvpress PYTHON --llama PYTHON
 
 Same model, prompts and lengths; a row per system, and where one cannot run, the reason. kvpress and llama.cpp
 (``kvpress``, ``llama-cpp-python``) run in environments of their own, named by their Pythons: they want other
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
-from h2o_vllm.models import default_model_dir
+from h2o_vllm.models import default_model_dir, default_model_file
 from loadtest.common.child import Child
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
@@ -92,7 +92,8 @@ def _other(system: str, model: str, args: argparse.Namespace) -> Row:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = suite.prompts(workload, SimpleNamespace(get_tokenizer=lambda: tokenizer))
     first = {
-        "system": system, "model": model, "dtype": args.dtype, "gguf": args.gguf,
+        "system": system, "model": model, "dtype": args.dtype,
+        "gguf": args.gguf or str(default_model_file()),
         "threads": len(os.sched_getaffinity(0)),
     }  # fmt: skip
     pythons = {"kvpress": args.kvpress, "llama.cpp": args.llama}
@@ -161,7 +162,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--kvpress", default=sys.executable, metavar="PYTHON", help="of an environment with kvpress"
     )
     add("--llama", default=sys.executable, metavar="PYTHON", help="of one with llama-cpp-python")
-    add("--gguf", default="", metavar="FILE", help="the model for llama.cpp")
+    add(
+        "--gguf",
+        metavar="FILE",
+        help="the model for llama.cpp; by default the embedded model's file",
+    )
     add("--scale", type=float, default=1.0, help="multiplies the texts' lengths; to rehearse")
     add("--out", type=Path, default=RESULTS, help="folder of the results")
     return parser.parse_args(argv)

@@ -31,8 +31,8 @@ from loadtest.quality.ladder.facts import (
 from loadtest.quality.ladder.keep import FULL
 from loadtest.quality.ladder.likelihood import measure_text, texts
 from loadtest.quality.ladder.model import LadderModel
-from loadtest.quality.ladder.scores import PRESSES
 from loadtest.quality.ladder.settings import parse_arguments
+from loadtest.quality.ladder.summaries import SUMMARIES, measure_summary, requests
 from loadtest.quality.rows import Key, Row, latest, read_rows
 from loadtest.quality.sizes import Sizes
 
@@ -74,6 +74,7 @@ def measure(args: argparse.Namespace) -> None:
     )
     left = Run(args, LadderModel(directory, getattr(torch, args.dtype)), latest(rows))
     left.likelihood()
+    left.summaries()
     left.facts()
 
 
@@ -90,18 +91,17 @@ class Run:
     known: dict[Key, Row]
 
     def likelihood(self) -> None:
-        """NLL of real texts. Presses do not say how they go on: left out."""
+        """NLL of real texts."""
         args = self.args
         if "nll" not in args.measures:
             return
         sizes = Sizes(
             forced=args.texts, prompt_tokens=args.prompt_tokens, forced_tokens=args.forced_tokens
         )
-        rungs = [rung for rung in args.rungs if not PRESSES.keys() & set(rung.scores)]
         for text in texts(self.model, sizes):
             for place, budget in enumerate(args.nll_budgets):
                 wanted = [(FULL, 1.0)] if place == 0 else []
-                wanted += [(rung, budget) for rung in rungs]
+                wanted += [(rung, budget) for rung in args.rungs]
                 missing = [
                     rung
                     for rung, share in wanted
@@ -109,6 +109,25 @@ class Run:
                 ]
                 if missing:
                     self._write(measure_text(self.model, text, missing, budget))
+
+    def summaries(self) -> None:
+        """ROUGE, by delay."""
+        args = self.args
+        if SUMMARIES not in args.measures:
+            return
+        wanted = [
+            Asked(delayed(delay, SUMMARIES), rung, budget)
+            for delay in args.delays or [0]
+            for rung, budget in [(FULL, 1.0), *itertools.product(args.rungs, args.xsum_budgets)]
+        ]
+        for sample in requests(args.xsum, args.summaries):
+            missing = [
+                one
+                for one in wanted
+                if (one.rung.name, one.budget, one.protocol, sample.name) not in self.known
+            ]
+            if missing:
+                self._write(measure_summary(self.model, sample, missing))
 
     def facts(self) -> None:
         """RULER, the first sample of every task first."""

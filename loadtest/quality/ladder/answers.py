@@ -8,6 +8,7 @@ already, so a token's neighbours do not matter. What a row reads and says itself
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from loadtest.quality.ladder.attention import KV, appended, shared_attention
 from loadtest.quality.ladder.model import LadderModel
-from loadtest.quality.ruler.example import Example
-from loadtest.quality.ruler.match import match_all
+from loadtest.quality.ladder.reading import Prompt, Reading
 
-__all__ = ["Answer", "Answering", "answers"]
+__all__ = ["Answer", "Answering", "Done", "answers", "begin"]
+
+Done = Callable[[str], bool]
+"""Whether an answer that says this need not go on."""
 
 ROWS = 96
 """At a time: what they hold while they read a question stays below a GiB."""
@@ -41,11 +44,9 @@ class Answer:
         text: str = model.tokenizer.decode(self.said, skip_special_tokens=True)
         return text
 
-    def ended(self, model: LadderModel, example: Example) -> bool:
-        """Whether the model ended it, or all that was wanted has been said."""
-        if not self.said:
-            return False
-        return self.said[-1] in model.ends or match_all(self.text(model), example.answers) == 1
+    def ended(self, model: LadderModel, done: Done) -> bool:
+        """Whether the model ended it, or it need not go on."""
+        return bool(self.said) and (self.said[-1] in model.ends or done(self.text(model)))
 
 
 class Answering:
@@ -79,24 +80,40 @@ class Answering:
         }
 
 
+def begin(
+    reading: Reading, prefix: list[int], done: Done, delays: Collection[int]
+) -> Iterator[tuple[int, tuple[Prompt, Answer]]]:
+    """Per delay: what has been read when it is over, and the answer so far, greedily from all of the KV."""
+    if not delays:
+        return
+    prompt = reading.read(prefix)
+    answer = Answer([], [reading.following])
+    for tokens in range(max(delays) + 1):
+        if tokens in delays:
+            yield tokens, (prompt, Answer([answer.said[-1]], list(answer.said)))
+        if not answer.ended(reading.model, done):
+            prompt = reading.read(answer.said[-1:])
+            answer.said.append(reading.following)
+
+
 def answers(
-    model: LadderModel, layers: list[KV], kept: Tensor, begun: Answer, example: Example, limit: int
+    model: LadderModel, layers: list[KV], kept: Tensor, begun: Answer, done: Done, limit: int
 ) -> list[str]:
     """How each row of ``kept``, [L, R, KH, S], goes on with an answer, greedily.
 
-    A row ends where the model ends it, after ``limit`` tokens, or when it has said all that was wanted.
+    A row ends where the model ends it, after ``limit`` tokens, or when it is done.
     """
-    if begun.ended(model, example) or len(begun.said) >= limit:
+    if begun.ended(model, done) or len(begun.said) >= limit:
         return [Answer([], begun.said[:limit]).text(model)] * kept.shape[1]
     found: list[str] = []
     for part in kept.split(ROWS, 1):
-        rows = _continue(model, Answering(layers, part), part, begun, example, limit)
+        rows = _continue(model, Answering(layers, part), part, begun, done, limit)
         found += [row.text(model) for row in rows]
     return found
 
 
 def _continue(
-    model: LadderModel, stage: Answering, kept: Tensor, begun: Answer, example: Example, limit: int
+    model: LadderModel, stage: Answering, kept: Tensor, begun: Answer, done: Done, limit: int
 ) -> list[Answer]:
     rows = [Answer(begun.unread, list(begun.said)) for _ in range(kept.shape[1])]
     going, position = rows, kept.shape[3]
@@ -107,7 +124,7 @@ def _continue(
             row.said.append(token)
         if len(going[0].said) >= limit:
             return rows
-        staying = [place for place, row in enumerate(going) if not row.ended(model, example)]
+        staying = [place for place, row in enumerate(going) if not row.ended(model, done)]
         if not staying:
             return rows
         if len(staying) < len(going):

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from loadtest.quality.ladder.answers import Answer, answers
-from loadtest.quality.ladder.keep import FULL, Rung, keep
+from loadtest.quality.ladder.answers import Answer, Done, answers, begin
+from loadtest.quality.ladder.keep import Rung, keep
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.prompts import around, encode, repetition
 from loadtest.quality.ladder.reading import Prompt, Reading, repeat_prompt
@@ -30,10 +30,10 @@ __all__ = [
     "KNOWN",
     "PROTOCOLS",
     "Asked",
-    "begin",
     "delay_of",
     "delayed",
     "measure_sample",
+    "said_all",
     "sample_name",
 ]
 
@@ -44,9 +44,9 @@ SLACK = 16
 """Tokens of an answer beside twice those that are wanted."""
 
 
-def delayed(tokens: int) -> str:
-    """The protocol of a first eviction that comes ``tokens`` after the prompt."""
-    return f"{KNOWN}@{tokens}"
+def delayed(tokens: int, measure: str = KNOWN) -> str:
+    """The measure where the first eviction comes ``tokens`` after the prompt."""
+    return f"{measure}@{tokens}"
 
 
 def delay_of(protocol: str) -> int | None:
@@ -82,7 +82,7 @@ def measure_sample(
     later, known = reading.read(before + context), reading.read(question)
     starts = {"known": (known, Answer(prefix)), "later": (later, Answer(question + prefix))}
     delays = {delay for one in asked if (delay := delay_of(one.protocol)) is not None}
-    for delay, start in begin(reading, prefix, example, delays):
+    for delay, start in begin(reading, prefix, said_all(example.answers), delays):
         starts[delayed(delay)] = start
     if any(one.rung.repeats for one in asked):
         repeated = repeat_prompt(later, repetition(model, context))
@@ -106,20 +106,9 @@ def measure_sample(
     )  # fmt: skip
 
 
-def begin(
-    reading: Reading, prefix: list[int], example: Example, delays: Collection[int]
-) -> Iterator[tuple[int, tuple[Prompt, Answer]]]:
-    """Per delay: what has been read when it is over, and the answer so far, greedily from all of the KV."""
-    if not delays:
-        return
-    prompt = reading.read(prefix)
-    answer = Answer([], [reading.following])
-    for tokens in range(max(delays) + 1):
-        if tokens in delays:
-            yield tokens, (prompt, Answer([answer.said[-1]], list(answer.said)))
-        if not answer.ended(reading.model, example):
-            prompt = reading.read(answer.said[-1:])
-            answer.said.append(reading.following)
+def said_all(wanted: Sequence[str]) -> Done:
+    """Whether an answer contains all of them."""
+    return lambda text: match_all(text, wanted) == 1
 
 
 def _answer(
@@ -132,12 +121,5 @@ def _answer(
     # Who has said nothing of it after twice its length, will not.
     wanted = sum(len(encode(model, f" {answer}")) for answer in example.answers)
     limit = min(limit, example.max_tokens, SLACK + 2 * wanted)
-    kept = torch.stack([_kept(prompt, one, seed) for one in asked], 1)
-    return answers(model, prompt.layers, kept, begun, example, limit)
-
-
-def _kept(prompt: Prompt, one: Asked, seed: int) -> torch.Tensor:
-    if one.rung == FULL:
-        heads = prompt.layers[0].keys.shape[0]
-        return torch.ones(len(prompt.layers), heads, prompt.tokens, dtype=torch.bool)
-    return keep(one.rung, prompt, one.budget, seed)
+    kept = torch.stack([keep(one.rung, prompt, one.budget, seed) for one in asked], 1)
+    return answers(model, prompt.layers, kept, begun, said_all(example.answers), limit)

@@ -4,7 +4,7 @@
 Whole blocks of tokens go, before the token that would exceed the budget by a block, and the recent window
 begins at the nearest block. Scores go on as the engine's policies say (``reference_policies.py``): a token's
 score at its first ranking, and the attention it gets after that. ``repeat`` takes the largest attention that
-a later query gives, too. Presses of kvpress do not say how they go on: they are not to be had here.
+a later query gives, too. Presses of kvpress cut the prompt once, and what follows stays, as kvpress has it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, max_pool1d, normalize, pad
 
 from loadtest.quality.ladder.attention import KV, appended, row_mix, row_probabilities
-from loadtest.quality.ladder.keep import FULL, Rung, select
+from loadtest.quality.ladder.keep import FULL, Rung, keep, select
 from loadtest.quality.ladder.reading import Prompt
 from loadtest.quality.ladder.scores import (
     KERNEL,
     MIXED,
-    PRESSES,
     WINDOW,
     mixed,
     plain_scores,
@@ -44,15 +43,9 @@ class Forcing:
     Args:
         prompt: what was read. rungs: one per row. budget: share of the tokens seen that is kept.
         block: tokens evicted at a time.
-
-    Raises:
-        ValueError: a rung has a score that ends with the prompt.
     """
 
     def __init__(self, prompt: Prompt, rungs: Sequence[Rung], budget: float, block: int) -> None:
-        for rung in rungs:
-            if PRESSES.keys() & set(rung.scores):
-                raise ValueError(f"rung {rung.name!r}: presses end with the prompt; leave out nll")
         layers, heads, rows = len(prompt.layers), prompt.layers[0].keys.shape[0], len(rungs)
         self.own: dict[int, KV] = {}
         """What rows have read on, [R, KH, N, D]."""
@@ -68,7 +61,7 @@ class Forcing:
         self._most = [nothing.clone() for _ in range(layers)]
         self._last = [one.tail[:, -1].expand(rows, -1, -1).clone() for one in prompt.notes]
         # A weighed score at the first ranking.
-        used = {plane for rung in rungs for plane in rung.planes}
+        used = {plane for rung in rungs for plane in rung.planes if not rung.presses}
         self._weighed = {
             name: [nothing.clone() for _ in range(layers)]
             for name in used if name in WEIGHED or MIXED in name
@@ -120,7 +113,9 @@ class Forcing:
 
     def room(self, most: int) -> int:
         """Tokens, at most so many, that can be read before some row has to evict."""
-        evicting = [row for row, rung in enumerate(self._rungs) if rung != FULL]
+        evicting = [
+            row for row, rung in enumerate(self._rungs) if rung != FULL and not rung.presses
+        ]
         return next(
             (n for n in range(1, most) if any(self._excess(row, n) > 0 for row in evicting)), most
         )
@@ -129,9 +124,18 @@ class Forcing:
     def evict(self) -> None:
         """Whatever is due."""
         for row, rung in enumerate(self._rungs):
-            excess = 0 if rung == FULL else self._excess(row, 0)
-            if excess > 0:
+            if rung.presses:
+                self._press(row, rung)
+            elif rung != FULL and (excess := self._excess(row, 0)) > 0:
                 self._evict(row, rung, excess)
+
+    def _press(self, row: int, rung: Rung) -> None:
+        if self._evicted[row]:
+            return
+        chosen = keep(rung, self._prompt, self._budget)
+        for layer, mask in enumerate(chosen):
+            self.alive[layer][row, :, : self._prompt.tokens] = mask
+        self._evicted[row] = self._prompt.tokens - self._tokens(self._prompt.tokens)
 
     def _tokens(self, seen: int) -> int:
         return math.ceil(round(self._budget * seen, 6))

@@ -47,6 +47,11 @@ class Rung:
         return self.name
 
     @property
+    def presses(self) -> bool:
+        """Whether it is one of kvpress'."""
+        return not PRESSES.keys().isdisjoint(self.scores)
+
+    @property
     def repeats(self) -> bool:
         """Whether the prompt has to be repeated."""
         return not REPEATING.isdisjoint(self.scores)
@@ -98,6 +103,8 @@ def parse_rung(text: str) -> Rung:
 def keep(rung: Rung, prompt: Prompt, budget: float, seed: int = 0) -> Tensor:
     """Who is kept of a prompt's S tokens, [L, KH, S]: ``ceil(budget * S)`` per head on average."""
     seen = prompt.tokens
+    if rung == FULL:
+        return torch.ones(len(prompt.layers), len(prompt.layers[0].keys), seen, dtype=torch.bool)
     tokens = math.ceil(round(budget * seen, 6))
     recent = round(rung.recent * tokens)
     until = seen - recent

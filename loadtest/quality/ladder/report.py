@@ -10,8 +10,9 @@ from typing import Any
 from loadtest.common.statistics import Estimate, mean
 from loadtest.common.tables import markdown_table
 from loadtest.quality.figures import Figures
-from loadtest.quality.ladder.facts import PROTOCOLS, delay_of, delayed
+from loadtest.quality.ladder.facts import KNOWN, PROTOCOLS, delay_of
 from loadtest.quality.ladder.keep import FULL
+from loadtest.quality.ladder.summaries import SUMMARIES
 from loadtest.quality.measures.base import Metric
 from loadtest.quality.rows import Row
 from loadtest.quality.ruler.tasks import TASKS
@@ -21,6 +22,7 @@ __all__ = ["markdown", "plot", "publish"]
 
 TITLES = {"known": "question known", "later": "question asked later", "nll": "likelihood lost"}
 FOUND = Metric("found", "RULER, % of full KV", "ratio", "high", 100, 0)
+WROTE = Metric("rouge2", "ROUGE-2, % of full KV's", "ratio", "high", 100, 0)
 LOST = Metric("nll", "% of full KV's NLL", "loss", "low", 100, 1)
 
 
@@ -37,7 +39,7 @@ def publish(runs: list[dict[str, Any]], rows: list[Row], beside: Path) -> None:
 
 def markdown(figures: Figures, runs: Sequence[dict[str, Any]]) -> str:
     """The whole report."""
-    parts = [_head(runs), _overview(figures)]
+    parts = [_head(runs), _overview(figures), _summaries(figures)]
     parts += [
         _by_task(figures, protocol, budget)
         for protocol in _protocols(figures)
@@ -62,9 +64,9 @@ def order(figures: Figures) -> list[str]:
     def merit(name: str) -> tuple[bool, float, float]:
         found = [
             one.value
-            for protocol in _protocols(figures)
-            for budget in _budgets(figures, protocol)
-            if (one := compared(figures, protocol, FOUND, name, budget))
+            for measure, metric in _answered(figures)
+            for budget in _budgets(figures, measure)
+            if (one := compared(figures, measure, metric, name, budget))
         ]
         lost = [
             one.value
@@ -91,10 +93,7 @@ def _overview(figures: Figures) -> str:
     """One line per rung."""
     columns = [
         (measure, metric, budget)
-        for measure, metric in [
-            *((protocol, FOUND) for protocol in _protocols(figures)),
-            ("nll", LOST),
-        ]
+        for measure, metric in [*_answered(figures), ("nll", LOST)]
         for budget in sorted(_budgets(figures, measure), reverse=True)
         if any(compared(figures, measure, metric, name, budget) for name in figures.lines)
     ]
@@ -149,17 +148,47 @@ def _of_task(
     return mean(values).scaled(100) if values else None
 
 
+def _summaries(figures: Figures) -> str:
+    """Absolute scores: how good full KV's are."""
+    columns = [
+        (measure, budget)
+        for measure in _delays(figures, SUMMARIES)
+        for budget in _budgets(figures, measure)
+    ]
+    lines = []
+    for name in (FULL.name, *order(figures)):
+        shares = [(measure, 1.0 if name == FULL.name else budget) for measure, budget in columns]
+        values = [figures.values(measure, WROTE.key, name, share) for measure, share in shares]
+        if any(values):
+            lines.append(
+                [f"`{name}`", *(cell(mean([*v.values()]), 1) if v else "" for v in values)]
+            )
+    head = ["rung", *(f"{_title(measure)}, {budget:g}" for measure, budget in columns)]
+    return f"**ROUGE-2**\n\n{markdown_table(head, lines)}" if lines else ""
+
+
+def _answered(figures: Figures) -> list[tuple[str, Metric]]:
+    """Measures that judge an answer, with what they judge it by."""
+    found = [(protocol, FOUND) for protocol in _protocols(figures)]
+    return found + [(measure, WROTE) for measure in _delays(figures, SUMMARIES)]
+
+
 def _protocols(figures: Figures) -> list[str]:
     """Those that were measured, delays in order."""
-    delays = sorted(delay for one in figures.measures if (delay := delay_of(one)) is not None)
-    return [p for p in (*PROTOCOLS, *map(delayed, delays)) if p in figures.measures]
+    return [*(p for p in PROTOCOLS if p in figures.measures), *_delays(figures, KNOWN)]
+
+
+def _delays(figures: Figures, measure: str) -> list[str]:
+    """Those of a measure, in order."""
+    mine = [one for one in figures.measures if one.startswith(f"{measure}@")]
+    return sorted(mine, key=lambda one: delay_of(one) or 0)
 
 
 def _title(measure: str) -> str:
     delay = delay_of(measure)
     if delay is None:
         return TITLES[measure]
-    return f"known, evicted {delay} tokens after the prompt"
+    return f"{measure.partition('@')[0]}, evicted {delay} tokens after the prompt"
 
 
 def _budgets(figures: Figures, measure: str) -> list[float]:
@@ -170,8 +199,7 @@ def plot(figures: Figures, runs: Sequence[dict[str, Any]], path: Path) -> Path:
     """A panel for each protocol and for the likelihood: every rung at every budget, with its interval."""
     from loadtest.common import plots
 
-    columns = [(p, FOUND) for p in _protocols(figures) if _budgets(figures, p)]
-    columns += [("nll", LOST)] if _budgets(figures, "nll") else []
+    columns = [one for one in [*_answered(figures), ("nll", LOST)] if _budgets(figures, one[0])]
     names = [
         name
         for name in reversed(order(figures))

@@ -11,6 +11,7 @@ from loadtest.common.command import command_parser
 from loadtest.common.results import RESULTS, result_file
 from loadtest.quality.ladder.facts import PROTOCOLS
 from loadtest.quality.ladder.keep import Rung, parse_rung
+from loadtest.quality.ladder.summaries import SUMMARIES
 from loadtest.quality.ruler.tasks import TASKS
 
 __all__ = ["RUNGS", "parse_arguments"]
@@ -42,8 +43,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", help="a model directory; by default the embedded model")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
-    add("--measures", nargs="+", choices=(*PROTOCOLS, "nll"), default=[*PROTOCOLS, "nll"],
-        help="RULER with the question known or asked later; NLL of real texts")  # fmt: skip
+    usual = [*PROTOCOLS, "nll"]
+    add("--measures", nargs="+", choices=(*usual, SUMMARIES), default=usual,
+        help="RULER with the question known or asked later; NLL of real texts; ROUGE of summaries")  # fmt: skip
     add("--rungs", nargs="+", type=_rung, metavar="RUNG", default=list(map(parse_rung, RUNGS)),
         help="SCORE[+SCORE...][:layer|:global][:RECENT]")  # fmt: skip
     for protocol in PROTOCOLS:
@@ -51,12 +53,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             metavar="SHARE", help=f"shares of tokens kept, question {protocol}")  # fmt: skip
     add("--delays", type=_delay, nargs="*", default=[], metavar="TOKENS",
         help="generated before the first eviction, behind a prompt that ends with the question")  # fmt: skip
-    add("--nll-budgets", type=_budget, nargs="+", default=[0.2], help="the same, of nll")
+    for measure in ("nll", SUMMARIES):
+        add(f"--{measure}-budgets", type=_budget, nargs="+", default=[0.2], metavar="SHARE",
+            help=f"the same, of {measure}")  # fmt: skip
     add("--tasks", nargs="+", choices=TASKS, metavar="TASK", default=list(TASKS), help="RULER's")
     add("--samples", type=int, default=2, help="of each task")
     add("--first", type=int, default=0, help="number of the first sample")
     add("--length", type=int, default=2048, help="tokens of prompt and answer")
     add("--answer-tokens", type=int, default=64, help="of an answer at most, where RULER has more")
+    add("--xsum", type=Path, metavar="FILE", help="the H2O authors' requests")
+    add("--summaries", type=int, default=40, help="of xsum")
     add("--texts", type=int, default=8, help="of nll")
     add("--prompt-tokens", type=int, default=1024, help="of each text, read with full attention")
     add("--forced-tokens", type=int, default=512, help="of each text, forced afterwards")
@@ -64,7 +70,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=result_file, default=RESULTS / "ladder.jsonl",
         help="rows; also of an earlier run to go on with")  # fmt: skip
     add("--report", nargs="+", type=Path, metavar="FILE", help="measure nothing: tables of rows")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if SUMMARIES in args.measures and args.xsum is None and not args.report:
+        parser.error(f"--measures: {SUMMARIES} needs --xsum FILE")
+    if SUMMARIES in args.measures and any(rung.repeats for rung in args.rungs):
+        parser.error(f"--rungs: {SUMMARIES} has none that repeat the prompt")
+    return args
 
 
 def _rung(text: str) -> Rung:

@@ -241,11 +241,16 @@ def test_a_window_is_the_first_and_the_newest_tokens(prompt: Prompt) -> None:
     assert positions(stage.alive[0][0, 0]) == [*range(32), *range(102, 150)], "tens of tokens go"
 
 
-def test_presses_keep_whole_prompts_and_end_with_them(prompt: Prompt) -> None:
+def test_presses_cut_the_prompt_once(model: LadderModel, prompt: Prompt) -> None:
     kept = keep(parse_rung("ExpectedAttention"), prompt, 0.2)
     assert kept.sum(-1).unique().tolist() == [30]
     assert bool(kept[..., :4].all()), "its sinks"
-    window = keep(parse_rung("SnapKV"), prompt, 0.5)
+    press = parse_rung("SnapKV")
+    window = keep(press, prompt, 0.5)
     assert bool(window[..., -64:].all()), "its window"
-    with pytest.raises(ValueError, match="presses end with the prompt"):
-        Forcing(prompt, [parse_rung("KVzip")], 0.2, 8)
+    stage = Forcing(prompt, [press, FULL], 0.5, 8)
+    force(model, stage, 2, [5] * 40)
+    for layer, alive in enumerate(stage.alive):
+        assert torch.equal(alive[0, :, : prompt.tokens], window[layer])
+        assert bool(alive[0, :, prompt.tokens :].all())
+    assert stage.held(0) == 75 + 39

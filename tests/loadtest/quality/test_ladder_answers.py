@@ -8,18 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loadtest.quality.ladder.answers import Answer, answers
-from loadtest.quality.ladder.facts import begin, delay_of, delayed
+from loadtest.quality.ladder.answers import Answer, answers, begin
+from loadtest.quality.ladder.facts import delay_of, delayed, said_all
 from loadtest.quality.ladder.keep import keep, parse_rung
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.reading import Prompt, Reading
-from loadtest.quality.ruler.example import Example
 from tests.families.random_models import VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 LIMIT = 12
-NOTHING_WANTED = Example("", "", "", ("never said",), LIMIT)
+NOTHING_WANTED = said_all(["never said"])
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_an_answer_that_has_ended_stays(model: LadderModel, context: list[int]) 
     first = str(next(iter(begin(reading, [7], NOTHING_WANTED, {0})))[1][1].said[0])
     reading = Reading(model)
     reading.read(context)
-    wanted = Example("", "", "", (first,), LIMIT)
+    wanted = said_all([first])
     ((_, (prompt, begun)),) = begin(reading, [7], wanted, {4})
     assert begun.said == [int(first)] and prompt.tokens == len(context) + 1
     assert answers(model, prompt.layers, everyone(prompt)[:, None], begun, wanted, LIMIT) == [first]

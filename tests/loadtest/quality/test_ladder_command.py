@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,14 +46,8 @@ def test_a_run_goes_on_where_it_was_stopped(
     main([*command, "KVzip"])
     runs, rows = read_rows([out])
     assert len(runs) == 1
-    # Full KV, two rungs of ours, and a press that has no likelihood; one budget (twice:
-    # delayed as well) and two, and one.
-    assert len(rows) == len({row.key for row in rows}) == 2 * (1 + 3) + (1 + 3 * 2) + (1 + 2)
-    assert {row.line for row in rows if row.measure == "nll"} == {
-        "full",
-        "h2o",
-        "snapkv+repeat:layer",
-    }
+    # Full KV, two rungs of ours, and a press; one budget (twice: delayed as well) and two, and one.
+    assert len(rows) == len({row.key for row in rows}) == 2 * (1 + 3) + (1 + 3 * 2) + (1 + 3)
     assert all(0 < row.values["nll"] for row in rows if row.measure == "nll")
     table = out.with_suffix(".md").read_text()
     assert "`snapkv+repeat:layer`" in table and "niah_single_1" in table
@@ -65,6 +60,44 @@ def test_a_run_goes_on_where_it_was_stopped(
     with pytest.raises(SystemExit, match="length 400, not 500"):
         main([*command, "--length", "500"])
     capsys.readouterr()
+
+
+def test_summaries_are_judged_as_by_the_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rouge_score")
+    model = make_tiny_model(tmp_path / "model", default_model_dir())
+    article = "###\nArticle: " + "The cat sat on the mat by the river. " * 12 + "Summarize.\n"
+    asked = {"article": article, "summary_gt": "A cat sat.", "max_tokens": 24, "stop": ["###"]}
+    requests = tmp_path / "xsum.jsonl"
+    requests.write_text(f"{json.dumps(asked)}\n" * 2)
+    out = tmp_path / "rows.jsonl"
+    main([
+        "--model", str(model), "--dtype", "float32", "--out", str(out), "--threads", "1",
+        "--measures", "xsum", "--xsum", str(requests), "--summaries", "2", "--delays", "0", "24",
+        "--rungs", "h2o", "window", "--xsum-budgets", "0.2",
+    ])  # fmt: skip
+    _, rows = read_rows([out])
+    assert {row.measure for row in rows} == {"xsum@0", "xsum@24"}
+    assert len(rows) == 2 * 2 * 3
+    same = {(row.line, row.measure): row.values["same"] for row in rows}
+    assert same["full", "xsum@0"] == same["h2o", "xsum@24"] == same["window", "xsum@24"] == 1
+    assert same["window", "xsum@0"] == 0, "nothing can be learnt of this request"
+    assert "xsum, evicted 24 tokens after the prompt, 0.2" in out.with_suffix(".md").read_text()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [(["--rungs", "h2o"], "needs --xsum FILE"), (["--xsum", "x", "--rungs", "repeat"], "repeat")],
+)
+def test_what_summaries_cannot_have_is_said_before_anything_is_loaded(
+    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--measures", "xsum", *options])
+    assert complaint in capsys.readouterr().err
 
 
 def row(line: str, protocol: str, sample: str, found: float, budget: float = 0.25) -> Row:

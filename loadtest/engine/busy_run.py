@@ -61,7 +61,7 @@ def main() -> None:
     requests, length = start["requests"], start["prompt_tokens"]
     batch = [[1000 + 31 * i + k for k in range(length)] for i in range(requests)]
     budgets = [{"kv_budget": 0.2}] * requests
-    serve(engine.engine, batch[:4], budgets, 8)
+    serve(engine.engine, batch[:4], budgets[:4], 8)
     answer({"start_s": engine.start_s})
     for line in sys.stdin:
         if not engine.engine.reset_prefix_cache():

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
-from loadtest.engine.busy import Measurement, planned, table
+from loadtest.engine.busy import Measurement, main, planned, table
 from loadtest.engine.busy_run import VARIANTS, busy
 
 
@@ -50,3 +53,16 @@ def test_table_has_medians_ranges_and_gaps() -> None:
     assert lines[0] == "| tok/s | 0 busy | 1 busy |"
     assert lines[2] == "| `h2o` | 11.0 (10.0-12.0) | 5.0 |"
     assert lines[3] == "| `spinning` | 9.0 | - |"
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_an_engine_is_measured_quiet_and_busy(tiny: list[str], tmp_path: Path) -> None:
+    main([
+        "--variants", "h2o", "--busy", "0", "1", "--rounds", "1", "--requests", "5",
+        "--prompt-tokens", "32", "--output-tokens", "4", *tiny,
+    ])  # fmt: skip
+    (file,) = tmp_path.glob("busy-cpu-*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["busy"] for row in rows] == [0, 1]
+    assert all(row["tok_per_s"] > 0 for row in rows)

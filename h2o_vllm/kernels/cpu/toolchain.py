@@ -51,10 +51,12 @@ class Level(NamedTuple):
     needs: tuple[str, ...]
 
 
+_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mtune=sapphirerapids")
 LEVELS = {
-    "avx512bf16": Level(
-        ("-march=x86-64-v4", "-mavx512bf16", "-mtune=sapphirerapids"), (*_V4, "avx512_bf16")
+    "amx": Level(
+        (*_BF16, "-mamx-tile", "-mamx-bf16"), (*_V4, "avx512_bf16", "amx_tile", "amx_bf16")
     ),
+    "avx512bf16": Level(_BF16, (*_V4, "avx512_bf16")),
     "avx512": Level(("-march=x86-64-v4", "-mtune=skylake-avx512"), _V4),
     "avx2": Level(("-march=x86-64-v3", "-mtune=haswell"), _V3),
 }

@@ -119,7 +119,7 @@ struct Attend {
 
   void prompt_part(const Task& task, float* part) const {
     const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task);
-    const int64_t span = blocks(task.row) * call.block, most = int64_t(step) * call.group;
+    const int64_t span = blocks(task.row) * call.block, most = K::padded(step * call.group);
     float* e = own.get(most * (span + 2 * call.size + 3) + span);
     float *memory = e + most * span, *out = memory + most * call.size;
     float *top = out + most * call.size, *sum = top + most, *inverse = sum + most;
@@ -137,7 +137,7 @@ struct Attend {
       tile.normalise(e, inverse, call.out ? (Prob*)e : nullptr, span * PROBS, sums);
       if (!call.out) continue;
       std::fill_n(out, int64_t(tile.rows) * call.size, 0.f);
-      tile.values((const Prob*)e, span * PROBS, out);
+      tile.values((Prob*)e, span * PROBS, out);
       write(token, here, task.head, out);
     }
     if (!part) prompt_join(task, sums);
@@ -146,7 +146,7 @@ struct Attend {
   // FlashAttention (arXiv 2205.14135). Logits of many rows stay in L2, whatever the length.
   void prompt_alone(const Task& task) const {
     const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task);
-    const int64_t span = std::max(1, RUN / call.block) * call.block, most = int64_t(step) * call.group;
+    const int64_t span = std::max(1, RUN / call.block) * call.block, most = K::padded(step * call.group);
     float* e = own.get(most * (span + 2 * call.size + 3));
     float *memory = e + most * span, *out = memory + most * call.size;
     float *top = out + most * call.size, *sum = top + most, *factor = sum + most;
@@ -164,7 +164,7 @@ struct Attend {
         tile.logits(q, e);
         tile.exponentials(e, top, sum, out);
         if (!as_is) tile.normalise(e, factor, (Prob*)e, span * PROBS, nullptr);
-        tile.values((const Prob*)e, span * PROBS, out);
+        tile.values((Prob*)e, span * PROBS, out);
       }
       for (int m = 0; m < rows; ++m) factor[m] = 1 / (sum[m] + sink(task, m, top[m]));
       multiply(out, rows, factor);
@@ -201,7 +201,7 @@ struct Attend {
     if (adds) std::fill_n(sums, tile.span, 0.f);
     if (task.scored || !as_is) tile.normalise(e, inverse, (Prob*)prob, tile.span * PROBS, adds ? sums : nullptr);
     std::fill_n(out, int64_t(g) * call.size, 0.f);
-    tile.values((const Prob*)prob, tile.span * PROBS, out);
+    tile.values((Prob*)prob, tile.span * PROBS, out);
     if (!task.scored && as_is) multiply(out, g, inverse);
     if (part) return;
     if (adds) tile.add_scores(sums);
@@ -281,6 +281,7 @@ struct Attend {
     auto part = [&](const Task& task) {
       const bool joins = task.splits > 1 && (task.scored || !call.prompt);
       float* mine = joins ? joint_data + task.part : nullptr;
+      [[maybe_unused]] typename K::Session session;
       if (call.prompt && !task.scored) prompt_alone(task);
       else if (call.prompt) prompt_part(task, mine);
       else decode_part(task, mine);
@@ -320,6 +321,10 @@ extern "C" void h2o_attend(const Call* call) {
 #ifdef H2O_PAIRED
     case 1:
       // A decode step waits for memory anyway; a prompt is all arithmetic.
+#ifdef H2O_AMX
+      if (call->prompt && Amx::fits(call->block, call->size) && amx::available()) Attend<Amx>{*call}.run();
+      else
+#endif
       if (call->prompt) Attend<Paired<false>>{*call}.run();
       else Attend<Paired<true>>{*call}.run();
       break;
@@ -331,6 +336,12 @@ extern "C" void h2o_attend(const Call* call) {
 }
 
 extern "C" const char* h2o_isa() {
+#if defined(H2O_EMULATE_AMX) && defined(H2O_AMX)
+  return "AMX, emulated";
+#endif
+#if defined(H2O_AMX)
+  if (amx::available()) return "AMX";
+#endif
 #if defined(H2O_PAIRED)
   return "AVX512-BF16";
 #elif defined(__AVX512F__)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Register tiles: M query rows x one chunk of keys (logits), M rows of probabilities x one chunk of V.
 //
-// Two ways to multiply. Plain widens cache words to float and uses FMA. Paired (AVX512-BF16) feeds
+// Two ways to multiply, and a third in amx.hpp. Plain widens cache words to float and uses FMA. Paired (AVX512-BF16) feeds
 // bfloat16 pairs to vdpbf16ps, twice the products per instruction: exact for q.k; for p.v the
 // probabilities are rounded to bfloat16, as flash attention does, or kept as a sum of two.
 #pragma once
@@ -19,8 +19,11 @@ struct Plain {
   using Cache = T;
   using Query = float;
   using Prob = float;
+  struct Session {};  // lives as long as a thread multiplies
+  static constexpr bool matrices = false;
   static constexpr bool shuffled = false;
   static constexpr int words = 1;  // of Prob per probability
+  static constexpr int padded(int rows) { return rows; }  // so many are read and written
 
   static void pack_query(const T* q, Query* to, int size) {
     for (int d = 0; d < size; ++d) to[d] = widen(q[d]);
@@ -97,9 +100,12 @@ struct Paired {
   using Cache = bf16;
   using Query = uint16_t;
   using Prob = uint16_t;
+  struct Session {};
+  static constexpr bool matrices = false;
   // Outputs of 32-column chunks stay in the order vpunpck leaves them; see column().
   static constexpr bool shuffled = true;
   static constexpr int words = EXACT ? 2 : 1;
+  static constexpr int padded(int rows) { return rows; }
 
   static void pack_query(const bf16* q, Query* to, int size) { std::memcpy(to, q, 2 * size); }
 

@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
     usual = [*PROTOCOLS, "nll"]
     add("--measures", nargs="+", choices=(*usual, SUMMARIES), default=usual,
-        help="RULER with the question known or asked later; NLL of real texts; ROUGE of summaries")  # fmt: skip
+        help="RULER, the question known or asked later; NLL of real texts; ROUGE of summaries")  # fmt: skip
     add("--rungs", nargs="+", type=_rung, metavar="RUNG", default=list(map(parse_rung, RUNGS)),
         help="SCORE[+SCORE...][:layer|:global][:RECENT]")  # fmt: skip
     for protocol in PROTOCOLS:

@@ -19,7 +19,7 @@ __all__ = ["CHARS_PER_TOKEN", "Prompts", "Ruler", "documentation", "read_jsonl"]
 CHARS_PER_TOKEN = 4.2
 """Where the server cannot be asked: English with the vocabulary of a current model."""
 
-PIECE = 4000
+PIECE = 1000
 """Characters that are counted at once."""
 
 PLACE, LENGTH = 0.7548776662466927, 0.5698402909980532
@@ -87,7 +87,7 @@ class Prompts:
         self._shift = 7_919 * salt + 10_000_019 * lane
         if tokens:
             # Of several documents their beginning tells how dense all are.
-            text = documents[0] if len(documents) == 1 else " ".join(documents)[: 5 * PIECE]
+            text = documents[0] if len(documents) == 1 else " ".join(documents)[: 20 * PIECE]
             self._ruler = Ruler(text, count)
 
     def __getitem__(self, number: int) -> str:

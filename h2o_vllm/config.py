@@ -158,7 +158,7 @@ class H2OConfig:
         kv_budget: default share of the seen tokens a request keeps, in (0, 1]; 1 is lossless.
         kv_budget_tokens: default absolute budget; overrides ``kv_budget`` when set.
         kv_recent: default share of a budget spent on the newest tokens, in [0, 1].
-        kv_policy: default policy, one of :data:`POLICIES`.
+        kv_policy: default policy, one of :data:`POLICIES`. ``h2o`` is the paper's.
         kv_sinks: default number of first tokens that are never evicted, 0 to 1024.
         kv_budget_min: smallest ``kv_budget`` a request may ask for.
         kv_budget_max: largest ``kv_budget`` a request may ask for.
@@ -185,7 +185,7 @@ class H2OConfig:
     kv_budget: float = 1.0
     kv_budget_tokens: int | None = None
     kv_recent: float = 0.5
-    kv_policy: str = "h2o"
+    kv_policy: str = "caote-keydiff"
     kv_sinks: int = 0
     kv_budget_min: float = 0.01
     kv_budget_max: float = 1.0

@@ -225,7 +225,7 @@ def plot(figures: Figures, runs: Sequence[dict[str, Any]], path: Path) -> Path:
                 [one.value for one in found.values()], places, xerr=errors, fmt="o", markersize=4,
                 color=colour, label=f"budget {budget:g}", elinewidth=0.8, alpha=0.85,
             )  # fmt: skip
-        axis.set_title(f"{_title(measure)}: {metric.title}", fontsize=plots.NOTE)
+        axis.set_title(f"{_title(measure)}\n{metric.title}", fontsize=plots.NOTE)
         axis.set_yticks(range(len(names)), names, fontsize=plots.SMALL)
         axis.grid(alpha=0.25)
         plots.legend(axis)

@@ -93,7 +93,7 @@ def _other(system: str, model: str, args: argparse.Namespace) -> Row:
     prompts = suite.prompts(workload, SimpleNamespace(get_tokenizer=lambda: tokenizer))
     first = {
         "system": system, "model": model, "dtype": args.dtype,
-        "gguf": args.gguf or str(default_model_file()),
+        "gguf": gguf_of(args),
         "threads": len(os.sched_getaffinity(0)),
     }  # fmt: skip
     pythons = {"kvpress": args.kvpress, "llama.cpp": args.llama}
@@ -109,6 +109,13 @@ def _other(system: str, model: str, args: argparse.Namespace) -> Row:
         "first_token_s": median(found["first_s"]),
         "version": version,
     }
+
+
+def gguf_of(args: argparse.Namespace) -> str:
+    """The file for llama.cpp; of another model than the embedded one nobody knows it: empty."""
+    if args.gguf or args.model:
+        return args.gguf or ""
+    return str(default_model_file())
 
 
 def table(rows: Sequence[Row]) -> str:

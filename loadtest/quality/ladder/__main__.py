@@ -100,15 +100,11 @@ class Run:
         )
         for text in texts(self.model, sizes):
             for place, budget in enumerate(args.nll_budgets):
-                wanted = [(FULL, 1.0)] if place == 0 else []
-                wanted += [(rung, budget) for rung in args.rungs]
-                missing = [
-                    rung
-                    for rung, share in wanted
-                    if (rung.name, share, "nll", text.name) not in self.known
-                ]
-                if missing:
-                    self._write(measure_text(self.model, text, missing, budget))
+                wanted = [Asked("nll", FULL, 1.0)] if place == 0 else []
+                wanted += [Asked("nll", rung, budget) for rung in args.rungs]
+                if missing := self._missing(wanted, text.name):
+                    rungs = [one.rung for one in missing]
+                    self._write(measure_text(self.model, text, rungs, budget))
 
     def summaries(self) -> None:
         """ROUGE, by delay."""
@@ -121,12 +117,7 @@ class Run:
             for rung, budget in [(FULL, 1.0), *itertools.product(args.rungs, args.xsum_budgets)]
         ]
         for sample in requests(args.xsum, args.summaries):
-            missing = [
-                one
-                for one in wanted
-                if (one.rung.name, one.budget, one.protocol, sample.name) not in self.known
-            ]
-            if missing:
+            if missing := self._missing(wanted, sample.name):
                 self._write(measure_summary(self.model, sample, missing))
 
     def facts(self) -> None:
@@ -136,23 +127,24 @@ class Run:
         if KNOWN in protocols:
             protocols |= {delayed(tokens): protocols[KNOWN] for tokens in args.delays}
         wanted = [
-            (protocol, rung, budget)
+            Asked(protocol, rung, budget)
             for protocol, budgets in protocols.items()
             for rung, budget in [(FULL, 1.0), *itertools.product(args.rungs, budgets)]
         ]
         for number in range(args.first, args.first + args.samples if protocols else 0):
             for task in args.tasks:
-                sample = sample_name(task, number)
-                missing = [
-                    Asked(protocol, rung, budget)
-                    for protocol, rung, budget in wanted
-                    if (rung.name, budget, protocol, sample) not in self.known
-                ]
-                if missing:
+                if missing := self._missing(wanted, sample_name(task, number)):
                     found = measure_sample(
                         self.model, task, number, args.length, missing, args.answer_tokens
                     )
                     self._write(found)
+
+    def _missing(self, wanted: Sequence[Asked], sample: str) -> list[Asked]:
+        return [
+            one
+            for one in wanted
+            if (one.rung.name, one.budget, one.protocol, sample) not in self.known
+        ]
 
     def _write(self, found: Iterator[Row]) -> None:
         began = time.monotonic()

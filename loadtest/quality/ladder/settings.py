@@ -71,10 +71,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="rows; also of an earlier run to go on with")  # fmt: skip
     add("--report", nargs="+", type=Path, metavar="FILE", help="measure nothing: tables of rows")
     args = parser.parse_args(argv)
-    if SUMMARIES in args.measures and args.xsum is None and not args.report:
-        parser.error(f"--measures: {SUMMARIES} needs --xsum FILE")
-    if SUMMARIES in args.measures and any(rung.repeats for rung in args.rungs):
-        parser.error(f"--rungs: {SUMMARIES} has none that repeat the prompt")
+    if SUMMARIES in args.measures and not args.report:
+        if args.xsum is None:
+            parser.error(f"--measures: {SUMMARIES} needs --xsum FILE")
+        if any(rung.repeats for rung in args.rungs):
+            parser.error(f"--rungs: {SUMMARIES} has none that repeat the prompt")
     return args
 
 

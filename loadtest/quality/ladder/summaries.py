@@ -53,16 +53,17 @@ def measure_summary(model: LadderModel, sample: Sample, asked: Sequence[Asked]) 
             text = text.partition(stop)[0]
         return text
 
+    def done(text: str) -> bool:
+        return cut(text) != text
+
     reading = Reading(model)
     delays = {delay for one in asked if (delay := delay_of(one.protocol)) is not None}
-    begun = begin(reading, encode(model, request.prompt), lambda text: cut(text) != text, delays)
+    begun = begin(reading, encode(model, request.prompt), done, delays)
     for delay, (prompt, answer) in begun:
         mine = [one for one in asked if delay_of(one.protocol) == delay]
         rungs = [keep(one.rung, prompt, one.budget) for one in mine]
         kept = torch.stack([keep(FULL, prompt, 1.0), *rungs], 1)
-        texts = answers(
-            model, prompt.layers, kept, answer, lambda text: cut(text) != text, request.max_tokens
-        )
+        texts = answers(model, prompt.layers, kept, answer, done, request.max_tokens)
         full, *others = [_output(model, cut(text)) for text in texts]
         for one, output in zip(mine, others, strict=True):
             values = XSum().values(sample, output, full)

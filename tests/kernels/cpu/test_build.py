@@ -112,8 +112,8 @@ def test_one_that_is_asked_for_is_not_replaced(
     ("option", "needs", "name"),
     [
         ("-mno-avx", "avx", "portable"),
-        # Registers in memory: what is left untested are the five instructions that use the real ones, and
-        # those are tried when the library is loaded.
+        # Registers in memory: what is left untested are the instructions that use the real ones, and those
+        # are tried before the first prompt.
         ("-DH2O_EMULATE_AMX", "avx512_bf16", "AMX, emulated"),
     ],
 )

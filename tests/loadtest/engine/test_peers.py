@@ -19,6 +19,15 @@ def test_every_other_system_can_be_started() -> None:
     assert [*peers.ENGINES, *SYSTEMS] == list(peers.SYSTEMS)
 
 
+def test_llama_cpp_gets_no_other_model_than_the_others() -> None:
+    def file_of(*options: str) -> str:
+        return peers.gguf_of(peers.parse_arguments(options))
+
+    assert file_of().endswith(".gguf")
+    assert file_of("--model", "other") == ""
+    assert file_of("--model", "other", "--gguf", "other.gguf") == "other.gguf"
+
+
 def test_the_table_compares_within_a_round_and_says_what_did_not_run() -> None:
     def row(system: str, turn: int, speed: float) -> dict[str, Any]:
         return ORIGIN | {

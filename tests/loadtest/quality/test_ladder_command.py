@@ -48,6 +48,12 @@ def test_a_run_goes_on_where_it_was_stopped(
     assert len(runs) == 1
     # Full KV, two rungs of ours, and a press; one budget (twice: delayed as well) and two, and one.
     assert len(rows) == len({row.key for row in rows}) == 2 * (1 + 3) + (1 + 3 * 2) + (1 + 3)
+    assert {row.line for row in rows if row.measure == "nll"} == {
+        "full",
+        "h2o",
+        "snapkv+repeat:layer",
+        "KVzip",
+    }
     assert all(0 < row.values["nll"] for row in rows if row.measure == "nll")
     table = out.with_suffix(".md").read_text()
     assert "`snapkv+repeat:layer`" in table and "niah_single_1" in table

@@ -91,7 +91,7 @@ template <int C, int A, int B> H2O_INLINE void multiply() {
 // Whether the registers do what is said here: a product of small whole numbers, which is exact.
 inline bool works() {
   uint16_t a[SIDE][DEPTH], b[SIDE][DEPTH];
-  float c[SIDE][SIDE];
+  float c[SIDE][SIDE], alone[SIDE][SIDE];  // a product added to something, and to nothing
   auto number = [](int i) { return i * 37 % 23 - 11; };
   auto word = [](float x) { return uint16_t(as_bits(x) >> 16); };
   for (int i = 0; i < SIDE; ++i)
@@ -105,13 +105,15 @@ inline bool works() {
     load<6>(b, sizeof b[0]);
     zero<3>();
     multiply<0, 5, 6>();
+    multiply<3, 5, 6>();
     save<0>(c, sizeof c[0]);
+    save<3>(alone, sizeof alone[0]);
   }
   for (int m = 0; m < SIDE; ++m)
     for (int n = 0; n < SIDE; ++n) {
-      float expected = m - n;
+      float expected = 0;
       for (int k = 0; k < DEPTH; ++k) expected += number(m * 5 + k) * number(k / 2 * 7 + 2 * n + k % 2 + 3);
-      if (c[m][n] != expected) return false;
+      if (alone[m][n] != expected || c[m][n] != expected + m - n) return false;
     }
   return true;
 }
@@ -137,15 +139,12 @@ struct Amx : Paired<false> {
   // rows from `here` on. IN_ORDER: columns as they are, else as column() has them.
   template <bool IN_ORDER>
   static void pack(const bf16* from, int rows, int columns, int here, uint32_t* to) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     for (int i = 0; i < rows; i += 2, from += 2 * columns, to += columns)
       for (int c = 0; c < columns; c += 32) {
         __m512i pair[2] = {};
         if (i < here) interleave<2>(from + c, i + 1 < here ? from + columns + c : nullptr, pair);
         if (IN_ORDER) {
-          _mm512_storeu_si512(to + c, _mm512_permutex2var_epi32(pair[0], first, pair[1]));
-          _mm512_storeu_si512(to + c + 16, _mm512_permutex2var_epi32(pair[0], second, pair[1]));
+          store_in_order(to + c, pair[0], pair[1]);
         } else {
           _mm512_storeu_si512(to + c, pair[0]);
           _mm512_storeu_si512(to + c + 16, pair[1]);

@@ -136,6 +136,14 @@ struct Paired {
     }
   }
 
+  // 32 columns as they were before interleave().
+  static H2O_INLINE void store_in_order(void* to, __m512i low, __m512i high) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi32(low, first, high));
+    _mm512_storeu_si512((char*)to + 64, _mm512_permutex2var_epi32(low, second, high));
+  }
+
   template <int M, int NV>
   static void qk(const Query* q, const bf16* k, const bf16* next, int block, int size, float* out, int64_t span) {
     constexpr int N = sets(M);
@@ -156,8 +164,6 @@ struct Paired {
         }
       }
     }
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
@@ -166,9 +172,7 @@ struct Paired {
       if constexpr (NV == 1) {
         store(out + m * span, acc[0][m][0]);
       } else {
-        __m512 low = (__m512)acc[0][m][0], high = (__m512)acc[0][m][1];
-        store(out + m * span, (vf)_mm512_permutex2var_ps(low, first, high));
-        store(out + m * span + 16, (vf)_mm512_permutex2var_ps(low, second, high));
+        store_in_order(out + m * span, (__m512i)acc[0][m][0], (__m512i)acc[0][m][1]);
       }
     }
   }

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -64,6 +65,35 @@ def test_linux_tells_who_shares_a_core() -> None:
     said = [process.communicate(timeout=60)[0].split() for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert all(float(share) > 0.3 for _, share in said), said
+
+
+def test_threads_that_give_way_do_not_count() -> None:
+    """Nor do they make the process look busy: what they wait for is the process itself."""
+    if Times.now() is None:
+        pytest.skip("no schedstat here")
+
+    ran: list[float] = []
+
+    def work(nice: int) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), usual + nice)
+        before = Times.now()
+        assert before is not None
+        end = time.thread_time() + 0.3
+        while time.thread_time() < end:
+            pass
+        now = Times.now()
+        assert now is not None
+        ran.append(now.ran - before.ran)
+
+    usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    for nice in (0, 1):
+        thread = threading.Thread(target=work, args=(nice,))
+        thread.start()
+        thread.join()
+    counts, gives_way = ran
+    assert counts > 0.29
+    # Other threads of this process may have run as well, not for that long.
+    assert gives_way < 0.2
 
 
 def test_one_warning_names_the_share_and_the_switches(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,23 @@ def test_pages_are_taken_while_others_write_and_nothing_changes(held: list[torch
     assert count == pool.nbytes
     assert resident() - before > 2 * LARGE - PAGE
     assert pool.sum(dtype=torch.int64) == 5 * len(pool[:: 64 * PAGE])
+
+
+def test_who_takes_pages_gives_way_to_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, done = [], threading.Event()
+
+    def note(pool: torch.Tensor) -> None:
+        del pool
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        done.set()
+
+    monkeypatch.setattr(pages, "populate", note)
+    usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    with ZeroPages():
+        torch.zeros(LARGE, dtype=torch.int8)
+    assert done.wait(10)
+    assert found == [pages.NICE]
+    assert os.getpriority(os.PRIO_PROCESS, os.getpid()) == usual
 
 
 def test_refused_pages_are_left_for_later(

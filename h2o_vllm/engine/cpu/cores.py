@@ -56,7 +56,10 @@ def wait_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 class Times(NamedTuple):
-    """What the threads of this process have had so far, in seconds: a core, or a place in the queue."""
+    """What the threads of this process have had so far, in seconds: a core, or a place in the queue.
+
+    Those that give way to the others (``h2o-pages``) are not among them: they wait for us.
+    """
 
     ran: float
     waited: float
@@ -65,10 +68,13 @@ class Times(NamedTuple):
     def now(cls) -> Times | None:
         """As Linux counts them; ``None`` where it does not."""
         ran = waited = 0
+        usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
         for task in Path("/proc/self/task").iterdir():
             try:
+                if os.getpriority(os.PRIO_PROCESS, int(task.name)) > usual:
+                    continue
                 times = (task / "schedstat").read_text().split()
-            except FileNotFoundError:
+            except (FileNotFoundError, ProcessLookupError):
                 # Ended since.
                 continue
             except OSError:

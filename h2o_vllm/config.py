@@ -55,14 +55,15 @@ POLICIES = (
     "tova",
     "keydiff",
     "caote-keydiff",
+    "snapkv-keydiff",
     "window",
     "random",
     "full",
 )
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
-PROMPT_END_POLICY = "snapkv"
-"""Has nothing to rank by before the prompt's end."""
+PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff")
+"""Have nothing to rank by before the prompt's end."""
 
 REQUEST_FIELDS = (
     "kv_budget",
@@ -387,7 +388,7 @@ class H2OConfig:
 
 def _prefill(value: Any, policy: str) -> int:
     tokens = check_integer("kv_prefill_tokens", value, 0)
-    if tokens and policy == PROMPT_END_POLICY:
+    if tokens and policy in PROMPT_END_POLICIES:
         accepted = (
             f"0 with kv_policy {policy}, which ranks by what the prompt's last tokens look at"
         )

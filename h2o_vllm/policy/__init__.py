@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from h2o_vllm.policy.base import BlockSplit, Policy
 from h2o_vllm.policy.baselines import FullPolicy, RandomPolicy, WindowPolicy
+from h2o_vllm.policy.both_ranks import CAOTEKeyDiffPolicy, SnapKVKeyDiffPolicy
 from h2o_vllm.policy.budget import (
     blocks_freed,
     budget_tokens,
@@ -15,7 +16,6 @@ from h2o_vllm.policy.budget import (
 )
 from h2o_vllm.policy.candidates import Candidates
 from h2o_vllm.policy.caote import CAOTEPolicy
-from h2o_vllm.policy.caote_keydiff import CAOTEKeyDiffPolicy
 from h2o_vllm.policy.h2o import H2OPolicy
 from h2o_vllm.policy.h2o_norm import H2ONormPolicy
 from h2o_vllm.policy.keydiff import KeyDiffPolicy
@@ -45,6 +45,7 @@ _POLICIES: dict[str, Policy] = {
         TOVAPolicy(),
         KeyDiffPolicy(),
         CAOTEKeyDiffPolicy(),
+        SnapKVKeyDiffPolicy(),
         WindowPolicy(),
         RandomPolicy(),
         FullPolicy(),

@@ -172,7 +172,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         help="Which tokens stay beside the newest. h2o: those with the most attention so far; h2o-norm: "
         "per query that could see them; caote: the same, weighed by their values; snapkv: the "
         "most from the prompt's end on; tova: from the newest token; keydiff: the least "
-        "like the others; caote-keydiff: both; window: the first; "
+        "like the others; ...-keydiff: both; window: the first; "
         "random: any; full: all.",
     )
     add(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long servers take to start: from the command to the first 200 of ``/health``, and what it costs.
+"""How long a start takes: from the command to the first 200 of ``/health``, and what it costs.
 
     python -m loadtest.http.start [--servers h2o-serve vllm] [--rounds 5] [-- OPTIONS]
 
 Servers take turns, h2o_vllm's and vLLM's own of the same model with the same options (by default those of the
-quickstart). The first round fills caches and does not count. Writes a JSONL row per start as soon as it is
-made, and prints medians with their range.
+quickstart); so do scripts with an offline ``LLM(...)``, until it can be asked. The first round fills caches
+and does not count. Writes a JSONL row per start as soon as it is made, and prints medians with their range.
 """
 
 from __future__ import annotations
@@ -16,22 +16,27 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from h2o_vllm.models import default_model_dir
+from loadtest.common.child import Child
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
 from loadtest.common.results import RESULTS, Row, append_rows, result_path
 from loadtest.common.servers import H2O_SERVE, VLLM_SERVE, Server
 from loadtest.common.tables import markdown_table, median_range, pick
 
-__all__ = ["SERVERS", "main", "planned", "table"]
+__all__ = ["OFFLINE", "SERVERS", "main", "planned", "table"]
 
 SERVERS = {
     "h2o-serve": (H2O_SERVE, ["--kv-budget", "0.2"]),
     "vllm": (VLLM_SERVE, []),
 }
 """Command, and options of its own."""
+
+OFFLINE = {"LLM, h2o_vllm": True, "LLM, vllm": False}
+"""Whether ``engine_args`` are among its arguments."""
 
 OPTIONS = ["--enforce-eager", "--dtype", "float32"]
 
@@ -54,46 +59,55 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def planned(servers: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Round and server of each start: round 0 is not counted, then servers take turns, there and back."""
+    """Round and name of each start: round 0 is not counted, then they take turns, there and back."""
     for turn in range(rounds + 1):
         for name in servers if turn % 2 == 0 else reversed(servers):
             yield turn, name
 
 
 def start(name: str, options: Sequence[str], model: str | None) -> Row:
-    """Start a server, stop it; how long the first took, and what processor time both did."""
-    program, own = SERVERS[name]
+    """Start one, stop it; how long the first took, and what processor time both did."""
     model = model or str(default_model_dir())
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        with Server(program, ["--model", model, *own, *options], Path(folder) / "log", name=name):
+        with _started(name, model, options, Path(folder) / "log"):
             start_s = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"start_s": start_s, "cpu_s": cpu}
 
 
+def _started(
+    name: str, model: str, options: Sequence[str], log: Path
+) -> AbstractContextManager[object]:
+    if name in OFFLINE:
+        first = {"model": model, "options": [*options], "ours": OFFLINE[name]}
+        return Child("loadtest.http.start_offline", first)
+    program, own = SERVERS[name]
+    return Server(program, ["--model", model, *own, *options], log, name=name)
+
+
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: seconds until each server is up, medians of the rounds and their range."""
+    """Markdown: seconds until each is up, medians of the rounds and their range."""
     lines = []
     for name in dict.fromkeys(row["server"] for row in rows):
         mine = pick(rows, server=name)
         seconds = ([row[key] for row in mine] for key in ("start_s", "cpu_s"))
         lines.append([f"`{name}`", *(median_range(found, 1) for found in seconds)])
-    return markdown_table(["server", "seconds to start", "processor seconds"], lines)
+    return markdown_table(["", "seconds to start", "processor seconds"], lines)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_parser("loadtest.http.start", __doc__)
-    add, names = parser.add_argument, list(SERVERS)
+    add, names = parser.add_argument, [*SERVERS, *OFFLINE]
     add("--servers", nargs="+", choices=names, default=names, help="which")
-    add("--rounds", type=int, default=5, help="how often; servers alternate")
+    add("--rounds", type=int, default=5, help="how often; they alternate")
     add("--kv-gib", type=int, default=4, help="size of the KV pool in GiB")
     add("--model", help="a model directory; by default the embedded model")
     add("--out", type=Path, default=RESULTS, help="folder of the results")
-    add("options", nargs="*", help=f"of both servers, behind --; by default {' '.join(OPTIONS)}")
+    add("options", nargs="*", help=f"of all of them, behind --; by default {' '.join(OPTIONS)}")
     return parser.parse_args(argv)
 
 

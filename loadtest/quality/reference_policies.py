@@ -157,33 +157,38 @@ class PolicyModel:
             return rows[:, -1]
         if self.policy in ("caote", "caote-keydiff"):
             layer.weights.append(self._weights(layer))
-        if self.policy == "caote-keydiff":
+        if self.policy.endswith("-keydiff"):
             layer.distinctions.append(self._distinction(layer))
         scores = torch.zeros(rows.shape[0], rows.shape[2])
         for number, (when, start, end) in enumerate(self.ranked):
             if start == end:
                 continue
-            before, after = rows[:, :when, start:end], rows[:, when:, start:end].sum(1)
-            if self.policy in ("h2o-norm", "caote", "caote-keydiff"):
-                mean = before.sum(1) / (when - torch.arange(start, end))
-                if self.policy != "h2o-norm":
-                    mean *= layer.weights[number][:, start:end]
-                if self.policy == "caote-keydiff":
-                    mean[:, : max(0, self.sinks - start)] = 0.0
-                    mean = _by_the_better_rank(mean, layer.distinctions[number][:, start:end])
-                scores[:, start:end] = mean * when + after
-            elif self.policy == "snapkv":
-                sums = before[:, max(0, self.prompt - WINDOW) :].sum(1)
-                # Protected tokens have no score that neighbours could share.
-                sums[:, : max(0, self.sinks - start)] = 0.0
-                around = [
-                    sums[:, max(0, i - KERNEL // 2) : i + KERNEL // 2 + 1].amax(1)
-                    for i in range(end - start)
-                ]
-                scores[:, start:end] = torch.stack(around, 1) + after
-            else:
-                raise AssertionError(self.policy)
+            first = self._first_scores(layer, number, rows[:, :when, start:end])
+            if self.policy.endswith("-keydiff"):
+                first = _by_the_better_rank(first, layer.distinctions[number][:, start:end])
+            scores[:, start:end] = first + rows[:, when:, start:end].sum(1)
         return scores
+
+    def _first_scores(self, layer: Layer, number: int, rows: Tensor) -> Tensor:
+        """[KH, N]: of tokens at their first ranking, to which ``rows``, [KH, queries, N], attended."""
+        when, start, end = self.ranked[number]
+        # Protected tokens have no score that neighbours could share, nor a rank.
+        sinks = max(0, self.sinks - start)
+        if self.policy in ("h2o-norm", "caote", "caote-keydiff"):
+            mean = rows.sum(1) / (when - torch.arange(start, end))
+            if self.policy != "h2o-norm":
+                mean *= layer.weights[number][:, start:end]
+            mean[:, :sinks] = 0.0
+            return mean * when
+        if self.policy in ("snapkv", "snapkv-keydiff"):
+            sums = rows[:, max(0, self.prompt - WINDOW) :].sum(1)
+            sums[:, :sinks] = 0.0
+            around = [
+                sums[:, max(0, i - KERNEL // 2) : i + KERNEL // 2 + 1].amax(1)
+                for i in range(end - start)
+            ]
+            return torch.stack(around, 1)
+        raise AssertionError(self.policy)
 
     def _distinction(self, layer: Layer) -> Tensor:
         """How little each key is like the mean of those that are ranked now."""

@@ -16,7 +16,16 @@ from tests.engine.scheduling import Rig, check_commuting
 
 NUM_BLOCKS, LAYERS, KV_HEADS, SIZE = 26, 2, 2, 16
 PROMPT = list(range(1000, 1200))
-POLICIES = ("h2o", "caote", "snapkv", "keydiff", "caote-keydiff", "window", "tova")
+POLICIES = (
+    "h2o",
+    "caote",
+    "snapkv",
+    "keydiff",
+    "caote-keydiff",
+    "snapkv-keydiff",
+    "window",
+    "tova",
+)
 
 
 def crowded_steps(model_dir: str, *, pipelined: bool) -> list[tuple[Eviction, ...]]:
@@ -36,7 +45,10 @@ def crowded_steps(model_dir: str, *, pipelined: bool) -> list[tuple[Eviction, ..
     number = 0
     while number < 48 or rig.scheduler.has_unfinished_requests():
         while number < 48 and len(rig.scheduler.requests) < 8:
-            asked = {"kv_budget": 0.3 + 0.1 * (number % 3), "kv_policy": POLICIES[number % 6]}
+            asked = {
+                "kv_budget": 0.3 + 0.1 * (number % 3),
+                "kv_policy": POLICIES[number % len(POLICIES)],
+            }
             length = 40 + 16 * (number % 4)
             rig.add(str(number), PROMPT[:length], asked, max_tokens=60, priority=number % 3)
             number += 1

@@ -225,6 +225,7 @@ def test_policies_differ_from_each_other(clean: Engine, text_tokens: list[int]) 
         "snapkv",
         "keydiff",
         "caote-keydiff",
+        "snapkv-keydiff",
     )
     outputs = clean.generate(
         [text_tokens[:600]] * len(policies),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.reference_policies import PolicyModel, load
 from tests.engine.conftest import (
@@ -38,9 +38,10 @@ KEPT = {
     "tova": (0, 0.5, 230),
     "keydiff": (4, 0.0, 200),
     "caote-keydiff": (4, 0.25, 540),
+    "snapkv-keydiff": (4, 0.25, 530),
 }
 """kv_sinks, kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
-BOUNDED = ("h2o", *(policy for policy in KEPT if policy != "snapkv"))
+BOUNDED = ("h2o", *(policy for policy in KEPT if policy not in PROMPT_END_POLICIES))
 PROTECTING = ("h2o", "tova", "window")
 STEPS = 36
 """Generated tokens: enough for an eviction after the first one."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES
 from tests.engine.scheduling import Rig
 
 BLOCK = 16
 BOUND = 128
 ASKED = {"kv_budget": 0.2, "kv_prefill_tokens": BOUND}
-MATRIX = tuple(policy for policy in POLICIES[:-1] if policy != "snapkv")
+MATRIX = tuple(policy for policy in POLICIES[:-1] if policy not in PROMPT_END_POLICIES)
 
 
 def prompt_of(number: int, length: int) -> list[int]:

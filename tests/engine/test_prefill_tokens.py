@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES
 from tests.engine.conftest import BLOCK_SIZE, NUM_BLOCKS, Engine, kept_of, report_of, tokens_of
 
 pytestmark = pytest.mark.e2e
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 BOUND = 192
 LENGTH = 700
 NEW = 30
-MATRIX = tuple(policy for policy in POLICIES[:-1] if policy != "snapkv")
+MATRIX = tuple(policy for policy in POLICIES[:-1] if policy not in PROMPT_END_POLICIES)
 
 
 def asked_by(policy: str, **more: Any) -> dict[str, Any]:

@@ -117,8 +117,8 @@ class Worker:
 
     def rescore(self) -> None:
         """Evictions whose policies adjust scores in all ways, of prompts and of a block, one and several."""
-        ways = [kernels.PER_QUERY, kernels.BY_KEYS, kernels.BY_VALUES | kernels.BY_KEYS]
-        for how, reach in (*((way, 0) for way in ways), (0, 3)):
+        ways = [kernels.PER_QUERY, kernels.BY_KEYS, kernels.BY_VALUES | kernels.BY_RANKS]
+        for how, reach in (*((way, 0) for way in ways), (0, 3), (kernels.BY_RANKS, 3)):
             for known, fresh in ((0, 2), (2, 1), (3, 300)):
                 blocks = tuple(range(known)), tuple(range(known, known + fresh))
                 one = kernels.Rescore(*blocks, how=how, reach=reach)

@@ -138,20 +138,24 @@ def test_keydiff_keeps_the_odd_key_out() -> None:
     assert -1.0001 <= new.min() and new.max() <= 1.0001
 
 
-def test_caote_keydiff_takes_the_better_rank_and_keeps_attentions_units() -> None:
+@pytest.mark.parametrize("attention", ["caote", "snapkv"])
+def test_mixes_take_the_better_rank_and_keep_attentions_units(attention: str) -> None:
     source = torch.Generator().manual_seed(2)
     scores, keys = torch.rand(1, 1, 40, generator=source), torch.rand(1, 8, 40, generator=source)
     blocks = torch.rand(1, 20, 2, 8, generator=source)
     given = Candidates(scores, 8, 50, 100, lambda layer: keys, lambda layer: blocks)
-    caote, keydiff, both = (
-        get_policy(name).eviction_scores(given) for name in ("caote", "keydiff", "caote-keydiff")
+    used, keydiff, both = (
+        get_policy(name).eviction_scores(given)
+        for name in (attention, "keydiff", f"{attention}-keydiff")
     )
-    assert caote is not None and keydiff is not None and both is not None
+    assert used is not None and keydiff is not None and both is not None
     assert torch.equal(both[..., :8], scores[..., :8]), "survivors have been ranked before"
-    caote, keydiff, both = (one[0, 0, 8:].tolist() for one in (caote, keydiff, both))
+    used, keydiff, both = (one[0, 0, 8:].tolist() for one in (used, keydiff, both))
+    ordered = sorted(used, reverse=True)
     for place, score in enumerate(both):
-        rank = min(sum(x > one[place] for x in one) for one in (caote, keydiff))
-        assert score == sorted(caote, reverse=True)[rank]
+        rank = sum(x > keydiff[place] for x in keydiff)
+        # Neighbours that were pooled are equal: all stand at the first one's rank.
+        assert score == max(used[place], ordered[rank])
 
 
 def test_h2o_frees_the_published_prompt_first_and_the_youngest_block_later() -> None:

@@ -167,15 +167,18 @@ def test_delayed_and_elastic_exclude_each_other(config: H2OConfig) -> None:
     assert (refusal.param, refusal.reason) == ("kv_evict_from", "conflict")
 
 
-def test_snapkv_cannot_be_bounded_while_its_prompt_is_computed(config: H2OConfig) -> None:
-    refusal = refused(config, body(kv_prefill_tokens=512, kv_policy="snapkv"))
+@pytest.mark.parametrize("policy", ["snapkv", "snapkv-keydiff"])
+def test_what_ranks_by_the_prompts_end_cannot_be_bounded_before(
+    config: H2OConfig, policy: str
+) -> None:
+    refusal = refused(config, body(kv_prefill_tokens=512, kv_policy=policy))
     assert refusal.param == "kv_prefill_tokens"
-    assert "must be 0 with kv_policy snapkv" in refusal.message
+    assert f"must be 0 with kv_policy {policy}, " in refusal.message
     server = H2OConfig(kv_budget=0.2, kv_prefill_tokens=512)
-    assert refused(server, body(kv_policy="snapkv")).param == "kv_prefill_tokens"
-    assert passed(server, body(kv_policy="snapkv", kv_prefill_tokens=0))
-    with pytest.raises(ConfigError, match=r"--kv-prefill-tokens: .* 0 with kv_policy snapkv"):
-        H2OConfig(kv_policy="snapkv", kv_prefill_tokens=512)
+    assert refused(server, body(kv_policy=policy)).param == "kv_prefill_tokens"
+    assert passed(server, body(kv_policy=policy, kv_prefill_tokens=0))
+    with pytest.raises(ConfigError, match=rf"--kv-prefill-tokens: .* 0 with kv_policy {policy}, "):
+        H2OConfig(kv_policy=policy, kv_prefill_tokens=512)
 
 
 def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from h2o_vllm.engine.eviction_scores import candidate_blocks
-from h2o_vllm.kernels.triton import BY_KEYS, BY_VALUES, PER_QUERY, Rescore
+from h2o_vllm.kernels.triton import BY_KEYS, BY_RANKS, BY_VALUES, PER_QUERY, Rescore
 from h2o_vllm.policy.snapkv import KERNEL
 
 if TYPE_CHECKING:
@@ -17,9 +17,10 @@ __all__ = ["rescore_of"]
 _HOW: dict[str, tuple[int, int]] = {
     "h2o-norm": (PER_QUERY, 0),
     "caote": (PER_QUERY | BY_VALUES, 0),
-    "caote-keydiff": (PER_QUERY | BY_VALUES | BY_KEYS, 0),
+    "caote-keydiff": (PER_QUERY | BY_VALUES | BY_RANKS, 0),
     "keydiff": (BY_KEYS, 0),
     "snapkv": (0, KERNEL // 2),
+    "snapkv-keydiff": (BY_RANKS, KERNEL // 2),
 }
 """Of every policy with ``scores_at_eviction``: ``how`` and ``reach``."""
 

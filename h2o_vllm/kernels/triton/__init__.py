@@ -29,7 +29,14 @@ from h2o_vllm.kernels.triton.lse import prompt_lse
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
-from h2o_vllm.kernels.triton.rescores import BY_KEYS, BY_VALUES, PER_QUERY, Rescore, Rescores
+from h2o_vllm.kernels.triton.rescores import (
+    BY_KEYS,
+    BY_RANKS,
+    BY_VALUES,
+    PER_QUERY,
+    Rescore,
+    Rescores,
+)
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import PromptSegments
 from h2o_vllm.kernels.triton.tables import EVICTING, SCORED, compact_tables
@@ -37,6 +44,7 @@ from h2o_vllm.kernels.triton.warmup import warm_up
 
 __all__ = [
     "BY_KEYS",
+    "BY_RANKS",
     "BY_VALUES",
     "EVICTING",
     "PER_QUERY",

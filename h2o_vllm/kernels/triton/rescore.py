@@ -22,6 +22,7 @@ __all__ = ["rescore"]
 _PER_QUERY = tl.constexpr(told.PER_QUERY)
 _BY_VALUES = tl.constexpr(told.BY_VALUES)
 _BY_KEYS = tl.constexpr(told.BY_KEYS)
+_BY_RANKS = tl.constexpr(told.BY_RANKS)
 _HEADER = tl.constexpr(told.HEADER)
 _LISTS = tl.constexpr(4)
 """Numbers in the scratch per fresh token: its sum, its score by keys, the sums in order, its rank by keys."""
@@ -218,9 +219,9 @@ def _rescore(  # noqa: PLR0915 - one kernel, in the order of what it does
     protected = tl.load(entry + 5)
     reach = tl.load(entry + 6)
     only_keys = how == _BY_KEYS
-    in_stages = (reach > 0) | (((how & _BY_KEYS) != 0) & (how != _BY_KEYS))
+    in_stages = (reach > 0) | ((how & _BY_RANKS) != 0)
 
-    if (how & _BY_KEYS) != 0:
+    if (how & (_BY_KEYS | _BY_RANKS)) != 0:
         keys = _cache(pointers + layer, any_cache) + head * stride_kh
         anchor = _anchor(keys, entry, total, stride_kn, stride_ks, BS, D, DP, TILE)
         for at in range(tl.where(only_keys, 0, known), total, TILE):
@@ -294,7 +295,7 @@ def _order(
     how = tl.load(entry + 2)
     count = (tl.load(entry + 1) - tl.load(entry)) * BS
     first = tl.program_id(1) * ROWS
-    if ((how & _BY_KEYS) == 0) | (how == _BY_KEYS) | (first >= count):
+    if ((how & _BY_RANKS) == 0) | (first >= count):
         return
     mine = first + tl.arange(0, ROWS)
     my_sum = tl.load(staged + mine, mask=mine < count, other=0.0)[:, None]
@@ -338,7 +339,7 @@ def _settle(
     known = tl.load(entry) * BS
     count = tl.load(entry + 1) * BS - known
     how = tl.load(entry + 2)
-    both = ((how & _BY_KEYS) != 0) & (how != _BY_KEYS)
+    both = (how & _BY_RANKS) != 0
     if (both == 0) & (tl.load(entry + 6) == 0):
         return
     mine = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BY_KEYS", "BY_VALUES", "HEADER", "PER_QUERY", "Rescore", "Rescores"]
+__all__ = ["BY_KEYS", "BY_RANKS", "BY_VALUES", "HEADER", "PER_QUERY", "Rescore", "Rescores"]
 
 PER_QUERY = 1
 """A fresh token's sum becomes what it would be, had all queries so far seen the token."""
 BY_VALUES = 2
 """It is multiplied by how far the token's value is from the candidates' mean, relative to the mean one."""
 BY_KEYS = 4
-"""Alone: minus the cosine of a key and the mean of the normalised ones is the score, of all candidates anew.
-With the others: fresh tokens are ranked both ways, and each gets the sum that stands at the better rank."""
+"""Minus the cosine of a key and the mean of the normalised ones is the score, of all candidates anew. With
+nothing else."""
+BY_RANKS = 8
+"""Fresh tokens are ranked by sums and by keys, and each gets the sum that stands at the better rank."""
 
 HEADER = 8
 """Numbers before an entry's block ids: known blocks, all blocks, then as in :class:`Rescore`, padding."""
@@ -48,7 +50,7 @@ class Rescore:
     @property
     def staged(self) -> bool:
         """Whether new scores depend on others' old ones, and so go through the scratch."""
-        return self.reach > 0 or (self.how & BY_KEYS != 0 and self.how != BY_KEYS)
+        return self.reach > 0 or self.how & BY_RANKS != 0
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,9 @@ def test_keys_of_any_length_and_none() -> None:
         cache.mul_(torch.logspace(-6, 6, BLOCKS)[:, None, None, None])
         cache[7, :, :3] = 0
     check_rescore(
-        caches, scores, evictions_of(["keydiff", "caote-keydiff", "caote", "keydiff", "caote"])
+        caches,
+        scores,
+        evictions_of(["keydiff", "caote-keydiff", "caote", "snapkv-keydiff", "caote"]),
     )
 
 
@@ -151,13 +153,15 @@ def test_tiles_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys.modules[MODULE], name, size)
     caches, scores = make_layers(torch.bfloat16, 64, 16, blocks=BLOCKS)
     check_rescore(
-        caches, scores, evictions_of(["caote-keydiff", "snapkv", "caote-keydiff", "snapkv"])
+        caches,
+        scores,
+        evictions_of(["caote-keydiff", "snapkv", "snapkv-keydiff", "snapkv-keydiff"]),
     )
 
 
 def test_a_small_scratch_takes_more_launches() -> None:
     caches, scores = make_layers(torch.bfloat16, 64, 16, blocks=BLOCKS)
-    evictions = evictions_of(["caote-keydiff", "snapkv", "keydiff"])
+    evictions = evictions_of(["snapkv-keydiff", "caote-keydiff", "keydiff"])
     one_layer = 2 * 9 * 16 * 16  # bytes: heads, fresh tokens, four lists of four
     check_rescore(caches, scores.clone(), evictions, scratch_bytes=2 * one_layer)
     with pytest.raises(ValueError, match="do not fit"):

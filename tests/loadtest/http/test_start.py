@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from loadtest.http.start import OPTIONS, SERVERS, parse_arguments, planned, table
+from loadtest.http.start import OFFLINE, OPTIONS, SERVERS, parse_arguments, planned, table
 
 
 def test_servers_take_turns_and_the_first_round_is_extra() -> None:
@@ -28,6 +28,6 @@ def test_options_of_the_servers_stand_behind_two_dashes() -> None:
     assert parse_arguments([]).options == []
     args = parse_arguments(["--rounds", "1", "--", "--dtype", "bfloat16"])
     assert args.options == ["--dtype", "bfloat16"]
-    assert args.servers == list(SERVERS)
+    assert args.servers == [*SERVERS, *OFFLINE]
     # Both are given the same: what one of them alone knows would end the other.
     assert not any("kv-budget" in option for option in OPTIONS)

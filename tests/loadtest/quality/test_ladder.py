@@ -20,11 +20,11 @@ from loadtest.quality.ladder.scores import scores_of
 from loadtest.quality.reference_policies import PolicyModel, load
 from tests.families.random_models import VOCABULARY
 
-OURS = ("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff", "caote-keydiff")
+OURS = ("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff", "caote-keydiff", "snapkv-keydiff")
 
 
 def rung_of(policy: str) -> Rung:
-    return parse_rung(f"{policy.replace('caote-keydiff', 'caote/keydiff')}:0.25")
+    return parse_rung(f"{policy.replace('-keydiff', '/keydiff')}:0.25")
 
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -35,7 +35,7 @@ SERVERS = {
 }
 """Command, and options of its own."""
 
-OFFLINE = {"LLM, h2o_vllm": True, "LLM, vllm": False}
+OFFLINE = {"offline-h2o": True, "offline-vllm": False}
 """Whether ``engine_args`` are among its arguments."""
 
 OPTIONS = ["--enforce-eager", "--dtype", "float32"]

@@ -62,6 +62,21 @@ def test_vllms_own_allocation_takes_no_memory_and_is_zero(held: list[torch.Tenso
     assert cache[-1].all() and not cache[-2].any()
 
 
+def test_pages_are_huge_where_linux_has_such(held: list[torch.Tensor]) -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this Linux has no huge pages on demand")
+    with ZeroPages():
+        pool = torch.zeros(LARGE, dtype=torch.int8)
+    flags = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = line.split()[0].split("-")
+        if len(bounds) == 2 and not line.startswith("VmFlags"):
+            inside = int(bounds[0], 16) <= pool.data_ptr() < int(bounds[1], 16)
+        elif line.startswith("VmFlags") and inside:
+            flags = line
+    assert " hg" in flags
+
+
 @pytest.mark.parametrize(
     ("size", "options"),
     [

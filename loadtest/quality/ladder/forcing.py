@@ -197,9 +197,7 @@ class Forcing:
         if fresh.start >= until:
             return
         weighed = [self._first_scores(one, layer, row, fresh) for one in plain_scores(name)]
-        self._weighed[name][layer][row, :, fresh] = (
-            weighed[0] if len(weighed) == 1 else mixed(*weighed)
-        )
+        self._weighed[name][layer][row, :, fresh] = mixed(*weighed)
         self._after[layer][row, :, fresh] = 0
 
     def _first_scores(self, name: str, layer: int, row: int, fresh: slice) -> Tensor:

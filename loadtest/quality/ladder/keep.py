@@ -15,9 +15,6 @@ from loadtest.quality.ladder.scores import PRESSES, REPEATING, SCORES, plain_sco
 
 __all__ = ["Heads", "Rung", "keep", "parse_rung", "select"]
 
-MIXES = 2
-"""Scores in one."""
-
 Heads = Literal["uniform", "layer", "global"]
 """Who shares slots: nobody, so that all heads hold as many; the heads of a layer; all heads."""
 
@@ -69,7 +66,7 @@ FULL = Rung(("full",))
 def parse_rung(text: str) -> Rung:
     """``SCORE[+SCORE...][:layer|:global][:RECENT]``; presses of kvpress have no recent tokens.
 
-    In place of a score: ``SCORE/SCORE``, two that become one when a token is ranked first.
+    In place of a score: ``SCORE/SCORE[/SCORE...]``, several that become one when a token is ranked first.
 
     Raises:
         ValueError: it cannot be read.
@@ -81,9 +78,6 @@ def parse_rung(text: str) -> Rung:
     unknown = [score for score in rung.scores if score not in known]
     if unknown:
         raise ValueError(f"rung {text!r}: got {unknown[0]!r}, wanted one of {', '.join(known)}")
-    mixes = [plane for plane in planes if len(plain_scores(plane)) > MIXES]
-    if mixes:
-        raise ValueError(f"rung {text!r}: got {mixes[0]!r}, wanted at most {MIXES} scores there")
     for extra in extras:
         if extra in get_args(Heads):
             rung = Rung(planes, cast(Heads, extra), rung.recent)

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MIXED = "/"
-"""Between two scores that become one, in the units of the first."""
+"""Between scores that become one, in the units of the first."""
 
 WINDOW, KERNEL = 32, 7
 """SnapKV's as h2o_vllm has it."""
@@ -58,26 +58,27 @@ def scores_of(name: str, prompt: Prompt, until: int, seed: int = 0) -> Tensor:
         heads = prompt.layers[0].keys.shape[0]
         return torch.rand(len(prompt.layers), heads, until, generator=generator)
     if MIXED in name:
-        first, second = (scores_of(one, prompt, until) for one in plain_scores(name))
-        return mixed(first, second)
+        return mixed(*(scores_of(one, prompt, until) for one in plain_scores(name)))
     formula = (SCORES | PRESSES)[name]
     return torch.stack([formula(prompt, layer, until) for layer in range(len(prompt.layers))])
 
 
 def plain_scores(name: str) -> list[str]:
-    """What a score is made of: itself, or the two that it mixes."""
+    """What a score is made of: itself, or those that it mixes."""
     return name.split(MIXED)
 
 
-def mixed(first: Tensor, second: Tensor) -> Tensor:
-    """The larger of a token's first score and the first score of whoever has its rank in the second.
+def mixed(first: Tensor, *others: Tensor) -> Tensor:
+    """The largest of a token's first score and the first scores of whoever has its rank in the others.
 
-    The order is that of the better of a token's two ranks; but the scores are like the first ones, so that
-    what attention gives later can be added to them. [..., U] each.
+    The order is that of the best of a token's ranks; but the scores are like the first ones, so that what
+    attention gives later can be added to them. [..., U] each.
     """
-    values = first.sort(dim=-1, descending=True).values
-    order = second.sort(dim=-1, descending=True, stable=True).indices
-    return torch.maximum(first, torch.empty_like(first).scatter_(-1, order, values))
+    values, best = first.sort(dim=-1, descending=True).values, first
+    for other in others:
+        order = other.sort(dim=-1, descending=True, stable=True).indices
+        best = torch.maximum(best, torch.empty_like(first).scatter_(-1, order, values))
+    return best
 
 
 def _h2o(prompt: Prompt, layer: int, until: int) -> Tensor:

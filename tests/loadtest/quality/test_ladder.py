@@ -198,8 +198,9 @@ def test_planes_have_their_quota() -> None:
     assert positions(select([one, one], 2, "uniform")[0, 0]) == [0, 1], "agreement frees a slot"
 
 
-def test_a_mixed_score_ranks_as_two_planes_do(prompt: Prompt) -> None:
-    planes, one = parse_rung("caote+keydiff:0.25"), parse_rung("caote/keydiff:0.25")
+@pytest.mark.parametrize("names", ["caote+keydiff", "caote+snapkv+keydiff"])
+def test_a_mixed_score_ranks_as_its_planes_do(prompt: Prompt, names: str) -> None:
+    planes, one = parse_rung(f"{names}:0.25"), parse_rung(f"{names.replace('+', '/')}:0.25")
     for budget in (0.2, 0.5):
         assert torch.equal(keep(one, prompt, budget), keep(planes, prompt, budget))
 
@@ -219,15 +220,20 @@ def test_a_mixed_score_goes_on_as_its_first_one(
 
 
 @pytest.mark.parametrize(
-    "name", ["h2o", "snapkv+repeat:layer:0.25", "KVzip:global", "caote/keydiff+snapkv:0.1"]
+    "name",
+    [
+        "h2o",
+        "snapkv+repeat:layer:0.25",
+        "KVzip:global",
+        "caote/keydiff+snapkv:0.1",
+        "h2o/tova/keydiff",
+    ],
 )
 def test_rungs_are_named_as_they_are_written(name: str) -> None:
     assert parse_rung(name).name == name
 
 
-@pytest.mark.parametrize(
-    "name", ["h3o", "h2o+", "h2o/h3o", "h2o/tova/keydiff", "h2o:2", "h2o:heads"]
-)
+@pytest.mark.parametrize("name", ["h3o", "h2o+", "h2o/h3o", "h2o//tova", "h2o:2", "h2o:heads"])
 def test_rungs_that_cannot_be_read(name: str) -> None:
     with pytest.raises(ValueError, match=r"rung .* wanted"):
         parse_rung(name)

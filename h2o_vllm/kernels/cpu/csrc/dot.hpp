@@ -12,7 +12,10 @@ namespace h2o {
 // Accumulator sets per tile: few rows alone could not hide the latency of the multiply-add.
 constexpr int sets(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 
-H2O_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Few rows wait for memory: into L2, from where the CPU fetches a run of lines by itself. Into L1 as many lines as a
+// page has would wait in one another's way: a decode step took 1.3 times as long. Many rows compute meanwhile.
+template <int M>
+H2O_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, M < MAX_ROWS ? 2 : 3); }
 
 template <class T>
 struct Plain {
@@ -40,8 +43,8 @@ struct Plain {
         vf b[NV];
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) b[v] = load(k + int64_t(d + n) * block + v * W);
-        prefetch(next + int64_t(d + n) * block);
-        if (sizeof(T) * NV * W > 64) prefetch(next + int64_t(d + n) * block + NV * W / 2);
+        prefetch<M>(next + int64_t(d + n) * block);
+        if (sizeof(T) * NV * W > 64) prefetch<M>(next + int64_t(d + n) * block + NV * W / 2);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
           vf a = splat(q[m * size + d + n]);
@@ -72,8 +75,8 @@ struct Plain {
       vf b[NV];
 #pragma GCC unroll 4
       for (int c = 0; c < NV; ++c) b[c] = load(v + int64_t(t) * size + c * W);
-      prefetch(next + int64_t(t) * size);
-      if (sizeof(T) * NV * W > 64) prefetch(next + int64_t(t) * size + NV * W / 2);
+      prefetch<M>(next + int64_t(t) * size);
+      if (sizeof(T) * NV * W > 64) prefetch<M>(next + int64_t(t) * size + NV * W / 2);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
         vf a = splat(p[m * span + t]);
@@ -154,8 +157,8 @@ struct Paired {
         const int64_t at = int64_t(d + 2 * n) * block;
         __m512i b[NV];
         interleave<NV>(k + at, k + at + block, b);
-        prefetch(next + at);
-        prefetch(next + at + block);
+        prefetch<M>(next + at);
+        prefetch<M>(next + at + block);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
           __m512bh a = splat_pair(q + m * size + d + 2 * n);
@@ -202,10 +205,10 @@ struct Paired {
     };
     int t = 0;
     for (; t + 1 < tokens; t += 2) {
-      prefetch(next + int64_t(t) * size);
-      prefetch(next + int64_t(t + 1) * size);
-      if (NV > 2) prefetch(next + int64_t(t) * size + 32);
-      if (NV > 2) prefetch(next + int64_t(t + 1) * size + 32);
+      prefetch<M>(next + int64_t(t) * size);
+      prefetch<M>(next + int64_t(t + 1) * size);
+      if (NV > 2) prefetch<M>(next + int64_t(t) * size + 32);
+      if (NV > 2) prefetch<M>(next + int64_t(t + 1) * size + 32);
       step(t, v + int64_t(t + 1) * size);
     }
     // An odd last token: its probability is paired with a zero, but the V row behind it may be NaN.

@@ -15,6 +15,7 @@ namespace h2o {
 
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr int MANY = 2 * MAX_ROWS;  // query rows from which on a widened page pays
+constexpr int AHEAD = 2;            // blocks that are fetched before they are needed
 
 // 64-byte aligned memory that is kept from call to call.
 class Scratch {
@@ -120,7 +121,9 @@ struct Tile {
           one(Plain<float>(), b, wide, wide);
           continue;
         }
-      one(K(), b, k, b + 1 < blocks ? page(b + 1) : k);
+      // Behind the last K comes the first V.
+      const int next = b + AHEAD;
+      one(K(), b, k, next < blocks ? page(next) : page(std::min(next - blocks, blocks - 1)) + int64_t(size) * block);
     }
   }
 
@@ -238,7 +241,7 @@ struct Tile {
           one(Plain<float>(), b, wide, wide, here);
           continue;
         }
-      one(K(), b, v, b + 1 < blocks ? page(b + 1) + int64_t(size) * block : v, here);
+      one(K(), b, v, b + AHEAD < blocks ? page(b + AHEAD) + int64_t(size) * block : v, here);
     }
   }
 

@@ -6,8 +6,8 @@ for each few gigabytes, and many in a virtual machine whose host has to find the
 the kernel are zero anyway. A thread then takes them, so that memory which was asked for is had soon, and does
 not turn out to be missing hours later.
 
-They are huge where Linux gives them (``/sys/kernel/mm/transparent_hugepage/enabled``): a sequence's blocks lie
-anywhere in the pool, and the address of a page of 4 KiB takes as long to look up as the page to read.
+They are huge where Linux gives them (``/sys/kernel/mm/transparent_hugepage/enabled``): a sequence's blocks
+lie anywhere in the pool, and the address of a page of 4 KiB takes as long to look up as the page to read.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES
 from h2o_vllm.policy import Candidates, get_policy
 
 MATRIX = POLICIES[:-1]
@@ -15,6 +15,12 @@ MATRIX = POLICIES[:-1]
 
 def test_every_configurable_policy_exists() -> None:
     assert [get_policy(name).name for name in POLICIES] == list(POLICIES)
+
+
+def test_who_scores_the_prompts_end_alone_is_listed_for_the_configuration() -> None:
+    """It is checked where no policy has been imported."""
+    scored = {name: get_policy(name).scored_prompt_queries for name in POLICIES}
+    assert [name for name in POLICIES if scored[name] is not None] == [*PROMPT_END_POLICIES]
 
 
 @pytest.mark.parametrize("name", MATRIX)

@@ -56,6 +56,7 @@ POLICIES = (
     "keydiff",
     "caote-keydiff",
     "snapkv-keydiff",
+    "caote-snapkv-keydiff",
     "window",
     "random",
     "full",

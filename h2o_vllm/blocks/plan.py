@@ -48,6 +48,7 @@ class Eviction:
         fresh_from: logical position of the first token in ``fresh_blocks``; the others follow.
         seen: tokens computed so far, which is the number of queries so far.
         sinks: first tokens that are never evicted.
+        in_prompt: whether tokens of the prompt are still to be computed.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class Eviction:
     fresh_from: int = 0
     seen: int = 0
     sinks: int = 0
+    in_prompt: bool = False
 
 
 @dataclass(frozen=True)

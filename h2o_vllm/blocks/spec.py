@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["H2OAttentionSpec", "evictable_spec", "register_spec", "score_bytes_per_block"]
 
-SCORE_BYTES = 4
-"""Bytes per (token, KV head): one float32 score."""
+SCORE_BYTES = 8
+"""Bytes per (token, KV head): its score, and the early part of it, float32 each."""
 
 
 @dataclass(frozen=True, kw_only=True)

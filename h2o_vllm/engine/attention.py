@@ -57,6 +57,8 @@ class ScoringImpl(AttentionImpl[Any]):
     _layer: int
     _scores: torch.Tensor
     """This layer's, [N, KH, BS], float32."""
+    _early: torch.Tensor
+    """The same, where the first late queries' part goes; see :class:`.WorkerState`."""
 
     def bind(self, state: WorkerState, layer: int) -> None:
         """Take the worker's state.
@@ -74,7 +76,8 @@ class ScoringImpl(AttentionImpl[Any]):
         ):
             if refused:
                 raise ConfigError(f"h2o_vllm cannot score attention with {name}")
-        self._state, self._layer, self._scores = state, layer, state.scores[layer]
+        self._state, self._layer = state, layer
+        self._scores, self._early = state.scores[layer], state.early[layer]
 
     def forward(
         self,

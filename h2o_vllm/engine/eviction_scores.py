@@ -17,7 +17,7 @@ from h2o_vllm.policy import Candidates, Policy
 if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction
 
-__all__ = ["candidate_blocks", "cleared", "eviction_scores"]
+__all__ = ["candidate_blocks", "cleared", "early_part", "eviction_scores"]
 
 
 def candidate_blocks(eviction: Eviction) -> list[int]:
@@ -31,6 +31,7 @@ def eviction_scores(
     policy: Policy,
     eviction: Eviction,
     scores: torch.Tensor,
+    early: torch.Tensor,
     blocks: torch.Tensor,
     keys: Callable[[int], torch.Tensor],
     values: Callable[[int], torch.Tensor],
@@ -38,7 +39,7 @@ def eviction_scores(
     """Let ``policy`` adjust the scores of one eviction's candidates, in place.
 
     Args:
-        scores: [L, N, KH, BS], float32.
+        scores: [L, N, KH, BS], float32. early: the same, see :class:`h2o_vllm.engine.state.WorkerState`.
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
         keys, values: give one layer's in ``blocks``, in that order, [KH, D, C] and [KH, C / BS, BS, D].
     """
@@ -51,15 +52,22 @@ def eviction_scores(
         places = torch.arange(len(eviction.fresh_blocks) * block_size, device=scores.device)
         first = (places < eviction.sinks - eviction.fresh_from).view(-1, 1, block_size)
         protected[:, count - len(eviction.fresh_blocks) :] = first
-    ranked = old.masked_fill(protected, 0.0).transpose(1, 2).reshape(layers, heads, -1)
+
+    def of_tokens(old: torch.Tensor) -> torch.Tensor:
+        return old.masked_fill(protected, 0.0).transpose(1, 2).reshape(layers, heads, -1)
+
+    late = None
+    if policy.late_prompt_queries is not None and not eviction.in_prompt:
+        late = of_tokens(old - early.index_select(1, blocks))
     new = policy.eviction_scores(
         Candidates(
-            scores=ranked,
+            scores=of_tokens(old),
             known=(count - len(eviction.fresh_blocks)) * block_size,
             fresh_from=eviction.fresh_from,
             seen=eviction.seen,
             keys=keys,
             values=values,
+            late=late,
         )
     )
     if new is not None:
@@ -70,3 +78,8 @@ def eviction_scores(
 def cleared(scores: torch.Tensor) -> torch.Tensor:
     """Zero, but for protected tokens: what a step starts with if the newest query alone counts."""
     return torch.where(scores == float("inf"), scores, 0.0)
+
+
+def early_part(scores: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+    """What is left of scores without the late queries' part; 0 for protected tokens."""
+    return torch.where(scores == float("inf"), 0.0, scores - late)

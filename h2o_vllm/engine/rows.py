@@ -30,6 +30,11 @@ _SCORES = np.array([policy is not None and policy.scores_attention for policy in
 _MOVES = np.array([policy is not None and policy.moves_tokens for policy in _BY_CODE])
 _LAST_QUERY_ONLY = np.array([policy is not None and policy.last_query_only for policy in _BY_CODE])
 _ALL = np.iinfo(np.int32).max
+_LATE_QUERIES = np.array(
+    [_ALL if policy is None or policy.late_prompt_queries is None else policy.late_prompt_queries
+     for policy in _BY_CODE],
+    dtype=np.int32,
+)  # fmt: skip
 _PROMPT_QUERIES = np.array(
     [
         _ALL if policy is None or policy.scored_prompt_queries is None
@@ -99,6 +104,24 @@ class StepRows:
         most = np.where(_LAST_QUERY_ONLY[codes], np.minimum(self.query_lens, 1), self.query_lens)
         counts: NDArray[np.int32] = np.minimum(np.maximum(self.seq_lens - first, 0), most)
         return counts * _SCORES[codes]
+
+    @cached_property
+    def crossing(self) -> NDArray[np.intp]:
+        """The rows whose early queries end in this step, ascending: with it, their scores are split."""
+        return np.flatnonzero(
+            (self.computed < self._late_from) & (self._late_from <= self.seq_lens)
+        )
+
+    @property
+    def late_queries(self) -> NDArray[np.int32]:
+        """Of each row in :attr:`crossing`: how many of its queries, the last ones, are late already."""
+        counts: NDArray[np.int32] = (self.seq_lens - self._late_from)[self.crossing]
+        return counts
+
+    @cached_property
+    def _late_from(self) -> NDArray[np.int32]:
+        """[B]: position of the first late query; 0 where all are, or nobody asks."""
+        return np.maximum(self.prompt_tokens - _LATE_QUERIES[self.codes], 0)
 
     @cached_property
     def decodes(self) -> NDArray[np.bool_]:

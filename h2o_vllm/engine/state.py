@@ -8,7 +8,7 @@ waits for a device: with async scheduling the worker runs ahead of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -34,18 +34,28 @@ class WorkerState(ABC):
     """Scores and their bookkeeping; subclasses know the device's kernels and the runner's batch.
 
     Attributes:
-        scores: ``[L, N, KH, BS]``, float32; see :mod:`h2o_vllm.kernels`.
+        planes: ``[2, L, N, KH, BS]``, float32: ``scores``, see :mod:`h2o_vllm.kernels`, and ``early``.
+        scores: what a token's KV is ranked by.
+        early: how much of a score the queries have given that come before those that its policy wants to know
+            apart (:attr:`.Policy.late_prompt_queries`), of a token that was never ranked. The step that
+            computes the first late queries puts their part here, and takes it from the scores at its end.
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
         first_kv_head: global index of this rank's first KV head.
         in_step: whether a real step (not a warm-up) is being executed.
         recorder: notes what traced requests lose; ``None``: nobody may ask for a trace.
     """
 
-    scores: torch.Tensor
+    planes: torch.Tensor
+    scores: torch.Tensor = field(init=False)
+    early: torch.Tensor = field(init=False)
     kv_cache_group: int
     first_kv_head: int
     in_step: bool = False
     recorder: TraceRecorder | None = None
+    _at_end: Callable[[], None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.scores, self.early = self.planes
 
     @property
     def block_size(self) -> int:
@@ -113,7 +123,9 @@ class WorkerState(ABC):
         if values is not None:
             values = self._to_device(values)
         places = slice(len(positions)) if tokens is None else self._to_device(tokens)
-        self._reset_scores(slot_mapping[places], values)
+        both = policy.late_prompt_queries is not None
+        scores = self.planes.flatten(0, 1) if both else self.scores
+        self._reset(scores, slot_mapping[places], values)
 
     def protect(self, slot_mapping: torch.Tensor, tokens: NDArray[np.int64]) -> None:
         """Rank first tokens above all others, for as long as they live.
@@ -123,15 +135,27 @@ class WorkerState(ABC):
         """
         layers, _, heads, _ = self.scores.shape
         highest = self.scores.new_full((layers, heads, len(tokens)), float("inf"))
-        self._reset_scores(slot_mapping[self._to_device(tokens)], highest)
+        self._reset(self.scores, slot_mapping[self._to_device(tokens)], highest)
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` made once this step's attention is computed, or on its way, in all layers."""
+        self._at_end = call
+
+    def finish_step(self) -> None:
+        """After the forward pass."""
+        call, self._at_end = self._at_end, None
+        if call is not None:
+            call()
 
     @abstractmethod
     def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         """``data``, from the host, where ``scores`` are."""
 
     @abstractmethod
-    def _reset_scores(self, slots: torch.Tensor, values: torch.Tensor | None) -> None:
-        """Set the scores of ``slots``, [T], to ``values``, [L, KH, T], or to zero."""
+    def _reset(
+        self, scores: torch.Tensor, slots: torch.Tensor, values: torch.Tensor | None
+    ) -> None:
+        """Set those of ``slots``, [T], in [L, N, KH, BS] to ``values``, [L, KH, T], or to zero."""
 
     @abstractmethod
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:

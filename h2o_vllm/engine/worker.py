@@ -109,7 +109,9 @@ class EvictingWorker(WorkerBase, Generic[State]):
                 self._punch_holes(state, eviction)
         state.in_step = True
         try:
-            return super().execute_model(scheduler_output)
+            output = super().execute_model(scheduler_output)
+            state.finish_step()
+            return output
         finally:
             state.in_step = False
 
@@ -155,7 +157,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
             len(layers),
             layers[0].impl.stock.__name__,
             state.block_size,
-            state.scores.nbytes / 2**20,
+            state.planes.nbytes / 2**20,
             self._kernels_in_use(),
         )
         return state

@@ -32,6 +32,7 @@ __all__ = [
     "log_sum_exp",
     "reset_scores",
     "select_keep",
+    "split_scores",
 ]
 
 Slots = tuple[Tensor, Tensor]
@@ -240,6 +241,17 @@ def clear_scores(scores: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Te
         blocks = block_table[row, :used].long()
         old = scores[:, blocks]
         scores[:, blocks] = torch.where(old == float("inf"), old, 0.0)
+
+
+def split_scores(
+    scores: Tensor, early: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor
+) -> None:
+    """See :func:`h2o_vllm.kernels.triton.split_scores`."""
+    for row in rows.tolist():
+        used = -(-int(seq_lens[row]) // scores.shape[3])
+        blocks = block_table[row, :used].long()
+        old, late = scores[:, blocks], early[:, blocks]
+        early[:, blocks] = torch.where(old == float("inf"), 0.0, old - late)
 
 
 def compact_tables(

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from h2o_vllm.policy.base import BlockSplit, Policy
 from h2o_vllm.policy.baselines import FullPolicy, RandomPolicy, WindowPolicy
-from h2o_vllm.policy.both_ranks import CAOTEKeyDiffPolicy, SnapKVKeyDiffPolicy
+from h2o_vllm.policy.best_rank import (
+    CAOTEKeyDiffPolicy,
+    CAOTESnapKVKeyDiffPolicy,
+    SnapKVKeyDiffPolicy,
+)
 from h2o_vllm.policy.budget import (
     blocks_freed,
     budget_tokens,
@@ -46,6 +50,7 @@ _POLICIES: dict[str, Policy] = {
         KeyDiffPolicy(),
         CAOTEKeyDiffPolicy(),
         SnapKVKeyDiffPolicy(),
+        CAOTESnapKVKeyDiffPolicy(),
         WindowPolicy(),
         RandomPolicy(),
         FullPolicy(),

@@ -6,7 +6,8 @@ become heavy and which are doomed, from counts alone. The worker asks
 
 * whether attention is added to the scores (:attr:`Policy.scores_attention`), and whose: that of all
   queries, of the prompt's last ones (:attr:`Policy.scored_prompt_queries`), of the newest one alone
-  (:attr:`Policy.last_query_only`);
+  (:attr:`Policy.last_query_only`); and whether that of the later ones is also known apart
+  (:attr:`Policy.late_prompt_queries`);
 * what score a new token starts with (:meth:`Policy.initial_scores`);
 * what an eviction makes of the scores first (:meth:`Policy.eviction_scores`).
 
@@ -58,6 +59,10 @@ class Policy(ABC):
     scored_prompt_queries: ClassVar[int | None] = None
     """How many of the prompt's last queries are scored; ``None`` for all. Counted in positions, so that
     it does not matter how the prompt is cut into chunks. Generated tokens' queries are always scored."""
+
+    late_prompt_queries: ClassVar[int | None] = None
+    """With how many of the prompt's last queries those begin whose attention :attr:`.Candidates.late` tells
+    apart from the scores; ``None``: nobody asks. Counted in positions."""
 
     last_query_only: ClassVar[bool] = False
     """Whether only the newest query counts: the scores of all live tokens fall to zero before it."""

@@ -33,6 +33,9 @@ class Candidates:
         keys: gives one layer's cached keys (rotated, where the model does so), a column each,
             [KH, D, C], in the model's dtype.
         values: gives one layer's cached values, block by block, [KH, C / BS, BS, D], a view or a copy.
+        late: [L, KH, C], float32: how much of the scores the queries have given that the policy wants to know
+            apart, :attr:`.Policy.late_prompt_queries` and all behind them; 0 for protected tokens, undefined
+            for known ones. ``None`` if it does not, and inside of a prompt, whose end is still to come.
     """
 
     scores: Tensor
@@ -41,6 +44,7 @@ class Candidates:
     seen: int
     keys: Callable[[int], Tensor]
     values: Callable[[int], Tensor]
+    late: Tensor | None = None
 
     @property
     def fresh_positions(self) -> Tensor:

@@ -43,4 +43,9 @@ class SnapKVPolicy(H2OPolicy):
         fresh = candidates.scores[..., candidates.known :]
         if fresh.shape[-1] == 0:
             return None
-        return candidates.with_fresh(F.max_pool1d(fresh, KERNEL, stride=1, padding=KERNEL // 2))
+        return candidates.with_fresh(pooled(fresh))
+
+
+def pooled(fresh: Tensor) -> Tensor:
+    """The highest score of each token's neighbourhood, [L, KH, n]; at the ends it has one half."""
+    return F.max_pool1d(fresh, KERNEL, stride=1, padding=KERNEL // 2)

@@ -152,7 +152,7 @@ def launch_everything(shape: Shape) -> None:
     dtype, size, heads = shape.dtype, shape.size, 2 * shape.group
     kv = torch.zeros(4, shape.block_size, 2, 2 * size, dtype=dtype)
     keys, values = kv.split(size, dim=-1)
-    scores = torch.zeros(2, 4, 2, shape.block_size)
+    planes = torch.zeros(2, 2, 4, 2, shape.block_size)
     out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
     workspace = DecodeWorkspace(4, 64, heads, 2, out_dtype, size, "cpu")
     query = torch.zeros(2, heads, size, dtype=dtype)
@@ -167,7 +167,7 @@ def launch_everything(shape: Shape) -> None:
     # Neither, and as Gemma 2 and gpt-oss have them.
     for softcap, sinks in ((0.0, None), (50.0, None), (0.0, torch.ones(heads, dtype=out_dtype))):
         warm_up(
-            layers, scores, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks
+            layers, planes, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks
         )  # fmt: skip
         prompt_lse(
             query, keys, table, starts, rows, 1.0, lse, 2, rows, scale, scale, softcap, sinks

@@ -38,6 +38,7 @@ class Rescoring:
         )
         keys, values = kv.split(HEAD_SIZE, dim=-1)
         scores = torch.rand(LAYERS, blocks, KV_HEADS, BLOCK_SIZE, device="cuda")
+        early = scores * torch.rand_like(scores)
         layers = KVLayers(list(keys), list(values))
         rows = (torch.randperm(blocks - 1) + 1).view(self.requests, per_row).tolist()
         evictions = [
@@ -52,20 +53,20 @@ class Rescoring:
 
         def ours() -> None:
             scores.copy_(before)
-            rescore(layers, scores, packed)
+            rescore(layers, scores, early, packed)
 
         def in_torch() -> None:
             scores.copy_(before)
             for one in evictions:
                 mine = torch.tensor(candidate_blocks(one), device="cuda")
                 columns = partial(_columns, keys, mine), partial(_rows, values, mine)
-                eviction_scores(policy, one, scores, mine, *columns)
+                eviction_scores(policy, one, scores, early, mine, *columns)
 
         return {"ours": ours, "torch": in_torch, "reset alone": lambda: scores.copy_(before)}
 
     def moved_bytes(self) -> dict[str, int]:
         """The least that each call has to read and write: keys, values or both once, and scores."""
-        vectors = {"keydiff": 1, "caote": 1, "caote-keydiff": 2}[self.policy]
+        vectors = 1 if self.policy in ("keydiff", "caote") else 2
         tokens = self.requests * self.length * LAYERS * KV_HEADS
         fresh = self.requests * self.fresh * BLOCK_SIZE * LAYERS * KV_HEADS
         written = tokens if self.policy == "keydiff" else fresh
@@ -84,6 +85,6 @@ def _rows(values: Tensor, blocks: Tensor, layer: int) -> Tensor:
 
 RESCORINGS = tuple(
     Rescoring(policy, *sizes)
-    for policy in ("keydiff", "caote", "caote-keydiff")
+    for policy in ("keydiff", "caote", "caote-keydiff", "caote-snapkv-keydiff")
     for sizes in ((1, 1024, 1), (16, 1024, 1), (1, 8192, 512))
 )

@@ -44,7 +44,8 @@ def pool_blocks(
     free = utilization * gpu.memory - weights - activations - RESERVED
     token = shape.kv_bytes(kv_dtype_bytes or dtype_bytes, tensor_parallel)
     if scored:
-        token += SCORE_BYTES * shape.layers * shape.kv_heads_of(tensor_parallel)
+        # And the early part of it.
+        token += 2 * SCORE_BYTES * shape.layers * shape.kv_heads_of(tensor_parallel)
     blocks = int(free // (token * block_size))
     if blocks < 2:
         raise ShapeError(

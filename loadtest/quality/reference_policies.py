@@ -155,7 +155,7 @@ class PolicyModel:
             return rows.sum(1)
         if self.policy == "tova":
             return rows[:, -1]
-        if self.policy in ("caote", "caote-keydiff"):
+        if self.policy.startswith("caote"):
             layer.weights.append(self._weights(layer))
         if self.policy.endswith("-keydiff"):
             layer.distinctions.append(self._distinction(layer))
@@ -165,7 +165,10 @@ class PolicyModel:
                 continue
             first = self._first_scores(layer, number, rows[:, :when, start:end])
             if self.policy.endswith("-keydiff"):
-                first = _by_the_better_rank(first, layer.distinctions[number][:, start:end])
+                others = [layer.distinctions[number][:, start:end]]
+                if self.policy == "caote-snapkv-keydiff" and when >= self.prompt:
+                    others.append(self._late(number, rows[:, :when, start:end]))
+                first = _by_the_best_rank(first, *others)
             scores[:, start:end] = first + rows[:, when:, start:end].sum(1)
         return scores
 
@@ -174,21 +177,26 @@ class PolicyModel:
         when, start, end = self.ranked[number]
         # Protected tokens have no score that neighbours could share, nor a rank.
         sinks = max(0, self.sinks - start)
-        if self.policy in ("h2o-norm", "caote", "caote-keydiff"):
+        if self.policy == "h2o-norm" or self.policy.startswith("caote"):
             mean = rows.sum(1) / (when - torch.arange(start, end))
             if self.policy != "h2o-norm":
                 mean *= layer.weights[number][:, start:end]
             mean[:, :sinks] = 0.0
             return mean * when
         if self.policy in ("snapkv", "snapkv-keydiff"):
-            sums = rows[:, max(0, self.prompt - WINDOW) :].sum(1)
-            sums[:, :sinks] = 0.0
-            around = [
-                sums[:, max(0, i - KERNEL // 2) : i + KERNEL // 2 + 1].amax(1)
-                for i in range(end - start)
-            ]
-            return torch.stack(around, 1)
+            return self._late(number, rows)
         raise AssertionError(self.policy)
+
+    def _late(self, number: int, rows: Tensor) -> Tensor:
+        """As :meth:`_first_scores`, by SnapKV."""
+        _, start, end = self.ranked[number]
+        sums = rows[:, max(0, self.prompt - WINDOW) :].sum(1)
+        sums[:, : max(0, self.sinks - start)] = 0.0
+        around = [
+            sums[:, max(0, i - KERNEL // 2) : i + KERNEL // 2 + 1].amax(1)
+            for i in range(end - start)
+        ]
+        return torch.stack(around, 1)
 
     def _distinction(self, layer: Layer) -> Tensor:
         """How little each key is like the mean of those that are ranked now."""
@@ -261,9 +269,9 @@ def load(model_dir: str) -> torch.nn.Module:
     ).eval()
 
 
-def _by_the_better_rank(scores: Tensor, others: Tensor) -> Tensor:
-    """[KH, N]: the score that stands at the better of each token's two ranks."""
+def _by_the_best_rank(scores: Tensor, *others: Tensor) -> Tensor:
+    """[KH, N]: the score that stands at the best of each token's ranks."""
     ranks = [
-        one.argsort(dim=1, descending=True, stable=True).argsort(dim=1) for one in (scores, others)
+        one.argsort(dim=1, descending=True, stable=True).argsort(dim=1) for one in (scores, *others)
     ]
-    return scores.sort(dim=1, descending=True).values.gather(1, torch.minimum(*ranks))
+    return scores.sort(dim=1, descending=True).values.gather(1, torch.stack(ranks).amin(0))

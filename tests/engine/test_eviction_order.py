@@ -23,6 +23,7 @@ POLICIES = (
     "keydiff",
     "caote-keydiff",
     "snapkv-keydiff",
+    "caote-snapkv-keydiff",
     "window",
     "tova",
 )
@@ -82,7 +83,7 @@ def state_before() -> CPUState:
     gen = torch.Generator().manual_seed(0)
     kv = [torch.randn(NUM_BLOCKS, KV_HEADS, 16, 2 * SIZE, generator=gen) for _ in range(LAYERS)]
     return CPUState(
-        scores=torch.rand(LAYERS, NUM_BLOCKS, KV_HEADS, 16, generator=gen),
+        planes=torch.rand(2, LAYERS, NUM_BLOCKS, KV_HEADS, 16, generator=gen),
         kv_cache_group=0,
         first_kv_head=0,
         kv_caches=kv,

@@ -176,7 +176,7 @@ def test_every_row_has_one_kernel_and_the_scored_ones_come_first(full: bool) -> 
         assert all(query_lens[row] == 1 for row in split.decode_rows)
         assert all(query_lens[row] > 1 for row in split.prompt_rows)
         partly = [row for row in range(count) if 0 < scored[row] < query_lens[row]]
-        assert split.last_rows.tolist() == partly
+        assert split.last.rows.tolist() == partly
         assert bool(split.rest_rows.numel()) is (not full and any(scored < query_lens))
     assert (mixed > 50) is full
 

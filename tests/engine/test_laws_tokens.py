@@ -226,6 +226,7 @@ def test_policies_differ_from_each_other(clean: Engine, text_tokens: list[int]) 
         "keydiff",
         "caote-keydiff",
         "snapkv-keydiff",
+        "caote-snapkv-keydiff",
     )
     outputs = clean.generate(
         [text_tokens[:600]] * len(policies),

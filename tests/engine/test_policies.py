@@ -39,6 +39,7 @@ KEPT = {
     "keydiff": (4, 0.0, 200),
     "caote-keydiff": (4, 0.25, 540),
     "snapkv-keydiff": (4, 0.25, 530),
+    "caote-snapkv-keydiff": (4, 0.25, 530),
 }
 """kv_sinks, kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
 BOUNDED = ("h2o", *(policy for policy in KEPT if policy not in PROMPT_END_POLICIES))
@@ -116,7 +117,7 @@ def test_the_kept_set_of_a_bounded_prompt_equals_that_of_a_plain_model(
     """Law 4. A budget of 1 keeps what the bound has left."""
     sinks, recent, _ = KEPT.get(policy, (0, 0.5, 0))
     # Evictions are few: each one meets near ties, in which rounding decides who stays.
-    prompt, bound = text_tokens[300:845], 384
+    prompt, bound = text_tokens[400:945], 384
     asked = {
         "kv_budget": fraction, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent,
         "kv_protect": protect, "kv_prefill_tokens": bound,

@@ -61,12 +61,13 @@ def state_of_positions() -> CPUState:
         positions = torch.arange(BLOCKS * BLOCK, dtype=torch.float32).view(BLOCKS, BLOCK)
         keys.copy_(positions[:, None, None].expand_as(keys))
         values.copy_(positions[:, None, :, None].expand_as(values))
-    scores = torch.rand(LAYERS, BLOCKS, HEADS, BLOCK, generator=gen)
+    planes = torch.rand(2, LAYERS, BLOCKS, HEADS, BLOCK, generator=gen)
+    scores = planes[0]
     # Ties and what ranks above all: the sinks.
     scores[:, 2:4] = 0.5
     scores[:, 1, :, :4] = float("inf")
     return CPUState(
-        scores=scores, kv_cache_group=0, first_kv_head=0, kv_caches=caches,
+        planes=planes, kv_cache_group=0, first_kv_head=0, kv_caches=caches,
         row_request_ids=list, recorder=TraceRecorder(ALONE),
     )  # fmt: skip
 

@@ -234,7 +234,7 @@ def test_rescoring_equals_the_policies(policy: str) -> None:
     caches, scores = make_layers(
         torch.bfloat16, 128, 16, layers=4, blocks=921, kv_heads=8, device="cuda"
     )
-    check_rescore(caches, scores, evictions, 32 << 20, kept=False)
+    check_rescore(caches, scores, evictions, 48 << 20, kept=False)
 
 
 def test_tables_lose_their_holes() -> None:

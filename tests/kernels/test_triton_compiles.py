@@ -30,7 +30,7 @@ from loadtest.kernels.resources import ARCHS, SHARED_LIMIT, taken
 
 KERNELS = {
     "_plan", "_attend", "finish", "_add_prompt_scores", "_add_partial_sums", "_reset", "_select", "_move",
-    "_compact_tables", "_clear", "_rescore", "_order", "_settle", "_prompt_lse",
+    "_compact_tables", "_each_block", "_rescore", "order_ranks", "settle_scores", "_prompt_lse",
 }  # fmt: skip
 
 STACK = {("_order", 89): 8, ("_select", 80): 8, ("_select", 89): 8, ("_add_prompt_scores", 120): 16}

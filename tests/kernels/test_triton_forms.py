@@ -41,7 +41,8 @@ class Worker:
         kv = torch.zeros(LAYERS, blocks, KV_HEADS, self.block_size, 2 * self.size, dtype=self.dtype)
         keys, values = kv.transpose(2, 3).split(self.size, dim=-1)
         self.layers = kernels.KVLayers(list(keys), list(values), scratch_bytes=1 << 22)
-        self.scores = torch.zeros(LAYERS, blocks, KV_HEADS, self.block_size)
+        self.planes = torch.zeros(2, LAYERS, blocks, KV_HEADS, self.block_size)
+        self.scores, self.early = self.planes
         self.out_dtype = torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
         self.workspace = kernels.DecodeWorkspace(
             MAX_ROWS,
@@ -66,7 +67,9 @@ class Worker:
         return wide.unflatten(1, (self.heads, self.size))
 
     def warm_up(self) -> None:
-        state = SimpleNamespace(kv_layers=self.layers, scores=self.scores, workspace=self.workspace)
+        state = SimpleNamespace(
+            kv_layers=self.layers, planes=self.planes, scores=self.scores, workspace=self.workspace
+        )
         impl = SimpleNamespace(
             num_heads=self.heads, supports_quant_query_input=True,
             logits_soft_cap=self.softcap, sinks=self.sinks,
@@ -90,6 +93,7 @@ class Worker:
         for tokens in (1, 2, 15, 16, 17, 128, MAX_TOKENS):
             for slots in (mapping[:tokens], mapping[torch.arange(tokens)]):
                 kernels.reset_scores(self.scores, slots, None)
+                kernels.reset_scores(self.planes.flatten(0, 1), slots, None)
                 kernels.reset_scores(
                     self.scores, slots, self.scores.new_ones(LAYERS, KV_HEADS, tokens)
                 )
@@ -98,7 +102,9 @@ class Worker:
         for rows in (1, 2, 16, MAX_ROWS):
             for longest in (1, 16, 17, 640):
                 listed = torch.zeros(rows, dtype=torch.int32)
-                kernels.clear_scores(self.scores, self.table, self.lens, listed, longest)
+                given = self.table, self.lens, listed, longest
+                kernels.clear_scores(self.scores, *given)
+                kernels.split_scores(self.scores, self.early, *given)
 
     def decode(self) -> None:
         key_scale, value_scale = self.scales[1:]
@@ -117,14 +123,16 @@ class Worker:
 
     def rescore(self) -> None:
         """Evictions whose policies adjust scores in all ways, of prompts and of a block, one and several."""
-        ways = [kernels.PER_QUERY, kernels.BY_KEYS, kernels.BY_VALUES | kernels.BY_RANKS]
-        for how, reach in (*((way, 0) for way in ways), (0, 3), (kernels.BY_RANKS, 3)):
+        ranks = kernels.BY_RANKS
+        ways = [kernels.PER_QUERY, kernels.BY_KEYS, kernels.BY_VALUES | ranks]
+        pooled = [0, ranks, ranks | kernels.BY_LATE]
+        for how, reach in (*((way, 0) for way in ways), *((way, 3) for way in pooled)):
             for known, fresh in ((0, 2), (2, 1), (3, 300)):
                 blocks = tuple(range(known)), tuple(range(known, known + fresh))
                 one = kernels.Rescore(*blocks, how=how, reach=reach)
                 for given in ([one], [one] * 5):
                     packed = kernels.Rescores.pack(given, "cpu")
-                    kernels.rescore(self.layers, self.scores, packed)
+                    kernels.rescore(self.layers, self.scores, self.early, packed)
 
     def score_prompts(self) -> None:
         for rows, tokens in ((1, 2), (1, 16), (2, 33), (1, MAX_TOKENS), (7, MAX_TOKENS)):
@@ -140,10 +148,11 @@ class Worker:
                 for layer, keys in enumerate(self.layers.key_caches):
                     for fused in (True, False):
                         query = self.query(tokens, fused=fused)
-                        kernels.add_prompt_scores(
-                            query, keys, self.scores[layer], self.table[:rows], *batch, lse, 0.125,
-                            prompts, *self.scales[:2], softcap=self.softcap,
-                        )  # fmt: skip
+                        for plane in self.planes:
+                            kernels.add_prompt_scores(
+                                query, keys, plane[layer], self.table[:rows], *batch, lse, 0.125,
+                                prompts, *self.scales[:2], softcap=self.softcap,
+                            )  # fmt: skip
                         kernels.prompt_lse(
                             query, keys, self.table[:rows], *batch, 0.125, lse, tokens, listed,
                             *self.scales[:2], self.softcap, self.sinks,

@@ -2,6 +2,7 @@
 """One matrix over all policies, then what is particular to each."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,7 +56,9 @@ def candidates_of(
     gen = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, layers, heads, size, count, generator=gen)
     blocks = values.mT.unflatten(2, (-1, 2))
-    return Candidates(scores, known, fresh_from, seen, keys.__getitem__, blocks.__getitem__)
+    late = torch.rand(layers, heads, count, generator=gen)
+    cached = (keys.__getitem__, blocks.__getitem__)
+    return Candidates(scores, known, fresh_from, seen, *cached, late)
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -72,8 +75,10 @@ def test_rescoring_gives_finite_scores_head_by_head(name: str, known: int, count
         return
     assert new.shape == scores.shape and new.dtype == torch.float32
     assert new.isfinite().all()
+    assert given.late is not None
     cached = (lambda layer: given.keys(layer)[1:3], lambda layer: given.values(layer)[1:3])
-    part = policy.eviction_scores(Candidates(scores[:, 1:3], known, 100, 200, *cached))
+    late = given.late[:, 1:3]
+    part = policy.eviction_scores(Candidates(scores[:, 1:3], known, 100, 200, *cached, late))
     assert part is not None
     torch.testing.assert_close(part, new[:, 1:3], rtol=1e-6, atol=1e-7)
 
@@ -85,6 +90,9 @@ def test_what_a_policy_says_of_itself_fits_together(name: str) -> None:
     assert policy.scores_attention or policy.scored_prompt_queries is None
     assert policy.scores_attention or not policy.last_query_only
     assert policy.scored_prompt_queries is None or policy.scored_prompt_queries > 0
+    if policy.late_prompt_queries is not None:
+        assert policy.scores_attention and policy.scores_at_eviction and not policy.last_query_only
+        assert policy.scored_prompt_queries is None
     module = sys.modules[type(policy).__module__]
     assert "arxiv.org" in f"{module.__doc__} {type(policy).__doc__}" or name == "random"
 
@@ -144,24 +152,36 @@ def test_keydiff_keeps_the_odd_key_out() -> None:
     assert -1.0001 <= new.min() and new.max() <= 1.0001
 
 
-@pytest.mark.parametrize("attention", ["caote", "snapkv"])
-def test_mixes_take_the_better_rank_and_keep_attentions_units(attention: str) -> None:
-    source = torch.Generator().manual_seed(2)
-    scores, keys = torch.rand(1, 1, 40, generator=source), torch.rand(1, 8, 40, generator=source)
-    blocks = torch.rand(1, 20, 2, 8, generator=source)
-    given = Candidates(scores, 8, 50, 100, lambda layer: keys, lambda layer: blocks)
-    used, keydiff, both = (
-        get_policy(name).eviction_scores(given)
-        for name in (attention, "keydiff", f"{attention}-keydiff")
+@pytest.mark.parametrize("ways", ["caote-keydiff", "snapkv-keydiff", "caote-snapkv-keydiff"])
+def test_mixes_take_the_best_rank_and_keep_attentions_units(ways: str) -> None:
+    scores = torch.rand(1, 1, 40, generator=torch.Generator().manual_seed(2))
+    given = candidates_of(scores, 8, 50, 100)
+    assert given.late is not None
+    planes = [replace(given, scores=given.late) if at else given for at in range(2)]
+    first, *others = (
+        get_policy(way).eviction_scores(planes[at > 0 and way == "snapkv"])
+        for at, way in enumerate(ways.split("-"))
     )
-    assert used is not None and keydiff is not None and both is not None
-    assert torch.equal(both[..., :8], scores[..., :8]), "survivors have been ranked before"
-    used, keydiff, both = (one[0, 0, 8:].tolist() for one in (used, keydiff, both))
+    mixed = get_policy(ways).eviction_scores(given)
+    assert mixed is not None
+    assert torch.equal(mixed[..., :8], scores[..., :8]), "survivors have been ranked before"
+    used, best, *ranked = (one[0, 0, 8:].tolist() for one in (first, mixed, *others))
     ordered = sorted(used, reverse=True)
-    for place, score in enumerate(both):
-        rank = sum(x > keydiff[place] for x in keydiff)
-        # Neighbours that were pooled are equal: all stand at the first one's rank.
-        assert score == max(used[place], ordered[rank])
+    for place, score in enumerate(best):
+        # Neighbours that were pooled are equal: whose place is the first has the best of their ranks.
+        ahead = [
+            sum(x > way[place] or (x == way[place] and at < place) for at, x in enumerate(way))
+            for way in ranked
+        ]
+        assert score == max(used[place], ordered[min(ahead)])
+
+
+def test_inside_of_a_prompt_nothing_is_known_of_its_end() -> None:
+    given = candidates_of(torch.rand(1, 2, 40), 8, 50, 100)
+    inside = replace(given, late=None)
+    two, three = get_policy("caote-keydiff"), get_policy("caote-snapkv-keydiff")
+    assert torch.equal(three.eviction_scores(inside), two.eviction_scores(given))
+    assert not torch.equal(three.eviction_scores(given), two.eviction_scores(given))
 
 
 def test_h2o_frees_the_published_prompt_first_and_the_youngest_block_later() -> None:

@@ -11,6 +11,7 @@ chosen ours for them (``kv_full_kernel``): then one call serves the rows of a ki
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends.cpu_attn import (
@@ -103,6 +104,10 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             clearing = rows.last_query_rows
             if clearing.size:
                 state.clear_scores(live.block_table_tensor, live.seq_lens, clearing)
+            crossing = rows.crossing
+            if crossing.size:
+                tables = (live.block_table_tensor, live.seq_lens)
+                state.at_end(partial(state.split_scores, *tables, crossing))
         split = split_rows(rows, full=state.full_kernel)
         if split is None:
             return super().build(common_prefix_len, live, fast_build)
@@ -170,10 +175,10 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             split.prompt_scored,
             *softmax,
         )
-        if split.last_rows.numel():
-            last = ours._replace(query=query[split.last_tokens])
-            starts, rows = split.last_starts, split.last_rows
-            kernels.score_prompt(last, starts, rows, self.scale, *softmax)
+        for scores, last in ((self._scores, split.last), (self._early, split.late)):
+            if last.tokens.numel():
+                gathered = ours._replace(query=query[last.tokens], scores=scores)
+                kernels.score_prompt(gathered, last.starts, last.rows, self.scale, *softmax)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):

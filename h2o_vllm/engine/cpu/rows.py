@@ -15,10 +15,31 @@ if TYPE_CHECKING:
 
     from h2o_vllm.engine.rows import StepRows
 
-__all__ = ["RowSplit", "compact_tables", "split_rows"]
+__all__ = ["LastQueries", "RowSplit", "compact_tables", "split_rows"]
 
 _NO_STARTS = torch.zeros(1, dtype=torch.int32)
 _NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class LastQueries:
+    """The last queries of some rows, as prompts' scores want them.
+
+    Attributes:
+        rows: [R], int32. starts: where these queries of every row of the batch start once gathered (most have
+            none), and the end of the last one; [B + 1], int32. tokens: their positions in the batch; int64.
+    """
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: StepRows, chosen: NDArray[np.intp], counts: NDArray[np.int32]) -> LastQueries:
+        """The last ``counts`` ones of the ``chosen`` rows, some of which may be none."""
+        chosen, counts = chosen[counts > 0], counts[counts > 0]
+        starts, tokens = _gathered(rows, chosen, counts, whole_batch=True)
+        return cls(_int32(chosen), starts, tokens)
 
 
 @dataclass(frozen=True)
@@ -32,9 +53,8 @@ class RowSplit:
         prompt_scored: so many of them, the first ones, are scored, with all queries.
         rest_rows, rest_starts: rows left to vLLM, and their query starts once gathered; int32.
         rest_tokens: their queries' positions in the batch; int64.
-        last_rows: rows whose last queries are scored, not all; int32. last_starts: where
-            these queries of every row of the batch start once gathered (most have none), and the end of
-            the last one; int32. last_tokens: their positions in the batch; int64.
+        last: the last queries of rows that do not score all of theirs.
+        late: the first late queries of rows that get there in this step.
     """
 
     decode_rows: torch.Tensor
@@ -45,9 +65,8 @@ class RowSplit:
     rest_rows: torch.Tensor
     rest_starts: torch.Tensor
     rest_tokens: torch.Tensor
-    last_rows: torch.Tensor
-    last_starts: torch.Tensor
-    last_tokens: torch.Tensor
+    last: LastQueries
+    late: LastQueries
 
 
 def split_rows(rows: StepRows, *, full: bool) -> RowSplit | None:
@@ -66,7 +85,6 @@ def split_rows(rows: StepRows, *, full: bool) -> RowSplit | None:
     rest = np.flatnonzero(~ours & (not full))
     last = np.flatnonzero(~whole & (scored > 0))
     rest_starts, rest_tokens = _gathered(rows, rest, lens[rest])
-    last_starts, last_tokens = _gathered(rows, last, scored[last], whole_batch=True)
     return RowSplit(
         decode_rows=_int32(decode),
         decode_tokens=_int32(rows.starts[decode]),
@@ -76,9 +94,8 @@ def split_rows(rows: StepRows, *, full: bool) -> RowSplit | None:
         rest_rows=_int32(rest),
         rest_starts=rest_starts,
         rest_tokens=rest_tokens,
-        last_rows=_int32(last),
-        last_starts=last_starts,
-        last_tokens=last_tokens,
+        last=LastQueries.of(rows, last, scored[last]),
+        late=LastQueries.of(rows, rows.crossing, rows.late_queries),
     )
 
 

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from h2o_vllm.engine.eviction_scores import candidate_blocks, cleared, eviction_scores
+from h2o_vllm.engine.eviction_scores import (
+    candidate_blocks,
+    cleared,
+    early_part,
+    eviction_scores,
+)
 from h2o_vllm.engine.rows import POLICY_CODES, StepRows
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
@@ -97,17 +102,33 @@ class CPUState(WorkerState):
         Args:
             table: without holes, [B, MB], int32. seq_lens: live lengths, [B], int32.
         """
-        used = -(-seq_lens.numpy()[rows] // self.block_size)
-        blocks = torch.cat(
-            [table[row, :count] for row, count in zip(rows, used, strict=True)]
-        ).long()
+        blocks = self._blocks(table, seq_lens, rows)
         self.scores[:, blocks] = cleared(self.scores[:, blocks])
+
+    def split_scores(
+        self, table: torch.Tensor, seq_lens: torch.Tensor, rows: NDArray[np.intp]
+    ) -> None:
+        """Of some rows' tokens, make ``early`` what it is, now that it holds what late queries have given.
+
+        Args:
+            table, seq_lens: as for :meth:`clear_scores`.
+        """
+        blocks = self._blocks(table, seq_lens, rows)
+        self.early[:, blocks] = early_part(self.scores[:, blocks], self.early[:, blocks])
+
+    def _blocks(
+        self, table: torch.Tensor, seq_lens: torch.Tensor, rows: NDArray[np.intp]
+    ) -> torch.Tensor:
+        used = -(-seq_lens.numpy()[rows] // self.block_size)
+        return torch.cat([table[row, :count] for row, count in zip(rows, used, strict=True)]).long()
 
     def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(data)
 
-    def _reset_scores(self, slots: torch.Tensor, values: torch.Tensor | None) -> None:
-        kernels.reset_scores(self.scores, slots, values)
+    def _reset(
+        self, scores: torch.Tensor, slots: torch.Tensor, values: torch.Tensor | None
+    ) -> None:
+        kernels.reset_scores(scores, slots, values)
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:
@@ -116,6 +137,7 @@ class CPUState(WorkerState):
                 get_policy(eviction.policy),
                 eviction,
                 self.scores,
+                self.early,
                 blocks,
                 partial(self._keys, blocks),
                 partial(self._values, blocks),

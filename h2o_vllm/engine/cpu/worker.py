@@ -118,11 +118,11 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
     def _make_state(self, layers: list[Any], group: Any) -> CPUState:
         kv_caches = [layer.kv_cache for layer in layers]
         num_heads = layers[0].impl.num_heads
-        scores = torch.zeros(len(layers), *kv_caches[0].shape[:3])
+        planes = torch.zeros(2, len(layers), *kv_caches[0].shape[:3])
         # The kernels check nothing: another shape or dtype would be a wild write.
-        check_cache(kv_caches, scores, num_heads)
+        check_cache(kv_caches, planes[0], num_heads)
         state = CPUState(
-            scores=scores,
+            planes=planes,
             kv_cache_group=group.kv_cache_group_id,
             first_kv_head=self._first_kv_head(),
             kv_caches=kv_caches,

@@ -29,6 +29,7 @@ class ScoredBatch:
         decodes: whether scored rows with one query may be in it; the workspace knows which.
         prompt_rows: scored rows with several queries, [R], int32, or ``None``; never in a CUDA graph.
         prompts: their scored queries, or ``None``.
+        late: the late queries, of these, of rows that get to theirs in this step, or ``None``.
         max_query_len: no prompt row has more.
     """
 
@@ -42,4 +43,5 @@ class ScoredBatch:
     decodes: bool
     prompt_rows: torch.Tensor | None
     prompts: PromptSegments | None
+    late: PromptSegments | None
     max_query_len: int = 0

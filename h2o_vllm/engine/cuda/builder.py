@@ -8,6 +8,7 @@ reads is therefore written into buffers that were there at capture; vLLM's input
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from h2o_vllm.engine.cuda.variants import Variant, row_flags
 from h2o_vllm.kernels import triton as kernels
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from h2o_vllm.engine.cuda.state import CudaState
+    from h2o_vllm.engine.rows import StepRows
 
 __all__ = ["ScoringBuilder"]
 
@@ -53,6 +56,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         self._rest = torch.zeros_like(self._live)
         self._flags = torch.zeros(rows, dtype=torch.int8, device=block_table.device)
         self._flags_sent: np.ndarray | None = None
+        self._kv_heads = state.scores.shape[2]
         # Compiles the kernel: one row, of length 0.
         starts = torch.zeros(2, dtype=torch.int32, device=block_table.device)
         self._drop_holes(block_table[:1], starts[:1], starts, np.zeros(1, dtype=np.int8))
@@ -80,8 +84,19 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                 # Of a long sequence few tokens may live.
                 int(state.live_lens(common)[clearing].max()),
             )
+        live = state.live_lens(common)
+        if (crossing := rows.crossing).size:
+            state.at_end(
+                partial(
+                    state.split_scores,
+                    self._table,
+                    self._live,
+                    self._to_device(crossing),
+                    int(live[crossing].max()),
+                )
+            )
         prompts = np.flatnonzero(rows.prompts)
-        ends = rows.starts + rows.query_lens
+        late = rows.late_queries > 0
         return self._batch(
             state.step_variant.current,
             common,
@@ -89,18 +104,30 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             fast_build,
             decodes=bool(rows.decodes.any()),
             prompt_rows=self._to_device(prompts) if prompts.size else None,
-            prompts=kernels.PromptSegments.cut(
-                prompts.tolist(),
-                (ends - rows.scored_queries)[prompts].tolist(),
-                ends[prompts].tolist(),
-                rows.seq_lens[prompts].tolist(),
-                state.live_lens(common)[prompts].tolist(),
-                state.scores.shape[2],
-                self._live.device,
-            )
-            if prompts.size
-            else None,
+            prompts=self._segments(rows, live, prompts, rows.scored_queries[prompts]),
+            late=self._segments(rows, live, crossing[late], rows.late_queries[late]),
             max_query_len=int(rows.query_lens[prompts].max(initial=0)),
+        )
+
+    def _segments(
+        self,
+        rows: StepRows,
+        live: NDArray[np.int32],
+        chosen: NDArray[np.intp],
+        counts: NDArray[np.int32],
+    ) -> kernels.PromptSegments | None:
+        """The last ``counts`` queries of the ``chosen`` rows, if there are any."""
+        if not chosen.size:
+            return None
+        ends = (rows.starts + rows.query_lens)[chosen]
+        return kernels.PromptSegments.cut(
+            chosen.tolist(),
+            (ends - counts).tolist(),
+            ends.tolist(),
+            rows.seq_lens[chosen].tolist(),
+            live[chosen].tolist(),
+            self._kv_heads,
+            self._live.device,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
@@ -178,7 +205,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             block_table=self._table[:rows],
             query_start_loc=common.query_start_loc,
             seq_lens=self._live[:rows],
-            **{"prompt_rows": None, "prompts": None, **ours},
+            **{"prompt_rows": None, "prompts": None, "late": None, **ours},
         )
 
     def _to_device(self, numbers: np.ndarray) -> torch.Tensor:

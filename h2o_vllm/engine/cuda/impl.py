@@ -139,21 +139,24 @@ class CudaScoringImpl(ScoringImpl):
                 softcap=self.logits_soft_cap,
                 sinks=self.sinks,
             )
-        if lse is not None and batch.prompts is not None:
-            kernels.add_prompt_scores(
-                query,
-                keys,
-                self._scores,
-                batch.block_table,
-                batch.query_start_loc,
-                batch.seq_lens,
-                lse,
-                self.scale,
-                batch.prompts,
-                scales.query,
-                scales.key,
-                softcap=self.logits_soft_cap,
-            )
+        if lse is None:
+            return
+        for scores, prompts in ((self._scores, batch.prompts), (self._early, batch.late)):
+            if prompts is not None:
+                kernels.add_prompt_scores(
+                    query,
+                    keys,
+                    scores,
+                    batch.block_table,
+                    batch.query_start_loc,
+                    batch.seq_lens,
+                    lse,
+                    self.scale,
+                    prompts,
+                    scales.query,
+                    scales.key,
+                    softcap=self.logits_soft_cap,
+                )
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
         """Stock attention of ``batch.stock``, and each query's log-sum-exp.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from h2o_vllm.engine.eviction_scores import candidate_blocks
-from h2o_vllm.kernels.triton import BY_KEYS, BY_RANKS, BY_VALUES, PER_QUERY, Rescore
+from h2o_vllm.kernels.triton import BY_KEYS, BY_LATE, BY_RANKS, BY_VALUES, PER_QUERY, Rescore
 from h2o_vllm.policy.snapkv import KERNEL
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ _HOW: dict[str, tuple[int, int]] = {
     "keydiff": (BY_KEYS, 0),
     "snapkv": (0, KERNEL // 2),
     "snapkv-keydiff": (BY_RANKS, KERNEL // 2),
+    "caote-snapkv-keydiff": (PER_QUERY | BY_VALUES | BY_RANKS | BY_LATE, KERNEL // 2),
 }
 """Of every policy with ``scores_at_eviction``: ``how`` and ``reach``."""
 
@@ -30,6 +31,8 @@ def rescore_of(eviction: Eviction) -> Rescore:
     blocks = candidate_blocks(eviction)
     known = len(blocks) - len(eviction.fresh_blocks)
     how, reach = _HOW[eviction.policy]
+    if how & BY_LATE and eviction.in_prompt:
+        how, reach = how & ~BY_LATE, 0
     return Rescore(
         known=blocks[:known],
         fresh=blocks[known:],

@@ -97,6 +97,12 @@ class CudaState(WorkerState):
         """Drop what earlier queries gave to some rows' tokens; see :func:`.kernels.clear_scores`."""
         kernels.clear_scores(self.scores, table, live, rows, max_len)
 
+    def split_scores(
+        self, table: torch.Tensor, live: torch.Tensor, rows: torch.Tensor, max_len: int
+    ) -> None:
+        """Of some rows' tokens, make ``early`` what it is; see :func:`.kernels.split_scores`."""
+        kernels.split_scores(self.scores, self.early, table, live, rows, max_len)
+
     def note_served(self, batch: ScoredBatch, layer: int) -> None:
         """A layer's attention ran for a batch with budgets; remembers what was captured."""
         if batch.capturing:
@@ -109,12 +115,14 @@ class CudaState(WorkerState):
     def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         return async_tensor_h2d(data, device=self.scores.device)
 
-    def _reset_scores(self, slots: torch.Tensor, values: torch.Tensor | None) -> None:
-        kernels.reset_scores(self.scores, slots, values)
+    def _reset(
+        self, scores: torch.Tensor, slots: torch.Tensor, values: torch.Tensor | None
+    ) -> None:
+        kernels.reset_scores(scores, slots, values)
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         packed = kernels.Rescores.pack(list(map(rescore_of, evictions)), self.scores.device)
-        kernels.rescore(self.kv_layers, self.scores, packed)
+        kernels.rescore(self.kv_layers, self.scores, self.early, packed)
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         pairs = [(eviction.heavy_blocks, eviction.doomed_blocks) for eviction in evictions]

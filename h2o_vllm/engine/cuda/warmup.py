@@ -44,7 +44,7 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
     softcap, sinks = layer.impl.logits_soft_cap, layer.impl.sinks
     kernels.warm_up(
         state.kv_layers,
-        state.scores,
+        state.planes,
         state.workspace,
         query,
         out,

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["H2OGPUWorker"]
 
-_SCRATCH_BYTES = 96 << 20
-"""What the kernels hold whatever the size of the pool: lists of moves, partial results of prompts."""
+_FIXED_BYTES = 64 << 20
+"""What the kernels hold whatever the size of the pool, beside their scratch: partial results of prompts."""
 
 
 class H2OGPUWorker(EvictingWorker[CudaState], Worker):
@@ -98,7 +98,12 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             # Shapes without memory.
             "meta",
         )
-        return int(workspace.nbytes) + _SCRATCH_BYTES
+        return int(workspace.nbytes) + _FIXED_BYTES + self._scratch_bytes(spec.num_kv_heads)
+
+    def _scratch_bytes(self, kv_heads: int) -> int:
+        """Of compaction and rescoring: room for the longest prompt's first eviction, a layer at a time."""
+        longest = self.model_config.max_model_len
+        return max(kernels.SCRATCH_BYTES, kernels.scratch_bytes(kv_heads, longest))
 
     def compile_or_warm_up_model(self) -> Any:
         """As the base class; our kernels are compiled first, and checked to be in the graphs after."""
@@ -107,7 +112,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         times = super().compile_or_warm_up_model()
         self._check_graphs(state)
         # vLLM's own warm-up has used the KV cache; nothing of it is anybody's.
-        state.scores.zero_()
+        state.planes.zero_()
         self._serving = True
         return times
 
@@ -127,15 +132,20 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         spec, first = group.kv_cache_spec, layers[0]
         num_blocks, num_kv_heads, block_size, _ = first.kv_cache.shape
         views = [key_value_views(layer.kv_cache, spec.head_size) for layer in layers]
-        kv_layers = kernels.KVLayers([keys for keys, _ in views], [values for _, values in views])
-        scores = torch.zeros(len(layers), num_blocks, num_kv_heads, block_size, device=self.device)
+        kv_layers = kernels.KVLayers(
+            [keys for keys, _ in views],
+            [values for _, values in views],
+            self._scratch_bytes(num_kv_heads),
+        )
+        shape = (2, len(layers), num_blocks, num_kv_heads, block_size)
+        planes = torch.zeros(shape, device=self.device)
         self._first_layer, num_heads = first, first.impl.num_heads
         check_scales(layers)
         check_softmaxes([layer.impl for layer in layers])
-        check_layers(kv_layers.key_caches, kv_layers.value_caches, scores, num_heads)
+        check_layers(kv_layers.key_caches, kv_layers.value_caches, planes[0], num_heads)
         slots = runner_block_table(self.model_runner, group.kv_cache_group_id).shape[0]
         return CudaState(
-            scores=scores,
+            planes=planes,
             kv_cache_group=group.kv_cache_group_id,
             first_kv_head=self._first_kv_head(),
             kv_layers=kv_layers,

@@ -14,6 +14,8 @@ take for granted, :func:`warm_up` compiles them all. Each step, in this order:
     attend_decode       per layer, in or out of a CUDA graph             2 launches
     prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch
     add_prompt_scores   per layer, if there are prompt rows              eager, 2 launches; 1 if no row is cut
+                        again for the late queries of prompts that get there, for a policy that asks
+    split_scores        after it, for these                              eager, 1 launch
 
 Nothing here waits for the GPU, and nothing in a graph allocates. Rows that are scored share no block: that is
 the design's law (a policy that moves tokens reads no cached blocks), so sums need no atomics.
@@ -21,21 +23,23 @@ the design's law (a policy that moves tokens reads no cached blocks), so sums ne
 
 from __future__ import annotations
 
-from h2o_vllm.kernels.triton.clear import clear_scores
+from h2o_vllm.kernels.triton.clear import clear_scores, split_scores
 from h2o_vllm.kernels.triton.compact import compact
 from h2o_vllm.kernels.triton.decode import attend_decode
-from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
+from h2o_vllm.kernels.triton.evictions import SCRATCH_BYTES, Evictions, KVLayers
 from h2o_vllm.kernels.triton.lse import prompt_lse
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import (
     BY_KEYS,
+    BY_LATE,
     BY_RANKS,
     BY_VALUES,
     PER_QUERY,
     Rescore,
     Rescores,
+    scratch_bytes,
 )
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import PromptSegments
@@ -44,11 +48,13 @@ from h2o_vllm.kernels.triton.warmup import warm_up
 
 __all__ = [
     "BY_KEYS",
+    "BY_LATE",
     "BY_RANKS",
     "BY_VALUES",
     "EVICTING",
     "PER_QUERY",
     "SCORED",
+    "SCRATCH_BYTES",
     "DecodeWorkspace",
     "Evictions",
     "KVLayers",
@@ -63,5 +69,7 @@ __all__ = [
     "prompt_lse",
     "rescore",
     "reset_scores",
+    "scratch_bytes",
+    "split_scores",
     "warm_up",
 ]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Dropping old scores, for policies that count the newest query alone."""
+"""Scores of whole rows: dropped, where the newest query alone counts; split, where late ones count apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["clear_scores"]
+__all__ = ["clear_scores", "split_scores"]
 
 
 def clear_scores(
@@ -24,11 +24,37 @@ def clear_scores(
         rows: [R], int32: the rows to look at, each once.
         max_len: no listed row is longer; a host number, it sizes the grid.
     """
+    _launch(None, scores, block_table, seq_lens, rows, max_len)
+
+
+def split_scores(
+    scores: Tensor, early: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor, max_len: int
+) -> None:
+    """Make ``early`` the scores of some rows less what it holds, in all layers and heads. Eager, one launch.
+
+    Zero for protected tokens, whose scores are infinite. Once per row: after the attention, or all of it in
+    which late queries are, has been added to the scores, and that of the late ones to ``early``.
+
+    Args:
+        early: as ``scores``. The others are those of :func:`clear_scores`.
+    """
+    _launch(early, scores, block_table, seq_lens, rows, max_len)
+
+
+def _launch(
+    early: Tensor | None,
+    scores: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    rows: Tensor,
+    max_len: int,
+) -> None:
     layers, blocks, heads, block_size = scores.shape
     if rows.shape[0] == 0 or max_len < 1:
         return
-    _clear[(triton.cdiv(max_len, block_size), rows.shape[0], layers)](
+    _each_block[(triton.cdiv(max_len, block_size), rows.shape[0], layers)](
         scores,
+        early,
         block_table,
         seq_lens,
         rows,
@@ -42,8 +68,9 @@ def clear_scores(
 
 
 @triton.jit(do_not_specialize=["num_blocks", "stride_table"])
-def _clear(
+def _each_block(
     scores,
+    early,
     block_table,
     seq_lens,
     rows,
@@ -60,6 +87,11 @@ def _clear(
         return
     block = tl.load(block_table + row.to(tl.int64) * stride_table + index).to(tl.int64)
     slot = tl.arange(0, PADDED)
-    page = scores + (tl.program_id(2).to(tl.int64) * num_blocks + block) * PAGE + slot
-    old = tl.load(page, mask=slot < PAGE, other=0.0)
-    tl.store(page, tl.where(old == float("inf"), old, 0.0), mask=slot < PAGE)
+    page = (tl.program_id(2).to(tl.int64) * num_blocks + block) * PAGE + slot
+    old = tl.load(scores + page, mask=slot < PAGE, other=0.0)
+    protected = old == float("inf")
+    if early is None:
+        tl.store(scores + page, tl.where(protected, old, 0.0), mask=slot < PAGE)
+    else:
+        late = tl.load(early + page, mask=slot < PAGE, other=0.0)
+        tl.store(early + page, tl.where(protected, 0.0, old - late), mask=slot < PAGE)

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Evictions", "KVLayers"]
+__all__ = ["SCRATCH_BYTES", "Evictions", "KVLayers"]
+
+SCRATCH_BYTES = 32 << 20
+"""What compaction and rescoring hold beside the caches, unless long prompts need more."""
 
 
 class KVLayers:
@@ -22,13 +25,14 @@ class KVLayers:
         self,
         key_caches: Sequence[Tensor],
         value_caches: Sequence[Tensor],
-        scratch_bytes: int = 32 << 20,
+        scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
         """Note where the layers lie, and allocate the scratch.
 
         Args:
             key_caches, value_caches: L views [N, BS, KH, D] of one shape, dtype and strides; last stride 1.
-            scratch_bytes: 8 bytes per (kv head, heavy slot) of as many (eviction, layer) pairs as fit.
+            scratch_bytes: 8 bytes per (kv head, heavy slot) of as many (eviction, layer) pairs as fit; for
+                new scores see :func:`.rescores.scratch_bytes`.
         """
         self.key_caches = list(key_caches)
         self.value_caches = list(value_caches)

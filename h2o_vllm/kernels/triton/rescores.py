@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BY_KEYS", "BY_RANKS", "BY_VALUES", "HEADER", "PER_QUERY", "Rescore", "Rescores"]
+__all__ = [
+    "BY_KEYS",
+    "BY_LATE",
+    "BY_RANKS",
+    "BY_VALUES",
+    "HEADER",
+    "PER_QUERY",
+    "Rescore",
+    "Rescores",
+    "scratch_bytes",
+]
 
 PER_QUERY = 1
 """A fresh token's sum becomes what it would be, had all queries so far seen the token."""
@@ -20,9 +30,20 @@ BY_KEYS = 4
 nothing else."""
 BY_RANKS = 8
 """Fresh tokens are ranked by sums and by keys, and each gets the sum that stands at the better rank."""
+BY_LATE = 16
+"""And by what late queries have given to it or its neighbours; the sums are its own. With ``BY_RANKS``."""
 
+LISTS = 4
+"""Numbers in the scratch per fresh token: its sum, its score by keys, the sums in order, its rank by keys."""
+LISTS_IF_LATE = 6
+"""With its score by late queries, and its rank by them."""
 HEADER = 8
 """Numbers before an entry's block ids: known blocks, all blocks, then as in :class:`Rescore`, padding."""
+
+
+def scratch_bytes(kv_heads: int, tokens: int) -> int:
+    """What the scratch needs for one layer of an eviction that ranks ``tokens`` fresh tokens."""
+    return LISTS_IF_LATE * 4 * kv_heads * tokens
 
 
 @dataclass(frozen=True)
@@ -36,7 +57,8 @@ class Rescore:
         fresh_from: position of the first fresh token. seen: queries so far.
         protected: how many fresh tokens, the first ones, are protected, if ``how`` is ``BY_KEYS``: whatever
             their scores, which may be others'. All other protected tokens have infinite ones.
-        reach: a fresh token gets the highest score among those up to this many fresh tokens away.
+        reach: a fresh token gets the highest score among those up to this many fresh tokens away; if
+            ``BY_LATE``, of late queries alone.
     """
 
     known: Sequence[int]
@@ -60,10 +82,12 @@ class Rescores:
     Attributes:
         table: [E, HEADER + W], int32: header, ids of known blocks, at once those of fresh ones, padding.
         max_staged: host number, the most fresh blocks of one that is staged; 0: none is.
+        lists: host number, how many numbers per fresh token the scratch takes for it.
     """
 
     table: Tensor
     max_staged: int
+    lists: int = LISTS
 
     @classmethod
     def pack(cls, rescores: Sequence[Rescore], device: torch.device | str) -> Rescores:
@@ -81,4 +105,5 @@ class Rescores:
         return cls(
             table=packed.to(device, non_blocking=True),
             max_staged=max((len(one.fresh) for one in rescores if one.staged), default=0),
+            lists=LISTS_IF_LATE if any(one.how & BY_LATE for one in rescores) else LISTS,
         )

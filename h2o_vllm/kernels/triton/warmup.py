@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.clear import clear_scores
+from h2o_vllm.kernels.triton.clear import clear_scores, split_scores
 from h2o_vllm.kernels.triton.compact import _CHUNKS, compact
 from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
@@ -22,7 +22,7 @@ __all__ = ["warm_up"]
 
 def warm_up(
     layers: KVLayers,
-    scores: Tensor,
+    planes: Tensor,
     workspace: DecodeWorkspace,
     query: Tensor,
     out: Tensor,
@@ -39,10 +39,11 @@ def warm_up(
     ``compact_tables`` is left to its caller, whose buffers decide its form; compiling it is quick.
 
     Args:
-        scores: [L, N, KH, BS].
+        planes: [2, L, N, KH, BS], scores and their early parts.
         query, out: [at least 2, H, D], of the dtypes and strides that serving will use. Not written.
         query_scale, key_scale, value_scale, softcap, sinks: given exactly if serving gives them.
     """
+    scores, early = planes
     device, block_size = scores.device, scores.shape[3]
     key, value = layers.key_caches[0], layers.value_caches[0]
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
@@ -61,11 +62,13 @@ def warm_up(
     given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
     add_prompt_scores(*given, *scales, softcap=softcap)
     clear_scores(scores, table, nothing, nothing, block_size)
+    split_scores(scores, early, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):
         reset_scores(scores, padding, values)
     # The device looks up what is to be done; "staged", so that all kernels of it are launched.
-    rescore(layers, scores, Rescores(Rescores.pack([Rescore((), ())], device).table, max_staged=1))
+    nobody = Rescores(Rescores.pack([Rescore((), ())], device).table, max_staged=1)
+    rescore(layers, scores, early, nobody)
     # Laid out as Evictions.pack does: alignment counts.
     packed = torch.zeros(1, 3, dtype=torch.int32, device=device)
     # As many candidates as each chunk takes at most, then one block more than fits any.

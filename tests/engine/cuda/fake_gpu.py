@@ -299,7 +299,7 @@ class FakeGPU:
         views = [key_value_views(cache, SIZE) for cache in self.kv]
         return CudaState(
             kv_layers=kernels.KVLayers([k for k, _ in views], [v for _, v in views]),
-            scores=torch.zeros(LAYERS, num_blocks, len(self.kv_heads), self.block_size),
+            planes=torch.zeros(2, LAYERS, num_blocks, len(self.kv_heads), self.block_size),
             workspace=kernels.DecodeWorkspace(
                 rows,
                 num_blocks * self.block_size,

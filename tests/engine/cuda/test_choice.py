@@ -170,7 +170,9 @@ def bare_impl(version: int | None, hd256: bool = False) -> Any:
 def test_a_flash_attention_that_is_called_otherwise_does_not_serve() -> None:
     caches = [torch.zeros(2, 16, 2, 64)]
     layers = SimpleNamespace(key_caches=caches, value_caches=caches)
-    state: Any = SimpleNamespace(scores=torch.zeros(1, 2, 2, 16), kv_layers=layers)
+    state: Any = SimpleNamespace(
+        scores=torch.zeros(1, 2, 2, 16), early=torch.zeros(1, 2, 2, 16), kv_layers=layers
+    )
     for version in backends.FLASH_VERSIONS:
         bare_impl(version).bind(state, 0)
     for impl in (bare_impl(4, hd256=True), bare_impl(5), bare_impl(None)):

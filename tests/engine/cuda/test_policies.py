@@ -37,7 +37,12 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
         20,
         {"kv_budget": budget, "kv_policy": policy, "kv_prefill_tokens": 64, "kv_recent": 0.5},
     )
-    for policy, budget in (("h2o", 0.2), ("tova", 1.0), ("keydiff", 0.2))
+    for policy, budget in (
+        ("h2o", 0.2),
+        ("tova", 1.0),
+        ("keydiff", 0.2),
+        ("caote-snapkv-keydiff", 0.2),
+    )
 }
 """Prompts are cut into chunks of at most 64 tokens, and where depends on the others."""
 

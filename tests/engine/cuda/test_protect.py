@@ -17,7 +17,7 @@ from tests.engine.cuda.test_policies import FLOOR, outputs_of
 
 PREFIX, NEW = 40, 40
 PROMPT = [5] * 100
-READERS = ("h2o", "tova", "caote", "keydiff", "caote-keydiff", "snapkv-keydiff")
+READERS = ("h2o", "tova", "caote", "keydiff", "snapkv-keydiff", "caote-snapkv-keydiff")
 """All queries counted, scores cleared, scores adjusted, none collected."""
 
 

@@ -169,6 +169,33 @@ def test_rows_follow_the_rule_of_one_row() -> None:
         scored, protected = one_row(EvictionParams(name, prompt, sinks), first, first + count)
         assert rows.scored_queries.tolist() == [0, scored]
         assert rows.protected_tokens.tolist() == [3 + at - first for at in protected]
+        late = late_in(EvictionParams(name, prompt, sinks), first, first + count)
+        assert rows.crossing.tolist() == ([] if late is None else [1])
+        assert rows.late_queries.tolist() == ([] if late is None else [late])
+
+
+def late_in(params: EvictionParams, first: int, end: int) -> int | None:
+    """If early queries end with the queries ``first`` .. ``end - 1``: how many late ones follow."""
+    queries = get_policy(params.policy).late_prompt_queries
+    if queries is None or params.prompt_tokens <= queries:
+        return None
+    last_early = params.prompt_tokens - queries - 1
+    return end - 1 - last_early if first <= last_early < end else None
+
+
+def test_early_queries_end_once_however_a_prompt_is_cut() -> None:
+    """Whatever the chunks, preempted or not: from then on, later queries are all late."""
+    chance = np.random.default_rng(1)
+    code = POLICIES.index("caote-snapkv-keydiff") + 1
+    for _ in range(50):
+        prompt, computed, found = int(chance.integers(33, 200)), 0, []
+        while computed < prompt + 20:
+            count = int(chance.integers(1, 40))
+            rows = step([code], [count], [computed + count], [prompt])
+            found += [(computed + count, int(late)) for late in rows.late_queries]
+            computed += count
+        ((end, late),) = found
+        assert end - late == prompt - 32
 
 
 def test_a_prompt_is_scored_from_its_window_on() -> None:

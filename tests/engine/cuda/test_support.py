@@ -210,13 +210,23 @@ def test_scores_take_their_share_of_the_memory() -> None:
     ours = H2OAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     plain = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     assert binding.memory_less_scores(10_000_000, [plain]) == 10_000_000
-    # 2 * 64 * 2 bytes of KV and 4 of score per token and head.
-    assert binding.memory_less_scores(26_000_000, [ours, ours]) == 26_000_000 * 256 // 260
+    # 2 * 64 * 2 bytes of KV, and 2 * 4 of its score and the early part of it, per token and head.
+    assert binding.memory_less_scores(26_000_000, [ours, ours]) == 26_000_000 * 256 // 264
     # Sliding-window layers lie in the same blocks, which are as large as the evictable layers' alone.
     window = SlidingWindowSpec(
         block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=64
     )
-    assert binding.memory_less_scores(26_000_000, [window, ours]) == 26_000_000 * 256 // 260
+    assert binding.memory_less_scores(26_000_000, [window, ours]) == 26_000_000 * 256 // 264
+
+
+@pytest.mark.parametrize(("kv_heads", "longest"), [(2, 8192), (8, 131_072), (32, 131_072)])
+def test_the_longest_prompts_first_eviction_fits_the_scratch(kv_heads: int, longest: int) -> None:
+    """Else the step that evicts would end the engine."""
+    worker = bare_worker(model_config=SimpleNamespace(max_model_len=longest))
+    held = worker._scratch_bytes(kv_heads)
+    # By scores, keys and late queries: three numbers per token and their places.
+    assert held // 4 >= 6 * kv_heads * longest
+    assert held == 32 << 20 or held == 4 * 6 * kv_heads * longest
 
 
 def test_layers_that_need_other_kernels_than_the_first_are_refused() -> None:

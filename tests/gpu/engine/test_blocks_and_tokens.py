@@ -28,6 +28,7 @@ BUDGETS: list[dict[str, Any] | None] = [
     {"kv_budget": 0.3, "kv_policy": "caote"},
     {"kv_budget": 0.3, "kv_policy": "caote-keydiff"},
     {"kv_budget": 0.3, "kv_policy": "snapkv-keydiff"},
+    {"kv_budget": 0.3, "kv_policy": "caote-snapkv-keydiff"},
     {"kv_budget": 0.3, "kv_protect": 60},
 ]
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old scores are dropped in the listed rows only, and protected tokens keep theirs."""
+"""Scores are dropped or split in the listed rows only, and protected tokens keep theirs."""
 
 from __future__ import annotations
 
 import torch
 
 from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import clear_scores
+from h2o_vllm.kernels.triton import clear_scores, split_scores
 from tests.kernels.triton.cases import bits, make_batch
 
 
@@ -25,8 +25,30 @@ def test_forgetting_equals_the_reference() -> None:
     )
 
 
+def test_splitting_equals_the_reference() -> None:
+    batch = make_batch([40, 0, 70, 16, 33], [1, 0, 5, 1, 1], kv_heads=3, group=1)
+    scores = torch.stack([batch.scores, batch.scores * 2])
+    scores[:, batch.block_table[2, 0], :, :5] = float("inf")
+    late = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0))
+    before, got, want = scores.clone(), late.clone(), late.clone()
+    given = (batch.block_table, batch.seq_lens, torch.tensor([2, 3, 1], dtype=torch.int32))
+    reference.split_scores(scores, want, *given)
+    split_scores(scores, got, *given, 70)
+    assert torch.equal(bits(got), bits(want))
+    assert torch.equal(bits(scores), bits(before))
+    protected = scores.isinf()
+    assert protected.sum() == 2 * 3 * 5 and not got[protected].any()
+    changed = {
+        block for block in range(scores.shape[1]) if not torch.equal(got[:, block], late[:, block])
+    }
+    assert changed == {*batch.block_table[2, :5].tolist(), *batch.block_table[3, :1].tolist()}
+
+
 def test_no_rows_no_change() -> None:
     batch = make_batch([40])
-    scores = batch.scores[None].clone()
-    clear_scores(scores, batch.block_table, batch.seq_lens, torch.zeros(0, dtype=torch.int32), 40)
+    scores, nobody = batch.scores[None].clone(), torch.zeros(0, dtype=torch.int32)
+    clear_scores(scores, batch.block_table, batch.seq_lens, nobody, 40)
+    early = scores / 2
+    split_scores(scores, early, batch.block_table, batch.seq_lens, nobody, 40)
     assert torch.equal(bits(scores[0]), bits(batch.scores))
+    assert torch.equal(bits(early[0]), bits(batch.scores / 2))

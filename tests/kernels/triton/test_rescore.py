@@ -16,11 +16,12 @@ from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
 from h2o_vllm.policy import get_policy
 from tests.kernels.triton.cases import DTYPES, NAN, halves
 from tests.kernels.triton.evict_laws import make_layers
-from tests.kernels.triton.rescore_laws import ADJUSTING, by_policies, check_rescore
+from tests.kernels.triton.rescore_laws import ADJUSTING, by_policies, check_rescore, early_of
 
 MODULE = "h2o_vllm.kernels.triton.rescore"
 INF = float("inf")
 BLOCKS = 26
+THREE = "caote-snapkv-keydiff"
 
 
 def evictions_of(policies: list[str], sinks: int = 0) -> list[Eviction]:
@@ -82,11 +83,11 @@ def test_one_launch_takes_all_policies(block_size: int, monkeypatch: pytest.Monk
             launches.append(self.name)
             return self.kernel[grid]
 
-    for name in ("_rescore", "_order", "_settle"):
+    for name in ("_rescore", "order_ranks", "settle_scores"):
         monkeypatch.setattr(sys.modules[MODULE], name, Counting(name))
     caches, scores = make_layers(torch.bfloat16, 64, block_size, layers=3, blocks=BLOCKS)
     check_rescore(caches, scores.clone(), evictions_of(ADJUSTING))
-    assert launches == ["_rescore", "_order", "_settle"]
+    assert launches == ["_rescore", "order_ranks", "settle_scores"]
     launches.clear()
     check_rescore(caches, scores.clone(), evictions_of(["keydiff", "caote", "h2o-norm", "keydiff"]))
     assert launches == ["_rescore"]
@@ -144,7 +145,7 @@ def test_keys_of_any_length_and_none() -> None:
     check_rescore(
         caches,
         scores,
-        evictions_of(["keydiff", "caote-keydiff", "caote", "snapkv-keydiff", "caote"]),
+        evictions_of(["keydiff", "caote-keydiff", THREE, "snapkv-keydiff", "caote"]),
     )
 
 
@@ -155,7 +156,7 @@ def test_tiles_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     check_rescore(
         caches,
         scores,
-        evictions_of(["caote-keydiff", "snapkv", "snapkv-keydiff", "snapkv-keydiff"]),
+        evictions_of([THREE, "snapkv", "snapkv-keydiff", THREE]),
     )
 
 
@@ -174,5 +175,7 @@ def test_an_8_bit_cache_is_rescored() -> None:
     evictions = evictions_of(ADJUSTING)
     got = scores.clone()
     layers = KVLayers(*zip(*(halves(cache) for cache in caches), strict=True))
-    rescore(layers, got, Rescores.pack([rescore_of(one) for one in evictions], "cpu"))
-    torch.testing.assert_close(got, by_policies(wide, scores, evictions), rtol=1e-4, atol=1e-6)
+    early = early_of(scores)
+    rescore(layers, got, early, Rescores.pack([rescore_of(one) for one in evictions], "cpu"))
+    want = by_policies(wide, scores, early, evictions)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

@@ -12,13 +12,14 @@ from tests.kernels.triton.evict_laws import make_layers
 
 def test_warming_up_changes_nothing() -> None:
     caches, scores = make_layers()
-    before, scores_before = [cache.clone() for cache in caches], scores.clone()
+    planes = torch.stack([scores, scores / 2])
+    before, planes_before = [cache.clone() for cache in caches], planes.clone()
     layers = KVLayers(*zip(*(halves(cache) for cache in caches), strict=True))
     query = torch.randn(2, 6, 64)
     out = query.clone()
     workspace = DecodeWorkspace(4, 12 * 16, 6, 2, torch.float32, 64, "cpu")
-    warm_up(layers, scores, workspace, query, out)
-    warm_up(layers, scores, workspace, query, out, softcap=30.0, sinks=torch.ones(6))
+    warm_up(layers, planes, workspace, query, out)
+    warm_up(layers, planes, workspace, query, out, softcap=30.0, sinks=torch.ones(6))
     assert torch.equal(query, out)
-    assert torch.equal(bits(scores), bits(scores_before))
+    assert torch.equal(bits(planes), bits(planes_before))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(caches, before, strict=True))

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that rank in several ways: each has its share of the slots, and a token counts by its best rank.
+
+Attention so far knows what a text goes on from; the attention of the prompt's end knows what was asked there;
+a distinctive key may be what is asked later. None of them knows what the others know.
+
+Ranks of different evictions cannot be compared. So when a token is ranked for the first time, its score
+becomes the largest of its own, by the first way, and of the scores, by the first way, of the newcomers that
+have its ranks in the others. That gives the same order, and is a sum of attention to which later queries add.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from h2o_vllm.policy.caote import CAOTEPolicy
+from h2o_vllm.policy.keydiff import KeyDiffPolicy
+from h2o_vllm.policy.snapkv import WINDOW, SnapKVPolicy, pooled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from h2o_vllm.policy.candidates import Candidates
+
+__all__ = ["CAOTEKeyDiffPolicy", "CAOTESnapKVKeyDiffPolicy", "SnapKVKeyDiffPolicy"]
+
+_KEYDIFF = KeyDiffPolicy()
+
+
+class CAOTEKeyDiffPolicy(CAOTEPolicy):
+    """Keep the tokens that attention's output would miss most, and those with the most distinctive keys.
+
+    CAOTE (https://arxiv.org/abs/2504.14051) and KeyDiff (https://arxiv.org/abs/2504.15364).
+    """
+
+    name: ClassVar[str] = "caote-keydiff"
+
+    def eviction_scores(self, candidates: Candidates) -> Tensor:
+        """Raise the fresh tokens with distinctive keys."""
+        scores = super().eviction_scores(candidates)
+        if scores.shape[-1] == candidates.known:
+            return scores
+        return _raised(scores, candidates, _distinctions(candidates))
+
+
+class SnapKVKeyDiffPolicy(SnapKVPolicy):
+    """Keep what the prompt's end looks at, and the tokens with the most distinctive keys.
+
+    SnapKV (https://arxiv.org/abs/2404.14469) and KeyDiff: one half of the slots knows a question at the
+    prompt's end, and one that comes later may find its answer in the other.
+    """
+
+    name: ClassVar[str] = "snapkv-keydiff"
+
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+        """Raise the fresh tokens with distinctive keys."""
+        scores = super().eviction_scores(candidates)
+        return None if scores is None else _raised(scores, candidates, _distinctions(candidates))
+
+
+class CAOTESnapKVKeyDiffPolicy(CAOTEPolicy):
+    """Keep what attention's output would miss most, what the prompt's end looks at, and distinctive keys.
+
+    CAOTE (https://arxiv.org/abs/2504.14051), SnapKV (https://arxiv.org/abs/2404.14469) and KeyDiff
+    (https://arxiv.org/abs/2504.15364). For SnapKV's rank the attention of the prompt's last queries, and of
+    all behind them, is known apart. Inside of a bounded prompt, whose end is still to come, the others rank
+    alone.
+    """
+
+    name: ClassVar[str] = "caote-snapkv-keydiff"
+    late_prompt_queries: ClassVar[int | None] = WINDOW
+
+    def eviction_scores(self, candidates: Candidates) -> Tensor:
+        """Raise the fresh tokens with distinctive keys, and those that late queries look at."""
+        scores, known = super().eviction_scores(candidates), candidates.known
+        if scores.shape[-1] == known:
+            return scores
+        others = [_distinctions(candidates)]
+        if candidates.late is not None:
+            others.append(pooled(candidates.late[..., known:]))
+        return _raised(scores, candidates, *others)
+
+
+def _distinctions(candidates: Candidates) -> Tensor:
+    """[L, KH, C - known]."""
+    return _KEYDIFF.eviction_scores(candidates)[..., candidates.known :]
+
+
+def _raised(scores: Tensor, candidates: Candidates, *others: Tensor) -> Tensor:
+    """``scores`` with the fresh tokens' raised to what they would be by the best of their ranks."""
+    fresh = scores[..., candidates.known :]
+    values, best = fresh.sort(dim=-1, descending=True).values, fresh
+    for other in others:
+        order = other.sort(dim=-1, descending=True, stable=True).indices
+        best = torch.maximum(best, torch.empty_like(fresh).scatter_(-1, order, values))
+    return candidates.with_fresh(best)

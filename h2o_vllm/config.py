@@ -63,6 +63,9 @@ POLICIES = (
 )
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
+BEST_RANK_POLICIES = ("caote-keydiff", "snapkv-keydiff", "caote-snapkv-keydiff")
+"""Rank in several ways, and keep what is best in any."""
+
 PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff")
 """Have nothing to rank by before the prompt's end."""
 
@@ -159,7 +162,8 @@ class H2OConfig:
     Attributes:
         kv_budget: default share of the seen tokens a request keeps, in (0, 1]; 1 is lossless.
         kv_budget_tokens: default absolute budget; overrides ``kv_budget`` when set.
-        kv_recent: default share of a budget spent on the newest tokens, in [0, 1].
+        kv_recent: default share of a budget spent on the newest tokens, in [0, 1]; ``None``: see
+            :meth:`recent_of`.
         kv_policy: default policy, one of :data:`POLICIES`. ``h2o`` is the paper's.
         kv_sinks: default number of first tokens that are never evicted, 0 to 1024.
         kv_budget_min: smallest ``kv_budget`` a request may ask for.
@@ -186,8 +190,8 @@ class H2OConfig:
 
     kv_budget: float = 1.0
     kv_budget_tokens: int | None = None
-    kv_recent: float = 0.5
-    kv_policy: str = "caote-keydiff"
+    kv_recent: float | None = None
+    kv_policy: str = "caote-snapkv-keydiff"
     kv_sinks: int = 0
     kv_budget_min: float = 0.01
     kv_budget_max: float = 1.0
@@ -205,7 +209,8 @@ class H2OConfig:
         try:
             for name in ("kv_budget", "kv_budget_min", "kv_budget_max"):
                 check_fraction(name, getattr(self, name), 0.0, 1.0, low_open=True)
-            check_fraction("kv_recent", self.kv_recent, 0.0, 1.0)
+            if self.kv_recent is not None:
+                check_fraction("kv_recent", self.kv_recent, 0.0, 1.0)
             check_choice("kv_policy", self.kv_policy, POLICIES)
             check_integer("kv_sinks", self.kv_sinks, 0, MAX_SINKS)
             if self.kv_budget_tokens is not None:
@@ -273,7 +278,8 @@ class H2OConfig:
         """
         given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
         policy = check_choice("kv_policy", given.get("kv_policy", self.kv_policy), POLICIES)
-        recent = check_fraction("kv_recent", given.get("kv_recent", self.kv_recent), 0.0, 1.0)
+        recent = given.get("kv_recent", self.recent_of(policy))
+        recent = check_fraction("kv_recent", recent, 0.0, 1.0)
         sinks = check_integer("kv_sinks", given.get("kv_sinks", self.kv_sinks), 0, MAX_SINKS)
         if "kv_budget" in given and "kv_budget_tokens" in given:
             raise BudgetError(
@@ -314,6 +320,15 @@ class H2OConfig:
             prefill=prefill,
             trace=self._trace(given),
         )
+
+    def recent_of(self, policy: str) -> float:
+        """Share of the newest tokens if a request does not say: half, the paper's, unless this server does.
+
+        A policy that ranks in several ways has too few tokens for each left by then: it gets a quarter.
+        """
+        if self.kv_recent is not None:
+            return self.kv_recent
+        return 0.25 if policy in BEST_RANK_POLICIES else 0.5
 
     def _trace(self, given: Mapping[str, Any]) -> bool:
         trace = check_flag("kv_trace", given.get("kv_trace", False))

@@ -163,17 +163,16 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_recent",
         float,
         "SHARE",
-        "Share of the budget for the newest tokens, 0 to 1; the rest goes by --kv-policy.",
+        "Share of the budget for the newest tokens, 0 to 1; else 0.5, 0.25 for ...-keydiff.",
     )
     group.add_argument(
         "--kv-policy",
         choices=POLICIES,
         default=_DEFAULTS.kv_policy,
         help="Which tokens stay beside the newest. h2o: those with the most attention so far; h2o-norm: "
-        "per query that could see them; caote: the same, weighed by their values; snapkv: the "
-        "most from the prompt's end on; tova: from the newest token; keydiff: the least "
-        "like the others; ...-keydiff: both; window: the first; "
-        "random: any; full: all.",
+        "per query that saw them; caote: the same, weighed by their values; snapkv: the most from "
+        "the prompt's end on; tova: from the newest; keydiff: least like others; ...-keydiff: "
+        "best by any; window: the first; random: any; full: all.",
     )
     add(
         "kv_sinks",

@@ -45,7 +45,9 @@ class Defaults(BaseModel):
 
     kv_budget: float = Field(description="Share of its tokens a request keeps; 1 is plain vLLM.")
     kv_budget_tokens: int | None = Field(description="Absolute budget; comes before kv_budget.")
-    kv_recent: float = Field(description="Share of the budget spent on the newest tokens.")
+    kv_recent: float = Field(
+        description="Share of the budget spent on the newest tokens, with this policy."
+    )
     kv_policy: str = Field(description="Which tokens stay.")
     kv_sinks: int = Field(description="First tokens that are never evicted.")
     kv_protect: int | Literal["prompt", "system"] = Field(
@@ -175,7 +177,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     policies = [p for p in POLICIES if p != "full" or config.kv_budget_max >= 1.0]
     # vLLM sums them over the data-parallel engines.
     blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size
-    values = config.to_mapping()
+    values = config.to_mapping() | {"kv_recent": config.recent_of(config.kv_policy)}
     return H2OServerConfig(
         models=[engine.model_config.served_model_name],
         defaults=Defaults(**{name: values[name] for name in Defaults.model_fields}),

@@ -30,7 +30,8 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
             int, config.kv_budget_tokens, "A number of tokens to keep instead.", ge=1
         ),
         "kv_recent": _field(
-            float, config.kv_recent, "Share of the budget for the newest tokens.", ge=0, le=1
+            float, config.recent_of(config.kv_policy), "Share of the budget for the newest tokens.",
+            ge=0, le=1,
         ),
         "kv_policy": _field(Literal[POLICIES], config.kv_policy, "Which tokens stay."),
         "kv_sinks": _field(

@@ -54,7 +54,7 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
         config.kv_budget,
         config.kv_budget_tokens,
         config.kv_policy,
-        config.kv_recent,
+        config.recent_of(config.kv_policy),
         config.kv_sinks,
         config.kv_protect,
         config.kv_delay,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from h2o_vllm.engine.cpu.pages import ZeroPages
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import reference
@@ -75,7 +77,7 @@ class Case:
         per_row = -(-self.length // self.block_size)
         blocks = self.requests * per_row + 1
         shape = (blocks, self.kv_heads, self.block_size, 2 * self.size)
-        self.kv_cache = torch.empty(shape, dtype=self.dtype).normal_(generator=gen)
+        self.kv_cache = _pool(shape, self.dtype).normal_(generator=gen)
         self.scores = torch.zeros(shape[:3])
         ids = torch.randperm(blocks - 1, generator=gen) + 1
         self.table = ids.view(self.requests, per_row).int()
@@ -120,6 +122,13 @@ class Case:
             alibi_slopes=None, sliding_window=-1, block_table=self.table, softcap=0,
             scheduler_metadata=plan, s_aux=None,
         )  # fmt: skip
+
+
+def _pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory as our worker has its KV pool: on huge pages, where it is large and Linux has them."""
+    with ZeroPages():
+        pages = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.int8)
+    return pages.view(dtype).view(shape)
 
 
 def machine_limits(dtype: torch.dtype) -> Row:

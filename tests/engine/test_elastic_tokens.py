@@ -73,7 +73,7 @@ def test_law05_squeezed_requests_are_their_replays_and_lossless_ones_are_stock(
     asked = [{"kv_budget": 0.2, "kv_elastic": True, "kv_policy": policy} for policy in MATRIX]
     asked[2] |= {"kv_protect": 40}
     asked[5] |= {"kv_sinks": 4}
-    with left(clean, 40):
+    with left(clean, 46):
         outputs = clean.generate(prompts, asked, max_tokens=NEW, logprobs=0)
     points = assert_replays(clean, prompts, asked, outputs)
     squeezed = {policy for policy, at in zip(MATRIX, points, strict=True) if at is not None}

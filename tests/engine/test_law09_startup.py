@@ -180,7 +180,7 @@ def plain_impl() -> Any:
 
 
 def scores_of_one_layer() -> Any:
-    return SimpleNamespace(scores=torch.zeros(1, 1))
+    return SimpleNamespace(scores=torch.zeros(1, 1), early=torch.zeros(1, 1))
 
 
 @pytest.mark.parametrize("state", [None, SimpleNamespace()], ids=["unbound", "no-plan"])

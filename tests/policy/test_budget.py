@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_vllm.config import H2OConfig, RequestBudget
+from h2o_vllm.config import BEST_RANK_POLICIES, H2OConfig, RequestBudget
 from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_from, recent_tokens
 
 BLOCK_SIZES = st.sampled_from([16, 32, 128])
@@ -31,6 +31,20 @@ def budgets(draw: st.DrawFn) -> RequestBudget:
 )
 def test_a_fraction_of_the_tokens_seen_is_kept(fraction: float, seen: int, kept: int) -> None:
     assert budget_tokens(H2OConfig().resolve({"kv_budget": fraction}), seen) == kept
+
+
+def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() -> None:
+    ours, theirs = H2OConfig(), H2OConfig(kv_recent=0.7)
+    for policy, share in (
+        ("h2o", 0.5),
+        ("keydiff", 0.5),
+        *((one, 0.25) for one in BEST_RANK_POLICIES),
+    ):
+        asked = {"kv_policy": policy}
+        assert ours.resolve(asked).recent == share
+        assert theirs.resolve(asked).recent == 0.7
+        assert theirs.resolve({**asked, "kv_recent": 0.0}).recent == 0.0
+    assert ours.resolve(None).recent == ours.recent_of(ours.kv_policy) == 0.25
 
 
 def test_operator_limits_bound_absolute_budgets_as_well() -> None:

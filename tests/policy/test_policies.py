@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES
-from h2o_vllm.policy import Candidates, get_policy
+from h2o_vllm.config import BEST_RANK_POLICIES, POLICIES, PROMPT_END_POLICIES
+from h2o_vllm.policy import Candidates, best_rank, get_policy
 
 MATRIX = POLICIES[:-1]
 """All but ``full``, which is never asked."""
@@ -22,6 +22,12 @@ def test_who_scores_the_prompts_end_alone_is_listed_for_the_configuration() -> N
     """It is checked where no policy has been imported."""
     scored = {name: get_policy(name).scored_prompt_queries for name in POLICIES}
     assert [name for name in POLICIES if scored[name] is not None] == [*PROMPT_END_POLICIES]
+
+
+def test_who_ranks_in_several_ways_is_listed_for_the_configuration() -> None:
+    """It is given other defaults where no policy has been imported."""
+    several = [name for name in POLICIES if type(get_policy(name)).__module__ == best_rank.__name__]
+    assert several == [*BEST_RANK_POLICIES]
 
 
 @pytest.mark.parametrize("name", MATRIX)

@@ -22,7 +22,7 @@ READERS = ("h2o", "tova", "caote", "keydiff", "snapkv-keydiff", "caote-snapkv-ke
 
 
 def asked_by(policy: str) -> dict[str, Any]:
-    return {"kv_budget": 0.4, "kv_policy": policy, "kv_protect": PREFIX}
+    return {"kv_budget": 0.4, "kv_policy": policy, "kv_recent": 0.5, "kv_protect": PREFIX}
 
 
 def expected_outputs(policy: str, block: int) -> list[torch.Tensor]:

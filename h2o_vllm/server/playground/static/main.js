@@ -33,7 +33,7 @@ async function begin() {
   element("policy").replaceChildren(
     ...limits.kv_policies.filter((name) => name !== "full").map((name) => new Option(name)),
   );
-  element("policy").value = defaults.kv_policy === "full" ? "caote-keydiff" : defaults.kv_policy;
+  element("policy").value = defaults.kv_policy === "full" ? "caote-snapkv-keydiff" : defaults.kv_policy;
   element("budget").min = Math.max(0.05, limits.kv_budget_min);
   element("budget").max = limits.kv_budget_max;
   element("budget").value = defaults.kv_budget < 1 ? defaults.kv_budget : 0.2;

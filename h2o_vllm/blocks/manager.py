@@ -229,7 +229,7 @@ class H2OBlockManager(FullAttentionManager):
         heavy = [table[index] for index in indices.heavy]
         doomed = [table[index] for index in indices.doomed]
         fresh = tuple(table[index].block_id for index in indices.fresh)
-        seen = state.counts.num_computed_tokens
+        computed = state.counts.num_computed_tokens
         if state.policy.moves_tokens:
             check_private(heavy, doomed, scored=state.policy.needs_scores)
         if self.enable_caching:
@@ -247,9 +247,9 @@ class H2OBlockManager(FullAttentionManager):
             policy=state.budget.policy,
             fresh_blocks=fresh,
             fresh_from=indices.fresh.start * self.block_size,
-            seen=seen,
+            seen=computed,
             sinks=state.budget.sinks,
-            in_prompt=seen < state.prompt_tokens,
+            in_prompt=computed < state.prompt_tokens,
         )
 
     def _publish(self, state: EvictionState) -> None:

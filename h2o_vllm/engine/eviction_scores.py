@@ -33,15 +33,15 @@ def eviction_scores(
     scores: torch.Tensor,
     early: torch.Tensor,
     blocks: torch.Tensor,
-    keys: Callable[[int], torch.Tensor],
-    values: Callable[[int], torch.Tensor],
+    key_likeness: Callable[[], torch.Tensor],
+    value_distances: Callable[[], torch.Tensor],
 ) -> None:
     """Let ``policy`` adjust the scores of one eviction's candidates, in place.
 
     Args:
         scores: [L, N, KH, BS], float32. early: the same, see :class:`h2o_vllm.engine.state.WorkerState`.
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
-        keys, values: give one layer's in ``blocks``, in that order, [KH, D, C] and [KH, C / BS, BS, D].
+        key_likeness, value_distances: see :class:`.Candidates`; of ``blocks``, in that order.
     """
     old = scores.index_select(1, blocks)
     layers, count, heads, block_size = old.shape
@@ -65,8 +65,8 @@ def eviction_scores(
             known=(count - len(eviction.fresh_blocks)) * block_size,
             fresh_from=eviction.fresh_from,
             seen=eviction.seen,
-            keys=keys,
-            values=values,
+            key_likeness=key_likeness,
+            value_distances=value_distances,
             late=late,
         )
     )

@@ -28,12 +28,17 @@ __all__ = [
     "clear_scores",
     "compact",
     "compact_tables",
+    "key_likeness",
     "live_slots",
     "log_sum_exp",
     "reset_scores",
     "select_keep",
     "split_scores",
+    "value_distances",
 ]
+
+_SHORTEST = 1e-10
+"""A key of no length has no direction."""
 
 Slots = tuple[Tensor, Tensor]
 """Block ids and offsets of the S live slots of a sequence, in order; [S] each."""
@@ -219,6 +224,19 @@ def compact(
                 for cache in (keys, values):
                     cache[to_block, to_slot, head] = cache[from_block, from_slot, head]
                 scores[layer, to_block, head, to_slot] = scores[layer, from_block, head, from_slot]
+
+
+def key_likeness(keys: Tensor) -> Tensor:
+    """The cosine of each key and the mean of their directions: [..., C, D] to [..., C], float32."""
+    directions = torch.nn.functional.normalize(keys.double(), dim=-1, eps=_SHORTEST)
+    mean = torch.nn.functional.normalize(directions.sum(-2, keepdim=True), dim=-1)
+    return (directions * mean).sum(-1).float()
+
+
+def value_distances(values: Tensor) -> Tensor:
+    """How far each value lies from their mean: [..., C, D] to [..., C], float32."""
+    values = values.double()
+    return torch.linalg.vector_norm(values - values.mean(-2, keepdim=True), dim=-1).float()
 
 
 def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:

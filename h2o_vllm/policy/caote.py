@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from h2o_vllm.policy.h2o_norm import H2ONormPolicy
 
 if TYPE_CHECKING:
@@ -38,12 +36,8 @@ class CAOTEPolicy(H2ONormPolicy):
     def eviction_scores(self, candidates: Candidates) -> Tensor:
         """Weigh the means of the fresh tokens."""
         scores, known = super().eviction_scores(candidates), candidates.known
-        if scores.shape[-1] == known:
-            return scores
-        for layers in candidates.some_layers:
-            values = candidates.values_of(layers)
-            values -= values.mean(2, keepdim=True)
-            distances = torch.linalg.vector_norm(values, dim=-1)
+        if scores.shape[-1] > known:
+            distances = candidates.value_distances()
             weights = distances / distances.mean(2, keepdim=True).clamp_min(_TINY)
-            scores[layers.start : layers.stop, :, known:] *= weights[..., known:]
+            scores[..., known:] *= weights[..., known:]
         return scores

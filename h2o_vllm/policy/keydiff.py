@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-import torch.nn.functional as F
-
 from h2o_vllm.policy.h2o import H2OPolicy
 
 if TYPE_CHECKING:
@@ -16,9 +13,6 @@ if TYPE_CHECKING:
     from h2o_vllm.policy.candidates import Candidates
 
 __all__ = ["KeyDiffPolicy"]
-
-_TINY = 1e-20
-"""Below the square of any key's length."""
 
 
 class KeyDiffPolicy(H2OPolicy):
@@ -37,11 +31,4 @@ class KeyDiffPolicy(H2OPolicy):
 
     def eviction_scores(self, candidates: Candidates) -> Tensor:
         """All candidates anew, from their keys."""
-        scores = torch.empty_like(candidates.scores)
-        for layers in candidates.some_layers:
-            keys = candidates.keys_of(layers)
-            # Normalising the keys themselves would copy them: scale the products instead.
-            inverse = keys.square().sum(2, keepdim=True).clamp_min(_TINY).rsqrt()
-            anchor = F.normalize(keys @ inverse.mT, dim=2)
-            scores[layers.start : layers.stop] = ((anchor.mT @ keys) * -inverse).squeeze(2)
-        return scores
+        return -candidates.key_likeness()

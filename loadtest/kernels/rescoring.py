@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
@@ -59,8 +60,8 @@ class Rescoring:
             scores.copy_(before)
             for one in evictions:
                 mine = torch.tensor(candidate_blocks(one), device="cuda")
-                columns = partial(_columns, keys, mine), partial(_rows, values, mine)
-                eviction_scores(policy, one, scores, early, mine, *columns)
+                measures = partial(_likeness, keys, mine), partial(_distances, values, mine)
+                eviction_scores(policy, one, scores, early, mine, *measures)
 
         return {"ours": ours, "torch": in_torch, "reset alone": lambda: scores.copy_(before)}
 
@@ -75,12 +76,19 @@ class Rescoring:
         return {"ours": least, "torch": least, "reset alone": reset}
 
 
-def _columns(keys: Tensor, blocks: Tensor, layer: int) -> Tensor:
-    return keys[layer][blocks].permute(2, 3, 0, 1).flatten(2)
+def _likeness(keys: Tensor, blocks: Tensor) -> Tensor:
+    directions = F.normalize(_tokens(keys, blocks), dim=-1)
+    return (directions * F.normalize(directions.sum(2, keepdim=True), dim=-1)).sum(-1)
 
 
-def _rows(values: Tensor, blocks: Tensor, layer: int) -> Tensor:
-    return values[layer][blocks].permute(2, 0, 1, 3)
+def _distances(values: Tensor, blocks: Tensor) -> Tensor:
+    found = _tokens(values, blocks)
+    return torch.linalg.vector_norm(found - found.mean(2, keepdim=True), dim=-1)
+
+
+def _tokens(cache: Tensor, blocks: Tensor) -> Tensor:
+    """[L, KH, C, D], float32."""
+    return cache[:, blocks].flatten(1, 2).transpose(1, 2).float()
 
 
 RESCORINGS = tuple(

@@ -395,14 +395,38 @@ MUTANTS = (
     ),
     Mutant(
         "kernels-triton-protected-tokens-are-cleared",
-        'tl.where(old == float("inf"), old, 0.0)',
+        "tl.where(protected, old, 0.0)",
         "tl.zeros_like(old)",
         TRITON,
     ),
     Mutant(
+        "kernels-triton-late-scores-are-called-early",
+        "tl.where(protected, 0.0, old - late)",
+        "tl.where(protected, 0.0, late)",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-cpu-keys-of-any-length-count",
+        "sum += load(k + d * block + t) * load(out + b * block + t)",
+        "sum += load(k + d * block + t)",
+        ("tests/kernels/cpu/test_rank.py",),
+    ),
+    Mutant(
+        "engine-scores-are-never-split",
+        "state.finish_step()",
+        "pass",
+        ("tests/engine/test_policies.py", *CUDA),
+    ),
+    Mutant(
+        "engine-late-begins-a-query-early",
+        "self.prompt_tokens - _LATE_QUERIES[self.codes]",
+        "self.prompt_tokens - 1 - _LATE_QUERIES[self.codes]",
+        CUDA,
+    ),
+    Mutant(
         "kernels-triton-equal-keys-have-one-rank",
-        "((keys > my_key) | ((keys == my_key) & earlier))",
-        "(keys > my_key)",
+        "(others > numbers) | ((others == numbers) & earlier)",
+        "others > numbers",
         TRITON,
     ),
     Mutant(
@@ -432,8 +456,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-prompts-are-scored-from-their-start",
-        "(ends - rows.scored_queries)[prompts].tolist(),",
-        "(ends - rows.query_lens)[prompts].tolist(),",
+        "rows.scored_queries[prompts]",
+        "rows.query_lens[prompts]",
         CUDA,
     ),
     Mutant(

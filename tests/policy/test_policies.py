@@ -2,12 +2,15 @@
 """One matrix over all policies, then what is particular to each."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from h2o_vllm.config import BEST_RANK_POLICIES, POLICIES, PROMPT_END_POLICIES
+from h2o_vllm.kernels import reference
 from h2o_vllm.policy import Candidates, best_rank, get_policy
 
 MATRIX = POLICIES[:-1]
@@ -60,11 +63,16 @@ def candidates_of(
     """With random keys and values, the same for the same ``seed``."""
     layers, heads, count = scores.shape
     gen = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, layers, heads, size, count, generator=gen)
-    blocks = values.mT.unflatten(2, (-1, 2))
+    keys, values = torch.randn(2, layers, heads, count, size, generator=gen)
     late = torch.rand(layers, heads, count, generator=gen)
-    cached = (keys.__getitem__, blocks.__getitem__)
-    return Candidates(scores, known, fresh_from, seen, *cached, late)
+    return Candidates(scores, known, fresh_from, seen, *measures_of(keys, values), late)
+
+
+def measures_of(
+    keys: torch.Tensor, values: torch.Tensor
+) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """Of [L, KH, C, D] each."""
+    return partial(reference.key_likeness, keys), partial(reference.value_distances, values)
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -82,9 +90,9 @@ def test_rescoring_gives_finite_scores_head_by_head(name: str, known: int, count
     assert new.shape == scores.shape and new.dtype == torch.float32
     assert new.isfinite().all()
     assert given.late is not None
-    cached = (lambda layer: given.keys(layer)[1:3], lambda layer: given.values(layer)[1:3])
+    measures = (lambda: given.key_likeness()[:, 1:3], lambda: given.value_distances()[:, 1:3])
     late = given.late[:, 1:3]
-    part = policy.eviction_scores(Candidates(scores[:, 1:3], known, 100, 200, *cached, late))
+    part = policy.eviction_scores(Candidates(scores[:, 1:3], known, 100, 200, *measures, late))
     assert part is not None
     torch.testing.assert_close(part, new[:, 1:3], rtol=1e-6, atol=1e-7)
 
@@ -121,19 +129,17 @@ def test_h2o_norm_ranks_by_the_mean() -> None:
 
 
 def test_caote_weighs_the_mean_by_what_the_value_adds() -> None:
-    scores, values = torch.rand(1, 1, 20), torch.zeros(1, 8, 20)
+    scores, values = torch.rand(1, 1, 20), torch.zeros(1, 1, 20, 8)
     # Of all 20 candidates two values differ, one of a survivor and, three times as far, one of a newcomer.
-    values[0, 0, 3], values[0, 1, 13] = 20.0, 60.0
-    blocks = values.mT.unflatten(1, (-1, 2))
-    given = Candidates(scores, 8, 50, 100, lambda layer: values, lambda layer: blocks)
+    values[..., 3, 0], values[..., 13, 1] = 20.0, 60.0
+    given = Candidates(scores, 8, 50, 100, *measures_of(values, values))
     new, means = (
         get_policy("caote").eviction_scores(given),
         get_policy("h2o-norm").eviction_scores(given),
     )
     assert new is not None and means is not None
     assert torch.equal(new[..., :8], scores[..., :8]), "survivors have been weighed before"
-    away = values[0] - torch.tensor([1.0, 3.0, *[0.0] * 6])[:, None]
-    distances = away.norm(dim=0)
+    distances = (values[0, 0] - torch.tensor([1.0, 3.0, *[0.0] * 6])).norm(dim=1)
     torch.testing.assert_close(new[0, 0, 8:], (means[0, 0] * distances / distances.mean())[8:])
 
 
@@ -149,9 +155,9 @@ def test_snapkv_pools_the_fresh_tokens_once() -> None:
 
 
 def test_keydiff_keeps_the_odd_key_out() -> None:
-    keys = torch.ones(1, 8, 20) + torch.randn(1, 8, 20) * 0.1
-    keys[0, :, 13] *= -100
-    given = Candidates(torch.zeros(1, 1, 20), 0, 0, 20, lambda layer: keys, lambda layer: keys)
+    keys = torch.ones(1, 1, 20, 8) + torch.randn(1, 1, 20, 8) * 0.1
+    keys[..., 13, :] *= -100
+    given = Candidates(torch.zeros(1, 1, 20), 0, 0, 20, *measures_of(keys, keys))
     new = get_policy("keydiff").eviction_scores(given)
     assert new is not None
     assert int(new.argmax()) == 13

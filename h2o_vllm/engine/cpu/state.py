@@ -19,7 +19,6 @@ from h2o_vllm.engine.eviction_scores import (
 from h2o_vllm.engine.rows import POLICY_CODES, StepRows
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ class CPUState(WorkerState):
         kernels.score_prompt(batch, starts, first, 1.0)
         kernels.compact([kv_cache], scores, one, one + 1)
         kernels.reset_scores(scores, one.long())
+        kernels.key_likeness([kv_cache], one)
+        kernels.value_distances([kv_cache], one)
 
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Learn what the requests that evict and enter the batch depend on."""
@@ -139,8 +140,8 @@ class CPUState(WorkerState):
                 self.scores,
                 self.early,
                 blocks,
-                partial(self._keys, blocks),
-                partial(self._values, blocks),
+                partial(kernels.key_likeness, self.kv_caches, blocks),
+                partial(kernels.value_distances, self.kv_caches, blocks),
             )
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
@@ -150,14 +151,3 @@ class CPUState(WorkerState):
                 for blocks in (eviction.heavy_blocks, eviction.doomed_blocks)
             )
             kernels.compact(self.kv_caches, self.scores, heavy, doomed)
-
-    def _keys(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """[KH, D, C] of the tokens in ``blocks``."""
-        keys, _ = key_value_views(self.kv_caches[layer])
-        # Selects in a quarter of an index's time, and in the order that is wanted.
-        return keys.permute(1, 2, 0, 3).index_select(2, blocks).flatten(2)
-
-    def _values(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
-        """[KH, n, BS, D] of the tokens in n ``blocks``."""
-        _, values = key_value_views(self.kv_caches[layer])
-        return values.index_select(0, blocks).transpose(0, 1)

@@ -36,9 +36,11 @@ __all__ = [
     "compact",
     "compiled",
     "describe",
+    "key_likeness",
     "load",
     "reset_scores",
     "score_prompt",
+    "value_distances",
 ]
 
 # Below "vllm", so that vLLM's logging configuration applies where there is one.
@@ -179,3 +181,26 @@ def compact(
 def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
     """First score of newly written slots: see :func:`h2o_vllm.kernels.reference.reset_scores`."""
     load().reset_scores(scores, slots, values)
+
+
+def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """The cosine of each key in some blocks and the mean of these keys' directions, per layer and KV head.
+
+    Args:
+        kv_caches: L tensors [N, KH, BS, 2 * D]. blocks: [n], integer, at least one.
+
+    Returns:
+        [L, KH, n * BS], float32, block by block.
+    """
+    if _CHECK:
+        checks.check_eviction(blocks, blocks[:0], kv_caches[0].shape[0])
+    likeness: Tensor = load().key_likeness(kv_caches, blocks)
+    return likeness
+
+
+def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """How far each value in some blocks lies from the mean of them; as :func:`key_likeness`."""
+    if _CHECK:
+        checks.check_eviction(blocks, blocks[:0], kv_caches[0].shape[0])
+    distances: Tensor = load().value_distances(kv_caches, blocks)
+    return distances

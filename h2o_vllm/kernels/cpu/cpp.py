@@ -18,7 +18,16 @@ from torch import Tensor
 from h2o_vllm.kernels.cpu import build, prebuilt
 from h2o_vllm.kernels.cpu.batch import PagedBatch
 
-__all__ = ["attend_decode", "attend_prompt", "compact", "describe", "reset_scores", "score_prompt"]
+__all__ = [
+    "attend_decode",
+    "attend_prompt",
+    "compact",
+    "describe",
+    "key_likeness",
+    "reset_scores",
+    "score_prompt",
+    "value_distances",
+]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -48,6 +57,8 @@ _compact.restype = None
 _reset = _library.h2o_reset
 _reset.argtypes = [c_void_p] * 3 + [c_int64, c_int, c_int64, c_int, c_int]
 _reset.restype = None
+_rank = _library.h2o_rank
+_rank.argtypes, _rank.restype = [c_void_p] * 3 + [c_int] * 7, None
 
 
 def describe() -> str:
@@ -104,8 +115,7 @@ def compact(
         return
     order = torch.cat([heavy_blocks, doomed_blocks]).to(torch.int32)
     layers, blocks, heads, block = scores.shape
-    caches = (c_void_p * layers)(*[cache.data_ptr() for cache in kv_caches])
-    first = kv_caches[0]
+    caches, first = _pointers(kv_caches), kv_caches[0]
     _compact(
         caches, scores.data_ptr(), order.data_ptr(), heavy, order.numel(),
         layers, blocks, heads, first.shape[3] // 2, block, first.element_size(),
@@ -121,6 +131,32 @@ def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) ->
         scores.data_ptr(), slots.data_ptr(), None if values is None else values.data_ptr(),
         slots.numel(), layers, blocks, heads, block,
     )  # fmt: skip
+
+
+def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.key_likeness`."""
+    return _ranked(kv_caches, blocks, keys=True)
+
+
+def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
+    return _ranked(kv_caches, blocks, keys=False)
+
+
+def _ranked(kv_caches: Sequence[Tensor], blocks: Tensor, *, keys: bool) -> Tensor:
+    blocks, first = blocks.to(torch.int32), kv_caches[0]
+    _, heads, block, width = first.shape
+    out = torch.empty(len(kv_caches), heads, blocks.numel() * block)
+    if blocks.numel():
+        _rank(
+            _pointers(kv_caches), blocks.data_ptr(), out.data_ptr(), blocks.numel(), len(kv_caches),
+            heads, width // 2, block, _DTYPES[first.dtype], keys,
+        )  # fmt: skip
+    return out
+
+
+def _pointers(kv_caches: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
+    return (c_void_p * len(kv_caches))(*[cache.data_ptr() for cache in kv_caches])
 
 
 def _run(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
@@ -22,8 +23,10 @@ __all__ = [
     "attend_prompt",
     "compact",
     "describe",
+    "key_likeness",
     "reset_scores",
     "score_prompt",
+    "value_distances",
 ]
 
 COST = (
@@ -31,6 +34,9 @@ COST = (
 )
 """``python -m loadtest.kernels --quick --impls cpp,torch``: bfloat16, one thread of an Intel Xeon with
 AMX, where C++ takes 0.6 to 1.2 times and 1.5 times as long."""
+
+_SHORTEST = 1e-20
+"""Below the square of any key's length."""
 
 _TILE_FLOATS = 1 << 20
 """Logits that are held at once: 4 MiB, so that a long prompt needs no S x S matrix."""
@@ -162,3 +168,27 @@ def compact(
         keys[to_block, head, :, to_slot] = keys[from_block, head, :, from_slot]
         values[to_block, head, to_slot] = values[from_block, head, from_slot]
         layer_scores[to_block, head, to_slot] = layer_scores[from_block, head, from_slot]
+
+
+def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.key_likeness`."""
+    found = []
+    for kv_cache in kv_caches:
+        # Selects in a quarter of an index's time, and in the order that is wanted: [KH, D, C].
+        keys = key_value_views(kv_cache)[0].permute(1, 2, 0, 3).index_select(2, blocks.long())
+        keys = keys.flatten(2).float()
+        # Normalising the keys themselves would copy them: scale the products instead.
+        inverse = keys.square().sum(1, keepdim=True).clamp_min(_SHORTEST).rsqrt()
+        anchor = F.normalize(keys @ inverse.mT, dim=1)
+        found.append(((anchor.mT @ keys) * inverse).squeeze(1))
+    return torch.stack(found)
+
+
+def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
+    found = []
+    for kv_cache in kv_caches:
+        values = key_value_views(kv_cache)[1].index_select(0, blocks.long())
+        values = values.transpose(0, 1).flatten(1, 2).float()
+        found.append(torch.linalg.vector_norm(values - values.mean(1, keepdim=True), dim=-1))
+    return torch.stack(found)

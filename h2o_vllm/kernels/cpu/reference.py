@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
 from h2o_vllm.kernels.reference import reset_scores
 
-__all__ = ["attend_decode", "attend_prompt", "compact", "describe", "reset_scores", "score_prompt"]
+__all__ = [
+    "attend_decode",
+    "attend_prompt",
+    "compact",
+    "describe",
+    "key_likeness",
+    "reset_scores",
+    "score_prompt",
+    "value_distances",
+]
 
 
 def describe() -> str:
@@ -77,6 +87,23 @@ def compact(
     reference.compact(
         [keys for keys, _ in views], [values for _, values in views], scores, [eviction]
     )
+
+
+def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.key_likeness`."""
+    return torch.stack([reference.key_likeness(_tokens(kv, blocks)[0]) for kv in kv_caches])
+
+
+def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
+    return torch.stack([reference.value_distances(_tokens(kv, blocks)[1]) for kv in kv_caches])
+
+
+def _tokens(kv_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of some blocks, [KH, C, D] each."""
+    ranked = (half[blocks.long()].flatten(0, 1).transpose(0, 1) for half in _token_views(kv_cache))
+    keys, values = ranked
+    return keys, values
 
 
 def _attend(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,13 +37,21 @@ def by_policies(
     for one in evictions:
         blocks = torch.tensor(candidate_blocks(one), device=scores.device)
 
-        def keys(layer: int, blocks: Tensor = blocks) -> Tensor:
-            return halves(caches[layer])[0][blocks].permute(2, 3, 0, 1).flatten(2)
+        def tokens(which: int, blocks: Tensor = blocks) -> Tensor:
+            """[L, KH, C, D]."""
+            halved = [
+                halves(cache)[which][blocks].flatten(0, 1).transpose(0, 1) for cache in caches
+            ]
+            return torch.stack(halved).float()
 
-        def values(layer: int, blocks: Tensor = blocks) -> Tensor:
-            return halves(caches[layer])[1][blocks].permute(2, 0, 1, 3)
+        def key_likeness(tokens: Callable[[int], Tensor] = tokens) -> Tensor:
+            return reference.key_likeness(tokens(0))
 
-        eviction_scores(get_policy(one.policy), one, scores, early, blocks, keys, values)
+        def value_distances(tokens: Callable[[int], Tensor] = tokens) -> Tensor:
+            return reference.value_distances(tokens(1))
+
+        policy = get_policy(one.policy)
+        eviction_scores(policy, one, scores, early, blocks, key_likeness, value_distances)
     return scores
 
 

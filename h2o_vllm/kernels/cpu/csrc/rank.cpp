@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// What policies want to know of the KV that an eviction is about to rank, all layers in one call. Called
+// through ctypes.
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "vec.hpp"
+
+namespace {
+
+using namespace h2o;
+
+constexpr float TINY = 1e-20f;  // as in the policies
+
+// One head's candidates: block b's page lies at cache + page[b]; K as [size, block], V as [block, size].
+template <class Word>
+struct Head {
+  const Word* cache;
+  const int64_t* page;
+  int count, size, block;
+
+  const Word* keys(int b) const { return cache + page[b]; }
+  const Word* values(int b) const { return cache + page[b] + int64_t(size) * block; }
+};
+
+// How far each value lies from their mean.
+template <class Word>
+void value_distances(const Head<Word>& head, float* out) {
+  const int size = head.size;
+  std::vector<float> mean(size, 0.f);
+  for (int b = 0; b < head.count; ++b) {
+    const Word* v = head.values(b);
+    for (int t = 0; t < head.block; ++t, v += size)
+      for (int d = 0; d < size; d += W) store(&mean[d], load(&mean[d]) + load(v + d));
+  }
+  const float share = 1.f / (float(head.count) * head.block);
+  for (float& m : mean) m *= share;
+  for (int b = 0; b < head.count; ++b) {
+    const Word* v = head.values(b);
+    for (int t = 0; t < head.block; ++t, v += size) {
+      vf sum = splat(0.f);
+      for (int d = 0; d < size; d += W) {
+        const vf away = load(v + d) - load(&mean[d]);
+        sum += away * away;
+      }
+      *out++ = std::sqrt(hsum(sum));
+    }
+  }
+}
+
+// The cosine of each key and the mean of the normalised keys.
+template <class Word>
+void key_likeness(const Head<Word>& head, float* out) {
+  const int size = head.size, block = head.block;
+  std::vector<float> anchor(size, 0.f);
+  // First the keys' inverse lengths, in the place of the result.
+  for (int b = 0; b < head.count; ++b) {
+    const Word* k = head.keys(b);
+    for (int t = 0; t < block; t += W) {
+      vf square = splat(0.f);
+      for (int d = 0; d < size; ++d) {
+        const vf x = load(k + d * block + t);
+        square += x * x;
+      }
+      float* inverse = out + b * block + t;
+      for (int i = 0; i < W; ++i) inverse[i] = 1.f / std::sqrt(square[i] > TINY ? square[i] : TINY);
+    }
+    for (int d = 0; d < size; ++d) {
+      vf sum = splat(0.f);
+      for (int t = 0; t < block; t += W) sum += load(k + d * block + t) * load(out + b * block + t);
+      anchor[d] += hsum(sum);
+    }
+  }
+  float length = 0.f;
+  for (float a : anchor) length += a * a;
+  length = std::sqrt(length);
+  for (float& a : anchor) a /= length > 1e-12f ? length : 1e-12f;
+  for (int b = 0; b < head.count; ++b) {
+    const Word* k = head.keys(b);
+    for (int t = 0; t < block; t += W) {
+      vf dot = splat(0.f);
+      for (int d = 0; d < size; ++d) dot += load(k + d * block + t) * anchor[d];
+      float* likeness = out + b * block + t;
+      store(likeness, dot * load(likeness));
+    }
+  }
+}
+
+template <class Word>
+void of_head(const void* cache, const int64_t* page, int count, int size, int block, bool keys, float* out) {
+  const Head<Word> head{(const Word*)cache, page, count, size, block};
+  if (keys) key_likeness(head, out);
+  else value_distances(head, out);
+}
+
+}  // namespace
+
+// caches: L pointers to [N, KH, 2 * D * BS] of a type; blocks: [count] ids; out: [L, KH, count * BS].
+// keys: likeness of keys, else distances of values.
+extern "C" void h2o_rank(void* const* caches, const int32_t* blocks, float* out, int count, int layers,
+                         int heads, int size, int block, int dtype, int keys) {
+#pragma omp parallel if (layers * heads > 1 && count * block > 64)
+  {
+    std::vector<int64_t> page(count);
+#pragma omp for schedule(static)
+    for (int i = 0; i < layers * heads; ++i) {
+      const int layer = i / heads, head = i % heads;
+      for (int b = 0; b < count; ++b) page[b] = (int64_t(blocks[b]) * heads + head) * 2 * size * block;
+      float* mine = out + int64_t(i) * count * block;
+      if (dtype == 0) of_head<float>(caches[layer], page.data(), count, size, block, keys, mine);
+      else if (dtype == 1) of_head<bf16>(caches[layer], page.data(), count, size, block, keys, mine);
+      else of_head<f16>(caches[layer], page.data(), count, size, block, keys, mine);
+    }
+  }
+}

@@ -134,7 +134,7 @@ def test_config_says_what_is_served(server: LiveServer) -> None:
     config = answer.json()
     assert config["models"] == [MODEL]
     assert config["defaults"]["kv_budget"] == 0.9
-    assert config["defaults"]["kv_recent"] == 0.25
+    assert config["defaults"]["kv_recent"] == 0.5
     assert config["defaults"]["kv_sinks"] == 0 and config["limits"]["kv_sinks_max"] == 1024
     assert config["limits"]["kv_budget_max"] == 0.9
     assert config["limits"]["kv_policies"] == [name for name in POLICIES if name != "full"]

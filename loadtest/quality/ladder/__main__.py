@@ -28,9 +28,11 @@ from loadtest.quality.ladder.facts import (
     measure_sample,
     sample_name,
 )
+from loadtest.quality.ladder.gate import CUTS, STEP, train
 from loadtest.quality.ladder.keep import FULL
 from loadtest.quality.ladder.likelihood import measure_text, texts
 from loadtest.quality.ladder.model import LadderModel
+from loadtest.quality.ladder.prompts import unseen_texts
 from loadtest.quality.ladder.settings import parse_arguments
 from loadtest.quality.ladder.summaries import SUMMARIES, measure_summary, requests
 from loadtest.quality.rows import Key, Row, latest, read_rows
@@ -72,7 +74,10 @@ def measure(args: argparse.Namespace) -> None:
     append_rows(
         args.out, [{"kind": "run", **describe_run("loadtest.quality.ladder"), "settings": settings}]
     )
-    left = Run(args, LadderModel(directory, getattr(torch, args.dtype)), latest(rows))
+    model = LadderModel(directory, getattr(torch, args.dtype))
+    if any(rung.gated for rung in args.rungs):
+        model.gate = train(model, unseen_texts(model, STEP * CUTS))
+    left = Run(args, model, latest(rows))
     left.likelihood()
     left.summaries()
     left.facts()

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, max_pool1d, normalize, pad
 
 from loadtest.quality.ladder.attention import KV, appended, row_mix, row_probabilities
+from loadtest.quality.ladder.gate import features
 from loadtest.quality.ladder.keep import FULL, Rung, keep, select
 from loadtest.quality.ladder.reading import Prompt
 from loadtest.quality.ladder.scores import (
+    GATED,
     KERNEL,
     MIXED,
     WINDOW,
@@ -33,7 +35,7 @@ __all__ = ["Forcing"]
 ELEMENTS = 1 << 24
 """Attention logits at a time: 64 MiB in float32."""
 
-WEIGHED = ("h2o-norm", "caote", "snapkv")
+WEIGHED = ("h2o-norm", "caote", "snapkv", "gate", "gate-caote")
 """Scores that weigh what a token had received when it was ranked first."""
 
 
@@ -210,13 +212,25 @@ class Forcing:
             sums = (_fitted(notes.tail[:, -WINDOW:].sum(1), until) + later)[:, fresh]
             return max_pool1d(sums, KERNEL, stride=1, padding=KERNEL // 2)
         weighed = (_fitted(notes.total, until) + later)[:, fresh]
-        weighed = weighed / (self.seen - torch.arange(fresh.start, until)) * self.seen
-        if name == "caote":
+        weighed = weighed / (self.seen - torch.arange(fresh.start, until))
+        if name in GATED:
+            weighed = self._expected(layer, row, fresh, weighed)
+        weighed = weighed * self.seen
+        if name.endswith("caote"):
             values = self._all(layer, row, "values", until)
             alive = self.alive[layer][row, :, :until]
             far = (values - _mean(values, alive)).norm(dim=2, keepdim=True)
             weighed = weighed * (far / _mean(far, alive))[:, fresh, 0]
         return weighed
+
+    def _expected(self, layer: int, row: int, fresh: slice, per_query: Tensor) -> Tensor:
+        """What a gate expects of tokens that have had so much."""
+        model = self._prompt.model
+        assert model.gate is not None
+        kv = [self._all(layer, row, what, fresh.stop)[:, fresh] for what in ("keys", "values")]
+        return model.gate.scores(
+            layer, features(model, kv[0], kv[1], per_query, fresh.start, self.seen)
+        )
 
     def _all(self, layer: int, row: int, what: str, until: int) -> Tensor:
         """A row's keys or values, [KH, until, D], float32."""

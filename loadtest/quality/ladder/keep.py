@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from loadtest.quality.ladder.reading import Prompt
-from loadtest.quality.ladder.scores import PRESSES, REPEATING, SCORES, plain_scores, scores_of
+from loadtest.quality.ladder.scores import (
+    GATED,
+    PRESSES,
+    REPEATING,
+    SCORES,
+    plain_scores,
+    scores_of,
+)
 
 __all__ = ["Heads", "Rung", "keep", "parse_rung", "select"]
 
@@ -52,6 +59,11 @@ class Rung:
     def repeats(self) -> bool:
         """Whether the prompt has to be repeated."""
         return not REPEATING.isdisjoint(self.scores)
+
+    @property
+    def gated(self) -> bool:
+        """Whether a gate has to be trained."""
+        return not GATED.isdisjoint(self.scores)
 
     @property
     def scores(self) -> list[str]:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+if TYPE_CHECKING:
+    from loadtest.quality.ladder.gate import Gate
 
 __all__ = ["LadderModel", "Stage"]
 
@@ -40,6 +43,8 @@ class LadderModel:
         self.config = self.model.config
         self._directory = directory
         self._tokenizer: Any = None
+        self.gate: Gate | None = None
+        """Trained, if a rung asks for it."""
         self._stage: Stage | None = None
 
     @property

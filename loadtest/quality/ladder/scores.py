@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, cosine_similarity, max_pool1d, normalize
 
+from loadtest.quality.ladder.gate import features
 from loadtest.quality.ladder.reading import TAIL, Prompt, half_turned
 
 __all__ = [
+    "GATED",
     "MIXED",
     "PRESSES",
     "REPEATING",
@@ -90,9 +92,24 @@ def _h2o_norm(prompt: Prompt, layer: int, until: int) -> Tensor:
 
 
 def _caote(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return _h2o_norm(prompt, layer, until) * _distances(prompt, layer, until)
+
+
+def _distances(prompt: Prompt, layer: int, until: int) -> Tensor:
     values = prompt.layers[layer].values[:, :until].float()
     distances = (values - values.mean(1, keepdim=True)).norm(dim=2)
-    return _h2o_norm(prompt, layer, until) * distances / distances.mean(1, keepdim=True)
+    return distances / distances.mean(1, keepdim=True)
+
+
+def _gate(prompt: Prompt, layer: int, until: int) -> Tensor:
+    kv, gate = prompt.layers[layer], prompt.model.gate
+    assert gate is not None
+    known = (kv.keys[:, :until], kv.values[:, :until], _h2o_norm(prompt, layer, until))
+    return gate.scores(layer, features(prompt.model, *known, 0, prompt.tokens))
+
+
+def _gate_caote(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return _gate(prompt, layer, until) * _distances(prompt, layer, until)
 
 
 def _snapkv(prompt: Prompt, layer: int, until: int) -> Tensor:
@@ -169,6 +186,8 @@ SCORES: dict[str, Score] = {
     "h2o": _h2o,
     "h2o-norm": _h2o_norm,
     "caote": _caote,
+    "gate": _gate,
+    "gate-caote": _gate_caote,
     "snapkv": _snapkv,
     "tova": _tova,
     "keydiff": _keydiff,
@@ -186,6 +205,9 @@ PRESSES: dict[str, Score] = {
     "KVzip": _press_kvzip,
 }
 """kvpress', as controls."""
+
+GATED = frozenset({"gate", "gate-caote"})
+"""Those for which a :class:`.gate.Gate` has to be trained."""
 
 REPEATING = frozenset({"repeat", "repeat-sum", "KVzip"})
 """Those for which the prompt has to be repeated, which takes as long as reading it."""

@@ -56,7 +56,6 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         self._rest = torch.zeros_like(self._live)
         self._flags = torch.zeros(rows, dtype=torch.int8, device=block_table.device)
         self._flags_sent: np.ndarray | None = None
-        self._kv_heads = state.scores.shape[2]
         # Compiles the kernel: one row, of length 0.
         starts = torch.zeros(2, dtype=torch.int32, device=block_table.device)
         self._drop_holes(block_table[:1], starts[:1], starts, np.zeros(1, dtype=np.int8))
@@ -84,7 +83,6 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                 # Of a long sequence few tokens may live.
                 int(state.live_lens(common)[clearing].max()),
             )
-        live = state.live_lens(common)
         if (crossing := rows.crossing).size:
             state.at_end(
                 partial(
@@ -92,11 +90,10 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                     self._table,
                     self._live,
                     self._to_device(crossing),
-                    int(live[crossing].max()),
+                    int(state.live_lens(common)[crossing].max()),
                 )
             )
         prompts = np.flatnonzero(rows.prompts)
-        late = rows.late_queries > 0
         return self._batch(
             state.step_variant.current,
             common,
@@ -104,29 +101,31 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             fast_build,
             decodes=bool(rows.decodes.any()),
             prompt_rows=self._to_device(prompts) if prompts.size else None,
-            prompts=self._segments(rows, live, prompts, rows.scored_queries[prompts]),
-            late=self._segments(rows, live, crossing[late], rows.late_queries[late]),
+            prompts=self._segments(common, rows, prompts, rows.scored_queries[prompts]),
+            late=self._segments(common, rows, crossing, rows.late_queries),
             max_query_len=int(rows.query_lens[prompts].max(initial=0)),
         )
 
     def _segments(
         self,
+        common: CommonAttentionMetadata,
         rows: StepRows,
-        live: NDArray[np.int32],
         chosen: NDArray[np.intp],
         counts: NDArray[np.int32],
     ) -> kernels.PromptSegments | None:
-        """The last ``counts`` queries of the ``chosen`` rows, if there are any."""
+        """The last ``counts`` queries of the ``chosen`` rows, unless all counts are 0."""
+        chosen, counts = chosen[counts > 0], counts[counts > 0]
         if not chosen.size:
             return None
+        assert self._state is not None
         ends = (rows.starts + rows.query_lens)[chosen]
         return kernels.PromptSegments.cut(
             chosen.tolist(),
             (ends - counts).tolist(),
             ends.tolist(),
             rows.seq_lens[chosen].tolist(),
-            live[chosen].tolist(),
-            self._kv_heads,
+            self._state.live_lens(common)[chosen].tolist(),
+            self._state.scores.shape[2],
             self._live.device,
         )
 

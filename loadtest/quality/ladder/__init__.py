@@ -11,6 +11,7 @@ From below to above:
     scores      formulas over that: ours, and those of kvpress as controls
     keep        rungs: scores to kept tokens
     answers     what all rungs of a sample say, as one batch
+    ahead       what tokens that are yet to come would look at
     facts       RULER, question known or asked later
     likelihood  real texts, forced
     report      rows to tables and a picture

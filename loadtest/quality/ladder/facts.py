@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from loadtest.quality.ladder.ahead import look_ahead
 from loadtest.quality.ladder.answers import Answer, Done, answers, begin
 from loadtest.quality.ladder.keep import Rung, keep
 from loadtest.quality.ladder.model import LadderModel
@@ -89,6 +90,11 @@ def measure_sample(
         for protocol, (prompt, answer) in starts.items():
             more = replace(prompt, most=repeated.most, sums=repeated.sums)
             starts[protocol] = more, answer
+    for protocol, (prompt, answer) in starts.items():
+        if looks := {look for one in asked if one.protocol == protocol for look in one.rung.looks}:
+            # Whoever evicts before the end of the template knows no more than that it comes.
+            opening = after if answer.unread and not answer.said else answer.unread
+            starts[protocol] = look_ahead(prompt, looks, before + context, opening), answer
     read = time.monotonic() - started
     for protocol, (prompt, answer) in starts.items():
         mine = [one for one in asked if one.protocol == protocol]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, max_pool1d, normalize, pad
+from torch.nn.functional import cosine_similarity, normalize, pad
 
 from loadtest.quality.ladder.attention import KV, appended, row_mix, row_probabilities
 from loadtest.quality.ladder.gate import features
@@ -22,11 +22,12 @@ from loadtest.quality.ladder.keep import FULL, Rung, keep, select
 from loadtest.quality.ladder.reading import Prompt
 from loadtest.quality.ladder.scores import (
     GATED,
-    KERNEL,
+    LOOKING,
     MIXED,
     WINDOW,
     mixed,
     plain_scores,
+    pooled,
     window_scores,
 )
 
@@ -35,7 +36,7 @@ __all__ = ["Forcing"]
 ELEMENTS = 1 << 24
 """Attention logits at a time: 64 MiB in float32."""
 
-WEIGHED = ("h2o-norm", "caote", "snapkv", "gate", "gate-caote")
+WEIGHED = ("h2o-norm", "caote", "snapkv", *LOOKING, "gate", "gate-caote")
 """Scores that weigh what a token had received when it was ranked first."""
 
 
@@ -208,9 +209,10 @@ class Forcing:
         if name not in WEIGHED:
             return self._scores(name, layer, row, until)[:, fresh]
         later, notes = self._later[layer][row, :, :until], self._prompt.notes[layer]
-        if name == "snapkv":
-            sums = (_fitted(notes.tail[:, -WINDOW:].sum(1), until) + later)[:, fresh]
-            return max_pool1d(sums, KERNEL, stride=1, padding=KERNEL // 2)
+        begun = {one: by[layer] for one, by in self._prompt.ahead.items()}
+        begun["snapkv"] = notes.tail[:, -WINDOW:].sum(1)
+        if name in begun:
+            return pooled((_fitted(begun[name], until) + later)[:, fresh])
         weighed = (_fitted(notes.total, until) + later)[:, fresh]
         weighed = weighed / (self.seen - torch.arange(fresh.start, until))
         if name in GATED:

@@ -13,6 +13,7 @@ from torch import Tensor
 from loadtest.quality.ladder.reading import Prompt
 from loadtest.quality.ladder.scores import (
     GATED,
+    LOOKING,
     PRESSES,
     REPEATING,
     SCORES,
@@ -59,6 +60,11 @@ class Rung:
     def repeats(self) -> bool:
         """Whether the prompt has to be repeated."""
         return not REPEATING.isdisjoint(self.scores)
+
+    @property
+    def looks(self) -> frozenset[str]:
+        """What looks ahead of the prompt."""
+        return LOOKING.intersection(self.scores)
 
     @property
     def gated(self) -> bool:

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from loadtest.quality.generation import Model
+from loadtest.quality.ladder.ahead import look_ahead
 from loadtest.quality.ladder.forcing import Forcing
 from loadtest.quality.ladder.keep import FULL, Rung
 from loadtest.quality.ladder.model import LadderModel
@@ -46,6 +47,8 @@ def measure_text(
     (read,) = read_prompt(model, [prompt])
     if any(rung.repeats for rung in rungs):
         read = repeat_prompt(read, repetition(model, prompt))
+    if looks := {name for rung in rungs for name in rung.looks}:
+        read = look_ahead(read, looks, prompt, list(text.request.forced)[:1])
     stage = Forcing(read, rungs, budget, BLOCK)
     losses = force(model, stage, len(rungs), list(text.request.forced))
     for row, rung in enumerate(rungs):

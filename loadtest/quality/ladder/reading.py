@@ -53,7 +53,7 @@ class Prompt:
     """A prompt up to some token: its KV and its notes by layer, and what repeating it gave to each key.
 
     ``most``, ``sums``: per layer the largest attention of a repeating query (of any head of the group), and
-    the sum, [KH, S].
+    the sum, [KH, S]. ``ahead``: by name, the sums of what tokens ahead give, see :mod:`.ahead`.
     """
 
     layers: list[KV]
@@ -61,6 +61,7 @@ class Prompt:
     model: LadderModel
     most: list[Tensor] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
+    ahead: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

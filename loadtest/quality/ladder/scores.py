@@ -19,12 +19,14 @@ from loadtest.quality.ladder.reading import TAIL, Prompt, half_turned
 
 __all__ = [
     "GATED",
+    "LOOKING",
     "MIXED",
     "PRESSES",
     "REPEATING",
     "SCORES",
     "mixed",
     "plain_scores",
+    "pooled",
     "scores_of",
     "window_scores",
 ]
@@ -113,7 +115,19 @@ def _gate_caote(prompt: Prompt, layer: int, until: int) -> Tensor:
 
 
 def _snapkv(prompt: Prompt, layer: int, until: int) -> Tensor:
-    sums = prompt.notes[layer].tail[:, -WINDOW:, :until].sum(1)
+    return pooled(prompt.notes[layer].tail[:, -WINDOW:, :until].sum(1))
+
+
+def _draft(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return pooled(prompt.ahead["draft"][layer][:, :until])
+
+
+def _pseudo(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return pooled(prompt.ahead["pseudo"][layer][:, :until])
+
+
+def pooled(sums: Tensor) -> Tensor:
+    """SnapKV's, of neighbours, [KH, U]."""
     return max_pool1d(sums, KERNEL, stride=1, padding=KERNEL // 2)
 
 
@@ -189,6 +203,8 @@ SCORES: dict[str, Score] = {
     "gate": _gate,
     "gate-caote": _gate_caote,
     "snapkv": _snapkv,
+    "draft": _draft,
+    "pseudo": _pseudo,
     "tova": _tova,
     "keydiff": _keydiff,
     "repeat": _repeat,
@@ -208,6 +224,9 @@ PRESSES: dict[str, Score] = {
 
 GATED = frozenset({"gate", "gate-caote"})
 """Those for which a :class:`.gate.Gate` has to be trained."""
+
+LOOKING = frozenset({"draft", "pseudo"})
+"""Those that want a look ahead, a forward pass for each token of a draft and one for all pseudo tokens."""
 
 REPEATING = frozenset({"repeat", "repeat-sum", "KVzip"})
 """Those for which the prompt has to be repeated, which takes as long as reading it."""

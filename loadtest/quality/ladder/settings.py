@@ -74,8 +74,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if SUMMARIES in args.measures and not args.report:
         if args.xsum is None:
             parser.error(f"--measures: {SUMMARIES} needs --xsum FILE")
-        if any(rung.repeats for rung in args.rungs):
-            parser.error(f"--rungs: {SUMMARIES} has none that repeat the prompt")
+        if any(rung.repeats or rung.looks for rung in args.rungs):
+            parser.error(
+                f"--rungs: {SUMMARIES} has none that repeat the prompt or look ahead of it"
+            )
     return args
 
 

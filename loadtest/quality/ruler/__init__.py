@@ -3,7 +3,7 @@
 
     source       words to make keys of, prose to hide needles in
     example      what a task makes; the longest haystack that fits
-    needles, tracking, counting     the tasks: a subject each
+    needles, tracking, counting, questions     the tasks: a subject each
     tasks        all by name
     match        how an answer is judged
 
@@ -15,5 +15,5 @@ downloaded:
 * words come from short lists of ours and from Python's documentation instead of ``wonderwords``, and no
   two keys of a sample are equal;
 * sentences are told apart by their full stops;
-* the two tasks with questions from SQuAD and HotpotQA are left out.
+* the documents of ``qa_1`` and ``qa_2`` are made up, not SQuAD's and HotpotQA's.
 """

@@ -9,5 +9,5 @@ __all__ = ["match_all"]
 
 
 def match_all(answer: str, wanted: Sequence[str]) -> float:
-    """The share of ``wanted`` in the answer: of every task but questions and answers."""
+    """The share of ``wanted`` in the answer. RULER asks of questions whether any is: ours want one only."""
     return sum(one.lower() in answer.lower() for one in wanted) / len(wanted)

@@ -8,6 +8,7 @@ from typing import Protocol
 from loadtest.quality.ruler.counting import CommonWords, FrequentWords
 from loadtest.quality.ruler.example import Build, Count, Example, largest
 from loadtest.quality.ruler.needles import Needles
+from loadtest.quality.ruler.questions import Questions
 from loadtest.quality.ruler.tracking import Tracking
 
 __all__ = ["TASKS", "sample"]
@@ -23,8 +24,9 @@ NEEDLES = {
     "niah_multiquery": Needles("essay", num_keys=4, num_queries=4),
 }
 
-TASKS = (*NEEDLES, "vt", "cwe", "fwe")
-"""Without ``qa_1`` and ``qa_2``, whose questions nobody ships."""
+QUESTIONS = {"qa_1": Questions(1), "qa_2": Questions(2)}
+
+TASKS = (*NEEDLES, "vt", "cwe", "fwe", *QUESTIONS)
 
 
 class Task(Protocol):
@@ -51,6 +53,8 @@ def sample(name: str, number: int, length: int, count: Count) -> Example:
     task: Task
     if name in NEEDLES:
         task = NEEDLES[name]
+    elif name in QUESTIONS:
+        task = QUESTIONS[name]
     elif name == "vt":
         task = Tracking(count)
     else:

@@ -146,9 +146,9 @@ def test_xsum_requests_are_read_and_refused(tmp_path: Path) -> None:
 
 def test_ruler_is_asked_with_the_beginning_of_the_answer() -> None:
     model = Words()
-    samples = MEASURES["ruler"].samples(model, Sizes(ruler=12, ruler_tokens=1500))
-    assert len({sample.name for sample in samples}) == 12
-    assert samples[0].description == samples[11].description == {"task": "niah_single_1"}
+    samples = MEASURES["ruler"].samples(model, Sizes(ruler=14, ruler_tokens=1500))
+    assert len({sample.name for sample in samples}) == 14
+    assert samples[0].description == samples[13].description == {"task": "niah_single_1"}
     first = samples[0]
     assert str(first.request.prompt).endswith("mentioned in the provided text is")
     assert model.count(str(first.request.prompt)) + first.request.max_tokens <= 1500

@@ -10,7 +10,7 @@ import pytest
 
 from loadtest.quality.ruler.match import match_all
 from loadtest.quality.ruler.source import prose, words
-from loadtest.quality.ruler.tasks import NEEDLES, TASKS, sample
+from loadtest.quality.ruler.tasks import NEEDLES, QUESTIONS, TASKS, sample
 
 LENGTH = 1200
 
@@ -24,8 +24,9 @@ def count(text: str) -> int:
 def test_the_longest_prompt_that_fits(task: str) -> None:
     example = sample(task, 3, LENGTH, count)
     taken = count(example.text) + example.max_tokens
-    # A unit of haystack: for cwe six numbered words, for vt five sentences.
-    assert LENGTH - 60 < taken <= LENGTH
+    # A unit of haystack: for cwe six numbered words, for vt five sentences, a document for questions.
+    unit = 120 if task in QUESTIONS else 60
+    assert LENGTH - unit < taken <= LENGTH
     assert example == sample(task, 3, LENGTH, count), "the same seed, the same text"
     assert example.context != sample(task, 4, LENGTH, count).context
     assert all(answer in example.context for answer in example.answers)
@@ -75,6 +76,27 @@ def test_frequent_words_are_the_most_frequent() -> None:
     assert example.context.count("...") > counts[example.answers[0]], "the top rank is noise"
 
 
+@pytest.mark.parametrize("task", QUESTIONS)
+@pytest.mark.parametrize("number", range(8))
+def test_questions_are_answered_by_one_document_or_through_two(task: str, number: int) -> None:
+    example = sample(task, number, LENGTH, count)
+    documents = example.context.split("Document ")[1:]
+    (name,) = re.findall(r"([A-Z]\w+ [A-Z]\w+?)(?: born| learn| finish|\?)", example.question)
+    (life,) = [text for text in documents if subject(text) == name]
+    if task == "qa_2":
+        (teacher,) = [one for one in map(subject, documents) if one != name and one in life]
+        assert example.answers[0] not in life
+        (life,) = [text for text in documents if subject(text) == teacher]
+    assert example.answers[0] in life
+    assert len(set(map(subject, documents))) == len(documents)
+
+
+def subject(life: str) -> str:
+    """Whose."""
+    who = r"(?:(\S+ \S+) \(\d+ to)|(?:, (\S+ \S+) became)|(?:the [a-z ]+ (\S+ \S+) famous)"
+    return next(filter(None, next(iter(re.findall(who, life)))))
+
+
 def test_an_answer_is_worth_the_share_that_it_says() -> None:
     assert match_all("They are ABC and 12.", ["abc", "12", "7", "x"]) == 0.5
 
@@ -86,7 +108,7 @@ def test_there_are_enough_words() -> None:
 
 def test_what_cannot_be_made_is_refused() -> None:
     with pytest.raises(ValueError, match="wanted one of niah_single_1"):
-        sample("qa_1", 0, LENGTH, count)
+        sample("qa_3", 0, LENGTH, count)
     with pytest.raises(ValueError, match="too few"):
         sample("vt", 0, 100, count)
     with pytest.raises(ValueError, match="words"):

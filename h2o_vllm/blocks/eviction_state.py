@@ -106,6 +106,8 @@ class EvictionState:
         last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)
         self.evicts = self.schedule.can_evict(last)
         """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
+        self.promised_tokens = self.schedule.promised_tokens(last + 1) if self.evicts else 0
+        """What it must be able to hold if its prompt has a bound; 0 for all others."""
         lossless = budget.elastic and self.schedule.first is None
         self._evict_from = None if lossless else self.schedule.earliest
         """Tokens seen before which the budget takes nothing; ``None``: nobody has squeezed it yet."""

@@ -46,6 +46,7 @@ class H2OBlockManager(FullAttentionManager):
         self._evictions: dict[str, Eviction] = {}
         self._final_reports: dict[str, dict[str, object]] = {}
         self._elastic: dict[str, EvictionState] = {}
+        self._bounded: dict[str, EvictionState] = {}
         self._running: tuple[str, ...] = ()
         self._rules = SqueezeRules()
         self._beside: tuple[SingleTypeKVCacheManager, ...] = ()
@@ -68,6 +69,8 @@ class H2OBlockManager(FullAttentionManager):
         self._eviction_states[request.request_id] = state
         if state.squeezable:
             self._elastic[request.request_id] = state
+        if state.promised_tokens:
+            self._bounded[request.request_id] = state
         return state
 
     def eviction_state(self, request_id: str) -> EvictionState | None:
@@ -125,16 +128,19 @@ class H2OBlockManager(FullAttentionManager):
         """As the base class; if that many are not free, elastic requests are squeezed first.
 
         vLLM asks right before it counts the free blocks, and gives blocks out if there are enough. To admit a
-        request it asks for all known tokens at once: they count as many as will ever be held together.
+        request it asks for all known tokens at once: they count as many as will ever be held together, and
+        beside them counts what others that are in will take whose prompts have a bound.
         """
         held = num_tokens
         if options.get("apply_admission_cap"):
             state = self._eviction_states.get(request_id)
             if state is not None:
-                held = state.peak_tokens(num_tokens)
+                held = max(state.peak_tokens(num_tokens), state.promised_tokens)
         asked = super().get_num_blocks_to_allocate(
             request_id, held, new_computed_blocks, *counts, **options
         )
+        if options.get("apply_admission_cap"):
+            asked += self._promised_blocks(request_id)
         if not self._elastic:
             return asked
         admitting = not self.req_to_blocks.get(request_id)
@@ -154,6 +160,19 @@ class H2OBlockManager(FullAttentionManager):
                 self._squeeze(victim)
             self._squeezes.preemptions_avoided += bool(victims) and not admitting
         return asked
+
+    def _promised_blocks(self, request_id: str) -> int:
+        """Blocks that the others' bounded prompts do not hold yet, and will.
+
+        They hold little for as long as they are computed: who comes meanwhile would have them preempted, and
+        all of a prompt computed again.
+        """
+        promised = 0
+        for other, state in self._bounded.items():
+            if other != request_id and (table := self.req_to_blocks.get(other)):
+                live = len(table) - state.holes
+                promised += max(0, -(-state.promised_tokens // self.block_size) - live)
+        return promised
 
     def _victims(self, request_id: str, hits: Sequence[KVCacheBlock]) -> list[Victim]:
         """Who can be squeezed for ``request_id``, which is about to share ``hits``."""
@@ -299,6 +318,7 @@ class H2OBlockManager(FullAttentionManager):
                 self._final_reports[request_id] = state.report()
                 del self._eviction_states[request_id]
                 self._elastic.pop(request_id, None)
+                self._bounded.pop(request_id, None)
             else:
                 state.release()
         return super().pop_blocks_for_free(request_id)

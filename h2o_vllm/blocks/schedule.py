@@ -150,6 +150,20 @@ class EvictionSchedule:
         at_begin = min(total, begin) - inside_freed
         return max(inside, at_begin, min(total - inside_freed, most))
 
+    def promised_tokens(self, total: int) -> int:
+        """What a prompt beyond its bound, and the beginning of its answer, hold at most; 0 for any other.
+
+        While such a prompt is computed it holds up to a quarter less than its bound, and at its end perhaps
+        less than its budget keeps of it, up to which its answer grows.
+
+        Args:
+            total: tokens that it may have in the end.
+        """
+        if self.first is None:
+            return 0
+        beginning = budget_tokens(self.budget, self.prompt_tokens) + self.block_size
+        return max(self.first, min(beginning, self.peak_tokens(total, self.earliest)))
+
     def _freed_inside(self, seen: int) -> int:
         """Blocks the bound has taken. Not at the prompt's end: the next token belongs to the answer."""
         seen = min(seen, self.prompt_tokens - 1)

@@ -151,3 +151,24 @@ def test_what_never_fits_is_refused_and_hurts_nobody(
     assert len(rig.tokens["good"]) == 20
     assert rig.tokens["bad"] == []
     assert rig.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "together"),
+    [(4, 59 * 16 // 128), (60, 59 * 16 // 163), (3000, 59 * 16 // 216)],
+    ids=["bound", "answer", "budget"],
+)
+def test_admission_counts_what_others_are_to_hold(
+    model_dir: str, max_tokens: int, together: int
+) -> None:
+    """While their prompts are computed they hold less: whoever came in then would have one begun anew."""
+    rig = Rig(model_dir, 60, max_num_batched_tokens=512, kv_min_tokens=16)
+    for number in range(12):
+        rig.add(f"{number}", prompt_of(number, 1000), ASKED, max_tokens=max_tokens)
+    running = 0
+    # Of an answer without an end its beginning is what counts.
+    while rig.scheduler.has_unfinished_requests() and max(map(len, rig.tokens.values())) < 100:
+        rig.step()
+        running = max(running, len(rig.scheduler.running))
+    assert running == together
+    assert rig.preemptions == 0

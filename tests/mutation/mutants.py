@@ -172,8 +172,14 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-admission-counts-the-prompt",
-        "held = state.peak_tokens(num_tokens)",
+        "held = max(state.peak_tokens(num_tokens), state.promised_tokens)",
         "held = num_tokens",
+        PREFILL[1:],
+    ),
+    Mutant(
+        "blocks-admission-forgets-what-is-promised",
+        "asked += self._promised_blocks(request_id)",
+        "asked += 0",
         PREFILL[1:],
     ),
     Mutant(

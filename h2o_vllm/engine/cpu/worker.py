@@ -16,6 +16,7 @@ from h2o_vllm.engine.compat import (
 )
 from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
+from h2o_vllm.engine.cpu.heap import keep_freed_memory
 from h2o_vllm.engine.cpu.pages import ZeroPages
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.worker import EvictingWorker
@@ -71,6 +72,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
     impl_cls = H2OAttentionImpl
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        keep_freed_memory()
         cache = vllm_config.cache_config
         self._sizes_pool = memory.is_unnamed(cache)
         if self._sizes_pool:

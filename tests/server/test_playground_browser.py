@@ -259,6 +259,13 @@ def test_a_larger_budget_holds_more(visit: Visit, report: dict[str, Any]) -> Non
     assert more["budget"] == 0.6 and more["tokens_held"] > 2 * report["tokens_held"]
 
 
+def test_a_policy_brings_its_own_recent_window(visit: Visit, report: dict[str, Any]) -> None:
+    visit.page.select_option("#policy", "caote-snapkv-keydiff")
+    assert (report["recent"], visit.ask()["recent"]) == (0.5, 0.25)
+    visit.page.fill("#recent", "0.4")
+    assert visit.ask()["recent"] == 0.4
+
+
 def test_it_asked_this_server_only_and_complained_of_nothing(
     visit: Visit, server: LiveServer
 ) -> None:

@@ -37,7 +37,6 @@ async function begin() {
   element("budget").min = Math.max(0.05, limits.kv_budget_min);
   element("budget").max = limits.kv_budget_max;
   element("budget").value = defaults.kv_budget < 1 ? defaults.kv_budget : 0.2;
-  element("recent").value = defaults.kv_recent;
   element("delay").value = defaults.kv_delay;
   element("delay").max = limits.kv_delay_max;
   element("protect").value = defaults.kv_protect === "prompt" ? "prompt" : "0";
@@ -54,10 +53,12 @@ async function begin() {
 /** The fields of the side with the budget. */
 function fields() {
   const protect = element("protect").value;
+  const recent = element("recent").valueAsNumber;
   return {
     kv_budget: element("budget").valueAsNumber,
     kv_policy: element("policy").value,
-    kv_recent: element("recent").valueAsNumber,
+    // Left empty it is the server's, which depends on the policy.
+    ...(Number.isNaN(recent) ? {} : { kv_recent: recent }),
     kv_delay: element("delay").valueAsNumber,
     kv_protect: protect === "prompt" ? protect : Number(protect),
     // What a budget keeps is to be seen, also where there is memory for all.

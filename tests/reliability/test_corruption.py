@@ -50,7 +50,8 @@ def test_a_batch_generates_what_each_request_generates_alone(
         requests = row["requests"]
         assert requests == (200 if long else 100)
         assert row["running_max"] > 40
-        assert row["preemptions"] > (requests / 2 if row["mix"] == "growing" else 10)
+        # Admission counts what prompts are to hold: few take others' blocks unless they grow.
+        assert row["preemptions"] > requests / (2 if row["mix"] == "growing" else 20)
         assert row["evictions"] > 1.5 * requests
         assert row["squeezed"] > 5
         assert row["aborted"] > 5

@@ -40,7 +40,8 @@ def test_a_full_disk_fails_writes_and_ends_nobody(
     tmp_path: Path, writer: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
-    while not file.exists():
+    # It exists from the first opening on, and grows with the first closing.
+    while not file.exists() or file.stat().st_size == 0:
         time.sleep(0.01)
     sizes: list[int] = []
 

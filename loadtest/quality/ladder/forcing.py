@@ -186,9 +186,11 @@ class Forcing:
             keys = normalize(self._all(layer, row, "keys", until), dim=-1)
             centre = _mean(keys, self.alive[layer][row, :, :until])
             return -cosine_similarity(keys, centre, dim=-1)
-        if name == "repeat":
-            repeated = _fitted(self._prompt.most[layer], until)
-            return torch.maximum(repeated, self._most[layer][row, :, :until])
+        if name in ("repeat", "zap"):
+            notes = self._prompt.notes[layer]
+            known = notes.foretold if name == "zap" else self._prompt.most[layer]
+            assert known is not None
+            return torch.maximum(_fitted(known, until), self._most[layer][row, :, :until])
         if name == "repeat-sum":
             return _fitted(self._prompt.sums[layer], until) + later
         self._weigh(name, layer, row, until)

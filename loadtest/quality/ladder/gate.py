@@ -19,7 +19,7 @@ from torch import Tensor
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.reading import Prompt, half_turned, read_prompt
 
-__all__ = ["Gate", "features", "train"]
+__all__ = ["TINY", "Gate", "features", "solve", "train"]
 
 STEP, AHEAD = 256, 2
 """Texts are cut every so many tokens; the future is so many steps."""
@@ -39,7 +39,8 @@ class Gate:
     """Weights.
 
     Attributes:
-        weights: [L, KH, F + 1], of the features and of one. mean, spread: of the features, [L, KH, F].
+        weights: [L, KH, F + 1], of the features and of one. mean, spread: of the features, [L, KH, F], or
+            [L, 1, F] where heads have the same.
     """
 
     weights: Tensor
@@ -47,7 +48,7 @@ class Gate:
     spread: Tensor
 
     def scores(self, layer: int, given: Tensor) -> Tensor:
-        """Expected attention per query, [KH, n], from :func:`features`, [KH, n, F]."""
+        """What is expected, [KH, n], from features such as :func:`features`, [KH, n, F] or [1, n, F]."""
         scaled = (given - self.mean[layer][:, None]) / self.spread[layer][:, None]
         weights = self.weights[layer]
         logs = (scaled @ weights[:, :-1, None])[..., 0] + weights[:, -1:]
@@ -90,7 +91,7 @@ def train(model: LadderModel, texts: Sequence[list[int]]) -> Gate:
     if not sums:
         raise ValueError("a gate wants texts to be trained on")
     products, targets = (torch.stack([layer[i] for layer in sums]) for i in (0, 1))
-    solved = _solve(products, targets)
+    solved = solve(products, targets)
     seconds = time.monotonic() - began
     print(f"gate: {len(texts)} texts in {seconds:.0f} s", file=sys.stderr, flush=True)
     return solved
@@ -118,8 +119,11 @@ def _future(now: Prompt, later: Prompt, layer: int) -> Tensor:
     return (got / (later.tokens - now.tokens)).clamp_min(TINY).log()
 
 
-def _solve(products: Tensor, targets: Tensor) -> Gate:
-    """From sums over tokens: products of features, [L, KH, F + 1, F + 1], and with targets, [.., F + 1]."""
+def solve(products: Tensor, targets: Tensor) -> Gate:
+    """From sums over tokens: products of features, [L, KH, F + 1, F + 1], and with targets, [L, KH, F + 1].
+
+    Where the heads of a layer have the same features, KH of the former is 1.
+    """
     count = products[..., -1, -1]
     mean = products[..., -1, :-1] / count[..., None]
     squares = products.diagonal(dim1=-2, dim2=-1)[..., :-1] / count[..., None]
@@ -131,6 +135,6 @@ def _solve(products: Tensor, targets: Tensor) -> Gate:
     level = targets[..., -1] / count
     wanted = (targets[..., :-1] - mean * targets[..., -1:]) / spread
     penalty = PENALTY * torch.eye(mean.shape[-1], dtype=mean.dtype)
-    weights = torch.linalg.solve(scaled + penalty, wanted)
+    weights = torch.linalg.solve(scaled + penalty, wanted[..., None])[..., 0]
     both = torch.cat([weights, level[..., None]], -1)
     return Gate(both.float(), mean.float(), spread.float())

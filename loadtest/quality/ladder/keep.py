@@ -17,6 +17,7 @@ from loadtest.quality.ladder.scores import (
     PRESSES,
     REPEATING,
     SCORES,
+    ZAPPED,
     plain_scores,
     scores_of,
 )
@@ -70,6 +71,11 @@ class Rung:
     def gated(self) -> bool:
         """Whether a gate has to be trained."""
         return not GATED.isdisjoint(self.scores)
+
+    @property
+    def zaps(self) -> bool:
+        """Whether what repeating would give has to be learned."""
+        return not ZAPPED.isdisjoint(self.scores)
 
     @property
     def scores(self) -> list[str]:

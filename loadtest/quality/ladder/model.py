@@ -45,6 +45,8 @@ class LadderModel:
         self._tokenizer: Any = None
         self.gate: Gate | None = None
         """Trained, if a rung asks for it."""
+        self.zap: Gate | None = None
+        """The same, of what repeating would give."""
         self._stage: Stage | None = None
 
     @property

@@ -24,6 +24,7 @@ __all__ = [
     "PRESSES",
     "REPEATING",
     "SCORES",
+    "ZAPPED",
     "mixed",
     "plain_scores",
     "pooled",
@@ -148,6 +149,12 @@ def _repeat_sum(prompt: Prompt, layer: int, until: int) -> Tensor:
     return _padded(prompt.sums[layer], until)
 
 
+def _zap(prompt: Prompt, layer: int, until: int) -> Tensor:
+    foretold = prompt.notes[layer].foretold
+    assert foretold is not None
+    return foretold[:, :until]
+
+
 def _window(prompt: Prompt, layer: int, until: int) -> Tensor:
     return window_scores(until).expand(prompt.layers[layer].keys.shape[0], until)
 
@@ -209,6 +216,7 @@ SCORES: dict[str, Score] = {
     "keydiff": _keydiff,
     "repeat": _repeat,
     "repeat-sum": _repeat_sum,
+    "zap": _zap,
     "window": _window,
 }
 """Ours, with ``random``."""
@@ -224,6 +232,9 @@ PRESSES: dict[str, Score] = {
 
 GATED = frozenset({"gate", "gate-caote"})
 """Those for which a :class:`.gate.Gate` has to be trained."""
+
+ZAPPED = frozenset({"zap"})
+"""Those for which what repeating would give has to be learned."""
 
 LOOKING = frozenset({"draft", "pseudo"})
 """Those that want a look ahead, a forward pass for each token of a draft and one for all pseudo tokens."""

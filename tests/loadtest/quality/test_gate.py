@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadtest.quality.ladder.gate import AHEAD, CUTS, STEP, Gate, _future, _known, _solve, train
+from loadtest.quality.ladder.gate import AHEAD, CUTS, STEP, Gate, _future, _known, solve, train
 from loadtest.quality.ladder.keep import keep, parse_rung
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.reading import half_turned, read_prompt
@@ -21,7 +21,7 @@ def test_regression_finds_the_weights() -> None:
     truth = torch.tensor([0.5, -0.2, 0.0, 0.1, 0.3]).double()
     wanted = given @ truth - 4 + torch.randn(2, 4000, generator=source).double() * 0.01
     wide = torch.cat([given, torch.ones_like(given[..., :1])], -1)
-    gate = _solve((wide.mT @ wide)[None], (wide.mT @ wanted[..., None])[None, ..., 0])
+    gate = solve((wide.mT @ wide)[None], (wide.mT @ wanted[..., None])[None, ..., 0])
     found = gate.scores(0, given.float()).log()
     # A penalty of 10 in 4,000 tokens.
     torch.testing.assert_close(found, wanted.float(), rtol=0.02, atol=0.06)

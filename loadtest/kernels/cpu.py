@@ -104,24 +104,52 @@ class Case:
             "score_prompt": lambda: impl.score_prompt(batch, *rows),
         }
 
+    @property
+    def stock_isa(self) -> str:
+        """Which of its kernels vLLM chooses on this CPU. With AMX its keys lie in an order of their own."""
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return _get_attn_isa(self.dtype, self.block_size, self.size)
+
     def stock(self) -> Call:
-        """VLLM's attention over the same cache, without scores."""
+        """VLLM's attention over the same keys and values, without scores."""
         from vllm import _custom_ops as ops
 
-        narrow = self.size % 32 or self.block_size % 32
+        isa = self.stock_isa
         plan = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=self.requests, num_heads=self.heads, num_kv_heads=self.kv_heads,
             head_dim=self.size, seq_lens=self.lens, dtype=self.dtype, query_start_loc=self.starts,
-            causal=True, sliding_window_size=-1, isa="vec16" if narrow else "vec", enable_kv_split=True,
+            causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=True,
         )  # fmt: skip
-        pages = self.kv_cache.view(*self.kv_cache.shape[:2], 2 * self.block_size, self.size)
-        key, value = pages.chunk(2, dim=2)
+        key, value = self._stock_cache(isa)
         return lambda: ops.cpu_attention_with_kv_cache(
             query=self.query, key_cache=key, value_cache=value, output=self.out,
             query_start_loc=self.starts, seq_lens=self.lens, scale=self.scale, causal=True,
             alibi_slopes=None, sliding_window=-1, block_table=self.table, softcap=0,
             scheduler_metadata=plan, s_aux=None,
         )  # fmt: skip
+
+    def _stock_cache(self, isa: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as vLLM's kernel wants them, [N, KH, BS, D]; ours, where it reads those."""
+        from vllm import _custom_ops as ops
+
+        def halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            pages = cache.view(*cache.shape[:2], 2 * self.block_size, self.size)
+            key, value = pages.chunk(2, dim=2)
+            return key, value
+
+        key, value = halves(self.kv_cache)
+        if isa in {"vec", "vec16"}:
+            return key, value
+        cache = _pool(tuple(self.kv_cache.shape), self.dtype)
+        tokens = self.kv_cache.shape[0] * self.block_size
+        keys = key.reshape(*key.shape[:2], self.size, self.block_size).permute(0, 3, 1, 2)
+        ops.cpu_attn_reshape_and_cache(
+            keys.reshape(tokens, self.kv_heads, self.size),
+            value.permute(0, 2, 1, 3).reshape(tokens, self.kv_heads, self.size),
+            *halves(cache), torch.arange(tokens), isa,
+        )  # fmt: skip
+        return halves(cache)
 
 
 def _pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -223,7 +251,7 @@ class CPUBench(DeviceBench):
             "kind": case.kind, "shape": case.shape, "requests": case.requests, "length": case.length,
             "block_size": case.block_size, "dtype": str(case.dtype).removeprefix("torch."),
             "rounds": len(times["stock"]), "moved_bytes": case.moved_bytes, "flops": case.flops,
-            "floor_us": round(floor * 1e6, 1),
+            "floor_us": round(floor * 1e6, 1), "stock_isa": case.stock_isa,
             **{name: ratio_row(taken, times["stock"]) for name, taken in times.items()},
         }  # fmt: skip
 

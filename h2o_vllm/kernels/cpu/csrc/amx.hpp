@@ -130,9 +130,7 @@ struct Amx : Paired<false> {
   using Session = amx::Session;
   static constexpr bool matrices = true;
   static constexpr int ROWS = 2 * amx::SIDE;  // query rows of two matrices
-  static constexpr int RUN = 256;             // tokens of V that are packed at a time
 
-  static bool fits(int block, int size) { return block % amx::DEPTH == 0 && size % amx::DEPTH == 0; }
   static constexpr int padded(int rows) { return (rows + ROWS - 1) / ROWS * ROWS; }
 
   // from [rows, columns], rows 2i and 2i + 1 word by word: to [rows / 2, columns] pairs. Zeros in place of

@@ -9,6 +9,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#include "matrices.hpp"
 #include "tile.hpp"
 
 using namespace h2o;
@@ -77,10 +78,12 @@ struct Attend {
                     to + int64_t(m) * call.size, call.size);
     return to;
   }
+  T* output(int token, int head) const {  // head: of the queries
+    return (T*)call.out + token * call.out_stride + int64_t(head) * call.size;
+  }
   void write(int token, int tokens, int head, const float* from) const {
     for (int m = 0; m < tokens * call.group; ++m) {
-      T* to = (T*)call.out + (token + m / call.group) * call.out_stride +
-              int64_t(head * call.group + m % call.group) * call.size;
+      T* to = output(token + m / call.group, head * call.group + m % call.group);
       const float* row = from + int64_t(m) * call.size;
       for (int d = 0; d < call.size; ++d) narrow(row[column(d, call.size, K::shuffled)], to + d);
     }
@@ -105,6 +108,12 @@ struct Attend {
 
   int prompt_queries(int row) const { return call.starts[row + 1] - call.starts[row]; }
   int prompt_step(const Task& task) const {
+#ifdef H2O_AMX
+    if constexpr (K::matrices) {
+      const int rows = MatrixRows::most(blocks(task.row) * call.block, task.scored);
+      return std::min(prompt_queries(task.row), std::max(1, rows / call.group));
+    }
+#endif
     const int64_t fitting = std::clamp<int64_t>(TILE_FLOATS / (blocks(task.row) * call.block), 12, 96);
     const int64_t rows = task.scored ? fitting : RUN_ROWS;
     return std::min<int64_t>(prompt_queries(task.row), std::max<int64_t>(1, rows / call.group));
@@ -119,7 +128,7 @@ struct Attend {
 
   void prompt_part(const Task& task, float* part) const {
     const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task);
-    const int64_t span = blocks(task.row) * call.block, most = K::padded(step * call.group);
+    const int64_t span = blocks(task.row) * call.block, most = step * call.group;
     float* e = own.get(most * (span + 2 * call.size + 3) + span);
     float *memory = e + most * span, *out = memory + most * call.size;
     float *top = out + most * call.size, *sum = top + most, *inverse = sum + most;
@@ -146,7 +155,7 @@ struct Attend {
   // FlashAttention (arXiv 2205.14135). Logits of many rows stay in L2, whatever the length.
   void prompt_alone(const Task& task) const {
     const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task);
-    const int64_t span = std::max(1, RUN / call.block) * call.block, most = K::padded(step * call.group);
+    const int64_t span = std::max(1, RUN / call.block) * call.block, most = step * call.group;
     float* e = own.get(most * (span + 2 * call.size + 3));
     float *memory = e + most * span, *out = memory + most * call.size;
     float *top = out + most * call.size, *sum = top + most, *factor = sum + most;
@@ -171,6 +180,8 @@ struct Attend {
       write(token, here, task.head, out);
     }
   }
+  // Both, by matrices.
+  void prompt_by_matrices(const Task& task, float* part) const;
   void prompt_join(const Task& task, const float* sums) const {
     Tile<K>{layer, table(task.row), task.head, call.group, call.lens[task.row], 0}.add_scores(sums);
   }
@@ -252,7 +263,9 @@ struct Attend {
   // what else is in the batch.
   int splits(int row, int threads) const {
     if (threads == 1) return 1;
-    if (call.prompt) return std::clamp(prompt_queries(row) / PROMPT_SPLIT, 1, 4 * threads);
+    // Matrices want a split's keys packed, so there are no more than keep the threads busy.
+    const int most = K::matrices ? (8 * threads + call.heads - 1) / call.heads : 4 * threads;
+    if (call.prompt) return std::clamp(prompt_queries(row) / PROMPT_SPLIT, 1, most);
     return std::max(1, call.lens[row] / DECODE_SPLIT);
   }
 
@@ -282,7 +295,8 @@ struct Attend {
       const bool joins = task.splits > 1 && (task.scored || !call.prompt);
       float* mine = joins ? joint_data + task.part : nullptr;
       [[maybe_unused]] typename K::Session session;
-      if (call.prompt && !task.scored) prompt_alone(task);
+      if constexpr (K::matrices) prompt_by_matrices(task, mine);
+      else if (call.prompt && !task.scored) prompt_alone(task);
       else if (call.prompt) prompt_part(task, mine);
       else decode_part(task, mine);
     };
@@ -313,6 +327,32 @@ struct Attend {
   }
 };
 
+#ifdef H2O_AMX
+template <>
+void Attend<Amx>::prompt_by_matrices(const Task& task, float* part) const {
+  const int n = prompt_queries(task.row), length = call.lens[task.row];
+  const int end = cut(task, task.split + 1), keys = length - n + end, step = prompt_step(task);
+  const Tile<Amx> tile{layer, table(task.row), task.head};
+  const Packed packed = Packed::of([&](int b) { return tile.page(b); }, keys, call.block, call.size);
+  MatrixRows rows(layer, packed, call.out, task.scored, keys);
+  const int64_t span = blocks(task.row) * call.block, most = Amx::padded(step * call.group);
+  float *memory = own.get(most * (call.size + 1) + span), *inverse = memory + most * call.size;
+  float* sums = part ? part : inverse + most;
+  if (task.scored) std::fill_n(sums, span, 0.f);
+  for (int t = cut(task, task.split); t < end; t += step) {
+    const int here = std::min(step, end - t), token = call.starts[task.row] + t;
+    rows.rows = here * call.group;
+    rows.first_limit = length - n + t + 1;
+    rows.attend(queries(token, here, task.head, memory));
+    for (int m = 0; m < rows.rows; ++m) inverse[m] = 1 / (rows.sum[m] + sink(task, m, rows.top[m]));
+    if (task.scored) rows.add_columns(inverse, sums);
+    for (int m = 0; m < rows.rows && call.out; ++m)
+      rows.write(m, inverse[m], (bf16*)output(token + m / call.group, task.head * call.group + m % call.group));
+  }
+  if (task.scored && !part) prompt_join(task, sums);
+}
+#endif
+
 }  // namespace
 
 extern "C" void h2o_attend(const Call* call) {
@@ -322,7 +362,7 @@ extern "C" void h2o_attend(const Call* call) {
     case 1:
       // A decode step waits for memory anyway; a prompt is all arithmetic.
 #ifdef H2O_AMX
-      if (call->prompt && Amx::fits(call->block, call->size) && amx::available()) Attend<Amx>{*call}.run();
+      if (call->prompt && MatrixRows::fit(call->block, call->size) && amx::available()) Attend<Amx>{*call}.run();
       else
 #endif
       if (call->prompt) Attend<Paired<false>>{*call}.run();

@@ -26,7 +26,6 @@ struct Plain {
   static constexpr bool matrices = false;
   static constexpr bool shuffled = false;
   static constexpr int words = 1;  // of Prob per probability
-  static constexpr int padded(int rows) { return rows; }  // so many are read and written
 
   static void pack_query(const T* q, Query* to, int size) {
     for (int d = 0; d < size; ++d) to[d] = widen(q[d]);
@@ -108,7 +107,6 @@ struct Paired {
   // Outputs of 32-column chunks stay in the order vpunpck leaves them; see column().
   static constexpr bool shuffled = true;
   static constexpr int words = EXACT ? 2 : 1;
-  static constexpr int padded(int rows) { return rows; }
 
   static void pack_query(const bf16* q, Query* to, int size) { std::memcpy(to, q, 2 * size); }
 

@@ -85,15 +85,7 @@ struct Tile {
     return to;
   }
 
-  // The same, rounded down to where matrices begin.
-  int first_padded(int t) const { return first_seeing(t) / K::padded(1) * K::padded(1); }
-
   void logits(const Query* q, float* out) const {
-    if constexpr (K::matrices) logits_by_matrices(q, out);
-    else logits_by_rows(q, out);
-  }
-
-  void logits_by_rows(const Query* q, float* out) const {
     const int block = layer.block, size = layer.size, blocks = (length() + block - 1) / block;
     // J is K, or Plain<float> over a widened page.
     auto one = [&](auto kind, int b, const auto* k, const auto* next) {
@@ -124,16 +116,6 @@ struct Tile {
       // Behind the last K comes the first V.
       const int next = b + AHEAD;
       one(K(), b, k, next < blocks ? page(next) : page(std::min(next - blocks, blocks - 1)) + int64_t(size) * block);
-    }
-  }
-
-  void logits_by_matrices(const Query* q, float* out) const {
-    const int block = layer.block, size = layer.size, last = K::padded(rows);
-    static thread_local Scratch memory;
-    uint32_t* k = (uint32_t*)memory.get(size * block / 2);
-    for (int t = 0; t < length(); t += block) {
-      K::template pack<true>(page(t / block), size, block, size, k);
-      K::qk(q, k, first_padded(t), last, block, size, out + t, span);
     }
   }
 
@@ -207,13 +189,8 @@ struct Tile {
     for (; m < rows; ++m) some(std::integral_constant<int, 1>(), m);
   }
 
-  // out [M, D] += prob . V, columns in the order of column(). Matrices clear what lies behind prob's last token.
-  void values(Prob* prob, int64_t prob_span, float* out) const {
-    if constexpr (K::matrices) values_by_matrices(prob, prob_span, out);
-    else values_by_rows(prob, prob_span, out);
-  }
-
-  void values_by_rows(const Prob* prob, int64_t prob_span, float* out) const {
+  // out [M, D] += prob . V, columns in the order of column().
+  void values(const Prob* prob, int64_t prob_span, float* out) const {
     const int block = layer.block, size = layer.size, blocks = (length() + block - 1) / block;
     auto one = [&](auto kind, int b, const auto* v, const auto* next, int here) {
       using J = decltype(kind);
@@ -242,22 +219,6 @@ struct Tile {
           continue;
         }
       one(K(), b, v, b + AHEAD < blocks ? page(b + AHEAD) + int64_t(size) * block : v, here);
-    }
-  }
-
-  void values_by_matrices(Prob* prob, int64_t prob_span, float* out) const {
-    const int block = layer.block, size = layer.size, last = K::padded(rows), run = std::max(K::RUN / block, 1) * block;
-    static thread_local Scratch memory;
-    uint32_t* v = (uint32_t*)memory.get(size * run / 2);
-    // What lies behind the last block's tokens may be NaN, in both factors.
-    const int end = round_up(length()), whole = (length() + block - 1) / block * block;
-    for (int m = 0; m < rows; ++m) std::fill(prob + m * prob_span + end, prob + m * prob_span + whole, 0);
-    for (int begin = 0; begin < length(); begin += run) {
-      const int stop = std::min(begin + run, whole);
-      for (int t = begin; t < stop; t += block)
-        K::template pack<false>(page(t / block) + int64_t(size) * block, block, size,
-                                std::min(block, length() - t), v + int64_t(t - begin) / 2 * size);
-      K::pv(prob + begin, prob_span, v, stop - begin, first_padded(begin), last, size, out);
     }
   }
 

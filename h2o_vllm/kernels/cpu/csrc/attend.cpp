@@ -9,6 +9,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#include "few.hpp"
 #include "matrices.hpp"
 #include "tile.hpp"
 
@@ -180,7 +181,7 @@ struct Attend {
       write(token, here, task.head, out);
     }
   }
-  // Both, by matrices.
+  // Either by matrices.
   void prompt_by_matrices(const Task& task, float* part) const;
   void prompt_join(const Task& task, const float* sums) const {
     Tile<K>{layer, table(task.row), task.head, call.group, call.lens[task.row], 0}.add_scores(sums);
@@ -218,6 +219,9 @@ struct Attend {
     if (adds) tile.add_scores(sums);
     write(token, 1, task.head, out);
   }
+
+  // The same by matrices.
+  void decode_by_matrices(const Task& task, float* part) const;
 
   // Behind e, if there is one.
   float* tail_of(const Task& task, float* part) const {
@@ -294,8 +298,7 @@ struct Attend {
     auto part = [&](const Task& task) {
       const bool joins = task.splits > 1 && (task.scored || !call.prompt);
       float* mine = joins ? joint_data + task.part : nullptr;
-      [[maybe_unused]] typename K::Session session;
-      if constexpr (K::matrices) prompt_by_matrices(task, mine);
+      if constexpr (K::matrices) call.prompt ? prompt_by_matrices(task, mine) : decode_by_matrices(task, mine);
       else if (call.prompt && !task.scored) prompt_alone(task);
       else if (call.prompt) prompt_part(task, mine);
       else decode_part(task, mine);
@@ -309,6 +312,7 @@ struct Attend {
     const int count = int(tasks.size());
     threads = std::min(threads, count);
     if (threads == 1) {
+      [[maybe_unused]] typename K::Session session;
       for (const Task& task : tasks) part(task);
       for (const Task& task : tasks) join(task);
       return;
@@ -317,6 +321,7 @@ struct Attend {
     std::atomic<int> next{0}, then{0};
 #pragma omp parallel num_threads(threads)
     {
+      [[maybe_unused]] typename K::Session session;
       for (int i; (i = next++) < count;) part(tasks[i]);
       if (shared) {
 #pragma omp barrier
@@ -351,6 +356,28 @@ void Attend<Amx>::prompt_by_matrices(const Task& task, float* part) const {
   }
   if (task.scored && !part) prompt_join(task, sums);
 }
+
+template <>
+void Attend<Amx>::decode_by_matrices(const Task& task, float* part) const {
+  const int g = call.group, token = call.starts[task.r];
+  const Tile<Amx> tile = decode_tile(task);
+  const FewRows rows{tile};
+  const int64_t words = FewRows::ROWS * (call.size + FewRows::padded(tile.span));
+  float* e = own.get(words / 2 + g * (tile.span + call.size + 3));
+  uint16_t *q = (uint16_t*)(e + g * tile.span), *prob = q + FewRows::ROWS * call.size;
+  float* rest = (float*)q + words / 2;
+  float *out = part ? tail_of(task, part) : rest, *top = out + g * call.size, *sum = top + g;
+  float* inverse = part ? rest : sum + g;
+  if (part && task.scored) e = part;
+  const bool adds = task.scored && !part;
+  rows.logits(queries(token, 1, task.head, (float*)q), e, adds);
+  tile.exponentials(e, top, sum);
+  // A part knows its own keys only; the sink is for the whole row.
+  for (int m = 0; m < g; ++m) inverse[m] = 1 / (sum[m] + (part ? 0 : sink(task, m, top[m])));
+  rows.probabilities(e, inverse, prob, adds);
+  rows.values(prob, out);
+  if (!part) write(token, 1, task.head, out);
+}
 #endif
 
 }  // namespace
@@ -360,11 +387,13 @@ extern "C" void h2o_attend(const Call* call) {
     case 0: Attend<Plain<float>>{*call}.run(); break;
 #ifdef H2O_PAIRED
     case 1:
-      // A decode step waits for memory anyway; a prompt is all arithmetic.
 #ifdef H2O_AMX
-      if (call->prompt && MatrixRows::fit(call->block, call->size) && amx::available()) Attend<Amx>{*call}.run();
+      if (amx::available() && (call->prompt ? MatrixRows::fit(call->block, call->size)
+                                            : FewRows::fit(call->block, call->size, call->group)))
+        Attend<Amx>{*call}.run();
       else
 #endif
+      // A prompt is all arithmetic; a decode step waits for memory anyway.
       if (call->prompt) Attend<Paired<false>>{*call}.run();
       else Attend<Paired<true>>{*call}.run();
       break;

@@ -106,7 +106,7 @@ ADMISSIONS = ("squeeze", "queue")
 a request would be preempted."""
 
 
-FULL_KERNELS = ("vllm", "h2o")
+FULL_KERNELS = ("auto", "vllm", "h2o")
 """What ``--kv-full-kernel`` may be: whose attention kernel serves rows that collect no scores, on a CPU."""
 
 
@@ -182,7 +182,8 @@ class H2OConfig:
             0: all it has. Raised to four blocks and twice ``kv_min_tokens``.
         kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
         kv_full_kernel: one of :data:`FULL_KERNELS`. ``h2o`` is for CPUs, and nothing is lost with it: the
-            same attention, rounded differently.
+            same attention, rounded differently. ``auto`` is ``h2o`` where vLLM would use its kernel for AMX,
+            whose KV only that one reads, and ``vllm`` elsewhere.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -203,7 +204,7 @@ class H2OConfig:
     kv_elastic_admission: str = "squeeze"
     kv_prefill_tokens: int = 0
     kv_trace: bool = False
-    kv_full_kernel: str = "vllm"
+    kv_full_kernel: str = "auto"
 
     def __post_init__(self) -> None:
         try:

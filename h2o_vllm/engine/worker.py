@@ -158,7 +158,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
             layers[0].impl.stock.__name__,
             state.block_size,
             state.planes.nbytes / 2**20,
-            self._kernels_in_use(),
+            self._kernels_in_use(state),
         )
         return state
 
@@ -176,7 +176,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
     def _bind_builder(self, builder: Any, state: State) -> None:
         builder.bind(state)
 
-    def _kernels_in_use(self) -> str:
+    def _kernels_in_use(self, state: State) -> str:  # noqa: ARG002
         """What the start-up log says of our kernels, if there is a choice."""
         return ""
 

@@ -229,7 +229,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "--kv-full-kernel",
         choices=FULL_KERNELS,
         default=_DEFAULTS.kv_full_kernel,
-        help="Whose attention kernel serves requests that lose nothing, on CPUs.",
+        help="Whose kernel serves requests that lose nothing, on CPUs. auto: h2o on AMX.",
     )
     group.add_argument(
         "--kv-trace",

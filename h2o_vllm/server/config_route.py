@@ -122,7 +122,7 @@ class Support(BaseModel):
     vllm: str = Field(description="The range of vLLM versions accepted on this device.")
     kv_full_kernel: str = Field(
         description="Whose attention kernel serves requests that lose nothing: vllm, or h2o, which rounds "
-        "differently."
+        "differently. auto: h2o on CPUs where vLLM would use AMX."
     )
     tensor_parallel_size: int
     pipeline_parallel_size: int

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from h2o_vllm.config import FULL_KERNELS, H2OConfig
 from h2o_vllm.engine.cpu import worker as cpu_worker
 from h2o_vllm.engine.cpu.attention import kernels
 from h2o_vllm.engine.cpu.rows import RowSplit, split_rows
+from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.engine.rows import POLICY_CODES, StepRows
 from tests.engine.conftest import (
     ENGINE,
@@ -192,3 +194,17 @@ def test_whoever_asks_for_a_slow_kernel_is_warned(
     assert ["--kv-full-kernel h2o without the C++" in text for text in said] == (
         [True] if name == "torch" else []
     )
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
+@pytest.mark.parametrize("amx", [True, False], ids=["amx", "vec"])
+@pytest.mark.parametrize("asked", FULL_KERNELS)
+def test_every_row_is_ours_on_request_or_where_vllms_kernel_cannot_be_kept(
+    asked: str, amx: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "compiled", lambda: compiled)
+    config = H2OConfig(kv_full_kernel=asked)
+    worker = SimpleNamespace(_h2o_config=lambda: config)
+    builder = SimpleNamespace(displaced_amx=amx)
+    ours = H2OCPUWorker._serves_every_row(worker, builder)  # type: ignore[arg-type]
+    assert ours is {"auto": amx and compiled, "vllm": False, "h2o": True}[asked]

@@ -116,7 +116,7 @@ def test_elastic_is_a_flag_also_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("kv-elastic: true\nkv-elastic-admission: queue\n")
     config = cli.config_of(parse("--config", str(file)))
-    assert config.kv_full_kernel == "vllm"
+    assert config.kv_full_kernel == "auto"
     assert cli.config_of(parse("--kv-full-kernel", "h2o")).kv_full_kernel == "h2o"
     assert (config.kv_elastic, config.kv_elastic_admission) == (True, "queue")
 

@@ -152,7 +152,7 @@ def test_config_says_what_is_served(server: LiveServer) -> None:
     assert cache["num_tokens"] == 32 * (cache["num_blocks"] - ENGINES)
     assert config["support"]["state"] == "supported"
     assert config["support"]["device"] == "cpu"
-    assert config["support"]["kv_full_kernel"] == "vllm"
+    assert config["support"]["kv_full_kernel"] == "auto"
     assert config["support"]["data_parallel_size"] == ENGINES
     assert set(config["versions"]) == {"h2o_vllm", "vllm", "torch", "python"}
     assert httpx.post(url).status_code == 401

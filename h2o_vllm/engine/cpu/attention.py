@@ -69,11 +69,14 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
     """Drops holes from the block tables and tells scored rows from the others."""
 
     isa: str
+    displaced_amx: bool
+    """Whether vLLM chose its kernel for AMX, for which the slower generic one now stands in."""
     _state: CPUState | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.isa == "amx":
+        self.displaced_amx = self.isa == "amx"
+        if self.displaced_amx:
             # AMX packs K differently; the generic kernel reads what ours read.
             set_attention_isa(self, "vec" if self.block_size % 32 == 0 else "vec16")
         if self.isa not in _READABLE_ISAS:

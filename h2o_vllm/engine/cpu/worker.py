@@ -129,13 +129,20 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             first_kv_head=self._first_kv_head(),
             kv_caches=kv_caches,
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),
-            full_kernel=self._h2o_config().kv_full_kernel == "h2o",
         )
         state.warm_up(num_heads)
-        if state.full_kernel:
-            warn_if_slow()
         return state
 
-    def _kernels_in_use(self) -> str:
-        rows = "every row" if self._h2o_config().kv_full_kernel == "h2o" else "rows with scores"
+    def _bind_builder(self, builder: Any, state: CPUState) -> None:
+        super()._bind_builder(builder, state)
+        state.full_kernel = self._serves_every_row(builder)
+
+    def _serves_every_row(self, builder: H2OMetadataBuilder) -> bool:
+        asked = self._h2o_config().kv_full_kernel
+        if asked == "h2o":
+            warn_if_slow()
+        return asked == "h2o" or (asked == "auto" and builder.displaced_amx and kernels.compiled())
+
+    def _kernels_in_use(self, state: CPUState) -> str:
+        rows = "every row" if state.full_kernel else "rows with scores"
         return f", kernels for {rows}: {kernels.describe()}"

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv_heads`` "shared" on the real engine: laws 4, 5 and 8; blocks come home from each."""
+"""``kv_heads`` "shared" on the real engine: laws 4, 5, 8 and 9; blocks come home from each."""
 
 from __future__ import annotations
 
 import random
 import shutil
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from h2o_vllm.config import EQUAL_HEADS_POLICIES, POLICIES, PROMPT_END_POLICIES
+from h2o_vllm.engine import support
+from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.reference_policies import PolicyModel, load
 from tests.engine.conftest import (
@@ -274,3 +277,27 @@ def test_law08_what_cannot_be_shared_is_an_error_of_the_request(
         assert output.outputs[0].finish_reason == "error"
     (good,) = clean.generate(prompts[:1], {"kv_budget": 0.3, "kv_heads": "equal"}, max_tokens=4)
     assert report_of(good)["heads"] == "equal"
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "because"),
+    [("cpu", 1, ""), ("cpu", 2, "tensor parallelism"), ("cuda", 1, "on CPUs only")],
+)
+def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, because: str) -> None:
+    """To its scheduler and its server, and at start-up if sharing is its default."""
+
+    def engine(**options: str) -> Any:
+        return SimpleNamespace(
+            additional_config={"h2o": options},
+            device_config=SimpleNamespace(device_type=device),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        )
+
+    config = support.config_of(engine())
+    assert because in config.kv_heads_equal_because
+    assert bool(config.kv_heads_equal_because) is bool(because)
+    if because:
+        with pytest.raises(ConfigError, match=f"--kv-heads: .*{because}"):
+            support.config_of(engine(kv_heads="shared"))
+    else:
+        assert support.config_of(engine(kv_heads="shared")).kv_heads == "shared"

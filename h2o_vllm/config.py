@@ -17,7 +17,9 @@ from h2o_vllm.errors import BudgetError, ConfigError
 __all__ = [
     "ADMISSIONS",
     "CONFIG_KEY",
+    "EQUAL_HEADS_POLICIES",
     "FULL_KERNELS",
+    "HEADS",
     "MAX_DELAY",
     "MAX_SINKS",
     "MAX_TRACE_TOKENS",
@@ -69,11 +71,22 @@ BEST_RANK_POLICIES = ("caote-keydiff", "snapkv-keydiff", "caote-snapkv-keydiff")
 PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff")
 """Have nothing to rank by before the prompt's end."""
 
+HEADS = ("equal", "shared")
+"""What ``kv_heads`` may be: all KV heads of a layer keep as many tokens, or they share its heavy slots."""
+
+EQUAL_HEADS_POLICIES = {
+    "keydiff": "which measures how like the other keys of its head a key is: no measure of what a head needs",
+    "window": "which drops whole blocks",
+    "full": "which drops nothing",
+}
+"""Policies with which heads cannot share, and why."""
+
 REQUEST_FIELDS = (
     "kv_budget",
     "kv_budget_tokens",
     "kv_recent",
     "kv_policy",
+    "kv_heads",
     "kv_sinks",
     "kv_protect",
     "kv_delay",
@@ -131,6 +144,7 @@ class RequestBudget:
         prefill: unprotected tokens that a prompt may hold while it is computed; 0: all it has. See
             :class:`h2o_vllm.blocks.schedule.EvictionSchedule`, which rounds it.
         trace: whether the report says which positions each layer and KV head still holds.
+        heads: one of :data:`HEADS`.
     """
 
     fraction: float
@@ -147,6 +161,7 @@ class RequestBudget:
     evict_from: int = 0
     prefill: int = 0
     trace: bool = False
+    heads: str = "equal"
 
     @property
     def evicts(self) -> bool:
@@ -184,6 +199,10 @@ class H2OConfig:
         kv_full_kernel: one of :data:`FULL_KERNELS`. ``h2o`` is for CPUs, and nothing is lost with it: the
             same attention, rounded differently. ``auto`` is ``h2o`` where vLLM would use its kernel for AMX,
             whose KV only that one reads, and ``vllm`` elsewhere.
+        kv_heads: one of :data:`HEADS`. A request that does not name it, and one of
+            :data:`EQUAL_HEADS_POLICIES`, has ``equal``.
+        kv_heads_equal_because: why heads cannot share in this engine; empty: they can. No option: who knows
+            the engine says it, see :func:`h2o_vllm.engine.support.config_of`.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -205,6 +224,8 @@ class H2OConfig:
     kv_prefill_tokens: int = 0
     kv_trace: bool = False
     kv_full_kernel: str = "auto"
+    kv_heads: str = "equal"
+    kv_heads_equal_because: str = ""
 
     def __post_init__(self) -> None:
         try:
@@ -226,6 +247,7 @@ class H2OConfig:
             _prefill(self.kv_prefill_tokens, self.kv_policy)
             check_flag("kv_trace", self.kv_trace)
             check_choice("kv_full_kernel", self.kv_full_kernel, FULL_KERNELS)
+            self._heads({"kv_heads": self.kv_heads}, self.kv_policy)
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
         if isinstance(self.kv_protect, int) and self.kv_protect > self._most_protected:
@@ -305,6 +327,7 @@ class H2OConfig:
             fraction, tokens = 1.0, None
         prefill = _prefill(given.get("kv_prefill_tokens", self.kv_prefill_tokens), policy)
         elastic, evict_from = self._begin(given)
+        heads = self._heads(given, policy)
         return RequestBudget(
             fraction=fraction,
             tokens=tokens,
@@ -319,7 +342,8 @@ class H2OConfig:
             elastic=elastic,
             evict_from=evict_from,
             prefill=prefill,
-            trace=self._trace(given),
+            trace=self._trace(given, heads),
+            heads=heads,
         )
 
     def recent_of(self, policy: str) -> float:
@@ -331,11 +355,30 @@ class H2OConfig:
             return self.kv_recent
         return 0.25 if policy in BEST_RANK_POLICIES else 0.5
 
-    def _trace(self, given: Mapping[str, Any]) -> bool:
+    def _heads(self, given: Mapping[str, Any], policy: str) -> str:
+        heads = check_choice("kv_heads", given.get("kv_heads", self.kv_heads), HEADS)
+        if heads == "equal":
+            return heads
+        if self.kv_heads_equal_because:
+            accepted = f"equal on this server ({self.kv_heads_equal_because})"
+            raise BudgetError("kv_heads", heads, accepted)
+        if policy in EQUAL_HEADS_POLICIES:
+            if "kv_heads" not in given:
+                return "equal"
+            accepted = f"equal with kv_policy {policy}, {EQUAL_HEADS_POLICIES[policy]}"
+            raise BudgetError("kv_heads", heads, accepted)
+        return heads
+
+    def _trace(self, given: Mapping[str, Any], heads: str) -> bool:
         trace = check_flag("kv_trace", given.get("kv_trace", False))
         if trace and not self.kv_trace:
             accepted = (
                 "false on this server (it was started without --kv-trace and --kv-playground)"
+            )
+            raise BudgetError("kv_trace", True, accepted)
+        if trace and heads == "shared":
+            accepted = (
+                "false where kv_heads is shared (heads that lose different numbers of tokens)"
             )
             raise BudgetError("kv_trace", True, accepted)
         return trace

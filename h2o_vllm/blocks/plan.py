@@ -24,12 +24,14 @@ class EvictionParams:
         prompt_tokens: length of its prompt at admission; the same after a preemption.
         sinks: first tokens that are never evicted.
         traced: whether the worker notes which tokens go, see :mod:`h2o_vllm.engine.trace`.
+        shares_heads: whether a layer's KV heads share its heavy slots, see :mod:`h2o_vllm.kernels.lanes`.
     """
 
     policy: str
     prompt_tokens: int
     sinks: int = 0
     traced: bool = False
+    shares_heads: bool = False
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def request_report(
         "recent": budget.recent,
         "sinks": budget.sinks,
         "policy": budget.policy,
+        "heads": budget.heads,
         "delay": budget.delay,
         "elastic": budget.elastic,
         "squeezed_at": squeezed_at,

@@ -17,14 +17,25 @@ from h2o_vllm.policy import Candidates, Policy
 if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction
 
-__all__ = ["candidate_blocks", "cleared", "early_part", "eviction_scores"]
+__all__ = [
+    "candidate_blocks",
+    "cleared",
+    "early_part",
+    "eviction_scores",
+    "known_blocks",
+    "shared_eviction_scores",
+]
 
 
 def candidate_blocks(eviction: Eviction) -> list[int]:
     """The blocks an eviction ranks: those ranked before, then the fresh ones in table order."""
+    return [*known_blocks(eviction), *eviction.fresh_blocks]
+
+
+def known_blocks(eviction: Eviction) -> list[int]:
+    """Those of the blocks that an earlier eviction has ranked."""
     fresh = set(eviction.fresh_blocks)
-    known = [b for b in (*eviction.heavy_blocks, *eviction.doomed_blocks) if b not in fresh]
-    return [*known, *eviction.fresh_blocks]
+    return [b for b in (*eviction.heavy_blocks, *eviction.doomed_blocks) if b not in fresh]
 
 
 def eviction_scores(
@@ -43,22 +54,76 @@ def eviction_scores(
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
         key_likeness, value_distances: see :class:`.Candidates`; of ``blocks``, in that order.
     """
-    old = scores.index_select(1, blocks)
-    layers, count, heads, block_size = old.shape
+    new = _new_scores(
+        policy,
+        eviction,
+        scores.index_select(1, blocks).transpose(1, 2),
+        lambda: early.index_select(1, blocks).transpose(1, 2),
+        key_likeness,
+        value_distances,
+    )
+    if new is not None:
+        scores.index_copy_(1, blocks, new.transpose(1, 2))
+
+
+def shared_eviction_scores(
+    policy: Policy,
+    eviction: Eviction,
+    scores: torch.Tensor,
+    early: torch.Tensor,
+    pages: torch.Tensor,
+    key_likeness: Callable[[], torch.Tensor],
+    value_distances: Callable[[], torch.Tensor],
+) -> None:
+    """As :func:`eviction_scores` where heads share slots, and have different numbers of candidates.
+
+    Args:
+        pages: of each head, ``block * KH + lane``, [L, KH, n]; the fresh blocks' last, padding (-1) first.
+    """
+    there, layers = pages >= 0, torch.arange(len(pages))[:, None, None]
+    where = (layers, pages.clamp_min(0).long())
+
+    def of_pages(plane: torch.Tensor) -> torch.Tensor:
+        return plane.flatten(1, 2)[where].masked_fill(~there[..., None], 0.0)
+
+    counts = there.sum(2, keepdim=True) * scores.shape[3]
+    new = _new_scores(
+        policy, eviction, of_pages(scores), lambda: of_pages(early), key_likeness, value_distances, counts
+    )  # fmt: skip
+    if new is not None:
+        layer, _, _ = there.nonzero(as_tuple=True)
+        scores.flatten(1, 2)[layer, pages[there].long()] = new[there]
+
+
+def _new_scores(
+    policy: Policy,
+    eviction: Eviction,
+    old: torch.Tensor,
+    early: Callable[[], torch.Tensor],
+    key_likeness: Callable[[], torch.Tensor],
+    value_distances: Callable[[], torch.Tensor],
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """What ``policy`` makes of its candidates' scores, [L, KH, n, BS], of which the fresh ones are last.
+
+    Args:
+        early: their part in the other plane, which few policies want. counts: see :class:`.Candidates`.
+    """
+    layers, heads, count, block_size = old.shape
     # Protected tokens: not to be spread over their neighbours, not to be lost.
     protected = old == float("inf")
     if not policy.needs_scores:
         # Blocks from the prefix cache have scores of others: the first tokens are told by their positions.
-        places = torch.arange(len(eviction.fresh_blocks) * block_size, device=scores.device)
-        first = (places < eviction.sinks - eviction.fresh_from).view(-1, 1, block_size)
-        protected[:, count - len(eviction.fresh_blocks) :] = first
+        places = torch.arange(len(eviction.fresh_blocks) * block_size, device=old.device)
+        first = (places < eviction.sinks - eviction.fresh_from).view(-1, block_size)
+        protected[:, :, count - len(eviction.fresh_blocks) :] = first
 
-    def of_tokens(old: torch.Tensor) -> torch.Tensor:
-        return old.masked_fill(protected, 0.0).transpose(1, 2).reshape(layers, heads, -1)
+    def of_tokens(scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(protected, 0.0).reshape(layers, heads, -1)
 
     late = None
     if policy.late_prompt_queries is not None and not eviction.in_prompt:
-        late = of_tokens(old - early.index_select(1, blocks))
+        late = of_tokens(old - early())
     new = policy.eviction_scores(
         Candidates(
             scores=of_tokens(old),
@@ -68,11 +133,10 @@ def eviction_scores(
             key_likeness=key_likeness,
             value_distances=value_distances,
             late=late,
+            counts=counts,
         )
     )
-    if new is not None:
-        new = new.view(layers, heads, count, block_size).transpose(1, 2)
-        scores.index_copy_(1, blocks, new.masked_fill(protected, float("inf")))
+    return None if new is None else new.view(old.shape).masked_fill(protected, float("inf"))
 
 
 def cleared(scores: torch.Tensor) -> torch.Tensor:

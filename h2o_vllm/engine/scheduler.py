@@ -21,7 +21,6 @@ from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config import (
-    CONFIG_KEY,
     METRICS_KEY,
     REPORT_KEY,
     REQUEST_FIELDS,
@@ -31,7 +30,7 @@ from h2o_vllm.config import (
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.orphan import end_with_parent
 from h2o_vllm.engine.siblings import SiblingReports
-from h2o_vllm.engine.support import check_supported
+from h2o_vllm.engine.support import check_supported, config_of
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.engine.trace import HeadsOfAllRanks, traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -65,7 +64,7 @@ class H2OScheduler(LimitingScheduler):
         super().__init__(*args, **kwargs)
         check_supported(self.vllm_config)
         end_with_parent()
-        self.h2o_config = H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
+        self.h2o_config = config_of(self.vllm_config)
         self.blocks = self._bound_manager()
         self.blocks.follow_rules(
             SqueezeRules(
@@ -147,6 +146,7 @@ class H2OScheduler(LimitingScheduler):
                     state.prompt_tokens,
                     state.budget.sinks,
                     state.budget.trace,
+                    state.budget.heads == "shared",
                 )
         evictions = self.blocks.take_evictions()
         output.h2o = StepPlan(policies=policies, evictions=evictions)

@@ -70,6 +70,9 @@ class WorkerState(ABC):
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Unknown ids are fine."""
 
+    def restart(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most know nothing of them
+        """Requests return after a preemption: their KV is computed anew. Unknown ids are fine."""
+
     @abstractmethod
     def rows(self, common: Any) -> StepRows | None:
         """The rows of vLLM's ``CommonAttentionMetadata``, or ``None`` if nobody in it evicts."""

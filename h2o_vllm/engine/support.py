@@ -8,16 +8,17 @@ silent corruption, later.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.config import CONFIG_KEY, METRICS_KEY
+from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, H2OConfig
 from h2o_vllm.engine.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["check_supported"]
+__all__ = ["check_supported", "config_of"]
 
 SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
 """Class path of our scheduler, as ``--scheduler-cls`` takes it."""
@@ -42,6 +43,24 @@ def check_supported(config: VllmConfig) -> None:
             raise ConfigError(f"h2o_vllm cannot work with {reason}")
 
 
+def config_of(config: VllmConfig) -> H2OConfig:
+    """Our configuration, which knows what this engine cannot do for a request.
+
+    Raises:
+        ConfigError: it is none; or its defaults ask for what the engine cannot do.
+    """
+    ours = H2OConfig.from_mapping((config.additional_config or {})[CONFIG_KEY])
+    return replace(ours, kv_heads_equal_because=_equal_heads_because(config))
+
+
+def _equal_heads_because(config: VllmConfig) -> str:
+    if config.device_config.device_type != "cpu":
+        return "heads share their slots on CPUs only: GPU kernels read a lane as its own head's"
+    if config.parallel_config.tensor_parallel_size > 1:
+        return "with tensor parallelism a rank has only some of the heads"
+    return ""
+
+
 def _protects_roles_without_a_server(additional_config: Mapping[str, Any]) -> bool:
     ours = additional_config.get(CONFIG_KEY, {})
     return ours.get("kv_protect") == "system" and not additional_config.get(METRICS_KEY)
@@ -63,6 +82,10 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             _protects_roles_without_a_server(config.additional_config or {}),
             "kv_protect 'system' without h2o-serve: only a server knows the roles of a chat",
+        ),
+        (
+            _option(config, "kv_heads") == "shared" and bool(_equal_heads_because(config)),
+            f"--kv-heads shared here: {_equal_heads_because(config)}",
         ),
         (
             not _is_ours(scheduler_cls),

@@ -99,6 +99,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
             raise ConfigError("a step without an h2o plan: our scheduler is not the one in charge")
         left = tuple(self._left(scheduler_output))
         state.release(left)
+        state.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         state.start(plan.policies)
         if state.recorder is not None:
             state.recorder.release(left)

@@ -33,6 +33,8 @@ class Candidates:
         late: [L, KH, C], float32: how much of the scores the queries have given that the policy wants to know
             apart, :attr:`.Policy.late_prompt_queries` and all behind them; 0 for protected tokens, undefined
             for known ones. ``None`` if it does not, and inside of a prompt, whose end is still to come.
+        counts: [L, KH, 1]: how many candidates each head has, where heads share slots. Those with fewer begin
+            with padding, of which everything is 0. ``None``: each has all C.
     """
 
     scores: Tensor
@@ -42,6 +44,7 @@ class Candidates:
     key_likeness: Callable[[], Tensor]
     value_distances: Callable[[], Tensor]
     late: Tensor | None = None
+    counts: Tensor | None = None
 
     @property
     def fresh_positions(self) -> Tensor:
@@ -53,3 +56,9 @@ class Candidates:
     def with_fresh(self, fresh: Tensor) -> Tensor:
         """The scores, with those of the fresh tokens, [L, KH, C - known], replaced."""
         return torch.cat([self.scores[..., : self.known], fresh], dim=-1)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Over each head's candidates: [L, KH, C], where padding has 0, to [L, KH, 1]."""
+        if self.counts is None:
+            return values.mean(2, keepdim=True)
+        return values.sum(2, keepdim=True) / self.counts

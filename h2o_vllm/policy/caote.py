@@ -38,6 +38,6 @@ class CAOTEPolicy(H2ONormPolicy):
         scores, known = super().eviction_scores(candidates), candidates.known
         if scores.shape[-1] > known:
             distances = candidates.value_distances()
-            weights = distances / distances.mean(2, keepdim=True).clamp_min(_TINY)
+            weights = distances / candidates.mean(distances).clamp_min(_TINY)
             scores[..., known:] *= weights[..., known:]
         return scores

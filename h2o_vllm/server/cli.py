@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from h2o_vllm.config import ADMISSIONS, FULL_KERNELS, POLICIES, H2OConfig
+from h2o_vllm.config import ADMISSIONS, FULL_KERNELS, HEADS, POLICIES, H2OConfig
 from h2o_vllm.engine.cpu.cores import wait_briefly
 from h2o_vllm.errors import ConfigError
 
@@ -27,9 +27,9 @@ PROG = "h2o-serve"
 GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
-GROUP_DESCRIPTION = """How much KV cache a request keeps. Each may choose with the body fields kv_budget or
-kv_budget_tokens, kv_recent, kv_policy, kv_sinks, kv_protect, kv_delay, kv_elastic and
-kv_prefill_tokens; these are defaults and limits."""
+GROUP_DESCRIPTION = """How much KV cache a request keeps: defaults and limits of its body fields kv_budget,
+kv_budget_tokens, kv_recent, kv_policy, kv_heads, kv_sinks, kv_protect, kv_delay, kv_elastic and
+kv_prefill_tokens."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -157,7 +157,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_budget_tokens",
         int,
         "TOKENS",
-        "Keep this many tokens instead of a share; comes before --kv-budget.",
+        "Keep this many tokens instead.",
     )
     add(
         "kv_recent",
@@ -174,6 +174,12 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "the prompt's end on; tova: from the newest; keydiff: least like others; ...-keydiff: "
         "best by any; window: the first; random: any; full: all.",
     )
+    group.add_argument(
+        "--kv-heads",
+        choices=HEADS,
+        default=_DEFAULTS.kv_heads,
+        help="Tokens per head: equal, or by need.",
+    )
     add(
         "kv_sinks",
         int,
@@ -184,8 +190,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_protect",
         _tokens_or_word,
         "TOKENS|prompt|system",
-        "First tokens that the budget leaves alone: a number, the whole prompt, or (in chats) system "
-        "messages and tool definitions.",
+        "First tokens beside the budget: a number, the prompt, or (in chats) system messages and tools.",
     )
     add(
         "kv_protect_max",
@@ -259,7 +264,7 @@ def config_of(args: argparse.Namespace) -> H2OConfig:
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
     """
-    names = [field.name for field in dataclasses.fields(H2OConfig)]
+    names = {field.name for field in dataclasses.fields(H2OConfig)} - {"kv_heads_equal_because"}
     return H2OConfig(**{name: getattr(args, name) for name in names})
 
 

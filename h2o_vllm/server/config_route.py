@@ -21,6 +21,7 @@ from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
 from h2o_vllm.config import (
+    HEADS,
     MAX_DELAY,
     MAX_SINKS,
     MAX_TRACE_TOKENS,
@@ -49,6 +50,9 @@ class Defaults(BaseModel):
         description="Share of the budget spent on the newest tokens, with this policy."
     )
     kv_policy: str = Field(description="Which tokens stay.")
+    kv_heads: Literal["equal", "shared"] = Field(
+        description="Whether all KV heads of a layer keep as many tokens, or share its slots by need."
+    )
     kv_sinks: int = Field(description="First tokens that are never evicted.")
     kv_protect: int | Literal["prompt", "system"] = Field(
         description="First tokens that the budget leaves alone: a number, the whole prompt, or system "
@@ -84,6 +88,7 @@ class Limits(BaseModel):
         description="Most tokens, prompt and answer, of one that does."
     )
     kv_policies: list[str] = Field(description="Accepted kv_policy values.")
+    kv_heads: list[str] = Field(description="Accepted kv_heads values.")
     request_fields: list[str] = Field(description="Budget fields of a request body.")
 
 
@@ -192,6 +197,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_trace=config.kv_trace,
             kv_trace_tokens_max=MAX_TRACE_TOKENS,
             kv_policies=policies,
+            kv_heads=list(HEADS[:1] if config.kv_heads_equal_because else HEADS),
             request_fields=list(REQUEST_FIELDS),
         ),
         routes=Routes(accepted=sorted(LIFTED), refused=sorted(REFUSED)),

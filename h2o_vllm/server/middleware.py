@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 
 import h2o_vllm
 from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.engine.support import config_of
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
 from h2o_vllm.server import (
@@ -132,7 +133,7 @@ class KVCacheMiddleware:
             options = state.vllm_config.additional_config.get(CONFIG_KEY)
             if options is None:
                 raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
-            config = H2OConfig.from_mapping(options)
+            config = config_of(state.vllm_config)
             report_interceptor.install(state.engine_client)
             self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
             fitting.install(state.engine_client, state.vllm_config, config, self._count_refusal)

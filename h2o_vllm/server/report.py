@@ -34,6 +34,7 @@ REPORT_KEYS = (
     "recent",
     "sinks",
     "policy",
+    "heads",
     "delay",
     "elastic",
     "squeezed_at",

@@ -48,12 +48,13 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
         start_record.begin()
     prepare(args, parser, config)
     logger.info(
-        "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_recent=%s kv_sinks=%s kv_protect=%s "
-        "kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask for kv_budget "
-        "%s to %s; block size %s",
+        "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_heads=%s kv_recent=%s kv_sinks=%s "
+        "kv_protect=%s kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask for "
+        "kv_budget %s to %s; block size %s",
         config.kv_budget,
         config.kv_budget_tokens,
         config.kv_policy,
+        config.kv_heads,
         config.recent_of(config.kv_policy),
         config.kv_sinks,
         config.kv_protect,

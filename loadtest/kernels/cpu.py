@@ -29,10 +29,11 @@ REQUESTS = (1, 4, 16, 32)
 PROMPTS = (512, 1024, 2048, 4096, 8192)
 MAX_CACHE = 2 << 30  # bytes; larger configurations are left out
 CALLS = {
-    "decode": ("attend_decode", "full_decode"),
+    "decode": ("attend_decode", "full_decode", "lanes_decode"),
     "prompt": ("attend_prompt", "full_prompt", "score_prompt"),
 }
-"""``full`` is attention alone, as stock's: rows without a budget, ``--kv-full-kernel h2o``."""
+"""``full`` is attention alone, as stock's: rows without a budget, ``--kv-full-kernel h2o``. ``lanes`` is
+``attend`` of rows whose heads share the slots of half of their blocks, ``--kv-heads shared``."""
 
 
 @dataclass
@@ -88,14 +89,30 @@ class Case:
         self.query = torch.randn(tokens, self.heads, self.size, generator=gen).to(self.dtype)
         self.out = torch.empty_like(self.query)
 
+    def lanes(self) -> kernels.Lanes:
+        """The first half of each row's blocks, shared: head h has h + 1 times as many lanes as head 0."""
+        heavy, heads = self.table.shape[1] // 2, self.kv_heads
+        order = torch.randperm(heavy * heads, generator=torch.Generator().manual_seed(1))
+        every = self.table[:, :heavy, None] * heads + torch.arange(heads, dtype=torch.int32)
+        every, numbers = every.flatten(1)[:, order], torch.arange(1, heads + 1)
+        ends = numbers.cumsum(0) * len(order) // numbers.sum()
+        ends = torch.maximum(ends, numbers)  # one each
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        pages = torch.zeros(self.requests, heads, int(counts.max()), dtype=torch.int32)
+        for head, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
+            pages[:, head, :count] = every[:, end - count : end]
+        same = torch.ones(self.requests, 1, dtype=torch.int32)
+        return kernels.Lanes(self.rows, pages, counts.int() * same, heavy * same[:, 0])
+
     def ours(self, impl: Any) -> dict[str, Call]:
         """The calls to time, by name."""
         batch = kernels.PagedBatch(self.query, self.kv_cache, self.scores, self.table, self.lens)
         if self.kind == "decode":
-            rows = (self.rows, self.rows, self.scale)
+            rows, shared = (self.rows, self.rows, self.scale), batch._replace(lanes=self.lanes())
             return {
                 "attend_decode": lambda: impl.attend_decode(batch, *rows, self.out),
                 "full_decode": lambda: impl.attend_decode(batch, *rows, self.out, scored=0),
+                "lanes_decode": lambda: impl.attend_decode(shared, *rows, self.out),
             }
         rows = (self.starts, self.rows, self.scale)
         return {
@@ -205,19 +222,26 @@ class CPUBench(DeviceBench):
 
     def _check(self, case: Case) -> None:
         case.build()
-        out, scores = torch.empty_like(case.out), torch.zeros_like(case.scores)
-        batch = kernels.PagedBatch(case.query, case.kv_cache, scores, case.table, case.lens)
-        reference.attend_prompt(batch, case.starts, case.rows, case.scale, out)
+        lanes = {"": None} | ({"lanes": case.lanes()} if case.kind == "decode" else {})
+        wanted = {name: self._expected(case, one) for name, one in lanes.items()}
         for name, call in self._contestants(case).items():
             case.out.fill_(float("nan"))
             case.scores.zero_()
             call()
+            out, scores = wanted["lanes" if ".lanes_" in name else ""]
             right = "score_prompt" in name or torch.allclose(case.out, out, rtol=0.02, atol=0.02)
             # Stock's kernel knows no scores, and ours shall leave them alone where nobody wants them.
             kept = torch.zeros_like(scores) if name == "stock" or ".full_" in name else scores
             right &= torch.allclose(case.scores, kept, rtol=1e-3, atol=1e-4)
             if not right:
                 sys.exit(f"{name} is wrong for {case.shape}, {case.queries} queries; nothing timed")
+
+    @staticmethod
+    def _expected(case: Case, lanes: kernels.Lanes | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, scores = torch.empty_like(case.out), torch.zeros_like(case.scores)
+        batch = kernels.PagedBatch(case.query, case.kv_cache, scores, case.table, case.lens, lanes)
+        reference.attend_prompt(batch, case.starts, case.rows, case.scale, out)
+        return out, scores
 
     def _contestants(self, case: Case) -> dict[str, Call]:
         calls: dict[str, Call] = {"stock": case.stock()}

@@ -54,6 +54,7 @@ class PolicyModel:
         policy: value of ``kv_policy``. fraction, recent, block, floor: as in ``reference_h2o.py``.
         sinks: first tokens that stay. protected: first tokens beside the budget, rounded up to blocks.
         delay: generated tokens before the first eviction.
+        shared: whether the heads of a layer share what they keep beside the newest tokens, in whole blocks.
         bound: unprotected tokens, whole blocks, that a longer prompt may hold while it is computed: a quarter
             of them goes whenever there are as many; 0: no bound.
     """
@@ -68,6 +69,7 @@ class PolicyModel:
     protected: int = 0
     delay: int = 0
     bound: int = 0
+    shared: bool = False
     running: ClassVar[PolicyModel | None] = None
     """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
@@ -138,13 +140,40 @@ class PolicyModel:
         copied = self.protected + excess if len(self.ranked) == 1 else 0
         for layer in self.layers.values():
             ranks = self._scores(layer).tolist()
+            candidates = []
             for head, scores in enumerate(ranks):
                 alive = layer.alive[head].nonzero().flatten().tolist()
                 old = [p for p in alive if self.protected <= p < until]
                 ranked = partial(_survival, scores=scores, sinks=self.sinks, copied=copied)
-                old.sort(key=ranked)
-                layer.alive[head][old[len(old) - excess :]] = False
+                candidates.append(sorted(old, key=ranked))
+            kept = [len(old) - excess for old in candidates]
+            if self.shared:
+                kept = self._shares(ranks, candidates, sum(kept))
+            for alive, old, count in zip(layer.alive, candidates, kept, strict=True):
+                alive[old[count:]] = False
         self.evicted += excess
+
+    def _shares(
+        self, scores: list[list[float]], candidates: list[list[int]], room: int
+    ) -> list[int]:
+        """How many of its candidates, best first, each head keeps of ``room`` for all, whole blocks.
+
+        As many blocks of the layer's best tokens as fall to it, rounded so that the largest remainders come
+        first; but one at least, and what its first tokens need.
+        """
+        best = sorted(
+            (position >= self.sinks, -scores[head][position], head, place)
+            for head, mine in enumerate(candidates)
+            for place, position in enumerate(mine)
+        )[:room]
+        least, claims = [], []
+        for head, mine in enumerate(candidates):
+            stay = sum(position < self.sinks for position in mine)
+            least.append(max(1, math.ceil(stay / self.block)))
+            wanted = sum(one[2] == head for one in best)
+            claims += [(blocks * self.block - wanted, head) for blocks in range(least[-1], room)]
+        more = [head for _, head in sorted(claims)[: room // self.block - sum(least)]]
+        return [(count + more.count(head)) * self.block for head, count in enumerate(least)]
 
     def _scores(self, layer: Layer) -> Tensor:
         """[KH, S]: what the policy thinks of each token, the evicted ones included."""

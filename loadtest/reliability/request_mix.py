@@ -33,6 +33,8 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 0.3, "kv_policy": "tova"},
     {"kv_budget": 0.3, "kv_policy": "keydiff"},
     {"kv_budget": 0.2, "kv_policy": "caote-keydiff"},
+    {"kv_budget": 0.2, "kv_heads": "shared"},
+    {"kv_budget": 0.3, "kv_heads": "shared", "kv_policy": "random", "kv_prefill_tokens": 128},
     {"kv_budget": 0.2, "kv_delay": 20},
     {"kv_budget": 0.2, "kv_prefill_tokens": 128},
     {"kv_budget": 1.0, "kv_prefill_tokens": 128, "kv_policy": "keydiff"},

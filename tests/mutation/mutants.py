@@ -37,6 +37,8 @@ PREFILL = ("tests/blocks/test_schedule.py", "tests/engine/test_prefill.py")
 CPU = ("tests/kernels/cpu/test_attend.py", "tests/kernels/test_attend.py")
 SOFTMAX = ("tests/kernels/cpu/test_softmax.py",)
 EVICT = ("tests/kernels/cpu/test_evict.py", "tests/kernels/test_evict.py")
+SHARE = ("tests/kernels/cpu/test_lanes.py",)
+LANES = ("tests/engine/test_lanes.py",)
 FULL = ("tests/engine/test_full_kernel.py",)
 TRITON = ("tests/kernels/test_triton.py",)
 CUDA = ("tests/engine/test_cuda.py",)
@@ -441,7 +443,43 @@ MUTANTS = (
         "stays = infinite | ((fresh >= 0) & (fresh < protected))",
         TRITON,
     ),
+    Mutant(
+        "kernels-cpu-a-head-without-need-has-no-lane",
+        "std::max<int64_t>(1, (stay + block - 1) / block)",
+        "std::max<int64_t>(0, (stay + block - 1) / block)",
+        SHARE,
+    ),
+    Mutant(
+        "kernels-cpu-lanes-are-written-before-all-is-read",
+        "scores[m] = layer.scores[moves[m].from];",
+        "scores[m] = layer.scores[moves[m].from]; layer.scores[moves[m].to] = scores[m];",
+        SHARE,
+    ),
+    Mutant(
+        "kernels-cpu-heads-that-share-are-all-as-long-as-their-mean",
+        "return call.lens[row] + (all.count - all.heavy) * call.block;",
+        "return call.lens[row];",
+        SHARE,
+    ),
     # engine
+    Mutant(
+        "engine-a-preempted-request-keeps-its-lanes",
+        "state.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)",
+        "pass",
+        LANES,
+    ),
+    Mutant(
+        "engine-unscored-rows-that-share-go-to-vllms-kernel",
+        "unreadable[list(shared.heavy_blocks)] = True",
+        "pass",
+        LANES,
+    ),
+    Mutant(
+        "engine-shared-blocks-stay-behind-the-pinned-ones",
+        "_move_to_front(compacted[row], heavy)",
+        "pass",
+        LANES,
+    ),
     Mutant(
         "engine-a-seed-draws-in-the-midst-of-its-prompt",
         "if discarded[row]}",

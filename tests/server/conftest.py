@@ -22,6 +22,7 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "recent": 0.5,
         "sinks": 0,
         "policy": "h2o",
+        "heads": "equal",
         "delay": 0,
         "elastic": False,
         "squeezed_at": None,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config import EQUAL_HEADS_POLICIES, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.server.protocol import Admission, RefusalError, admit, error_body
 from h2o_vllm.server.routes import Rule
@@ -78,6 +78,10 @@ BAD_VALUES: dict[str, list[str]] = {
     "kv_prefill_tokens": [
         *("-1", "2147483648", "1" + "0" * 400, "512.0", "NaN", "-Infinity", "true", "false"),
         *('"512"', '""', "[]", "[512]", "{}"),
+    ],
+    "kv_heads": [
+        *('""', '"Shared"', '"shared "', '"layer"', '"global"', '"' + "equal" * 3000 + '"'),
+        *("0", "1", "true", "false", "NaN", "[]", '["shared"]', "{}", '{"a": 1}'),
     ],
     "kv_policy": [
         *('""', '"H2O"', '"h2o "', '"lru"', '"none"', '"random\\u0000"', '"' + "h2o" * 3000 + '"'),
@@ -149,6 +153,8 @@ def test_message_names_field_value_and_range(config: H2OConfig) -> None:
         {"kv_elastic": 1},
         {"kv_prefill_tokens": 512},
         {"kv_policy": "snapkv", "kv_prefill_tokens": 0},
+        {"kv_heads": "shared", "kv_policy": "caote"},
+        {"kv_heads": "equal", "kv_policy": "window"},
     ],
 )
 @pytest.mark.parametrize("place", ["top", "vllm_xargs"])
@@ -179,6 +185,38 @@ def test_what_ranks_by_the_prompts_end_cannot_be_bounded_before(
     assert passed(server, body(kv_policy=policy, kv_prefill_tokens=0))
     with pytest.raises(ConfigError, match=rf"--kv-prefill-tokens: .* 0 with kv_policy {policy}, "):
         H2OConfig(kv_policy=policy, kv_prefill_tokens=512)
+
+
+@pytest.mark.parametrize("policy", EQUAL_HEADS_POLICIES)
+def test_heads_share_only_what_can_be_compared(config: H2OConfig, policy: str) -> None:
+    refusal = refused(config, body(kv_heads="shared", kv_policy=policy))
+    assert (refusal.param, refusal.reason) == ("kv_heads", "value")
+    assert f"must be equal with kv_policy {policy}, which " in refusal.message
+    # A default is for those that it can be for.
+    server = H2OConfig(kv_budget=0.2, kv_heads="shared")
+    assert passed(server, body(kv_policy=policy))
+    assert server.resolve({"kv_policy": policy}).heads == "equal"
+    assert server.resolve(None).heads == "shared"
+    assert refused(server, body(kv_policy=policy, kv_heads="shared")).param == "kv_heads"
+    with pytest.raises(ConfigError, match=rf"--kv-heads: .* equal with kv_policy {policy}, "):
+        H2OConfig(kv_policy=policy, kv_heads="shared")
+
+
+def test_heads_cannot_share_in_every_engine() -> None:
+    engine = H2OConfig(kv_heads_equal_because="heads share on CPUs only")
+    refusal = refused(engine, body(kv_heads="shared"))
+    assert refusal.message == (
+        "kv_heads must be equal on this server (heads share on CPUs only), got 'shared'"
+    )
+    assert passed(engine, body(kv_heads="equal"))
+
+
+def test_a_trace_is_of_equal_heads() -> None:
+    server = H2OConfig(kv_trace=True, kv_heads="shared")
+    refusal = refused(server, body(kv_trace=True))
+    assert refusal.param == "kv_trace" and "where kv_heads is shared" in refusal.message
+    assert passed(server, body(kv_trace=True, kv_heads="equal"))
+    assert passed(server, body(kv_trace=True, kv_policy="window"))
 
 
 def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(

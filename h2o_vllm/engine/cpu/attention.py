@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.registry import register_backend as vllm_registe
 from h2o_vllm.blocks.spec import evictable_spec
 from h2o_vllm.engine.attention import AttentionCall, ScoringImpl
 from h2o_vllm.engine.compat import set_attention_isa
-from h2o_vllm.engine.cpu.rows import RowSplit, compact_tables, split_rows
+from h2o_vllm.engine.cpu.rows import RowSplit, SharedRows, compact_tables, split_rows
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 
@@ -59,10 +59,12 @@ class H2OMetadata(CPUAttentionMetadata):
     Attributes:
         split: which rows are ours, and which of these are scored.
         rest: metadata of the rows left to vLLM, if there are any.
+        shared: the rows whose heads share slots, if there are any.
     """
 
     split: RowSplit | None = None
     rest: CPUAttentionMetadata | None = None
+    shared: SharedRows | None = None
 
 
 class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -100,10 +102,10 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
         rows = None if state is None else state.rows(common)
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
-        live = common
+        live, shared = common, state.shared_rows(common)
         if rows.codes.any():
             state.start_tokens(rows, common.slot_mapping)
-            live = compact_tables(common, rows.codes > 0, self.block_size)
+            live = compact_tables(common, rows.codes > 0, self.block_size, shared)
             clearing = rows.last_query_rows
             if clearing.size:
                 state.clear_scores(live.block_table_tensor, live.seq_lens, clearing)
@@ -111,18 +113,19 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             if crossing.size:
                 tables = (live.block_table_tensor, live.seq_lens)
                 state.at_end(partial(state.split_scores, *tables, crossing))
-        split = split_rows(rows, full=state.full_kernel)
+        split = split_rows(rows, full=state.full_kernel, shared=shared)
         if split is None:
             return super().build(common_prefix_len, live, fast_build)
         rest = self._subset(live, split) if split.rest_rows.numel() else None
         # vLLM's kernel serves the rest only; ours read nothing but these three tensors.
         metadata = super().build(common_prefix_len, rest or live, fast_build)
-        ours = {
+        ours: dict[str, Any] = {
             "query_start_loc": live.query_start_loc,
             "seq_lens": live.seq_lens,
             "block_table": live.block_table_tensor,
         }
-        return H2OMetadata(**{**vars(metadata), **ours}, split=split, rest=rest and metadata)
+        ours |= {"split": split, "rest": rest and metadata, "shared": shared}
+        return H2OMetadata(**{**vars(metadata), **ours})
 
     @staticmethod
     def _subset(common: CommonAttentionMetadata, split: RowSplit) -> CommonAttentionMetadata:
@@ -156,7 +159,8 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             self.attend_stock(call._replace(query=query[index], output=attended), batch.rest)
             output[index] = attended
         tables = (batch.block_table, batch.seq_lens)
-        ours = kernels.PagedBatch(query, call.kv_cache, self._scores, *tables)
+        lanes = None if batch.shared is None else batch.shared.lanes[self._layer]
+        ours = kernels.PagedBatch(query, call.kv_cache, self._scores, *tables, lanes)
         # Here and not when bound: weights may be loaded anew.
         sinks = None if self.sinks is None else self.sinks.detach().float()
         softmax = (self.logits_soft_cap, sinks)

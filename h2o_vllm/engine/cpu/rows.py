@@ -14,11 +14,25 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from h2o_vllm.engine.rows import StepRows
+    from h2o_vllm.kernels.cpu import Lanes
 
-__all__ = ["LastQueries", "RowSplit", "compact_tables", "split_rows"]
+__all__ = ["LastQueries", "RowSplit", "SharedRows", "compact_tables", "split_rows"]
 
 _NO_STARTS = torch.zeros(1, dtype=torch.int32)
 _NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """The rows whose heads share the slots of their heavy blocks.
+
+    Attributes:
+        heavy_blocks: by row, in table order; none is empty.
+        lanes: whose each lane is, per layer.
+    """
+
+    heavy_blocks: dict[int, tuple[int, ...]]
+    lanes: list[Lanes]
 
 
 @dataclass(frozen=True)
@@ -69,17 +83,21 @@ class RowSplit:
     late: LastQueries
 
 
-def split_rows(rows: StepRows, *, full: bool) -> RowSplit | None:
+def split_rows(rows: StepRows, *, full: bool, shared: SharedRows | None = None) -> RowSplit | None:
     """Sort the rows of a batch by kernel; ``None`` if all are left to vLLM.
 
     Args:
         full: whether rows without scores are ours, too.
+        shared: rows that vLLM's kernel cannot read: they are ours in any case.
     """
     scored, lens = rows.scored_queries, rows.query_lens
-    if not full and not scored.any():
+    if not full and not scored.any() and shared is None:
         return None
+    unreadable = np.zeros(len(lens), dtype=np.bool_)
+    if shared is not None:
+        unreadable[list(shared.heavy_blocks)] = True
     whole = (scored == lens) & (lens > 0)
-    ours = whole | (full & (lens > 0))
+    ours = whole | ((full | unreadable) & (lens > 0))
     decode, decode_scored = _scored_first(ours & (lens == 1), whole)
     prompt, prompt_scored = _scored_first(ours & (lens > 1), whole)
     rest = np.flatnonzero(~ours & (not full))
@@ -133,9 +151,12 @@ def _gathered(
 
 
 def compact_tables(
-    common: CommonAttentionMetadata, evicting: NDArray[np.bool_], block_size: int
+    common: CommonAttentionMetadata,
+    evicting: NDArray[np.bool_],
+    block_size: int,
+    shared: SharedRows | None = None,
 ) -> CommonAttentionMetadata:
-    """The batch as attention should see it: without holes, with live lengths.
+    """The batch as attention should see it: without holes, with live lengths; shared blocks come first.
 
     Holes are the null block's id, 0, inside the used part of an ``evicting`` row, [B]. Slot mappings
     and positions keep their logical meaning. Returns new tensors; vLLM's own tables stay as they are.
@@ -149,13 +170,23 @@ def compact_tables(
         return common
     # A stable sort on "is a hole" moves the live blocks to the front and keeps their order.
     order = holes.argsort(axis=1, kind="stable")
+    compacted = np.take_along_axis(table, order, axis=1)
+    for row, heavy in ({} if shared is None else shared.heavy_blocks).items():
+        _move_to_front(compacted[row], heavy)
     live = seq_lens - holes.sum(axis=1, dtype=seq_lens.dtype) * block_size
     return replace(
         common,
-        block_table_tensor=torch.from_numpy(np.take_along_axis(table, order, axis=1)),
+        block_table_tensor=torch.from_numpy(compacted),
         seq_lens=torch.from_numpy(live),
         max_seq_len=int(live.max()),
     )
+
+
+def _move_to_front(row: NDArray[np.int32], heavy: tuple[int, ...]) -> None:
+    """Put the heavy blocks of a row's table, which are neighbours, before the pinned ones, in place."""
+    pinned, count = int((row == heavy[0]).argmax()), len(heavy)
+    assert tuple(row[pinned : pinned + count]) == heavy, "heavy blocks lie together in a table"
+    row[: pinned + count] = np.roll(row[: pinned + count], -pinned)
 
 
 def _int32(values: NDArray[Any]) -> torch.Tensor:

@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from h2o_vllm.engine.cpu.lanes import LaneStore
+from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.eviction_scores import (
     candidate_blocks,
     cleared,
     early_part,
     eviction_scores,
+    known_blocks,
+    shared_eviction_scores,
 )
 from h2o_vllm.engine.rows import POLICY_CODES, StepRows
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
+from h2o_vllm.kernels.lanes import own_lanes
 from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
@@ -44,12 +49,20 @@ class CPUState(WorkerState):
         row_request_ids: gives the request id of each row of the batch being prepared.
         policies: request id -> policy code, prompt tokens and sinks, for the requests that evict.
         full_kernel: whether our kernels also serve rows without scores.
+        sharing: ids of the requests whose heads share slots. lanes: whose is what, once they have evicted.
     """
 
     kv_caches: list[torch.Tensor]
     row_request_ids: Callable[[], Sequence[str]]
     policies: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     full_kernel: bool = False
+    sharing: set[str] = field(default_factory=set)
+    lanes: LaneStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, _, heads, _ = self.scores.shape
+        self.lanes = LaneStore(layers, heads)
 
     def warm_up(self, num_heads: int) -> None:
         """Run every kernel once on scratch memory.
@@ -68,6 +81,7 @@ class CPUState(WorkerState):
         kernels.attend_prompt(batch, starts, first, 1.0, torch.empty_like(query))
         kernels.score_prompt(batch, starts, first, 1.0)
         kernels.compact([kv_cache], scores, one, one + 1)
+        kernels.compact_shared([kv_cache], scores, one, one + 1, own_lanes(1, 2, num_kv_heads))
         kernels.reset_scores(scores, one.long())
         kernels.key_likeness([kv_cache], one)
         kernels.value_distances([kv_cache], one)
@@ -77,11 +91,35 @@ class CPUState(WorkerState):
         for request_id, params in policies.items():
             code = POLICY_CODES[params.policy]
             self.policies[request_id] = (code, params.prompt_tokens, params.sinks)
+            if params.shares_heads:
+                self.sharing.add(request_id)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Unknown ids are fine."""
-        for request_id in request_ids:
+        gone = list(request_ids)
+        for request_id in gone:
             self.policies.pop(request_id, None)
+        self.sharing.difference_update(gone)
+        self.lanes.drop(gone)
+
+    def restart(self, request_ids: Iterable[str]) -> None:
+        """Requests that return after a preemption hold nothing of what they held. Unknown ids are fine."""
+        self.lanes.drop(request_ids)
+
+    def compact(self, evictions: Sequence[Eviction]) -> None:
+        """As the base class; a request of which nothing is left to rank has no lanes either."""
+        super().compact(evictions)
+        self.lanes.drop(one.request_id for one in evictions if not one.heavy_blocks)
+
+    def shared_rows(self, common: CommonAttentionMetadata) -> SharedRows | None:
+        """The rows of this batch whose heads share slots, if there are any."""
+        if not len(self.lanes):
+            return None
+        ids = self.row_request_ids()[: common.num_reqs]
+        heavy_blocks = self.lanes.heavy_blocks(ids)
+        if not heavy_blocks:
+            return None
+        return SharedRows(heavy_blocks, self.lanes.of_rows(ids, len(common.seq_lens)))
 
     def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
         """The rows of this batch, or ``None`` if vLLM's kernel serves all: nobody in it evicts."""
@@ -133,16 +171,23 @@ class CPUState(WorkerState):
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:
-            blocks = torch.tensor(candidate_blocks(eviction))
-            eviction_scores(
-                get_policy(eviction.policy),
-                eviction,
-                self.scores,
-                self.early,
-                blocks,
-                partial(kernels.key_likeness, self.kv_caches, blocks),
-                partial(kernels.value_distances, self.kv_caches, blocks),
-            )
+            policy, planes = get_policy(eviction.policy), (self.scores, self.early)
+            if eviction.request_id in self.sharing:
+                known, fresh = known_blocks(eviction), eviction.fresh_blocks
+                pages = self.lanes.candidate_pages(eviction.request_id, known, fresh)
+                shared_eviction_scores(policy, eviction, *planes, pages, *self._measures(pages))
+            else:
+                blocks = torch.tensor(candidate_blocks(eviction))
+                eviction_scores(policy, eviction, *planes, blocks, *self._measures(blocks))
+
+    def _measures(
+        self, where: torch.Tensor
+    ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+        """What a policy may ask of keys and of values, in blocks or in pages of each head."""
+        return (
+            partial(kernels.key_likeness, self.kv_caches, where),
+            partial(kernels.value_distances, self.kv_caches, where),
+        )
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:
@@ -150,4 +195,12 @@ class CPUState(WorkerState):
                 torch.tensor(blocks, dtype=torch.int32)
                 for blocks in (eviction.heavy_blocks, eviction.doomed_blocks)
             )
-            kernels.compact(self.kv_caches, self.scores, heavy, doomed)
+            request_id = eviction.request_id
+            if request_id not in self.sharing:
+                kernels.compact(self.kv_caches, self.scores, heavy, doomed)
+                continue
+            owners = self.lanes.owners(
+                request_id, [*eviction.heavy_blocks, *eviction.doomed_blocks]
+            )
+            owners = kernels.compact_shared(self.kv_caches, self.scores, heavy, doomed, owners)
+            self.lanes.keep(request_id, eviction.heavy_blocks, owners)

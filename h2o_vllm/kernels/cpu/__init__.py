@@ -27,13 +27,15 @@ from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu import checks
-from h2o_vllm.kernels.cpu.batch import PagedBatch
+from h2o_vllm.kernels.cpu.batch import Lanes, PagedBatch
 
 __all__ = [
+    "Lanes",
     "PagedBatch",
     "attend_decode",
     "attend_prompt",
     "compact",
+    "compact_shared",
     "compiled",
     "describe",
     "key_likeness",
@@ -178,6 +180,30 @@ def compact(
     load().compact(kv_caches, scores, heavy_blocks, doomed_blocks)
 
 
+def compact_shared(
+    kv_caches: Sequence[Tensor],
+    scores: Tensor,
+    heavy_blocks: Tensor,
+    doomed_blocks: Tensor,
+    owners: Tensor,
+) -> Tensor:
+    """:func:`compact` where the heads of a layer share their slots: :mod:`h2o_vllm.kernels.lanes`.
+
+    Args:
+        kv_caches, scores, heavy_blocks, doomed_blocks: as for :func:`compact`; none of the lists is empty.
+        owners: [L, nh + nd, KH], integer: which head each lane of the heavy and doomed blocks belongs to.
+            Every head must have one of them.
+
+    Returns:
+        [L, nh, KH], int32: which head each lane of the heavy blocks belongs to now.
+    """
+    if _CHECK:
+        checks.check_eviction(heavy_blocks, doomed_blocks, scores.shape[1])
+        checks.check_owners(owners, scores, heavy_blocks.numel() + doomed_blocks.numel())
+    now: Tensor = load().compact_shared(kv_caches, scores, heavy_blocks, doomed_blocks, owners)
+    return now
+
+
 def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
     """First score of newly written slots: see :func:`h2o_vllm.kernels.reference.reset_scores`."""
     load().reset_scores(scores, slots, values)
@@ -187,13 +213,15 @@ def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """The cosine of each key in some blocks and the mean of these keys' directions, per layer and KV head.
 
     Args:
-        kv_caches: L tensors [N, KH, BS, 2 * D]. blocks: [n], integer, at least one.
+        kv_caches: L tensors [N, KH, BS, 2 * D].
+        blocks: [n], integer, at least one; or pages of each head, ``block * KH + lane``, [L, KH, n], behind
+            padding below 0, which counts for nothing.
 
     Returns:
-        [L, KH, n * BS], float32, block by block.
+        [L, KH, n * BS], float32, block by block; 0 for padding.
     """
     if _CHECK:
-        checks.check_eviction(blocks, blocks[:0], kv_caches[0].shape[0])
+        checks.check_ranked(blocks, kv_caches)
     likeness: Tensor = load().key_likeness(kv_caches, blocks)
     return likeness
 
@@ -201,6 +229,6 @@ def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
 def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """How far each value in some blocks lies from the mean of them; as :func:`key_likeness`."""
     if _CHECK:
-        checks.check_eviction(blocks, blocks[:0], kv_caches[0].shape[0])
+        checks.check_ranked(blocks, kv_caches)
     distances: Tensor = load().value_distances(kv_caches, blocks)
     return distances

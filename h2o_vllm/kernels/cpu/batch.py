@@ -6,11 +6,32 @@ Runs in the worker. Imports torch only. Letters as in :mod:`h2o_vllm.kernels.ref
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["PagedBatch", "key_value_views"]
+__all__ = ["Lanes", "PagedBatch", "heads_apart", "key_value_views", "measured_by_page"]
+
+
+class Lanes(NamedTuple):
+    """Rows whose heads share the slots of their heavy blocks, see :mod:`h2o_vllm.kernels.lanes`.
+
+    A row's heavy blocks are the first of its block table. A head's keys lie in the lanes that it has of them,
+    and in its own lanes of the other blocks; the heads of a row have different live lengths.
+
+    Attributes:
+        rows: [B], int32: where a row's lanes stand in the others; -1: its heads share nothing.
+        pages: [S, KH, MP], int32, contiguous: page ids, ``block_id * KH + lane``.
+        counts: [S, KH], int32, contiguous: so many of them, the first ones, are a head's; at least one.
+        heavy: [S], int32, contiguous: how many heavy blocks there are.
+    """
+
+    rows: Tensor
+    pages: Tensor
+    counts: Tensor
+    heavy: Tensor
 
 
 class PagedBatch(NamedTuple):
@@ -21,7 +42,8 @@ class PagedBatch(NamedTuple):
         kv_cache: [N, KH, BS, 2 * D], contiguous, same dtype as ``query``; see :func:`key_value_views`.
         scores: [N, KH, BS], float32, contiguous.
         block_table: [B, MB], int32, without holes; may be strided along B.
-        seq_lens: [B], int32, live lengths.
+        seq_lens: [B], int32, live lengths; where heads share slots, their mean.
+        lanes: which rows' heads do; ``None``: none.
     """
 
     query: Tensor
@@ -29,6 +51,7 @@ class PagedBatch(NamedTuple):
     scores: Tensor
     block_table: Tensor
     seq_lens: Tensor
+    lanes: Lanes | None = None
 
 
 def key_value_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,3 +70,54 @@ def key_value_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     keys = halves[:, :, 0].unflatten(-1, (size, block_size))
     values = halves[:, :, 1].unflatten(-1, (block_size, size))
     return keys, values
+
+
+def measured_by_page(
+    measure: Callable[[Sequence[Tensor], Tensor], Tensor],
+    kv_caches: Sequence[Tensor],
+    pages: Tensor,
+) -> Tensor:
+    """``measure``, which takes blocks, of each head's ``pages`` [L, KH, n]: [L, KH, n * BS]; 0 if padded."""
+    layers, heads, count = pages.shape
+    found = torch.zeros(layers, heads, count, kv_caches[0].shape[2])
+    for layer, kv_cache in enumerate(kv_caches):
+        for head, mine in enumerate(pages[layer]):
+            there = mine >= 0
+            measured = measure([_one_headed(kv_cache)], mine[there])
+            found[layer, head, there] = measured.view(-1, found.shape[3])
+    return found.flatten(2)
+
+
+def _one_headed(pages: Tensor) -> Tensor:
+    """``pages`` [N, KH, BS, ...] as those of a cache with one head, whose block ids are our page ids."""
+    return pages.flatten(0, 1).unsqueeze(1)
+
+
+def heads_apart(batch: PagedBatch, row: int) -> Iterator[tuple[slice, PagedBatch]]:
+    """A row whose heads share slots, as one row with one head for each of its heads.
+
+    Yields:
+        The q heads of a KV head, and a batch whose row 0 is the row as this head sees it.
+    """
+    assert batch.lanes is not None
+    _, pages, counts, heavy = batch.lanes
+    num_heads, block_size = batch.kv_cache.shape[1:3]
+    group = batch.query.shape[1] // num_heads
+    at, live = int(batch.lanes.rows[row]), int(batch.seq_lens[row])
+    blocks = -(-live // block_size)
+    others = batch.block_table[row, int(heavy[at]) : blocks]
+    for head in range(num_heads):
+        count = int(counts[at, head])
+        own = torch.cat([pages[at, head, :count], others * num_heads + head])
+        length = live + (count - int(heavy[at])) * block_size
+        queries = slice(head * group, (head + 1) * group)
+        yield (
+            queries,
+            PagedBatch(
+                batch.query[:, queries],
+                _one_headed(batch.kv_cache),
+                _one_headed(batch.scores),
+                own[None],
+                torch.tensor([length], dtype=torch.int32),
+            ),
+        )

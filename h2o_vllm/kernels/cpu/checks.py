@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.kernels.cpu.batch import PagedBatch
+from h2o_vllm.kernels.cpu.batch import Lanes, PagedBatch
 
-__all__ = ["DTYPES", "check_batch", "check_cache", "check_eviction", "check_softmax"]
+__all__ = [
+    "DTYPES",
+    "check_batch",
+    "check_cache",
+    "check_eviction",
+    "check_owners",
+    "check_ranked",
+    "check_softmax",
+]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Cache dtypes the kernels can read."""
@@ -71,7 +79,7 @@ def check_batch(
     Raises:
         ValueError: naming what does not fit.
     """
-    query, kv_cache, scores, block_table, seq_lens = batch
+    query, kv_cache, scores, block_table, seq_lens, _ = batch
     blocks, heads, block_size, width = kv_cache.shape
     for name, tensor in (("query", query), ("out", out)):
         if tensor is None:
@@ -89,6 +97,12 @@ def check_batch(
             raise ValueError(f"{name} must be int32 and contiguous in its last axis")
     if scored is not None and not 0 <= scored <= rows.numel():
         raise ValueError(f"scored must be 0 to {rows.numel()}, the listed rows, got {scored}")
+    _check_rows(batch, rows)
+
+
+def _check_rows(batch: PagedBatch, rows: Tensor) -> None:
+    blocks, block_size = batch.kv_cache.shape[0], batch.kv_cache.shape[2]
+    _, _, _, block_table, seq_lens, lanes = batch
     for row in rows.tolist():
         length = int(seq_lens[row])
         if not 0 < length <= block_table.shape[1] * block_size:
@@ -96,6 +110,27 @@ def check_batch(
         table = block_table[row, : -(-length // block_size)]
         if not bool(((table > 0) & (table < blocks)).all()):
             raise ValueError(f"row {row}: block table has ids outside 1..{blocks - 1}")
+        if lanes is not None and int(lanes.rows[row]) >= 0:
+            _check_lanes(lanes, row, table)
+
+
+def _check_lanes(lanes: Lanes, row: int, table: Tensor) -> None:
+    """One row's: together its heads have every lane of its heavy blocks once, each of them at least one."""
+    _, pages, counts, heavy = lanes
+    at, heads = int(lanes.rows[row]), pages.shape[1]
+    if at >= len(pages) or pages.dtype != torch.int32 or not pages.is_contiguous():
+        raise ValueError(f"row {row}: lanes {at} of {tuple(pages.shape)}, {pages.dtype}")
+    if not bool(((counts[at] > 0) & (counts[at] <= pages.shape[2])).all()):
+        raise ValueError(
+            f"row {row}: a head has none, or too many, of the lanes: {counts[at].tolist()}"
+        )
+    has = torch.cat([own[:count] for own, count in zip(pages[at], counts[at], strict=True)])
+    first = table[: int(heavy[at])]
+    every = (first[:, None] * heads + torch.arange(heads, dtype=torch.int32)).flatten()
+    if len(first) != heavy[at] or not torch.equal(has.sort().values, every.sort().values):
+        raise ValueError(
+            f"row {row}: the heads' lanes are not those of its {int(heavy[at])} heavy blocks"
+        )
 
 
 def check_softmax(batch: PagedBatch, softcap: float, sinks: Tensor | None) -> None:
@@ -126,3 +161,37 @@ def check_eviction(heavy_blocks: Tensor, doomed_blocks: Tensor, num_blocks: int)
         raise ValueError(f"block ids must lie in 1..{num_blocks - 1}")
     if len(set(heavy)) != len(heavy) or set(heavy) & set(doomed):
         raise ValueError("a heavy block is listed twice, or is doomed as well")
+
+
+def check_owners(owners: Tensor, scores: Tensor, num_blocks: int) -> None:
+    """Check whose the lanes of an eviction's blocks are: each some head's, and every head has one.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    layers, _, heads, _ = scores.shape
+    wanted = (layers, num_blocks, heads)
+    if tuple(owners.shape) != wanted:
+        raise ValueError(f"owners must be {wanted}, got {tuple(owners.shape)}")
+    for layer in owners:
+        if sorted(set(layer.flatten().tolist())) != list(range(heads)):
+            raise ValueError(f"owners must be all of the heads 0..{heads - 1}, in every layer")
+
+
+def check_ranked(blocks: Tensor, kv_caches: Sequence[Tensor]) -> None:
+    """Check blocks, or pages of each head, that a policy wants to know something of.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    num_blocks, heads = kv_caches[0].shape[:2]
+    if blocks.dim() == 1:
+        check_eviction(blocks, blocks[:0], num_blocks)
+        return
+    if blocks.dim() != 3 or tuple(blocks.shape[:2]) != (len(kv_caches), heads):
+        raise ValueError(f"pages must be [{len(kv_caches)}, {heads}, n], got {tuple(blocks.shape)}")
+    if not bool(((blocks < 0) | ((blocks >= heads) & (blocks < num_blocks * heads))).all()):
+        raise ValueError(f"page ids must lie in {heads}..{num_blocks * heads - 1}")
+    padding = blocks < 0
+    if bool((padding[..., 1:] & ~padding[..., :-1]).any()) or bool(padding[..., -1].any()):
+        raise ValueError("padding must come before pages, of which every head has one")

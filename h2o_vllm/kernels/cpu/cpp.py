@@ -22,6 +22,7 @@ __all__ = [
     "attend_decode",
     "attend_prompt",
     "compact",
+    "compact_shared",
     "describe",
     "key_likeness",
     "reset_scores",
@@ -35,8 +36,9 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class _Call(ctypes.Structure):
     """``struct Call`` of ``csrc/attend.cpp``, field by field."""
 
-    _pointers = ("query", "cache", "scores", "table", "lens", "starts", "rows", "out", "sinks")
-    _strides = ("query_stride", "out_stride", "table_stride")
+    _pointers = ("query", "cache", "scores", "table", "lens", "starts", "rows", "out", "sinks",
+                 "lane_rows", "lane_pages", "lane_counts", "lane_heavy")  # fmt: skip
+    _strides = ("query_stride", "out_stride", "table_stride", "lane_stride")
     _numbers = ("count", "scored", "heads", "group", "size", "block", "dtype", "prompt")
     _fields_ = [
         *((name, c_void_p) for name in _pointers),
@@ -54,11 +56,16 @@ _attend.argtypes, _attend.restype = [c_void_p], None
 _compact = _library.h2o_compact
 _compact.argtypes = [c_void_p] * 3 + [c_int] * 3 + [c_int64] + [c_int] * 4
 _compact.restype = None
+_compact_shared = _library.h2o_compact_shared
+_compact_shared.argtypes = (
+    [c_void_p] * 3 + [c_int] * 2 + [c_void_p] * 2 + [c_int, c_int64] + [c_int] * 4
+)
+_compact_shared.restype = None
 _reset = _library.h2o_reset
 _reset.argtypes = [c_void_p] * 3 + [c_int64, c_int, c_int64, c_int, c_int]
 _reset.restype = None
 _rank = _library.h2o_rank
-_rank.argtypes, _rank.restype = [c_void_p] * 3 + [c_int] * 7, None
+_rank.argtypes, _rank.restype = [c_void_p] * 4 + [c_int] * 7, None
 
 
 def describe() -> str:
@@ -122,6 +129,27 @@ def compact(
     )  # fmt: skip
 
 
+def compact_shared(
+    kv_caches: Sequence[Tensor],
+    scores: Tensor,
+    heavy_blocks: Tensor,
+    doomed_blocks: Tensor,
+    owners: Tensor,
+) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.compact_shared`."""
+    heavy = heavy_blocks.numel()
+    order = torch.cat([heavy_blocks, doomed_blocks]).to(torch.int32)
+    layers, blocks, heads, block = scores.shape
+    owners = owners.to(torch.int32).contiguous()
+    now = torch.empty(layers, heavy, heads, dtype=torch.int32)
+    caches, first = _pointers(kv_caches), kv_caches[0]
+    _compact_shared(
+        caches, scores.data_ptr(), order.data_ptr(), heavy, order.numel(), owners.data_ptr(), now.data_ptr(),
+        layers, blocks, heads, first.shape[3] // 2, block, first.element_size(),
+    )  # fmt: skip
+    return now
+
+
 def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
     """See :func:`h2o_vllm.kernels.cpu.reset_scores`."""
     layers, blocks, heads, block = scores.shape
@@ -144,12 +172,14 @@ def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
 
 
 def _ranked(kv_caches: Sequence[Tensor], blocks: Tensor, *, keys: bool) -> Tensor:
-    blocks, first = blocks.to(torch.int32), kv_caches[0]
+    blocks, first = blocks.to(torch.int32).contiguous(), kv_caches[0]
     _, heads, block, width = first.shape
-    out = torch.empty(len(kv_caches), heads, blocks.numel() * block)
-    if blocks.numel():
+    count, by_page = blocks.shape[-1], blocks.dim() == 3
+    out = torch.empty(len(kv_caches), heads, count * block)
+    if count:
+        pointers = (None, blocks.data_ptr()) if by_page else (blocks.data_ptr(), None)
         _rank(
-            _pointers(kv_caches), blocks.data_ptr(), out.data_ptr(), blocks.numel(), len(kv_caches),
+            _pointers(kv_caches), *pointers, out.data_ptr(), count, len(kv_caches),
             heads, width // 2, block, _DTYPES[first.dtype], keys,
         )  # fmt: skip
     return out
@@ -174,13 +204,15 @@ def _run(
     count = rows.numel()
     if count == 0:
         return
-    query, kv_cache, scores, block_table, seq_lens = batch
+    query, kv_cache, scores, block_table, seq_lens, lanes = batch
     _, heads, block, width = kv_cache.shape
     call = _Call(
         query.data_ptr(), kv_cache.data_ptr(), scores.data_ptr(), block_table.data_ptr(),
         seq_lens.data_ptr(), starts.data_ptr(), rows.data_ptr(), None if out is None else out.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
+        *([None] * 4 if lanes is None else [tensor.data_ptr() for tensor in lanes]),
         query.stride(0), 0 if out is None else out.stride(0), block_table.stride(0),
+        0 if lanes is None else lanes.pages.stride(1),
         count, count if scored is None else scored, heads, query.shape[1] // heads, width // 2, block,
         _DTYPES[query.dtype], prompt, scale, softcap,
     )  # fmt: skip

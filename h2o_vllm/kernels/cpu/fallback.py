@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
+from h2o_vllm.kernels import lanes
+from h2o_vllm.kernels.cpu.batch import PagedBatch, heads_apart, key_value_views, measured_by_page
 from h2o_vllm.kernels.reference import reset_scores
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "attend_decode",
     "attend_prompt",
     "compact",
+    "compact_shared",
     "describe",
     "key_likeness",
     "reset_scores",
@@ -109,6 +111,12 @@ def _attend(
     length, block_size = int(batch.seq_lens[row]), batch.kv_cache.shape[2]
     if length <= 0 or first >= end:  # padding
         return
+    if batch.lanes is not None and batch.lanes.rows[row] >= 0:
+        for head, (mine, alone) in enumerate(heads_apart(batch, row)):
+            sink = None if sinks is None else sinks.unflatten(0, (-1, mine.stop - mine.start))[head]
+            to = None if out is None else out[:, mine]
+            _attend(alone, 0, first, end, scale, to, softcap, sink, scores=scores)
+        return
     blocks = batch.block_table[row, : -(-length // block_size)].long()
     keys, values = key_value_views(batch.kv_cache)
     # K^T [KH, D, S] and V [KH, S, D]; cut to the live length, because unused slots may hold NaN.
@@ -170,8 +178,29 @@ def compact(
         layer_scores[to_block, head, to_slot] = layer_scores[from_block, head, from_slot]
 
 
+def compact_shared(
+    kv_caches: Sequence[Tensor],
+    scores: Tensor,
+    heavy_blocks: Tensor,
+    doomed_blocks: Tensor,
+    owners: Tensor,
+) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.compact_shared`."""
+    views = [key_value_views(kv_cache) for kv_cache in kv_caches]
+    return lanes.compact_shared(
+        [keys.permute(0, 3, 1, 2) for keys, _ in views],
+        [values.transpose(1, 2) for _, values in views],
+        scores,
+        heavy_blocks.tolist(),
+        doomed_blocks.tolist(),
+        owners,
+    )
+
+
 def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.key_likeness`."""
+    if blocks.dim() == 3:
+        return measured_by_page(key_likeness, kv_caches, blocks)
     found = []
     for kv_cache in kv_caches:
         # Selects in a quarter of an index's time, and in the order that is wanted: [KH, D, C].
@@ -186,6 +215,8 @@ def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
 
 def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
+    if blocks.dim() == 3:
+        return measured_by_page(value_distances, kv_caches, blocks)
     found = []
     for kv_cache in kv_caches:
         values = key_value_views(kv_cache)[1].index_select(0, blocks.long())

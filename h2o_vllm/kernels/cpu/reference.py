@@ -11,14 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
+from h2o_vllm.kernels import lanes, reference
+from h2o_vllm.kernels.cpu.batch import PagedBatch, heads_apart, key_value_views, measured_by_page
 from h2o_vllm.kernels.reference import reset_scores
 
 __all__ = [
     "attend_decode",
     "attend_prompt",
     "compact",
+    "compact_shared",
     "describe",
     "key_likeness",
     "reset_scores",
@@ -89,13 +90,36 @@ def compact(
     )
 
 
+def compact_shared(
+    kv_caches: Sequence[Tensor],
+    scores: Tensor,
+    heavy_blocks: Tensor,
+    doomed_blocks: Tensor,
+    owners: Tensor,
+) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.compact_shared`."""
+    views = [_token_views(kv_cache) for kv_cache in kv_caches]
+    return lanes.compact_shared(
+        [keys for keys, _ in views],
+        [values for _, values in views],
+        scores,
+        heavy_blocks.tolist(),
+        doomed_blocks.tolist(),
+        owners,
+    )
+
+
 def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.key_likeness`."""
+    if blocks.dim() == 3:
+        return measured_by_page(key_likeness, kv_caches, blocks)
     return torch.stack([reference.key_likeness(_tokens(kv, blocks)[0]) for kv in kv_caches])
 
 
 def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
+    if blocks.dim() == 3:
+        return measured_by_page(value_distances, kv_caches, blocks)
     return torch.stack([reference.value_distances(_tokens(kv, blocks)[1]) for kv in kv_caches])
 
 
@@ -119,6 +143,12 @@ def _attend(
 ) -> None:
     length = int(batch.seq_lens[row])
     if length <= 0 or tokens.start >= tokens.stop:  # padding
+        return
+    if batch.lanes is not None and batch.lanes.rows[row] >= 0:
+        for head, (mine, alone) in enumerate(heads_apart(batch, row)):
+            sink = None if sinks is None else sinks.unflatten(0, (-1, mine.stop - mine.start))[head]
+            to = None if out is None else out[:, mine]
+            _attend(alone, 0, tokens, scale, to, softcap, sink, scores=scores)
         return
     where = reference.live_slots(batch.block_table[row], length, batch.kv_cache.shape[2])
     keys, values = _token_views(batch.kv_cache)

@@ -26,7 +26,11 @@ struct Call {
   const int32_t* rows;               // [R]; the first `scored` of them add to the scores
   void* out;                         // [T, H, D] or null
   const float* sinks;                // [H] logits of no key, or null
-  int64_t query_stride, out_stride, table_stride;
+  const int32_t* lane_rows;          // [B] where a row's lanes stand in the next three, or -1; null: no row has any
+  const int32_t* lane_pages;         // [S, KH, MP], stride lane_stride
+  const int32_t* lane_counts;        // [S, KH]
+  const int32_t* lane_heavy;         // [S] so many first blocks of the row's table hold its lanes
+  int64_t query_stride, out_stride, table_stride, lane_stride;
   int32_t count, scored, heads, group, size, block, dtype, prompt;
   float scale, softcap;              // softcap: 0 for none
 };
@@ -68,8 +72,25 @@ struct Attend {
   Layer layer{(const char*)call.cache, call.scores, call.heads, call.group, call.size, call.block, call.scale,
               call.softcap};
 
-  int64_t blocks(int row) const { return (call.lens[row] + call.block - 1) / call.block; }
-  const int32_t* table(int row) const { return call.table + row * call.table_stride; }
+  Pages pages(int row, int head) const {
+    Pages all{call.table + row * call.table_stride, call.heads, head};
+    const int at = call.lane_rows ? call.lane_rows[row] : -1;
+    if (at >= 0) {
+      const int64_t mine = int64_t(at) * call.heads + head;
+      all.lanes = call.lane_pages + mine * call.lane_stride;
+      all.count = call.lane_counts[mine];
+      all.heavy = call.lane_heavy[at];
+    }
+    return all;
+  }
+  Pages pages(const Task& task) const { return pages(task.row, task.head); }
+  // Live tokens of a head.
+  int length(int row, int head) const {
+    const Pages all = pages(row, head);
+    return call.lens[row] + (all.count - all.heavy) * call.block;
+  }
+  int length(const Task& task) const { return length(task.row, task.head); }
+  int64_t blocks(const Task& task) const { return (length(task) + call.block - 1) / call.block; }
 
   const Query* queries(int token, int tokens, int head, float* memory) const {
     Query* to = (Query*)memory;
@@ -111,32 +132,32 @@ struct Attend {
   int prompt_step(const Task& task) const {
 #ifdef H2O_AMX
     if constexpr (K::matrices) {
-      const int rows = MatrixRows::most(blocks(task.row) * call.block, task.scored);
+      const int rows = MatrixRows::most(blocks(task) * call.block, task.scored);
       return std::min(prompt_queries(task.row), std::max(1, rows / call.group));
     }
 #endif
-    const int64_t fitting = std::clamp<int64_t>(TILE_FLOATS / (blocks(task.row) * call.block), 12, 96);
+    const int64_t fitting = std::clamp<int64_t>(TILE_FLOATS / (blocks(task) * call.block), 12, 96);
     const int64_t rows = task.scored ? fitting : RUN_ROWS;
     return std::min<int64_t>(prompt_queries(task.row), std::max<int64_t>(1, rows / call.group));
   }
   // First query of a split, such that all splits see about the same number of keys.
   int cut(const Task& task, int split) const {
-    const double n = prompt_queries(task.row), before = call.lens[task.row] - n;
+    const double n = prompt_queries(task.row), before = length(task) - n;
     const double area = (before * n + n * n / 2) * split / task.splits;
     const int at = int(std::sqrt(before * before + 2 * area) - before), step = prompt_step(task);
     return split == task.splits ? int(n) : std::min(int(n), (at + step / 2) / step * step);
   }
 
   void prompt_part(const Task& task, float* part) const {
-    const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task);
-    const int64_t span = blocks(task.row) * call.block, most = step * call.group;
+    const int n = prompt_queries(task.row), length = this->length(task), step = prompt_step(task);
+    const int64_t span = blocks(task) * call.block, most = step * call.group;
     float* e = own.get(most * (span + 2 * call.size + 3) + span);
     float *memory = e + most * span, *out = memory + most * call.size;
     float *top = out + most * call.size, *sum = top + most, *inverse = sum + most;
     float* sums = part ? part : inverse + most;
     std::fill_n(sums, span, 0.f);
     const int end = cut(task, task.split + 1);
-    Tile<K> tile{layer, table(task.row), task.head, 0, 0, span};
+    Tile<K> tile{layer, pages(task), 0, 0, span};
     for (int t = cut(task, task.split); t < end; t += step) {
       const int here = std::min(step, end - t), token = call.starts[task.row] + t;
       tile.rows = here * call.group;
@@ -155,11 +176,12 @@ struct Attend {
   // Where nobody wants the column sums: run by run, with maximum, sum and output of the runs so far, as
   // FlashAttention (arXiv 2205.14135). Logits of many rows stay in L2, whatever the length.
   void prompt_alone(const Task& task) const {
-    const int n = prompt_queries(task.row), length = call.lens[task.row], step = prompt_step(task);
+    const int n = prompt_queries(task.row), length = this->length(task), step = prompt_step(task);
     const int64_t span = std::max(1, RUN / call.block) * call.block, most = step * call.group;
     float* e = own.get(most * (span + 2 * call.size + 3));
     float *memory = e + most * span, *out = memory + most * call.size;
     float *top = out + most * call.size, *sum = top + most, *factor = sum + most;
+    const Pages all = pages(task);
     const int end = cut(task, task.split + 1);
     for (int t = cut(task, task.split); t < end; t += step) {
       const int here = std::min(step, end - t), token = call.starts[task.row] + t, rows = here * call.group;
@@ -170,7 +192,7 @@ struct Attend {
       std::fill_n(sum, rows, 0.f);
       std::fill_n(factor, rows, 1.f);
       for (int k = 0; k < keys; k += span) {
-        const Tile<K> tile{layer, table(task.row) + k / call.block, task.head, rows, first_limit - k, span, int(span)};
+        const Tile<K> tile{layer, all.from(k / call.block), rows, first_limit - k, span, int(span)};
         tile.logits(q, e);
         tile.exponentials(e, top, sum, out);
         if (!as_is) tile.normalise(e, factor, (Prob*)e, span * PROBS, nullptr);
@@ -184,17 +206,17 @@ struct Attend {
   // Either by matrices.
   void prompt_by_matrices(const Task& task, float* part) const;
   void prompt_join(const Task& task, const float* sums) const {
-    Tile<K>{layer, table(task.row), task.head, call.group, call.lens[task.row], 0}.add_scores(sums);
+    Tile<K>{layer, pages(task), call.group, length(task), 0}.add_scores(sums);
   }
 
   // ---- decode: a split is a run of the row's blocks, attended to as if there were no others.
   // Part: e [G, span] if the row is scored, out [G, D], base-2 maximum [G], sum [G].
 
   Tile<K> decode_tile(const Task& task) const {
-    const int64_t all = blocks(task.row);
+    const int64_t all = blocks(task);
     const int begin = all * task.split / task.splits, end = all * (task.split + 1) / task.splits;
-    const int tokens = std::min(end * call.block, call.lens[task.row]) - begin * call.block;
-    return {layer, table(task.row) + begin, task.head, call.group, tokens, int64_t(end - begin) * call.block};
+    const int tokens = std::min(end * call.block, length(task)) - begin * call.block;
+    return {layer, pages(task).from(begin), call.group, tokens, int64_t(end - begin) * call.block};
   }
 
   void decode_part(const Task& task, float* part) const {
@@ -265,12 +287,12 @@ struct Attend {
 
   // How a row is split depends on the row and the thread count only: its result must not depend on
   // what else is in the batch.
-  int splits(int row, int threads) const {
+  int splits(int row, int head, int threads) const {
     if (threads == 1) return 1;
     // Matrices want a split's keys packed, so there are no more than keep the threads busy.
     const int most = K::matrices ? (8 * threads + call.heads - 1) / call.heads : 4 * threads;
     if (call.prompt) return std::clamp(prompt_queries(row) / PROMPT_SPLIT, 1, most);
-    return std::max(1, call.lens[row] / DECODE_SPLIT);
+    return std::max(1, length(row, head) / DECODE_SPLIT);
   }
 
   void run() {
@@ -282,13 +304,12 @@ struct Attend {
     for (int r = 0; r < call.count; ++r) {
       const int row = call.rows[r];
       if (call.lens[row] <= 0 || (call.prompt && prompt_queries(row) <= 0)) continue;  // padding
-      const int n = splits(row, threads);
       const bool scored = r < call.scored;
       for (int head = 0; head < call.heads; ++head)
-        for (int s = 0; s < n; ++s) {
+        for (int s = 0, n = splits(row, head, threads); s < n; ++s) {
           tasks.push_back({r, row, head, s, n, scored, shared});
           if (n == 1 || (call.prompt && !scored)) continue;
-          const int64_t span = call.prompt ? blocks(row) * call.block : decode_tile(tasks.back()).span;
+          const int64_t span = call.prompt ? blocks(tasks.back()) * call.block : decode_tile(tasks.back()).span;
           const int64_t floats = call.prompt ? span : call.group * ((scored ? span : 0) + call.size + 2);
           shared += (floats + 15) / 16 * 16;
         }
@@ -335,12 +356,12 @@ struct Attend {
 #ifdef H2O_AMX
 template <>
 void Attend<Amx>::prompt_by_matrices(const Task& task, float* part) const {
-  const int n = prompt_queries(task.row), length = call.lens[task.row];
+  const int n = prompt_queries(task.row), length = this->length(task);
   const int end = cut(task, task.split + 1), keys = length - n + end, step = prompt_step(task);
-  const Tile<Amx> tile{layer, table(task.row), task.head};
+  const Tile<Amx> tile{layer, pages(task)};
   const Packed packed = Packed::of([&](int b) { return tile.page(b); }, keys, call.block, call.size);
   MatrixRows rows(layer, packed, call.out, task.scored, keys);
-  const int64_t span = blocks(task.row) * call.block, most = Amx::padded(step * call.group);
+  const int64_t span = blocks(task) * call.block, most = Amx::padded(step * call.group);
   float *memory = own.get(most * (call.size + 1) + span), *inverse = memory + most * call.size;
   float* sums = part ? part : inverse + most;
   if (task.scored) std::fill_n(sums, span, 0.f);

@@ -6,19 +6,11 @@
 #include <functional>
 #include <vector>
 
+#include "candidates.hpp"
+
 namespace {
 
-// Larger means kept first: the score, then the lower candidate number. NaN ranks with -infinity, and the
-// two zeros are equal, as the reference has it.
-uint64_t rank(float score, uint32_t candidate) {
-  uint32_t u = 0x007fffff;  // -infinity, after the mapping below
-  if (score == score) {
-    score += 0.0f;
-    std::memcpy(&u, &score, 4);
-    u = u >> 31 ? ~u : u | 0x80000000u;
-  }
-  return uint64_t(u) << 32 | ~candidate;
-}
+using namespace h2o;
 
 template <class Word>
 void move(Word* page, const Word* from, int to, int at, int size, int block) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What policies want to know of the KV that an eviction is about to rank, all layers in one call. Called
 // through ctypes.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -96,9 +97,10 @@ void of_head(const void* cache, const int64_t* page, int count, int size, int bl
 
 }  // namespace
 
-// caches: L pointers to [N, KH, 2 * D * BS] of a type; blocks: [count] ids; out: [L, KH, count * BS].
+// caches: L pointers to [N, KH, 2 * D * BS] of a type; blocks: [count] ids, or null and pages: [L, KH, count], block * KH
+// + lane, behind padding below 0, whose result is 0; out: [L, KH, count * BS].
 // keys: likeness of keys, else distances of values.
-extern "C" void h2o_rank(void* const* caches, const int32_t* blocks, float* out, int count, int layers,
+extern "C" void h2o_rank(void* const* caches, const int32_t* blocks, const int32_t* pages, float* out, int count, int layers,
                          int heads, int size, int block, int dtype, int keys) {
 #pragma omp parallel if (layers * heads > 1 && count * block > 64)
   {
@@ -106,11 +108,16 @@ extern "C" void h2o_rank(void* const* caches, const int32_t* blocks, float* out,
 #pragma omp for schedule(static)
     for (int i = 0; i < layers * heads; ++i) {
       const int layer = i / heads, head = i % heads;
-      for (int b = 0; b < count; ++b) page[b] = (int64_t(blocks[b]) * heads + head) * 2 * size * block;
       float* mine = out + int64_t(i) * count * block;
-      if (dtype == 0) of_head<float>(caches[layer], page.data(), count, size, block, keys, mine);
-      else if (dtype == 1) of_head<bf16>(caches[layer], page.data(), count, size, block, keys, mine);
-      else of_head<f16>(caches[layer], page.data(), count, size, block, keys, mine);
+      int n = 0;
+      for (int b = 0; b < count; ++b) {
+        const int64_t id = pages ? pages[int64_t(i) * count + b] : int64_t(blocks[b]) * heads + head;
+        if (id >= 0) page[n++] = id * 2 * size * block;
+        else mine = std::fill_n(mine, block, 0.f);
+      }
+      if (dtype == 0) of_head<float>(caches[layer], page.data(), n, size, block, keys, mine);
+      else if (dtype == 1) of_head<bf16>(caches[layer], page.data(), n, size, block, keys, mine);
+      else of_head<f16>(caches[layer], page.data(), n, size, block, keys, mine);
     }
   }
 }

@@ -42,6 +42,26 @@ struct Layer {           // what one call works on; strides in elements
   float scale, softcap;  // softcap: 0 for none
 };
 
+// Where the pages of one kv head of a row lie. Of a row whose heads share the slots of its first `heavy` blocks, those
+// that the head has of them come first; then, as for any row, its own page of each other block.
+struct Pages {
+  const int32_t* table;            // block ids of the row
+  int heads, head;
+  const int32_t* lanes = nullptr;  // page ids, block * KH + lane
+  int count = 0, heavy = 0;        // of lanes; of blocks that they lie in
+  int first = 0;                   // where a run begins
+
+  int64_t operator[](int b) const {
+    b += first;
+    return b < count ? lanes[b] : int64_t(table[b - count + heavy]) * heads + head;
+  }
+  Pages from(int b) const {
+    Pages run = *this;
+    run.first += b;
+    return run;
+  }
+};
+
 template <class K>
 struct Tile {
   using T = typename K::Cache;
@@ -49,8 +69,7 @@ struct Tile {
   using Prob = typename K::Prob;
 
   const Layer& layer;
-  const int32_t* table;    // block ids, from the run's first block on
-  int head;                // kv head
+  Pages pages;             // from the run's first block on
   int rows;                // M, a multiple of the group; row m sees limit(m) tokens of the run
   int first_limit;         // of rows 0 .. G - 1; each further token sees one more
   int64_t span;            // floats per logits row: the run rounded up to blocks
@@ -59,9 +78,9 @@ struct Tile {
   int limit(int m) const { return std::clamp(first_limit + m / layer.group, 0, most); }
   int length() const { return limit(rows - 1); }
   const T* page(int b) const {
-    return (const T*)layer.cache + (int64_t(table[b]) * layer.heads + head) * 2 * layer.size * layer.block;
+    return (const T*)layer.cache + pages[b] * 2 * layer.size * layer.block;
   }
-  float* score_page(int b) const { return layer.scores + (int64_t(table[b]) * layer.heads + head) * layer.block; }
+  float* score_page(int b) const { return layer.scores + pages[b] * layer.block; }
 
   // Calls f(std::integral_constant rows, first row) for register tiles that cover rows [first, rows).
   template <class F>

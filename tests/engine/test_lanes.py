@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv_heads`` "shared" on the real engine: laws 4, 5, 8 and 9; blocks come home from each."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from h2o_vllm.config import EQUAL_HEADS_POLICIES, POLICIES, PROMPT_END_POLICIES
+from h2o_vllm.engine import support
+from h2o_vllm.errors import ConfigError
+from h2o_vllm.kernels.cpu.batch import key_value_views
+from loadtest.quality.reference_policies import PolicyModel, load
+from tests.engine.conftest import (
+    BLOCK_SIZE,
+    ENGINE,
+    FLOOR,
+    NUM_BLOCKS,
+    Engine,
+    kept_of,
+    report_of,
+    started,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.e2e
+
+SHARING = [policy for policy in POLICIES if policy not in EQUAL_HEADS_POLICIES]
+KEEN = (0.1, 1.0, 0.3, 2.0)
+"""Factors on the keys of the model's KV heads: one looks everywhere, one at few tokens."""
+STEPS = 60
+"""Generated tokens: enough for an eviction after the first one."""
+
+
+@pytest.fixture(scope="module")
+def uneven_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model whose heads need different numbers of tokens, which random weights alone do not give."""
+    folder = tmp_path_factory.mktemp("uneven") / "model"
+    shutil.copytree(model_dir, folder)
+    config = LlamaConfig.from_pretrained(model_dir)
+    config.num_key_value_heads = len(KEEN)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            keys = layer.self_attn.k_proj.weight.unflatten(0, (len(KEEN), -1))
+            keys *= torch.tensor(KEEN)[:, None, None]
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def plain_model(uneven_dir: str) -> torch.nn.Module:
+    return load(uneven_dir)
+
+
+@pytest.fixture(scope="module")
+def mixed(uneven_dir: str) -> Iterator[Engine]:
+    """An engine that leaves rows to vLLM's kernel where it can."""
+    with started(uneven_dir, ENGINE, beside=True, kv_min_tokens=FLOOR, kv_trace=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def own(uneven_dir: str) -> Iterator[Engine]:
+    """One that leaves none."""
+    options = {"kv_min_tokens": FLOOR, "kv_full_kernel": "h2o", "kv_heads": "shared"}
+    with started(uneven_dir, ENGINE, beside=True, **options) as engine:
+        yield engine
+
+
+@pytest.fixture
+def clean(mixed: Engine) -> Engine:
+    assert mixed.llm.reset_prefix_cache()
+    return mixed
+
+
+def live_keys(engine: Engine, request_id: str, live: int) -> list[list[torch.Tensor]]:
+    """Of each layer and head: the keys that attention sees, [S, D]; ``live`` tokens on average."""
+    state = engine.worker._state
+    table = engine.worker.model_runner.requests[request_id].block_ids[0]
+    blocks = [block for block in table if block != 0]
+    shared = state.lanes._requests[request_id]
+    found = []
+    for layer, kv_cache in enumerate(state.kv_caches):
+        keys = key_value_views(kv_cache)[0].transpose(2, 3)
+        heads = []
+        for head in range(keys.shape[1]):
+            pages = [
+                keys[block, lane]
+                for place, block in enumerate(shared.heavy_blocks)
+                for lane, owner in enumerate(shared.owners[layer, place].tolist())
+                if owner == head
+            ]
+            extra = (len(pages) - len(shared.heavy_blocks)) * BLOCK_SIZE
+            pages += [keys[block, head] for block in blocks if block not in shared.heavy_blocks]
+            heads.append(torch.cat(pages)[: live + extra].clone())
+        found.append(heads)
+    return found
+
+
+def watch(engine: Engine, prompt: list[int], asked: dict[str, Any]) -> dict[str, Any]:
+    """Generate step by step, and copy the worker's live keys before the request is gone."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, ignore_eos=True, max_tokens=STEPS + 1, logprobs=5, extra_args=asked
+    )
+    llm_engine, seen = engine.llm.llm_engine, {}
+    llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
+    while llm_engine.has_unfinished_requests():
+        outputs = llm_engine.step()
+        done = outputs[0].outputs[0] if outputs else None
+        if done is not None and len(done.token_ids) == STEPS:
+            (request,) = engine.scheduler.requests.values()
+            report = engine.scheduler.blocks.eviction_state(request.request_id).report()
+            assert report["heads"] == "shared"
+            seen["keys"] = live_keys(engine, request.request_id, report["tokens_held"])
+            seen["tokens"], seen["logprobs"] = list(done.token_ids), list(done.logprobs)
+    return seen
+
+
+CASES = {
+    "h2o": ({"kv_recent": 0.25}, 400),
+    "caote-protected-delayed": ({"kv_recent": 0.25, "kv_protect": 50, "kv_delay": 2}, 390),
+    "snapkv-many-sinks": ({"kv_recent": 0.25, "kv_sinks": 70}, 530),
+    "tova": ({"kv_recent": 0.25}, 330),
+    "caote-snapkv-keydiff": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
+    "h2o-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384, "kv_protect": 50}, 545),
+    "tova-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
+    "caote-bounded": ({"kv_recent": 0.25, "kv_sinks": 4, "kv_prefill_tokens": 384}, 545),
+}
+"""The policy is the name's first word, but for the one with hyphens."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_law04_the_kept_set_equals_that_of_a_plain_model(
+    clean: Engine, plain_model: torch.nn.Module, text_tokens: list[int], name: str
+) -> None:
+    """In every layer each head keeps its own number of tokens; together as many as if all kept the same."""
+    fields, length = CASES[name]
+    policy = name if name in POLICIES else name.partition("-")[0]
+    prompt = text_tokens[300 : 300 + length]
+    asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_heads": "shared", **fields}
+    model = PolicyModel(
+        plain_model, policy, 0.4, fields["kv_recent"], BLOCK_SIZE, FLOOR,
+        fields.get("kv_sinks", 0), fields.get("kv_protect", 0), fields.get("kv_delay", 0),
+        bound=fields.get("kv_prefill_tokens", 0), shared=True,
+    )  # fmt: skip
+    ours = watch(clean, prompt, asked)
+    tokens, logprobs = model.generate(prompt, STEPS)
+    assert len(model.ranked) > 1
+    assert ours["tokens"] == tokens
+    for step, entries in enumerate(ours["logprobs"]):
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(logprobs[step, token]), abs=1e-2)
+    differing = total = uneven = 0
+    for layer, heads in enumerate(ours["keys"]):
+        for head, keys in enumerate(heads):
+            theirs = model.layers[layer].keys[head]
+            distance = torch.cdist(keys, theirs, compute_mode="donot_use_mm_for_euclid_dist")
+            nearest, position = distance.min(dim=1)
+            assert nearest.max() < 4e-3
+            kept = set(position.tolist())
+            assert len(kept) == len(keys)
+            differing += len(kept ^ set(model.kept(layer, head)))
+            total += len(kept)
+        uneven += len({len(keys) for keys in heads}) > 1
+    assert uneven, "no layer's heads keep different numbers: the test would prove nothing"
+    # Rounding may swap a pair at the border of some head.
+    assert differing <= total / 500, (differing, total)
+
+
+def every_kind(text_tokens: list[int]) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    asked: list[dict[str, Any]] = [{"kv_policy": policy} for policy in SHARING]
+    asked += [
+        {"kv_protect": 70},
+        {"kv_sinks": 40},
+        {"kv_policy": "random", "kv_prefill_tokens": 160},
+    ]
+    asked += [
+        {"kv_policy": policy, "kv_prefill_tokens": 160}
+        for policy in ("h2o", "tova", "caote")
+        if policy not in PROMPT_END_POLICIES
+    ]
+    asked = [{"kv_budget": 0.3, "kv_heads": "shared"} | one for one in asked]
+    return [text_tokens[900 + 40 * i : 1160 + 60 * i] for i in range(len(asked))], asked
+
+
+def test_law05_tokens_depend_neither_on_the_batch_nor_on_whose_kernel_serves_others(
+    clean: Engine, own: Engine, text_tokens: list[int]
+) -> None:
+    chance = random.Random(6)
+    prompts, asked = every_kind(text_tokens)
+    alone = [
+        clean.generate([prompt], one, max_tokens=STEPS)[0]
+        for prompt, one in zip(prompts, asked, strict=True)
+    ]
+    crowd = [text_tokens[a : a + chance.randint(20, 300)] for a in range(2000, 2600, 100)]
+    for engine in (clean, own):
+        assert engine.llm.reset_prefix_cache()
+        budgets: list[dict[str, Any] | None] = [{"kv_budget": 0.3, "kv_heads": "equal"}, None] * 3
+        outputs = engine.generate([*crowd, *prompts], [*budgets, *asked], max_tokens=STEPS)
+        for one, reference, output in zip(asked, alone, outputs[len(crowd) :], strict=True):
+            assert tokens_of(output) == tokens_of(reference), one
+            assert kept_of(output) == kept_of(reference), one
+            assert report_of(output)["tokens_evicted"] > 0
+        engine.scheduler.blocks.check_integrity(idle=True)
+        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+        # Who has ended is told with the next step.
+        engine.generate(crowd[:1], None, max_tokens=2)
+        assert len(engine.worker._state.lanes) == 0
+
+
+@pytest.mark.parametrize("policy", ["h2o", "random"])
+def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
+    clean: Engine, text_tokens: list[int], policy: str
+) -> None:
+    """Its KV is computed anew: nobody may look for it in the lanes that it had."""
+    from vllm import SamplingParams
+
+    asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_heads": "shared", "kv_sinks": 3}
+    prompt = text_tokens[100:320]
+    (alone,) = clean.generate([prompt], asked, max_tokens=130)
+    llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
+    for i in range(3):
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
+        early = text_tokens[i * 900 : i * 900 + 900]
+        llm_engine.add_request(f"early-{i}", {"prompt_token_ids": early}, params)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=asked)
+    llm_engine.add_request("late", {"prompt_token_ids": prompt}, params)
+    preempted = with_lanes = False
+    while llm_engine.has_unfinished_requests():
+        before = len(clean.worker._state.lanes)
+        for output in llm_engine.step():
+            if output.request_id == "late" and output.finished:
+                together = output
+        for name, request in requests.items():
+            if name.startswith("late") and request.num_preemptions and not preempted:
+                preempted, with_lanes = True, before == 1
+    assert preempted and with_lanes
+    assert tokens_of(together) == tokens_of(alone)
+    assert kept_of(together) == kept_of(alone)
+
+
+def test_law05_a_squeezed_request_is_its_replay(clean: Engine, text_tokens: list[int]) -> None:
+    from tests.engine.test_elastic_tokens import NEW, assert_replays, left
+
+    policies = ("h2o", "caote-snapkv-keydiff", "random", "snapkv")
+    prompts = [text_tokens[i * 150 : i * 150 + 160] for i in range(4)]
+    asked = [
+        {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": policy, "kv_heads": "shared"}
+        for policy in policies
+    ]
+    with left(clean, 22):
+        outputs = clean.generate(prompts, asked, max_tokens=NEW, logprobs=0)
+    points = assert_replays(clean, prompts, asked, outputs)
+    assert any(points) and None in points
+
+
+def test_law08_what_cannot_be_shared_is_an_error_of_the_request(
+    clean: Engine, text_tokens: list[int]
+) -> None:
+    """Offline; a server answers with a 400."""
+    bad = [{"kv_heads": "shared", "kv_policy": policy} for policy in EQUAL_HEADS_POLICIES]
+    bad += [{"kv_heads": "global"}, {"kv_heads": "shared", "kv_trace": True}]
+    prompts = [text_tokens[:200]] * len(bad)
+    asked = [{"kv_budget": 0.3} | one for one in bad]
+    for output in clean.generate(prompts, asked, max_tokens=4):
+        assert output.outputs[0].finish_reason == "error"
+    (good,) = clean.generate(prompts[:1], {"kv_budget": 0.3, "kv_heads": "equal"}, max_tokens=4)
+    assert report_of(good)["heads"] == "equal"
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "because"),
+    [("cpu", 1, ""), ("cpu", 2, "tensor parallelism"), ("cuda", 1, "on CPUs only")],
+)
+def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, because: str) -> None:
+    """To its scheduler and its server, and at start-up if sharing is its default."""
+
+    def engine(**options: str) -> Any:
+        return SimpleNamespace(
+            additional_config={"h2o": options},
+            device_config=SimpleNamespace(device_type=device),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        )
+
+    config = support.config_of(engine())
+    assert because in config.kv_heads_equal_because
+    assert bool(config.kv_heads_equal_because) is bool(because)
+    if because:
+        with pytest.raises(ConfigError, match=f"--kv-heads: .*{because}"):
+            support.config_of(engine(kv_heads="shared"))
+    else:
+        assert support.config_of(engine(kv_heads="shared")).kv_heads == "shared"

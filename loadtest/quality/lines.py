@@ -2,7 +2,8 @@
 """Lines of the picture: a policy with what else a request says of it. Points: a line at a budget.
 
 A line is written ``POLICY[+EXTRA...]``: ``h2o+sinks4`` is the policy ``h2o`` with ``kv_sinks`` 4,
-``tova+recent0.2`` the policy ``tova`` with ``kv_recent`` 0.2. Which ones exist is the server's business.
+``tova+recent0.2`` the policy ``tova`` with ``kv_recent`` 0.2, ``caote+shared`` one whose ``kv_heads`` are
+"shared". Which ones exist is the server's business.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Line:
 
     name: str
     policy: str
-    extras: tuple[tuple[str, float], ...] = ()
+    extras: tuple[tuple[str, float | str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,17 @@ def parse_line(text: str, policies: Sequence[str], recent: float | None = None) 
         raise ValueError(
             f"--policies: {text!r}: got {policy!r}, wanted one of {', '.join(policies)}"
         )
-    extras: dict[str, float] = {} if recent is None or policy == "full" else {"kv_recent": recent}
+    extras: dict[str, float | str] = {}
+    if recent is not None and policy != "full":
+        extras["kv_recent"] = recent
     for extra in rest:
+        if extra == "shared":
+            extras["kv_heads"] = extra
+            continue
         match = _EXTRA.fullmatch(extra)
         if not match:
             raise ValueError(
-                f"--policies: {text!r}: got {extra!r}, wanted such as sinks4, recent0.25"
+                f"--policies: {text!r}: got {extra!r}, wanted such as sinks4, recent0.25, shared"
             )
         name, value = match.groups()
         extras[f"kv_{name}"] = float(value) if "." in value or name == "recent" else int(value)

@@ -74,6 +74,16 @@ def test_unsupported_options_are_refused_by_name(
         check_supported(config)
 
 
+def test_heads_of_several_ranks_cannot_share(rig: Rig) -> None:
+    config = copy.copy(rig.config)
+    object.__setattr__(config, "parallel_config", copy.copy(config.parallel_config))
+    set_path(config, "parallel_config.tensor_parallel_size", 2)
+    check_supported(config)
+    set_path(config, "additional_config", {"h2o": {"kv_heads": "shared"}})
+    with pytest.raises(ConfigError, match="--kv-heads shared here: with tensor parallelism"):
+        check_supported(config)
+
+
 def test_a_scheduler_without_our_block_manager_does_not_start(rig: Rig) -> None:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     with pytest.raises(ConfigError, match="FullAttentionManager"):

@@ -444,9 +444,9 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
-        "kernels-cpu-a-head-without-need-has-no-lane",
-        "std::max<int64_t>(1, (stay + block - 1) / block)",
-        "std::max<int64_t>(0, (stay + block - 1) / block)",
+        "kernels-cpu-protected-tokens-have-no-lanes-first",
+        "std::pair(std::max(0, head.stay - head.lanes * block)",
+        "std::pair(std::max(0, 0 * head.stay)",
         SHARE,
     ),
     Mutant(

@@ -333,6 +333,15 @@ def test_protected_tokens_have_lanes_first() -> None:
     assert share_lanes(scores, 4, 16) == [2, 2]
 
 
+def test_more_protected_tokens_than_lanes_hold_are_no_error(impl: ModuleType) -> None:
+    """The scheduler leaves lanes for all of them. Should it not, a head goes short; nothing else happens."""
+    caches, scores = wide(torch.float32, 16, 16)
+    scores.fill_(float("inf"))
+    owners = torch.tensor([[1, 1, 1, 1], [1, 0, 2, 3], [0, 1, 1, 3]]).expand(len(caches), -1, -1)
+    now = compare(impl, caches, scores, ids(7), ids(1, 11), owners)
+    assert now.sort().values.tolist() == [[[0, 1, 2, 3]]] * len(caches)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_policies_ask_of_pages_equals_the_reference(
     impl: ModuleType, dtype: torch.dtype

@@ -30,6 +30,7 @@ def test_a_line_carries_fields() -> None:
     }  # fmt: skip
     # A line means what its name says, whatever the server's default is.
     assert Point(parse_line("h2o+delay8", POLICIES), 0.2).fields["kv_delay"] == 8
+    assert Point(parse_line("h2o+shared+delay8", POLICIES), 0.2).fields["kv_heads"] == "shared"
     assert parse_line("h2o+recent1", POLICIES).extras == (("kv_recent", 1.0),)
     assert FULL.fields == {"kv_policy": "full"}
     with pytest.raises(ValueError, match="wanted one of h2o"):

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "candidates.hpp"
@@ -27,7 +28,7 @@ struct Head {
   std::vector<int64_t> pages;   // candidates: those in heavy blocks, then those in doomed ones
   std::vector<uint64_t> ranks;  // of their tokens
   int owned = 0;                // of the pages, the first ones, in heavy blocks
-  int wanted = 0;               // of its tokens, among the best of all heads
+  int wanted = 0, stay = 0;     // of its tokens: among the best of all heads; protected
   int lanes = 1;                // that it gets
   uint64_t bar = 0;             // rank of the worst that it keeps
 };
@@ -43,16 +44,13 @@ void share(std::vector<Head>& heads, int64_t total, int block) {
   std::vector<uint64_t> all;
   for (const Head& head : heads) all.insert(all.end(), head.ranks.begin(), head.ranks.end());
   const uint64_t bar = nth(std::move(all), total * block);
-  int64_t left = total;
-  for (Head& head : heads) {
-    int64_t stay = 0;
-    for (uint64_t rank : head.ranks) head.wanted += rank >= bar, stay += rank >= PROTECTED;
-    head.lanes = int(std::max<int64_t>(1, (stay + block - 1) / block));
-    left -= head.lanes;
-  }
-  for (; left > 0; --left) {
+  for (Head& head : heads)
+    for (uint64_t rank : head.ranks) head.wanted += rank >= bar, head.stay += rank >= PROTECTED;
+  auto need = [&](const Head& head) {
+    return std::pair(std::max(0, head.stay - head.lanes * block), head.wanted - head.lanes * block);
+  };
+  for (int64_t left = total - int64_t(heads.size()); left > 0; --left) {
     Head* neediest = &heads[0];
-    auto need = [&](const Head& head) { return int64_t(head.wanted) - int64_t(head.lanes) * block; };
     for (Head& head : heads)
       if (need(head) > need(*neediest)) neediest = &head;
     ++neediest->lanes;

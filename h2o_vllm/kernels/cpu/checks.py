@@ -62,7 +62,11 @@ def check_cache(kv_caches: Sequence[Tensor], scores: Tensor, num_heads: int) -> 
 
 
 def check_batch(
-    batch: PagedBatch, rows: Tensor, out: Tensor | None = None, scored: int | None = None
+    batch: PagedBatch,
+    rows: Tensor,
+    out: Tensor | None = None,
+    scored: int | None = None,
+    most: int = 0,
 ) -> None:
     """Check one call's tensors: shapes, dtypes, and that every index stays inside its tensor.
 
@@ -89,6 +93,9 @@ def check_batch(
             raise ValueError(f"{name} must be int32 and contiguous in its last axis")
     if scored is not None and not 0 <= scored <= rows.numel():
         raise ValueError(f"scored must be 0 to {rows.numel()}, the listed rows, got {scored}")
+    adding = rows.numel() if scored is None else scored
+    if not 0 <= most <= adding:
+        raise ValueError(f"most must be 0 to {adding}, the scored rows, got {most}")
     for row in rows.tolist():
         length = int(seq_lens[row])
         if not 0 < length <= block_table.shape[1] * block_size:

@@ -41,12 +41,13 @@ def attend_decode(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
     for i, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
         scores = scored is None or i < scored
         query = slice(token, token + 1)
-        _attend(batch, row, query, scale, out, softcap, sinks, scores=scores)
+        _attend(batch, row, query, scale, out, softcap, sinks, scores=scores, most=i < most)
 
 
 def score_prompt(
@@ -56,9 +57,10 @@ def score_prompt(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks)
+    attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks, most)
 
 
 def attend_prompt(
@@ -70,12 +72,13 @@ def attend_prompt(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
     for i, row in enumerate(rows.tolist()):
         tokens = slice(int(query_start_loc[row]), int(query_start_loc[row + 1]))
         scores = scored is None or i < scored
-        _attend(batch, row, tokens, scale, out, softcap, sinks, scores=scores)
+        _attend(batch, row, tokens, scale, out, softcap, sinks, scores=scores, most=i < most)
 
 
 def compact(
@@ -116,6 +119,7 @@ def _attend(
     sinks: Tensor | None,
     *,
     scores: bool,
+    most: bool,
 ) -> None:
     length = int(batch.seq_lens[row])
     if length <= 0 or tokens.start >= tokens.stop:  # padding
@@ -127,7 +131,8 @@ def _attend(
     if out is not None:
         out[tokens] = attended.to(out.dtype)
     if scores:
-        reference.add_probabilities(batch.scores, where, prob)
+        add = reference.raise_to_probabilities if most else reference.add_probabilities
+        add(batch.scores, where, prob)
 
 
 def _token_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

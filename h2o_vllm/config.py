@@ -24,6 +24,7 @@ __all__ = [
     "METRICS_KEY",
     "POLICIES",
     "PROTECT_WORDS",
+    "REPEAT_POLICIES",
     "REPORT_KEY",
     "REQUEST_FIELDS",
     "START_RECORD",
@@ -57,16 +58,21 @@ POLICIES = (
     "caote-keydiff",
     "snapkv-keydiff",
     "caote-snapkv-keydiff",
+    "repeat",
+    "repeat-keydiff",
     "window",
     "random",
     "full",
 )
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
-BEST_RANK_POLICIES = ("caote-keydiff", "snapkv-keydiff", "caote-snapkv-keydiff")
+BEST_RANK_POLICIES = ("caote-keydiff", "snapkv-keydiff", "caote-snapkv-keydiff", "repeat-keydiff")
 """Rank in several ways, and keep what is best in any."""
 
-PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff")
+REPEAT_POLICIES = ("repeat", "repeat-keydiff")
+"""Have the model repeat the prompt, and rank by what that attends to; see :mod:`h2o_vllm.policy.repeat`."""
+
+PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES)
 """Have nothing to rank by before the prompt's end."""
 
 REQUEST_FIELDS = (
@@ -181,6 +187,8 @@ class H2OConfig:
         kv_prefill_tokens: default number of unprotected tokens that a prompt may hold while it is computed;
             0: all it has. Raised to four blocks and twice ``kv_min_tokens``.
         kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
+        kv_repeat: whether requests may ask for one of :data:`REPEAT_POLICIES`, which compute each prompt
+            about twice. For CPUs.
         kv_full_kernel: one of :data:`FULL_KERNELS`. ``h2o`` is for CPUs, and nothing is lost with it: the
             same attention, rounded differently.
 
@@ -203,6 +211,7 @@ class H2OConfig:
     kv_elastic_admission: str = "squeeze"
     kv_prefill_tokens: int = 0
     kv_trace: bool = False
+    kv_repeat: bool = True
     kv_full_kernel: str = "vllm"
 
     def __post_init__(self) -> None:
@@ -224,9 +233,14 @@ class H2OConfig:
             check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
             _prefill(self.kv_prefill_tokens, self.kv_policy)
             check_flag("kv_trace", self.kv_trace)
+            check_flag("kv_repeat", self.kv_repeat)
             check_choice("kv_full_kernel", self.kv_full_kernel, FULL_KERNELS)
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
+        if self.kv_policy in REPEAT_POLICIES and not self.kv_repeat:
+            raise ConfigError(
+                f"--kv-policy {self.kv_policy} repeats prompts, and --no-kv-repeat lets nobody do so"
+            )
         if isinstance(self.kv_protect, int) and self.kv_protect > self._most_protected:
             raise ConfigError(
                 f"--kv-protect {self.kv_protect} is larger than --kv-protect-max {self.kv_protect_max}"
@@ -277,7 +291,7 @@ class H2OConfig:
             BudgetError: a field has the wrong type, is out of range, or contradicts another.
         """
         given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
-        policy = check_choice("kv_policy", given.get("kv_policy", self.kv_policy), POLICIES)
+        policy = check_choice("kv_policy", given.get("kv_policy", self.kv_policy), self.policies)
         recent = given.get("kv_recent", self.recent_of(policy))
         recent = check_fraction("kv_recent", recent, 0.0, 1.0)
         sinks = check_integer("kv_sinks", given.get("kv_sinks", self.kv_sinks), 0, MAX_SINKS)
@@ -298,7 +312,7 @@ class H2OConfig:
                 raise BudgetError(
                     "kv_policy",
                     policy,
-                    f"one of {', '.join(POLICIES[:-1])} on this server "
+                    f"one of {', '.join(self.policies[:-1])} on this server "
                     f"(its kv_budget_max is {self.kv_budget_max})",
                 )
             fraction, tokens = 1.0, None
@@ -321,13 +335,21 @@ class H2OConfig:
             trace=self._trace(given),
         )
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The :data:`POLICIES` that requests may ask for, ``full`` last."""
+        return tuple(name for name in POLICIES if self.kv_repeat or name not in REPEAT_POLICIES)
+
     def recent_of(self, policy: str) -> float:
         """Share of the newest tokens if a request does not say: half, the paper's, unless this server does.
 
-        A policy that ranks in several ways has too few tokens for each left by then: it gets a quarter.
+        A policy that ranks in several ways has too few tokens for each left by then: it gets a quarter. One
+        that has seen the prompt repeated knows what of it will be needed, the newest included: a tenth.
         """
         if self.kv_recent is not None:
             return self.kv_recent
+        if policy in REPEAT_POLICIES:
+            return 0.1
         return 0.25 if policy in BEST_RANK_POLICIES else 0.5
 
     def _trace(self, given: Mapping[str, Any]) -> bool:
@@ -406,7 +428,7 @@ def _prefill(value: Any, policy: str) -> int:
     tokens = check_integer("kv_prefill_tokens", value, 0)
     if tokens and policy in PROMPT_END_POLICIES:
         accepted = (
-            f"0 with kv_policy {policy}, which ranks by what the prompt's last tokens look at"
+            f"0 with kv_policy {policy}, which has nothing to rank by before the prompt's end"
         )
         raise BudgetError("kv_prefill_tokens", tokens, accepted)
     return tokens

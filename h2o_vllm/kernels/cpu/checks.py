@@ -91,11 +91,12 @@ def check_batch(
     for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens), ("rows", rows)):
         if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
             raise ValueError(f"{name} must be int32 and contiguous in its last axis")
-    if scored is not None and not 0 <= scored <= rows.numel():
-        raise ValueError(f"scored must be 0 to {rows.numel()}, the listed rows, got {scored}")
     adding = rows.numel() if scored is None else scored
-    if not 0 <= most <= adding:
-        raise ValueError(f"most must be 0 to {adding}, the scored rows, got {most}")
+    if not 0 <= most <= adding <= rows.numel():
+        raise ValueError(
+            f"scored must be 0 to {rows.numel()}, the listed rows, and most up to scored; got {adding} "
+            f"and {most}"
+        )
     for row in rows.tolist():
         length = int(seq_lens[row])
         if not 0 < length <= block_table.shape[1] * block_size:

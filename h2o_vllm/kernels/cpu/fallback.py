@@ -61,7 +61,9 @@ def attend_decode(
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
     for i, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
         scores = scored is None or i < scored
-        _attend(batch, row, token, token + 1, scale, out, softcap, sinks, scores=scores, most=i < most)
+        _attend(
+            batch, row, token, token + 1, scale, out, softcap, sinks, scores=scores, most=i < most
+        )
 
 
 def score_prompt(

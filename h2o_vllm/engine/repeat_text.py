@@ -7,7 +7,6 @@ The engine core has no tokenizer until somebody asks for a policy that repeats: 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from vllm.config import ModelConfig
 
-__all__ = ["NoRepeatTextError", "RepeatText"]
+__all__ = ["RepeatText", "repeat_text"]
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with "
@@ -29,10 +28,6 @@ BEGINNING = 8
 """Tokens that a further piece is named by: the ones before it."""
 
 SEPARATOR = "<separator>"
-
-
-class NoRepeatTextError(Exception):
-    """There is no text, for the reason given."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +44,6 @@ class RepeatText:
     later: tuple[int, ...]
     opening: tuple[int, ...]
     start: int | None = None
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> RepeatText:
-        """The text for a model.
-
-        Raises:
-            NoRepeatTextError: it cannot be had, in words for who asked.
-        """
-        found = _found(model.tokenizer, model.tokenizer_revision, _Hidden(model))
-        if isinstance(found, RepeatText):
-            return found
-        raise NoRepeatTextError(found)
 
     @property
     def tokens(self) -> int:
@@ -86,27 +69,10 @@ class RepeatText:
         return [*asked, *self.opening, *prompt[piece.start : piece.stop]]
 
 
-class _Hidden:
-    """A model configuration that does not count among the arguments by which a result is kept."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hidden)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@cache
-def _found(name: str, revision: str | None, hidden: _Hidden) -> RepeatText | str:
-    """The text, or why there is none: kept as well, so that nobody loads in vain for every request."""
-    del name, revision
+def repeat_text(model: ModelConfig) -> RepeatText | str:
+    """The text for a model, or why there is none, in words for who wants it. Loads the tokenizer."""
     try:
-        tokenizer: Any = cached_tokenizer_from_config(hidden.model)
-        if tokenizer is None:
-            return "it needs the model's tokenizer, which --skip-tokenizer-init leaves out"
+        tokenizer: Any = cached_tokenizer_from_config(model)
         text = RepeatText(
             _encoded(tokenizer, INSTRUCTION),
             _encoded(tokenizer, LATER),

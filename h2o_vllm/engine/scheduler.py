@@ -8,7 +8,7 @@ precede, and attaches what was kept to the request's outputs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -25,6 +25,7 @@ from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config import (
     CONFIG_KEY,
     METRICS_KEY,
+    REPEAT_POLICIES,
     REPORT_KEY,
     REQUEST_FIELDS,
     H2OConfig,
@@ -32,7 +33,7 @@ from h2o_vllm.config import (
 )
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.orphan import end_with_parent
-from h2o_vllm.engine.repeat_text import NoRepeatTextError, RepeatText
+from h2o_vllm.engine.repeat_text import RepeatText, repeat_text
 from h2o_vllm.engine.repetitions import Repetitions
 from h2o_vllm.engine.siblings import SiblingReports
 from h2o_vllm.engine.support import cannot_repeat, check_supported
@@ -93,6 +94,9 @@ class H2OScheduler(LimitingScheduler):
             add=super().add_request,
             end=partial(super().finish_requests, finished_status=RequestStatus.FINISHED_ABORTED),
         )
+        default = self.h2o_config.kv_policy
+        if default in REPEAT_POLICIES and isinstance(self._repeat_text, str):
+            raise ConfigError(f"--kv-policy {default}: {self._repeat_text}")
 
     def _bound_manager(self) -> H2OBlockManager:
         """The block manager vLLM built; law 9: anything but ours ends the start-up."""
@@ -113,6 +117,12 @@ class H2OScheduler(LimitingScheduler):
         return Traces(
             len(group.layer_names), heads.distinct_ranks * group.kv_cache_spec.num_kv_heads
         )
+
+    @cached_property
+    def _repeat_text(self) -> RepeatText | str:
+        """What prompts are repeated by, or why none can be. Found when first asked for: it takes a while."""
+        reason = cannot_repeat(self.vllm_config, groups=len(block_managers(self)))
+        return reason or repeat_text(self.vllm_config.model_config)
 
     def add_request(self, request: Request) -> None:
         """Track the request, then queue it. Never raises for what a client sent."""
@@ -265,18 +275,14 @@ class H2OScheduler(LimitingScheduler):
         """Have the prompt repeated before anything of it is evicted."""
         policy, prompt = state.budget.policy, request.prompt_token_ids
         try:
-            reason = cannot_repeat(self.vllm_config, groups=len(block_managers(self)))
-            if reason is None and (prompt is None or request.prompt_embeds is not None):
-                reason = "a prompt with embeddings cannot be repeated"
-            if reason is None and request.mm_features:
-                reason = "a prompt with images or sounds cannot be repeated"
-            if reason is not None:
-                raise BudgetError("kv_policy", policy, f"another one here: {reason}")
+            text = self._repeat_text
+            if prompt is None or request.prompt_embeds is not None:
+                text = "a prompt with embeddings cannot be repeated"
+            elif request.mm_features:
+                text = "a prompt with images or sounds cannot be repeated"
+            if isinstance(text, str):
+                raise BudgetError("kv_policy", policy, f"another one here: {text}")
             assert prompt is not None
-            try:
-                text = RepeatText.of(self.vllm_config.model_config)
-            except NoRepeatTextError as error:
-                raise BudgetError("kv_policy", policy, f"another one here: {error}") from None
             pool = self.blocks.block_pool.num_gpu_blocks - 1
             pool -= self.kv_cache_manager.watermark_blocks
             repetition = Repetition.of(

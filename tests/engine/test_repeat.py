@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from h2o_vllm.blocks import repetition
 from h2o_vllm.engine.repeat_text import INSTRUCTION, LATER, RepeatText
+from h2o_vllm.errors import ConfigError
 from tests.engine.scheduling import Rig
 
 BLOCK = 16
@@ -86,6 +87,29 @@ def test_the_first_token_of_prompts_is_not_repeated() -> None:
     # Nothing would be left.
     assert text.repeated([7, 8]) == range(2)
     assert text.repeated([1]) == range(1)
+
+
+def test_a_default_that_cannot_be_is_refused_at_start_up(model_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-policy repeat: .*--max-num-seqs is 1"):
+        Rig(model_dir, 60, max_num_seqs=1, kv_policy="repeat")
+    rig = Rig(model_dir, 60, kv_policy="repeat", kv_min_tokens=16)
+    rig.add("a", PROMPT, {"kv_budget": 0.2}, max_tokens=40)
+    assert len(list(readers_seen(rig))) == 1
+
+
+def test_a_tokenizer_that_cannot_be_used_ends_nobody_else(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(model: object) -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr("h2o_vllm.engine.repeat_text.cached_tokenizer_from_config", broken)
+    rig.add("b", PROMPT, None, max_tokens=20)
+    for name in ("a", "c"):
+        rig.add(name, PROMPT, ASKED, max_tokens=20)
+        assert "tokenizer cannot be used: OSError: no such file" in rig.scheduler._rejected[name]
+    rig.run()
+    assert [len(rig.tokens[name]) for name in "abc"] == [0, 20, 0]
 
 
 def test_long_prompts_are_repeated_in_pieces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "METRICS_KEY",
     "POLICIES",
     "PROTECT_WORDS",
+    "REPEAT_POLICIES",
     "REPORT_KEY",
     "REQUEST_FIELDS",
     "START_RECORD",
@@ -59,16 +60,21 @@ POLICIES = (
     "caote-keydiff",
     "snapkv-keydiff",
     "caote-snapkv-keydiff",
+    "repeat",
+    "repeat-keydiff",
     "window",
     "random",
     "full",
 )
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
-BEST_RANK_POLICIES = ("caote-keydiff", "snapkv-keydiff", "caote-snapkv-keydiff")
+BEST_RANK_POLICIES = ("caote-keydiff", "snapkv-keydiff", "caote-snapkv-keydiff", "repeat-keydiff")
 """Rank in several ways, and keep what is best in any."""
 
-PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff")
+REPEAT_POLICIES = ("repeat", "repeat-keydiff")
+"""Have the model repeat the prompt, and rank by what that attends to; see :mod:`h2o_vllm.policy.repeat`."""
+
+PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES)
 """Have nothing to rank by before the prompt's end."""
 
 HEADS = ("equal", "shared")
@@ -196,11 +202,13 @@ class H2OConfig:
         kv_prefill_tokens: default number of unprotected tokens that a prompt may hold while it is computed;
             0: all it has. Raised to four blocks and twice ``kv_min_tokens``.
         kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
+        kv_repeat: whether requests may ask for one of :data:`REPEAT_POLICIES`, which compute each prompt
+            about twice. For CPUs.
         kv_full_kernel: one of :data:`FULL_KERNELS`. ``h2o`` is for CPUs, and nothing is lost with it: the
             same attention, rounded differently. ``auto`` is ``h2o`` where vLLM would use its kernel for AMX,
             whose KV only that one reads, and ``vllm`` elsewhere.
-        kv_heads: one of :data:`HEADS`. A request that does not name it, and one of
-            :data:`EQUAL_HEADS_POLICIES`, has ``equal``.
+        kv_heads: one of :data:`HEADS`; ``None``: see :meth:`heads_of`. A request that does not name it, and
+            one of :data:`EQUAL_HEADS_POLICIES`, has ``equal``.
         kv_heads_equal_because: why heads cannot share in this engine; empty: they can. No option: who knows
             the engine says it, see :func:`h2o_vllm.engine.support.config_of`.
 
@@ -223,8 +231,9 @@ class H2OConfig:
     kv_elastic_admission: str = "squeeze"
     kv_prefill_tokens: int = 0
     kv_trace: bool = False
+    kv_repeat: bool = True
     kv_full_kernel: str = "auto"
-    kv_heads: str = "equal"
+    kv_heads: str | None = None
     kv_heads_equal_because: str = ""
 
     def __post_init__(self) -> None:
@@ -246,10 +255,16 @@ class H2OConfig:
             check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
             _prefill(self.kv_prefill_tokens, self.kv_policy)
             check_flag("kv_trace", self.kv_trace)
+            check_flag("kv_repeat", self.kv_repeat)
             check_choice("kv_full_kernel", self.kv_full_kernel, FULL_KERNELS)
-            self._heads({"kv_heads": self.kv_heads}, self.kv_policy)
+            named = {} if self.kv_heads is None else {"kv_heads": self.kv_heads}
+            self._heads(named, self.kv_policy)
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
+        if self.kv_policy in REPEAT_POLICIES and not self.kv_repeat:
+            raise ConfigError(
+                f"--kv-policy {self.kv_policy} repeats prompts, and --no-kv-repeat lets nobody do so"
+            )
         if isinstance(self.kv_protect, int) and self.kv_protect > self._most_protected:
             raise ConfigError(
                 f"--kv-protect {self.kv_protect} is larger than --kv-protect-max {self.kv_protect_max}"
@@ -300,7 +315,7 @@ class H2OConfig:
             BudgetError: a field has the wrong type, is out of range, or contradicts another.
         """
         given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
-        policy = check_choice("kv_policy", given.get("kv_policy", self.kv_policy), POLICIES)
+        policy = check_choice("kv_policy", given.get("kv_policy", self.kv_policy), self.policies)
         recent = given.get("kv_recent", self.recent_of(policy))
         recent = check_fraction("kv_recent", recent, 0.0, 1.0)
         sinks = check_integer("kv_sinks", given.get("kv_sinks", self.kv_sinks), 0, MAX_SINKS)
@@ -321,7 +336,7 @@ class H2OConfig:
                 raise BudgetError(
                     "kv_policy",
                     policy,
-                    f"one of {', '.join(POLICIES[:-1])} on this server "
+                    f"one of {', '.join(self.policies[:-1])} on this server "
                     f"(its kv_budget_max is {self.kv_budget_max})",
                 )
             fraction, tokens = 1.0, None
@@ -346,25 +361,43 @@ class H2OConfig:
             heads=heads,
         )
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The :data:`POLICIES` that requests may ask for, ``full`` last."""
+        return tuple(name for name in POLICIES if self.kv_repeat or name not in REPEAT_POLICIES)
+
     def recent_of(self, policy: str) -> float:
         """Share of the newest tokens if a request does not say: half, the paper's, unless this server does.
 
-        A policy that ranks in several ways has too few tokens for each left by then: it gets a quarter.
+        A policy that ranks in several ways has too few tokens for each left by then: it gets a quarter. One
+        that has seen the prompt repeated knows what of it will be needed, the newest included: a tenth.
         """
         if self.kv_recent is not None:
             return self.kv_recent
+        if policy in REPEAT_POLICIES:
+            return 0.1
         return 0.25 if policy in BEST_RANK_POLICIES else 0.5
 
+    def heads_of(self, policy: str) -> str:
+        """Who shares slots if a request does not say: nobody, unless this server does.
+
+        What repeating a prompt looks at lies in few heads: with equal ones half of it would go.
+        """
+        if self.kv_heads_equal_because or policy in EQUAL_HEADS_POLICIES:
+            return "equal"
+        if self.kv_heads is not None:
+            return self.kv_heads
+        return "shared" if policy in REPEAT_POLICIES else "equal"
+
     def _heads(self, given: Mapping[str, Any], policy: str) -> str:
-        heads = check_choice("kv_heads", given.get("kv_heads", self.kv_heads), HEADS)
-        if heads == "equal":
-            return heads
-        if self.kv_heads_equal_because:
+        if "kv_heads" not in given:
+            # A trace wants heads that lose as many tokens; who asks for it has not asked for sharing.
+            return "equal" if given.get("kv_trace") else self.heads_of(policy)
+        heads = check_choice("kv_heads", given["kv_heads"], HEADS)
+        if heads == "shared" and self.kv_heads_equal_because:
             accepted = f"equal on this server ({self.kv_heads_equal_because})"
             raise BudgetError("kv_heads", heads, accepted)
-        if policy in EQUAL_HEADS_POLICIES:
-            if "kv_heads" not in given:
-                return "equal"
+        if heads == "shared" and policy in EQUAL_HEADS_POLICIES:
             accepted = f"equal with kv_policy {policy}, {EQUAL_HEADS_POLICIES[policy]}"
             raise BudgetError("kv_heads", heads, accepted)
         return heads
@@ -450,7 +483,7 @@ def _prefill(value: Any, policy: str) -> int:
     tokens = check_integer("kv_prefill_tokens", value, 0)
     if tokens and policy in PROMPT_END_POLICIES:
         accepted = (
-            f"0 with kv_policy {policy}, which ranks by what the prompt's last tokens look at"
+            f"0 with kv_policy {policy}, which has nothing to rank by before the prompt's end"
         )
         raise BudgetError("kv_prefill_tokens", tokens, accepted)
     return tokens

@@ -21,7 +21,8 @@ class EvictionParams:
 
     Attributes:
         policy: name of its policy.
-        prompt_tokens: length of its prompt at admission; the same after a preemption.
+        prompt_tokens: length of its prompt at admission; the same after a preemption. Where prompts are
+            repeated: position of the first query that is scored.
         sinks: first tokens that are never evicted.
         traced: whether the worker notes which tokens go, see :mod:`h2o_vllm.engine.trace`.
         shares_heads: whether a layer's KV heads share its heavy slots, see :mod:`h2o_vllm.kernels.lanes`.

@@ -31,6 +31,7 @@ __all__ = [
     "key_likeness",
     "live_slots",
     "log_sum_exp",
+    "raise_to_probabilities",
     "reset_scores",
     "select_keep",
     "split_scores",
@@ -92,6 +93,13 @@ def add_probabilities(scores: Tensor, where: Slots, prob: Tensor) -> None:
     """Add ``prob`` [t, KH, G, S], summed over queries and the q heads of a group, to scores [N, KH, BS]."""
     blocks, offsets = where
     scores[blocks, :, offsets] += prob.sum((0, 2)).T.float()
+
+
+def raise_to_probabilities(scores: Tensor, where: Slots, prob: Tensor) -> None:
+    """As :func:`add_probabilities`, with maxima in the place of all sums."""
+    blocks, offsets = where
+    most = prob.amax((0, 2)).T.float()
+    scores[blocks, :, offsets] = torch.maximum(scores[blocks, :, offsets], most)
 
 
 def attend_decode(

@@ -8,6 +8,7 @@ from h2o_vllm.policy.baselines import FullPolicy, RandomPolicy, WindowPolicy
 from h2o_vllm.policy.best_rank import (
     CAOTEKeyDiffPolicy,
     CAOTESnapKVKeyDiffPolicy,
+    RepeatKeyDiffPolicy,
     SnapKVKeyDiffPolicy,
 )
 from h2o_vllm.policy.budget import (
@@ -23,6 +24,7 @@ from h2o_vllm.policy.caote import CAOTEPolicy
 from h2o_vllm.policy.h2o import H2OPolicy
 from h2o_vllm.policy.h2o_norm import H2ONormPolicy
 from h2o_vllm.policy.keydiff import KeyDiffPolicy
+from h2o_vllm.policy.repeat import RepeatPolicy
 from h2o_vllm.policy.snapkv import SnapKVPolicy
 from h2o_vllm.policy.tova import TOVAPolicy
 
@@ -51,6 +53,8 @@ _POLICIES: dict[str, Policy] = {
         CAOTEKeyDiffPolicy(),
         SnapKVKeyDiffPolicy(),
         CAOTESnapKVKeyDiffPolicy(),
+        RepeatPolicy(),
+        RepeatKeyDiffPolicy(),
         WindowPolicy(),
         RandomPolicy(),
         FullPolicy(),

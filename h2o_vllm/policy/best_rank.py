@@ -6,7 +6,8 @@ a distinctive key may be what is asked later. None of them knows what the others
 
 Ranks of different evictions cannot be compared. So when a token is ranked for the first time, its score
 becomes the largest of its own, by the first way, and of the scores, by the first way, of the newcomers that
-have its ranks in the others. That gives the same order, and is a sum of attention to which later queries add.
+have its ranks in the others. That gives the same order, and is a sum of attention to which later queries add,
+or a maximum which they raise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from h2o_vllm.policy.caote import CAOTEPolicy
 from h2o_vllm.policy.keydiff import KeyDiffPolicy
+from h2o_vllm.policy.repeat import RepeatPolicy
 from h2o_vllm.policy.snapkv import WINDOW, SnapKVPolicy, pooled
 
 if TYPE_CHECKING:
@@ -24,7 +26,12 @@ if TYPE_CHECKING:
 
     from h2o_vllm.policy.candidates import Candidates
 
-__all__ = ["CAOTEKeyDiffPolicy", "CAOTESnapKVKeyDiffPolicy", "SnapKVKeyDiffPolicy"]
+__all__ = [
+    "CAOTEKeyDiffPolicy",
+    "CAOTESnapKVKeyDiffPolicy",
+    "RepeatKeyDiffPolicy",
+    "SnapKVKeyDiffPolicy",
+]
 
 _KEYDIFF = KeyDiffPolicy()
 
@@ -81,6 +88,23 @@ class CAOTESnapKVKeyDiffPolicy(CAOTEPolicy):
         if candidates.late is not None:
             others.append(pooled(candidates.late[..., known:]))
         return _raised(scores, candidates, *others)
+
+
+class RepeatKeyDiffPolicy(RepeatPolicy):
+    """Keep what repeating the prompt looks at, and the tokens with the most distinctive keys.
+
+    KVzip (https://arxiv.org/abs/2505.23416) and KeyDiff (https://arxiv.org/abs/2504.15364).
+    """
+
+    name: ClassVar[str] = "repeat-keydiff"
+    scores_at_eviction: ClassVar[bool] = True
+
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+        """Raise the fresh tokens with distinctive keys."""
+        scores = candidates.scores
+        if scores.shape[-1] == candidates.known:
+            return None
+        return _raised(scores, candidates, _distinctions(candidates))
 
 
 def _distinctions(candidates: Candidates) -> Tensor:

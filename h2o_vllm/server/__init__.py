@@ -18,6 +18,7 @@
 ``before_generate``    a look at every request right before vLLM's engine client gets it
 ``protection``         ``kv_protect: "system"`` becomes a number before the engine sees it
 ``fitting``            a request that the KV cache can never hold is a 400 with the numbers
+``repeating``          a prompt that cannot be repeated, for policies that do, is one as well
 ``report``             the ``kv_cache`` object: from the engine's reports to what a client reads
 ``report_interceptor`` takes the engine's reports off the outputs of one request
 ``report_injection``   puts that object into a JSON body or an event stream

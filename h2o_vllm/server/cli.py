@@ -163,16 +163,16 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_recent",
         float,
         "SHARE",
-        "Share of the budget for the newest tokens, 0 to 1; else 0.5, 0.25 for ...-keydiff.",
+        "Share of the budget for the newest, 0 to 1; else 0.5, ...-keydiff 0.25, repeat... 0.1.",
     )
     group.add_argument(
         "--kv-policy",
         choices=POLICIES,
         default=_DEFAULTS.kv_policy,
-        help="Which tokens stay beside the newest. h2o: those with the most attention so far; h2o-norm: "
-        "per query that saw them; caote: the same, weighed by their values; snapkv: the most from "
-        "the prompt's end on; tova: from the newest; keydiff: least like others; ...-keydiff: "
-        "best by any; window: the first; random: any; full: all.",
+        help="Which tokens stay beside the newest. h2o: most attention so far; h2o-norm: per query that saw "
+        "them; caote: weighed by values; snapkv: from the prompt's end on; tova: from the newest; repeat: "
+        "as it is said again; keydiff: odd keys; ...-keydiff: best by any; window: first; random: any; "
+        "full: all.",
     )
     group.add_argument(
         "--kv-heads",
@@ -190,13 +190,13 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_protect",
         _tokens_or_word,
         "TOKENS|prompt|system",
-        "First tokens beside the budget: a number, the prompt, or (in chats) system messages and tools.",
+        "First tokens the budget leaves alone: a number, the prompt, or a chat's system part.",
     )
     add(
         "kv_protect_max",
         int,
         "TOKENS",
-        "Most tokens one may protect: else the prompt, or 1024 where --kv-budget-max is below 1.",
+        "Most one may protect; else the prompt, or 1024 if --kv-budget-max is below 1.",
     )
     add(
         "kv_delay",
@@ -234,7 +234,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "--kv-full-kernel",
         choices=FULL_KERNELS,
         default=_DEFAULTS.kv_full_kernel,
-        help="Whose kernel serves requests that lose nothing, on CPUs. auto: h2o on AMX.",
+        help="Of rows that lose nothing, on CPUs. auto: h2o on AMX.",
     )
     group.add_argument(
         "--kv-trace",
@@ -243,10 +243,16 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         help="Let requests ask what was kept. CPU.",
     )
     group.add_argument(
+        "--kv-repeat",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.kv_repeat,
+        help="Let requests repeat prompts. CPU.",
+    )
+    group.add_argument(
         "--kv-playground",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="A page at /h2o/ to look at it and to compare answers; brings --kv-trace where that works.",
+        help="A page at /h2o/; brings --kv-trace.",
     )
 
 

@@ -25,7 +25,6 @@ from h2o_vllm.config import (
     MAX_DELAY,
     MAX_SINKS,
     MAX_TRACE_TOKENS,
-    POLICIES,
     REQUEST_FIELDS,
     H2OConfig,
 )
@@ -179,10 +178,13 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     cache, parallel = engine.cache_config, engine.parallel_config
     device = engine.device_config.device_type
     low, high = supported_versions(device)
-    policies = [p for p in POLICIES if p != "full" or config.kv_budget_max >= 1.0]
+    policies = [p for p in config.policies if p != "full" or config.kv_budget_max >= 1.0]
     # vLLM sums them over the data-parallel engines.
     blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size
-    values = config.to_mapping() | {"kv_recent": config.recent_of(config.kv_policy)}
+    values = config.to_mapping() | {
+        "kv_recent": config.recent_of(config.kv_policy),
+        "kv_heads": config.heads_of(config.kv_policy),
+    }
     return H2OServerConfig(
         models=[engine.model_config.served_model_name],
         defaults=Defaults(**{name: values[name] for name in Defaults.model_fields}),

@@ -26,6 +26,7 @@ from h2o_vllm.server import (
     fitting,
     playground,
     protection,
+    repeating,
     report_interceptor,
     trace_limits,
 )
@@ -137,7 +138,8 @@ class KVCacheMiddleware:
             report_interceptor.install(state.engine_client)
             self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
             fitting.install(state.engine_client, state.vllm_config, config, self._count_refusal)
-            # In front of it: this one tells how many tokens "system" stands for.
+            repeating.install(state.engine_client, state.vllm_config, config, self._count_refusal)
+            # In front of them: this one tells how many tokens "system" stands for.
             protection.install(state.engine_client, state.vllm_config.model_config)
             trace_limits.install(state.engine_client, state.vllm_config.model_config)
             self._prefixes = SystemPrefixes(vllm_render(getattr(state, "serving_render", None)))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, Field, create_model
 
-from h2o_vllm.config import HEADS, MAX_DELAY, MAX_SINKS, POLICIES, PROTECT_WORDS, H2OConfig
+from h2o_vllm.config import HEADS, MAX_DELAY, MAX_SINKS, PROTECT_WORDS, H2OConfig
 from h2o_vllm.server.routes import LIFTED
 
 __all__ = ["describe_fields", "fields_of"]
@@ -33,9 +33,9 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
             float, config.recent_of(config.kv_policy), "Share of the budget for the newest tokens.",
             ge=0, le=1,
         ),
-        "kv_policy": _field(Literal[POLICIES], config.kv_policy, "Which tokens stay."),
+        "kv_policy": _field(Literal[config.policies], config.kv_policy, "Which tokens stay."),
         "kv_heads": _field(
-            Literal[HEADS], config.kv_heads,
+            Literal[HEADS], config.heads_of(config.kv_policy),
             "Whether all KV heads of a layer keep as many tokens, or share its slots by need."
             + (f" Here equal: {config.kv_heads_equal_because}." if config.kv_heads_equal_because else ""),
         ),

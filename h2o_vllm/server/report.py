@@ -18,6 +18,7 @@ SUMMED = (
     "tokens_seen",
     "tokens_cached",
     "tokens_protected",
+    "tokens_repeated",
     "tokens_held",
     "tokens_evicted",
     "blocks_freed",

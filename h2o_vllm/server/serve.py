@@ -54,7 +54,7 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
         config.kv_budget,
         config.kv_budget_tokens,
         config.kv_policy,
-        config.kv_heads,
+        config.heads_of(config.kv_policy),
         config.recent_of(config.kv_policy),
         config.kv_sinks,
         config.kv_protect,

@@ -17,7 +17,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from h2o_vllm.config import POLICIES, REQUEST_FIELDS
+from h2o_vllm.blocks.repetition import INSTRUCTION_TOKENS, PIECE_TOKENS
+from h2o_vllm.config import POLICIES, REPEAT_POLICIES, REQUEST_FIELDS
 from loadtest.common.client import HTTPStatusError
 from loadtest.common.machine import describe_host, describe_run, shown_command
 from loadtest.common.results import append_rows
@@ -120,6 +121,8 @@ def open_model(args: argparse.Namespace, sizes: Sizes) -> Model:
         sizes.long_tokens + 128, longest_request(args.xsum) if args.xsum else 0,
         sizes.ruler_tokens if args.measures and "ruler" in args.measures else 0,
     )  # fmt: skip
+    if any(name.startswith(REPEAT_POLICIES) for name in args.policies or ()):
+        longest += INSTRUCTION_TOKENS + min(PIECE_TOKENS, longest)
     return Offline(
         args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,
         block_size=args.block_size, min_tokens=args.min_tokens,

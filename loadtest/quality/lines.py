@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from h2o_vllm.config import REPEAT_POLICIES
+
 __all__ = ["AGAIN", "FULL", "Line", "Point", "default_lines", "parse_line", "points"]
 
 _EXTRA = re.compile(r"([a-z_]+?)(\d+(?:\.\d+)?)")
@@ -83,8 +85,11 @@ def parse_line(text: str, policies: Sequence[str], recent: float | None = None) 
 
 
 def default_lines(policies: Sequence[str], fields: Sequence[str]) -> list[str]:
-    """Every policy but full, which is always there; with protected first tokens where that can be asked."""
-    lines = [policy for policy in policies if policy != "full"]
+    """Every policy but full, which is always there; with protected first tokens where that can be asked.
+
+    Those that repeat prompts, and want room behind each, have to be named.
+    """
+    lines = [policy for policy in policies if policy not in ("full", *REPEAT_POLICIES)]
     return [*lines, "h2o+sinks4"] if "kv_sinks" in fields and "h2o" in lines else lines
 
 

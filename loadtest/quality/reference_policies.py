@@ -28,21 +28,32 @@ class Layer:
     """What one layer has computed.
 
     ``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
-    gave to the S tokens so far, [KH, T, S]; ``weights``, ``distinctions``: per eviction, CAOTE's and
-    KeyDiff's of all tokens before the recent ones, [KH, until or more].
+    gave to the S tokens so far, [KH, T, S]; ``most``: the same, the largest of a group's query heads in place
+    of their sum; ``repeated``: the most that repeating queries gave, [KH, shared]; ``weights``,
+    ``distinctions``: per eviction, CAOTE's and KeyDiff's of all tokens before the recent ones, [KH, until or
+    more].
     """
 
     keys: Tensor
     values: Tensor
     alive: Tensor
     seen: list[Tensor]
+    most: list[Tensor] = field(default_factory=list)
+    repeated: Tensor | None = None
     weights: list[Tensor] = field(default_factory=list)
     distinctions: list[Tensor] = field(default_factory=list)
 
     def rows(self) -> Tensor:
         """The attention matrix, [KH, Q, S], its groups of query heads summed."""
+        return self._joined(self.seen)
+
+    def most_rows(self) -> Tensor:
+        """The same, of each group the largest query head's."""
+        return self._joined(self.most)
+
+    def _joined(self, passes: list[Tensor]) -> Tensor:
         count = self.keys.shape[1]
-        return torch.cat([pad(rows, (0, count - rows.shape[2])) for rows in self.seen], 1)
+        return torch.cat([pad(rows, (0, count - rows.shape[2])) for rows in passes], 1)
 
 
 @dataclass
@@ -57,6 +68,8 @@ class PolicyModel:
         shared: whether the heads of a layer share what they keep beside the newest tokens, in whole blocks.
         bound: unprotected tokens, whole blocks, that a longer prompt may hold while it is computed: a quarter
             of them goes whenever there are as many; 0: no bound.
+        repeats: what policies that repeat read behind the first ``text`` tokens of a prompt, one after the
+            other; each begins anew.
     """
 
     model: torch.nn.Module
@@ -70,11 +83,14 @@ class PolicyModel:
     delay: int = 0
     bound: int = 0
     shared: bool = False
+    repeats: list[list[int]] = field(default_factory=list)
+    text: int = 0
     running: ClassVar[PolicyModel | None] = None
     """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
     prompt: int = 0
     evicted: int = 0
+    repeating: bool = False
     ranked: list[tuple[int, int, int]] = field(default_factory=list)
     """Per eviction: tokens seen, and the positions that it ranked for the first time, from .. to."""
 
@@ -106,7 +122,18 @@ class PolicyModel:
             self._forward(prompt[start:point], start)
             self._evict(point)
             start = point
-        return self._forward(prompt[start:], start)
+        logits = self._forward(prompt[start:], start)
+        if self._shared > self.protected:
+            self.repeating = True
+            for tokens in self.repeats:
+                self._forward(tokens, self.text)
+            self.repeating = False
+        return logits
+
+    @property
+    def _shared(self) -> int:
+        """Tokens in whole blocks that are repeated; those behind are scored by all queries from there on."""
+        return self.text // self.block * self.block
 
     def _points(self) -> range:
         """Tokens seen at each eviction inside of the prompt."""
@@ -179,6 +206,8 @@ class PolicyModel:
         """[KH, S]: what the policy thinks of each token, the evicted ones included."""
         if self.policy == "keydiff":
             return self._distinction(layer)
+        if self.policy.startswith("repeat"):
+            return self._repeat_scores(layer)
         rows = layer.rows()
         if self.policy == "h2o":
             return rows.sum(1)
@@ -199,6 +228,27 @@ class PolicyModel:
                     others.append(self._late(number, rows[:, :when, start:end]))
                 first = _by_the_best_rank(first, *others)
             scores[:, start:end] = first + rows[:, when:, start:end].sum(1)
+        return scores
+
+    def _repeat_scores(self, layer: Layer) -> Tensor:
+        """KVzip's, [KH, S]: the most attention of repeating queries, and of those behind what is repeated."""
+        repeated = self._shared > self.protected
+        queries = layer.most_rows().clone()
+        queries[:, : self._shared if repeated else self.prompt] = 0.0
+        known = torch.zeros(queries.shape[0], queries.shape[2])
+        if layer.repeated is not None:
+            known[:, : layer.repeated.shape[1]] = layer.repeated
+        layer.distinctions.append(self._distinction(layer))
+        scores = torch.zeros_like(known)
+        for number, (when, start, end) in enumerate(self.ranked):
+            if start == end:
+                continue
+            first = torch.maximum(known, queries[:, :when].amax(1))[:, start:end]
+            first[:, : max(0, self.sinks - start)] = 0.0
+            if self.policy == "repeat-keydiff":
+                first = _by_the_best_rank(first, layer.distinctions[number][:, start:end])
+            later = queries[:, when:, start:end]
+            scores[:, start:end] = torch.maximum(first, later.amax(1)) if later.shape[1] else first
         return scores
 
     def _first_scores(self, layer: Layer, number: int, rows: Tensor) -> Tensor:
@@ -257,6 +307,8 @@ class PolicyModel:
     ) -> tuple[Tensor, None]:
         """query: [1, H, T, D]; key, value: [1, KH, T, D], rotated. Returns [1, T, H, D]."""
         heads, new = key.shape[1], key.shape[2]
+        if self.repeating:
+            return self._attend_repeating(self.layers[module.layer_idx], query, key, value, scaling)
         nothing = torch.zeros(heads, 0)
         layer = self.layers.setdefault(
             module.layer_idx,
@@ -271,8 +323,23 @@ class PolicyModel:
         visible = visible[None] & layer.alive[:, None]
         prob = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
         layer.seen.append(prob.sum(1))
+        layer.most.append(prob.amax(1))
         mixed = prob @ layer.values[:, None]
         return mixed.flatten(0, 1).transpose(0, 1)[None].contiguous(), None
+
+    def _attend_repeating(
+        self, layer: Layer, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> tuple[Tensor, None]:
+        """As :meth:`attend`, behind the prompt's text, which is whole; nothing is kept but maxima."""
+        heads, new = key.shape[1], key.shape[2]
+        keys = torch.cat([layer.keys[:, : self.text], key[0]], 1)
+        values = torch.cat([layer.values[:, : self.text], value[0]], 1)
+        logits = query[0].unflatten(0, (heads, -1)) @ keys[:, None].mT * scaling
+        future = torch.ones(new, keys.shape[1], dtype=torch.bool).triu(self.text + 1)
+        prob = logits.masked_fill(future, float("-inf")).softmax(-1)
+        given = prob.amax((1, 2))[:, : self._shared]
+        layer.repeated = given if layer.repeated is None else torch.maximum(layer.repeated, given)
+        return (prob @ values[:, None]).flatten(0, 1).transpose(0, 1)[None].contiguous(), None
 
 
 def _attend(

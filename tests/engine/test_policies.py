@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES
+from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES, REPEAT_POLICIES
 from h2o_vllm.kernels.cpu.batch import key_value_views
+from loadtest.quality.ladder.prompts import repetition
 from loadtest.quality.reference_policies import PolicyModel, load
 from tests.engine.conftest import (
     BLOCK_SIZE,
@@ -40,6 +43,8 @@ KEPT = {
     "caote-keydiff": (4, 0.25, 540),
     "snapkv-keydiff": (4, 0.25, 530),
     "caote-snapkv-keydiff": (4, 0.25, 530),
+    "repeat": (4, 0.1, 540),
+    "repeat-keydiff": (4, 0.1, 530),
 }
 """kv_sinks, kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
 BOUNDED = ("h2o", *(policy for policy in KEPT if policy not in PROMPT_END_POLICIES))
@@ -51,6 +56,12 @@ STEPS = 36
 @pytest.fixture(scope="module")
 def plain_model(model_dir: str) -> torch.nn.Module:
     return load(model_dir)
+
+
+@pytest.fixture(scope="module")
+def tokenized(model_dir: str) -> Any:
+    """What the quality ladder's prompts want to know of a model."""
+    return SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(model_dir))
 
 
 def watch(engine: Engine, prompt: list[int], asked: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +101,7 @@ def test_the_kept_set_equals_that_of_a_plain_model(
     clean: Engine,
     plain_model: torch.nn.Module,
     text_tokens: list[int],
+    tokenized: Any,
     policy: str,
     protect: int,
     delay: int,
@@ -101,6 +113,8 @@ def test_the_kept_set_equals_that_of_a_plain_model(
         "kv_protect": protect, "kv_delay": delay,
     }  # fmt: skip
     model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks, protect, delay)
+    if policy in REPEAT_POLICIES:
+        model.repeats, model.text = [repetition(tokenized, prompt)], length
     assert_kept_as_by(model, clean, prompt, asked)
 
 
@@ -191,13 +205,14 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", MATRIX)
+@pytest.mark.parametrize("policy", [one for one in MATRIX if one not in REPEAT_POLICIES])
 def test_a_preempted_request_is_replayed_to_the_same_tokens(
     clean: Engine, text_tokens: list[int], policy: str
 ) -> None:
     """A replay computes many generated tokens in one step; each counts as it did.
 
-    The short form of this law is ``tests/engine/cuda/test_policies.py``.
+    The short form of this law is ``tests/engine/cuda/test_policies.py``. Who repeats its prompt is promised
+    more at admission, and is not preempted here: ``test_repeat_tokens.py``.
     """
     asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_sinks": 3}
     prompt = text_tokens[100:320]

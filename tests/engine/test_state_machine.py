@@ -40,7 +40,8 @@ def test_any_order_of_events_keeps_the_laws(
     print(
         f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions, "
         f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, "
-        f"{Traffic.squeezes} squeezes, {Traffic.bounded} times in a bounded prompt"
+        f"{Traffic.squeezes} squeezes, {Traffic.bounded} times in a bounded prompt, {Traffic.repeated} in a "
+        "repetition"
     )
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
@@ -48,6 +49,7 @@ def test_any_order_of_events_keeps_the_laws(
     assert Traffic.pinned_hits > 50
     assert Traffic.squeezes > 100
     assert Traffic.bounded > 100
+    assert Traffic.repeated > 100
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +143,21 @@ def squeezed_blocks_stay_published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "evict_blocks", lambda self, block_ids: None)
 
 
+def nobody_waits_for_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evictions rank, and write, what readers still read."""
+    monkeypatch.setattr(EvictionState, "pause_at", None)
+
+
+def readers_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader takes its owner's blocks without counting as an owner of them."""
+    monkeypatch.setattr(BlockPool, "touch", lambda self, blocks: None)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        nobody_waits_for_a_repetition,
+        readers_hold_nothing,
         squeezed_twice,
         shared_blocks_are_squeezed,
         squeezed_blocks_stay_published,

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.config import ADMISSIONS, POLICIES
+from h2o_vllm.config import ADMISSIONS, POLICIES, REPEAT_POLICIES
 from h2o_vllm.policy import blocks_freed, budget_tokens
 from tests.engine.scheduling import Rig
 
@@ -39,7 +39,8 @@ budgets = st.one_of(
         {"kv_budget": st.floats(0.05, 1.0)},
         optional={
             "kv_recent": st.floats(0.0, 1.0),
-            "kv_policy": st.sampled_from(POLICIES),
+            # Policies that repeat have a rule of their own: for most of these prompts the pool has no room.
+            "kv_policy": st.sampled_from([p for p in POLICIES if p not in REPEAT_POLICIES]),
             "kv_sinks": st.integers(0, 100),
             "kv_protect": protects,
             "kv_delay": st.integers(0, 40),
@@ -75,15 +76,29 @@ elastic = st.fixed_dictionaries(
 )
 
 
+repeating = st.fixed_dictionaries(
+    {
+        "kv_budget": st.sampled_from([0.1, 0.4]),
+        "kv_policy": st.sampled_from(REPEAT_POLICIES),
+    },
+    optional={
+        "kv_protect": st.integers(0, 60),
+        "kv_sinks": st.integers(0, 40),
+        "kv_delay": st.integers(0, 20),
+        "kv_elastic": st.booleans(),
+    },
+)
+
+
 class Traffic(RuleBasedStateMachine):
     """Clients, scheduler and pool; ``model_dir`` is set by the test."""
 
     model_dir: str
-    steps = evictions = preemptions = both = pinned_hits = squeezes = bounded = 0
+    steps = evictions = preemptions = both = pinned_hits = squeezes = bounded = repeated = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
-    ``bounded``: times that a request was seen in a prompt from which it had evicted; ``both``: preempted in
-    the step that had already evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has
-    a script for it."""
+    ``bounded``: times that a request was seen in a prompt from which it had evicted; ``repeated``: in the
+    midst of its prompt's repetition; ``both``: preempted in the step that had already evicted from it, which
+    chance hardly brings about: ``test_laws_blocks.py`` has a script for it."""
     live = RequestIds("live")
 
     def __init__(self) -> None:
@@ -133,6 +148,16 @@ class Traffic(RuleBasedStateMachine):
     )
     def admit_bounded(self, family: range, length: int, asked: Any, priority: int) -> str:
         return self.add(family[:length], asked, 60, priority)
+
+    @rule(
+        target=live,
+        family=st.sampled_from(FAMILIES),
+        length=st.integers(30, 110),
+        asked=repeating,
+        priority=st.integers(0, 2),
+    )
+    def admit_repeating(self, family: range, length: int, asked: Any, priority: int) -> str:
+        return self.add(family[:length], asked, 50, priority)
 
     @rule(
         target=live,
@@ -222,6 +247,9 @@ class Traffic(RuleBasedStateMachine):
         blocks = self.rig.blocks
         for request in self.rig.scheduler.running:
             state = blocks.eviction_state(request.request_id)
+            if state is None or not state.repeated:
+                self.check_repetition(state, blocks.req_to_blocks[request.request_id])
+                continue
             seen = request.num_computed_tokens
             if not state.evicts:
                 # Served as by stock vLLM: nothing may ever have become due, before its last token was.
@@ -253,6 +281,14 @@ class Traffic(RuleBasedStateMachine):
             elif hashed := [i for i, block in enumerate(table) if block.block_hash is not None]:
                 # What was computed before the first eviction is everybody's, be it of the answer.
                 assert (max(hashed) + 1) * self.rig.block_size <= first_eviction(state, seen)
+
+    def check_repetition(self, state: EvictionState | None, table: Any) -> None:
+        """Nothing goes before its end; what a reader has of its own nobody can find."""
+        if state is None:
+            assert all(block.block_hash is None for block in table if block.ref_cnt == 1)
+            return
+        assert not state.holes, "evicted from a prompt that is still to be repeated"
+        Traffic.repeated += 1
 
     def check_private(self, state: EvictionState, table: Any) -> None:
         """Law 6: nobody scores what is still to be ranked, nor can find it."""

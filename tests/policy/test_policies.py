@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from h2o_vllm.config import BEST_RANK_POLICIES, POLICIES, PROMPT_END_POLICIES
+from h2o_vllm.config import BEST_RANK_POLICIES, POLICIES, PROMPT_END_POLICIES, REPEAT_POLICIES
 from h2o_vllm.kernels import reference
 from h2o_vllm.policy import Candidates, best_rank, get_policy
 
@@ -23,8 +23,17 @@ def test_every_configurable_policy_exists() -> None:
 
 def test_who_scores_the_prompts_end_alone_is_listed_for_the_configuration() -> None:
     """It is checked where no policy has been imported."""
-    scored = {name: get_policy(name).scored_prompt_queries for name in POLICIES}
-    assert [name for name in POLICIES if scored[name] is not None] == [*PROMPT_END_POLICIES]
+    policies = {name: get_policy(name) for name in POLICIES}
+    ends = [
+        name
+        for name, policy in policies.items()
+        if policy.scored_prompt_queries is not None or policy.repeats_prompt
+    ]
+    assert ends == [*PROMPT_END_POLICIES]
+
+
+def test_who_repeats_the_prompt_is_listed_for_the_configuration() -> None:
+    assert [name for name in POLICIES if get_policy(name).repeats_prompt] == [*REPEAT_POLICIES]
 
 
 def test_who_ranks_in_several_ways_is_listed_for_the_configuration() -> None:
@@ -104,6 +113,9 @@ def test_what_a_policy_says_of_itself_fits_together(name: str) -> None:
     assert policy.scores_attention or policy.scored_prompt_queries is None
     assert policy.scores_attention or not policy.last_query_only
     assert policy.scored_prompt_queries is None or policy.scored_prompt_queries > 0
+    if policy.repeats_prompt:
+        assert policy.scores_attention and policy.moves_tokens and policy.needs_scores
+        assert not policy.last_query_only and policy.late_prompt_queries is None
     if policy.late_prompt_queries is not None:
         assert policy.scores_attention and policy.scores_at_eviction and not policy.last_query_only
         assert policy.scored_prompt_queries is None
@@ -186,6 +198,21 @@ def test_mixes_take_the_best_rank_and_keep_attentions_units(ways: str) -> None:
             for way in ranked
         ]
         assert score == max(used[place], ordered[min(ahead)])
+
+
+def test_repeating_and_distinctions_share_the_slots() -> None:
+    """By the best of both ranks, in the units of the first; survivors stay as they are."""
+    scores = torch.rand(1, 1, 40, generator=torch.Generator().manual_seed(3))
+    given = candidates_of(scores, 8, 50, 100)
+    mixed = get_policy("repeat-keydiff").eviction_scores(given)
+    assert mixed is not None
+    assert get_policy("repeat").eviction_scores(given) is None
+    assert torch.equal(mixed[..., :8], scores[..., :8])
+    fresh, best = scores[0, 0, 8:], mixed[0, 0, 8:]
+    distinct = (-given.key_likeness())[0, 0, 8:].argsort(descending=True)
+    assert torch.equal(best[fresh.argmax()], fresh.max())
+    for rank, place in enumerate(distinct.tolist()):
+        assert best[place] == max(fresh[place], fresh.sort(descending=True).values[rank])
 
 
 def test_inside_of_a_prompt_nothing_is_known_of_its_end() -> None:

@@ -70,7 +70,11 @@ def check_cache(kv_caches: Sequence[Tensor], scores: Tensor, num_heads: int) -> 
 
 
 def check_batch(
-    batch: PagedBatch, rows: Tensor, out: Tensor | None = None, scored: int | None = None
+    batch: PagedBatch,
+    rows: Tensor,
+    out: Tensor | None = None,
+    scored: int | None = None,
+    most: int = 0,
 ) -> None:
     """Check one call's tensors: shapes, dtypes, and that every index stays inside its tensor.
 
@@ -95,8 +99,12 @@ def check_batch(
     for name, tensor in (("block_table", block_table), ("seq_lens", seq_lens), ("rows", rows)):
         if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
             raise ValueError(f"{name} must be int32 and contiguous in its last axis")
-    if scored is not None and not 0 <= scored <= rows.numel():
-        raise ValueError(f"scored must be 0 to {rows.numel()}, the listed rows, got {scored}")
+    adding = rows.numel() if scored is None else scored
+    if not 0 <= most <= adding <= rows.numel():
+        raise ValueError(
+            f"scored must be 0 to {rows.numel()}, the listed rows, and most up to scored; got {adding} "
+            f"and {most}"
+        )
     _check_rows(batch, rows)
 
 

@@ -39,7 +39,7 @@ class _Call(ctypes.Structure):
     _pointers = ("query", "cache", "scores", "table", "lens", "starts", "rows", "out", "sinks",
                  "lane_rows", "lane_pages", "lane_counts", "lane_heavy")  # fmt: skip
     _strides = ("query_stride", "out_stride", "table_stride", "lane_stride")
-    _numbers = ("count", "scored", "heads", "group", "size", "block", "dtype", "prompt")
+    _numbers = ("count", "scored", "heads", "group", "size", "block", "dtype", "prompt", "most")
     _fields_ = [
         *((name, c_void_p) for name in _pointers),
         *((name, c_int64) for name in _strides),
@@ -82,9 +82,10 @@ def attend_decode(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
-    _run(batch, tokens, rows, scale, out, scored, softcap, sinks, prompt=False)
+    _run(batch, tokens, rows, scale, out, scored, softcap, sinks, most, prompt=False)
 
 
 def score_prompt(
@@ -94,9 +95,10 @@ def score_prompt(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    _run(batch, query_start_loc, rows, scale, None, None, softcap, sinks, prompt=True)
+    _run(batch, query_start_loc, rows, scale, None, None, softcap, sinks, most, prompt=True)
 
 
 def attend_prompt(
@@ -108,9 +110,10 @@ def attend_prompt(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
-    _run(batch, query_start_loc, rows, scale, out, scored, softcap, sinks, prompt=True)
+    _run(batch, query_start_loc, rows, scale, out, scored, softcap, sinks, most, prompt=True)
 
 
 def compact(
@@ -198,6 +201,7 @@ def _run(
     scored: int | None,
     softcap: float,
     sinks: Tensor | None,
+    most: int,
     *,
     prompt: bool,
 ) -> None:
@@ -214,6 +218,6 @@ def _run(
         query.stride(0), 0 if out is None else out.stride(0), block_table.stride(0),
         0 if lanes is None else lanes.pages.stride(1),
         count, count if scored is None else scored, heads, query.shape[1] // heads, width // 2, block,
-        _DTYPES[query.dtype], prompt, scale, softcap,
+        _DTYPES[query.dtype], prompt, most, scale, softcap,
     )  # fmt: skip
     _attend(byref(call))

@@ -153,7 +153,10 @@ def one_row(params: EvictionParams, first: int, end: int) -> tuple[int, list[int
 
 
 def scored_from(params: EvictionParams) -> int:
-    queries = get_policy(params.policy).scored_prompt_queries
+    policy = get_policy(params.policy)
+    if policy.repeats_prompt:
+        return params.prompt_tokens
+    queries = policy.scored_prompt_queries
     return 0 if queries is None else params.prompt_tokens - queries
 
 

@@ -32,6 +32,7 @@ struct Call {
   const int32_t* lane_heavy;         // [S] so many first blocks of the row's table hold its lanes
   int64_t query_stride, out_stride, table_stride, lane_stride;
   int32_t count, scored, heads, group, size, block, dtype, prompt;
+  int32_t most;                      // the first `most` of the scored rows keep maxima in place of sums
   float scale, softcap;              // softcap: 0 for none
 };
 
@@ -57,7 +58,7 @@ int threads_available() {
 struct Task {
   int r, row, head;    // listed row, batch row, kv head
   int split, splits;   // of this (row, kv head)
-  bool scored;
+  bool scored, most;
   size_t part;         // where in `joint` what it leaves for join() lies
 };
 
@@ -126,7 +127,7 @@ struct Attend {
   }
 
   // ---- prompt: a split is a run of the row's queries; each of its tiles sees all keys up to its own.
-  // Part: the split's column sums [S], if the row is scored.
+  // Part: the split's column sums (or maxima) [S], if the row is scored.
 
   int prompt_queries(int row) const { return call.starts[row + 1] - call.starts[row]; }
   int prompt_step(const Task& task) const {
@@ -165,7 +166,7 @@ struct Attend {
       tile.logits(queries(token, here, task.head, memory), e);
       tile.exponentials(e, top, sum);
       for (int m = 0; m < tile.rows; ++m) inverse[m] = 1 / (sum[m] + sink(task, m, top[m]));
-      tile.normalise(e, inverse, call.out ? (Prob*)e : nullptr, span * PROBS, sums);
+      tile.normalise(e, inverse, call.out ? (Prob*)e : nullptr, span * PROBS, sums, task.most);
       if (!call.out) continue;
       std::fill_n(out, int64_t(tile.rows) * call.size, 0.f);
       tile.values((Prob*)e, span * PROBS, out);
@@ -195,7 +196,7 @@ struct Attend {
         const Tile<K> tile{layer, all.from(k / call.block), rows, first_limit - k, span, int(span)};
         tile.logits(q, e);
         tile.exponentials(e, top, sum, out);
-        if (!as_is) tile.normalise(e, factor, (Prob*)e, span * PROBS, nullptr);
+        if (!as_is) tile.normalise(e, factor, (Prob*)e, span * PROBS, nullptr, false);
         tile.values((Prob*)e, span * PROBS, out);
       }
       for (int m = 0; m < rows; ++m) factor[m] = 1 / (sum[m] + sink(task, m, top[m]));
@@ -206,7 +207,7 @@ struct Attend {
   // Either by matrices.
   void prompt_by_matrices(const Task& task, float* part) const;
   void prompt_join(const Task& task, const float* sums) const {
-    Tile<K>{layer, pages(task), call.group, length(task), 0}.add_scores(sums);
+    Tile<K>{layer, pages(task), call.group, length(task), 0}.add_scores(sums, task.most);
   }
 
   // ---- decode: a split is a run of the row's blocks, attended to as if there were no others.
@@ -233,12 +234,12 @@ struct Attend {
     for (int m = 0; m < g; ++m) inverse[m] = 1 / (sum[m] + (part ? 0 : sink(task, m, top[m])));
     const bool adds = task.scored && !part;
     if (adds) std::fill_n(sums, tile.span, 0.f);
-    if (task.scored || !as_is) tile.normalise(e, inverse, (Prob*)prob, tile.span * PROBS, adds ? sums : nullptr);
+    if (task.scored || !as_is) tile.normalise(e, inverse, (Prob*)prob, tile.span * PROBS, adds ? sums : nullptr, task.most);
     std::fill_n(out, int64_t(g) * call.size, 0.f);
     tile.values((Prob*)prob, tile.span * PROBS, out);
     if (!task.scored && as_is) multiply(out, g, inverse);
     if (part) return;
-    if (adds) tile.add_scores(sums);
+    if (adds) tile.add_scores(sums, task.most);
     write(token, 1, task.head, out);
   }
 
@@ -271,8 +272,8 @@ struct Attend {
       const Tile<K> tile = decode_tile(task);
       float* sums = own.get(tile.span);
       std::fill_n(sums, tile.span, 0.f);
-      tile.normalise(shared + task.part, factor.data(), nullptr, 0, sums);
-      tile.add_scores(sums);
+      tile.normalise(shared + task.part, factor.data(), nullptr, 0, sums, task.most);
+      tile.add_scores(sums, task.most);
     }
     if (task.split) return;
     for (int s = 0; s < task.splits; ++s)
@@ -307,7 +308,7 @@ struct Attend {
       const bool scored = r < call.scored;
       for (int head = 0; head < call.heads; ++head)
         for (int s = 0, n = splits(row, head, threads); s < n; ++s) {
-          tasks.push_back({r, row, head, s, n, scored, shared});
+          tasks.push_back({r, row, head, s, n, scored, r < call.most, shared});
           if (n == 1 || (call.prompt && !scored)) continue;
           const int64_t span = call.prompt ? blocks(tasks.back()) * call.block : decode_tile(tasks.back()).span;
           const int64_t floats = call.prompt ? span : call.group * ((scored ? span : 0) + call.size + 2);
@@ -371,7 +372,8 @@ void Attend<Amx>::prompt_by_matrices(const Task& task, float* part) const {
     rows.first_limit = length - n + t + 1;
     rows.attend(queries(token, here, task.head, memory));
     for (int m = 0; m < rows.rows; ++m) inverse[m] = 1 / (rows.sum[m] + sink(task, m, rows.top[m]));
-    if (task.scored) rows.add_columns(inverse, sums);
+    if (task.scored && task.most) rows.add_columns<true>(inverse, sums);
+    else if (task.scored) rows.add_columns<false>(inverse, sums);
     for (int m = 0; m < rows.rows && call.out; ++m)
       rows.write(m, inverse[m], (bf16*)output(token + m / call.group, task.head * call.group + m % call.group));
   }
@@ -395,7 +397,8 @@ void Attend<Amx>::decode_by_matrices(const Task& task, float* part) const {
   tile.exponentials(e, top, sum);
   // A part knows its own keys only; the sink is for the whole row.
   for (int m = 0; m < g; ++m) inverse[m] = 1 / (sum[m] + (part ? 0 : sink(task, m, top[m])));
-  rows.probabilities(e, inverse, prob, adds);
+  if (task.most) rows.probabilities<true>(e, inverse, prob, adds);
+  else rows.probabilities<false>(e, inverse, prob, adds);
   rows.values(prob, out);
   if (!part) write(token, 1, task.head, out);
 }

@@ -62,7 +62,8 @@ class FewRows {
   }
 
   // Of exponentials e: to prob, [ROWS, padded(span)] words, what they are times by[m]; their column sums are
-  // added to the scores, if these are wanted.
+  // added to the scores, if these are wanted; with MAXIMA scores are raised to their column maxima.
+  template <bool MAXIMA>
   void probabilities(const float* e, const float* by, uint16_t* prob, bool scored) const {
     const int64_t span = tile.span, words = padded(span);
     const int whole = (tile.length() + W - 1) / W * W, block = tile.layer.block;
@@ -75,12 +76,14 @@ class FewRows {
         const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)rest);
         std::memcpy(prob + m * words + i, &high, sizeof high);
         std::memcpy(prob + (MOST + m) * words + i, &low, sizeof low);
-        column += x;
+        column = MAXIMA ? vmax(x, column) : column + x;
       }
       if (!scored || i >= whole) continue;
       // Zero is added to what lies behind the last token of a vector.
       float* to = tile.score_page(i / block) + i % block;
-      store(to, load(to) + column);
+      if (!MAXIMA) store(to, load(to) + column);
+      else
+        for (int j = 0; j < W; ++j) tile.raise(to + j, column[j]);
     }
   }
 

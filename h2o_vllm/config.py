@@ -391,8 +391,9 @@ class H2OConfig:
 
     def _heads(self, given: Mapping[str, Any], policy: str) -> str:
         if "kv_heads" not in given:
-            # A trace wants heads that lose as many tokens; who asks for it has not asked for sharing.
-            return "equal" if given.get("kv_trace") else self.heads_of(policy)
+            # A trace wants heads that lose as many tokens, and nobody has asked for others.
+            alike = self.kv_heads is None and bool(given.get("kv_trace"))
+            return "equal" if alike else self.heads_of(policy)
         heads = check_choice("kv_heads", given["kv_heads"], HEADS)
         if heads == "shared" and self.kv_heads_equal_because:
             accepted = f"equal on this server ({self.kv_heads_equal_because})"

@@ -234,7 +234,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "--kv-full-kernel",
         choices=FULL_KERNELS,
         default=_DEFAULTS.kv_full_kernel,
-        help="Of rows that lose nothing, on CPUs. auto: h2o on AMX.",
+        help="Of lossless rows; auto: h2o on AMX.",
     )
     group.add_argument(
         "--kv-trace",

@@ -55,8 +55,8 @@ MUTANTS = (
     ),
     Mutant(
         "law01-our-kernel-skips-chunks-without-scores",
-        "_scored_first(ours & (lens > 1), whole)",
-        "_scored_first(whole & (lens > 1), whole)",
+        "_scored_first(ours & (lens > 1), whole, rows.most)",
+        "_scored_first(whole & (lens > 1), whole, rows.most)",
         FULL,
     ),
     Mutant(
@@ -174,7 +174,7 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-admission-counts-the-prompt",
-        "held = max(state.peak_tokens(num_tokens), state.promised_tokens)",
+        "held = max(state.peak_tokens(num_tokens), promised)",
         "held = num_tokens",
         PREFILL[1:],
     ),
@@ -193,8 +193,8 @@ MUTANTS = (
     # Elastic budgets.
     Mutant(
         "law05-a-victim-is-squeezed-twice",
-        "if not self.squeezable or computed < earliest:",
-        "if not self.evicts or computed < earliest:",
+        "if not (self.squeezable and self.repeated) or computed < earliest:",
+        "if not (self.evicts and self.repeated) or computed < earliest:",
         ELASTIC,
     ),
     Mutant(
@@ -336,8 +336,8 @@ MUTANTS = (
     Mutant("kernels-cpu-ties-go-to-the-last", "<< 32 | ~candidate", "<< 32 | candidate", EVICT),
     Mutant(
         "kernels-cpu-only-the-last-rows-are-summed",
-        "if (sums) store(sums + i, load(sums + i) + column);",
-        "if (sums) store(sums + i, column);",
+        "MOST ? vmax(load(sums + i), column) : load(sums + i) + column);",
+        "MOST ? vmax(load(sums + i), column) : column);",
         CPU,
     ),
     Mutant(

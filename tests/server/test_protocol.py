@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import EQUAL_HEADS_POLICIES, H2OConfig
+from h2o_vllm.config import EQUAL_HEADS_POLICIES, REPEAT_POLICIES, H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.server.protocol import Admission, RefusalError, admit, error_body
 from h2o_vllm.server.routes import Rule
@@ -217,6 +217,18 @@ def test_a_trace_is_of_equal_heads() -> None:
     assert refusal.param == "kv_trace" and "where kv_heads is shared" in refusal.message
     assert passed(server, body(kv_trace=True, kv_heads="equal"))
     assert passed(server, body(kv_trace=True, kv_policy="window"))
+
+
+def test_heads_share_where_prompts_are_repeated_unless_somebody_says_otherwise() -> None:
+    server = H2OConfig(kv_trace=True)
+    for policy in REPEAT_POLICIES:
+        assert server.resolve({"kv_policy": policy}).heads == "shared"
+        assert server.resolve({"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
+        assert server.resolve({"kv_policy": policy, "kv_trace": True}).heads == "equal"
+        assert H2OConfig(kv_heads="equal").resolve({"kv_policy": policy}).heads == "equal"
+        alike = H2OConfig(kv_heads_equal_because="of the test")
+        assert alike.resolve({"kv_policy": policy}).heads == "equal"
+    assert server.resolve({}).heads == "equal"
 
 
 def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(

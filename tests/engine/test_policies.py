@@ -110,7 +110,7 @@ def test_the_kept_set_equals_that_of_a_plain_model(
     prompt = text_tokens[300 : 300 + length]
     asked = {
         "kv_budget": 0.2, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent,
-        "kv_protect": protect, "kv_delay": delay,
+        "kv_protect": protect, "kv_delay": delay, "kv_heads": "equal",
     }  # fmt: skip
     model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks, protect, delay)
     if policy in REPEAT_POLICIES:

@@ -65,7 +65,7 @@ def test_law04_pieces_of_a_chat_score_as_a_plain_model_does(
     monkeypatch.setattr(repetition, "PIECE_TOKENS", 200)
     text = text_tokens[700:1240]
     asked = {"kv_budget": 0.2, "kv_policy": policy, "kv_sinks": 0, "kv_recent": 0.1,
-             "kv_protect": 0, "kv_delay": 0}  # fmt: skip
+             "kv_protect": 0, "kv_delay": 0, "kv_heads": "equal"}  # fmt: skip
     model = PolicyModel(plain_model, policy, 0.2, 0.1, BLOCK_SIZE, FLOOR)
     model.repeats, model.text = readings(model_dir, text, 200), len(text)
     assert len(model.repeats) == 3

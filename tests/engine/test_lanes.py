@@ -146,8 +146,8 @@ CASES = {
     "tova": ({"kv_recent": 0.25}, 330),
     "caote-snapkv-keydiff": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
     "repeat": ({"kv_recent": 0.1, "kv_delay": 2}, 530),
-    # Two tokens of a rank have one score, and later maxima leave it so: with most prompts such a pair is at the
-    # border of some head, and who of them stays is a matter of where they lie.
+    # Two tokens of a rank have one score, and later maxima leave it so: with most prompts such a pair is at
+    # the border of some head, and who of them stays is a matter of where they lie.
     "repeat-keydiff": ({"kv_recent": 0.1}, 400),
     "h2o-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384, "kv_protect": 50}, 545),
     "tova-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),

@@ -53,7 +53,7 @@ def test_a_batch_generates_what_each_request_generates_alone(
         # Admission counts what prompts are to hold: few take others' blocks unless they grow.
         assert row["preemptions"] > requests / (2 if row["mix"] == "growing" else 20)
         assert row["evictions"] > 1.5 * requests
-        assert row["squeezed"] > 5
+        assert row["squeezed"] > 2
         assert row["aborted"] > 5
         assert row["cached_tokens"] > 50
         assert row["poisoned_blocks"] > 1000

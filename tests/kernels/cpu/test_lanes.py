@@ -333,6 +333,17 @@ def test_protected_tokens_have_lanes_first() -> None:
     assert share_lanes(scores, 4, 16) == [2, 2]
 
 
+def test_protected_tokens_keep_their_lanes_beside_hungrier_heads(impl: ModuleType) -> None:
+    """Head 0 has 17 protected tokens and wants no other; the others want all lanes there are."""
+    caches, scores = wide(torch.float32, 16, 16)
+    scores[:, [1, 2, 7]] = 1.0
+    scores[:, [1, 2, 7], 0] = 0.0
+    scores[:, 1, 0] = scores[:, 2, 0, 0] = float("inf")
+    owners = torch.arange(4).expand(len(caches), 3, -1)
+    now = compare(impl, caches, scores, ids(1, 2), ids(7), owners)
+    assert (now == 0).sum((1, 2)).tolist() == [2] * len(caches)
+
+
 def test_more_protected_tokens_than_lanes_hold_are_no_error(impl: ModuleType) -> None:
     """The scheduler leaves lanes for all of them. Should it not, a head goes short; nothing else happens."""
     caches, scores = wide(torch.float32, 16, 16)

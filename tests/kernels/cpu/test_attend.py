@@ -24,6 +24,7 @@ SHAPES = [  # (group, head size, block size)
         (8, 128, 128),
         (3, 64, 128),
         (16, 64, 32),
+        (100, 32, 32),
     ]
 ]
 DTYPES = [

@@ -412,7 +412,7 @@ extern "C" void h2o_attend(const Call* call) {
 #ifdef H2O_PAIRED
     case 1:
 #ifdef H2O_AMX
-      if (amx::available() && (call->prompt ? MatrixRows::fit(call->block, call->size)
+      if (amx::available() && (call->prompt ? MatrixRows::fit(call->block, call->size, call->group)
                                             : FewRows::fit(call->block, call->size, call->group)))
         Attend<Amx>{*call}.run();
       else

@@ -218,13 +218,17 @@ struct Paired {
   }
 
   static H2O_INLINE void put(Prob* row, int i, vf x) {
-    const __m256i high = (__m256i)_mm512_cvtneps_pbh((__m512)x);
-    std::memcpy(row + i * words, &high, 32);
-    if constexpr (EXACT) {
-      vf rest = x - (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
-      const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)rest);
-      std::memcpy(row + i * words + 16, &low, 32);
-    }
+    if constexpr (EXACT) put_halves(row + i * words, row + i * words + 16, x);
+    else put_leading(row + i, x);
+  }
+  // x as bfloat16; returns what that leaves over.
+  static H2O_INLINE vf put_leading(Prob* to, vf x) {
+    const __m256i words = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(to, &words, sizeof words);
+    return x - (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);
+  }
+  static H2O_INLINE void put_halves(Prob* leading, Prob* remainders, vf x) {
+    put_leading(remainders, put_leading(leading, x));
   }
 };
 #endif

@@ -71,11 +71,7 @@ class FewRows {
       vf column = {};
       for (int m = 0; m < tile.rows; ++m) {
         const vf x = i < whole ? load(e + m * span + i) * by[m] : (vf){};
-        const __m256i high = (__m256i)_mm512_cvtneps_pbh((__m512)x);
-        const vf rest = x - (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
-        const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)rest);
-        std::memcpy(prob + m * words + i, &high, sizeof high);
-        std::memcpy(prob + (MOST + m) * words + i, &low, sizeof low);
+        Amx::put_halves(prob + m * words + i, prob + (MOST + m) * words + i, x);
         column = MAXIMA ? vmax(x, column) : column + x;
       }
       if (!scored || i >= whole) continue;

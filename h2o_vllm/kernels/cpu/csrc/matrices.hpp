@@ -33,12 +33,14 @@ struct Packed {
 class MatrixRows {
  public:
   static constexpr int RUN = 512;              // keys between two looks at the maximum
-  static constexpr int MOST = 96;             // rows, at most
+  static constexpr int MOST = 96;              // rows, at most
   static constexpr int64_t KEPT = 3 << 18;     // exponentials of one tile: 1.5 MiB of an L2 of 2 MiB
   static constexpr int SPAN = RUN + 16;        // floats of a row of logits, so that rows do not share cache sets
   static constexpr int PROB_SPAN = RUN + 32;   // and words of a row of probabilities
 
-  static bool fit(int block, int size) { return block % amx::DEPTH == 0 && RUN % block == 0 && size % amx::DEPTH == 0; }
+  static bool fit(int block, int size, int group) {
+    return block % amx::DEPTH == 0 && RUN % block == 0 && size % amx::DEPTH == 0 && group <= MOST;
+  }
   // How many rows: `kept` exponentials of each, if the columns are summed up, stay in L2.
   static int most(int64_t kept, bool scored) {
     return scored ? std::clamp<int64_t>(KEPT / kept, Amx::ROWS, MOST) : MOST;
@@ -127,8 +129,8 @@ class MatrixRows {
     for (int d = 0; d < layer.size; d += 2 * W) {
       float pair[2 * W];
       Amx::store_in_order(pair, (__m512i)(load(from + d) * by), (__m512i)(load(from + d + W) * by));
-      put((uint16_t*)to + d, load(pair));
-      put((uint16_t*)to + d + W, load(pair + W));
+      Amx::put((uint16_t*)to, d, load(pair));
+      Amx::put((uint16_t*)to, d + W, load(pair + W));
     }
   }
 
@@ -164,14 +166,14 @@ class MatrixRows {
     for (i = 0; i < full; i += W) {
       const vf x = exp2_short(load(row + i) * factor - best);
       total += x;
-      if (ATTENDS) put(prob + i, x);
-      if (SCORED) put(kept + i, x);
+      if (ATTENDS) Amx::put(prob, i, x);
+      if (SCORED) keep(kept + i, x);
     }
     if (rest) {
       const vf x = (vf)_mm512_maskz_mov_ps(rest, (__m512)exp2_short(load(row + i) * factor - best));
       total += x;
-      if (ATTENDS) put(prob + i, x);
-      if (SCORED) put(kept + i, x);
+      if (ATTENDS) Amx::put(prob, i, x);
+      if (SCORED) keep(kept + i, x);
       i += W;
     }
     if (ATTENDS) std::fill(prob + i, prob + std::max(i, whole), uint16_t(0));
@@ -187,11 +189,7 @@ class MatrixRows {
       }
   }
 
-  static H2O_INLINE void put(uint16_t* to, vf x) {
-    const __m256i words = (__m256i)_mm512_cvtneps_pbh((__m512)x);
-    std::memcpy(to, &words, sizeof words);
-  }
-  static H2O_INLINE void put(f16* to, vf x) {
+  static H2O_INLINE void keep(f16* to, vf x) {
     const __m256i words = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     std::memcpy(to, &words, sizeof words);
   }

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,6 +55,14 @@ def embedded_dir() -> str:
 def model_dir(tmp_path_factory: pytest.TempPathFactory, embedded_dir: str) -> str:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     return str(make_tiny_model(folder, Path(embedded_dir), positions=8192))
+
+
+@pytest.fixture(scope="session")
+def tokenized(model_dir: str) -> Any:
+    """What the quality ladder's prompts want to know of a model."""
+    from transformers import AutoTokenizer
+
+    return SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(model_dir))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from h2o_vllm.config import (
     EQUAL_HEADS_POLICIES,
@@ -35,6 +35,7 @@ from tests.engine.conftest import (
     started,
     tokens_of,
 )
+from tests.engine.test_policies import watch
 
 pytestmark = pytest.mark.e2e
 
@@ -65,12 +66,6 @@ def uneven_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def plain_model(uneven_dir: str) -> torch.nn.Module:
     return load(uneven_dir)
-
-
-@pytest.fixture(scope="module")
-def tokenized(uneven_dir: str) -> Any:
-    """What the quality ladder's prompts want to know of a model."""
-    return SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(uneven_dir))
 
 
 @pytest.fixture(scope="module")
@@ -118,27 +113,6 @@ def live_keys(engine: Engine, request_id: str, live: int) -> list[list[torch.Ten
     return found
 
 
-def watch(engine: Engine, prompt: list[int], asked: dict[str, Any]) -> dict[str, Any]:
-    """Generate step by step, and copy the worker's live keys before the request is gone."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=STEPS + 1, logprobs=5, extra_args=asked
-    )
-    llm_engine, seen = engine.llm.llm_engine, {}
-    llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
-    while llm_engine.has_unfinished_requests():
-        outputs = llm_engine.step()
-        done = outputs[0].outputs[0] if outputs else None
-        if done is not None and len(done.token_ids) == STEPS:
-            (request,) = engine.scheduler.requests.values()
-            report = engine.scheduler.blocks.eviction_state(request.request_id).report()
-            assert report["heads"] == "shared"
-            seen["keys"] = live_keys(engine, request.request_id, report["tokens_held"])
-            seen["tokens"], seen["logprobs"] = list(done.token_ids), list(done.logprobs)
-    return seen
-
-
 CASES = {
     "h2o": ({"kv_recent": 0.25}, 400),
     "caote-protected-delayed": ({"kv_recent": 0.25, "kv_protect": 50, "kv_delay": 2}, 390),
@@ -176,7 +150,8 @@ def test_law04_the_kept_set_equals_that_of_a_plain_model(
     )  # fmt: skip
     if policy in REPEAT_POLICIES:
         model.repeats, model.text = [repetition(tokenized, prompt)], length
-    ours = watch(clean, prompt, asked)
+    ours = watch(clean, prompt, asked, STEPS, live_keys)
+    assert ours["heads"] == "shared"
     tokens, logprobs = model.generate(prompt, STEPS)
     assert len(model.ranked) > 1
     assert ours["tokens"] == tokens

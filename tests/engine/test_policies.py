@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES, REPEAT_POLICIES
 from h2o_vllm.kernels.cpu.batch import key_value_views
@@ -58,36 +57,44 @@ def plain_model(model_dir: str) -> torch.nn.Module:
     return load(model_dir)
 
 
-@pytest.fixture(scope="module")
-def tokenized(model_dir: str) -> Any:
-    """What the quality ladder's prompts want to know of a model."""
-    return SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(model_dir))
+def live_keys(engine: Engine, request_id: str, live: int) -> list[torch.Tensor]:
+    """Of each layer: the keys that attention sees, [KH, S, D]."""
+    table = engine.worker.model_runner.requests[request_id].block_ids[0]
+    blocks = torch.tensor([block for block in table if block != 0])
+    return [
+        key_value_views(kv)[0][blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :live].clone()
+        for kv in engine.worker._state.kv_caches
+    ]
 
 
-def watch(engine: Engine, prompt: list[int], asked: dict[str, Any]) -> dict[str, Any]:
-    """Generate step by step, and copy the worker's live keys before the request is gone."""
+def watch(
+    engine: Engine,
+    prompt: list[int],
+    asked: dict[str, Any],
+    steps: int = STEPS,
+    keys_of: Callable[..., Any] = live_keys,
+) -> dict[str, Any]:
+    """Generate step by step, and copy the worker's live keys before the request is gone.
+
+    Args:
+        steps: generated tokens. keys_of: as :func:`live_keys`.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=STEPS + 1, logprobs=5, extra_args=asked
+        temperature=0, ignore_eos=True, max_tokens=steps + 1, logprobs=5, extra_args=asked
     )
     llm_engine, seen = engine.llm.llm_engine, {}
     llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
     while llm_engine.has_unfinished_requests():
         outputs = llm_engine.step()
         done = outputs[0].outputs[0] if outputs else None
-        if done is not None and len(done.token_ids) == STEPS:
+        if done is not None and len(done.token_ids) == steps:
             (request,) = engine.scheduler.requests.values()
             report = engine.scheduler.blocks.eviction_state(request.request_id).report()
-            table = engine.worker.model_runner.requests[request.request_id].block_ids[0]
-            live = torch.tensor([block for block in table if block != 0])
-            caches = engine.worker._state.kv_caches
-            seen["keys"] = [
-                key_value_views(kv)[0][live].permute(1, 0, 3, 2).flatten(1, 2) for kv in caches
-            ]
-            seen["keys"] = [keys[:, : report["tokens_held"]].clone() for keys in seen["keys"]]
-            seen["tokens"] = list(done.token_ids)
-            seen["logprobs"] = list(done.logprobs)
+            seen["heads"] = report["heads"]
+            seen["keys"] = keys_of(engine, request.request_id, report["tokens_held"])
+            seen["tokens"], seen["logprobs"] = list(done.token_ids), list(done.logprobs)
     return seen
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm.config import ADMISSIONS, FULL_KERNELS, HEADS, POLICIES, H2OConfig
-from h2o_vllm.engine.cpu.cores import wait_briefly
+from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         _check_early(arguments)
         # Before torch is there: an engine forked from this process waits as its threads do.
-        wait_briefly()
+        spin_briefly()
         if _talks(arguments):
             print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
         args, parser = parse(arguments)

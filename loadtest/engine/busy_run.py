@@ -23,10 +23,11 @@ __all__ = ["VARIANTS", "busy"]
 VARIANTS: dict[str, dict[str, str]] = {
     "h2o": {},
     "spinning": {"GOMP_SPINCOUNT": "300000"},
+    "sleeping": {"GOMP_SPINCOUNT": "100"},
     "one-core": {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"},
 }
-"""Environments: as we ship it; with the waiting of threads that libgomp has by default; vLLM's own layout,
-which leaves one core to the engine core."""
+"""Environments: as we ship it; with the waiting of threads that libgomp has by default; with threads that
+always sleep when they wait; vLLM's own layout, which leaves one core to the engine core."""
 
 SETTLE_SECONDS = 2.0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cores that others use as well: how threads wait, and that somebody says so."""
+"""Cores that others use as well: noticed, said, and answered by threads that sleep when they wait."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -17,29 +18,13 @@ from h2o_vllm.engine.cpu.cores import Times
 
 
 @pytest.mark.parametrize(
-    ("count", "given", "expected"),
-    [
-        pytest.param(2, {}, {"GOMP_SPINCOUNT": cores.SPINS}, id="few"),
-        pytest.param(5, {}, {}, id="many"),
-        pytest.param(2, {"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}, id="spins"),
-        pytest.param(2, {"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}, id="policy"),
-    ],
-)
-def test_threads_wait_briefly_on_few_cores_unless_the_user_says_how(
-    count: int, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
-    environment = dict(given)
-    cores.wait_briefly(environment)
-    assert environment == expected
-
-
-@pytest.mark.parametrize(
     ("ran", "waited", "share"),
-    [(8.0, 2.0, 0.2), (0.3, 0.5, 0.0), (10.0, 0.0, 0.0), (-5.0, -1.0, 0.0)],
+    [(1.6, 0.4, 0.2), (0.02, 0.05, None), (2.0, 0.0, 0.0), (-5.0, -1.0, None)],
     ids=["shares", "idle", "alone", "threads-ended"],
 )
-def test_share_counts_where_the_process_computed(ran: float, waited: float, share: float) -> None:
+def test_share_counts_where_the_process_computed(
+    ran: float, waited: float, share: float | None
+) -> None:
     assert Times(100 + ran, 50 + waited).waiting_share(Times(100, 50)) == pytest.approx(share)
 
 
@@ -51,7 +36,7 @@ print("ready", flush=True)
 before, end = Times.now(), time.monotonic() + 3
 while time.monotonic() < end:
     pass
-print(Times.now().waiting_share(before))
+print(Times.now().waiting_share(before) or 0)
 """
 
 
@@ -96,25 +81,63 @@ def test_threads_that_give_way_do_not_count() -> None:
     assert gives_way < 0.2
 
 
+class Notes:
+    """Stands in for a restraint: when it began and ended, by the number of windows seen."""
+
+    def __init__(self) -> None:
+        self.seen, self.begun, self.ended = 0, [], []  # type: ignore[var-annotated]
+
+    def begin(self) -> None:
+        self.begun.append(self.seen)
+
+    def end(self) -> None:
+        self.ended.append(self.seen)
+
+
+def watched(waited: list[float | None], restraint: Any) -> None:
+    """What ``_watch`` makes of windows of two cores, of which the model waited so long; ``None``: idle."""
+    ran = sum_waited = 0.0
+    moments: list[Times | None] = [Times(0, 0)]
+    for one in waited:
+        ran, sum_waited = (ran, sum_waited) if one is None else (ran + 2 - one, sum_waited + one)
+        moments.append(Times(ran, sum_waited))
+    given = iter([*moments, None])
+
+    def window(_: float) -> None:
+        if isinstance(restraint, Notes):
+            restraint.seen += 1
+
+    cores._watch(restraint, lambda: next(given), window)
+
+
+def test_threads_sleep_while_others_are_there_and_no_longer() -> None:
+    notes = Notes()
+    # Alone, with a moment of somebody else's; idle; busy; half of a core in use; alone again.
+    alone, idle, busy, between = [0.1, 0.2, 0.1, 0.9, 0.1], [None] * 2, [0.9] * 5, [0.5] * 4
+    watched([*alone, *idle, *busy, *between, *[0.1] * 3], notes)
+    # Two windows of work are judged together, by their mean.
+    assert notes.ended == [2, 3, 17, 18, 19]
+    assert notes.begun == [9, 10, 11, 12, 13]
+
+
 def test_one_warning_names_the_share_and_the_switches(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Busy, then busy again within the quiet time, then the end of the test.
-    moments = iter([Times(0, 0), Times(7, 3), Times(14, 6), None])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     # A logger that vLLM configures nowhere: its own stop propagating at some time.
     logger = logging.getLogger("test-cores")
     monkeypatch.setattr(logger, "propagate", False)
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     monkeypatch.setattr(cores, "logger", logger)
-    cores._watch(lambda: next(moments), lambda _: None)
+    # Busy, and busy still within the quiet time.
+    watched([0.8] * 6, None)
     # An engine that lives in this process has a thread that watches, too.
     (record,) = [one for one in caplog.records if one.thread == threading.get_ident()]
     said = record.getMessage()
-    assert "30 %" in said and "2 cores" in said
+    assert "40 %" in said and "2 cores" in said and "last 2 s" in said
     assert "OMP_NUM_THREADS=1" in said and "VLLM_CPU_NUM_OF_RESERVED_CPU=1" in said
 
 
 def test_nobody_watches_where_linux_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Times, "now", lambda: None)
-    assert cores.watch() is None
+    assert cores.watch(None) is None

@@ -1,58 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cores that others use as well: threads that wait without spinning, and a word when it happens. Stdlib only.
+"""Cores that others use as well: noticed while the engine runs. Runs in the engine core; stdlib only.
 
-Runs where the engine is started from (:func:`wait_briefly`), and in the engine core (:func:`watch`).
-
-An operation ends when the last of its threads does. A thread whose core another process has taken comes back
-some milliseconds later; a thread that waits for it and spins meanwhile, as OpenMP's do, uses up its own share
-of the cores, and is the next to be taken off. A thread that sleeps is let in at once when there is work.
+Then threads sleep when they wait for each other (:mod:`.waiting`), and the log says what has happened.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import statistics
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FEW_CORES", "SPINNING", "Times", "wait_briefly", "watch"]
+from h2o_vllm.engine.cpu.waiting import Restraint
+
+__all__ = ["Times", "watch"]
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-FEW_CORES = 4
-"""Up to as many the model runs inside the engine core, on all of them."""
+WINDOW_SECONDS = 1.0
+WINDOWS = 2
+"""So many of them are judged together."""
 
-SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Who sets one of these wants to say how GNU's OpenMP waits."""
-
-SPINS = "1000"
-"""Rounds, some microseconds: long enough for threads that end together."""
-
-WINDOW_SECONDS = 10.0
 QUIET_SECONDS = 600.0
 """At most one warning in this time."""
 
-BUSY = 0.15
-"""Share of the time that threads would run but wait for a core, from which on something is said."""
+BUSY = 0.3
+"""Share of the time that threads would run but wait for a core, from which on somebody else is there. Beside
+one other process it was 0.37 to 0.48, alone 0.05 to 0.2 (the front end's work, and our own threads')."""
+
+CALM = 0.22
+"""Below this share nobody is."""
 
 WARNING = (
     "h2o: others use the %d cores as well: in the last %.0f s the model waited for a core for %.0f %% of the "
     "time in which it could have computed. End them, or leave them a core: OMP_NUM_THREADS=%d (fewer "
     "threads) or VLLM_CPU_NUM_OF_RESERVED_CPU=1 (vLLM's own layout)"
 )
-
-
-def wait_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let OpenMP's threads sleep soon when they wait, in processes started from now on, on few cores.
-
-    To be called before torch is imported where this very process is to do so.
-    """
-    few = len(os.sched_getaffinity(0)) <= FEW_CORES
-    if few and not any(name in environment for name in SPINNING):
-        environment["GOMP_SPINCOUNT"] = SPINS
 
 
 class Times(NamedTuple):
@@ -82,36 +70,53 @@ class Times(NamedTuple):
             ran, waited = ran + int(times[0]), waited + int(times[1])
         return cls(ran / 1e9, waited / 1e9) if ran else None
 
-    def waiting_share(self, before: Times) -> float:
-        """Share of the time since ``before`` spent waiting; 0 for a process that did next to nothing."""
+    def waiting_share(self, before: Times) -> float | None:
+        """Share of the time since ``before`` spent waiting; ``None`` of a process that was idle."""
         ran, waited = self.ran - before.ran, self.waited - before.waited
-        return waited / (ran + waited) if ran + waited > 1 else 0.0
+        return waited / (ran + waited) if ran + waited > WINDOW_SECONDS / 10 else None
 
 
-def watch() -> threading.Thread | None:
-    """Warn when others take the cores, from a thread, for as long as the process lives.
+def watch(restraint: Restraint | None) -> threading.Thread | None:
+    """Notice when others take the cores, from a thread, for as long as the process lives.
 
-    ``None`` where Linux does not say.
+    Args:
+        restraint: what begins then, and ends with it; ``None``: nothing, but for the warning.
+
+    Returns:
+        ``None`` where Linux does not say.
     """
     if Times.now() is None:
         return None
-    thread = threading.Thread(target=_watch, name="h2o-cores", daemon=True)
+    thread = threading.Thread(target=_watch, args=(restraint,), name="h2o-cores", daemon=True)
     thread.start()
     return thread
 
 
 def _watch(
-    times: Callable[[], Times | None] = Times.now, sleep: Callable[[float], None] = time.sleep
+    restraint: Restraint | None,
+    times: Callable[[], Times | None] = Times.now,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
+    shares: deque[float] = deque(maxlen=WINDOWS)
     before, warned = times(), -QUIET_SECONDS
     while True:
         sleep(WINDOW_SECONDS)
         now = times()
         if now is None or before is None:
             return
-        share = now.waiting_share(before)
-        if share > BUSY and time.monotonic() - warned > QUIET_SECONDS:
-            warned = time.monotonic()
-            cores = len(os.sched_getaffinity(0))
-            logger.warning(WARNING, cores, WINDOW_SECONDS, 100 * share, max(1, cores - 1))
-        before = now
+        share, before = now.waiting_share(before), now
+        if share is None:
+            continue
+        shares.append(share)
+        if len(shares) < WINDOWS:
+            continue
+        recent = statistics.fmean(shares)
+        if recent > BUSY:
+            if restraint is not None:
+                restraint.begin()
+            if time.monotonic() - warned > QUIET_SECONDS:
+                warned = time.monotonic()
+                cores, seconds = len(os.sched_getaffinity(0)), WINDOWS * WINDOW_SECONDS
+                logger.warning(WARNING, cores, seconds, 100 * recent, max(1, cores - 1))
+        elif recent < CALM and restraint is not None:
+            restraint.end()

@@ -15,7 +15,8 @@ from vllm.logger import init_logger
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from h2o_vllm.engine.cpu import cores
+from h2o_vllm.engine.cpu.cores import watch
+from h2o_vllm.engine.cpu.waiting import FEW_CORES, Restraint, may_restrain, spinning_pays
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -32,9 +33,9 @@ BINDING = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 class H2OCPUExecutor(MultiprocExecutor):
     """``--distributed-executor-backend h2o_vllm.engine.cpu.executor.H2OCPUExecutor``.
 
-    Makes vLLM's ``UniProcExecutor`` for a single rank on at most :data:`~h2o_vllm.engine.cpu.cores.FEW_CORES`
-    cores: on more, a reserved core costs little, and binding threads to cores, which needs a process, pays.
-    Else it is vLLM's ``MultiprocExecutor``.
+    Makes vLLM's ``UniProcExecutor`` for a single rank on at most
+    :data:`~h2o_vllm.engine.cpu.waiting.FEW_CORES` cores: on more, a reserved core costs little, and binding
+    threads to cores, which needs a process, pays. Else it is vLLM's ``MultiprocExecutor``.
     """
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
@@ -44,12 +45,29 @@ class H2OCPUExecutor(MultiprocExecutor):
             return super().__new__(cls)
         count = len(os.sched_getaffinity(0))
         logger.info("h2o: the model runs in the engine core's process and uses all %d cores", count)
-        cores.watch()
-        return UniProcExecutor(vllm_config)
+        executor = UniProcExecutor(vllm_config)
+        watch_cores()
+        return executor
 
 
 def runs_in_engine_core(parallel: ParallelConfig) -> bool:
     """Whether the model needs no process of its own: one rank, few cores, and nobody binds threads."""
     single = parallel.world_size == 1 and parallel.data_parallel_size == 1
-    few = len(os.sched_getaffinity(0)) <= cores.FEW_CORES
+    few = len(os.sched_getaffinity(0)) <= FEW_CORES
     return single and few and not any(name in os.environ for name in BINDING)
+
+
+def watch_cores() -> None:
+    """Choose how threads wait for each other, and notice when others take the cores."""
+    if not may_restrain():
+        watch(None)
+        return
+    restraint = Restraint()
+    if spinning_pays(restraint):
+        watch(restraint)
+        return
+    logger.info(
+        "h2o: threads sleep when they wait: on this machine those that spin slow the others"
+    )
+    restraint.begin()
+    watch(None)

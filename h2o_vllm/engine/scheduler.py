@@ -22,14 +22,12 @@ from h2o_vllm.blocks.repetition import Repetition
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
-from h2o_vllm.config import (
-    METRICS_KEY,
-    REPEAT_POLICIES,
-    REPORT_KEY,
-    REQUEST_FIELDS,
-    H2OConfig,
-    RequestBudget,
-)
+from h2o_vllm.config.keys import METRICS_KEY, REPORT_KEY
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import REPEAT_POLICIES
+from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.request_fields import REQUEST_FIELDS
+from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.orphan import end_with_parent
 from h2o_vllm.engine.repeat_text import RepeatText, repeat_text
@@ -83,7 +81,7 @@ class H2OScheduler(LimitingScheduler):
         # Without a server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
         self._meter = Meter(self.blocks.block_size) if metered else None
-        self._full = H2OConfig(kv_policy="full").resolve(None)
+        self._full = resolve(H2OConfig(kv_policy="full"), None)
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
         self._siblings: SiblingReports[_Report] = SiblingReports()
@@ -249,7 +247,7 @@ class H2OScheduler(LimitingScheduler):
         params = request.sampling_params
         asked = (params.extra_args if params is not None else None) or {}
         try:
-            budget = self.h2o_config.resolve_for(asked, request.num_prompt_tokens)
+            budget = resolve_for(self.h2o_config, asked, request.num_prompt_tokens)
             if budget.trace:
                 check_traceable(self._most_tokens(request), stops=bool(params and params.stop))
             if request.resumable:

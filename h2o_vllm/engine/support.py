@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, REPEAT_POLICIES, H2OConfig
+from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import REPEAT_POLICIES
 from h2o_vllm.engine.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 

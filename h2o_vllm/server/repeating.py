@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.repetition import INSTRUCTION_TOKENS, Repetition
-from h2o_vllm.config import REPEAT_POLICIES
+from h2o_vllm.config.policies import REPEAT_POLICIES
+from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.engine.support import cannot_repeat
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.before_generate import look_before, token_ids
@@ -19,7 +20,8 @@ from h2o_vllm.server.before_generate import look_before, token_ids
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from h2o_vllm.config import H2OConfig, RequestBudget
+    from h2o_vllm.config.options import H2OConfig
+    from h2o_vllm.config.request_budget import RequestBudget
 
 __all__ = ["install"]
 
@@ -53,7 +55,7 @@ def install(
             return
         tokens = token_ids(engine.model_config, prompt)
         try:
-            _check(engine, config.resolve_for(named, len(tokens or ())), tokens, prompt, params)
+            _check(engine, resolve_for(config, named, len(tokens or ())), tokens, prompt, params)
         except BudgetError:
             count_refusal("value")
             raise

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from h2o_vllm.config import (
+from h2o_vllm.config.policies import (
     EQUAL_HEADS_POLICIES,
     POLICIES,
     PROMPT_END_POLICIES,

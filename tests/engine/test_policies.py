@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import POLICIES, PROMPT_END_POLICIES, REPEAT_POLICIES
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.ladder.prompts import repetition
 from loadtest.quality.reference_policies import PolicyModel, load

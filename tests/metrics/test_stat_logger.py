@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from h2o_vllm.config import METRICS_KEY
+from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.metrics.stat_logger import install
 from h2o_vllm.models import default_model_dir
 from tests.engine.scheduling import Rig
@@ -122,7 +122,7 @@ def test_two_api_servers_make_one_scrape(tmp_path: Path) -> None:
         from types import SimpleNamespace as Bag
         from vllm.v1.metrics.prometheus import get_prometheus_registry
         from prometheus_client import generate_latest
-        from h2o_vllm.config import METRICS_KEY
+        from h2o_vllm.config.keys import METRICS_KEY
         from h2o_vllm.metrics.stat_logger import H2OStatLogger
 
         def serve(blocks, held):

@@ -266,8 +266,8 @@ MUTANTS = (
     ),
     Mutant(
         "config-full-past-the-operators-limit",
-        "if self.kv_budget_max < 1.0:",
-        "if self.kv_budget_max < 0.0:",
+        "if config.kv_budget_max < 1.0:",
+        "if config.kv_budget_max < 0.0:",
         ("tests/reliability/test_security.py", *PROTOCOL),
     ),
     # policy

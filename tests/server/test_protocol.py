@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import EQUAL_HEADS_POLICIES, REPEAT_POLICIES, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.resolve import resolve
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.server.protocol import Admission, RefusalError, admit, error_body
 from h2o_vllm.server.routes import Rule
@@ -195,8 +197,8 @@ def test_heads_share_only_what_can_be_compared(config: H2OConfig, policy: str) -
     # A default is for those that it can be for.
     server = H2OConfig(kv_budget=0.2, kv_heads="shared")
     assert passed(server, body(kv_policy=policy))
-    assert server.resolve({"kv_policy": policy}).heads == "equal"
-    assert server.resolve(None).heads == "shared"
+    assert resolve(server, {"kv_policy": policy}).heads == "equal"
+    assert resolve(server, None).heads == "shared"
     assert refused(server, body(kv_policy=policy, kv_heads="shared")).param == "kv_heads"
     with pytest.raises(ConfigError, match=rf"--kv-heads: .* equal with kv_policy {policy}, "):
         H2OConfig(kv_policy=policy, kv_heads="shared")
@@ -222,13 +224,13 @@ def test_a_trace_is_of_equal_heads() -> None:
 def test_heads_share_where_prompts_are_repeated_unless_somebody_says_otherwise() -> None:
     server = H2OConfig(kv_trace=True)
     for policy in REPEAT_POLICIES:
-        assert server.resolve({"kv_policy": policy}).heads == "shared"
-        assert server.resolve({"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
-        assert server.resolve({"kv_policy": policy, "kv_trace": True}).heads == "equal"
-        assert H2OConfig(kv_heads="equal").resolve({"kv_policy": policy}).heads == "equal"
+        assert resolve(server, {"kv_policy": policy}).heads == "shared"
+        assert resolve(server, {"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
+        assert resolve(server, {"kv_policy": policy, "kv_trace": True}).heads == "equal"
+        assert resolve(H2OConfig(kv_heads="equal"), {"kv_policy": policy}).heads == "equal"
         alike = H2OConfig(kv_heads_equal_because="of the test")
-        assert alike.resolve({"kv_policy": policy}).heads == "equal"
-    assert server.resolve({}).heads == "equal"
+        assert resolve(alike, {"kv_policy": policy}).heads == "equal"
+    assert resolve(server, {}).heads == "equal"
 
 
 def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(
@@ -263,7 +265,7 @@ def test_what_an_elastic_server_makes_of_requests() -> None:
     config = H2OConfig(kv_budget=0.2, kv_elastic=True)
 
     def begin(**asked: Any) -> tuple[bool, int]:
-        budget = config.resolve(asked)
+        budget = resolve(config, asked)
         return budget.elastic, budget.evict_from
 
     assert begin() == begin(kv_elastic=1) == (True, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BLOCKS", "CUDA", "ELASTIC", "PROTOCOL", "TOKENS", "Mutant"]
+__all__ = ["BLOCKS", "CUDA", "ELASTIC", "TOKENS", "Mutant"]
 
 
 class Mutant(NamedTuple):
@@ -33,4 +33,3 @@ BLOCKS = ("tests/engine/test_laws_blocks.py", "tests/engine/test_state_machine.p
 TOKENS = ("tests/engine/test_laws_tokens.py",)
 ELASTIC = ("tests/blocks/test_squeeze.py", "tests/engine/test_elastic.py")
 CUDA = ("tests/engine/test_cuda.py",)
-PROTOCOL = ("tests/server/test_protocol.py",)

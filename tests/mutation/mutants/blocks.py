@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what decides by counts: config, policy, blocks."""
 
-from tests.mutation.mutant import BLOCKS, PROTOCOL, TOKENS, Mutant
+from tests.mutation.mutant import BLOCKS, TOKENS, Mutant
 
 __all__ = ["MUTANTS"]
 
@@ -11,13 +11,13 @@ MUTANTS = (
         "config-no-upper-limit",
         "if not low <= value <= high or (low_open and value <= low):",
         "if not low <= value or (low_open and value <= low):",
-        PROTOCOL,
+        ("tests/server/test_field_values.py",),
     ),
     Mutant(
         "config-full-past-the-operators-limit",
         "if config.kv_budget_max < 1.0:",
         "if config.kv_budget_max < 0.0:",
-        ("tests/reliability/test_security.py", *PROTOCOL),
+        ("tests/reliability/test_security.py", "tests/server/test_field_rules.py"),
     ),
     Mutant(
         "policy-no-floor",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs around the engine: metrics, models, plugin, server."""
 
-from tests.mutation.mutant import PROTOCOL, TOKENS, Mutant
+from tests.mutation.mutant import TOKENS, Mutant
 
 __all__ = ["MUTANTS"]
 
@@ -50,7 +50,10 @@ MUTANTS = (
         ("tests/server/test_access.py",),
     ),
     Mutant(
-        "server-a-field-may-be-given-twice", "if len(places) > 1:", "if len(places) > 2:", PROTOCOL
+        "server-a-field-may-be-given-twice",
+        "if len(places) > 1:",
+        "if len(places) > 2:",
+        ("tests/server/test_protocol.py",),
     ),
     Mutant(
         "server-streams-end-without-a-report",

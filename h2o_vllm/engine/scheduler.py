@@ -31,9 +31,10 @@ from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.orphan import end_with_parent
 from h2o_vllm.engine.repeat_text import RepeatText, repeat_text
+from h2o_vllm.engine.repeatable import cannot_repeat, check_repeatable
 from h2o_vllm.engine.repetitions import Repetitions
 from h2o_vllm.engine.siblings import SiblingReports
-from h2o_vllm.engine.support import cannot_repeat, check_supported, config_of
+from h2o_vllm.engine.support import check_supported, config_of
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.engine.trace import HeadsOfAllRanks, traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -274,13 +275,13 @@ class H2OScheduler(LimitingScheduler):
         policy, prompt = state.budget.policy, request.prompt_token_ids
         try:
             text = self._repeat_text
-            if prompt is None or request.prompt_embeds is not None:
-                text = "a prompt with embeddings cannot be repeated"
-            elif request.mm_features:
-                text = "a prompt with images or sounds cannot be repeated"
-            if isinstance(text, str):
-                raise BudgetError("kv_policy", policy, f"another one here: {text}")
-            assert prompt is not None
+            check_repeatable(
+                policy,
+                text if isinstance(text, str) else None,
+                has_tokens=prompt is not None and request.prompt_embeds is None,
+                has_media=bool(request.mm_features),
+            )
+            assert prompt is not None and not isinstance(text, str)
             pool = self.blocks.block_pool.num_gpu_blocks - 1
             pool -= self.kv_cache_manager.watermark_blocks
             repetition = Repetition.of(

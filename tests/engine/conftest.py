@@ -152,12 +152,12 @@ def started(
         from h2o_vllm.plugin import engine_args
 
         llm = LLM(model, **options, **engine_args(**{**PUBLISHED, **h2o}))
+        # A started engine freezes vLLM's view of the environment, for the tests beside it as well.
+        envs.disable_envs_cache()
         yield Engine(llm)
         if beside:
             patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         llm.llm_engine.engine_core.shutdown()
-    # A started engine freezes vLLM's view of the environment for the whole process.
-    envs.disable_envs_cache()
 
 
 def tokens_of(output: RequestOutput) -> list[int]:

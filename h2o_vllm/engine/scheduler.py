@@ -160,6 +160,7 @@ class H2OScheduler(LimitingScheduler):
         self._repetitions.begin_step()
         self.blocks.begin_step(self.running)
         output = super().schedule(*args, **kwargs)
+        self._repetitions.count(output.num_scheduled_tokens)
         policies = {}
         for started in output.scheduled_new_reqs:
             state = self.blocks.eviction_state(started.req_id)

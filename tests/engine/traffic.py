@@ -162,7 +162,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(
         target=live,
-        crowd=st.lists(st.tuples(st.integers(60, 160), elastic), min_size=2, max_size=3),
+        crowd=st.lists(st.tuples(st.integers(90, 160), elastic), min_size=2, max_size=3),
         shared=st.sampled_from([0, 50]),
         priority=st.integers(0, 2),
     )

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from h2o_vllm.config import H2OConfig
+    from h2o_vllm.config.options import H2OConfig
     from h2o_vllm.errors import AccountingError, BudgetError, ConfigError, H2OError
     from h2o_vllm.plugin import engine_args
 
@@ -31,7 +31,7 @@ _HOMES = {
     "AccountingError": "h2o_vllm.errors",
     "BudgetError": "h2o_vllm.errors",
     "ConfigError": "h2o_vllm.errors",
-    "H2OConfig": "h2o_vllm.config",
+    "H2OConfig": "h2o_vllm.config.options",
     "H2OError": "h2o_vllm.errors",
     "engine_args": "h2o_vllm.plugin",
 }

@@ -12,7 +12,9 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
 
-from h2o_vllm.config import CONFIG_KEY, REPEAT_POLICIES, START_RECORD, H2OConfig
+from h2o_vllm.config.keys import CONFIG_KEY, START_RECORD
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import REPEAT_POLICIES
 from h2o_vllm.errors import ConfigError
 
 __all__ = ["engine_args", "register"]

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from h2o_vllm.config import POLICIES, REQUEST_FIELDS, TESTING_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import POLICIES
+from h2o_vllm.config.request_fields import REQUEST_FIELDS, TESTING_FIELDS
 
 ROOT = Path(__file__).parent.parent
 PLACES = (".", "deploy", "h2o_vllm", "loadtest", "tests")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from h2o_vllm.blocks.repetition import Repetition
 from h2o_vllm.blocks.report import budget_values, request_report
 from h2o_vllm.blocks.schedule import EvictionSchedule
-from h2o_vllm.config import RequestBudget
+from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.policy import BlockSplit, get_policy
 
 __all__ = ["EvictionIndices", "EvictionState", "RequestCounts"]

@@ -25,7 +25,7 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.readers import Readers
 from h2o_vllm.blocks.repetition import Repetition
 from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
-from h2o_vllm.config import RequestBudget
+from h2o_vllm.config.request_budget import RequestBudget
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
-from h2o_vllm.config import RequestBudget
+from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.policy import budget_tokens, protected_tokens
 
 __all__ = ["budget_values", "report_from_values", "request_report"]

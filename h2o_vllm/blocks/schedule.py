@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
-from h2o_vllm.config import H2OConfig, RequestBudget
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_from
 
@@ -183,7 +185,7 @@ def default_blocks(config: H2OConfig, block_size: int, max_model_len: int) -> in
     """Blocks that a request needs at most which leaves its budget to the server."""
 
     def schedule(prompt: int) -> EvictionSchedule:
-        return EvictionSchedule.of(config.resolve_for(None, prompt), block_size, prompt)
+        return EvictionSchedule.of(resolve_for(config, None, prompt), block_size, prompt)
 
     longest = max_model_len - 1
     # What a prompt holds grows with it up to its bound, and what an answer holds shrinks with its prompt.

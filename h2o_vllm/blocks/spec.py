@@ -10,7 +10,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from h2o_vllm.blocks.schedule import default_blocks
-from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.config.keys import CONFIG_KEY
+from h2o_vllm.config.options import H2OConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

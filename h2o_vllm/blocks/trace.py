@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from h2o_vllm.config import MAX_TRACE_TOKENS
+from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 from h2o_vllm.errors import BudgetError
 
 __all__ = ["TracedEviction", "Traces", "check_traceable"]

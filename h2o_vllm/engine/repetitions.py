@@ -5,13 +5,14 @@ Of :mod:`h2o_vllm.blocks.repetition`. A reader is a request of vLLM's that no fr
 its owner's blocks, as one whose KV has been transferred would, and so comes before all that hold none. Its
 owner runs on, and streams its first tokens, until an eviction is due. The two stay together:
 
-* an owner that ends, or is preempted, ends its reader; a preempted one is repeated again when it has returned
+* an owner that ends, or is preempted, ends its reader; a preempted one is repeated again when it has
+  returned, as its scores have gone with its blocks
 * a reader that is preempted begins anew; one that ends, however it does, keeps nobody waiting
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -114,6 +115,11 @@ class Repetitions:
             elif not owner.state.repeated:
                 self._go_on(owner)
 
+    def count(self, scheduled: Mapping[str, int]) -> None:
+        """Note what a step computes of readers: work is work, also that of one which begins anew."""
+        for reader, owner in self._readers.items():
+            owner.state.repeated_tokens += scheduled.get(reader, 0)
+
     def end_step(self, outputs: Iterable[EngineCoreOutputs]) -> None:
         """Note which readers have ended; takes what is theirs out of ``outputs``."""
         for owner in list(self._owners.values()):
@@ -182,7 +188,6 @@ class Repetitions:
             # Preempted in the meantime: its scores are gone.
             return
         owner.done += 1
-        owner.state.repeated_tokens += reader.num_prompt_tokens - owner.repetition.shared
         owner.state.repeated = owner.done == len(owner.repetition.pieces)
 
     def _stop(self, owner: _Owner) -> None:

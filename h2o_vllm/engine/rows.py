@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.policy import Policy, get_policy
 
 if TYPE_CHECKING:

@@ -22,20 +22,19 @@ from h2o_vllm.blocks.repetition import Repetition
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
-from h2o_vllm.config import (
-    METRICS_KEY,
-    REPEAT_POLICIES,
-    REPORT_KEY,
-    REQUEST_FIELDS,
-    H2OConfig,
-    RequestBudget,
-)
+from h2o_vllm.config.keys import METRICS_KEY, REPORT_KEY
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import REPEAT_POLICIES
+from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.request_fields import REQUEST_FIELDS
+from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.orphan import end_with_parent
 from h2o_vllm.engine.repeat_text import RepeatText, repeat_text
+from h2o_vllm.engine.repeatable import cannot_repeat, check_repeatable
 from h2o_vllm.engine.repetitions import Repetitions
 from h2o_vllm.engine.siblings import SiblingReports
-from h2o_vllm.engine.support import cannot_repeat, check_supported, config_of
+from h2o_vllm.engine.support import check_supported, config_of
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.engine.trace import HeadsOfAllRanks, traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -83,7 +82,7 @@ class H2OScheduler(LimitingScheduler):
         # Without a server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
         self._meter = Meter(self.blocks.block_size) if metered else None
-        self._full = H2OConfig(kv_policy="full").resolve(None)
+        self._full = resolve(H2OConfig(kv_policy="full"), None)
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
         self._siblings: SiblingReports[_Report] = SiblingReports()
@@ -161,6 +160,7 @@ class H2OScheduler(LimitingScheduler):
         self._repetitions.begin_step()
         self.blocks.begin_step(self.running)
         output = super().schedule(*args, **kwargs)
+        self._repetitions.count(output.num_scheduled_tokens)
         policies = {}
         for started in output.scheduled_new_reqs:
             state = self.blocks.eviction_state(started.req_id)
@@ -249,7 +249,7 @@ class H2OScheduler(LimitingScheduler):
         params = request.sampling_params
         asked = (params.extra_args if params is not None else None) or {}
         try:
-            budget = self.h2o_config.resolve_for(asked, request.num_prompt_tokens)
+            budget = resolve_for(self.h2o_config, asked, request.num_prompt_tokens)
             if budget.trace:
                 check_traceable(self._most_tokens(request), stops=bool(params and params.stop))
             if request.resumable:
@@ -276,13 +276,13 @@ class H2OScheduler(LimitingScheduler):
         policy, prompt = state.budget.policy, request.prompt_token_ids
         try:
             text = self._repeat_text
-            if prompt is None or request.prompt_embeds is not None:
-                text = "a prompt with embeddings cannot be repeated"
-            elif request.mm_features:
-                text = "a prompt with images or sounds cannot be repeated"
-            if isinstance(text, str):
-                raise BudgetError("kv_policy", policy, f"another one here: {text}")
-            assert prompt is not None
+            check_repeatable(
+                policy,
+                text if isinstance(text, str) else None,
+                has_tokens=prompt is not None and request.prompt_embeds is None,
+                has_media=bool(request.mm_features),
+            )
+            assert prompt is not None and not isinstance(text, str)
             pool = self.blocks.block_pool.num_gpu_blocks - 1
             pool -= self.kv_cache_manager.watermark_blocks
             repetition = Repetition.of(

@@ -21,7 +21,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from h2o_vllm.config import START_RECORD
+from h2o_vllm.config.keys import START_RECORD
 
 __all__ = ["VARIABLE", "Reason", "begin", "install", "path", "read", "write"]
 

@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, REPEAT_POLICIES, H2OConfig
+from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import REPEAT_POLICIES
 from h2o_vllm.engine.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["cannot_repeat", "check_supported", "config_of"]
+__all__ = ["check_supported", "config_of"]
 
 SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
 """Class path of our scheduler, as ``--scheduler-cls`` takes it."""
@@ -59,35 +61,6 @@ def _equal_heads_because(config: VllmConfig) -> str:
     if config.parallel_config.tensor_parallel_size > 1:
         return "with tensor parallelism a rank has only some of the heads"
     return ""
-
-
-def cannot_repeat(config: VllmConfig, groups: int = 1) -> str | None:
-    """Why no prompt can be repeated with this engine, if so: for policies that do.
-
-    Args:
-        groups: KV cache groups it has.
-    """
-    model = config.model_config
-    windows = "sliding_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
-    reasons = (
-        (
-            config.device_config.device_type != "cpu",
-            "prompts are repeated on CPUs only: our kernels on GPUs keep no maxima",
-        ),
-        (
-            windows or groups > 1,
-            "prompts are not repeated for models with sliding windows, whose blocks are gone by then",
-        ),
-        (
-            config.scheduler_config.max_num_seqs < 2,
-            "who repeats a prompt runs beside it, and --max-num-seqs is 1",
-        ),
-        (
-            model.skip_tokenizer_init,
-            "it needs the model's tokenizer, which --skip-tokenizer-init leaves out",
-        ),
-    )
-    return next((reason for applies, reason in reasons if applies), None)
 
 
 def _protects_roles_without_a_server(additional_config: Mapping[str, Any]) -> bool:

@@ -19,7 +19,8 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
 from h2o_vllm.blocks.spec import register_spec
-from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.config.keys import CONFIG_KEY
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.binding import evictable_group, evictable_layer, memory_less_scores
 from h2o_vllm.engine.compat import runner_metadata_builders
 from h2o_vllm.engine.state import WorkerState

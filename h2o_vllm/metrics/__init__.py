@@ -22,6 +22,6 @@ An engine that starts anew starts at zero, as a counter may.
 Not an entry point of the group ``vllm.stat_logger_plugins``: vLLM loads those into every server
 of the environment and switches statistics on for them, even under ``--disable-log-stats``, and
 installing this package must change nothing for a plain ``vllm serve`` (law 10). ``h2o-serve`` puts
-the logger into its own servers instead, and tells the engine by :data:`~h2o_vllm.config.METRICS_KEY`
+the logger into its own servers instead, and tells the engine by :data:`~h2o_vllm.config.keys.METRICS_KEY`
 that someone is listening.
 """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from h2o_vllm.config import METRICS_KEY
+from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.metrics.table import COUNTED, REJECTION_REASONS, TABLE, Metric
 
 if TYPE_CHECKING:

@@ -63,5 +63,5 @@ _POLICIES: dict[str, Policy] = {
 
 
 def get_policy(name: str) -> Policy:
-    """The policy called ``name``; the name has been checked by :class:`h2o_vllm.config.H2OConfig`."""
+    """The policy called ``name``; the name has been checked by :class:`h2o_vllm.config.options.H2OConfig`."""
     return _POLICIES[name]

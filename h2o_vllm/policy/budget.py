@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from h2o_vllm.config import RequestBudget
+from h2o_vllm.config.request_budget import RequestBudget
 
 __all__ = [
     "blocks_freed",

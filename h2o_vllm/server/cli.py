@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from h2o_vllm.config import ADMISSIONS, FULL_KERNELS, HEADS, POLICIES, H2OConfig
+from h2o_vllm.config.options import ADMISSIONS, FULL_KERNELS, H2OConfig
+from h2o_vllm.config.policies import POLICIES
+from h2o_vllm.config.request_fields import HEADS
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
 

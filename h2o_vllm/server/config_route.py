@@ -20,13 +20,13 @@ from pydantic import BaseModel, Field
 from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
-from h2o_vllm.config import (
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_fields import (
     HEADS,
     MAX_DELAY,
     MAX_SINKS,
     MAX_TRACE_TOKENS,
     REQUEST_FIELDS,
-    H2OConfig,
 )
 from h2o_vllm.engine.version import supported_versions
 from h2o_vllm.server.openapi import describe_fields

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.schedule import EvictionSchedule
+from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.before_generate import look_before, token_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from h2o_vllm.config import H2OConfig
+    from h2o_vllm.config.options import H2OConfig
 
 __all__ = ["install"]
 
@@ -46,7 +47,7 @@ def install(
         asked = getattr(params, "extra_args", None)
         named = asked if isinstance(asked, Mapping) else None
         try:
-            budget = config.resolve_for(named, len(tokens))
+            budget = resolve_for(config, named, len(tokens))
             schedule = EvictionSchedule.of(budget, cache.block_size, len(tokens))
             schedule.check_fits(pool, params.max_tokens, length)
         except BudgetError:

@@ -16,7 +16,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 import h2o_vllm
-from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.config.keys import CONFIG_KEY
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.support import config_of
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, Field, create_model
 
-from h2o_vllm.config import HEADS, MAX_DELAY, MAX_SINKS, PROTECT_WORDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_fields import HEADS, MAX_DELAY, MAX_SINKS, PROTECT_WORDS
 from h2o_vllm.server.routes import LIFTED
 
 __all__ = ["describe_fields", "fields_of"]

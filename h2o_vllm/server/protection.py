@@ -17,7 +17,8 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.resolve import resolve
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.before_generate import look_before, token_ids
 from h2o_vllm.server.protocol import RefusalError
@@ -116,7 +117,7 @@ def asked_protection(
     Raises:
         RefusalError: it asks for a system part that it does not have.
     """
-    budget = config.resolve(asked)
+    budget = resolve(config, asked)
     named = asked.get(FIELD) is not None
     if budget.protect == PROMPT and named and config.protect_limit is not None:
         # Else the engine counts: it needs no help with this word.

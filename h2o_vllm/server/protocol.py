@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_vllm.config import REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_fields import REQUEST_FIELDS
+from h2o_vllm.config.resolve import resolve
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.routes import LIFTED, MESSAGES, Rule
 
@@ -172,7 +174,7 @@ def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
 
 def _check(asked: Mapping[str, Any], config: H2OConfig) -> None:
     try:
-        config.resolve({field: _printable(value) for field, value in asked.items()})
+        resolve(config, {field: _printable(value) for field, value in asked.items()})
     except BudgetError as error:
         reason = "conflict" if any(pair <= asked.keys() for pair in EXCLUSIVE) else "value"
         raise RefusalError(str(error), error.parameter, reason) from None

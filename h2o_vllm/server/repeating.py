@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.repetition import INSTRUCTION_TOKENS, Repetition
-from h2o_vllm.config import REPEAT_POLICIES
-from h2o_vllm.engine.support import cannot_repeat
+from h2o_vllm.config.policies import REPEAT_POLICIES
+from h2o_vllm.config.resolve import resolve_for
+from h2o_vllm.engine.repeatable import cannot_repeat, check_repeatable
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.before_generate import look_before, token_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from h2o_vllm.config import H2OConfig, RequestBudget
+    from h2o_vllm.config.options import H2OConfig
+    from h2o_vllm.config.request_budget import RequestBudget
 
 __all__ = ["install"]
 
@@ -53,7 +55,7 @@ def install(
             return
         tokens = token_ids(engine.model_config, prompt)
         try:
-            _check(engine, config.resolve_for(named, len(tokens or ())), tokens, prompt, params)
+            _check(engine, resolve_for(config, named, len(tokens or ())), tokens, prompt, params)
         except BudgetError:
             count_refusal("value")
             raise
@@ -70,13 +72,12 @@ def _check(
     state = EvictionState(counts, budget, cache.block_size, length)
     if not state.evicts:
         return
-    reason = cannot_repeat(engine)
-    if reason is None and tokens is None:
-        reason = "a prompt with embeddings cannot be repeated"
-    if reason is None and isinstance(prompt, Mapping) and prompt.get("mm_kwargs"):
-        reason = "a prompt with images or sounds cannot be repeated"
-    if reason is not None:
-        raise BudgetError("kv_policy", budget.policy, f"another one here: {reason}")
+    check_repeatable(
+        budget.policy,
+        cannot_repeat(engine),
+        has_tokens=tokens is not None,
+        has_media=isinstance(prompt, Mapping) and bool(prompt.get("mm_kwargs")),
+    )
     # vLLM sums them over the data-parallel engines, of which each keeps a block for itself.
     blocks = (cache.num_gpu_blocks or 0) // engine.parallel_config.data_parallel_size
     pool = blocks - 1 - int(engine.scheduler_config.watermark * blocks)

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
-from h2o_vllm.config import REPORT_KEY
+from h2o_vllm.config.keys import REPORT_KEY
 from h2o_vllm.server.report import Reports
 
 __all__ = ["collecting", "install"]

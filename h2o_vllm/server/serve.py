@@ -17,7 +17,8 @@ from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args, init_logger
 
-from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, H2OConfig
+from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine import start_record
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args

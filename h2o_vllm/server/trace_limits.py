@@ -2,7 +2,7 @@
 """Who may ask for a trace, and how many at a time, so that nobody else notices. API-server process.
 
 A trace is for looking at one answer: of one sequence, on the two routes that people use, of a length that one
-can look at. Whether a server lets anybody ask at all is in :class:`~h2o_vllm.config.H2OConfig`.
+can look at. Whether a server lets anybody ask at all is in :class:`~h2o_vllm.config.options.H2OConfig`.
 """
 
 from __future__ import annotations

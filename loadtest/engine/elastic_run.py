@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm import LLMEngine, SamplingParams
 
-from h2o_vllm.config import REPORT_KEY
+from h2o_vllm.config.keys import REPORT_KEY
 from loadtest.common.child import answer
 from loadtest.common.forced_names import FORCED_FIELD
 from loadtest.common.texts import documentation

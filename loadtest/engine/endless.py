@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> Row:
     """Tokens seen, blocks in use and seconds, step by step."""
     from vllm import SamplingParams
 
-    from h2o_vllm.config import REPORT_KEY
+    from h2o_vllm.config.keys import REPORT_KEY
     from h2o_vllm.plugin import CPU_EXECUTOR, engine_args
     from loadtest.common.texts import documentation
     from loadtest.engine.run import MeasuredEngine, Recorder

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from h2o_vllm.config import CONFIG_KEY
+from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.plugin import CPU_EXECUTOR
 from loadtest.common.texts import documentation
 

@@ -26,7 +26,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from h2o_vllm.config import REQUEST_FIELDS, H2OConfig, RequestBudget
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.request_fields import REQUEST_FIELDS
+from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError
 from loadtest.common.settings import Settings, parse
 
@@ -196,7 +199,7 @@ async def _answer(mock: Mock, body: dict[str, Any], chat: bool) -> Any:
     asked = {**(body.get("vllm_xargs") or {}), **_budget_fields(body)}
     prompt_tokens = _count(body["messages"] if chat else body.get("prompt", ""), settings)
     try:
-        budget = mock.config.resolve_for(asked, prompt_tokens)
+        budget = resolve_for(mock.config, asked, prompt_tokens)
     except BudgetError as error:
         return _error(400, str(error), error.parameter)
     generation = _generation(mock, body, chat, prompt_tokens, budget)

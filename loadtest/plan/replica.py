@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from vllm.v1.outputs import ModelRunnerOutput
 
-from h2o_vllm.config import REPORT_KEY
+from h2o_vllm.config.keys import REPORT_KEY
 from loadtest.plan.scheduling import EngineSettings, make_request, make_scheduler
 from loadtest.plan.work import Work, work_of
 

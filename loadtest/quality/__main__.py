@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from h2o_vllm.blocks.repetition import INSTRUCTION_TOKENS, PIECE_TOKENS
-from h2o_vllm.config import POLICIES, REPEAT_POLICIES, REQUEST_FIELDS
+from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from loadtest.common.client import HTTPStatusError
 from loadtest.common.machine import describe_host, describe_run, shown_command
 from loadtest.common.results import append_rows

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_vllm.config import REPEAT_POLICIES
+from h2o_vllm.config.policies import REPEAT_POLICIES
 
 __all__ = ["AGAIN", "FULL", "Line", "Point", "default_lines", "parse_line", "points"]
 

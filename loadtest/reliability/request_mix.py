@@ -47,6 +47,9 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 0.1, "kv_elastic": True, "kv_protect": 30, "kv_policy": "caote"},
     {"kv_budget": 0.2, "kv_elastic": True, "kv_sinks": 4, "kv_policy": "keydiff"},
     {"kv_budget": 0.3, "kv_elastic": True, "kv_policy": "window"},
+    {"kv_budget": 0.1, "kv_elastic": True, "kv_heads": "shared"},
+    {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "snapkv-keydiff"},
+    {"kv_budget_tokens": 40, "kv_elastic": True},
 )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.resolve import resolve_for
 from tests.published import PUBLISHED
 
 
@@ -31,7 +32,7 @@ class Counts:
 def make_state(
     prompt: int, block_size: int = 16, max_tokens: int = 4096, **asked: object
 ) -> EvictionState:
-    budget = H2OConfig(kv_min_tokens=16, **PUBLISHED).resolve_for(asked, prompt)
+    budget = resolve_for(H2OConfig(kv_min_tokens=16, **PUBLISHED), asked, prompt)
     counts = Counts(prompt, max_tokens, num_tokens=prompt + 1)
     return EvictionState(counts, budget, block_size, 8192)
 

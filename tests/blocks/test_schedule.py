@@ -10,7 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from h2o_vllm.blocks.schedule import EvictionSchedule, default_blocks
-from h2o_vllm.config import H2OConfig, RequestBudget
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy import blocks_freed
 from tests.published import PUBLISHED
@@ -19,7 +21,7 @@ BLOCK = 16
 
 
 def schedule(prompt: int, block_size: int = BLOCK, **asked: object) -> EvictionSchedule:
-    budget = H2OConfig(kv_min_tokens=16, **PUBLISHED).resolve_for(asked, prompt)
+    budget = resolve_for(H2OConfig(kv_min_tokens=16, **PUBLISHED), asked, prompt)
     return EvictionSchedule.of(budget, block_size, prompt)
 
 
@@ -135,7 +137,7 @@ def test_pool_has_to_hold_any_request_that_leaves_its_budget_to_the_server(
     found = default_blocks(config, BLOCK, 1024)
     assert found == expected
     for prompt in range(1, 1024):
-        one = EvictionSchedule.of(config.resolve_for(None, prompt), BLOCK, prompt)
+        one = EvictionSchedule.of(resolve_for(config, None, prompt), BLOCK, prompt)
         assert one.needed_blocks(1024, 1024) <= found
 
 
@@ -154,8 +156,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_rounding_twice_is_rounding_once() -> None:
-    budget = H2OConfig().resolve_for(
-        {"kv_protect": 33, "kv_prefill_tokens": 500, "kv_sinks": 70}, 900
+    budget = resolve_for(
+        H2OConfig(), {"kv_protect": 33, "kv_prefill_tokens": 500, "kv_sinks": 70}, 900
     )
     once = EvictionSchedule.of(budget, BLOCK, 900).budget
     assert isinstance(once, RequestBudget)

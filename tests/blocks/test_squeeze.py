@@ -7,7 +7,9 @@ import pytest
 
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.squeeze import Victim, choose_victims
-from h2o_vllm.config import POLICIES, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import POLICIES
+from h2o_vllm.config.resolve import resolve_for
 from tests.blocks.test_eviction_state import Counts, make_state
 
 
@@ -119,10 +121,10 @@ def test_a_short_answer_is_lossless_unless_somebody_asks_otherwise() -> None:
     """What a newcomer meets first: no answer of a sentence is given from what is left."""
     for max_tokens, evicts in ((1, False), (17, False), (18, True)):
         counts = Counts(400, max_tokens, num_tokens=401)
-        budget = H2OConfig(kv_min_tokens=16).resolve_for({"kv_budget": 0.2}, 400)
+        budget = resolve_for(H2OConfig(kv_min_tokens=16), {"kv_budget": 0.2}, 400)
         assert EvictionState(counts, budget, 16, 8192).evicts is evicts
         asked = {"kv_budget": 0.2, "kv_delay": 0}
-        at_once = H2OConfig(kv_min_tokens=16).resolve_for(asked, 400)
+        at_once = resolve_for(H2OConfig(kv_min_tokens=16), asked, 400)
         assert EvictionState(counts, at_once, 16, 8192).evicts is (max_tokens > 1)
 
 

@@ -114,6 +114,18 @@ class Engine:
             use_tqdm=False,
         )
 
+    def crowd_out(self, prompt: list[int], asked: dict[str, Any], texts: list[int]) -> None:
+        """Queue three requests that grow until the pool is full, and ``late``, which then has to go."""
+        from vllm import SamplingParams
+
+        llm_engine = self.llm.llm_engine
+        for i in range(3):
+            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
+            early = texts[i * 900 : i * 900 + 900]
+            llm_engine.add_request(f"early-{i}", {"prompt_token_ids": early}, params)
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=asked)
+        llm_engine.add_request("late", {"prompt_token_ids": prompt}, params)
+
     @property
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
@@ -152,12 +164,12 @@ def started(
         from h2o_vllm.plugin import engine_args
 
         llm = LLM(model, **options, **engine_args(**{**PUBLISHED, **h2o}))
+        # A started engine freezes vLLM's view of the environment, for the tests beside it as well.
+        envs.disable_envs_cache()
         yield Engine(llm)
         if beside:
             patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         llm.llm_engine.engine_core.shutdown()
-    # A started engine freezes vLLM's view of the environment for the whole process.
-    envs.disable_envs_cache()
 
 
 def tokens_of(output: RequestOutput) -> list[int]:

@@ -29,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.spec import H2OAttentionSpec
-from h2o_vllm.config import METRICS_KEY
+from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.engine.scheduler import H2OScheduler
 from h2o_vllm.plugin import engine_args, register
 from tests.published import PUBLISHED

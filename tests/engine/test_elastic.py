@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.config import POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
 from tests.engine.scheduling import Rig
 
 PROMPT = list(range(1000, 1200))

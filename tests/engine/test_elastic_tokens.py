@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config.policies import POLICIES
 from tests.engine.conftest import BLOCK_SIZE, Engine, kept_of, report_of, tokens_of
 
 pytestmark = pytest.mark.e2e

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from h2o_vllm.config import (
+from h2o_vllm.config.policies import (
     EQUAL_HEADS_POLICIES,
     POLICIES,
     PROMPT_END_POLICIES,
@@ -221,18 +221,11 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int], policy: str
 ) -> None:
     """Its KV is computed anew: nobody may look for it in the lanes that it had."""
-    from vllm import SamplingParams
-
     asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_heads": "shared", "kv_sinks": 3}
     prompt = text_tokens[100:320]
     (alone,) = clean.generate([prompt], asked, max_tokens=130)
     llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
-    for i in range(3):
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
-        early = text_tokens[i * 900 : i * 900 + 900]
-        llm_engine.add_request(f"early-{i}", {"prompt_token_ids": early}, params)
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=asked)
-    llm_engine.add_request("late", {"prompt_token_ids": prompt}, params)
+    clean.crowd_out(prompt, asked, text_tokens)
     preempted = with_lanes = False
     while llm_engine.has_unfinished_requests():
         before = len(clean.worker._state.lanes)

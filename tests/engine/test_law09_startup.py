@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from h2o_vllm import plugin
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine import compat, support, version
 from h2o_vllm.engine.binding import evictable_group
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder

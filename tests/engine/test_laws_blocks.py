@@ -12,7 +12,7 @@ import pytest
 
 from h2o_vllm.blocks import eviction_state
 from h2o_vllm.blocks.report import report_from_values, request_report
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.policy import budget_tokens
 from tests.engine.scheduling import Rig
 

@@ -86,19 +86,11 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
 def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int]
 ) -> None:
-    """Three requests grow until the pool is full; the youngest, which evicts, has to go."""
-    from vllm import SamplingParams
-
     asked = {"kv_budget": 0.35}
     late = text_tokens[100:320]
     (alone,) = clean.generate([late], asked, max_tokens=130)
     llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
-    for i in range(3):
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
-        prompt = text_tokens[i * 900 : i * 900 + 900]
-        llm_engine.add_request(f"early-{i}", {"prompt_token_ids": prompt}, params)
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=asked)
-    llm_engine.add_request("late", {"prompt_token_ids": late}, params)
+    clean.crowd_out(late, asked, text_tokens)
     evicted_before_preemption = 0
     while llm_engine.has_unfinished_requests():
         held = {i: clean.scheduler.blocks.eviction_state(i).holes for i in requests}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import POLICIES, PROMPT_END_POLICIES, REPEAT_POLICIES
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.ladder.prompts import repetition
 from loadtest.quality.reference_policies import PolicyModel, load
@@ -224,15 +224,8 @@ def test_a_preempted_request_is_replayed_to_the_same_tokens(
     asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_sinks": 3}
     prompt = text_tokens[100:320]
     (alone,) = clean.generate([prompt], asked, max_tokens=130)
-    from vllm import SamplingParams
-
     llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
-    for i in range(3):
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
-        early = text_tokens[i * 900 : i * 900 + 900]
-        llm_engine.add_request(f"early-{i}", {"prompt_token_ids": early}, params)
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=asked)
-    llm_engine.add_request("late", {"prompt_token_ids": prompt}, params)
+    clean.crowd_out(prompt, asked, text_tokens)
     preempted = False
     while llm_engine.has_unfinished_requests():
         for output in llm_engine.step():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES
+from h2o_vllm.config.policies import POLICIES, PROMPT_END_POLICIES
 from tests.engine.scheduling import Rig
 
 BLOCK = 16

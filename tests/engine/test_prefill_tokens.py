@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import POLICIES, PROMPT_END_POLICIES
+from h2o_vllm.config.policies import POLICIES, PROMPT_END_POLICIES
 from tests.engine.conftest import BLOCK_SIZE, NUM_BLOCKS, Engine, kept_of, report_of, tokens_of
 
 pytestmark = pytest.mark.e2e

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config.policies import POLICIES
 from tests.engine.scheduling import Rig
 
 PROMPT = list(range(1000, 1200))

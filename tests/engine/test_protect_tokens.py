@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config.policies import POLICIES
 from tests.engine.conftest import BLOCK_SIZE, Engine, kept_of, report_of, tokens_of
 from tests.engine.fidelity import Seen, run_to_the_end
 

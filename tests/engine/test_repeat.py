@@ -199,7 +199,7 @@ def test_law02_an_abort_at_any_time_brings_every_block_home(
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_a_preempted_prompt_is_repeated_again(model_dir: str, pipelined: bool) -> None:
-    """At any time: the same evictions, for twice the price where the first repetition had ended."""
+    """At any time: the same evictions, for the price of what was computed before, up to twice as much."""
     alone = Rig(model_dir, 60, kv_min_tokens=16)
     alone.add("a", PROMPT, ASKED, max_tokens=20)
     steps = alone.run()
@@ -220,7 +220,8 @@ def test_a_preempted_prompt_is_repeated_again(model_dir: str, pipelined: bool) -
         assert found == expected or f"a{at}" not in rig.reports
         assert len(rig.tokens[f"a{at}"]) == 20
         prices.add(report(rig, f"a{at}")["tokens_repeated"])
-    assert prices == {price, 2 * price}
+    assert min(prices) == price and max(prices) == 2 * price
+    assert len(prices) > 2, "no reader was ended in the midst of its work"
 
 
 def test_a_reader_that_ends_in_any_other_way_keeps_nobody_waiting(rig: Rig) -> None:

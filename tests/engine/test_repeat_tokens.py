@@ -97,7 +97,9 @@ def test_law05_preempted_at_any_time_the_answer_is_the_same(
         assert done is not None
         assert tokens_of(done) == tokens_of(alone), at
         kept, expected = kept_of(done), kept_of(alone)
-        assert kept.pop("tokens_repeated") in (n := expected.pop("tokens_repeated"), 2 * n)
+        # What was computed before the preemption was computed, though nothing came of it.
+        once = expected.pop("tokens_repeated")
+        assert once <= kept.pop("tokens_repeated") <= 2 * once
         assert kept == expected
     scheduler.blocks.check_integrity(idle=True)
 

@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.config import ADMISSIONS, POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.options import ADMISSIONS
+from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
 from h2o_vllm.policy import blocks_freed, budget_tokens
 from tests.engine.scheduling import Rig
 
@@ -161,7 +162,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(
         target=live,
-        crowd=st.lists(st.tuples(st.integers(60, 160), elastic), min_size=2, max_size=3),
+        crowd=st.lists(st.tuples(st.integers(90, 160), elastic), min_size=2, max_size=3),
         shared=st.sampled_from([0, 50]),
         priority=st.integers(0, 2),
     )

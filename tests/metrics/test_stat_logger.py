@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from h2o_vllm.config import METRICS_KEY
+from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.metrics.stat_logger import install
 from h2o_vllm.models import default_model_dir
 from tests.engine.scheduling import Rig
@@ -122,16 +122,16 @@ def test_two_api_servers_make_one_scrape(tmp_path: Path) -> None:
         from types import SimpleNamespace as Bag
         from vllm.v1.metrics.prometheus import get_prometheus_registry
         from prometheus_client import generate_latest
-        from h2o_vllm.config import METRICS_KEY
+        from h2o_vllm.config.keys import METRICS_KEY
         from h2o_vllm.metrics.stat_logger import H2OStatLogger
 
         def serve(blocks, held):
             logger = H2OStatLogger(Bag(model_config=Bag(served_model_name="m")), [0, 1])
             counts = {"evicted_tokens": 16 * blocks, "freed_blocks": blocks, "kv_tokens_held": held,
                       "kv_tokens_full": 500, "request_kv_budget": [0.2], "eviction_seconds": [0.1],
-                      "cached_tokens": 64, "protected_tokens": 96, "squeezed_requests": 1,
-                      "squeezed_blocks": 5, "preemptions_avoided": 1, "elastic_answers": 3,
-                      "lossless_answers": 2}
+                      "cached_tokens": 64, "protected_tokens": 96, "repeated_tokens": 40,
+                      "squeezed_requests": 1, "squeezed_blocks": 5, "preemptions_avoided": 1,
+                      "elastic_answers": 3, "lossless_answers": 2}
             stats = Bag(kv_connector_stats={METRICS_KEY: counts})
             logger.record(stats, None, engine_idx=1)
             assert stats.kv_connector_stats is None
@@ -162,6 +162,7 @@ def test_two_api_servers_make_one_scrape(tmp_path: Path) -> None:
         'h2o:evicted_tokens_total{engine="1",model_name="m"} 112.0',
         'h2o:cached_tokens_total{engine="1",model_name="m"} 128.0',
         'h2o:protected_tokens_total{engine="1",model_name="m"} 192.0',
+        'h2o:repeated_tokens_total{engine="1",model_name="m"} 80.0',
         'h2o:squeezed_blocks_total{engine="1",model_name="m"} 10.0',
         'h2o:lossless_answers_total{engine="1",model_name="m"} 4.0',
         'h2o:kv_tokens_held{engine="1",model_name="m"} 200.0',

@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutation.mutants import MUTANTS, Mutant
+from tests.mutation.mutant import Mutant
+from tests.mutation.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 TIERS = {"fast": ["--fast", "--no-shrink"], "full": ["--full", "--no-shrink"], "plain": []}

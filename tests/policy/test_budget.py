@@ -5,7 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_vllm.config import BEST_RANK_POLICIES, REPEAT_POLICIES, H2OConfig, RequestBudget
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import BEST_RANK_POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.resolve import resolve
 from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_from, recent_tokens
 
 BLOCK_SIZES = st.sampled_from([16, 32, 128])
@@ -20,8 +23,8 @@ def budgets(draw: st.DrawFn) -> RequestBudget:
     )
     recent = draw(st.floats(0, 1))
     if draw(st.booleans()):
-        return config.resolve({"kv_budget": draw(st.floats(0.05, 1)), "kv_recent": recent})
-    return config.resolve({"kv_budget_tokens": draw(st.integers(1, 9000)), "kv_recent": recent})
+        return resolve(config, {"kv_budget": draw(st.floats(0.05, 1)), "kv_recent": recent})
+    return resolve(config, {"kv_budget_tokens": draw(st.integers(1, 9000)), "kv_recent": recent})
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,7 @@ def budgets(draw: st.DrawFn) -> RequestBudget:
     ids=["exact", "rounds-up", "floor", "above-floor", "lossless"],
 )
 def test_a_fraction_of_the_tokens_seen_is_kept(fraction: float, seen: int, kept: int) -> None:
-    assert budget_tokens(H2OConfig().resolve({"kv_budget": fraction}), seen) == kept
+    assert budget_tokens(resolve(H2OConfig(), {"kv_budget": fraction}), seen) == kept
 
 
 def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() -> None:
@@ -42,17 +45,17 @@ def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() ->
         *((one, 0.1) for one in REPEAT_POLICIES),
     ):
         asked = {"kv_policy": policy}
-        assert ours.resolve(asked).recent == share
-        assert theirs.resolve(asked).recent == 0.7
-        assert theirs.resolve({**asked, "kv_recent": 0.0}).recent == 0.0
-    assert ours.resolve(None).recent == ours.recent_of(ours.kv_policy) == 0.25
+        assert resolve(ours, asked).recent == share
+        assert resolve(theirs, asked).recent == 0.7
+        assert resolve(theirs, {**asked, "kv_recent": 0.0}).recent == 0.0
+    assert resolve(ours, None).recent == ours.recent_of(ours.kv_policy) == 0.25
 
 
 def test_operator_limits_bound_absolute_budgets_as_well() -> None:
     config = H2OConfig(kv_budget=0.3, kv_budget_min=0.1, kv_budget_max=0.5)
-    assert budget_tokens(config.resolve({"kv_budget_tokens": 10}), 10_000) == 1000
-    assert budget_tokens(config.resolve({"kv_budget_tokens": 2000}), 10_000) == 2000
-    assert budget_tokens(config.resolve({"kv_budget_tokens": 9000}), 10_000) == 5000
+    assert budget_tokens(resolve(config, {"kv_budget_tokens": 10}), 10_000) == 1000
+    assert budget_tokens(resolve(config, {"kv_budget_tokens": 2000}), 10_000) == 2000
+    assert budget_tokens(resolve(config, {"kv_budget_tokens": 9000}), 10_000) == 5000
 
 
 @given(budgets(), COUNTS, BLOCK_SIZES)

@@ -9,7 +9,12 @@ from functools import partial
 import pytest
 import torch
 
-from h2o_vllm.config import BEST_RANK_POLICIES, POLICIES, PROMPT_END_POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import (
+    BEST_RANK_POLICIES,
+    POLICIES,
+    PROMPT_END_POLICIES,
+    REPEAT_POLICIES,
+)
 from h2o_vllm.kernels import reference
 from h2o_vllm.policy import Candidates, best_rank, get_policy
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import MAX_SINKS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_fields import MAX_SINKS
+from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.errors import BudgetError, ConfigError
 
 
@@ -34,14 +36,14 @@ def test_the_engine_gets_a_number(
     default: Any, limit: int | None, asked: Any, prompt: int, tokens: int
 ) -> None:
     config = H2OConfig(kv_protect=default, kv_protect_max=limit)
-    budget = config.resolve_for({} if asked is None else {"kv_protect": asked}, prompt)
+    budget = resolve_for(config, {} if asked is None else {"kv_protect": asked}, prompt)
     assert type(budget.protect) is int and budget.protect == tokens
     assert H2OConfig.from_mapping(config.to_mapping()) == config
 
 
 def test_a_server_gets_the_word() -> None:
-    assert H2OConfig(kv_protect="system").resolve(None).protect == "system"
-    assert H2OConfig().resolve({"kv_protect": "system"}).protect == "system"
+    assert resolve(H2OConfig(kv_protect="system"), None).protect == "system"
+    assert resolve(H2OConfig(), {"kv_protect": "system"}).protect == "system"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_a_server_gets_the_word() -> None:
 )
 def test_a_bad_value_names_field_and_range(limit: int | None, asked: Any, says: str) -> None:
     with pytest.raises(BudgetError, match=says) as raised:
-        H2OConfig(kv_protect_max=limit).resolve_for({"kv_protect": asked}, 100)
+        resolve_for(H2OConfig(kv_protect_max=limit), {"kv_protect": asked}, 100)
     assert raised.value.parameter == "kv_protect"
 
 
@@ -96,9 +98,9 @@ def test_who_bounds_budgets_bounds_protection_as_well(
     config = H2OConfig(**options)
     assert config.protect_limit == limit
     if limit is None:
-        assert config.resolve_for({"kv_protect": "prompt"}, 9000).protect == 9000
+        assert resolve_for(config, {"kv_protect": "prompt"}, 9000).protect == 9000
         return
-    assert config.resolve_for({"kv_protect": "prompt"}, limit).protect == limit
+    assert resolve_for(config, {"kv_protect": "prompt"}, limit).protect == limit
     for asked in ("prompt", limit + 1):
         with pytest.raises(BudgetError, match=str(limit)):
-            config.resolve_for({"kv_protect": asked}, limit + 1)
+            resolve_for(config, {"kv_protect": asked}, limit + 1)

@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def rows(long: bool) -> list[dict[str, Any]]:
-    # Seeds whose mixes share many prompts: that is looked at below.
+    # Seeds whose mixes share many prompts, and squeeze many requests: that is looked at below.
     rounds, requests = ("20", "200") if long else ("2", "100")
-    options = ("--rounds", rounds, "--requests", requests, "--seed", "2", "--self-check")
+    options = ("--rounds", rounds, "--requests", requests, "--seed", "7", "--self-check")
     return hunt(*options, long=long)
 
 
@@ -53,7 +53,7 @@ def test_a_batch_generates_what_each_request_generates_alone(
         # Admission counts what prompts are to hold: few take others' blocks unless they grow.
         assert row["preemptions"] > requests / (2 if row["mix"] == "growing" else 20)
         assert row["evictions"] > 1.5 * requests
-        assert row["squeezed"] > 2
+        assert row["squeezed"] > 5
         assert row["aborted"] > 5
         assert row["cached_tokens"] > 50
         assert row["poisoned_blocks"] > 1000
@@ -67,7 +67,7 @@ def test_a_batch_on_our_kernel_alone_generates_what_each_request_generates_alone
 ) -> None:
     """``--kv-full-kernel h2o``: rows with and without scores share calls."""
     requests, rounds = ("200", "20") if long else ("80", "1")
-    options = ("--kv-full-kernel", "h2o", "--requests", requests, "--rounds", rounds, "--seed", "2")
+    options = ("--kv-full-kernel", "h2o", "--requests", requests, "--rounds", rounds, "--seed", "7")
     for row in hunt(*options, long=long):
         assert row["wrong"] == []
         assert row["ties"] <= 2

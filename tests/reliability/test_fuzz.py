@@ -18,7 +18,9 @@ from typing import Any
 import psutil
 from fastapi import FastAPI
 
-from h2o_vllm.config import POLICIES, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import POLICIES
+from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from h2o_vllm.server.routes import LIFTED
 from tests.reliability.grammar import Nonsense, nonsense
 from tests.server.chat_templates import TEMPLATES

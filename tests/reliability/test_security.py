@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.resolve import resolve
 from h2o_vllm.server.config_route import PATH
 from tests.server.vllm_like import Engine, build
 
@@ -97,7 +98,7 @@ def test_no_request_gets_past_the_operators_limits(
     from h2o_vllm.policy import budget_tokens
 
     limits = H2OConfig(kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5, kv_min_tokens=16)
-    assert budget_tokens(limits.resolve(asked), seen) == kept
+    assert budget_tokens(resolve(limits, asked), seen) == kept
 
 
 @pytest.mark.parametrize(

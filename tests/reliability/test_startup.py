@@ -21,7 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import DEFAULT_MODEL_NAME
 from h2o_vllm.policy import budget_tokens
@@ -66,7 +67,7 @@ def test_any_start_up_value_works_or_is_refused_by_its_flag(values: dict[str, An
     assert H2OConfig.from_mapping(config.to_mapping()) == config
     # Whoever asks for nothing gets something that can be computed with.
     for seen in (1, 1000, 10**6):
-        kept = budget_tokens(config.resolve_for(None, seen), seen)
+        kept = budget_tokens(resolve_for(config, None, seen), seen)
         assert 1 <= kept <= seen and math.isfinite(kept)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.models import default_model_dir
 from loadtest.common.tiny_model import make_tiny_model
 from tests.server.live_server import KEY, MODEL

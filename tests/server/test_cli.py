@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import h2o_vllm
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.server import cli
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server import engine_death, launch, serve
 from tests.server.vllm_like import Engine, build
 

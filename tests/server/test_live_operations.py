@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.metrics.table import exposed_names
 from tests.server.live_server import KEY, MODEL, LiveServer, live_server
 

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 import h2o_vllm
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server import middleware, report_interceptor
 from h2o_vllm.server.report import REPORT_KEYS
 from tests.server.conftest import engine_report

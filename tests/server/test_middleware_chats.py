@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from tests.server.chat_templates import TEMPLATES
 from tests.server.vllm_like import Engine, Rendering, build, post
 

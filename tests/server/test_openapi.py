@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from h2o_vllm.config import POLICIES, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import POLICIES
+from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from h2o_vllm.server.openapi import describe_fields, fields_of
 from tests.server.vllm_like import CompletionRequest
 

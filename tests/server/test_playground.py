@@ -13,7 +13,8 @@ import pytest
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 
-from h2o_vllm.config import MAX_TRACE_TOKENS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 from h2o_vllm.server.playground import page, with_traces
 from h2o_vllm.server.playground.pieces import pieces_of
 from tests.server.vllm_like import Engine, build, client_of

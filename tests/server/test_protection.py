@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server.protection import Protection, asked_protection, install, protecting
 from h2o_vllm.server.protocol import RefusalError
 from h2o_vllm.server.system_prefix import SystemPrefixes

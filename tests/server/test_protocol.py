@@ -1,140 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No value a client can send reaches the engine unchecked (law 8), and none is ignored."""
+"""Budget fields move to where vLLM carries them, however a body is written; none is ignored."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from h2o_vllm.config import EQUAL_HEADS_POLICIES, REPEAT_POLICIES, H2OConfig
-from h2o_vllm.errors import ConfigError
-from h2o_vllm.server.protocol import Admission, RefusalError, admit, error_body
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.server.protocol import Admission, admit
 from h2o_vllm.server.routes import Rule
-
-PATH = "/v1/completions"
-
-# JSON text, because some of these values exist on the wire only.
-BAD_VALUES: dict[str, list[str]] = {
-    "kv_budget": [
-        *("0", "-0.0", "0.0", "0.049", "1.01", "2", "-1", "-0.2", "1e400", "-1e400", "1e308"),
-        *("NaN", "Infinity", "-Infinity", "1" + "0" * 400, "-1" + "0" * 400, "1" * 4300),
-        *("true", "false", '""', '"0.2"', '"NaN"', '"half"', '"\\u0000"', '"' + "x" * 5000 + '"'),
-        *("[]", "[0.2]", "{}", '{"value": 0.2}', "[" * 200 + "]" * 200, '[{"a": [null]}]'),
-    ],
-    "kv_budget_tokens": [
-        *("0", "-1", "2147483648", "1" + "0" * 400, "1.0", "64.5", "1e3", "NaN", "Infinity"),
-        *("true", "false", '"64"', '""', "[]", "[64]", "{}", '{"a": 1}'),
-    ],
-    "kv_recent": [
-        *("-0.1", "1.1", "2", "-1", "NaN", "Infinity", "-Infinity", "1" + "0" * 400),
-        *("true", "false", '"0.5"', '""', "[]", "[0.5]", "{}"),
-    ],
-    "kv_sinks": [
-        *(
-            "-1",
-            "1025",
-            "2147483648",
-            "1" + "0" * 400,
-            "-1" + "0" * 400,
-            "4.0",
-            "0.5",
-            "NaN",
-            "Infinity",
-        ),
-        *("true", "false", '"4"', '""', "[]", "[4]", "{}", '{"a": 1}'),
-    ],
-    "kv_elastic": [
-        *("2", "-1", "0.5", "1.0", "NaN", "Infinity", "1" + "0" * 400, '"true"', '"1"', '""'),
-        *("[]", "[true]", "{}", '{"a": true}'),
-    ],
-    "kv_evict_from": [
-        *("0", "-1", "2147483648", "1" + "0" * 400, "300.0", "NaN", "-Infinity", "true", "false"),
-        *('"300"', '""', "[]", "[300]", "{}"),
-    ],
-    "kv_trace": [
-        *(
-            "2",
-            "-1",
-            "0.5",
-            "1.0",
-            "NaN",
-            "1" + "0" * 400,
-            '"true"',
-            '"1"',
-            '""',
-            "[]",
-            "[true]",
-            "{}",
-        ),
-        # The server does not let anybody ask.
-        *("1", "true"),
-    ],
-    "kv_delay": [
-        *("-1", "257", "2147483648", "1" + "0" * 400, "4.0", "0.5", "NaN", "Infinity"),
-        *("true", "false", '"4"', '""', "[]", "[4]", "{}", '{"a": 1}'),
-    ],
-    "kv_prefill_tokens": [
-        *("-1", "2147483648", "1" + "0" * 400, "512.0", "NaN", "-Infinity", "true", "false"),
-        *('"512"', '""', "[]", "[512]", "{}"),
-    ],
-    "kv_heads": [
-        *('""', '"Shared"', '"shared "', '"layer"', '"global"', '"' + "equal" * 3000 + '"'),
-        *("0", "1", "true", "false", "NaN", "[]", '["shared"]', "{}", '{"a": 1}'),
-    ],
-    "kv_policy": [
-        *('""', '"H2O"', '"h2o "', '"lru"', '"none"', '"random\\u0000"', '"' + "h2o" * 3000 + '"'),
-        *("0", "1", "1.5", "true", "false", "NaN", "[]", '["h2o"]', "{}", '{"h2o": 1}'),
-    ],
-}
-TABLE = [(field, text) for field, texts in BAD_VALUES.items() for text in texts]
-
-
-def body(**fields: Any) -> bytes:
-    return json.dumps({"model": "m", "prompt": "p", **fields}).encode()
-
-
-def passed(config: H2OConfig, request: bytes, rule: Rule = Rule.LIFT) -> Any:
-    admission = admit(request, PATH, rule, config)
-    return json.loads(admission.body)
-
-
-def refused(config: H2OConfig, request: bytes, rule: Rule = Rule.LIFT) -> RefusalError:
-    with pytest.raises(RefusalError) as caught:
-        admit(request, PATH, rule, config)
-    return caught.value
-
-
-def test_the_table_is_long_enough() -> None:
-    assert len(TABLE) > 60
-
-
-@pytest.mark.parametrize("place", ["top", "vllm_xargs"])
-@pytest.mark.parametrize(("field", "text"), TABLE, ids=[f"{f}={t[:20]}" for f, t in TABLE])
-def test_bad_value_is_refused_by_name_with_value_and_range(
-    config: H2OConfig, field: str, text: str, place: str
-) -> None:
-    fields = f'"{field}": {text}'
-    if place == "vllm_xargs":
-        fields = f'"vllm_xargs": {{{fields}}}'
-    refusal = refused(config, f'{{"prompt": "p", {fields}}}'.encode())
-    assert refusal.param == field
-    assert refusal.message.startswith(f"{field} must be ")
-    assert ", got " in refusal.message
-    assert len(refusal.message) < 300
-    error = json.loads(error_body(refusal))["error"]
-    assert error == {
-        "message": refusal.message,
-        "type": "BadRequestError",
-        "param": field,
-        "code": 400,
-    }
-
-
-def test_message_names_field_value_and_range(config: H2OConfig) -> None:
-    refusal = refused(config, body(kv_budget=7))
-    assert refusal.message == "kv_budget must be a number in [0.05, 1], got 7"
+from tests.server.admitting import PATH, body, passed, refused
 
 
 @pytest.mark.parametrize(
@@ -165,111 +41,6 @@ def test_fields_arrive_in_vllm_xargs_with_type_and_value(
     got = passed(config, request)
     assert got == {"model": "m", "prompt": "p", "vllm_xargs": fields}
     assert [type(v) for v in got["vllm_xargs"].values()] == [type(v) for v in fields.values()]
-
-
-def test_delayed_and_elastic_exclude_each_other(config: H2OConfig) -> None:
-    refusal = refused(config, body(kv_elastic=True, kv_evict_from=300))
-    assert refusal.message == "kv_evict_from must be left out when kv_elastic is true, got 300"
-    assert (refusal.param, refusal.reason) == ("kv_evict_from", "conflict")
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "snapkv-keydiff"])
-def test_what_ranks_by_the_prompts_end_cannot_be_bounded_before(
-    config: H2OConfig, policy: str
-) -> None:
-    refusal = refused(config, body(kv_prefill_tokens=512, kv_policy=policy))
-    assert refusal.param == "kv_prefill_tokens"
-    assert f"must be 0 with kv_policy {policy}, " in refusal.message
-    server = H2OConfig(kv_budget=0.2, kv_prefill_tokens=512)
-    assert refused(server, body(kv_policy=policy)).param == "kv_prefill_tokens"
-    assert passed(server, body(kv_policy=policy, kv_prefill_tokens=0))
-    with pytest.raises(ConfigError, match=rf"--kv-prefill-tokens: .* 0 with kv_policy {policy}, "):
-        H2OConfig(kv_policy=policy, kv_prefill_tokens=512)
-
-
-@pytest.mark.parametrize("policy", EQUAL_HEADS_POLICIES)
-def test_heads_share_only_what_can_be_compared(config: H2OConfig, policy: str) -> None:
-    refusal = refused(config, body(kv_heads="shared", kv_policy=policy))
-    assert (refusal.param, refusal.reason) == ("kv_heads", "value")
-    assert f"must be equal with kv_policy {policy}, which " in refusal.message
-    # A default is for those that it can be for.
-    server = H2OConfig(kv_budget=0.2, kv_heads="shared")
-    assert passed(server, body(kv_policy=policy))
-    assert server.resolve({"kv_policy": policy}).heads == "equal"
-    assert server.resolve(None).heads == "shared"
-    assert refused(server, body(kv_policy=policy, kv_heads="shared")).param == "kv_heads"
-    with pytest.raises(ConfigError, match=rf"--kv-heads: .* equal with kv_policy {policy}, "):
-        H2OConfig(kv_policy=policy, kv_heads="shared")
-
-
-def test_heads_cannot_share_in_every_engine() -> None:
-    engine = H2OConfig(kv_heads_equal_because="heads share on CPUs only")
-    refusal = refused(engine, body(kv_heads="shared"))
-    assert refusal.message == (
-        "kv_heads must be equal on this server (heads share on CPUs only), got 'shared'"
-    )
-    assert passed(engine, body(kv_heads="equal"))
-
-
-def test_a_trace_is_of_equal_heads() -> None:
-    server = H2OConfig(kv_trace=True, kv_heads="shared")
-    refusal = refused(server, body(kv_trace=True))
-    assert refusal.param == "kv_trace" and "where kv_heads is shared" in refusal.message
-    assert passed(server, body(kv_trace=True, kv_heads="equal"))
-    assert passed(server, body(kv_trace=True, kv_policy="window"))
-
-
-def test_heads_share_where_prompts_are_repeated_unless_somebody_says_otherwise() -> None:
-    server = H2OConfig(kv_trace=True)
-    for policy in REPEAT_POLICIES:
-        assert server.resolve({"kv_policy": policy}).heads == "shared"
-        assert server.resolve({"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
-        assert server.resolve({"kv_policy": policy, "kv_trace": True}).heads == "equal"
-        assert H2OConfig(kv_heads="equal").resolve({"kv_policy": policy}).heads == "equal"
-        alike = H2OConfig(kv_heads_equal_because="of the test")
-        assert alike.resolve({"kv_policy": policy}).heads == "equal"
-    assert server.resolve({}).heads == "equal"
-
-
-def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(
-    config: H2OConfig,
-) -> None:
-    message = refused(config, body(kv_trace=True)).message
-    assert message == (
-        "kv_trace must be false on this server (it was started without --kv-trace and --kv-playground), "
-        "got True"
-    )
-    assert passed(config, body(kv_trace=False))["vllm_xargs"] == {"kv_trace": False}
-    assert passed(H2OConfig(kv_trace=True), body(kv_trace=True))["vllm_xargs"] == {"kv_trace": True}
-
-
-@pytest.mark.parametrize("fields", [{"kv_elastic": True}, {"kv_evict_from": 300}])
-def test_who_bounds_budgets_bounds_what_is_whole_for_a_while(fields: dict[str, Any]) -> None:
-    bounded = H2OConfig(kv_budget=0.5, kv_budget_max=0.5)
-    refusal = refused(bounded, body(**fields))
-    assert (
-        refusal.param in fields and "on this server (its kv_budget_max is 0.5)" in refusal.message
-    )
-    assert passed(bounded, body(kv_elastic=False))["vllm_xargs"] == {"kv_elastic": False}
-    # An operator who wants it elastic has chosen; holding on without ever yielding stays out.
-    elastic = H2OConfig(kv_budget=0.5, kv_budget_max=0.5, kv_elastic=True)
-    if "kv_elastic" in fields:
-        assert passed(elastic, body(**fields))["vllm_xargs"] == fields
-    else:
-        assert refused(elastic, body(**fields)).param == "kv_evict_from"
-
-
-def test_what_an_elastic_server_makes_of_requests() -> None:
-    config = H2OConfig(kv_budget=0.2, kv_elastic=True)
-
-    def begin(**asked: Any) -> tuple[bool, int]:
-        budget = config.resolve(asked)
-        return budget.elastic, budget.evict_from
-
-    assert begin() == begin(kv_elastic=1) == (True, 0)
-    assert begin(kv_elastic=False) == begin(kv_elastic=0) == (False, 0)
-    # Naming the point is enough: nobody has to say that such a request does not yield.
-    assert begin(kv_evict_from=300) == begin(kv_evict_from=300, kv_elastic=False) == (False, 300)
 
 
 def test_other_xargs_and_the_rest_of_the_body_survive_a_lift(config: H2OConfig) -> None:
@@ -317,12 +88,6 @@ def test_body_that_pythons_parser_gives_up_on_is_refused(
     if b"kv_" not in request_body:
         # Where we take no fields, vLLM has its own answer.
         assert admit(request_body, PATH, Rule.REFUSE, config).body == request_body
-
-
-@pytest.mark.parametrize("field", list(BAD_VALUES))
-def test_null_means_not_given(config: H2OConfig, field: str) -> None:
-    assert passed(config, body(**{field: None}))["vllm_xargs"] is None
-    assert passed(config, body(vllm_xargs={field: None, "mine": 1}))["vllm_xargs"] == {"mine": 1}
 
 
 def test_null_beside_a_value_is_no_conflict(config: H2OConfig) -> None:
@@ -441,11 +206,3 @@ def test_route_that_refuses_fields_passes_everything_else(
 ) -> None:
     admission = admit(request_body, PATH, Rule.REFUSE, config)
     assert admission == Admission(request_body, reported=False)
-
-
-def test_operator_limits_rule_over_the_full_policy() -> None:
-    capped = H2OConfig(kv_budget=0.5, kv_budget_max=0.5)
-    assert refused(capped, body(kv_policy="full")).param == "kv_policy"
-    assert refused(capped, body(kv_budget=0.6)).message.startswith(
-        "kv_budget must be a number in [0.01, 0.5]"
-    )

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from h2o_vllm.blocks.report import budget_values, report_from_values
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.resolve import resolve
 from h2o_vllm.server import report as report_module
 from h2o_vllm.server.report import REPORT_KEYS, Reports, kv_cache
 from tests.server.conftest import engine_report
@@ -95,7 +96,7 @@ def test_only_the_last_values_of_a_sequence_become_a_report(
         return report_from_values(values)
 
     monkeypatch.setattr(report_module, "report_from_values", counting)
-    budget = budget_values(H2OConfig().resolve({"kv_budget": 0.2, "kv_sinks": 4}), 16)
+    budget = budget_values(resolve(H2OConfig(), {"kv_budget": 0.2, "kv_sinks": 4}), 16)
     reports = Reports()
     call = reports.open_call()
     for seen in range(1000, 1100):

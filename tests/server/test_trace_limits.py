@@ -12,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server import trace_limits
 from h2o_vllm.server.protocol import RefusalError, error_body
 from h2o_vllm.server.trace_limits import FIELD, MAX_TRACES, TraceSlots, install

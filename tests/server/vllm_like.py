@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.exceptions import VLLMValidationError
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server.middleware import KVCacheMiddleware
 from tests.server.chat_templates import TEMPLATES, Template, tokens
 from tests.server.conftest import engine_report

@@ -13,7 +13,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.config.keys import CONFIG_KEY
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.cuda.compat import FullGraphsManager
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from h2o_vllm.config import H2OConfig
+from h2o_vllm.config.options import H2OConfig
 
 __all__ = ["PATH", "attach", "is_page", "with_traces"]
 

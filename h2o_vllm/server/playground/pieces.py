@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import HTTPException, Request
 from pydantic import BaseModel, Field
 
-from h2o_vllm.config import MAX_TRACE_TOKENS
+from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 
 __all__ = ["attach", "pieces_of"]
 

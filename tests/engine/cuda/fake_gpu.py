@@ -29,7 +29,8 @@ from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
-from h2o_vllm.config import CONFIG_KEY, H2OConfig
+from h2o_vllm.config.keys import CONFIG_KEY
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.cuda import backends
 from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.slots import PolicySlots

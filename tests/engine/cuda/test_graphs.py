@@ -12,7 +12,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from h2o_vllm.config import CONFIG_KEY
+from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.engine.cuda.compat import runner_stage_holes
 from h2o_vllm.engine.cuda.graphs import (
     H2OModelRunner,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.config import POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
 from h2o_vllm.engine.cuda.rescoring import _HOW
 from h2o_vllm.policy import get_policy
 from loadtest.quality.reference_policies import PolicyModel

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from h2o_vllm.blocks.plan import EvictionParams
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of, variants_for
 from h2o_vllm.engine.rows import StepRows

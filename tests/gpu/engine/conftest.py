@@ -118,6 +118,7 @@ def engine(random_llama: str) -> Iterator[Engine]:
 
         options = {**ENGINE, **MODES["default"], "skip_tokenizer_init": True}
         llm = LLM(random_llama, **options, **engine_args(kv_min_tokens=FLOOR, **PUBLISHED))
+        # A started engine freezes vLLM's view of the environment, for the tests beside it as well.
+        envs.disable_envs_cache()
         yield Engine(llm)
         llm.llm_engine.engine_core.shutdown()
-    envs.disable_envs_cache()

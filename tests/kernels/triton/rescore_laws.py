@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.config import POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.eviction_scores import candidate_blocks, eviction_scores
 from h2o_vllm.kernels import reference

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config import REPORT_KEY
+from h2o_vllm.config.keys import REPORT_KEY
 from loadtest.engine.elastic import Measurement, planned
 from loadtest.engine.elastic_report import lost, markdown, plot_elastic
 from loadtest.engine.elastic_run import evicted_at

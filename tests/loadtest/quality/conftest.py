@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.families.random_models import one_thread, save_random_model
+from loadtest.quality.ladder.model import LadderModel
+from tests.families.random_models import VOCABULARY, one_thread, save_random_model
 
 
 @pytest.fixture
@@ -23,3 +25,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     where: Path = tmp_path_factory.mktemp("llama")
     save_random_model("llama-gqa4", str(where))
     return str(where)
+
+
+@pytest.fixture(scope="module")
+def model(directory: str) -> LadderModel:
+    """What the ladder reads with."""
+    return LadderModel(directory, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    """A prompt for it."""
+    source = torch.Generator().manual_seed(0)
+    drawn: list[int] = torch.randint(3, VOCABULARY, (150,), generator=source).tolist()
+    return drawn

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from h2o_vllm.config import POLICIES
+from h2o_vllm.config.policies import POLICIES
 from loadtest.common.results import append_rows
 from loadtest.quality.generation import GenerationOutput, Model, Tag, Task
 from loadtest.quality.lines import parse_line, points

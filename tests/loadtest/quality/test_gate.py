@@ -27,11 +27,6 @@ def test_regression_finds_the_weights() -> None:
     torch.testing.assert_close(found, wanted.float(), rtol=0.02, atol=0.06)
 
 
-@pytest.fixture(scope="module")
-def model(directory: str) -> LadderModel:
-    return LadderModel(directory, torch.float32)
-
-
 def tokens_of(seed: int) -> list[int]:
     source = torch.Generator().manual_seed(seed)
     # Words that come again: what was attended to is worth something.

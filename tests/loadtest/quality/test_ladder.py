@@ -18,7 +18,6 @@ from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.reading import Prompt, Reading, read_prompt, repeat_prompt
 from loadtest.quality.ladder.scores import scores_of
 from loadtest.quality.reference_policies import PolicyModel, load
-from tests.families.random_models import VOCABULARY
 
 OURS = (
     *("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff"),
@@ -32,17 +31,6 @@ def rung_of(policy: str) -> Rung:
 
 
 pytestmark = pytest.mark.usefixtures("single_thread")
-
-
-@pytest.fixture(scope="module")
-def model(directory: str) -> LadderModel:
-    return LadderModel(directory, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def tokens() -> list[int]:
-    source = torch.Generator().manual_seed(0)
-    return torch.randint(3, VOCABULARY, (150,), generator=source).tolist()
 
 
 @pytest.fixture(scope="module")

@@ -14,22 +14,10 @@ from loadtest.quality.ladder.likelihood import force
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.reading import Prompt, Reading, read_prompt
 from loadtest.quality.ladder.scores import scores_of
-from tests.families.random_models import VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 OPENING = [5, 6]
-
-
-@pytest.fixture(scope="module")
-def model(directory: str) -> LadderModel:
-    return LadderModel(directory, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def tokens() -> list[int]:
-    source = torch.Generator().manual_seed(0)
-    return torch.randint(3, VOCABULARY, (150,), generator=source).tolist()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_vllm.config import POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
 from loadtest.quality.generation import GenerationRequest
 from loadtest.quality.lines import FULL, Line, Point, default_lines, parse_line, points
 from loadtest.quality.measures import MEASURES, Sample

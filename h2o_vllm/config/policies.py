@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of the policies, and what other options must know of them. Every process; imports nothing.
+
+The policies themselves are in :mod:`h2o_vllm.policy`, which needs torch.
+"""
+
+__all__ = [
+    "BEST_RANK_POLICIES",
+    "EQUAL_HEADS_POLICIES",
+    "POLICIES",
+    "PROMPT_END_POLICIES",
+    "REPEAT_POLICIES",
+]
+
+POLICIES = (
+    "h2o",
+    "h2o-norm",
+    "caote",
+    "snapkv",
+    "tova",
+    "keydiff",
+    "caote-keydiff",
+    "snapkv-keydiff",
+    "caote-snapkv-keydiff",
+    "repeat",
+    "repeat-keydiff",
+    "window",
+    "random",
+    "full",
+)
+"""Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
+
+BEST_RANK_POLICIES = ("caote-keydiff", "snapkv-keydiff", "caote-snapkv-keydiff", "repeat-keydiff")
+"""Rank in several ways, and keep what is best in any."""
+
+REPEAT_POLICIES = ("repeat", "repeat-keydiff")
+"""Have the model repeat the prompt, and rank by what that attends to; see :mod:`h2o_vllm.policy.repeat`."""
+
+PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES)
+"""Have nothing to rank by before the prompt's end."""
+
+EQUAL_HEADS_POLICIES = {
+    "keydiff": "which measures how like the other keys of its head a key is: no measure of what a head needs",
+    "window": "which drops whole blocks",
+    "full": "which drops nothing",
+}
+"""Policies with which heads cannot share, and why."""

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request asks for, checked, and completed by the server's settings. Imports its siblings.
+
+Runs in the API server, to refuse early, with a 400, and in the engine core, which the offline API reaches
+without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.request_fields import (
+    MAX_DELAY,
+    MAX_SINKS,
+    REQUEST_FIELDS,
+    check_heads,
+    check_prefill,
+    check_protect,
+)
+from h2o_vllm.errors import BudgetError
+
+__all__ = ["resolve", "resolve_for"]
+
+
+def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget:
+    """Turn what a request asked for into its budget, filling in the defaults.
+
+    ``protect`` may still be a word, see :func:`resolve_for`.
+
+    Args:
+        asked: a mapping that may hold any of :data:`~h2o_vllm.config.request_fields.REQUEST_FIELDS`; other
+            keys are ignored.
+
+    Raises:
+        BudgetError: a field has the wrong type, is out of range, or contradicts another.
+    """
+    given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
+    policy = check_choice("kv_policy", given.get("kv_policy", config.kv_policy), config.policies)
+    recent = given.get("kv_recent", config.recent_of(policy))
+    fraction, tokens = _budget(config, given, policy)
+    elastic, evict_from = _begin(config, given)
+    heads = _heads(config, given, policy)
+    return RequestBudget(
+        fraction=fraction,
+        tokens=tokens,
+        min_fraction=config.kv_budget_min,
+        max_fraction=config.kv_budget_max,
+        floor=config.kv_min_tokens,
+        recent=check_fraction("kv_recent", recent, 0.0, 1.0),
+        policy=policy,
+        sinks=check_integer("kv_sinks", given.get("kv_sinks", config.kv_sinks), 0, MAX_SINKS),
+        protect=check_protect(given.get("kv_protect", config.kv_protect), _most_protected(config)),
+        delay=check_integer("kv_delay", given.get("kv_delay", config.kv_delay), 0, MAX_DELAY),
+        elastic=elastic,
+        evict_from=evict_from,
+        prefill=check_prefill(given.get("kv_prefill_tokens", config.kv_prefill_tokens), policy),
+        trace=_trace(config, given, heads),
+        heads=heads,
+    )
+
+
+def resolve_for(
+    config: H2OConfig, asked: Mapping[str, Any] | None, prompt_tokens: int
+) -> RequestBudget:
+    """As :func:`resolve`, where the prompt is known and its roles are not: ``protect`` is a number.
+
+    Never more than the prompt has. The default ``"system"`` protects nothing here: a server names a
+    number for every prompt that has such a part.
+
+    Raises:
+        BudgetError: as above; ``"system"`` is asked for; or ``"prompt"``, and it is too long.
+    """
+    budget = resolve(config, asked)
+    named = asked is not None and asked.get("kv_protect") is not None
+    protect, limit = budget.protect, _most_protected(config)
+    if protect == "prompt":
+        if named and prompt_tokens > limit:
+            accepted = f"at most {limit} tokens here (the prompt has {prompt_tokens})"
+            raise BudgetError("kv_protect", protect, accepted)
+        protect = limit
+    elif protect == "system":
+        if named:
+            accepted = "a number or 'prompt' here: only a chat on a server has a system part"
+            raise BudgetError("kv_protect", protect, accepted)
+        protect = 0
+    return replace(budget, protect=min(int(protect), prompt_tokens))
+
+
+def _budget(config: H2OConfig, given: Mapping[str, Any], policy: str) -> tuple[float, int | None]:
+    """``fraction`` and ``tokens`` of a :class:`RequestBudget`."""
+    if "kv_budget" in given and "kv_budget_tokens" in given:
+        accepted = "left out when kv_budget_tokens is given"
+        raise BudgetError("kv_budget", given["kv_budget"], accepted)
+    fraction, tokens = config.kv_budget, config.kv_budget_tokens
+    if "kv_budget" in given:
+        low, high = config.kv_budget_min, config.kv_budget_max
+        fraction, tokens = check_fraction("kv_budget", given["kv_budget"], low, high), None
+    elif "kv_budget_tokens" in given:
+        tokens = check_integer("kv_budget_tokens", given["kv_budget_tokens"])
+    if policy != "full":
+        return fraction, tokens
+    if config.kv_budget_max < 1.0:
+        others = ", ".join(config.policies[:-1])
+        accepted = f"one of {others} {_bounded_server(config)}"
+        raise BudgetError("kv_policy", policy, accepted)
+    return 1.0, None
+
+
+def _begin(config: H2OConfig, given: Mapping[str, Any]) -> tuple[bool, int]:
+    """When evictions begin: ``elastic`` and ``evict_from`` of a :class:`RequestBudget`.
+
+    Who bounds budgets does not expect requests to keep everything for a while, but by choice.
+    """
+    elastic = check_flag("kv_elastic", given.get("kv_elastic", config.kv_elastic))
+    bounded = config.kv_budget_max < 1.0
+    if elastic and bounded and not config.kv_elastic:
+        raise BudgetError("kv_elastic", True, f"false {_bounded_server(config)}")
+    if "kv_evict_from" not in given:
+        return elastic, 0
+    asked = given["kv_evict_from"]
+    evict_from = check_integer("kv_evict_from", asked)
+    if elastic and "kv_elastic" in given:
+        raise BudgetError("kv_evict_from", asked, "left out when kv_elastic is true")
+    if bounded:
+        raise BudgetError("kv_evict_from", asked, f"left out {_bounded_server(config)}")
+    return False, evict_from
+
+
+def _bounded_server(config: H2OConfig) -> str:
+    return f"on this server (its kv_budget_max is {config.kv_budget_max})"
+
+
+def _heads(config: H2OConfig, given: Mapping[str, Any], policy: str) -> str:
+    if "kv_heads" in given:
+        return check_heads(given["kv_heads"], policy, config.kv_heads_equal_because)
+    # A trace wants heads that lose as many tokens, and nobody has asked for others.
+    alike = config.kv_heads is None and bool(given.get("kv_trace"))
+    return "equal" if alike else config.heads_of(policy)
+
+
+def _trace(config: H2OConfig, given: Mapping[str, Any], heads: str) -> bool:
+    trace = check_flag("kv_trace", given.get("kv_trace", False))
+    if trace and not config.kv_trace:
+        accepted = "false on this server (it was started without --kv-trace and --kv-playground)"
+        raise BudgetError("kv_trace", True, accepted)
+    if trace and heads == "shared":
+        accepted = "false where kv_heads is shared (heads that lose different numbers of tokens)"
+        raise BudgetError("kv_trace", True, accepted)
+    return trace
+
+
+def _most_protected(config: H2OConfig) -> int:
+    limit = config.protect_limit
+    return MAX_TOKENS if limit is None else limit

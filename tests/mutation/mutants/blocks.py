@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in what decides by counts: config, policy, blocks."""
+
+from tests.mutation.mutant import BLOCKS, TOKENS, Mutant
+
+__all__ = ["MUTANTS"]
+
+
+MUTANTS = (
+    Mutant(
+        "config-no-upper-limit",
+        "if not low <= value <= high or (low_open and value <= low):",
+        "if not low <= value or (low_open and value <= low):",
+        ("tests/server/test_field_values.py",),
+    ),
+    Mutant(
+        "config-full-past-the-operators-limit",
+        "if config.kv_budget_max < 1.0:",
+        "if config.kv_budget_max < 0.0:",
+        ("tests/reliability/test_security.py", "tests/server/test_field_rules.py"),
+    ),
+    Mutant(
+        "policy-no-floor",
+        "return min(rest, max(wanted, budget.floor))",
+        "return min(rest, wanted)",
+        ("tests/policy/test_budget.py",),
+    ),
+    Mutant(
+        "policy-recent-begins-late",
+        "(start + block_size // 2) // block_size",
+        "(start + block_size - 1) // block_size",
+        ("tests/policy/test_budget.py",),
+    ),
+    Mutant(
+        "policy-window-loses-its-sinks",
+        "stay = max(1, protected)",
+        "stay = 0",
+        ("tests/policy/test_policies.py",),
+    ),
+    Mutant(
+        "policy-random-is-alike-in-all-heads",
+        "+ heads[None, :, None])",
+        "+ 0 * heads[None, :, None])",
+        ("tests/policy/test_policies.py",),
+    ),
+    Mutant(
+        "blocks-holes-survive-a-preemption",
+        "self.holes = 0\n        self._evicted_at = None",
+        "self._evicted_at = None",
+        BLOCKS,
+    ),
+    Mutant(
+        "blocks-a-wrong-hole",
+        "holes=indices.doomed,",
+        "holes=tuple(index + 1 for index in indices.doomed),",
+        (*BLOCKS, *TOKENS),
+    ),
+    Mutant(
+        "blocks-report-off-by-one",
+        "seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)",
+        "seen = min(self.counts.num_computed_tokens, self.counts.num_tokens)",
+        ("tests/blocks/test_eviction_state.py", *BLOCKS),
+    ),
+)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in vLLM's adaptors, CPU and GPU, and in traces."""
+
+from tests.mutation.mutant import CUDA, TOKENS, Mutant
+
+__all__ = ["MUTANTS"]
+
+LANES = ("tests/engine/test_lanes.py",)
+
+MUTANTS = (
+    Mutant(
+        "engine-scores-are-never-split",
+        "state.finish_step()",
+        "pass",
+        ("tests/engine/test_policies.py", *CUDA),
+    ),
+    Mutant(
+        "engine-late-begins-a-query-early",
+        "self.prompt_tokens - _LATE_QUERIES[self.codes]",
+        "self.prompt_tokens - 1 - _LATE_QUERIES[self.codes]",
+        CUDA,
+    ),
+    Mutant(
+        "engine-a-preempted-request-keeps-its-lanes",
+        "state.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)",
+        "pass",
+        LANES,
+    ),
+    Mutant(
+        "engine-unscored-rows-that-share-go-to-vllms-kernel",
+        "unreadable[list(shared.heavy_blocks)] = True",
+        "pass",
+        LANES,
+    ),
+    Mutant(
+        "engine-shared-blocks-stay-behind-the-pinned-ones",
+        "_move_to_front(compacted[row], heavy)",
+        "pass",
+        LANES,
+    ),
+    Mutant(
+        "engine-a-seed-draws-in-the-midst-of-its-prompt",
+        "if discarded[row]}",
+        "if False}",
+        TOKENS,
+    ),
+    Mutant(
+        "engine-old-scores-stay",
+        "self.start_scores(policy, positions, slot_mapping, tokens)",
+        "pass",
+        ("tests/engine/test_law04_fidelity.py", *TOKENS),
+    ),
+    Mutant(
+        "engine-policies-do-not-adjust-scores",
+        "if adjusted:\n",
+        "if False:\n",
+        (*TOKENS, "tests/engine/test_policies.py", *CUDA),
+    ),
+    Mutant(
+        "engine-cuda-prompts-are-scored-from-their-start",
+        "rows.scored_queries[prompts]",
+        "rows.query_lens[prompts]",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-a-prompt-beside-unscored-rows-is-not-scored",
+        "if Variant.HOLES in captured and not rows.scored_queries.any():",
+        "if Variant.HOLES in captured and not rows.decodes.any():",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-the-graph-of-unscored-rows-scores",
+        "decodes = variant is not Variant.HOLES",
+        "decodes = True",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-flags-of-the-last-step",
+        "if self._flags_sent is None or not np.array_equal(flags, self._flags_sent):",
+        "if self._flags_sent is None:",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-dummies-replay-the-last-graph",
+        "state.step_variant.current = variant or Variant.STOCK",
+        "pass",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-grids-of-what-was-seen",
+        "self.policies.holes(common.req_idx) * self.block_size",
+        "self.policies.holes(common.req_idx) * 0",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-holes-of-the-last-request",
+        "self._holes[slot] = 0",
+        "pass",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-compaction-is-not-checked-for-waiting",
+        "@sync_checked\n    def",
+        "def",
+        CUDA,
+    ),
+    Mutant(
+        "trace-ranks-by-other-tokens-scores",
+        "scores[:, heavy + doomed]",
+        "scores[:, doomed + heavy]",
+        ("tests/engine/test_trace.py",),
+    ),
+    Mutant(
+        "trace-a-preemption-goes-on-where-it-was",
+        "first = ranked.begins in (None, eviction.fresh_from)",
+        "first = ranked.begins is None",
+        ("tests/engine/test_trace.py",),
+    ),
+    Mutant(
+        "trace-joins-a-head-as-often-as-ranks-hold-it",
+        "parts[:: self.ranks // self.distinct_ranks]",
+        "parts[: self.distinct_ranks]",
+        ("tests/engine/test_trace.py",),
+    ),
+)

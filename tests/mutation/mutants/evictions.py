@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in when evictions come: of bounded prompts, of elastic requests."""
+
+from tests.mutation.mutant import ELASTIC, Mutant
+
+__all__ = ["MUTANTS"]
+
+PREFILL = ("tests/blocks/test_schedule.py", "tests/engine/test_prefill.py")
+
+MUTANTS = (
+    Mutant(
+        "law03-a-prompt-gives-back-a-step-late",
+        "due = self.first + steps * self.step",
+        "due = self.first + (steps + 1) * self.step",
+        PREFILL,
+    ),
+    Mutant(
+        "law05-chunks-pass-the-points-of-a-prompt",
+        "return inside if inside <= limit else None",
+        "return None",
+        PREFILL,
+    ),
+    Mutant(
+        "blocks-admission-counts-the-prompt",
+        "held = max(state.peak_tokens(num_tokens), promised)",
+        "held = num_tokens",
+        PREFILL[1:],
+    ),
+    Mutant(
+        "blocks-admission-forgets-what-is-promised",
+        "asked += self._promised_blocks(request_id)",
+        "asked += 0",
+        PREFILL[1:],
+    ),
+    Mutant(
+        "law05-a-victim-is-squeezed-twice",
+        "if not (self.squeezable and self.repeated) or computed < earliest:",
+        "if not (self.evicts and self.repeated) or computed < earliest:",
+        ELASTIC,
+    ),
+    Mutant(
+        "law05-a-squeeze-is-forgotten-with-a-preemption",
+        "self._evict_from = self._next_due = computed",
+        "self._next_due = computed",
+        ELASTIC,
+    ),
+    Mutant(
+        "law05-known-tokens-are-computed-after-a-squeeze",
+        "earliest = max(self.schedule.earliest, self.counts.num_tokens - 1)",
+        "earliest = self.schedule.earliest",
+        ELASTIC,
+    ),
+    Mutant(
+        "law05-no-hole-in-a-row-that-is-not-in-the-batch",
+        "state.block_ids[group][index] = 0",
+        "del index",
+        ("tests/engine/test_elastic_tokens.py",),
+    ),
+    Mutant(
+        "law06-a-shared-heavy-block-is-written",
+        "if any(block.ref_cnt > 1 for block in behind):",
+        "if False:",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "law06-a-prompt-loses-the-hit-it-came-for",
+        "return wanted.isdisjoint(block.block_id for block in lost)",
+        "return True",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "law07-the-block-behind-a-squeeze-stays-published",
+        "return state.counts.num_computed_tokens // self.block_size",
+        "return state.counts.num_computed_tokens // self.block_size + 1",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "law04-anybodys-scores-count-as-first-tokens",
+        "if not policy.needs_scores:\n        # Blocks",
+        "if False:\n        # Blocks",
+        ("tests/engine/test_elastic_tokens.py",),
+    ),
+    Mutant(
+        "blocks-squeezed-in-vain",
+        "if gained < missing:\n        return []",
+        "if not gained:\n        return []",
+        ELASTIC,
+    ),
+    Mutant(
+        "blocks-prompts-squeeze-where-they-should-queue",
+        "if admitting and not self._rules.to_admit:",
+        "if False:",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "blocks-the-watermark-is-forgotten",
+        "needed += self._rules.watermark_blocks",
+        "pass",
+        ELASTIC[1:],
+    ),
+)

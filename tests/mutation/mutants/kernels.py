@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in what computes: C++ and Triton."""
+
+from tests.mutation.mutant import CUDA, Mutant
+
+__all__ = ["MUTANTS"]
+
+CPU = ("tests/kernels/cpu/test_attend.py",)
+SOFTMAX = ("tests/kernels/cpu/test_softmax.py",)
+EVICT = ("tests/kernels/cpu/test_evict.py",)
+SHARE = ("tests/kernels/cpu/test_lanes.py",)
+TRITON = ("tests/kernels/test_triton.py",)
+
+MUTANTS = (
+    Mutant(
+        "kernels-cpu-counts-a-sink-once-for-each-split",
+        "total += sink(task, m, best);",
+        "total += task.splits * sink(task, m, best);",
+        SOFTMAX,
+    ),
+    Mutant(
+        "kernels-cpu-caps-whole-vectors-only",
+        "if (capped) cap(row, n);",
+        "if (capped) cap(row, whole);",
+        SOFTMAX,
+    ),
+    Mutant(
+        "kernels-cpu-ranks-by-the-first-head",
+        "* heads + head) * block + c % block",
+        "* heads + 0) * block + c % block",
+        EVICT,
+    ),
+    Mutant("kernels-cpu-ties-go-to-the-last", "<< 32 | ~candidate", "<< 32 | candidate", EVICT),
+    Mutant(
+        "kernels-cpu-only-the-last-rows-are-summed",
+        "MOST ? vmax(load(sums + i), column) : load(sums + i) + column);",
+        "MOST ? vmax(load(sums + i), column) : column);",
+        CPU,
+    ),
+    Mutant(
+        "kernels-cpu-splits-are-weighed-wrongly",
+        "std::exp2(stat(s)[m] - best) * stat(s)[g + m];",
+        "std::exp2(stat(s)[m] - best);",
+        CPU,
+    ),
+    Mutant(
+        "kernels-cpu-one-row-too-many-is-scored",
+        "const bool scored = r < call.scored;",
+        "const bool scored = r <= call.scored;",
+        CPU,
+    ),
+    Mutant(
+        "kernels-cpu-earlier-runs-keep-their-maximum",
+        "before = sum[m] * factor;",
+        "before = sum[m];",
+        CPU,
+    ),
+    Mutant(
+        "kernels-triton-old-sums-are-not-rescaled",
+        "total = total * shrink + tl.sum(prob, 1)",
+        "total = total + tl.sum(prob, 1)",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-no-query-sees-itself",
+        "position[None, :] <= (context + at + ahead)[:, None]",
+        "position[None, :] < (context + at + ahead)[:, None]",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-the-last-segment-of-a-prompt-is-forgotten",
+        "mask=due > at + ahead,",
+        "mask=due > at + ahead + 1,",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-segments-begin-with-the-chunk",
+        "at = (at // length + 1) * length",
+        "at += length",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-half-of-the-cut-rows-are-not-finished",
+        "return tl.where(tl.load(pieces) < 0, 0, tl.load(pieces + 7))",
+        "return tl.where(tl.load(pieces) < 0, 0, tl.load(pieces + 7) // 2)",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-negative-scores-rank-first",
+        "tl.where(bits < 0, ~bits, bits | -0x80000000)",
+        "bits | -0x80000000",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-holes-count-as-tokens",
+        "live = length - holes * BS",
+        "live = length",
+        (*TRITON, *CUDA),
+    ),
+    Mutant(
+        "kernels-triton-protected-tokens-are-cleared",
+        "tl.where(protected, old, 0.0)",
+        "tl.zeros_like(old)",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-late-scores-are-called-early",
+        "tl.where(protected, 0.0, old - late)",
+        "tl.where(protected, 0.0, late)",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-cpu-keys-of-any-length-count",
+        "sum += load(k + d * block + t) * load(out + b * block + t)",
+        "sum += load(k + d * block + t)",
+        ("tests/kernels/cpu/test_rank.py",),
+    ),
+    Mutant(
+        "kernels-triton-equal-keys-have-one-rank",
+        "(others > numbers) | ((others == numbers) & earlier)",
+        "others > numbers",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-scores-of-others-protect",
+        "stays = ((fresh < 0) & infinite) | ((fresh >= 0) & (fresh < protected))",
+        "stays = infinite | ((fresh >= 0) & (fresh < protected))",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-cpu-protected-tokens-have-no-lanes-first",
+        "std::pair(std::max(0, head.stay - head.lanes * block)",
+        "std::pair(std::max(0, 0 * head.stay)",
+        SHARE,
+    ),
+    Mutant(
+        "kernels-cpu-lanes-are-written-before-all-is-read",
+        "scores[m] = layer.scores[moves[m].from];",
+        "scores[m] = layer.scores[moves[m].from]; layer.scores[moves[m].to] = scores[m];",
+        SHARE,
+    ),
+    Mutant(
+        "kernels-cpu-heads-that-share-are-all-as-long-as-their-mean",
+        "return call.lens[row] + (all.count - all.heavy) * call.block;",
+        "return call.lens[row];",
+        SHARE,
+    ),
+)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs that break a law, in the laws' order."""
+
+from tests.mutation.mutant import BLOCKS, ELASTIC, TOKENS, Mutant
+
+__all__ = ["MUTANTS"]
+
+PROTECT = ("tests/blocks/test_eviction_state.py", "tests/engine/test_protect.py")
+FULL = ("tests/engine/test_full_kernel.py",)
+
+MUTANTS = (
+    Mutant("law01-lossy-by-default", "kv_budget: float = 1.0", "kv_budget: float = 0.5", TOKENS),
+    Mutant(
+        "law01-our-kernel-serves-nobody-who-has-no-budget",
+        "if not self.in_step or not (self.policies or self.full_kernel):",
+        "if not self.in_step or not self.policies:",
+        FULL,
+    ),
+    Mutant(
+        "law01-our-kernel-skips-chunks-without-scores",
+        "_scored_first(ours & (lens > 1), whole, rows.most)",
+        "_scored_first(whole & (lens > 1), whole, rows.most)",
+        FULL,
+    ),
+    Mutant(
+        "law04-a-soft-cap-is-forgotten",
+        "softmax = (self.logits_soft_cap, sinks)",
+        "softmax = (0.0, sinks)",
+        ("tests/families/test_law04_models.py",),
+    ),
+    Mutant(
+        "law05-rows-without-scores-change-the-scores-of-others",
+        "split.decode_scored,\n            *softmax",
+        "None,\n            *softmax",
+        FULL,
+    ),
+    Mutant(
+        "law02-a-free-is-skipped",
+        "self.block_pool.free_blocks(reversed(doomed))",
+        "self.block_pool.free_blocks(reversed(doomed[1:]))",
+        BLOCKS,
+    ),
+    Mutant(
+        "law03-two-blocks-late",
+        "seen = state.counts.num_computed_tokens\n",
+        "seen = max(0, state.counts.num_computed_tokens - 2 * self.block_size)\n",
+        BLOCKS,
+    ),
+    Mutant(
+        "law04-a-recent-block-is-ranked",
+        "until = self.schedule.recent_from(computed)",
+        "until = self.schedule.recent_from(computed) + 1",
+        ("tests/engine/test_law04_fidelity.py",),
+    ),
+    Mutant(
+        "law05-a-replay-skips-evictions",
+        "return (until if due is None else due) - computed",
+        "return until - computed",
+        BLOCKS,
+    ),
+    Mutant("law05-the-rest-gets-no-output", "output[index] = attended", "del index", TOKENS),
+    Mutant(
+        "law06-hits-pass-the-pin",
+        "return min(known, tokens)",
+        "return min(known, tokens + self.block_size)",
+        PROTECT,
+    ),
+    Mutant(
+        "law06-blocks-are-published-before-they-are-ranked",
+        "self._next_index = self._untouched = self.pinned",
+        "self._next_index = self.pinned\n        self._untouched = self.pinned + self.schedule.freed("
+        "self.prompt_tokens, self.prompt_tokens)",
+        PROTECT,
+    ),
+    Mutant(
+        "law03-the-pin-is-a-block-short",
+        "protect = math.ceil(int(budget.protect) / block_size)",
+        "protect = int(budget.protect) // block_size",
+        PROTECT,
+    ),
+    Mutant(
+        "law07-one-block-too-many-is-published",
+        "self._untouched = self.pinned + num_doomed",
+        "self._untouched = self.pinned + num_doomed + 1",
+        PROTECT,
+    ),
+    Mutant(
+        "law08-a-bad-value-raises",
+        "self._rejected[request.request_id] = str(error)\n            return self._full",
+        "raise",
+        BLOCKS,
+    ),
+    Mutant(
+        "law09-somebody-elses-builder-will-do",
+        "if len(found) != 1 or not isinstance(found[0][0], ours):",
+        "if len(found) != 1:",
+        ("tests/engine/test_law09_startup.py",),
+    ),
+    Mutant(
+        "law10-the-plugin-takes-the-backend",
+        "    register_spec()\n    if START_RECORD",
+        "    register_spec()\n"
+        "    from h2o_vllm.engine.cpu.attention import register_backend\n\n    register_backend()\n"
+        "    if START_RECORD",
+        ("tests/engine/test_law10_inert.py",),
+    ),
+    Mutant(
+        "law11-every-rank-takes-itself-for-the-first",
+        "return int(get_tensor_model_parallel_rank()) * total // ranks",
+        "return 0 * total // ranks",
+        ("tests/engine/test_first_kv_head.py", "tests/engine/test_modes.py"),
+    ),
+    Mutant(
+        "law06-who-cannot-evict-is-one-token-off",
+        "last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)",
+        "last = min(self.prompt_tokens + counts.max_tokens - 3, max_model_len - 1)",
+        BLOCKS,
+    ),
+    Mutant(
+        "law05-a-delay-is-forgotten",
+        "self.prompt_tokens + self.budget.delay",
+        "self.prompt_tokens",
+        ELASTIC,
+    ),
+)

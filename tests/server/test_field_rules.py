@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which fields go together, with which policies and on which servers; refusals say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.resolve import resolve
+from h2o_vllm.errors import ConfigError
+from tests.server.admitting import body, passed, refused
+
+
+def test_delayed_and_elastic_exclude_each_other(config: H2OConfig) -> None:
+    refusal = refused(config, body(kv_elastic=True, kv_evict_from=300))
+    assert refusal.message == "kv_evict_from must be left out when kv_elastic is true, got 300"
+    assert (refusal.param, refusal.reason) == ("kv_evict_from", "conflict")
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "snapkv-keydiff"])
+def test_what_ranks_by_the_prompts_end_cannot_be_bounded_before(
+    config: H2OConfig, policy: str
+) -> None:
+    refusal = refused(config, body(kv_prefill_tokens=512, kv_policy=policy))
+    assert refusal.param == "kv_prefill_tokens"
+    assert f"must be 0 with kv_policy {policy}, " in refusal.message
+    server = H2OConfig(kv_budget=0.2, kv_prefill_tokens=512)
+    assert refused(server, body(kv_policy=policy)).param == "kv_prefill_tokens"
+    assert passed(server, body(kv_policy=policy, kv_prefill_tokens=0))
+    with pytest.raises(ConfigError, match=rf"--kv-prefill-tokens: .* 0 with kv_policy {policy}, "):
+        H2OConfig(kv_policy=policy, kv_prefill_tokens=512)
+
+
+@pytest.mark.parametrize("policy", EQUAL_HEADS_POLICIES)
+def test_heads_share_only_what_can_be_compared(config: H2OConfig, policy: str) -> None:
+    refusal = refused(config, body(kv_heads="shared", kv_policy=policy))
+    assert (refusal.param, refusal.reason) == ("kv_heads", "value")
+    assert f"must be equal with kv_policy {policy}, which " in refusal.message
+    # A default is for those that it can be for.
+    server = H2OConfig(kv_budget=0.2, kv_heads="shared")
+    assert passed(server, body(kv_policy=policy))
+    assert resolve(server, {"kv_policy": policy}).heads == "equal"
+    assert resolve(server, None).heads == "shared"
+    assert refused(server, body(kv_policy=policy, kv_heads="shared")).param == "kv_heads"
+    with pytest.raises(ConfigError, match=rf"--kv-heads: .* equal with kv_policy {policy}, "):
+        H2OConfig(kv_policy=policy, kv_heads="shared")
+
+
+def test_heads_cannot_share_in_every_engine() -> None:
+    engine = H2OConfig(kv_heads_equal_because="heads share on CPUs only")
+    refusal = refused(engine, body(kv_heads="shared"))
+    assert refusal.message == (
+        "kv_heads must be equal on this server (heads share on CPUs only), got 'shared'"
+    )
+    assert passed(engine, body(kv_heads="equal"))
+
+
+def test_a_trace_is_of_equal_heads() -> None:
+    server = H2OConfig(kv_trace=True, kv_heads="shared")
+    refusal = refused(server, body(kv_trace=True))
+    assert refusal.param == "kv_trace" and "where kv_heads is shared" in refusal.message
+    assert passed(server, body(kv_trace=True, kv_heads="equal"))
+    assert passed(server, body(kv_trace=True, kv_policy="window"))
+
+
+def test_heads_share_where_prompts_are_repeated_unless_somebody_says_otherwise() -> None:
+    server = H2OConfig(kv_trace=True)
+    for policy in REPEAT_POLICIES:
+        assert resolve(server, {"kv_policy": policy}).heads == "shared"
+        assert resolve(server, {"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
+        assert resolve(server, {"kv_policy": policy, "kv_trace": True}).heads == "equal"
+        assert resolve(H2OConfig(kv_heads="equal"), {"kv_policy": policy}).heads == "equal"
+        alike = H2OConfig(kv_heads_equal_because="of the test")
+        assert resolve(alike, {"kv_policy": policy}).heads == "equal"
+    assert resolve(server, {}).heads == "equal"
+
+
+def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(
+    config: H2OConfig,
+) -> None:
+    message = refused(config, body(kv_trace=True)).message
+    assert message == (
+        "kv_trace must be false on this server (it was started without --kv-trace and --kv-playground), "
+        "got True"
+    )
+    assert passed(config, body(kv_trace=False))["vllm_xargs"] == {"kv_trace": False}
+    assert passed(H2OConfig(kv_trace=True), body(kv_trace=True))["vllm_xargs"] == {"kv_trace": True}
+
+
+@pytest.mark.parametrize("fields", [{"kv_elastic": True}, {"kv_evict_from": 300}])
+def test_who_bounds_budgets_bounds_what_is_whole_for_a_while(fields: dict[str, Any]) -> None:
+    bounded = H2OConfig(kv_budget=0.5, kv_budget_max=0.5)
+    refusal = refused(bounded, body(**fields))
+    assert (
+        refusal.param in fields and "on this server (its kv_budget_max is 0.5)" in refusal.message
+    )
+    assert passed(bounded, body(kv_elastic=False))["vllm_xargs"] == {"kv_elastic": False}
+    # An operator who wants it elastic has chosen; holding on without ever yielding stays out.
+    elastic = H2OConfig(kv_budget=0.5, kv_budget_max=0.5, kv_elastic=True)
+    if "kv_elastic" in fields:
+        assert passed(elastic, body(**fields))["vllm_xargs"] == fields
+    else:
+        assert refused(elastic, body(**fields)).param == "kv_evict_from"
+
+
+def test_what_an_elastic_server_makes_of_requests() -> None:
+    config = H2OConfig(kv_budget=0.2, kv_elastic=True)
+
+    def begin(**asked: Any) -> tuple[bool, int]:
+        budget = resolve(config, asked)
+        return budget.elastic, budget.evict_from
+
+    assert begin() == begin(kv_elastic=1) == (True, 0)
+    assert begin(kv_elastic=False) == begin(kv_elastic=0) == (False, 0)
+    # Naming the point is enough: nobody has to say that such a request does not yield.
+    assert begin(kv_evict_from=300) == begin(kv_evict_from=300, kv_elastic=False) == (False, 300)
+
+
+def test_operator_limits_rule_over_the_full_policy() -> None:
+    capped = H2OConfig(kv_budget=0.5, kv_budget_max=0.5)
+    assert refused(capped, body(kv_policy="full")).param == "kv_policy"
+    assert refused(capped, body(kv_budget=0.6)).message.startswith(
+        "kv_budget must be a number in [0.01, 0.5]"
+    )

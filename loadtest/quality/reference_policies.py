@@ -22,6 +22,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 WINDOW, KERNEL = 32, 7
 """SnapKV's."""
 
+NEARER, BEHIND = 2.0**-18, 2.0**-20
+"""How much less, of its size, a score is to a token's neighbours, for each that comes before; and to a token
+that has its rank in another way, for each way that comes before."""
+
+_TINY = 1e-30
+"""Below any score that counts."""
+
 
 @dataclass
 class Layer:
@@ -31,7 +38,10 @@ class Layer:
     gave to the S tokens so far, [KH, T, S]; ``most``: the same, the largest of a group's query heads in place
     of their sum; ``repeated``: the most that repeating queries gave, [KH, shared]; ``weights``,
     ``distinctions``: per eviction, CAOTE's and KeyDiff's of all tokens before the recent ones, [KH, until or
-    more].
+    more]; ``ranks``: of policies that rank in several ways, whose best rank each token has: those of an
+    eviction that have one rank have one number, [KH, S]; ``margins``: how near each token came, in any
+    eviction, to the fate of those on the other side of its head's border, by its score and relative to it,
+    [KH][position].
     """
 
     keys: Tensor
@@ -42,6 +52,8 @@ class Layer:
     repeated: Tensor | None = None
     weights: list[Tensor] = field(default_factory=list)
     distinctions: list[Tensor] = field(default_factory=list)
+    ranks: Tensor | None = None
+    margins: list[dict[int, float]] = field(default_factory=list)
 
     def rows(self) -> Tensor:
         """The attention matrix, [KH, Q, S], its groups of query heads summed."""
@@ -176,8 +188,11 @@ class PolicyModel:
             kept = [len(old) - excess for old in candidates]
             if self.shared:
                 kept = self._shares(ranks, candidates, sum(kept))
-            for alive, old, count in zip(layer.alive, candidates, kept, strict=True):
-                alive[old[count:]] = False
+            layer.margins = layer.margins or [{} for _ in ranks]
+            for head, (old, count) in enumerate(zip(candidates, kept, strict=True)):
+                layer.alive[head, old[count:]] = False
+                together = None if layer.ranks is None else layer.ranks[head].tolist()
+                _note_margins(layer.margins[head], ranks[head], together, old, count)
         self.evicted += excess
 
     def _shares(
@@ -225,8 +240,8 @@ class PolicyModel:
             if self.policy.endswith("-keydiff"):
                 others = [layer.distinctions[number][:, start:end]]
                 if self.policy == "caote-snapkv-keydiff" and when >= self.prompt:
-                    others.append(self._late(number, rows[:, :when, start:end]))
-                first = _by_the_best_rank(first, *others)
+                    others.insert(0, self._late(number, rows[:, :when, start:end]))
+                first = self._by_the_best_rank(layer, number, first, *others)
             scores[:, start:end] = first + rows[:, when:, start:end].sum(1)
         return scores
 
@@ -246,7 +261,8 @@ class PolicyModel:
             first = torch.maximum(known, queries[:, :when].amax(1))[:, start:end]
             first[:, : max(0, self.sinks - start)] = 0.0
             if self.policy == "repeat-keydiff":
-                first = _by_the_best_rank(first, layer.distinctions[number][:, start:end])
+                distinctions = layer.distinctions[number][:, start:end]
+                first = self._by_the_best_rank(layer, number, first, distinctions)
             later = queries[:, when:, start:end]
             scores[:, start:end] = torch.maximum(first, later.amax(1)) if later.shape[1] else first
         return scores
@@ -271,11 +287,31 @@ class PolicyModel:
         _, start, end = self.ranked[number]
         sums = rows[:, max(0, self.prompt - WINDOW) :].sum(1)
         sums[:, : max(0, self.sinks - start)] = 0.0
-        around = [
-            sums[:, max(0, i - KERNEL // 2) : i + KERNEL // 2 + 1].amax(1)
-            for i in range(end - start)
-        ]
-        return torch.stack(around, 1)
+        # Of those around one hit, itself counts first, then the token behind it, the one before it, ...
+        places = torch.arange(end - start)
+        away = places - places[:, None]
+        less = 1 - (2 * away.abs() - (away < 0).int()) * NEARER
+        around = (sums[:, None] * less).masked_fill(away.abs() > KERNEL // 2, -math.inf)
+        return around.amax(2)
+
+    def _by_the_best_rank(
+        self, layer: Layer, number: int, scores: Tensor, *others: Tensor
+    ) -> Tensor:
+        """[KH, N]: the score that stands at the best of each token's ranks, the ways in their order."""
+        _, start, end = self.ranked[number]
+        ordered = scores.sort(dim=1, descending=True).values
+        ranks = torch.stack(
+            [
+                one.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+                for one in (scores, *others)
+            ]
+        )
+        count = layer.keys.shape[1]
+        known = layer.ranks if layer.ranks is not None else torch.zeros(len(scores), 0).long()
+        layer.ranks = pad(known, (0, count - known.shape[1]))
+        layer.ranks[:, start:end] = (number + 1) * count + ranks.amin(0)
+        found = [ordered.gather(1, rank) * (1 - way * BEHIND) for way, rank in enumerate(ranks)]
+        return torch.stack(found).amax(0)
 
     def _distinction(self, layer: Layer) -> Tensor:
         """How little each key is like the mean of those that are ranked now."""
@@ -357,17 +393,30 @@ def _survival(
     return position >= sinks, -scores[position], position < copied, position
 
 
+def _note_margins(
+    margins: dict[int, float],
+    scores: list[float],
+    together: list[int] | None,
+    candidates: list[int],
+    kept: int,
+) -> None:
+    """Of ``candidates``, the best first, so many were kept; see :class:`Layer`.
+
+    Two of one rank have one score, less what parts them: rounding cannot swap them, so they are never near.
+    """
+    if kept == len(candidates):
+        return
+    for place, position in enumerate(candidates):
+        other = candidates[kept if place < kept else kept - 1]
+        if together is None or together[position] != together[other]:
+            mine = scores[position]
+            apart = abs(mine - scores[other]) / max(abs(mine), _TINY)
+            margins[position] = min(apart, margins.get(position, math.inf))
+
+
 def load(model_dir: str) -> torch.nn.Module:
     """The model, once for all policies."""
     AttentionInterface.register("policy_reference", _attend)
     return AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, attn_implementation="policy_reference"
     ).eval()
-
-
-def _by_the_best_rank(scores: Tensor, *others: Tensor) -> Tensor:
-    """[KH, N]: the score that stands at the best of each token's ranks."""
-    ranks = [
-        one.argsort(dim=1, descending=True, stable=True).argsort(dim=1) for one in (scores, *others)
-    ]
-    return scores.sort(dim=1, descending=True).values.gather(1, torch.stack(ranks).amin(0))

@@ -461,6 +461,12 @@ MUTANTS = (
         "return call.lens[row];",
         SHARE,
     ),
+    Mutant(
+        "law04-tokens-of-one-rank-tie",
+        "given = values * (1 - way * BEHIND)",
+        "given = values",
+        LANES,
+    ),
     # engine
     Mutant(
         "engine-a-preempted-request-keeps-its-lanes",

@@ -8,6 +8,12 @@ Ranks of different evictions cannot be compared. So when a token is ranked for t
 becomes the largest of its own, by the first way, and of the scores, by the first way, of the newcomers that
 have its ranks in the others. That gives the same order, and is a sum of attention to which later queries add,
 or a maximum which they raise.
+
+Two tokens that have one rank in different ways would so have one score, and maxima leave it so. Between
+those that stay and those that go many borders would cut such a pair, and where the two happen to lie would
+decide. So the score of another way's rank is less by :data:`BEHIND` of its size, that of a third way's by
+twice as much: at one rank the first way's token comes first, then the second way's, in the order of the
+policy's name. Whoever ranks knows that, and nobody who compares scores later has to.
 """
 
 from __future__ import annotations
@@ -34,6 +40,10 @@ __all__ = [
 ]
 
 _KEYDIFF = KeyDiffPolicy()
+
+BEHIND = 2.0**-20
+"""Eight times what float32 can tell apart: sums stay apart as well, while nothing but rounding is added. A
+quarter of what parts neighbours that SnapKV pools, so that this makes no new ties among them."""
 
 
 class CAOTEKeyDiffPolicy(CAOTEPolicy):
@@ -84,10 +94,8 @@ class CAOTESnapKVKeyDiffPolicy(CAOTEPolicy):
         scores, known = super().eviction_scores(candidates), candidates.known
         if scores.shape[-1] == known:
             return scores
-        others = [_distinctions(candidates)]
-        if candidates.late is not None:
-            others.append(pooled(candidates.late[..., known:]))
-        return _raised(scores, candidates, *others)
+        late = [] if candidates.late is None else [pooled(candidates.late[..., known:])]
+        return _raised(scores, candidates, *late, _distinctions(candidates))
 
 
 class RepeatKeyDiffPolicy(RepeatPolicy):
@@ -113,10 +121,14 @@ def _distinctions(candidates: Candidates) -> Tensor:
 
 
 def _raised(scores: Tensor, candidates: Candidates, *others: Tensor) -> Tensor:
-    """``scores`` with the fresh tokens' raised to what they would be by the best of their ranks."""
+    """``scores`` with the fresh tokens' raised to what they would be by the best of their ranks.
+
+    At equal ranks the ways come in their order: see :data:`BEHIND`.
+    """
     fresh = scores[..., candidates.known :]
     values, best = fresh.sort(dim=-1, descending=True).values, fresh
-    for other in others:
+    for way, other in enumerate(others, 1):
         order = other.sort(dim=-1, descending=True, stable=True).indices
-        best = torch.maximum(best, torch.empty_like(fresh).scatter_(-1, order, values))
+        given = values * (1 - way * BEHIND)
+        best = torch.maximum(best, torch.empty_like(fresh).scatter_(-1, order, given))
     return candidates.with_fresh(best)

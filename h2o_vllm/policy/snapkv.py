@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 import torch.nn.functional as F
 
 from h2o_vllm.policy.h2o import H2OPolicy
@@ -21,6 +22,10 @@ WINDOW = 32
 
 KERNEL = 7
 """Width of the max pooling, the token itself in its middle. ``kernel_size`` of the same."""
+
+NEARER = 2.0**-18
+"""How much less of a neighbour's score counts with each step away from it, so that those around one hit do
+not tie: see :func:`pooled`."""
 
 
 class SnapKVPolicy(H2OPolicy):
@@ -47,5 +52,17 @@ class SnapKVPolicy(H2OPolicy):
 
 
 def pooled(fresh: Tensor) -> Tensor:
-    """The highest score of each token's neighbourhood, [L, KH, n]; at the ends it has one half."""
-    return F.max_pool1d(fresh, KERNEL, stride=1, padding=KERNEL // 2)
+    """The highest score of each token's neighbourhood, [L, KH, n]; at the ends it has one half.
+
+    Up to seven tokens around a hit would have one score, as long as later queries add nothing that float32
+    can tell apart, and who of them stays would be a matter of where they lie. So a score counts a little less
+    for a neighbour, by :data:`NEARER` of its size per step; the steps go to the token behind it, the one
+    before it, the second behind it, ...
+    """
+    reach, count = KERNEL // 2, fresh.shape[-1]
+    padded, highest = F.pad(fresh, (reach, reach), value=float("-inf")), fresh
+    for away in range(-reach, reach + 1):
+        steps = max(2 * away, -2 * away - 1)
+        theirs = padded[..., reach + away : reach + away + count]
+        highest = torch.maximum(highest, theirs * (1 - steps * NEARER))
+    return highest

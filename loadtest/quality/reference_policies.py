@@ -19,41 +19,14 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize, pad
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from loadtest.quality.reference_layer import Layer, note_margins
+
 WINDOW, KERNEL = 32, 7
 """SnapKV's."""
 
-
-@dataclass
-class Layer:
-    """What one layer has computed.
-
-    ``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
-    gave to the S tokens so far, [KH, T, S]; ``most``: the same, the largest of a group's query heads in place
-    of their sum; ``repeated``: the most that repeating queries gave, [KH, shared]; ``weights``,
-    ``distinctions``: per eviction, CAOTE's and KeyDiff's of all tokens before the recent ones, [KH, until or
-    more].
-    """
-
-    keys: Tensor
-    values: Tensor
-    alive: Tensor
-    seen: list[Tensor]
-    most: list[Tensor] = field(default_factory=list)
-    repeated: Tensor | None = None
-    weights: list[Tensor] = field(default_factory=list)
-    distinctions: list[Tensor] = field(default_factory=list)
-
-    def rows(self) -> Tensor:
-        """The attention matrix, [KH, Q, S], its groups of query heads summed."""
-        return self._joined(self.seen)
-
-    def most_rows(self) -> Tensor:
-        """The same, of each group the largest query head's."""
-        return self._joined(self.most)
-
-    def _joined(self, passes: list[Tensor]) -> Tensor:
-        count = self.keys.shape[1]
-        return torch.cat([pad(rows, (0, count - rows.shape[2])) for rows in passes], 1)
+NEARER, BEHIND = 2.0**-18, 2.0**-20
+"""How much less, of its size, a score is to a token's neighbours, for each that comes before; and to a token
+that has its rank in another way, for each way that comes before."""
 
 
 @dataclass
@@ -176,8 +149,11 @@ class PolicyModel:
             kept = [len(old) - excess for old in candidates]
             if self.shared:
                 kept = self._shares(ranks, candidates, sum(kept))
-            for alive, old, count in zip(layer.alive, candidates, kept, strict=True):
-                alive[old[count:]] = False
+            layer.margins = layer.margins or [{} for _ in ranks]
+            for head, (old, count) in enumerate(zip(candidates, kept, strict=True)):
+                layer.alive[head, old[count:]] = False
+                together = None if layer.ranks is None else layer.ranks[head].tolist()
+                note_margins(layer.margins[head], ranks[head], together, old, count)
         self.evicted += excess
 
     def _shares(
@@ -225,8 +201,8 @@ class PolicyModel:
             if self.policy.endswith("-keydiff"):
                 others = [layer.distinctions[number][:, start:end]]
                 if self.policy == "caote-snapkv-keydiff" and when >= self.prompt:
-                    others.append(self._late(number, rows[:, :when, start:end]))
-                first = _by_the_best_rank(first, *others)
+                    others.insert(0, self._late(number, rows[:, :when, start:end]))
+                first = self._by_the_best_rank(layer, number, first, *others)
             scores[:, start:end] = first + rows[:, when:, start:end].sum(1)
         return scores
 
@@ -246,7 +222,8 @@ class PolicyModel:
             first = torch.maximum(known, queries[:, :when].amax(1))[:, start:end]
             first[:, : max(0, self.sinks - start)] = 0.0
             if self.policy == "repeat-keydiff":
-                first = _by_the_best_rank(first, layer.distinctions[number][:, start:end])
+                distinctions = layer.distinctions[number][:, start:end]
+                first = self._by_the_best_rank(layer, number, first, distinctions)
             later = queries[:, when:, start:end]
             scores[:, start:end] = torch.maximum(first, later.amax(1)) if later.shape[1] else first
         return scores
@@ -271,11 +248,31 @@ class PolicyModel:
         _, start, end = self.ranked[number]
         sums = rows[:, max(0, self.prompt - WINDOW) :].sum(1)
         sums[:, : max(0, self.sinks - start)] = 0.0
-        around = [
-            sums[:, max(0, i - KERNEL // 2) : i + KERNEL // 2 + 1].amax(1)
-            for i in range(end - start)
-        ]
-        return torch.stack(around, 1)
+        # Of those around one hit, itself counts first, then the token behind it, the one before it, ...
+        places = torch.arange(end - start)
+        away = places - places[:, None]
+        less = 1 - (2 * away.abs() - (away < 0).int()) * NEARER
+        around = (sums[:, None] * less).masked_fill(away.abs() > KERNEL // 2, -math.inf)
+        return around.amax(2)
+
+    def _by_the_best_rank(
+        self, layer: Layer, number: int, scores: Tensor, *others: Tensor
+    ) -> Tensor:
+        """[KH, N]: the score that stands at the best of each token's ranks, the ways in their order."""
+        _, start, end = self.ranked[number]
+        ordered = scores.sort(dim=1, descending=True).values
+        ranks = torch.stack(
+            [
+                one.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+                for one in (scores, *others)
+            ]
+        )
+        count = layer.keys.shape[1]
+        known = layer.ranks if layer.ranks is not None else torch.zeros(len(scores), 0).long()
+        layer.ranks = pad(known, (0, count - known.shape[1]))
+        layer.ranks[:, start:end] = (number + 1) * count + ranks.amin(0)
+        found = [ordered.gather(1, rank) * (1 - way * BEHIND) for way, rank in enumerate(ranks)]
+        return torch.stack(found).amax(0)
 
     def _distinction(self, layer: Layer) -> Tensor:
         """How little each key is like the mean of those that are ranked now."""
@@ -363,11 +360,3 @@ def load(model_dir: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, attn_implementation="policy_reference"
     ).eval()
-
-
-def _by_the_best_rank(scores: Tensor, *others: Tensor) -> Tensor:
-    """[KH, N]: the score that stands at the best of each token's ranks."""
-    ranks = [
-        one.argsort(dim=1, descending=True, stable=True).argsort(dim=1) for one in (scores, *others)
-    ]
-    return scores.sort(dim=1, descending=True).values.gather(1, torch.stack(ranks).amin(0))

@@ -18,6 +18,8 @@ __all__ = ["order_ranks", "settle_scores"]
 
 _BY_RANKS = tl.constexpr(told.BY_RANKS)
 _BY_LATE = tl.constexpr(told.BY_LATE)
+_BEHIND = tl.constexpr(2.0**-20)
+"""As in the policies."""
 
 
 @triton.jit
@@ -100,11 +102,15 @@ def settle_scores(
     live = mine < count
     new = tl.load(staged + mine, mask=live, other=0.0)
     if by_ranks:
-        best = tl.load(staged + 3 * room + mine, mask=live, other=0.0)
+        in_order = staged + 2 * room
         if (how & _BY_LATE) != 0:
-            best = tl.minimum(best, tl.load(staged + 5 * room + mine, mask=live, other=0.0))
-        in_order = staged + 2 * room + best.to(tl.int32)
-        new = tl.maximum(new, tl.load(in_order, mask=live, other=0.0))
+            by_late = tl.load(staged + 5 * room + mine, mask=live, other=0.0).to(tl.int32)
+            there = tl.load(in_order + by_late, mask=live, other=0.0)
+            new = tl.maximum(new, there * (1.0 - _BEHIND))
+        by_key = tl.load(staged + 3 * room + mine, mask=live, other=0.0).to(tl.int32)
+        there = tl.load(in_order + by_key, mask=live, other=0.0)
+        ways = tl.where((how & _BY_LATE) != 0, 2.0, 1.0)
+        new = tl.maximum(new, there * (1.0 - ways * _BEHIND))
     block, slot = place_of(entry, known + mine, live, BS)
     _, infinite = unprotected(my_scores, block, slot, live, KH, BS)
     tl.store(my_scores + block * (KH * BS) + slot, new, mask=live & (infinite == 0))

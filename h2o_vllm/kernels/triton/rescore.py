@@ -27,6 +27,7 @@ _BY_KEYS = tl.constexpr(told.BY_KEYS)
 _BY_RANKS = tl.constexpr(told.BY_RANKS)
 _BY_LATE = tl.constexpr(told.BY_LATE)
 _TINY = tl.constexpr(1e-20)
+_NEARER = tl.constexpr(2.0**-18)
 """As in the policies."""
 _ROWS = 64
 _COLUMNS = 64
@@ -160,7 +161,10 @@ def _centre(values, entry, total, stride_n, stride_s, BS: tl.constexpr, D: tl.co
 @triton.jit
 def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total, reach,
                     KH: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """[TILE]: the highest score, or late part of one, of the fresh tokens around each, itself included."""
+    """[TILE]: the highest score, or late part of one, of the fresh tokens around each, itself included.
+
+    Those of others count a little less with each step away from them.
+    """
     highest = tl.full([TILE], float("-inf"), tl.float32)
     for away in range(-reach, reach + 1):
         other = candidate + away
@@ -170,6 +174,9 @@ def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total
         if by_late:
             at = my_early + block * (KH * BS) + slot
             score -= tl.load(at, mask=there & (protected == 0), other=0.0)
+        offset = other - candidate
+        steps = tl.maximum(2 * offset, -2 * offset - 1)
+        score *= 1.0 - steps.to(tl.float32) * _NEARER
         highest = tl.where(there, tl.maximum(highest, score), highest)
     return highest
 

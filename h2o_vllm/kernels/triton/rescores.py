@@ -29,9 +29,11 @@ BY_KEYS = 4
 """Minus the cosine of a key and the mean of the normalised ones is the score, of all candidates anew. With
 nothing else."""
 BY_RANKS = 8
-"""Fresh tokens are ranked by sums and by keys, and each gets the sum that stands at the better rank."""
+"""Fresh tokens are ranked by sums and by keys, and each gets the sum that stands at the better rank; if that
+is the one by keys, a little less than it."""
 BY_LATE = 16
-"""And by what late queries have given to it or its neighbours; the sums are its own. With ``BY_RANKS``."""
+"""And by what late queries have given to it or its neighbours, before keys; the sums are its own. With
+``BY_RANKS``."""
 
 LISTS = 4
 """Numbers in the scratch per fresh token: its sum, its score by keys, the sums in order, its rank by keys."""
@@ -57,8 +59,8 @@ class Rescore:
         fresh_from: position of the first fresh token. seen: queries so far.
         protected: how many fresh tokens, the first ones, are protected, if ``how`` is ``BY_KEYS``: whatever
             their scores, which may be others'. All other protected tokens have infinite ones.
-        reach: a fresh token gets the highest score among those up to this many fresh tokens away; if
-            ``BY_LATE``, of late queries alone.
+        reach: a fresh token gets the highest score among those up to this many fresh tokens away, which count
+            a little less the farther they are; if ``BY_LATE``, of late queries alone.
     """
 
     known: Sequence[int]

@@ -134,15 +134,19 @@ def keep(rung: Rung, prompt: Prompt, budget: float, seed: int = 0) -> Tensor:
 def select(planes: list[Tensor], heavy: int, heads: Heads, ahead: int = 0) -> Tensor:
     """The best tokens of [L, KH, U] scores, a boolean mask: ``heavy`` per head, on average where shared.
 
-    Of several planes, tokens are taken in the order of their best rank in any. Of equal tokens the first is
-    taken, counted from position ``ahead``: at its first eviction the engine need not move those behind it.
+    Of several planes, tokens are taken in the order of their best rank in any, at one rank in the order of
+    the planes. Of equal tokens the first is taken, counted from position ``ahead``: at its first eviction the
+    engine need not move those behind it.
     """
     layers, count, _ = planes[0].shape
     planes = [plane.roll(-ahead, -1) for plane in planes]
     shapes = {"uniform": (layers * count, -1), "layer": (layers, -1), "global": (1, -1)}
     shared = {"uniform": 1, "layer": count, "global": layers * count}[heads]
     grouped = [plane.reshape(shapes[heads]) for plane in planes]
-    order = grouped[0] if len(planes) == 1 else -torch.stack([_ranks(g) for g in grouped]).amin(0)
+    order = grouped[0]
+    if len(planes) > 1:
+        places = [_ranks(g) * len(planes) + way for way, g in enumerate(grouped)]
+        order = -torch.stack(places).amin(0)
     best = order.sort(dim=-1, descending=True, stable=True).indices[:, : heavy * shared]
     mask = torch.zeros_like(grouped[0], dtype=torch.bool).scatter_(1, best, True)
     return mask.view_as(planes[0]).roll(ahead, -1)

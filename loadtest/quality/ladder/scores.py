@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, cosine_similarity, max_pool1d, normalize
+from torch.nn.functional import avg_pool1d, cosine_similarity, normalize, pad
 
 from loadtest.quality.ladder.gate import features
 from loadtest.quality.ladder.reading import TAIL, Prompt, half_turned
@@ -37,6 +37,9 @@ MIXED = "/"
 
 WINDOW, KERNEL = 32, 7
 """SnapKV's as h2o_vllm has it."""
+
+NEARER, BEHIND = 2.0**-18, 2.0**-20
+"""What parts tokens that one score stands for, as h2o_vllm has it."""
 
 PRESS_WINDOW, PRESS_KERNEL = TAIL, 5
 """SnapKV's as kvpress has it."""
@@ -76,13 +79,14 @@ def plain_scores(name: str) -> list[str]:
 def mixed(first: Tensor, *others: Tensor) -> Tensor:
     """The largest of a token's first score and the first scores of whoever has its rank in the others.
 
-    The order is that of the best of a token's ranks; but the scores are like the first ones, so that what
-    attention gives later can be added to them. [..., U] each.
+    The order is that of the best of a token's ranks, at one rank that of the ways; but the scores are like
+    the first ones, so that what attention gives later can be added to them. [..., U] each.
     """
     values, best = first.sort(dim=-1, descending=True).values, first
-    for other in others:
+    for way, other in enumerate(others, 1):
         order = other.sort(dim=-1, descending=True, stable=True).indices
-        best = torch.maximum(best, torch.empty_like(first).scatter_(-1, order, values))
+        given = values * (1 - way * BEHIND)
+        best = torch.maximum(best, torch.empty_like(first).scatter_(-1, order, given))
     return best
 
 
@@ -129,7 +133,10 @@ def _pseudo(prompt: Prompt, layer: int, until: int) -> Tensor:
 
 def pooled(sums: Tensor) -> Tensor:
     """SnapKV's, of neighbours, [KH, U]."""
-    return max_pool1d(sums, KERNEL, stride=1, padding=KERNEL // 2)
+    reach = KERNEL // 2
+    steps = torch.tensor([2 * abs(away) - (away < 0) for away in range(-reach, reach + 1)])
+    around = pad(sums, (reach, reach), value=-torch.inf).unfold(-1, KERNEL, 1)
+    return (around * (1 - steps * NEARER)).amax(-1)
 
 
 def _tova(prompt: Prompt, layer: int, until: int) -> Tensor:

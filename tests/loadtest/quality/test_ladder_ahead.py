@@ -54,8 +54,11 @@ def test_it_sees_what_reading_on_would_see(
 def test_scores_are_pooled_like_those_of_the_prompts_end(prompt: Prompt, tokens: list[int]) -> None:
     looked = look_ahead(prompt, {"pseudo"}, tokens, OPENING)
     scores, sums = scores_of("pseudo", looked, 100)[1, 0], looked.ahead["pseudo"][1][0, :100]
-    assert float(scores[50]) == float(sums[47:54].max())
-    assert float(scores[99]) == float(sums[96:].max()), "recent tokens have no say"
+    # A neighbour's counts a little less, so that neighbours do not tie.
+    assert float(scores[50]) == pytest.approx(float(sums[47:54].max()), rel=3e-5)
+    assert float(scores[99]) == pytest.approx(float(sums[96:].max()), rel=3e-5), (
+        "recent tokens have no say"
+    )
 
 
 def test_rows_go_on_with_what_later_queries_give(

@@ -53,6 +53,12 @@ MUTANTS = (
         ("tests/engine/test_law04_fidelity.py",),
     ),
     Mutant(
+        "law04-tokens-of-one-rank-tie",
+        "given = values * (1 - way * BEHIND)",
+        "given = values",
+        ("tests/engine/test_lanes.py",),
+    ),
+    Mutant(
         "law05-a-replay-skips-evictions",
         "return (until if due is None else due) - computed",
         "return until - computed",

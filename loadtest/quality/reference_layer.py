@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the reference of the policies knows of one layer. Imports nothing of h2o_vllm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+__all__ = ["Layer", "note_margins"]
+
+_TINY = 1e-30
+"""Below any score that counts."""
+
+
+@dataclass
+class Layer:
+    """What one layer has computed.
+
+    ``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
+    gave to the S tokens so far, [KH, T, S]; ``most``: the same, the largest of a group's query heads in place
+    of their sum; ``repeated``: the most that repeating queries gave, [KH, shared]; ``weights``,
+    ``distinctions``: per eviction, CAOTE's and KeyDiff's of all tokens before the recent ones, [KH, until or
+    more]; ``ranks``: of policies that rank in several ways, whose best rank each token has: those of an
+    eviction that have one rank have one number, [KH, S]; ``margins``: how near each token came, in any
+    eviction, to the fate of those on the other side of its head's border, by its score and relative to it,
+    [KH][position].
+    """
+
+    keys: Tensor
+    values: Tensor
+    alive: Tensor
+    seen: list[Tensor]
+    most: list[Tensor] = field(default_factory=list)
+    repeated: Tensor | None = None
+    weights: list[Tensor] = field(default_factory=list)
+    distinctions: list[Tensor] = field(default_factory=list)
+    ranks: Tensor | None = None
+    margins: list[dict[int, float]] = field(default_factory=list)
+
+    def rows(self) -> Tensor:
+        """The attention matrix, [KH, Q, S], its groups of query heads summed."""
+        return self._joined(self.seen)
+
+    def most_rows(self) -> Tensor:
+        """The same, of each group the largest query head's."""
+        return self._joined(self.most)
+
+    def _joined(self, passes: list[Tensor]) -> Tensor:
+        count = self.keys.shape[1]
+        return torch.cat([pad(rows, (0, count - rows.shape[2])) for rows in passes], 1)
+
+
+def note_margins(
+    margins: dict[int, float],
+    scores: list[float],
+    together: list[int] | None,
+    candidates: list[int],
+    kept: int,
+) -> None:
+    """Of ``candidates``, the best first, so many were kept; see :class:`Layer`.
+
+    Two of one rank have one score, less what parts them: rounding cannot swap them, so they are never near.
+    """
+    if kept == len(candidates):
+        return
+    for place, position in enumerate(candidates):
+        other = candidates[kept if place < kept else kept - 1]
+        if together is None or together[position] != together[other]:
+            mine = scores[position]
+            apart = abs(mine - scores[other]) / max(abs(mine), _TINY)
+            margins[position] = min(apart, margins.get(position, math.inf))

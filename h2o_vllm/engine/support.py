@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, REPEAT_POLICIES, H2OConfig
+from h2o_vllm.config import CONFIG_KEY, METRICS_KEY, H2OConfig
 from h2o_vllm.engine.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -70,10 +70,6 @@ def cannot_repeat(config: VllmConfig, groups: int = 1) -> str | None:
     model = config.model_config
     windows = "sliding_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
     reasons = (
-        (
-            config.device_config.device_type != "cpu",
-            "prompts are repeated on CPUs only: our kernels on GPUs keep no maxima",
-        ),
         (
             windows or groups > 1,
             "prompts are not repeated for models with sliding windows, whose blocks are gone by then",
@@ -208,11 +204,6 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             bool(_option(config, "kv_trace")),
             "--kv-trace on GPUs: noting which tokens go would wait for the device in every eviction. "
             "Look at them on a CPU, where the same tokens are kept",
-        ),
-        (
-            _option(config, "kv_policy") in REPEAT_POLICIES,
-            f"--kv-policy {_option(config, 'kv_policy')} on GPUs: it repeats prompts, and keeps maxima of "
-            "what they get, where our kernels on GPUs keep sums",
         ),
         (
             not config.use_v2_model_runner,

@@ -438,6 +438,42 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
+        "kernels-triton-maxima-are-written-over-each-other",
+        'tl.atomic_max(at, new.to(tl.int32, bitcast=True), mask=live & (new > old), sem="relaxed")',
+        "tl.store(at, new.to(tl.int32, bitcast=True), mask=live & (new > old))",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-segments-of-maxima-wait-to-be-summed",
+        "alone = maxima or not at",
+        "alone = not at",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-decodes-of-maxima-are-summed",
+        "count = tl.where((flag & RAISES) != 0, -parts, parts)",
+        "count = parts",
+        (*TRITON, *CUDA),
+    ),
+    Mutant(
+        "kernels-triton-later-queries-raise-scores",
+        'tl.where(visible, log, float("-inf"))',
+        "log",
+        TRITON,
+    ),
+    Mutant(
+        "engine-prompts-of-maxima-are-not-scored-on-gpus",
+        "(self._scores, batch.maxima),",
+        "(self._scores, None),",
+        CUDA,
+    ),
+    Mutant(
+        "engine-flags-of-maxima-are-lost-on-gpus",
+        "flags |= np.where(rows.most, MAXIMA, 0)",
+        "flags |= 0",
+        CUDA,
+    ),
+    Mutant(
         "kernels-triton-scores-of-others-protect",
         "stays = ((fresh < 0) & infinite) | ((fresh >= 0) & (fresh < protected))",
         "stays = infinite | ((fresh >= 0) & (fresh < protected))",

@@ -94,6 +94,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                 )
             )
         prompts = np.flatnonzero(rows.prompts)
+        by_sums, by_maxima = prompts[~rows.most[prompts]], prompts[rows.most[prompts]]
+        scored = rows.scored_queries
         return self._batch(
             state.step_variant.current,
             common,
@@ -101,7 +103,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             fast_build,
             decodes=bool(rows.decodes.any()),
             prompt_rows=self._to_device(prompts) if prompts.size else None,
-            prompts=self._segments(common, rows, prompts, rows.scored_queries[prompts]),
+            prompts=self._segments(common, rows, by_sums, scored[by_sums]),
+            maxima=self._segments(common, rows, by_maxima, scored[by_maxima], maxima=True),
             late=self._segments(common, rows, crossing, rows.late_queries),
             max_query_len=int(rows.query_lens[prompts].max(initial=0)),
         )
@@ -112,6 +115,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         rows: StepRows,
         chosen: NDArray[np.intp],
         counts: NDArray[np.int32],
+        *,
+        maxima: bool = False,
     ) -> kernels.PromptSegments | None:
         """The last ``counts`` queries of the ``chosen`` rows, unless all counts are 0."""
         chosen, counts = chosen[counts > 0], counts[counts > 0]
@@ -127,6 +132,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             self._state.live_lens(common)[chosen].tolist(),
             self._state.scores.shape[2],
             self._live.device,
+            maxima=maxima,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
@@ -177,7 +183,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             self._ours,
             self._rest,
         )
-        self._state.workspace.plan(query_start_loc, self._ours[:rows])
+        self._state.workspace.plan(query_start_loc, self._ours[:rows], self._flags[:rows])
 
     def _batch(
         self,
@@ -204,7 +210,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             block_table=self._table[:rows],
             query_start_loc=common.query_start_loc,
             seq_lens=self._live[:rows],
-            **{"prompt_rows": None, "prompts": None, "late": None, **ours},
+            **{"prompt_rows": None, "prompts": None, "maxima": None, "late": None, **ours},
         )
 
     def _to_device(self, numbers: np.ndarray) -> torch.Tensor:

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_vllm.kernels.triton.tables import MAXIMA
+
 __all__ = ["SPAN", "DecodeWorkspace", "cut_pieces", "load_piece"]
 
 SPAN = 256
@@ -28,7 +30,8 @@ SPAN = 256
 
 _FIELDS = 8
 """Words of one piece: row, token, first key, end, first tile of the row's scratch or -1, the row's first
-piece, its number of pieces; how many pieces are those of rows that are cut. Row -1 = no piece."""
+piece, its number of pieces, negative where its scores are maxima; how many pieces are those of rows that are
+cut. Row -1 = no piece."""
 _ROWS = 128
 _MIN_PIECE = 128
 """Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
@@ -68,7 +71,8 @@ class DecodeWorkspace:
 
         Args:
             max_batch: the largest number of rows B of any batch, padding included.
-            max_tokens: N * BS of the pool: scored rows share no block, so never more are live. Rows that
+            max_tokens: N * BS of the pool: rows whose scores are sums share no block, so never more are live.
+                Twice as many where prompts are repeated: beside each owner there may be a reader. Rows that
                 do not fit are attended, but their probabilities are dropped.
             num_heads: H of this rank. num_kv_heads: KH of this rank.
             dtype: of query and output. head_size: D.
@@ -113,7 +117,7 @@ class DecodeWorkspace:
         held = (self.pieces, self.part_out, self.part_max, self.part_sum, self.probs, self.tile_max)
         return sum(tensor.nbytes for tensor in held)
 
-    def plan(self, query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    def plan(self, query_start_loc: Tensor, seq_lens: Tensor, flags: Tensor | None = None) -> None:
         """Cut this step's rows into pieces. Once per step, before its first layer.
 
         Eager, not in the graph; one launch; no synchronisation. A graph captured with B rows serves plans
@@ -122,6 +126,8 @@ class DecodeWorkspace:
         Args:
             query_start_loc: [B + 1], int32. seq_lens: [B], int32: live lengths of the rows to attend here;
                 0 = not ours, or padding. Rows with another number of queries than one are left out as well.
+            flags: [B], int8: where :data:`.MAXIMA` is set, a row raises scores to the largest probability
+                that a q head of the group gives, in place of adding. Such rows may share blocks.
 
         Raises:
             ValueError: more rows than the workspace was made for.
@@ -134,6 +140,7 @@ class DecodeWorkspace:
         _plan[(max(1, triton.cdiv(rows, _ROWS)),)](
             query_start_loc,
             seq_lens,
+            flags,
             self.pieces,
             rows,
             self.pieces.shape[0],
@@ -143,6 +150,7 @@ class DecodeWorkspace:
             MIN_PIECE=self.min_piece,
             ROWS=_ROWS,
             FIELDS=_FIELDS,
+            RAISES=MAXIMA,
             num_warps=4,
         )
 
@@ -151,7 +159,8 @@ class DecodeWorkspace:
 def load_piece(words, TILE: tl.constexpr):
     """The words of a piece behind its row, in their order; see ``_FIELDS``.
 
-    The row is the caller's to load: most programs of a frozen grid have none and leave at once.
+    The row is the caller's to load: most programs of a frozen grid have none and leave at once. The last is
+    whether its scores are maxima.
     """
     token = tl.load(words + 1).to(tl.int64)
     start = tl.multiple_of(tl.load(words + 2), TILE)
@@ -159,7 +168,7 @@ def load_piece(words, TILE: tl.constexpr):
     base = tl.load(words + 4)
     first = tl.load(words + 5)
     count = tl.load(words + 6)
-    return token, start, end, base, first, count
+    return token, start, end, base, first, tl.abs(count), count < 0
 
 
 @triton.jit
@@ -197,6 +206,7 @@ def _apart(parts):
 def _plan(
     query_start_loc,
     seq_lens,
+    flags,
     pieces,
     num_rows,
     num_pieces,
@@ -206,6 +216,7 @@ def _plan(
     MIN_PIECE: tl.constexpr,
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
+    RAISES: tl.constexpr,
 ):
     """Each program writes the pieces of ROWS rows; all of them count all rows."""
     lane = tl.arange(0, ROWS)
@@ -243,6 +254,10 @@ def _plan(
     tiles = (length + TILE - 1) // TILE
     base = tl.sum(tiles_before, 0) + tl.cumsum(tiles, 0) - tiles
     base = tl.where(base + tiles <= max_tiles, base, -1)
+    count = parts
+    if flags is not None:
+        flag = tl.load(flags + row, mask=row < num_rows, other=0).to(tl.int32)
+        count = tl.where((flag & RAISES) != 0, -parts, parts)
     for part in range(tl.max(parts, 0)):
         words = pieces + (first + part) * FIELDS
         real = part < parts
@@ -252,7 +267,7 @@ def _plan(
         tl.store(words + 3, tl.minimum((part + 1) * piece, length), mask=real)
         tl.store(words + 4, base, mask=real)
         tl.store(words + 5, first, mask=real)
-        tl.store(words + 6, parts, mask=real)
+        tl.store(words + 6, count, mask=real)
         tl.store(words + 7, num_cut, mask=real)
 
     # What an earlier plan left behind the last piece.

@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["EVICTING", "SCORED", "compact_tables"]
+__all__ = ["EVICTING", "MAXIMA", "SCORED", "compact_tables"]
 
 EVICTING = 1
 """Flag of a row whose table may have holes: ids 0 in its used part are dropped."""
 SCORED = 2
 """Flag of a row whose attention is scored: ours, not vLLM's."""
+MAXIMA = 4
+"""Flag of a row whose scores are maxima: for ``DecodeWorkspace.plan``."""
 
 _WIDTH = 512
 
@@ -34,7 +36,7 @@ def compact_tables(
 
     Args:
         block_table: [B, MB], int32; may be strided along B. seq_lens: [B], int32, logical lengths.
-        flags: [B], int8, sums of :data:`EVICTING` and :data:`SCORED`. Rows that do not evict are copied.
+        flags: [B], int8, sums of the constants above. Rows that do not evict are copied.
         out_table: [at least B, MB], int32, another tensor than ``block_table``; may be strided.
         out_lens: [at least B], int32: live lengths.
         out_scored: live lengths of the scored rows, 0 for the others: for ``DecodeWorkspace.plan`` and

@@ -11,11 +11,13 @@ from h2o_vllm.config import POLICIES
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of, variants_for
 from h2o_vllm.engine.rows import StepRows
-from h2o_vllm.kernels.triton import EVICTING, SCORED
+from h2o_vllm.kernels.triton import EVICTING, MAXIMA, SCORED
 from h2o_vllm.policy import get_policy
 
 H2O, WINDOW, RANDOM, FULL = (POLICIES.index(n) + 1 for n in ("h2o", "window", "random", "full"))
-SNAPKV, TOVA, KEYDIFF = (POLICIES.index(n) + 1 for n in ("snapkv", "tova", "keydiff"))
+SNAPKV, TOVA, KEYDIFF, REPEAT = (
+    POLICIES.index(n) + 1 for n in ("snapkv", "tova", "keydiff", "repeat")
+)
 
 
 def step(
@@ -88,6 +90,15 @@ def test_only_scored_decodes_are_ours_to_attend() -> None:
     rows = step([H2O, H2O, 0, WINDOW, RANDOM], [1, 4, 1, 1, 1, 0], [9, 4, 7, 8, 9, 0])
     assert row_flags(rows).tolist() == [EVICTING | SCORED, EVICTING, 0, EVICTING, EVICTING, 0]
     assert rows.prompts.tolist() == [False, True, False, False, False, False]
+
+
+def test_rows_that_keep_maxima_are_told_from_those_of_sums() -> None:
+    rows = step(
+        [H2O, REPEAT, 0, REPEAT, REPEAT], [1, 1, 1, 9, 1, 0], [9, 9, 7, 9, 4, 0], [0, 8, 0, 4, 5]
+    )
+    marked = EVICTING | MAXIMA
+    assert row_flags(rows).tolist() == [EVICTING | SCORED, marked | SCORED, 0, marked, marked, 0]
+    assert rows.prompts.tolist() == [False, False, False, True, False, False]
 
 
 def test_new_tokens_come_with_their_logical_positions() -> None:

@@ -536,8 +536,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-prompts-are-scored-from-their-start",
-        "rows.scored_queries[prompts]",
-        "rows.query_lens[prompts]",
+        "scored = rows.scored_queries",
+        "scored = rows.query_lens",
         CUDA,
     ),
     Mutant(

@@ -153,7 +153,7 @@ class Case:
             self.requests, blocks * BLOCK_SIZE, self.heads, self.kv_heads, torch.bfloat16, self.size,
             "cuda",
         )  # fmt: skip
-        flags = torch.full_like(self.lens, MAXIMA if maxima else 0, dtype=torch.int8)
+        flags = torch.full_like(self.lens, MAXIMA if maxima else 0)
         workspace.plan(self.starts, self.lens, flags)
         return lambda layer: attend_decode(
             self.query, self.keys[layer], self.values[layer], self.scores[layer], self.table,

@@ -297,7 +297,7 @@ def test_tables_lose_their_holes() -> None:
     table = torch.randint(1, 1 << 20, (300, 2048), generator=gen, dtype=torch.int32)
     table[torch.rand(table.shape, generator=gen) < 0.6] = 0
     lens = torch.randint(0, 2048 * 16, (300,), generator=gen, dtype=torch.int32)
-    flags = torch.randint(0, 4, (300,), generator=gen, dtype=torch.int8)
+    flags = torch.randint(0, 4, (300,), generator=gen, dtype=torch.int32)
     flags[::7] |= EVICTING | SCORED
     check_tables(table.cuda(), lens.cuda(), flags.cuda(), 16, extra_rows=4)
 

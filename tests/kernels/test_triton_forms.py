@@ -59,7 +59,7 @@ class Worker:
         self.table = torch.zeros(MAX_ROWS, 40, dtype=torch.int32)
         self.lens = torch.zeros(MAX_ROWS, dtype=torch.int32)
         self.starts = torch.zeros(MAX_ROWS + 1, dtype=torch.int32)
-        self.flags = torch.zeros(MAX_ROWS, dtype=torch.int8)
+        self.flags = torch.zeros(MAX_ROWS, dtype=torch.int32)
 
     def query(self, tokens: int, *, fused: bool) -> Tensor:
         """A part of the qkv projection's output, or a tensor of its own: after norms, say."""

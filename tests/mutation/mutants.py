@@ -462,6 +462,18 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
+        "kernels-triton-pinned-tokens-fill-the-scratch",
+        "base = tl.where(base + tiles <= max_tiles, base - left_out, _NOWHERE)",
+        "base = tl.where(base + tiles + left_out <= max_tiles, base - left_out, _NOWHERE)",
+        TRITON,
+    ),
+    Mutant(
+        "engine-nobody-knows-what-is-pinned-on-gpus",
+        "self._pinned[slot] = params.pinned",
+        "self._pinned[slot] = 0",
+        CUDA,
+    ),
+    Mutant(
         "engine-prompts-of-maxima-are-not-scored-on-gpus",
         "(self._scores, batch.maxima),",
         "(self._scores, None),",

@@ -54,11 +54,11 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         self._live = torch.zeros(rows, dtype=torch.int32, device=block_table.device)
         self._ours = torch.zeros_like(self._live)
         self._rest = torch.zeros_like(self._live)
-        self._flags = torch.zeros(rows, dtype=torch.int8, device=block_table.device)
+        self._flags = torch.zeros_like(self._live)
         self._flags_sent: np.ndarray | None = None
         # Compiles the kernel: one row, of length 0.
         starts = torch.zeros(2, dtype=torch.int32, device=block_table.device)
-        self._drop_holes(block_table[:1], starts[:1], starts, np.zeros(1, dtype=np.int8))
+        self._drop_holes(block_table[:1], starts[:1], starts, np.zeros(1, dtype=np.int32))
 
     def build(
         self,
@@ -72,9 +72,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
         state.start_tokens(rows, common.slot_mapping)
-        self._drop_holes(
-            common.block_table_tensor, common.seq_lens, common.query_start_loc, row_flags(rows)
-        )
+        flags = row_flags(rows) + kernels.PINNED * state.pinned_tokens(common)
+        self._drop_holes(common.block_table_tensor, common.seq_lens, common.query_start_loc, flags)
         if (clearing := rows.last_query_rows).size:
             state.clear_scores(
                 self._table,
@@ -150,7 +149,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             common.block_table_tensor,
             common.seq_lens,
             common.query_start_loc,
-            np.zeros(common.num_reqs, dtype=np.int8),
+            np.zeros(common.num_reqs, dtype=np.int32),
         )
         decodes = variant is not Variant.HOLES
         return self._batch(variant, common, 0, False, capturing=True, decodes=decodes)

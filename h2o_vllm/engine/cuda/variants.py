@@ -63,11 +63,11 @@ def variant_of(rows: StepRows | None, captured: tuple[Variant, ...] = tuple(Vari
     return Variant.SCORED if all_ours and Variant.SCORED in captured else Variant.MIXED
 
 
-def row_flags(rows: StepRows) -> NDArray[np.int8]:
+def row_flags(rows: StepRows) -> NDArray[np.int32]:
     """[B]: as ``compact_tables`` and the plan want them; "scored" are those that our kernel attends."""
     flags = np.where(rows.codes > 0, EVICTING, 0) | np.where(rows.decodes, SCORED, 0)
     flags |= np.where(rows.most, MAXIMA, 0)
-    return flags.astype(np.int8)
+    return flags.astype(np.int32)
 
 
 @dataclass

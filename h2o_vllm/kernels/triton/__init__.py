@@ -46,7 +46,7 @@ from h2o_vllm.kernels.triton.rescores import (
 )
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import PromptSegments
-from h2o_vllm.kernels.triton.tables import EVICTING, MAXIMA, SCORED, compact_tables
+from h2o_vllm.kernels.triton.tables import EVICTING, MAXIMA, PINNED, SCORED, compact_tables
 from h2o_vllm.kernels.triton.warmup import warm_up
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "EVICTING",
     "MAXIMA",
     "PER_QUERY",
+    "PINNED",
     "SCORED",
     "SCRATCH_BYTES",
     "DecodeWorkspace",

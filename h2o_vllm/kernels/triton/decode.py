@@ -31,7 +31,7 @@ from torch import Tensor
 from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.finish import add_scores, finish, row_totals
 from h2o_vllm.kernels.triton.paged import load_keys, locate
-from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace, load_piece
+from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace, fits, load_piece
 
 __all__ = ["attend_decode"]
 
@@ -175,7 +175,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     row = tl.load(words)
     if row < 0:
         return
-    token, start, end, base, first, count, raises = load_piece(words, TILE)
+    token, start, end, base, first, count, raises, scored_from = load_piece(words, TILE)
 
     heads = tl.arange(0, GP)
     dims = tl.arange(0, DP)
@@ -198,7 +198,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     columns = num_tiles.to(tl.int64) * TILE
     my_probs = probs + (kv_head * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
     my_max = tile_max + (kv_head * num_tiles + base) * G + heads
-    keep = heads < tl.where(base >= 0, G, 0)
+    scored_from = tl.where(fits(base), scored_from, end)
 
     top = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
@@ -213,6 +213,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         logits = tl.where(live[None, :], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         prob = tl.exp2(logits - highest[:, None])
+        keep = heads < tl.where(at >= scored_from, G, 0)
         # Whole tiles, so that the store needs no mask along the keys; behind the end lie zeros.
         tl.store(my_probs + at, prob.to(probs.dtype.element_ty), mask=keep[:, None])
         tl.store(my_max + (at // TILE) * G, highest, mask=keep)
@@ -244,8 +245,8 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         tl.debug_barrier()
         highest, weight = row_totals(part_max, part_sum, item, 1, kv_head, H, G, GS, 1)
         add_scores(
-            scores, probs, tile_max, table, kv_head, start, end, base, raises, highest, weight,
-            num_tiles, KH, G, GS, BS, TILE, SPAN,
+            scores, probs, tile_max, table, kv_head, start, end, base, scored_from, raises, highest,
+            weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
     else:
         tl.store(part_out + part[:, None] * D + dims[None, :], acc, mask=both)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from h2o_vllm.kernels.triton.maxima import raise_scores
 from h2o_vllm.kernels.triton.paged import locate
-from h2o_vllm.kernels.triton.plan import cut_pieces, load_piece
+from h2o_vllm.kernels.triton.plan import cut_pieces, fits, load_piece
 
 __all__ = ["add_scores", "finish", "row_totals"]
 
@@ -39,7 +39,7 @@ def row_totals(
 
 @triton.jit
 def add_scores(
-    scores, probs, tile_max, table, kv_head, start, end, base, raises, top, weight, num_tiles,
+    scores, probs, tile_max, table, kv_head, start, end, base, scored_from, raises, top, weight, num_tiles,
     KH: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,8 @@ def add_scores(
 
     Or, where it ``raises`` them, make each at least the largest that a q head gives.
     """
-    if base >= 0:
+    if fits(base):
+        start = tl.multiple_of(tl.maximum(start, scored_from), TILE)
         heads = tl.arange(0, GS)
         real = heads < G
         lanes = tl.arange(0, SPAN)
@@ -105,12 +106,12 @@ def finish(
     for item in range(tl.program_id(0) // KH, cut_pieces(pieces), tl.num_programs(0) // KH):
         words = pieces + item * FIELDS
         row = tl.load(words)
-        token, start, end, base, first, count, raises = load_piece(words, TILE)
+        token, start, end, base, first, count, raises, scored_from = load_piece(words, TILE)
         top, weight = row_totals(part_max, part_sum, first, count, kv_head, H, G, GS, PARTS)
         table = block_table + row.to(tl.int64) * stride_table
         add_scores(
-            scores, probs, tile_max, table, kv_head, start, end, base, raises, top, weight, num_tiles,
-            KH, G, GS, BS, TILE, SPAN,
+            scores, probs, tile_max, table, kv_head, start, end, base, scored_from, raises, top, weight,
+            num_tiles, KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
 
         heads = tl.arange(0, GS)

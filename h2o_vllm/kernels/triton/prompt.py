@@ -145,12 +145,18 @@ def _log_probabilities(
 
 
 @triton.jit
-def _joined(total, log, MAXIMA: tl.constexpr):
-    """What a tile of queries adds: to sums their probabilities, to maxima the larger logarithms."""
+def _joined(total, log, visible, MAXIMA: tl.constexpr):
+    """Sums with the probabilities of a tile of queries, or the larger logarithms; of the ``visible`` keys."""
     if MAXIMA:
+        if visible is not None:
+            log = tl.where(visible, log, float("-inf"))
         total = tl.maximum(total, log)
     else:
-        total += tl.exp2(log)
+        prob = tl.exp2(log)
+        if visible is not None:
+            # Not before the exponential: that takes more instructions.
+            prob = tl.where(visible, prob, 0.0)
+        total += prob
     return total
 
 
@@ -243,13 +249,13 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
             scale_log2, cap, wide, TOKENS,
         )  # fmt: skip
         visible = position[None, :] <= (context + at + ahead)[:, None]
-        total = _joined(total, tl.where(visible, log, float("-inf")), MAXIMA)
+        total = _joined(total, log, visible, MAXIMA)
     for at in range(all_seeing, tokens, TOKENS):
         log = _log_probabilities(
             query + at * stride_qt, q_rows, lse + at * stride_lt, lse_rows, k, ahead, tokens - at,
             scale_log2, cap, wide, TOKENS,
         )  # fmt: skip
-        total = _joined(total, log, MAXIMA)
+        total = _joined(total, log, None, MAXIMA)
     score = scores + (block * KH + kv_head) * BS + slot
     if MAXIMA:
         column = tl.exp2(tl.max(total, 0))

@@ -49,7 +49,7 @@ def warm_up(
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    workspace.plan(starts, nothing, torch.zeros(1, dtype=torch.int8, device=device))
+    workspace.plan(starts, nothing, nothing)
     scales = (query_scale, key_scale)
     attend_decode(
         query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale, softcap, sinks

@@ -121,14 +121,15 @@ def test_slots_learn_and_forget() -> None:
     slots = PolicySlots(4)
     at = np.array([2, 0])
     assert slots.codes(at) is None
-    slots.start({"a": EvictionParams("h2o", 70, 4), "b": EvictionParams("window", 8)})
+    slots.start({"a": EvictionParams("h2o", 70, 4, pinned=16), "b": EvictionParams("window", 8)})
     slots.place({"a": 2})
+    assert slots.pinned(at).tolist() == [16, 0]
     assert slots.prompt_tokens(at).tolist() == [70, 0] and slots.sinks(at).tolist() == [4, 0]
     codes = slots.codes(at)
     assert codes is not None and codes.tolist() == [H2O, 0]
     assert slots.codes(np.array([0, 1])) is None
     slots.release(["a", "unknown"], {"a": 2})
-    assert slots.codes(at) is None
+    assert slots.codes(at) is None and slots.pinned(at).tolist() == [0, 0]
     slots.place({"b": 2})
     codes = slots.codes(at)
     assert codes is not None and codes.tolist() == [WINDOW, 0]

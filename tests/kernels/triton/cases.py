@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import MAXIMA
+from h2o_vllm.kernels.triton import MAXIMA, PINNED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAN = float("nan")
@@ -34,6 +34,7 @@ class Batch:
     softcap: float = 0.0
     sinks: Tensor | None = None
     maxima: frozenset[int] = frozenset()  # rows that keep these in place of sums
+    pinned: tuple[int, ...] = ()  # first tokens of each row whose scores nobody wants
 
     def out(self) -> Tensor:
         """An output that shows every element nobody wrote."""
@@ -50,7 +51,10 @@ class Batch:
     def flags(self) -> Tensor:
         """As the plan takes them."""
         rows = [MAXIMA if row in self.maxima else 0 for row in range(len(self.seq_lens))]
-        return torch.tensor(rows, dtype=torch.int8, device=self.query.device)
+        flags = torch.tensor(rows, dtype=torch.int32, device=self.query.device)
+        if self.pinned:
+            flags += PINNED * torch.tensor(self.pinned, dtype=torch.int32, device=flags.device)
+        return flags
 
     @property
     def logit_scale(self) -> float:

@@ -463,8 +463,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernels-triton-pinned-tokens-fill-the-scratch",
-        "base = tl.where(base + tiles <= max_tiles, base - left_out, _NOWHERE)",
-        "base = tl.where(base + tiles + left_out <= max_tiles, base - left_out, _NOWHERE)",
+        "left_out = tl.minimum(flag // (PINNED * TILE), tiles)",
+        "left_out = tl.minimum(0, tiles)",
         TRITON,
     ),
     Mutant(

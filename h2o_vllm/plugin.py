@@ -8,13 +8,11 @@ changes nothing by itself (law 10). ``engine_args`` is the switch.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
 
 from h2o_vllm.config.keys import CONFIG_KEY, START_RECORD
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import REPEAT_POLICIES
 from h2o_vllm.errors import ConfigError
 
 __all__ = ["engine_args", "register"]
@@ -72,9 +70,6 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
             "this machine's CPU: H2O_DEVICE=cpu bash deploy/quickstart"
         )
     check_vllm_version(device)
-    if device != "cpu" and config.kv_policy not in REPEAT_POLICIES:
-        # Nobody may ask for them there; as a default, the engine refuses to start.
-        config = replace(config, kv_repeat=False)
     _check_plugin_loads()
     args: dict[str, Any] = {
         "scheduler_cls": SCHEDULER_CLS,

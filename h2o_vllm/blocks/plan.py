@@ -24,6 +24,7 @@ class EvictionParams:
         prompt_tokens: length of its prompt at admission; the same after a preemption. Where prompts are
             repeated: position of the first query that is scored.
         sinks: first tokens that are never evicted.
+        pinned: tokens in pinned blocks, which others may read from the prefix cache: without scores.
         traced: whether the worker notes which tokens go, see :mod:`h2o_vllm.engine.trace`.
         shares_heads: whether a layer's KV heads share its heavy slots, see :mod:`h2o_vllm.kernels.lanes`.
     """
@@ -33,6 +34,7 @@ class EvictionParams:
     sinks: int = 0
     traced: bool = False
     shares_heads: bool = False
+    pinned: int = 0
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,6 @@ def cannot_repeat(config: VllmConfig, groups: int = 1) -> str | None:
     windows = "sliding_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
     reasons = (
         (
-            config.device_config.device_type != "cpu",
-            "prompts are repeated on CPUs only: our kernels on GPUs keep no maxima",
-        ),
-        (
             windows or groups > 1,
             "prompts are not repeated for models with sliding windows, whose blocks are gone by then",
         ),

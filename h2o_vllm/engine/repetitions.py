@@ -93,8 +93,13 @@ class Repetitions:
         owner = self._readers.get(request_id)
         if owner is None:
             return None
-        budget = owner.state.budget
-        return EvictionParams(budget.policy, owner.repetition.text, budget.sinks)
+        state = owner.state
+        return EvictionParams(
+            state.budget.policy,
+            owner.repetition.text,
+            state.budget.sinks,
+            pinned=state.pinned * self._blocks.block_size,
+        )
 
     def chunk_limit(self, request_id: str, computed: int, num_tokens: int) -> int:
         """How many of a reader's ``num_tokens`` to compute now; ``num_tokens`` of all others.

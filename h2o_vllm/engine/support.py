@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import REPEAT_POLICIES
 from h2o_vllm.engine.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -181,11 +180,6 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             bool(_option(config, "kv_trace")),
             "--kv-trace on GPUs: noting which tokens go would wait for the device in every eviction. "
             "Look at them on a CPU, where the same tokens are kept",
-        ),
-        (
-            _option(config, "kv_policy") in REPEAT_POLICIES,
-            f"--kv-policy {_option(config, 'kv_policy')} on GPUs: it repeats prompts, and keeps maxima of "
-            "what they get, where our kernels on GPUs keep sums",
         ),
         (
             not config.use_v2_model_runner,

@@ -15,7 +15,7 @@ B requests, MB blocks per table row, R listed rows, L layers, S live length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -115,8 +115,13 @@ def attend_decode(
     value_scale: float = 1.0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    maxima: Collection[int] = (),
 ) -> None:
-    """See :func:`h2o_vllm.kernels.triton.attend_decode`; scales of query and key are part of ``scale``."""
+    """See :func:`h2o_vllm.kernels.triton.attend_decode`; scales of query and key are part of ``scale``.
+
+    Args:
+        maxima: the rows that keep maxima.
+    """
     for row, length in enumerate(seq_lens.tolist()):
         first, end = query_start_loc[row : row + 2].tolist()
         if length <= 0 or end - first != 1:
@@ -126,7 +131,8 @@ def attend_decode(
             query[first:end], key_cache, value_cache, where, scale, softcap, sinks
         )
         out[first] = (attended[0] * value_scale).to(out.dtype)
-        add_probabilities(scores, where, prob)
+        keep = raise_to_probabilities if row in maxima else add_probabilities
+        keep(scores, where, prob)
 
 
 def add_prompt_scores(
@@ -140,8 +146,13 @@ def add_prompt_scores(
     scored_from: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    maxima: Collection[int] = (),
 ) -> None:
-    """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed."""
+    """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed.
+
+    Args:
+        maxima: the rows that keep maxima.
+    """
     for row, length in enumerate(seq_lens.tolist()):
         first, end = query_start_loc[row : row + 2].tolist()
         if length <= 0 or end - first < 2:
@@ -150,7 +161,8 @@ def add_prompt_scores(
             first = int(scored_from[row])
         where = live_slots(block_table[row], length, key_cache.shape[1])
         prob, _, _ = attend(query[first:end], key_cache, key_cache, where, scale, softcap, sinks)
-        add_probabilities(scores, where, prob)
+        keep = raise_to_probabilities if row in maxima else add_probabilities
+        keep(scores, where, prob)
 
 
 def log_sum_exp(

@@ -248,7 +248,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "--kv-repeat",
         action=argparse.BooleanOptionalAction,
         default=_DEFAULTS.kv_repeat,
-        help="Let requests repeat prompts. CPU.",
+        help="Let requests repeat prompts.",
     )
     group.add_argument(
         "--kv-playground",

@@ -17,6 +17,7 @@ import torch
 
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import (
+    MAXIMA,
     DecodeWorkspace,
     PromptSegments,
     add_prompt_scores,
@@ -64,7 +65,9 @@ class Case:
         self.heads, self.kv_heads, self.size = SHAPES[self.shape]
         self.scale = self.size**-0.5
         self.kv_bytes = self.requests * self.length * self.kv_heads * 4 * self.size
-        self.score_bytes = 8 * self.requests * self.length * self.kv_heads
+        # Read; sums are written as well, maxima where they rise.
+        self.maxima_bytes = 4 * self.requests * self.length * self.kv_heads
+        self.sum_bytes = 2 * self.maxima_bytes
         self.layers = max(2, min(32, -(-ROTATED // self.kv_bytes)))
 
     def build(self) -> None:
@@ -134,12 +137,12 @@ class Case:
             softmax_segm_output=parts, softmax_segm_max=highest, softmax_segm_expsum=sums,
         )  # fmt: skip
 
-    def ours(self) -> LayerCall:
+    def ours(self, *, maxima: bool = False) -> LayerCall:
         """Attention with scores of one token; of prompts the scores alone, after stock's attention."""
         if self.queries > 1:
             prompts = PromptSegments.cut(
                 range(self.requests), self.starts[:-1].tolist(), self.starts[1:].tolist(),
-                self.lens.tolist(), self.lens.tolist(), self.kv_heads, "cuda",
+                self.lens.tolist(), self.lens.tolist(), self.kv_heads, "cuda", maxima=maxima,
             )  # fmt: skip
             return lambda layer: add_prompt_scores(
                 self.query, self.keys[layer], self.scores[layer], self.table, self.starts,
@@ -150,17 +153,19 @@ class Case:
             self.requests, blocks * BLOCK_SIZE, self.heads, self.kv_heads, torch.bfloat16, self.size,
             "cuda",
         )  # fmt: skip
-        workspace.plan(self.starts, self.lens)
+        flags = torch.full_like(self.lens, MAXIMA if maxima else 0)
+        workspace.plan(self.starts, self.lens, flags)
         return lambda layer: attend_decode(
             self.query, self.keys[layer], self.values[layer], self.scores[layer], self.table,
             self.scale, self.out, workspace,
         )  # fmt: skip
 
     def contestants(self) -> dict[str, LayerCall]:
-        """Stock first: others are given as multiples of it."""
+        """Stock first: others are given as multiples of it. ``most`` keeps maxima in place of sums."""
+        ours = {"ours": self.ours(), "most": self.ours(maxima=True)}
         if self.queries > 1:
-            return {"fa3": self.flash(), "ours": self.ours()}
-        return {"fa3": self.flash(), "unified": self.unified(), "ours": self.ours()}
+            return {"fa3": self.flash(), **ours}
+        return {"fa3": self.flash(), "unified": self.unified(), **ours}
 
 
 class CUDABench(DeviceBench):
@@ -215,7 +220,8 @@ class CUDABench(DeviceBench):
         }
         torch.cuda.empty_cache()
         kv = case.kv_bytes if case.queries == 1 else case.kv_bytes // 2
-        moved = dict.fromkeys(times, case.kv_bytes) | {"ours": kv + case.score_bytes}
+        moved = dict.fromkeys(times, case.kv_bytes)
+        moved |= {"ours": kv + case.sum_bytes, "most": kv + case.maxima_bytes}
         kind = "decode" if case.queries == 1 else "prompt scores"
         shape = {"shape": case.shape, "requests": case.requests, "length": case.length}
         return {"kind": kind, **shape, **self._contestant_rows(times, moved)}
@@ -274,21 +280,26 @@ def _check(case: Case) -> None:
         SystemExit: naming who is wrong.
     """
     case.build()
-    out, scores = torch.empty_like(case.out), torch.zeros_like(case.scores[0])
+    out, want = torch.empty_like(case.out), {}
     batch = (case.table, case.starts, case.lens)
-    if case.queries > 1:
-        reference.add_prompt_scores(case.query, case.keys[0], scores, *batch, case.scale)
-    else:
-        reference.attend_decode(
-            case.query, case.keys[0], case.values[0], scores, *batch, case.scale, out
-        )
+    for name, maxima in (("ours", ()), ("most", range(case.requests))):
+        want[name] = scores = torch.zeros_like(case.scores[0])
+        if case.queries > 1:
+            reference.add_prompt_scores(
+                case.query, case.keys[0], scores, *batch, case.scale, maxima=maxima
+            )
+        else:
+            caches = (case.keys[0], case.values[0])
+            reference.attend_decode(
+                case.query, *caches, scores, *batch, case.scale, out, maxima=maxima
+            )
     for name, call in case.contestants().items():
         case.out.fill_(float("nan"))
         case.scores.zero_()
         call(0)
         right = case.queries > 1 or torch.allclose(case.out, out, rtol=0.02, atol=0.02)
-        if name == "ours":
-            right &= torch.allclose(case.scores[0], scores, rtol=2e-3, atol=1e-4)
+        if name in want:
+            right &= torch.allclose(case.scores[0], want[name], rtol=2e-3, atol=1e-4)
         if not right:
             sys.exit(f"{name} is wrong for {case.shape}, {case.queries} queries; nothing timed")
 

@@ -160,7 +160,7 @@ def launch_everything(shape: Shape) -> None:
     layers = KVLayers([keys, keys], [values, values])
     rows = torch.zeros(2, dtype=torch.int32)
     table = torch.zeros(2, 8, dtype=torch.int32)
-    flags = torch.zeros(2, dtype=torch.int8)
+    flags = torch.zeros(2, dtype=torch.int32)
     compact_tables(table, rows, flags, shape.block_size, table.clone(), rows, rows, rows)
     starts = torch.zeros(3, dtype=torch.int32)
     lse = torch.zeros(heads, 2)

@@ -59,6 +59,7 @@ class Worker:
         self.table = torch.zeros(MAX_ROWS, 40, dtype=torch.int32)
         self.lens = torch.zeros(MAX_ROWS, dtype=torch.int32)
         self.starts = torch.zeros(MAX_ROWS + 1, dtype=torch.int32)
+        self.flags = torch.zeros(MAX_ROWS, dtype=torch.int32)
 
     def query(self, tokens: int, *, fused: bool) -> Tensor:
         """A part of the qkv projection's output, or a tensor of its own: after norms, say."""
@@ -109,7 +110,7 @@ class Worker:
     def decode(self) -> None:
         key_scale, value_scale = self.scales[1:]
         for rows in (1, 2, 16, 17, MAX_ROWS):
-            self.workspace.plan(self.starts[: rows + 1], self.lens[:rows])
+            self.workspace.plan(self.starts[: rows + 1], self.lens[:rows], self.flags[:rows])
             for layer, (keys, values) in enumerate(
                 zip(self.layers.key_caches, self.layers.value_caches, strict=True)
             ):
@@ -140,18 +141,19 @@ class Worker:
             listed = torch.zeros(rows, dtype=torch.int32)
             borders = [row * tokens // rows for row in range(rows + 1)]
             lengths = [4 * tokens] * rows
-            prompts = kernels.PromptSegments.cut(
-                range(rows), borders[:-1], borders[1:], lengths, lengths, KV_HEADS, "cpu"
-            )
+            cut = (range(rows), borders[:-1], borders[1:], lengths, lengths, KV_HEADS, "cpu")
+            prompts = kernels.PromptSegments.cut(*cut)
+            maxima = kernels.PromptSegments.cut(*cut, maxima=True)
             # As FlashAttention returns it, and as it would be after a transposition.
             for lse in (torch.zeros(self.heads, tokens), torch.zeros(tokens, self.heads).T):
                 for layer, keys in enumerate(self.layers.key_caches):
                     for fused in (True, False):
                         query = self.query(tokens, fused=fused)
-                        for plane in self.planes:
+                        scores, early = self.planes
+                        for plane, given in (scores, prompts), (scores, maxima), (early, prompts):
                             kernels.add_prompt_scores(
                                 query, keys, plane[layer], self.table[:rows], *batch, lse, 0.125,
-                                prompts, *self.scales[:2], softcap=self.softcap,
+                                given, *self.scales[:2], softcap=self.softcap,
                             )  # fmt: skip
                         kernels.prompt_lse(
                             query, keys, self.table[:rows], *batch, 0.125, lse, tokens, listed,

@@ -28,7 +28,7 @@ class ScoredBatch:
         block_table: [B, MB], int32. query_start_loc: [B + 1], int32. seq_lens: [B], int32, live lengths.
         decodes: whether scored rows with one query may be in it; the workspace knows which.
         prompt_rows: scored rows with several queries, [R], int32, or ``None``; never in a CUDA graph.
-        prompts: their scored queries, or ``None``.
+        prompts: their scored queries, or ``None``. maxima: those of rows whose scores are maxima.
         late: the late queries, of these, of rows that get to theirs in this step, or ``None``.
         max_query_len: no prompt row has more.
     """
@@ -43,5 +43,6 @@ class ScoredBatch:
     decodes: bool
     prompt_rows: torch.Tensor | None
     prompts: PromptSegments | None
+    maxima: PromptSegments | None
     late: PromptSegments | None
     max_query_len: int = 0

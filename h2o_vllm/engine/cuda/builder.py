@@ -54,11 +54,11 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         self._live = torch.zeros(rows, dtype=torch.int32, device=block_table.device)
         self._ours = torch.zeros_like(self._live)
         self._rest = torch.zeros_like(self._live)
-        self._flags = torch.zeros(rows, dtype=torch.int8, device=block_table.device)
+        self._flags = torch.zeros_like(self._live)
         self._flags_sent: np.ndarray | None = None
         # Compiles the kernel: one row, of length 0.
         starts = torch.zeros(2, dtype=torch.int32, device=block_table.device)
-        self._drop_holes(block_table[:1], starts[:1], starts, np.zeros(1, dtype=np.int8))
+        self._drop_holes(block_table[:1], starts[:1], starts, np.zeros(1, dtype=np.int32))
 
     def build(
         self,
@@ -72,9 +72,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
         state.start_tokens(rows, common.slot_mapping)
-        self._drop_holes(
-            common.block_table_tensor, common.seq_lens, common.query_start_loc, row_flags(rows)
-        )
+        flags = row_flags(rows) + kernels.PINNED * state.pinned_tokens(common)
+        self._drop_holes(common.block_table_tensor, common.seq_lens, common.query_start_loc, flags)
         if (clearing := rows.last_query_rows).size:
             state.clear_scores(
                 self._table,
@@ -94,6 +93,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                 )
             )
         prompts = np.flatnonzero(rows.prompts)
+        by_sums, by_maxima = prompts[~rows.most[prompts]], prompts[rows.most[prompts]]
+        scored = rows.scored_queries
         return self._batch(
             state.step_variant.current,
             common,
@@ -101,7 +102,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             fast_build,
             decodes=bool(rows.decodes.any()),
             prompt_rows=self._to_device(prompts) if prompts.size else None,
-            prompts=self._segments(common, rows, prompts, rows.scored_queries[prompts]),
+            prompts=self._segments(common, rows, by_sums, scored[by_sums]),
+            maxima=self._segments(common, rows, by_maxima, scored[by_maxima], maxima=True),
             late=self._segments(common, rows, crossing, rows.late_queries),
             max_query_len=int(rows.query_lens[prompts].max(initial=0)),
         )
@@ -112,6 +114,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         rows: StepRows,
         chosen: NDArray[np.intp],
         counts: NDArray[np.int32],
+        *,
+        maxima: bool = False,
     ) -> kernels.PromptSegments | None:
         """The last ``counts`` queries of the ``chosen`` rows, unless all counts are 0."""
         chosen, counts = chosen[counts > 0], counts[counts > 0]
@@ -127,6 +131,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             self._state.live_lens(common)[chosen].tolist(),
             self._state.scores.shape[2],
             self._live.device,
+            maxima=maxima,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
@@ -144,7 +149,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             common.block_table_tensor,
             common.seq_lens,
             common.query_start_loc,
-            np.zeros(common.num_reqs, dtype=np.int8),
+            np.zeros(common.num_reqs, dtype=np.int32),
         )
         decodes = variant is not Variant.HOLES
         return self._batch(variant, common, 0, False, capturing=True, decodes=decodes)
@@ -177,7 +182,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             self._ours,
             self._rest,
         )
-        self._state.workspace.plan(query_start_loc, self._ours[:rows])
+        self._state.workspace.plan(query_start_loc, self._ours[:rows], self._flags[:rows])
 
     def _batch(
         self,
@@ -204,7 +209,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             block_table=self._table[:rows],
             query_start_loc=common.query_start_loc,
             seq_lens=self._live[:rows],
-            **{"prompt_rows": None, "prompts": None, "late": None, **ours},
+            **{"prompt_rows": None, "prompts": None, "maxima": None, "late": None, **ours},
         )
 
     def _to_device(self, numbers: np.ndarray) -> torch.Tensor:

@@ -7,7 +7,7 @@ row        attention            scores                        in a CUDA graph
 no budget  vLLM                 none                          yes
 evicting   vLLM, without holes  none (``window``, ``keydiff``)  yes
 decode     ours                 ours, in the same pass        yes
-prompt     vLLM, with its LSE   column sums, from the LSE     no (attention is eager)
+prompt     vLLM, with its LSE   columns, from the LSE         no (attention is eager)
 ========== ==================== ============================= ==================
 """
 
@@ -141,7 +141,11 @@ class CudaScoringImpl(ScoringImpl):
             )
         if lse is None:
             return
-        for scores, prompts in ((self._scores, batch.prompts), (self._early, batch.late)):
+        for scores, prompts in (
+            (self._scores, batch.prompts),
+            (self._scores, batch.maxima),
+            (self._early, batch.late),
+        ):
             if prompts is not None:
                 kernels.add_prompt_scores(
                     query,

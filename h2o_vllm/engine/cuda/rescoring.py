@@ -21,6 +21,7 @@ _HOW: dict[str, tuple[int, int]] = {
     "keydiff": (BY_KEYS, 0),
     "snapkv": (0, KERNEL // 2),
     "snapkv-keydiff": (BY_RANKS, KERNEL // 2),
+    "repeat-keydiff": (BY_RANKS, 0),
     "caote-snapkv-keydiff": (PER_QUERY | BY_VALUES | BY_RANKS | BY_LATE, KERNEL // 2),
 }
 """Of every policy with ``scores_at_eviction``: ``how`` and ``reach``."""

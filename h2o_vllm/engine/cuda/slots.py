@@ -33,6 +33,7 @@ class PolicySlots:
         self._codes: NDArray[np.int8] = np.zeros(num_slots, dtype=np.int8)
         self._prompt_tokens: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._sinks: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+        self._pinned: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._holes: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._waiting: dict[str, EvictionParams] = {}
         self._placed: set[int] = set()
@@ -47,7 +48,7 @@ class PolicySlots:
             self._waiting.pop(request_id, None)
             slot = slots.get(request_id)
             if slot is not None:
-                self._codes[slot] = 0
+                self._codes[slot] = self._pinned[slot] = 0
                 self._placed.discard(slot)
 
     def place(self, slots: Mapping[str, int]) -> None:
@@ -57,6 +58,7 @@ class PolicySlots:
             self._codes[slot] = POLICY_CODES[params.policy]
             self._prompt_tokens[slot] = params.prompt_tokens
             self._sinks[slot] = params.sinks
+            self._pinned[slot] = params.pinned
             self._holes[slot] = 0
             self._placed.add(slot)
 
@@ -78,6 +80,10 @@ class PolicySlots:
     def sinks(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """Protected first tokens per batch row, for the rows whose code is not 0."""
         return self._sinks[slots]
+
+    def pinned(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Tokens in pinned blocks per batch row, 0 for the rows whose code is 0."""
+        return self._pinned[slots]
 
     def holes(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """Blocks evicted so far per batch row, for the rows whose code is not 0."""

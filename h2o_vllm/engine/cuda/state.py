@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -19,7 +20,6 @@ from h2o_vllm.kernels import triton as kernels
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -90,6 +90,13 @@ class CudaState(WorkerState):
         live: NDArray[np.int32] = common.seq_lens_cpu_upper_bound.numpy().copy()
         live[: len(common.req_idx)] -= self.policies.holes(common.req_idx) * self.block_size
         return live
+
+    def pinned_tokens(self, common: CommonAttentionMetadata) -> NDArray[np.int32]:
+        """Tokens in pinned blocks of each row, [B], int32; 0 of padding, and of rows that do not evict."""
+        assert common.req_idx is not None
+        pinned = np.zeros(common.num_reqs, dtype=np.int32)
+        pinned[: len(common.req_idx)] = self.policies.pinned(common.req_idx)
+        return pinned
 
     def clear_scores(
         self, table: torch.Tensor, live: torch.Tensor, rows: torch.Tensor, max_len: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from h2o_vllm.kernels.triton import EVICTING, SCORED
+from h2o_vllm.kernels.triton import EVICTING, MAXIMA, SCORED
 from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
@@ -63,10 +63,11 @@ def variant_of(rows: StepRows | None, captured: tuple[Variant, ...] = tuple(Vari
     return Variant.SCORED if all_ours and Variant.SCORED in captured else Variant.MIXED
 
 
-def row_flags(rows: StepRows) -> NDArray[np.int8]:
-    """[B]: as ``compact_tables`` wants them; "scored" are those that our kernel attends."""
+def row_flags(rows: StepRows) -> NDArray[np.int32]:
+    """[B]: as ``compact_tables`` and the plan want them; "scored" are those that our kernel attends."""
     flags = np.where(rows.codes > 0, EVICTING, 0) | np.where(rows.decodes, SCORED, 0)
-    return flags.astype(np.int8)
+    flags |= np.where(rows.most, MAXIMA, 0)
+    return flags.astype(np.int32)
 
 
 @dataclass

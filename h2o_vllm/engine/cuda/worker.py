@@ -90,7 +90,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         tokens = available // sum(spec.page_size_bytes for spec in specs) * spec.block_size
         workspace = kernels.DecodeWorkspace(
             self.scheduler_config.max_num_seqs,
-            tokens,
+            self._scored_tokens(tokens),
             self.model_config.get_num_attention_heads(self.parallel_config),
             spec.num_kv_heads,
             self.model_config.dtype,
@@ -99,6 +99,11 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             "meta",
         )
         return int(workspace.nbytes) + _FIXED_BYTES + self._scratch_bytes(spec.num_kv_heads)
+
+    def _scored_tokens(self, tokens: int) -> int:
+        """The most that rows can have among them whose scores come of one launch; ``tokens``: of the pool."""
+        # Whoever repeats a prompt reads it in its owner's blocks, while the owner goes on.
+        return 2 * tokens if self._h2o_config().kv_repeat else tokens
 
     def _scratch_bytes(self, kv_heads: int) -> int:
         """Of compaction and rescoring: room for the longest prompt's first eviction, a layer at a time."""
@@ -151,7 +156,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             kv_layers=kv_layers,
             workspace=kernels.DecodeWorkspace(
                 slots,
-                num_blocks * block_size,
+                self._scored_tokens(num_blocks * block_size),
                 num_heads,
                 num_kv_heads,
                 self.model_config.dtype,

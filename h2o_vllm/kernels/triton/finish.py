@@ -7,8 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from h2o_vllm.kernels.triton.maxima import raise_scores
 from h2o_vllm.kernels.triton.paged import locate
-from h2o_vllm.kernels.triton.plan import cut_pieces, load_piece
+from h2o_vllm.kernels.triton.plan import cut_pieces, fits, load_piece
 
 __all__ = ["add_scores", "finish", "row_totals"]
 
@@ -38,12 +39,16 @@ def row_totals(
 
 @triton.jit
 def add_scores(
-    scores, probs, tile_max, table, kv_head, start, end, base, top, weight, num_tiles,
+    scores, probs, tile_max, table, kv_head, start, end, base, scored_from, raises, top, weight, num_tiles,
     KH: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Add the probabilities of a piece's keys to their scores, if they fitted the scratch."""
-    if base >= 0:
+    """Add the probabilities of a piece's keys to their scores, if they fitted the scratch.
+
+    Or, where it ``raises`` them, make each at least the largest that a q head gives.
+    """
+    if fits(base):
+        start = tl.multiple_of(tl.maximum(start, scored_from), TILE)
         heads = tl.arange(0, GS)
         real = heads < G
         lanes = tl.arange(0, SPAN)
@@ -63,7 +68,10 @@ def add_scores(
             prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
             tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
             share = prob * tl.exp2(tops - top[:, None]) * weight[:, None]
-            tl.store(target, score + tl.sum(share, 0), mask=live)
+            if raises:
+                raise_scores(target, score, tl.max(share, 0), live)
+            else:
+                tl.store(target, score + tl.sum(share, 0), mask=live)
 
 
 @triton.jit(do_not_specialize=["stride_table", "num_tiles"])
@@ -98,12 +106,12 @@ def finish(
     for item in range(tl.program_id(0) // KH, cut_pieces(pieces), tl.num_programs(0) // KH):
         words = pieces + item * FIELDS
         row = tl.load(words)
-        token, start, end, base, first, count = load_piece(words, TILE)
+        token, start, end, base, first, count, raises, scored_from = load_piece(words, TILE)
         top, weight = row_totals(part_max, part_sum, first, count, kv_head, H, G, GS, PARTS)
         table = block_table + row.to(tl.int64) * stride_table
         add_scores(
-            scores, probs, tile_max, table, kv_head, start, end, base, top, weight, num_tiles,
-            KH, G, GS, BS, TILE, SPAN,
+            scores, probs, tile_max, table, kv_head, start, end, base, scored_from, raises, top, weight,
+            num_tiles, KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
 
         heads = tl.arange(0, GS)

@@ -21,14 +21,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["SPAN", "DecodeWorkspace", "cut_pieces", "load_piece"]
+from h2o_vllm.kernels.triton.tables import MAXIMA, PINNED
+
+__all__ = ["SPAN", "DecodeWorkspace", "cut_pieces", "fits", "load_piece"]
 
 SPAN = 256
 """Keys per step of the second launch of :mod:`.decode`; a multiple of the first one's."""
 
-_FIELDS = 8
-"""Words of one piece: row, token, first key, end, first tile of the row's scratch or -1, the row's first
-piece, its number of pieces; how many pieces are those of rows that are cut. Row -1 = no piece."""
+_FIELDS = 9
+"""Words of one piece: row, token, first key, end, the tile of the scratch where the row's first one is or
+would be, the row's first piece, its number of pieces, negative where its scores are maxima; how many pieces
+are those of rows that are cut; the row's first key that is in the scratch. Row -1 = no piece."""
+_NOWHERE = tl.constexpr(-(1 << 24))
+"""In place of a tile of the scratch, where a row does not fit. Less than that of any row whose first tiles
+are left out, and a number of 32 bits in keys as well."""
 _ROWS = 128
 _MIN_PIECE = 128
 """Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
@@ -44,7 +50,7 @@ class DecodeWorkspace:
 
     Attributes:
         tile: keys per step of the kernel's loop. spare: pieces beyond one per row.
-        pieces: [max_batch + spare, 8], int32, the plan.
+        pieces: [max_batch + spare, 9], int32, the plan.
         part_out: [max_batch + spare, H, D], part_max, part_sum: [max_batch + spare, H], float32: what
             the pieces of a row hand over.
         probs: [H, (tiles + slack) * tile]: exp(logit - maximum so far) of each key, float16 (float32 for a
@@ -68,8 +74,9 @@ class DecodeWorkspace:
 
         Args:
             max_batch: the largest number of rows B of any batch, padding included.
-            max_tokens: N * BS of the pool: scored rows share no block, so never more are live. Rows that
-                do not fit are attended, but their probabilities are dropped.
+            max_tokens: N * BS of the pool: rows whose scores are sums share no block but pinned ones, so
+                behind these never more are live. Twice as many where prompts are repeated: beside each owner
+                there may be a reader. Rows that do not fit are attended, but their probabilities are dropped.
             num_heads: H of this rank. num_kv_heads: KH of this rank.
             dtype: of query and output. head_size: D.
             spare: pieces beyond one per row; by default, what keeps this GPU's processors busy.
@@ -90,8 +97,8 @@ class DecodeWorkspace:
         self.max_batch = max_batch
         self.spare = spare
         self.min_piece = fixed_piece or _MIN_PIECE
-        # Every row may leave its last tile unfinished.
-        self.max_tiles = max_tokens // self.tile + max_batch
+        # Of every row the last tile may be unfinished, and the first one begin among pinned tokens.
+        self.max_tiles = max_tokens // self.tile + 2 * max_batch
         # The second launch reads whole spans, unmasked, and so beyond the last row's tiles.
         tiles = self.max_tiles + SPAN // self.tile
         rows = max_batch + spare
@@ -113,7 +120,7 @@ class DecodeWorkspace:
         held = (self.pieces, self.part_out, self.part_max, self.part_sum, self.probs, self.tile_max)
         return sum(tensor.nbytes for tensor in held)
 
-    def plan(self, query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    def plan(self, query_start_loc: Tensor, seq_lens: Tensor, flags: Tensor | None = None) -> None:
         """Cut this step's rows into pieces. Once per step, before its first layer.
 
         Eager, not in the graph; one launch; no synchronisation. A graph captured with B rows serves plans
@@ -122,6 +129,10 @@ class DecodeWorkspace:
         Args:
             query_start_loc: [B + 1], int32. seq_lens: [B], int32: live lengths of the rows to attend here;
                 0 = not ours, or padding. Rows with another number of queries than one are left out as well.
+            flags: [B], int32: where :data:`.MAXIMA` is set, a row raises scores to the largest probability
+                that a q head of the group gives, in place of adding. Such rows may share blocks. As many
+                first tokens as it has times :data:`.PINNED`, rounded down to tiles, are attended without
+                scores: any rows may share their blocks.
 
         Raises:
             ValueError: more rows than the workspace was made for.
@@ -134,6 +145,7 @@ class DecodeWorkspace:
         _plan[(max(1, triton.cdiv(rows, _ROWS)),)](
             query_start_loc,
             seq_lens,
+            flags,
             self.pieces,
             rows,
             self.pieces.shape[0],
@@ -143,6 +155,8 @@ class DecodeWorkspace:
             MIN_PIECE=self.min_piece,
             ROWS=_ROWS,
             FIELDS=_FIELDS,
+            RAISES=MAXIMA,
+            PINNED=PINNED,
             num_warps=4,
         )
 
@@ -151,7 +165,8 @@ class DecodeWorkspace:
 def load_piece(words, TILE: tl.constexpr):
     """The words of a piece behind its row, in their order; see ``_FIELDS``.
 
-    The row is the caller's to load: most programs of a frozen grid have none and leave at once.
+    The row is the caller's to load: most programs of a frozen grid have none and leave at once. The last are
+    whether its scores are maxima, and its first key that is in the scratch.
     """
     token = tl.load(words + 1).to(tl.int64)
     start = tl.multiple_of(tl.load(words + 2), TILE)
@@ -159,7 +174,14 @@ def load_piece(words, TILE: tl.constexpr):
     base = tl.load(words + 4)
     first = tl.load(words + 5)
     count = tl.load(words + 6)
-    return token, start, end, base, first, count
+    scored_from = tl.multiple_of(tl.load(words + 8), TILE)
+    return token, start, end, base, first, tl.abs(count), count < 0, scored_from
+
+
+@triton.jit
+def fits(base):
+    """Whether a row's keys, or those behind its pinned ones, are in the scratch."""
+    return base > _NOWHERE
 
 
 @triton.jit
@@ -188,6 +210,23 @@ def _cut(length, target, TILE: tl.constexpr):
 
 
 @triton.jit
+def _flags_of(flags, rows, num_rows):
+    """Flags of the rows, or none."""
+    found = tl.zeros_like(rows)
+    if flags is not None:
+        found = tl.load(flags + rows, mask=rows < num_rows, other=0)
+    return found
+
+
+@triton.jit
+def _scratch_tiles(length, flag, TILE: tl.constexpr, PINNED: tl.constexpr):
+    """Tiles that a row takes of the scratch, and its first ones that are not in it."""
+    tiles = (length + TILE - 1) // TILE
+    left_out = tl.minimum(flag // (PINNED * TILE), tiles)
+    return tiles - left_out, left_out
+
+
+@triton.jit
 def _apart(parts):
     """Pieces of rows of several pieces, and of rows of one."""
     return tl.where(parts > 1, parts, 0), tl.where(parts == 1, 1, 0)
@@ -197,6 +236,7 @@ def _apart(parts):
 def _plan(
     query_start_loc,
     seq_lens,
+    flags,
     pieces,
     num_rows,
     num_pieces,
@@ -206,6 +246,8 @@ def _plan(
     MIN_PIECE: tl.constexpr,
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
+    RAISES: tl.constexpr,
+    PINNED: tl.constexpr,
 ):
     """Each program writes the pieces of ROWS rows; all of them count all rows."""
     lane = tl.arange(0, ROWS)
@@ -230,7 +272,8 @@ def _plan(
         whole_in_all += whole
         cut_before += tl.where(at < mine, cut, 0)
         whole_before += tl.where(at < mine, whole, 0)
-        tiles_before += tl.where(at < mine, (length + TILE - 1) // TILE, 0)
+        tiles, _ = _scratch_tiles(length, _flags_of(flags, at + lane, num_rows), TILE, PINNED)
+        tiles_before += tl.where(at < mine, tiles, 0)
 
     row = mine + lane
     length, token = _row_lengths(query_start_loc, seq_lens, row, num_rows)
@@ -240,9 +283,11 @@ def _plan(
     first_cut = tl.sum(cut_before, 0) + tl.cumsum(cut, 0) - cut
     first_whole = num_cut + tl.sum(whole_before, 0) + tl.cumsum(whole, 0) - whole
     first = tl.where(parts > 1, first_cut, first_whole)
-    tiles = (length + TILE - 1) // TILE
+    flag = _flags_of(flags, row, num_rows)
+    tiles, left_out = _scratch_tiles(length, flag, TILE, PINNED)
     base = tl.sum(tiles_before, 0) + tl.cumsum(tiles, 0) - tiles
-    base = tl.where(base + tiles <= max_tiles, base, -1)
+    base = tl.where(base + tiles <= max_tiles, base - left_out, _NOWHERE)
+    count = tl.where((flag & RAISES) != 0, -parts, parts)
     for part in range(tl.max(parts, 0)):
         words = pieces + (first + part) * FIELDS
         real = part < parts
@@ -252,8 +297,9 @@ def _plan(
         tl.store(words + 3, tl.minimum((part + 1) * piece, length), mask=real)
         tl.store(words + 4, base, mask=real)
         tl.store(words + 5, first, mask=real)
-        tl.store(words + 6, parts, mask=real)
+        tl.store(words + 6, count, mask=real)
         tl.store(words + 7, num_cut, mask=real)
+        tl.store(words + 8, left_out * TILE, mask=real)
 
     # What an earlier plan left behind the last piece.
     for at in range(

@@ -6,6 +6,9 @@ The attention itself stays with vLLM's kernel, which knows the log-sum-exp of ea
 probability needs no second pass: one program owns a tile of keys of one kv head and a segment of a row's
 queries (:mod:`.segments`), walks over those of all q heads of its group, and sums ``exp(logit - lse)``. Half
 of attention's operations (no P.V), causal tiles only, each sum written once by one program.
+
+Where the largest probability is wanted in place of the sum, its logarithm will do: of one exponential per
+query and key one per key and segment is left, and the tensor cores wait for nothing but queries.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import cap_logits, cap_of, dot
+from h2o_vllm.kernels.triton.maxima import raise_scores
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
 
@@ -42,7 +46,7 @@ def add_prompt_scores(
     key_scale: Tensor | None = None,
     softcap: float = 0.0,
 ) -> None:
-    """Add the probabilities that each key receives from its row's queries. Eager.
+    """Add the probabilities that each key receives from its row's queries, or keep their maximum. Eager.
 
     The queries of a row are the last positions of its live sequence; there may be context before them
     (chunked prefill, prefix-cache hit). Rows of live length 0 are left alone.
@@ -56,7 +60,7 @@ def add_prompt_scores(
         seq_lens: [B], int32, live lengths including the chunk.
         lse: [H, T], float32, any strides: natural log of each query's softmax denominator, with sinks.
         scale: factor on q.k before the softmax.
-        prompts: which rows' queries are scored, and by whom.
+        prompts: which rows' queries are scored, how, and by whom.
         query_scale, key_scale, softcap: see :func:`.decode.attend_decode`.
     """
     _, block_size, kv_heads, size = key_cache.shape
@@ -96,6 +100,7 @@ def add_prompt_scores(
             KEYS=keys,
             QUERIES=queries,
             FIELDS=FIELDS,
+            MAXIMA=prompts.maxima,
             num_warps=warps,
             num_stages=stages,
         )
@@ -127,21 +132,37 @@ def _tile(dtype: torch.dtype, padded: int, *, capped: bool) -> tuple[int, int, i
 
 
 @triton.jit
-def _probabilities(
+def _log_probabilities(
     query, q_rows, lse, lse_rows, k, ahead, left, scale_log2, cap, wide, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """exp(logit - lse) of a tile of queries, of whose tokens ``left`` are real, for a tile of keys."""
+    """Log2 of exp(logit - lse) of a tile of queries, ``left`` tokens of them real, for a tile of keys."""
     real = ahead < tl.minimum(left, TOKENS)
     q = tl.load(query + q_rows, mask=real[:, None] & wide[None, :], other=0.0)
-    # A row that is none: exp(0 - inf) = 0.
+    # A row that is none: 0 - inf.
     sums = tl.load(lse + lse_rows, mask=real, other=float("inf"))
     logits = dot(q.to(k.dtype), k, tl.zeros([q_rows.shape[0], k.shape[1]], tl.float32)) * scale_log2
-    return tl.exp2(cap_logits(logits, cap) - (sums * 1.4426950408889634)[:, None])
+    return cap_logits(logits, cap) - (sums * 1.4426950408889634)[:, None]
+
+
+@triton.jit
+def _joined(total, log, visible, MAXIMA: tl.constexpr):
+    """Sums with the probabilities of a tile of queries, or the larger logarithms; of the ``visible`` keys."""
+    if MAXIMA:
+        if visible is not None:
+            log = tl.where(visible, log, float("-inf"))
+        total = tl.maximum(total, log)
+    else:
+        prob = tl.exp2(log)
+        if visible is not None:
+            # Not before the exponential: that takes more instructions.
+            prob = tl.where(visible, prob, 0.0)
+        total += prob
+    return total
 
 
 # Not specialised: strides that change with the batch would compile in the middle of serving.
 @triton.jit(do_not_specialize=["stride_table", "stride_lh", "stride_lt"])
-def _add_prompt_scores(
+def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is in functions
     query,
     key_cache,
     scores,
@@ -172,6 +193,7 @@ def _add_prompt_scores(
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
     FIELDS: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """One tile of keys of one kv head, and the queries of one segment."""
     words = segments + tl.program_id(2) * FIELDS
@@ -219,25 +241,30 @@ def _add_prompt_scores(
     seeing = tl.maximum(first_key - context, 0)
     all_seeing = tl.maximum(first_key + KEYS - 1 - context, 0)
     all_seeing = seeing + (tl.maximum(all_seeing - seeing, 0) + TOKENS - 1) // TOKENS * TOKENS
-    # Summed over queries at the end only: a sum across warps costs more than the additions.
-    total = tl.zeros([QUERIES, KEYS], tl.float32)
+    # Reduced over queries at the end only: a sum across warps costs more than the additions.
+    total = tl.full([QUERIES, KEYS], float("-inf") if MAXIMA else 0.0, tl.float32)
     for at in range(seeing, tl.minimum(all_seeing, tokens), TOKENS):
-        prob = _probabilities(
+        log = _log_probabilities(
             query + at * stride_qt, q_rows, lse + at * stride_lt, lse_rows, k, ahead, tokens - at,
             scale_log2, cap, wide, TOKENS,
         )  # fmt: skip
-        total += tl.where(position[None, :] <= (context + at + ahead)[:, None], prob, 0.0)
+        visible = position[None, :] <= (context + at + ahead)[:, None]
+        total = _joined(total, log, visible, MAXIMA)
     for at in range(all_seeing, tokens, TOKENS):
-        total += _probabilities(
+        log = _log_probabilities(
             query + at * stride_qt, q_rows, lse + at * stride_lt, lse_rows, k, ahead, tokens - at,
             scale_log2, cap, wide, TOKENS,
         )  # fmt: skip
-    column = tl.sum(total, 0)
-    if offset < 0:
-        score = scores + (block * KH + kv_head) * BS + slot
+        total = _joined(total, log, None, MAXIMA)
+    score = scores + (block * KH + kv_head) * BS + slot
+    if MAXIMA:
+        column = tl.exp2(tl.max(total, 0))
+        raise_scores(score, tl.load(score, mask=live, other=0.0), column, live)
+    elif offset < 0:
+        column = tl.sum(total, 0)
         tl.store(score, tl.load(score, mask=live) + column, mask=live)
     else:
-        tl.store(target, column)
+        tl.store(target, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["stride_table"])

@@ -8,12 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["EVICTING", "SCORED", "compact_tables"]
+__all__ = ["EVICTING", "MAXIMA", "PINNED", "SCORED", "compact_tables"]
 
 EVICTING = 1
 """Flag of a row whose table may have holes: ids 0 in its used part are dropped."""
 SCORED = 2
 """Flag of a row whose attention is scored: ours, not vLLM's."""
+MAXIMA = 4
+"""Flag of a row whose scores are maxima: for ``DecodeWorkspace.plan``."""
+PINNED = 8
+"""For ``DecodeWorkspace.plan``: so many times the row's first tokens whose scores nobody wants."""
 
 _WIDTH = 512
 
@@ -34,7 +38,7 @@ def compact_tables(
 
     Args:
         block_table: [B, MB], int32; may be strided along B. seq_lens: [B], int32, logical lengths.
-        flags: [B], int8, sums of :data:`EVICTING` and :data:`SCORED`. Rows that do not evict are copied.
+        flags: [B], int32, sums of the constants above. Rows that do not evict are copied.
         out_table: [at least B, MB], int32, another tensor than ``block_table``; may be strided.
         out_lens: [at least B], int32: live lengths.
         out_scored: live lengths of the scored rows, 0 for the others: for ``DecodeWorkspace.plan`` and
@@ -78,7 +82,7 @@ def _compact_tables(
     """One row: live ids move up by the number of holes before them."""
     row = tl.program_id(0)
     length = tl.load(seq_lens + row)
-    flag = tl.load(flags + row).to(tl.int32)
+    flag = tl.load(flags + row)
     source = block_table + row.to(tl.int64) * stride_table
     target = out_table + row.to(tl.int64) * stride_out
     used = (length + BS - 1) // BS

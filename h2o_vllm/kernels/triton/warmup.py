@@ -49,18 +49,18 @@ def warm_up(
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    workspace.plan(starts, nothing)
+    workspace.plan(starts, nothing, nothing)
     scales = (query_scale, key_scale)
     attend_decode(
         query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale, softcap, sinks
     )  # fmt: skip
     lse = torch.zeros(query.shape[1], 2, device=device)
-    # Two positions, and a cut between them: both launches.
-    prompts = PromptSegments.cut(
-        [0], [0], [2], [SHORTEST + 1], [block_size], scores.shape[2], device
-    )
-    given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
-    add_prompt_scores(*given, *scales, softcap=softcap)
+    # Two positions, and a cut between them: both launches of sums.
+    rows = ([0], [0], [2], [SHORTEST + 1], [block_size])
+    for maxima in (False, True):
+        prompts = PromptSegments.cut(*rows, scores.shape[2], device, maxima=maxima)
+        given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
+        add_prompt_scores(*given, *scales, softcap=softcap)
     clear_scores(scores, table, nothing, nothing, block_size)
     split_scores(scores, early, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ not with the one built for the step, so everything the step decides has to be in
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +224,7 @@ class FakeGPU:
         replays: graph replays per variant.
         stream: where ``torch.cuda.Event`` stands.
         compiled: the forms of our kernels that were launched before the first graph was captured.
+        whose: (request, position) -> whose token it is; by default the request's own.
     """
 
     def __init__(
@@ -244,6 +245,7 @@ class FakeGPU:
         self.fp8 = kv_dtype == "fp8"
         self.outputs: dict[tuple[str, int], Tensor] = {}
         self.replays = dict.fromkeys(Variant, 0)
+        self.whose: Callable[[str, int], str] = lambda request_id, _: request_id
         self.stream = Stream()
         patch.setattr(torch.cuda, "Event", self.stream.event)
         _stand_in_for_kernels(patch)
@@ -280,6 +282,8 @@ class FakeGPU:
             impl.supports_quant_query_input = True
             impl.fp8_dtype = FP8
             impl.logits_soft_cap, impl.sinks = softcap, sinks
+        worker = object.__new__(H2OGPUWorker)
+        self.worker, worker.vllm_config = worker, rig.config
         ours = H2OConfig.from_mapping(rig.config.additional_config[CONFIG_KEY])
         self.state = self._state(num_blocks, table.shape[0], ours.kv_policy)
         with launches(run=True) as bound:
@@ -291,10 +295,8 @@ class FakeGPU:
         for index, impl in enumerate(self.impls):
             impl.bind(self.state, index)
         self._capture()
-        worker = object.__new__(H2OGPUWorker)
         worker._state, worker._serving, worker.model_runner = self.state, True, self.runner
         worker._timer = worker._make_timer()
-        self.worker = worker
 
     def _state(self, num_blocks: int, rows: int, policy: str) -> CudaState:
         views = [key_value_views(cache, SIZE) for cache in self.kv]
@@ -303,7 +305,7 @@ class FakeGPU:
             planes=torch.zeros(2, LAYERS, num_blocks, len(self.kv_heads), self.block_size),
             workspace=kernels.DecodeWorkspace(
                 rows,
-                num_blocks * self.block_size,
+                self.worker._scored_tokens(num_blocks * self.block_size),
                 len(self.q_heads),
                 len(self.kv_heads),
                 torch.float32,
@@ -370,7 +372,8 @@ class FakeGPU:
             q = torch.zeros(padded, len(self.q_heads), SIZE)
             k, v = torch.zeros(2, padded, len(self.kv_heads), SIZE)
             for i, (request_id, position) in enumerate(tokens):
-                all_q, all_k, all_v = qkv(request_id, position, index, self.fp8)
+                whose = self.whose(request_id, position)
+                all_q, all_k, all_v = qkv(whose, position, index, self.fp8)
                 mine = slice(self.kv_heads.start, self.kv_heads.stop)
                 q[i] = all_q[self.q_heads.start : self.q_heads.stop]
                 k[i], v[i] = all_k[mine], all_v[mine]

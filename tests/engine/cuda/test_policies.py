@@ -21,9 +21,12 @@ from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
 from tests.engine.scheduling import Rig
 
 FLOOR = 32
-ON_GPUS = [name for name in POLICIES if name not in REPEAT_POLICIES]
-"""Those that repeat prompts are refused there: the kernels keep no maxima."""
-MOVING = [name for name in ON_GPUS[:-1] if get_policy(name).moves_tokens and name != "random"]
+MOVING = [
+    name
+    for name in POLICIES[:-1]
+    if get_policy(name).moves_tokens and name not in (*REPEAT_POLICIES, "random")
+]
+"""Those that repeat prompts: ``test_repeat.py``."""
 REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     f"{policy}-{sinks}": (
         70 + 11 * row,
@@ -82,7 +85,7 @@ def expected() -> dict[str, list[torch.Tensor]]:
 
 
 def test_every_policy_that_adjusts_scores_has_its_kernel() -> None:
-    assert set(_HOW) == {name for name in ON_GPUS if get_policy(name).scores_at_eviction}
+    assert set(_HOW) == {name for name in POLICIES if get_policy(name).scores_at_eviction}
 
 
 def run(rig: Rig, gpu: FakeGPU) -> None:

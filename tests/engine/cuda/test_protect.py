@@ -15,8 +15,8 @@ from loadtest.quality.reference_policies import PolicyModel
 from tests.engine.cuda.fake_gpu import fake_gpu
 from tests.engine.cuda.test_policies import FLOOR, outputs_of
 
-PREFIX, NEW = 40, 40
-PROMPT = [5] * 100
+PREFIX, NEW = 70, 40
+PROMPT = [5] * 140
 READERS = ("h2o", "tova", "caote", "keydiff", "snapkv-keydiff", "caote-snapkv-keydiff")
 """All queries counted, scores cleared, scores adjusted, none collected."""
 
@@ -51,9 +51,15 @@ def test_readers_of_one_prefix_keep_what_they_would_alone(
             rig.add(f"one+{policy}", PROMPT, asked_by(policy), max_tokens=NEW)
         rig.add("one+all", PROMPT, {"kv_budget": 0.4, "kv_protect": "prompt"}, max_tokens=NEW)
         rig.add("one+full", PROMPT, None, max_tokens=NEW)
+        pinned = -(-PREFIX // rig.block_size) * rig.block_size
+        left_out: set[int] = set()
         while rig.scheduler.has_unfinished_requests():
             gpu.worker.execute_model(rig.step())
-        pinned = -(-PREFIX // rig.block_size) * rig.block_size
+            pieces = gpu.state.workspace.pieces
+            left_out |= {*pieces[pieces[:, 0] >= 0, 8].tolist()}
+        # Of pinned tokens, whole tiles take no scratch, in which several rows would have them.
+        tile = gpu.state.workspace.tile
+        assert left_out == {pinned // tile * tile}
         cached = {name: report["0"]["tokens_cached"] for name, report in rig.reports.items()}
         assert {cached[f"one+{policy}"] for policy in READERS} == {0, pinned}
         assert bool(rig.preemptions) == (num_blocks == 14)

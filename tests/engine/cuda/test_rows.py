@@ -11,11 +11,13 @@ from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of, variants_for
 from h2o_vllm.engine.rows import StepRows
-from h2o_vllm.kernels.triton import EVICTING, SCORED
+from h2o_vllm.kernels.triton import EVICTING, MAXIMA, SCORED
 from h2o_vllm.policy import get_policy
 
 H2O, WINDOW, RANDOM, FULL = (POLICIES.index(n) + 1 for n in ("h2o", "window", "random", "full"))
-SNAPKV, TOVA, KEYDIFF = (POLICIES.index(n) + 1 for n in ("snapkv", "tova", "keydiff"))
+SNAPKV, TOVA, KEYDIFF, REPEAT = (
+    POLICIES.index(n) + 1 for n in ("snapkv", "tova", "keydiff", "repeat")
+)
 
 
 def step(
@@ -90,6 +92,15 @@ def test_only_scored_decodes_are_ours_to_attend() -> None:
     assert rows.prompts.tolist() == [False, True, False, False, False, False]
 
 
+def test_rows_that_keep_maxima_are_told_from_those_of_sums() -> None:
+    rows = step(
+        [H2O, REPEAT, 0, REPEAT, REPEAT], [1, 1, 1, 9, 1, 0], [9, 9, 7, 9, 4, 0], [0, 8, 0, 4, 5]
+    )
+    marked = EVICTING | MAXIMA
+    assert row_flags(rows).tolist() == [EVICTING | SCORED, marked | SCORED, 0, marked, marked, 0]
+    assert rows.prompts.tolist() == [False, False, False, True, False, False]
+
+
 def test_new_tokens_come_with_their_logical_positions() -> None:
     rows = step([RANDOM, 0, H2O, H2O], [1, 2, 3, 1, 0], [50, 2, 13, 21, 0])
     found = {p.name: (list(t), list(at)) for p, t, at in rows.new_tokens() if t is not None}
@@ -110,14 +121,15 @@ def test_slots_learn_and_forget() -> None:
     slots = PolicySlots(4)
     at = np.array([2, 0])
     assert slots.codes(at) is None
-    slots.start({"a": EvictionParams("h2o", 70, 4), "b": EvictionParams("window", 8)})
+    slots.start({"a": EvictionParams("h2o", 70, 4, pinned=16), "b": EvictionParams("window", 8)})
     slots.place({"a": 2})
+    assert slots.pinned(at).tolist() == [16, 0]
     assert slots.prompt_tokens(at).tolist() == [70, 0] and slots.sinks(at).tolist() == [4, 0]
     codes = slots.codes(at)
     assert codes is not None and codes.tolist() == [H2O, 0]
     assert slots.codes(np.array([0, 1])) is None
     slots.release(["a", "unknown"], {"a": 2})
-    assert slots.codes(at) is None
+    assert slots.codes(at) is None and slots.pinned(at).tolist() == [0, 0]
     slots.place({"b": 2})
     codes = slots.codes(at)
     assert codes is not None and codes.tolist() == [WINDOW, 0]

@@ -37,7 +37,7 @@ def decode(
     batch: Batch, out: Tensor, scores: Tensor, workspace: DecodeWorkspace | None = None
 ) -> None:
     workspace = workspace or workspace_for(batch)
-    workspace.plan(batch.query_start_loc, batch.seq_lens)
+    workspace.plan(batch.query_start_loc, batch.seq_lens, batch.flags)
     attend_decode(
         batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table, batch.scale,
         out, workspace, *batch.device_scales, batch.softcap, batch.sinks,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
-from tests.kernels.triton.cases import DTYPES, bits, make_batch, row_slots
+from tests.kernels.triton.cases import DTYPES, bits, exact, lend, low, make_batch, row_slots
 from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
 
 SHAPES = [  # (group, head size, block size, layout): all groups, sizes and block sizes that are promised
@@ -87,9 +87,9 @@ def test_a_row_does_not_depend_on_how_its_block_table_continues() -> None:
 
 
 def test_rows_that_do_not_fit_the_scratch_are_attended_without_scores() -> None:
-    batch = make_batch([64, 200, 30])
+    batch = make_batch([64, 400, 30])
     out, scores = batch.out(), batch.scores.clone()
-    workspace = workspace_for(batch, tokens=0)  # one tile per row
+    workspace = workspace_for(batch, tokens=0)  # two tiles per row
     decode(batch, out, scores, workspace)
     want, want_scores = batch.out(), batch.scores.clone()
     decode(batch, want, want_scores)
@@ -99,6 +99,34 @@ def test_rows_that_do_not_fit_the_scratch_are_attended_without_scores() -> None:
     for row in (1, 2):
         dropped = row_slots(batch, row)
         assert torch.equal(scores[dropped], batch.scores[dropped])
+
+
+@pytest.mark.parametrize("pinned", [16, 64, 200, 320])
+@pytest.mark.parametrize("spare", [1, 40])
+def test_pinned_tokens_take_no_scratch(spare: int, pinned: int) -> None:
+    """Any number of rows may begin in the same blocks: what lies behind them fits, and is scored."""
+    lengths = [pinned + more for more in (1, 40, 130, 70, 64, 300, 16, 17)]
+    batch = low(make_batch(lengths, dtype=torch.bfloat16), 2, 5)
+    for row in range(1, len(lengths)):
+        batch = lend(batch, 0, row, pinned // 16)
+    batch.pinned = (pinned,) * len(lengths)
+    held = len({*batch.block_table[:, : pinned // 16].flatten().tolist()}) * 16
+    held += sum(-(-(length - pinned) // 16) * 16 for length in lengths)
+    out, scores = batch.out(), batch.scores.clone()
+    decode(batch, out, scores, workspace_for(batch, spare, tokens=held))
+    want, want_scores = exact(batch)
+    torch.testing.assert_close(out.double(), want.double(), rtol=0.02, atol=0.01)
+    private = ~row_slots(batch, 0)
+    for row in range(len(lengths)):
+        slots = torch.arange(pinned, lengths[row])
+        private[batch.block_table[row, slots // 16].long(), :, slots % 16] = True
+    private &= ~batch.poisoned
+    torch.testing.assert_close(scores[private], want_scores[private], rtol=1e-3, atol=1e-4)
+    changed = bits(scores) != bits(batch.scores)
+    whole_tiles = pinned // 64 * 64
+    if whole_tiles:
+        slots = torch.arange(whole_tiles)
+        assert not changed[batch.block_table[0, slots // 16].long(), :, slots % 16].any()
 
 
 def test_scores_of_one_query_sum_to_the_group() -> None:

@@ -23,14 +23,14 @@ def test_tables_lose_their_holes(width: int, monkeypatch: pytest.MonkeyPatch) ->
     table[3, 1:38] = 0
     lens = torch.tensor([160, 161, 480, 637, 33, 0, 640], dtype=torch.int32)
     both = EVICTING | SCORED
-    flags = torch.tensor([both, 0, EVICTING, both, SCORED, both, both], dtype=torch.int8)
+    flags = torch.tensor([both, 0, EVICTING, both, SCORED, both, both], dtype=torch.int32)
     check_tables(table, lens, flags, 16)
 
 
 def test_tables_may_be_strided_and_buffers_larger() -> None:
     table = torch.randint(0, 9, (5, 64), dtype=torch.int32)[:, :24]
     lens = torch.tensor([300, 1, 64, 65, 0], dtype=torch.int32)
-    check_tables(table, lens, torch.full((5,), 3, dtype=torch.int8), 16, extra_rows=3)
+    check_tables(table, lens, torch.full((5,), 3, dtype=torch.int32), 16, extra_rows=3)
 
 
 @pytest.mark.parametrize("random_values", [False, True])

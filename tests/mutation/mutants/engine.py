@@ -57,9 +57,27 @@ MUTANTS = (
         (*TOKENS, "tests/engine/test_policies.py", *CUDA),
     ),
     Mutant(
+        "engine-nobody-knows-what-is-pinned-on-gpus",
+        "self._pinned[slot] = params.pinned",
+        "self._pinned[slot] = 0",
+        CUDA,
+    ),
+    Mutant(
+        "engine-prompts-of-maxima-are-not-scored-on-gpus",
+        "(self._scores, batch.maxima),",
+        "(self._scores, None),",
+        CUDA,
+    ),
+    Mutant(
+        "engine-flags-of-maxima-are-lost-on-gpus",
+        "flags |= np.where(rows.most, MAXIMA, 0)",
+        "flags |= 0",
+        CUDA,
+    ),
+    Mutant(
         "engine-cuda-prompts-are-scored-from-their-start",
-        "rows.scored_queries[prompts]",
-        "rows.query_lens[prompts]",
+        "scored = rows.scored_queries",
+        "scored = rows.query_lens",
         CUDA,
     ),
     Mutant(

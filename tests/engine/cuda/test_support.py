@@ -19,6 +19,7 @@ from h2o_vllm.engine.cuda import backends, start_notes
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
+from h2o_vllm.engine.repeatable import cannot_repeat
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 
@@ -93,7 +94,7 @@ def test_prompts_are_repeated(monkeypatch: pytest.MonkeyPatch, policy: str) -> N
     config.device_config = SimpleNamespace(device_type="cuda")
     config.scheduler_config = SimpleNamespace(max_num_seqs=8)
     config.model_config = SimpleNamespace(hf_text_config=None, skip_tokenizer_init=False)
-    assert support.cannot_repeat(config) is None
+    assert cannot_repeat(config) is None
     monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(device_type="cuda"))
     assert policy in H2OConfig.from_mapping(engine_args()["additional_config"]["h2o"]).policies
 

@@ -39,7 +39,7 @@ STACK = {
     ("_add_prompt_scores", 80): 8, ("_add_prompt_scores", 100): 48,
 }  # fmt: skip
 """Bytes per thread that forms of a kernel take with Triton 3.7.1, two registers to twelve; all others none.
-On sm_80 and sm_100 it is the form of maxima under a soft cap, of which no model is known that repeats prompts."""
+On sm_80 and sm_100 it is the form of maxima under a soft cap; no model is known that needs it."""
 
 REGISTERS, SHARED, WARPS = 65536, 227 << 10, 64
 """What one processor of Hopper has."""

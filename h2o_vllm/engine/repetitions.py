@@ -140,6 +140,11 @@ class Repetitions:
                 del self._owners[request_id]
                 self._stop(owner)
 
+    def stop(self) -> None:
+        """End all readers; those whose owners run on begin anew with the next step."""
+        for owner in self._owners.values():
+            self._stop(owner)
+
     def without_readers(self, requests: Iterable[Request]) -> Sequence[Request]:
         """Those of ``requests`` that somebody has sent."""
         return [one for one in requests if one.request_id not in self._readers]

@@ -211,6 +211,17 @@ class H2OScheduler(LimitingScheduler):
         self._repetitions.forget_finished()
         return ended
 
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> bool:
+        """As the base class; with the running requests those that begin in their blocks give them back.
+
+        The base class preempts who runs. A reader that waits holds blocks, too.
+        """
+        if reset_running_requests:
+            self._repetitions.stop()
+        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """As the base class; carries our counts to :mod:`h2o_vllm.metrics.stat_logger`."""
         stats = super().make_stats(*args, **kwargs)

@@ -224,6 +224,27 @@ def test_a_preempted_prompt_is_repeated_again(model_dir: str, pipelined: bool) -
     assert len(prices) > 2, "no reader was ended in the midst of its work"
 
 
+def test_the_cache_can_be_reset_while_readers_wait(model_dir: str) -> None:
+    """vLLM takes everything from those who run; readers that wait begin in the blocks of these."""
+    resets = 0
+    for at in range(1, 40):
+        rig = Rig(model_dir, 60, kv_min_tokens=16)
+        for number in range(3):
+            prompt = range(10_000 * number, 10_000 * number + 100)
+            rig.add(f"a{number}", prompt, ASKED, max_tokens=30)
+        for _ in range(at):
+            rig.step()
+        rig.settle()
+        if all(reader.status == RequestStatus.RUNNING for reader in readers(rig)):
+            continue
+        resets += 1
+        assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+        rig.run()
+        assert all(len(rig.tokens[f"a{number}"]) == 30 for number in range(3))
+        rig.blocks.check_integrity(idle=True)
+    assert resets
+
+
 def test_a_reader_that_ends_in_any_other_way_keeps_nobody_waiting(rig: Rig) -> None:
     rig.add("a", PROMPT, ASKED, max_tokens=20)
     for reader in readers_seen(rig):

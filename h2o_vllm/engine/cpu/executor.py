@@ -59,15 +59,12 @@ def runs_in_engine_core(parallel: ParallelConfig) -> bool:
 
 def watch_cores() -> None:
     """Choose how threads wait for each other, and notice when others take the cores."""
-    if not may_restrain():
-        watch(None)
-        return
-    restraint = Restraint()
-    if spinning_pays(restraint):
-        watch(restraint)
-        return
-    logger.info(
-        "h2o: threads sleep when they wait: on this machine those that spin slow the others"
-    )
-    restraint.begin()
-    watch(None)
+    restraint = Restraint() if may_restrain() else None
+    if restraint is not None and not spinning_pays(restraint):
+        logger.info(
+            "h2o: threads sleep when they wait: on this machine those that spin slow the others"
+        )
+        restraint.begin()
+        # For good: nothing is left to begin or to end.
+        restraint = None
+    watch(restraint)

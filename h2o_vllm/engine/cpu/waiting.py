@@ -13,6 +13,7 @@ in at once.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -106,14 +107,16 @@ def spinning_pays(restraint: Restraint, turns: int = 80, rounds: int = 5) -> boo
     turns are compared, of which others leave some alone, however busy they are: when an engine starts, its
     front end may as well. To be called by the thread that will compute; ends the restraint.
     """
-    taken: dict[bool, list[float]] = {False: [], True: []}
+    spinning = sleeping = math.inf
     for _ in range(turns):
-        for restrained, times in taken.items():
-            (restraint.begin if restrained else restraint.end)()
-            _rounds(1)
-            times.append(_rounds(rounds))
+        restraint.end()
+        _rounds(1)
+        spinning = min(spinning, _rounds(rounds))
+        restraint.begin()
+        _rounds(1)
+        sleeping = min(sleeping, _rounds(rounds))
     restraint.end()
-    return min(taken[False]) < PAYS * min(taken[True])
+    return spinning < PAYS * sleeping
 
 
 def _rounds(count: int) -> float:

@@ -125,10 +125,15 @@ class EvictionState:
 
     def repeat(self, repetition: Repetition) -> None:
         """Have the prompt repeated so. Must precede the request's first allocation."""
-        if repetition.shared <= self.pinned * self.block_size:
+        if repetition.shared <= self.pinned_tokens:
             # Nobody ranks what readers would read.
             return
         self.repetition, self.repeated = repetition, False
+
+    @property
+    def pinned_tokens(self) -> int:
+        """Tokens in pinned blocks."""
+        return self.pinned * self.block_size
 
     @property
     def held_unranked(self) -> int:
@@ -299,7 +304,7 @@ class EvictionState:
         """
         if self.stock:
             return known
-        tokens = self.pinned * self.block_size
+        tokens = self.pinned_tokens
         if not self.policy.moves_tokens:
             begin = self._begin
             assert begin is not None

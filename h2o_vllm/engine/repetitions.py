@@ -98,7 +98,7 @@ class Repetitions:
             state.budget.policy,
             owner.repetition.text,
             state.budget.sinks,
-            pinned=state.pinned * self._blocks.block_size,
+            pinned=state.pinned_tokens,
         )
 
     def chunk_limit(self, request_id: str, computed: int, num_tokens: int) -> int:

@@ -177,7 +177,7 @@ class H2OScheduler(LimitingScheduler):
                     state.budget.sinks,
                     state.budget.trace,
                     state.budget.heads == "shared",
-                    state.pinned * self.blocks.block_size,
+                    state.pinned_tokens,
                 )
         evictions = self.blocks.take_evictions()
         output.h2o = StepPlan(policies=policies, evictions=evictions)

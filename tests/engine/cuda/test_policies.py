@@ -55,12 +55,25 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
     """Of a plain model of the request's policy."""
     prompt, new, asked = REQUESTS[name]
+    return outputs_of(plain_model(asked, prompt, block), name, new)
+
+
+def plain_model(asked: dict[str, Any], prompt: int, block: int) -> PolicyModel:
+    """Of what a request asks for; pages and shares nothing."""
     nothing: Any = None
-    model = PolicyModel(
-        nothing, asked["kv_policy"], asked["kv_budget"], asked["kv_recent"], block, FLOOR,
-        asked.get("kv_sinks", 0), bound=asked.get("kv_prefill_tokens", 0), prompt=prompt,
-    )  # fmt: skip
-    return outputs_of(model, name, new)
+    return PolicyModel(
+        nothing,
+        asked["kv_policy"],
+        asked["kv_budget"],
+        asked["kv_recent"],
+        block,
+        FLOOR,
+        sinks=asked.get("kv_sinks", 0),
+        protected=asked.get("kv_protect", 0),
+        delay=asked.get("kv_delay", 0),
+        bound=asked.get("kv_prefill_tokens", 0),
+        prompt=prompt,
+    )
 
 
 def outputs_of(model: PolicyModel, name: str, new: int) -> list[torch.Tensor]:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from loadtest.quality.reference_policies import PolicyModel
 from tests.engine.cuda.fake_gpu import fake_gpu
-from tests.engine.cuda.test_policies import FLOOR, outputs_of
+from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
 
 PREFIX, NEW = 70, 40
 PROMPT = [5] * 140
@@ -27,11 +26,7 @@ def asked_by(policy: str) -> dict[str, Any]:
 
 def expected_outputs(policy: str, block: int) -> list[torch.Tensor]:
     """Of a plain model, which reads no cache."""
-    nothing: Any = None
-    model = PolicyModel(
-        nothing, policy, 0.4, 0.5, block, FLOOR, protected=PREFIX, prompt=len(PROMPT)
-    )
-    return outputs_of(model, "one", NEW)
+    return outputs_of(plain_model(asked_by(policy), len(PROMPT), block), "one", NEW)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from h2o_vllm.engine import repetitions
 from h2o_vllm.engine.cuda.variants import Variant
 from loadtest.quality.reference_policies import PolicyModel
 from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
-from tests.engine.cuda.test_policies import FLOOR, outputs_of
+from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
 from tests.engine.scheduling import Rig
 
 REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -66,11 +66,7 @@ def expected_outputs(
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Of every computed token of an owner; and of those of its readers behind the prompt's text."""
     prompt, new, asked = REQUESTS[name]
-    nothing: Any = None
-    model = PolicyModel(
-        nothing, asked["kv_policy"], asked["kv_budget"], asked["kv_recent"], block, FLOOR,
-        asked.get("kv_sinks", 0), delay=asked.get("kv_delay", 0), prompt=prompt,
-    )  # fmt: skip
+    model = plain_model(asked, prompt, block)
     model.text = text = readers.text(name)
     read: dict[str, torch.Tensor] = {}
 

@@ -10,9 +10,8 @@ import torch
 
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.kernels import triton as kernels
-from loadtest.quality.reference_policies import PolicyModel
 from tests.engine.cuda.fake_gpu import fake_gpu
-from tests.engine.cuda.test_policies import FLOOR, outputs_of
+from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
 
 PROMPT, NEW = 70, 24
 BUDGET: dict[str, Any] = {"kv_budget": 0.4, "kv_recent": 0.5}
@@ -20,10 +19,7 @@ BUDGET: dict[str, Any] = {"kv_budget": 0.4, "kv_recent": 0.5}
 
 @pytest.fixture(scope="module")
 def expected() -> list[torch.Tensor]:
-    nothing: Any = None
-    model = PolicyModel(
-        nothing, "keydiff", BUDGET["kv_budget"], BUDGET["kv_recent"], 16, FLOOR, prompt=PROMPT
-    )
+    model = plain_model({"kv_policy": "keydiff", **BUDGET}, PROMPT, 16)
     return outputs_of(model, "keydiff", NEW)
 
 

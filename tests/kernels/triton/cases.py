@@ -7,6 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,13 @@ from h2o_vllm.kernels.triton import MAXIMA, PINNED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAN = float("nan")
+
+
+def shapes(*each: tuple[int, int, int, str]) -> pytest.MarkDecorator:
+    """Run a test with each (group, head size, block size, layout)."""
+    names = ("group", "size", "block_size", "layout")
+    ids = ["G{}-D{}-BS{}-{}".format(*shape) for shape in each]
+    return pytest.mark.parametrize(names, each, ids=ids)
 
 
 @dataclass

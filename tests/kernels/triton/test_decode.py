@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
-from tests.kernels.triton.cases import DTYPES, bits, exact, lend, low, make_batch, row_slots
+from tests.kernels.triton.cases import DTYPES, bits, exact, lend, low, make_batch, row_slots, shapes
 from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
 
-SHAPES = [  # (group, head size, block size, layout): all groups, sizes and block sizes that are promised
+ALL = shapes(  # (group, head size, block size, layout): all groups, sizes and block sizes that are promised
     (1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"), (8, 96, 64, "HND"),
     (4, 256, 32, "NHD"), (16, 64, 128, "NHD"), (1, 128, 128, "HND"),
-]  # fmt: skip
-IDS = ["G{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "size", "block_size", "layout"), SHAPES, ids=IDS)
+@ALL
 def test_decode_equals_the_reference(
     group: int, size: int, block_size: int, layout: str, dtype: str
 ) -> None:

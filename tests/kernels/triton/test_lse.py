@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from h2o_vllm.kernels.triton import prompt_lse
-from tests.kernels.triton.cases import DTYPES, Batch, exact_prompt, make_batch
+from tests.kernels.triton.cases import DTYPES, Batch, exact_prompt, make_batch, shapes
 
-SHAPES = [(1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD")]
-IDS = ["G{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
+ALL = shapes((1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"))
 
 
 def check_lse(batch: Batch, rows: list[int], transposed: bool = False) -> None:
@@ -34,7 +33,7 @@ def check_lse(batch: Batch, rows: list[int], transposed: bool = False) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "size", "block_size", "layout"), SHAPES, ids=IDS)
+@ALL
 def test_lse_equals_the_reference(
     group: int, size: int, block_size: int, layout: str, dtype: str
 ) -> None:

@@ -19,15 +19,14 @@ from tests.kernels.triton.cases import (
     low,
     make_batch,
     row_slots,
+    shapes,
 )
 from tests.kernels.triton.decode_laws import check_decode, decode, workspace_for
 from tests.kernels.triton.prompt_laws import add_scores, check_prompt, segments_of
 
-SHAPES = [  # (group, head size, block size, layout)
+ALL = shapes(  # (group, head size, block size, layout)
     (1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"), (4, 256, 128, "NHD"),
-]  # fmt: skip
-IDS = ["G{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
-ALL = pytest.mark.parametrize(("group", "size", "block_size", "layout"), SHAPES, ids=IDS)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

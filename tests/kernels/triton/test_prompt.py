@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.triton.cases import DTYPES, bits, make_batch
+from tests.kernels.triton.cases import DTYPES, bits, make_batch, shapes
 from tests.kernels.triton.prompt_laws import (
     add_scores,
     check_prompt,
@@ -14,15 +14,14 @@ from tests.kernels.triton.prompt_laws import (
     segments_of,
 )
 
-SHAPES = [  # (group, head size, block size, layout)
+ALL = shapes(  # (group, head size, block size, layout)
     (1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"), (8, 96, 64, "HND"),
     (4, 256, 128, "NHD"),
-]  # fmt: skip
-IDS = ["G{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "size", "block_size", "layout"), SHAPES, ids=IDS)
+@ALL
 def test_prompt_scores_equal_the_reference(
     group: int, size: int, block_size: int, layout: str, dtype: str
 ) -> None:

@@ -37,7 +37,7 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
     CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["h2o-serve"]
-# torch.compile costs a minute or two at each start and gained 6 % for the default model.
+# torch.compile costs a minute at the first start of a container and gained 6 % for the default model.
 CMD ["--kv-budget", "0.2", "--enforce-eager"]
 
 FROM ${VLLM_IMAGE} AS cuda

@@ -16,6 +16,7 @@ from h2o_vllm.engine.compat import (
 )
 from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
+from h2o_vllm.engine.cpu.compiled import find_compiled_again
 from h2o_vllm.engine.cpu.heap import keep_freed_memory
 from h2o_vllm.engine.cpu.pages import ZeroPages
 from h2o_vllm.engine.cpu.state import CPUState
@@ -73,6 +74,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         keep_freed_memory()
+        find_compiled_again()
         cache = vllm_config.cache_config
         self._sizes_pool = memory.is_unnamed(cache)
         if self._sizes_pool:

@@ -30,7 +30,7 @@ class Offline(Model):
     Args:
         model: name or directory, as ``LLM`` takes it; ``None`` is the embedded one.
         dtype: of weights and KV.
-        max_len: tokens of the longest request, output included.
+        max_len: tokens of the longest request, output included; no more than the model has positions.
         running: requests at a time.
         eager: whether to do without compilation, which takes a minute and pays for long runs.
         block_size: of the KV blocks; ``None`` is the default.
@@ -51,6 +51,7 @@ class Offline(Model):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # Inside this process: a second one would take time from the model on a small machine.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from transformers import AutoConfig
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
@@ -60,10 +61,12 @@ class Offline(Model):
 
         # Model runner V2, vLLM's on GPUs, has logits processors of another kind.
         self.forces = current_platform.device_type == "cpu"
+        path = model or str(default_model_dir())
+        positions = AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
         options: dict[str, Any] = {
             **h2o_vllm.engine_args(kv_min_tokens=min_tokens, kv_budget_min=SMALLEST),
             "dtype": dtype,
-            "max_model_len": max_len,
+            "max_model_len": min(max_len, positions),
             "max_num_seqs": running,
             "max_num_batched_tokens": 2048,
             "enforce_eager": eager,
@@ -75,9 +78,7 @@ class Offline(Model):
             options |= {"logits_processors": [PROCESSOR], "kv_cache_memory_bytes": KV_GIB << 30}
         if block_size is not None:
             options["block_size"] = block_size
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(model=model or str(default_model_dir()), **options)
-        )
+        self._engine = LLMEngine.from_engine_args(EngineArgs(model=path, **options))
         self._tokenizer = self._engine.get_tokenizer()
         self._running = running
         self.description = {

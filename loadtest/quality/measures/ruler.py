@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER through an engine or a server: what of a long prompt is found, the question being its end.
+"""RULER through an engine or a server: what of a long prompt is found.
 
-Completions with RULER's plain template: the prompt ends with the beginning of the answer, so eviction begins
-when the question is known. Asked later it would be a second turn over the same cache, which an engine
-does not offer to requests with budgets: ``loadtest.quality.ladder`` measures that without one.
+Completions with RULER's plain template. The question is ``known`` where it belongs to the prompt, with the
+beginning of the answer behind it: eviction begins when it has been read. Or it comes ``later``: behind the
+prompt, as text that the model itself goes on with (forced), and what went, went without knowing it. These are
+kvpress' two protocols.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
+from loadtest.quality.ruler.example import Example
 from loadtest.quality.ruler.match import match_all
 from loadtest.quality.ruler.tasks import TASKS, sample
 from loadtest.quality.sizes import Sizes
@@ -28,9 +30,11 @@ class Ruler(Measure):
     generation = "ruler"
     usual = False
     metrics: ClassVar = (
-        Metric("found", "RULER, question known, %", "mean", "high", 100, 1, pictured=True),
-        Metric("found", "RULER, question known, % of full KV's", "ratio", "high", 100, 1),
-        *(Metric(task, f"RULER {task}, %", "mean", "high", 100, 0) for task in TASKS),
+        Metric("known", "RULER, question known, %", "mean", "high", 100, 1, pictured=True),
+        Metric("known", "RULER, question known, % of full KV's", "ratio", "high", 100, 1),
+        Metric("later", "RULER, question later, %", "mean", "high", 100, 1, pictured=True),
+        Metric("later", "RULER, question later, % of full KV's", "ratio", "high", 100, 1),
+        *(Metric(task, f"RULER {task}, both ways, %", "mean", "high", 100, 0) for task in TASKS),
     )
 
     @override
@@ -40,9 +44,18 @@ class Ruler(Measure):
             # Any number of samples has the tasks evenly.
             number, task = place // len(TASKS), TASKS[place % len(TASKS)]
             example = sample(task, number, sizes.ruler_tokens, model.count)
-            request = GenerationRequest(example.text, example.max_tokens)
-            name = f"{task}-{sizes.ruler_tokens}-{number}"
-            found.append(Sample(name, request, example.answers, {"task": task}))
+            requests = {"known": GenerationRequest(example.text, example.max_tokens)}
+            if model.forces:
+                requests["later"] = _asked_later(model, example)
+            found += [
+                Sample(
+                    f"{task}-{sizes.ruler_tokens}-{number}-{way}",
+                    request,
+                    example.answers,
+                    {"task": task, "way": way},
+                )
+                for way, request in requests.items()
+            ]
         return found
 
     @override
@@ -50,4 +63,13 @@ class Ruler(Measure):
         self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
     ) -> dict[str, float]:
         found = match_all(answer.text, sample.secret)
-        return {"found": found, sample.description["task"]: found}
+        return {sample.description["way"]: found, sample.description["task"]: found}
+
+
+def _asked_later(model: Model, example: Example) -> GenerationRequest:
+    """The same, of which only the text is the prompt."""
+    # Encoded as one, so that the tokens are those of ``known``.
+    tokens, start = model.encode(example.text), len(model.encode(example.context))
+    forced = tuple(tokens[start:])
+    limit = len(forced) + example.max_tokens
+    return GenerationRequest(tuple(tokens[:start]), limit, forced=forced)

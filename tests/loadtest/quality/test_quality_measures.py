@@ -147,12 +147,28 @@ def test_xsum_requests_are_read_and_refused(tmp_path: Path) -> None:
 def test_ruler_is_asked_with_the_beginning_of_the_answer() -> None:
     model = Words()
     samples = MEASURES["ruler"].samples(model, Sizes(ruler=14, ruler_tokens=1500))
-    assert len({sample.name for sample in samples}) == 14
-    assert samples[0].description == samples[13].description == {"task": "niah_single_1"}
-    first = samples[0]
-    assert str(first.request.prompt).endswith("mentioned in the provided text is")
-    assert model.count(str(first.request.prompt)) + first.request.max_tokens <= 1500
-    answer = GenerationOutput(f" {first.secret[0]}.", 5, True, 1.0)
-    found = MEASURES["ruler"].values(first, answer, answer)
-    assert found == {"found": 1.0, "niah_single_1": 1.0}
+    assert len({sample.name for sample in samples}) == 28, "14 examples, two ways each"
+    known, later = samples[:2]
+    assert known.description == samples[26].description == {"task": "niah_single_1", "way": "known"}
+    assert later.description == {"task": "niah_single_1", "way": "later"}
+    assert str(known.request.prompt).endswith("mentioned in the provided text is")
+    assert model.count(str(known.request.prompt)) + known.request.max_tokens <= 1500
+    tokens = model.encode(str(known.request.prompt))
+    assert [*later.request.prompt, *later.request.forced] == tokens, "what is read is the same"
+    assert later.request.max_tokens == len(later.request.forced) + known.request.max_tokens
+    question = len(later.request.forced)
+    assert 10 < question < 60, (
+        "the question and the beginning of the answer, and nothing of the text"
+    )
+    for asked, way in ((known, "known"), (later, "later")):
+        answer = GenerationOutput(f" {asked.secret[0]}.", 5, True, 1.0)
+        found = MEASURES["ruler"].values(asked, answer, answer)
+        assert found == {way: 1.0, "niah_single_1": 1.0}
     assert not MEASURES["ruler"].usual, "2,048 tokens are a lot for whoever asks for nothing"
+
+
+def test_where_nothing_can_be_forced_no_question_comes_later() -> None:
+    model = Words()
+    model.forces = False
+    samples = MEASURES["ruler"].samples(model, Sizes(ruler=13, ruler_tokens=1500))
+    assert [sample.description["way"] for sample in samples] == ["known"] * 13

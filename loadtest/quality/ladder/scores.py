@@ -238,7 +238,7 @@ PRESSES: dict[str, Score] = {
 """kvpress', as controls."""
 
 GATED = frozenset({"gate", "gate-caote"})
-"""Those for which a :class:`.gate.Gate` has to be trained."""
+"""Those for which a :mod:`.gate` has to be trained."""
 
 ZAPPED = frozenset({"zap"})
 """Those for which what repeating would give has to be learned."""

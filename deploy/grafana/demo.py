@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make ``dashboard.png`` from a real run: ``python deploy/grafana/demo.py`` (four minutes).
+"""Make ``dashboard.png`` from a real run: ``python deploy/grafana/demo.py`` (three minutes).
 
 Starts ``h2o-serve`` with the embedded model and a tight KV pool, and a Prometheus that scrapes it;
-sends two minutes of mixed load, the first half with full KV, the second at mostly a fifth; draws
-the dashboard. Needs ``prometheus`` in PATH (Debian: package prometheus) and the test tools.
+sends mixed load, 50 s of it with full KV, then 50 s at mostly a fifth, some of them elastic, repeated or
+with a protected prefix; draws the dashboard. Needs ``prometheus`` in PATH (Debian: package prometheus) and
+the test tools.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ PHASES: tuple[Sequence[dict[str, object]], ...] = (
         *[{"kv_budget": 0.2}] * 6,
         *[{"kv_budget": 0.4}] * 2,
         {"kv_budget_tokens": 150},
+        *[{"kv_budget": 0.2, "kv_elastic": True}] * 2,
+        {"kv_budget": 0.2, "kv_protect": 200},
+        {"kv_budget": 0.2, "kv_policy": "repeat"},
         {"kv_budget": 1.0},
         {"kv_budget": 7},
         {"kv_bugdet": 0.2},
@@ -106,7 +110,7 @@ def main() -> None:
     """Run everything and draw it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "dashboard.png")
-    parser.add_argument("--seconds", type=float, default=60, help="of each of the two phases")
+    parser.add_argument("--seconds", type=float, default=50, help="of each of the two phases")
     parser.add_argument("--title", default="", help="printed above the panels")
     options = parser.parse_args()
     prometheus = shutil.which("prometheus")

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Readers"]
+
+
+class BlockTables(Protocol):
+    """The part of vLLM's ``SingleTypeKVCacheManager`` that readers need."""
+
+    block_size: int
+    block_pool: Any
+    req_to_blocks: Any
+    num_cached_block: dict[str, int]
 
 
 class _Loan(NamedTuple):
@@ -22,7 +28,7 @@ class Readers:
     A block counts each of them as an owner, so that whoever ends first takes nothing from the other.
     """
 
-    def __init__(self, manager: SingleTypeKVCacheManager) -> None:
+    def __init__(self, manager: BlockTables) -> None:
         self._manager = manager
         self._loans: dict[str, _Loan] = {}
 

@@ -2,9 +2,9 @@
 """Every policy that keeps single tokens, in plain torch, from the whole attention matrix.
 
 Written to be compared with the engine: nothing is paged, moved, accumulated or rescored. Each query's
-probabilities are kept as a row, and a policy is one formula over them. Imports nothing of h2o_vllm.
-The cadence is the engine's: whole blocks of tokens go, before the token that would exceed the budget by
-a block is computed, and the recent window begins at the nearest full block.
+probabilities are kept as a row, and a policy is one formula over them (``reference_scores.py``). Imports
+nothing of h2o_vllm. The cadence is the engine's: whole blocks of tokens go, before the token that would
+exceed the budget by a block is computed, and the recent window begins at the nearest full block.
 """
 
 from __future__ import annotations
@@ -16,17 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize, pad
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from loadtest.quality.reference_layer import Layer, note_margins
-
-WINDOW, KERNEL = 32, 7
-"""SnapKV's."""
-
-NEARER, BEHIND = 2.0**-18, 2.0**-20
-"""How much less, of its size, a score is to a token's neighbours, for each that comes before; and to a token
-that has its rank in another way, for each way that comes before."""
+from loadtest.quality.reference_scores import ReferenceScores
 
 
 @dataclass
@@ -138,8 +131,11 @@ class PolicyModel:
         self.ranked.append((seen, fresh, max(fresh, until)))
         # Of equal scores, those survive that are not copied: see h2o_vllm/kernels/reference.py.
         copied = self.protected + excess if len(self.ranked) == 1 else 0
+        formula = ReferenceScores(
+            self.policy, self.sinks, self.protected, self.prompt, self._shared, self.ranked
+        )
         for layer in self.layers.values():
-            ranks = self._scores(layer).tolist()
+            ranks = formula.of(layer).tolist()
             candidates = []
             for head, scores in enumerate(ranks):
                 alive = layer.alive[head].nonzero().flatten().tolist()
@@ -177,120 +173,6 @@ class PolicyModel:
             claims += [(blocks * self.block - wanted, head) for blocks in range(least[-1], room)]
         more = [head for _, head in sorted(claims)[: room // self.block - sum(least)]]
         return [(count + more.count(head)) * self.block for head, count in enumerate(least)]
-
-    def _scores(self, layer: Layer) -> Tensor:
-        """[KH, S]: what the policy thinks of each token, the evicted ones included."""
-        if self.policy == "keydiff":
-            return self._distinction(layer)
-        if self.policy.startswith("repeat"):
-            return self._repeat_scores(layer)
-        rows = layer.rows()
-        if self.policy == "h2o":
-            return rows.sum(1)
-        if self.policy == "tova":
-            return rows[:, -1]
-        if self.policy.startswith("caote"):
-            layer.weights.append(self._weights(layer))
-        if self.policy.endswith("-keydiff"):
-            layer.distinctions.append(self._distinction(layer))
-        scores = torch.zeros(rows.shape[0], rows.shape[2])
-        for number, (when, start, end) in enumerate(self.ranked):
-            if start == end:
-                continue
-            first = self._first_scores(layer, number, rows[:, :when, start:end])
-            if self.policy.endswith("-keydiff"):
-                others = [layer.distinctions[number][:, start:end]]
-                if self.policy == "caote-snapkv-keydiff" and when >= self.prompt:
-                    others.insert(0, self._late(number, rows[:, :when, start:end]))
-                first = self._by_the_best_rank(layer, number, first, *others)
-            scores[:, start:end] = first + rows[:, when:, start:end].sum(1)
-        return scores
-
-    def _repeat_scores(self, layer: Layer) -> Tensor:
-        """KVzip's, [KH, S]: the most attention of repeating queries, and of those behind what is repeated."""
-        repeated = self._shared > self.protected
-        queries = layer.most_rows().clone()
-        queries[:, : self._shared if repeated else self.prompt] = 0.0
-        known = torch.zeros(queries.shape[0], queries.shape[2])
-        if layer.repeated is not None:
-            known[:, : layer.repeated.shape[1]] = layer.repeated
-        layer.distinctions.append(self._distinction(layer))
-        scores = torch.zeros_like(known)
-        for number, (when, start, end) in enumerate(self.ranked):
-            if start == end:
-                continue
-            first = torch.maximum(known, queries[:, :when].amax(1))[:, start:end]
-            first[:, : max(0, self.sinks - start)] = 0.0
-            if self.policy == "repeat-keydiff":
-                distinctions = layer.distinctions[number][:, start:end]
-                first = self._by_the_best_rank(layer, number, first, distinctions)
-            later = queries[:, when:, start:end]
-            scores[:, start:end] = torch.maximum(first, later.amax(1)) if later.shape[1] else first
-        return scores
-
-    def _first_scores(self, layer: Layer, number: int, rows: Tensor) -> Tensor:
-        """[KH, N]: of tokens at their first ranking, to which ``rows``, [KH, queries, N], attended."""
-        when, start, end = self.ranked[number]
-        # Protected tokens have no score that neighbours could share, nor a rank.
-        sinks = max(0, self.sinks - start)
-        if self.policy == "h2o-norm" or self.policy.startswith("caote"):
-            mean = rows.sum(1) / (when - torch.arange(start, end))
-            if self.policy != "h2o-norm":
-                mean *= layer.weights[number][:, start:end]
-            mean[:, :sinks] = 0.0
-            return mean * when
-        if self.policy in ("snapkv", "snapkv-keydiff"):
-            return self._late(number, rows)
-        raise AssertionError(self.policy)
-
-    def _late(self, number: int, rows: Tensor) -> Tensor:
-        """As :meth:`_first_scores`, by SnapKV."""
-        _, start, end = self.ranked[number]
-        sums = rows[:, max(0, self.prompt - WINDOW) :].sum(1)
-        sums[:, : max(0, self.sinks - start)] = 0.0
-        # Of those around one hit, itself counts first, then the token behind it, the one before it, ...
-        places = torch.arange(end - start)
-        away = places - places[:, None]
-        less = 1 - (2 * away.abs() - (away < 0).int()) * NEARER
-        around = (sums[:, None] * less).masked_fill(away.abs() > KERNEL // 2, -math.inf)
-        return around.amax(2)
-
-    def _by_the_best_rank(
-        self, layer: Layer, number: int, scores: Tensor, *others: Tensor
-    ) -> Tensor:
-        """[KH, N]: the score that stands at the best of each token's ranks, the ways in their order."""
-        _, start, end = self.ranked[number]
-        ordered = scores.sort(dim=1, descending=True).values
-        ranks = torch.stack(
-            [
-                one.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-                for one in (scores, *others)
-            ]
-        )
-        count = layer.keys.shape[1]
-        known = layer.ranks if layer.ranks is not None else torch.zeros(len(scores), 0).long()
-        layer.ranks = pad(known, (0, count - known.shape[1]))
-        layer.ranks[:, start:end] = (number + 1) * count + ranks.amin(0)
-        found = [ordered.gather(1, rank) * (1 - way * BEHIND) for way, rank in enumerate(ranks)]
-        return torch.stack(found).amax(0)
-
-    def _distinction(self, layer: Layer) -> Tensor:
-        """How little each key is like the mean of those that are ranked now."""
-        keys = normalize(layer.keys, dim=-1)
-        ranks = slice(self.protected, self.ranked[-1][2])
-        ranked = layer.alive[:, ranks, None]
-        anchor = (keys[:, ranks] * ranked).sum(1, keepdim=True) / ranked.sum(1, keepdim=True)
-        return -cosine_similarity(keys, anchor, dim=-1)
-
-    def _weights(self, layer: Layer) -> Tensor:
-        """How far each value lies from the mean of those that are ranked now, over their mean distance."""
-        until = self.ranked[-1][2]
-        ranked, values = layer.alive[:, :until].float(), layer.values[:, :until]
-        ranked[:, : self.protected] = 0.0
-        count = ranked.sum(1, keepdim=True)
-        centre = torch.einsum("ks,ksd->kd", ranked, values) / count
-        distances = torch.linalg.vector_norm(values - centre[:, None], dim=2)
-        return distances / ((distances * ranked).sum(1, keepdim=True) / count)
 
     def _forward(self, tokens: list[int], position: int) -> Tensor:
         positions = torch.arange(position, position + len(tokens))[None]

@@ -40,14 +40,17 @@ def test_any_order_of_events_keeps_the_laws(
     print(
         f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions, "
         f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, "
-        f"{Traffic.squeezes} squeezes, {Traffic.bounded} times in a bounded prompt, {Traffic.repeated} in a "
-        "repetition"
+        f"{Traffic.squeezes} squeezes, {Traffic.crowds} large crowds, {Traffic.bounded} times in a bounded "
+        f"prompt, {Traffic.repeated} in a repetition"
     )
+    # Far below what was seen: which events are drawn changes with every number in the code that is loaded, of
+    # which hypothesis makes use. The squeezes of eight runs were 84 to 293.
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 100
     assert Traffic.pinned_hits > 50
-    assert Traffic.squeezes > 100
+    assert Traffic.squeezes > 40
+    assert Traffic.crowds > 40
     assert Traffic.bounded > 100
     assert Traffic.repeated > 100
 
@@ -133,6 +136,17 @@ def squeezed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EvictionState, "excess", always)
 
 
+def who_was_squeezed_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds its blocks and computes nothing: the crowd never ends."""
+
+    def limit(self: EvictionState, computed: int, num_tokens: int) -> int:
+        squeezed = self.budget.elastic and self.holes > 0
+        return 0 if squeezed else chunk_limit(self, computed, num_tokens)
+
+    chunk_limit = EvictionState.chunk_limit
+    monkeypatch.setattr(EvictionState, "chunk_limit", limit)
+
+
 def shared_blocks_are_squeezed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks become heavy that others hold."""
     monkeypatch.setattr(H2OBlockManager, "_private", lambda *_: True)
@@ -159,6 +173,7 @@ def readers_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         nobody_waits_for_a_repetition,
         readers_hold_nothing,
         squeezed_twice,
+        who_was_squeezed_stands_still,
         shared_blocks_are_squeezed,
         squeezed_blocks_stay_published,
         holes_survive_a_preemption,

@@ -188,6 +188,25 @@ def test_it_says_whether_the_code_was_found(visit: Visit, report: dict[str, Any]
     assert note.inner_text() == "The code is 4821: found."
 
 
+def test_short_answers_are_evicted_from_unless_they_say_why_not(
+    browser: Any, server: LiveServer
+) -> None:
+    """The server delays evictions by 16 tokens; the page has none of it, or there would be nothing to see."""
+    visit = Visit(browser, server).ready()
+    assert visit.ask(8)["tokens_evicted"] > 500
+    assert "Nothing was evicted" not in visit.page.inner_text("#kept-side")
+    visit.page.fill("#delay", "16")
+    assert visit.ask(8)["tokens_evicted"] == 0
+    assert "Nothing was evicted: the answer ended" in visit.page.inner_text("#kept-side")
+    visit.page.fill("#text", "")
+    visit.page.click("#clear")
+    visit.page.click("#ask")
+    visit.page.wait_for_selector("#ask:enabled")
+    said = visit.page.inner_text("#kept-side")
+    assert "Nothing was evicted: no budget falls below 128 tokens" in said
+    assert "Nothing was evicted" not in visit.page.inner_text("#full-side")
+
+
 def test_the_shades_are_those_of_the_trace(visit: Visit, report: dict[str, Any]) -> None:
     trace = report["trace"]
     pairs = trace["layers"] * trace["kv_heads"]

@@ -11,48 +11,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.reading import Prompt, half_turned, read_prompt
+from loadtest.quality.ladder.regression import TINY, Regression, solve
 
-__all__ = ["TINY", "Gate", "features", "solve", "train"]
+__all__ = ["features", "train"]
 
 STEP, AHEAD = 256, 2
 """Texts are cut every so many tokens; the future is so many steps."""
 
 CUTS = 6
 """Steps of a text; the first two are followed by too short a past, the last two by too short a future."""
-
-PENALTY = 10.0
-"""Of the squares of the weights, where features have a variance of 1 and there are thousands of tokens."""
-
-TINY = 1e-7
-"""Below the attention of nearly any token, per query."""
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Weights.
-
-    Attributes:
-        weights: [L, KH, F + 1], of the features and of one. mean, spread: of the features, [L, KH, F], or
-            [L, 1, F] where heads have the same.
-    """
-
-    weights: Tensor
-    mean: Tensor
-    spread: Tensor
-
-    def scores(self, layer: int, given: Tensor) -> Tensor:
-        """What is expected, [KH, n], from features such as :func:`features`, [KH, n, F] or [1, n, F]."""
-        scaled = (given - self.mean[layer][:, None]) / self.spread[layer][:, None]
-        weights = self.weights[layer]
-        logs = (scaled @ weights[:, :-1, None])[..., 0] + weights[:, -1:]
-        return logs.exp()
 
 
 def features(
@@ -73,7 +46,7 @@ def features(
     return torch.cat([plain, values, known, lengths], -1)
 
 
-def train(model: LadderModel, texts: Sequence[list[int]]) -> Gate:
+def train(model: LadderModel, texts: Sequence[list[int]]) -> Regression:
     """From texts of at least ``STEP * CUTS`` tokens.
 
     Raises:
@@ -117,24 +90,3 @@ def _known(prompt: Prompt, layer: int) -> Tensor:
 def _future(now: Prompt, later: Prompt, layer: int) -> Tensor:
     got = later.notes[layer].total[:, : now.tokens] - now.notes[layer].total
     return (got / (later.tokens - now.tokens)).clamp_min(TINY).log()
-
-
-def solve(products: Tensor, targets: Tensor) -> Gate:
-    """From sums over tokens: products of features, [L, KH, F + 1, F + 1], and with targets, [L, KH, F + 1].
-
-    Where the heads of a layer have the same features, KH of the former is 1.
-    """
-    count = products[..., -1, -1]
-    mean = products[..., -1, :-1] / count[..., None]
-    squares = products.diagonal(dim1=-2, dim2=-1)[..., :-1] / count[..., None]
-    spread = (squares - mean.square()).clamp_min(1e-12).sqrt()
-    centred = (
-        products[..., :-1, :-1] - count[..., None, None] * mean[..., None] * mean[..., None, :]
-    )
-    scaled = centred / spread[..., None] / spread[..., None, :]
-    level = targets[..., -1] / count
-    wanted = (targets[..., :-1] - mean * targets[..., -1:]) / spread
-    penalty = PENALTY * torch.eye(mean.shape[-1], dtype=mean.dtype)
-    weights = torch.linalg.solve(scaled + penalty, wanted[..., None])[..., 0]
-    both = torch.cat([weights, level[..., None]], -1)
-    return Gate(both.float(), mean.float(), spread.float())

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
-if TYPE_CHECKING:
-    from loadtest.quality.ladder.gate import Gate
+from loadtest.quality.ladder.regression import Regression
 
 __all__ = ["LadderModel", "Stage"]
 
@@ -43,9 +42,9 @@ class LadderModel:
         self.config = self.model.config
         self._directory = directory
         self._tokenizer: Any = None
-        self.gate: Gate | None = None
+        self.gate: Regression | None = None
         """Trained, if a rung asks for it."""
-        self.zap: Gate | None = None
+        self.zap: Regression | None = None
         """The same, of what repeating would give."""
         self._stage: Stage | None = None
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loadtest.quality.ladder.gate import TINY, Gate, solve
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.prompts import around, repetition
 from loadtest.quality.ladder.reading import Prompt, Reading, repeat_prompt
+from loadtest.quality.ladder.regression import TINY, Regression, solve
 
 __all__ = ["ZAP_TEXTS", "ZAP_TOKENS", "train_zap"]
 
@@ -42,7 +42,7 @@ class Sighted(Reading):
         self.sights[layer] = sight
 
 
-def train_zap(model: LadderModel, texts: Sequence[list[int]]) -> Gate:
+def train_zap(model: LadderModel, texts: Sequence[list[int]]) -> Regression:
     """From texts, each of which is read and repeated.
 
     Raises:
@@ -70,7 +70,7 @@ def train_zap(model: LadderModel, texts: Sequence[list[int]]) -> Gate:
         torch.stack([getattr(one, name) for one in solved])
         for name in ("weights", "mean", "spread")
     )
-    return Gate(weights, mean, spread)
+    return Regression(weights, mean, spread)
 
 
 def _sums(prompt: Prompt, sights: dict[int, Tensor], start: int) -> list[list[Tensor]]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GPU worker without a GPU: our worker, builder and attention on CPU tensors, vLLM's kernels in torch.
 
-What stands in: model runner V2 (request slots, staged block tables, batches, graphs by number of rows), the
-two attention kernels of vLLM, and the model: q, k and v are random, but the same whenever the same token
-of the same request is computed. Ours, and vLLM's builders and implementations around the kernels, are real.
+What stands in: model runner V2 (``fake_runner``), the two attention kernels of vLLM (``fake_kernels``), the
+device's time (``fake_stream``), and the model: q, k and v are random, but the same whenever the same token of
+the same request is computed. Ours, and vLLM's builders and implementations around the kernels, are real.
 
 Every step launches what the warm-up compiled, as under vLLM's ``--jit-monitor-mode error``.
 
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
@@ -40,179 +39,28 @@ from h2o_vllm.engine.cuda.warmup import warm_up
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.kernels import triton as kernels
 from loadtest.kernels.forms import launches
+from tests.engine.cuda.fake_kernels import FP8, stand_in_for_kernels
+from tests.engine.cuda.fake_runner import GRAPH_SIZES, FakeRunner
 from tests.engine.cuda.fake_stream import Stream
 from tests.engine.scheduling import Rig
 
+__all__ = [
+    "FP8",
+    "HEADS",
+    "KV_HEADS",
+    "LAYERS",
+    "SCALE",
+    "SCALES",
+    "SIZE",
+    "FakeGPU",
+    "fake_gpu",
+    "qkv",
+]
+
 LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 64
 SCALE = SIZE**-0.5
-GRAPH_SIZES = (1, 2, 4, 8)
-FP8 = torch.float8_e4m3fn
 SCALES = {"_q_scale": 0.03, "_k_scale": 0.02, "_v_scale": 0.05}
 """What an 8-bit query, key or value of 1 stands for."""
-
-
-def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
-    block_table: Tensor, softmax_scale: float, q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None, softcap: float = 0.0,
-    s_aux: Tensor | None = None, sinks: Tensor | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    """vLLM's kernels' contract: causal, rows of length 0 give zeros. Returns the LSE, [H, T]."""
-    if k.dtype == FP8:
-        assert k_descale is not None and v_descale is not None
-        assert k_descale.shape == v_descale.shape == (len(seqused_k), k.shape[2])
-        assert (q.dtype == FP8) == (q_descale is not None)
-        q = q.float() * (1.0 if q_descale is None else q_descale.flatten()[0])
-        k, v = k.float() * k_descale[0, 0], v.float() * v_descale[0, 0]
-    lse = torch.full((q.shape[1], q.shape[0]), float("-inf"))
-    for row, length in enumerate(seqused_k.tolist()):
-        first, end = cu_seqlens_q[row : row + 2].tolist()
-        if length == 0:
-            out[first:end] = 0
-            continue
-        blocks = block_table[row, : -(-length // k.shape[1])].long()
-        assert int(blocks.min()) > 0, "a hole was attended"
-        keys, values = (t[blocks].flatten(0, 1)[:length].transpose(0, 1) for t in (k, v))
-        grouped = q[first:end].unflatten(1, (keys.shape[0], -1))
-        logits = torch.einsum("tkgd,ksd->kgts", grouped, keys) * softmax_scale
-        if softcap:
-            logits = softcap * (logits / softcap).tanh()
-        future = torch.ones(end - first, length, dtype=torch.bool).triu(1 + length - (end - first))
-        logits = logits.masked_fill(future, float("-inf"))
-        sums = logits.logsumexp(-1)
-        # FlashAttention's name for them, and Triton's.
-        if (aside := s_aux if sinks is None else sinks) is not None:
-            sums = sums.logaddexp(aside.view(*sums.shape[:2], 1))
-        prob = (logits - sums[..., None]).exp()
-        out[first:end] = torch.einsum("kgts,ksd->tkgd", prob, values).flatten(1, 2)
-        lse[:, first:end] = sums.flatten(0, 1)
-    return lse
-
-
-def flash_attn_varlen_func(*, return_softmax_lse: bool = False, **kwargs: Any) -> Any:
-    """FlashAttention's front, in torch."""
-    lse = paged_attention(**kwargs)
-    return (kwargs["out"], lse) if return_softmax_lse else kwargs["out"]
-
-
-class StagedTable:
-    """``StagedWriteTensor``: writes are collected, then applied at once and in no promised order."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        self.gpu = torch.zeros(rows, width, dtype=torch.int32)
-        self._staged: list[tuple[int, int, list[int]]] = []
-
-    def stage_write(self, row: int, start: int, ids: list[int]) -> None:
-        self._staged.append((row, start, ids))
-
-    def apply_write(self) -> None:
-        touched: set[tuple[int, int]] = set()
-        for row, start, ids in reversed(self._staged):
-            cells = {(row, start + i) for i in range(len(ids))}
-            assert not cells & touched, "two writes of one step meet"
-            touched |= cells
-            self.gpu[row, start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        self._staged.clear()
-
-
-class FakeRunner:
-    """The part of model runner V2 between the scheduler's output and the attention layers."""
-
-    def __init__(self, gpu: FakeGPU, num_slots: int, width: int) -> None:
-        self.gpu = gpu
-        self.req_states = SimpleNamespace(req_id_to_index={})
-        self.free_slots = list(range(num_slots))
-        self.table = StagedTable(num_slots, width)
-        self.num_blocks = np.zeros(num_slots, dtype=np.int32)
-        self.block_tables = SimpleNamespace(
-            block_tables=[self.table],
-            input_block_tables=[torch.zeros(num_slots, width, dtype=torch.int32)],
-        )
-        self.starts = torch.zeros(num_slots + 1, dtype=torch.int32)
-        self.seq_lens = torch.zeros(num_slots, dtype=torch.int32)
-        self.slot_mapping = torch.full((512,), -1, dtype=torch.int64)
-
-    def execute_model(self, output: Any) -> None:
-        slots = self.req_states.req_id_to_index
-        for request_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
-            if request_id in slots:
-                self.free_slots.append(slots.pop(request_id))
-        computed = {}
-        for new in output.scheduled_new_reqs:
-            slots[new.req_id] = slot = self.free_slots.pop()
-            self.num_blocks[slot] = 0
-            self._append(slot, new.block_ids[0])
-            computed[new.req_id] = new.num_computed_tokens
-        old = output.scheduled_cached_reqs
-        assert not old.resumed_req_ids, "model runner V2 gets resumed requests as new ones"
-        for request_id, done, new_ids in zip(
-            old.req_ids, old.num_computed_tokens, old.new_block_ids, strict=True
-        ):
-            computed[request_id] = done
-            if new_ids is not None:
-                self._append(slots[request_id], new_ids[0])
-        self.table.apply_write()
-        if output.num_scheduled_tokens:
-            self._forward(output.num_scheduled_tokens, computed)
-
-    def _append(self, slot: int, ids: list[int]) -> None:
-        self.table.stage_write(slot, int(self.num_blocks[slot]), ids)
-        self.num_blocks[slot] += len(ids)
-
-    def _forward(self, scheduled: dict[str, int], computed: dict[str, int]) -> None:
-        # Decodes first, as vLLM sorts them; else in an order that has nothing to do with slots.
-        ids = sorted(scheduled, key=lambda one: (scheduled[one] > 1, zlib.crc32(one.encode())))
-        query_lens = np.array([scheduled[one] for one in ids], dtype=np.int32)
-        decode = bool((query_lens == 1).all())
-        size = next((size for size in GRAPH_SIZES if size >= len(ids)), None) if decode else None
-        common = self._common(ids, query_lens, computed, size or len(ids))
-        metadata = self.gpu.builder.build(0, common)
-        if size is not None:
-            metadata = self.gpu.graphs[self.gpu.state.step_variant.current, size]
-            self.gpu.replays[self.gpu.state.step_variant.current] += 1
-        tokens = [(one, computed[one] + i) for one in ids for i in range(scheduled[one])]
-        self.gpu.forward(tokens, metadata, self.slot_mapping, padded=size or len(tokens))
-
-    def _common(
-        self, ids: list[str], query_lens: np.ndarray, computed: dict[str, int], rows: int
-    ) -> CommonAttentionMetadata:
-        block_size, table = self.gpu.block_size, self.block_tables.input_block_tables[0]
-        slots = np.array([self.req_states.req_id_to_index[one] for one in ids])
-        num_tokens = int(query_lens.sum())
-        starts = np.full(rows + 1, num_tokens, dtype=np.int32)
-        starts[: len(ids) + 1] = [0, *np.cumsum(query_lens)]
-        lens = np.zeros(rows, dtype=np.int32)
-        lens[: len(ids)] = [
-            computed[one] + n for one, n in zip(ids, query_lens.tolist(), strict=True)
-        ]
-        # The runner copies a row's used part only: what lies behind it is stale.
-        for row, slot in enumerate(slots):
-            used = self.num_blocks[slot]
-            table[row, :used] = self.table.gpu[slot, :used]
-        table[len(ids) : rows] = 0
-        self.starts[: rows + 1] = torch.from_numpy(starts)
-        self.seq_lens[:rows] = torch.from_numpy(lens)
-        self.slot_mapping.fill_(-1)
-        for row, slot in enumerate(slots):
-            positions = torch.arange(lens[row] - query_lens[row], lens[row])
-            block = self.table.gpu[slot, positions // block_size].long()
-            assert int(block.min()) > 0
-            place = slice(starts[row], starts[row + 1])
-            self.slot_mapping[place] = block * block_size + positions % block_size
-        padded = max(num_tokens, rows if num_tokens == len(ids) else 0)
-        return CommonAttentionMetadata(
-            query_start_loc=self.starts[: rows + 1],
-            query_start_loc_cpu=torch.from_numpy(starts),
-            seq_lens=self.seq_lens[:rows],
-            num_reqs=rows,
-            num_actual_tokens=padded,
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(lens.max()),
-            block_table_tensor=table[:rows],
-            slot_mapping=self.slot_mapping[:padded],
-            seq_lens_cpu_upper_bound=torch.from_numpy(lens),
-            req_idx=slots,
-        )
 
 
 class FakeGPU:
@@ -248,7 +96,8 @@ class FakeGPU:
         self.whose: Callable[[str, int], str] = lambda request_id, _: request_id
         self.stream = Stream()
         patch.setattr(torch.cuda, "Event", self.stream.event)
-        _stand_in_for_kernels(patch)
+        stand_in_for_kernels(patch)
+        patch.setattr(Worker, "execute_model", lambda self, so: self.model_runner.execute_model(so))
         spec = H2OAttentionSpec(
             block_size=self.block_size,
             num_kv_heads=heads,
@@ -324,7 +173,7 @@ class FakeGPU:
         return SimpleNamespace(impl=self.impls[index], **scales)
 
     def _capture(self) -> None:
-        self.graphs = {}
+        self.graphs: dict[tuple[Variant, int], Any] = {}
         for variant in self.state.step_variant.captured:
             for size in GRAPH_SIZES:
                 self.state.step_variant.capturing = variant
@@ -407,22 +256,6 @@ def qkv(request_id: str, position: int, layer: int, fp8: bool = False) -> tuple[
         return q, k, v
     scales = zip((q, k, v), SCALES.values(), strict=True)
     return tuple(exact.div(scale).to(FP8).float() * scale for exact, scale in scales)
-
-
-def _stand_in_for_kernels(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(flash_attn, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
-    patch.setattr(triton_attn, "unified_attention", paged_attention)
-    # They refuse 8-bit KV where the platform, here a CPU, has no kernels for it.
-    patch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True)
-    cuda = SimpleNamespace(
-        fp8_dtype=lambda: FP8,
-        **{
-            name: lambda *_: False
-            for name in ("is_device_capability_family", "is_cuda", "is_xpu", "is_rocm")
-        },
-    )
-    patch.setattr(flash_attn, "current_platform", cuda)
-    patch.setattr(Worker, "execute_model", lambda self, so: self.model_runner.execute_model(so))
 
 
 @contextmanager

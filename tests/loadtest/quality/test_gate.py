@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadtest.quality.ladder.gate import AHEAD, CUTS, STEP, Gate, _future, _known, solve, train
+from loadtest.quality.ladder.gate import AHEAD, CUTS, STEP, _future, _known, train
 from loadtest.quality.ladder.keep import keep, parse_rung
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.reading import half_turned, read_prompt
+from loadtest.quality.ladder.regression import Regression, solve
 from tests.families.random_models import VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -60,7 +61,7 @@ def test_rungs_with_a_gate_keep_what_it_expects_most_of(model: LadderModel) -> N
     weights = torch.zeros(layers, heads, 2 * size + 4)
     weights[..., 2 * size + 1] = -1.0
     even = torch.zeros(layers, heads, 2 * size + 3)
-    model.gate = Gate(weights, even, even + 1)
+    model.gate = Regression(weights, even, even + 1)
     kept = keep(parse_rung("gate:0"), prompt, 0.2)
     assert kept[..., -20:].all() and not kept[..., :-20].any()
 

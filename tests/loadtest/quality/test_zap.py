@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from loadtest.quality.ladder.forcing import Forcing
-from loadtest.quality.ladder.gate import TINY, Gate
 from loadtest.quality.ladder.keep import keep, parse_rung
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.prompts import INSTRUCTION
 from loadtest.quality.ladder.reading import read_prompt, repeat_prompt
+from loadtest.quality.ladder.regression import TINY, Regression
 from loadtest.quality.ladder.zap import train_zap
 from tests.families.random_models import VOCABULARY
 
@@ -59,14 +59,14 @@ def _errors(foretold: Tensor | None, most: Tensor) -> Tensor:
     return (guesses - wanted).square().mean((1, 2))
 
 
-def by_last_value(model: LadderModel) -> Gate:
+def by_last_value(model: LadderModel) -> Regression:
     """A zap that looks at nothing else."""
     config = model.config
     features = config.head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads)
     weights = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, features + 1)
     weights[..., -2] = 1.0
     even = torch.zeros(config.num_hidden_layers, 1, features)
-    return Gate(weights, even, even + 1)
+    return Regression(weights, even, even + 1)
 
 
 def test_rungs_keep_what_it_foretells_most_of(model: LadderModel) -> None:

@@ -29,7 +29,8 @@ async function begin() {
   const { defaults, limits, versions } = config;
   element("server").textContent =
     `${config.models[0]}, vLLM ${versions.vllm}, blocks of ${config.kv_cache.block_size} tokens. ` +
-    `No budget falls below ${limits.kv_min_tokens} tokens.`;
+    `No budget falls below ${limits.kv_min_tokens} tokens. ` +
+    (defaults.kv_delay ? `Who asks for no kv_delay has one of ${defaults.kv_delay} tokens; this page asks for 0.` : "");
   element("policy").replaceChildren(
     ...limits.kv_policies.filter((name) => name !== "full").map((name) => new Option(name)),
   );
@@ -37,7 +38,8 @@ async function begin() {
   element("budget").min = Math.max(0.05, limits.kv_budget_min);
   element("budget").max = limits.kv_budget_max;
   element("budget").value = defaults.kv_budget < 1 ? defaults.kv_budget : 0.2;
-  element("delay").value = defaults.kv_delay;
+  // The server's may be longer than an answer, of which nothing would be evicted then.
+  element("delay").value = 0;
   element("delay").max = limits.kv_delay_max;
   element("protect").value = defaults.kv_protect === "prompt" ? "prompt" : "0";
   element("load-full").disabled = limits.kv_budget_max < MAX_FULL;
@@ -115,6 +117,8 @@ async function askOne(side, content, budget) {
   chats[side] = [...messages, { role: "assistant", content: result.text }];
   showReport(element(`${side}-side`), result);
   if (content.includes(FACT)) say(side, "note", verdict(result));
+  if (side === "kept" && budget.kv_budget < MAX_FULL && result.report?.tokens_evicted === 0)
+    say(side, "note", whyNothing(result.report, budget));
   if (result.report?.trace) {
     const ids = { token_ids: result.tokenIds };
     const { pieces } = await (await ask("h2o/pieces", ids, running.signal)).json();
@@ -127,6 +131,14 @@ function verdict({ text, report }) {
   if (text.includes(CODE)) return `The code is ${CODE}: found.`;
   const advice = "Try kv_policy snapkv, kv_protect the prompt, a kv_delay or a larger budget.";
   return `The code is ${CODE}: not found. ${report?.tokens_evicted ? advice : ""}`;
+}
+
+/** Why both sides hold the same. */
+function whyNothing({ tokens_seen: seen }, { kv_delay: delay }) {
+  const least = config.limits.kv_min_tokens;
+  const short = `no budget falls below ${least} tokens, and there were ${seen}`;
+  const early = `the answer ended before a block was in excess${delay ? `, or within its kv_delay of ${delay}` : ""}`;
+  return `Nothing was evicted: ${seen <= least ? short : early}.`;
 }
 
 /** An answer does not fail because its trace is refused: too long, or too many at a time. */

@@ -3,6 +3,7 @@
 
     python -m loadtest.engine [--workloads tight ample ...] [--rounds 3] [--out loadtest/results]
     python -m loadtest.engine --device cuda [--shape 8b] [--workloads 2k-tight ...]
+    python -m loadtest.engine --variants h2o --fields kv_policy=repeat-keydiff    # what another policy costs
 
 Each variant is an engine in a process of its own, warmed up and with an empty prefix cache for each
 measurement. On CPU those of one setting live side by side, and only one works at a time; on a GPU each has
@@ -14,6 +15,7 @@ made, two tables and a PNG. ``--resume FILE`` goes on where an interrupted run s
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from loadtest.common.child import Child
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu
@@ -58,7 +61,7 @@ def measure(args: argparse.Namespace, path: Path) -> list[Row]:
             planned(suite, args.workloads, args.variants, args.rounds),
             path,
             "loadtest.engine",
-            about_device(args),
+            about_run(args),
             engine_of=lambda one: engines.get(suite.workloads[one.workload].setting, one),
             line=lambda one: one.workload,
             shown=lambda one: f"round {one.round + 1} {one.variant}: {one.workload}",
@@ -92,6 +95,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--variants", nargs="+", choices=variants, default=variants, help="by what")
     add("--rounds", type=int, default=3, help="how often; variants alternate")
     add("--scale", type=float, default=1.0, help="multiplies all lengths and pools; to rehearse")
+    add("--fields", nargs="+", type=_field, default=[], metavar="NAME=VALUE",
+        help="what requests with a budget ask for beside it, such as kv_policy=caote")  # fmt: skip
     add("--out", type=Path, default=RESULTS, help="folder of the results")
     add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
     if name == "cuda":
@@ -116,14 +121,33 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     else:
         model = args.model
     engine = {"dtype": args.dtype, "enforce_eager": args.eager} if args.device == "cpu" else {}
-    return {"device": args.device, "model": model, "scale": args.scale, "engine": engine}
+    told = {"device": args.device, "model": model, "scale": args.scale, "engine": engine}
+    return {**told, "fields": dict(args.fields)}
 
 
-def about_device(args: argparse.Namespace) -> dict[str, Any]:
-    """What rows say of their device beside the machine."""
+def about_run(args: argparse.Namespace) -> dict[str, Any]:
+    """What rows say of their device beside the machine, and of what requests asked for."""
+    fields = {"fields": dict(args.fields)} if args.fields else {}
     if args.device == "cuda":
-        return {**describe_gpu(), "shape": args.shape}
-    return {"dtype": args.dtype, "eager": args.eager}
+        return {**describe_gpu(), "shape": args.shape, **fields}
+    return {"dtype": args.dtype, "eager": args.eager, **fields}
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """``NAME=VALUE``: a value is JSON, or else a string.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no field of a request.
+    """
+    name, _, value = text.partition("=")
+    if name not in REQUEST_FIELDS or not value:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, wanted NAME=VALUE with one of {', '.join(REQUEST_FIELDS)}"
+        )
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 class Engines(ExitStack):

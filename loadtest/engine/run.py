@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine and the workloads of its setting, in a process of its own. Started by :mod:`.bench`.
 
-Reads ``{"device", "setting", "variant", "model", "scale", "engine"}`` as a line of JSON, then a workload per
-line, by name. Writes one line of JSON on stdout when the engine is up, and one per workload. Ends with its
-input.
+Reads ``{"device", "setting", "variant", "model", "scale", "engine", "fields"}`` as a line of JSON, then a
+workload per line, by name. Writes one line of JSON on stdout when the engine is up, and one per workload.
+Ends with its input.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -106,15 +107,17 @@ class MeasuredEngine:
         model: a directory.
         options: engine arguments, our switch not included.
         ours: whether it is h2o_vllm; to stock vLLM budgets mean nothing.
-        budgets: whether requests of ours ask for theirs.
+        budgets: whether requests of ours ask for theirs. fields: what those ask for beside.
     """
 
     def __init__(
-        self, model: str, options: dict[str, Any], *, ours: bool, budgets: bool = True
-    ) -> None:
+        self, model: str, options: dict[str, Any], *, ours: bool, budgets: bool = True,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.memory = Memory()
         self.memory.start()
         self.budgets = ours and budgets
+        self.fields = dict(fields or {})
         args = EngineArgs(model=model, **({**engine_args(), **options} if ours else options))
         started = time.perf_counter()
         self.engine = LLMEngine.from_engine_args(
@@ -124,7 +127,8 @@ class MeasuredEngine:
 
     def measure(self, workload: Workload, batch: list[list[int]]) -> dict[str, Any]:
         """Warm up, empty the prefix cache, run the prompts of ``batch`` once."""
-        fields = [workload.fields(i) if self.budgets else None for i in range(len(batch))]
+        asked = [workload.fields(i) if self.budgets else None for i in range(len(batch))]
+        fields = [one and {**one, **self.fields} for one in asked]
         # Every code path once, with text that shares no prefix with the workload.
         serve(self.engine, [prompt[::-1][:2048] for prompt in batch[:4]], fields[:4], 32)
         if not self.engine.reset_prefix_cache():
@@ -217,7 +221,9 @@ def main() -> None:
     variant = start["variant"]
     options = suite.engine_options(setting, variant) | start["engine"]
     ours, budgets = variant in suite.own, variant == "h2o"
-    engine = MeasuredEngine(start["model"], options, ours=ours, budgets=budgets)
+    engine = MeasuredEngine(
+        start["model"], options, ours=ours, budgets=budgets, fields=start["fields"]
+    )
     answer({"start_s": engine.start_s})
     for line in sys.stdin:
         workload = suite.workloads[line.strip()].scaled(scale)

@@ -8,7 +8,14 @@ from typing import Any, Self
 import pytest
 
 from loadtest.engine import bench
-from loadtest.engine.bench import Engines, Measurement, parse_arguments, planned
+from loadtest.engine.bench import (
+    Engines,
+    Measurement,
+    about_run,
+    model_options,
+    parse_arguments,
+    planned,
+)
 from loadtest.engine.tables import measured_table, ratio_table
 from loadtest.engine.workloads import SUITES
 
@@ -107,6 +114,17 @@ def test_each_device_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         parse_arguments(["--workloads", "2k-tight"])
     assert "--workloads" in capsys.readouterr().err
+
+
+def test_requests_with_a_budget_may_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse_arguments(["--fields", "kv_policy=caote", "kv_delay=0", "kv_elastic=true"])
+    wanted = {"kv_policy": "caote", "kv_delay": 0, "kv_elastic": True}
+    assert model_options(args)["fields"] == about_run(args)["fields"] == wanted
+    assert "fields" not in about_run(parse_arguments([])), "rows are as they were"
+    for field in ("kv_polizy=caote", "kv_policy", "kv_policy="):
+        with pytest.raises(SystemExit):
+            parse_arguments(["--fields", field])
+        assert f"got '{field}', wanted NAME=VALUE" in capsys.readouterr().err
 
 
 def test_scaled_traffic_is_shorter_and_its_pool_smaller() -> None:

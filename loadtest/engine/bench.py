@@ -121,8 +121,10 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     else:
         model = args.model
     engine = {"dtype": args.dtype, "enforce_eager": args.eager} if args.device == "cpu" else {}
-    told = {"device": args.device, "model": model, "scale": args.scale, "engine": engine}
-    return {**told, "fields": dict(args.fields)}
+    return {
+        "device": args.device, "model": model, "scale": args.scale, "engine": engine,
+        "fields": dict(args.fields),
+    }  # fmt: skip
 
 
 def about_run(args: argparse.Namespace) -> dict[str, Any]:

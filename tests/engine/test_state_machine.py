@@ -44,12 +44,12 @@ def test_any_order_of_events_keeps_the_laws(
         f"prompt, {Traffic.repeated} in a repetition"
     )
     # Far below what was seen: which events are drawn changes with every number in the code that is loaded, of
-    # which hypothesis makes use. In the runs looked at there were 84 squeezes up to several hundred.
+    # which hypothesis makes use. Beside four sets of other test files there were 356 to 797 squeezes.
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 100
     assert Traffic.pinned_hits > 50
-    assert Traffic.squeezes > 40
+    assert Traffic.squeezes > 100
     assert Traffic.crowds > 40
     assert Traffic.bounded > 100
     assert Traffic.repeated > 100

@@ -95,9 +95,8 @@ class Traffic(RuleBasedStateMachine):
     """Clients, scheduler and pool; ``model_dir`` is set by the test."""
 
     model_dir: str
-    steps = evictions = preemptions = both = pinned_hits = squeezes = crowds = bounded = (
-        repeated
-    ) = 0
+    steps = evictions = preemptions = both = pinned_hits = 0
+    squeezes = crowds = bounded = repeated = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
     ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
     which it had evicted; ``repeated``: in the midst of its prompt's repetition; ``both``: preempted in the
@@ -168,9 +167,13 @@ class Traffic(RuleBasedStateMachine):
         crowd=st.lists(st.tuples(st.integers(90, 160), elastic), min_size=2, max_size=5),
         shared=st.sampled_from([0, 50]),
         priority=st.integers(0, 2),
+        steps=st.integers(10, 40),
     )
-    def admit_elastic(self, crowd: Any, shared: int, priority: int) -> Any:
-        """Several at once, which have little in common: the pool is too small for most of these crowds."""
+    def admit_elastic(self, crowd: Any, shared: int, priority: int, steps: int) -> Any:
+        """Several at once, which have little in common: the pool is too small for most of these crowds.
+
+        Most are squeezed when they have answered for a while, and nothing has ended them before.
+        """
         Traffic.crowds += len(crowd) > 3
         names = []
         for length, asked in crowd:
@@ -178,6 +181,7 @@ class Traffic(RuleBasedStateMachine):
             own = range(first, first + length - min(shared, length))
             prompt = [*FAMILIES[0][: length - len(own)], *own]
             names.append(self.add(prompt, asked, 80, priority))
+        self.go_on(steps)
         return multiple(*names)
 
     @rule(

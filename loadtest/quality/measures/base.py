@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["Measure", "Metric", "Sample"]
+__all__ = ["Measure", "Metric", "Sample", "asked_later"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +80,16 @@ class Measure(ABC):
         self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
     ) -> dict[str, float]:
         """Figures of one answer; ``full`` is full KV's to the same request."""
+
+
+def asked_later(model: Model, text: str, question: str, answer_tokens: int) -> GenerationRequest:
+    """A question behind a prompt, as text that the model itself goes on with.
+
+    Encoded as one, so that the tokens are those of a prompt that ends with the question.
+
+    Args:
+        text: the prompt. question: what is forced behind it. answer_tokens: generated at most, behind that.
+    """
+    tokens, start = model.encode(text + question), len(model.encode(text))
+    forced = tuple(tokens[start:])
+    return GenerationRequest(tuple(tokens[:start]), len(forced) + answer_tokens, forced=forced)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from loadtest.common.texts import Prompts, documentation
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
-from loadtest.quality.measures.base import Measure, Metric, Sample
+from loadtest.quality.measures.base import Measure, Metric, Sample, asked_later
 from loadtest.quality.sizes import Sizes
 
 __all__ = ["Retrieval", "first_number", "hidden"]
@@ -108,12 +108,7 @@ def _sample(
     body = f"{first}{hidden(text, facts, depth)}\n\n"
     asked = f"Question: {question}\nAnswer: The secret code of the {wanted} is"
     if way == "later":
-        # Encoded as one, so that the tokens are those of ``end``.
-        tokens, start = model.encode(body + asked), len(model.encode(body))
-        forced = tuple(tokens[start:])
-        request = GenerationRequest(
-            tuple(tokens[:start]), len(forced) + ANSWER_TOKENS, forced=forced
-        )
+        request = asked_later(model, body, asked, ANSWER_TOKENS)
     else:
         request = GenerationRequest(body + asked, ANSWER_TOKENS)
     description = {"way": way, "kind": kind, "length": length, "depth": depth}

@@ -14,8 +14,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
-from loadtest.quality.measures.base import Measure, Metric, Sample
-from loadtest.quality.ruler.example import Example
+from loadtest.quality.measures.base import Measure, Metric, Sample, asked_later
 from loadtest.quality.ruler.match import match_all
 from loadtest.quality.ruler.tasks import TASKS, sample
 from loadtest.quality.sizes import Sizes
@@ -46,7 +45,10 @@ class Ruler(Measure):
             example = sample(task, number, sizes.ruler_tokens, model.count)
             requests = {"known": GenerationRequest(example.text, example.max_tokens)}
             if model.forces:
-                requests["later"] = _asked_later(model, example)
+                question = example.question + example.prefix
+                requests["later"] = asked_later(
+                    model, example.context, question, example.max_tokens
+                )
             found += [
                 Sample(
                     f"{task}-{sizes.ruler_tokens}-{number}-{way}",
@@ -64,12 +66,3 @@ class Ruler(Measure):
     ) -> dict[str, float]:
         found = match_all(answer.text, sample.secret)
         return {sample.description["way"]: found, sample.description["task"]: found}
-
-
-def _asked_later(model: Model, example: Example) -> GenerationRequest:
-    """The same, of which only the text is the prompt."""
-    # Encoded as one, so that the tokens are those of ``known``.
-    tokens, start = model.encode(example.text), len(model.encode(example.context))
-    forced = tuple(tokens[start:])
-    limit = len(forced) + example.max_tokens
-    return GenerationRequest(tuple(tokens[:start]), limit, forced=forced)

@@ -17,6 +17,7 @@ from h2o_vllm.config.policies import (
     EQUAL_HEADS_POLICIES,
     POLICIES,
     REPEAT_POLICIES,
+    ZAP_POLICIES,
 )
 from h2o_vllm.config.request_fields import (
     MAX_DELAY,
@@ -65,6 +66,8 @@ class H2OConfig:
         kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
         kv_repeat: whether requests may ask for one of :data:`~h2o_vllm.config.policies.REPEAT_POLICIES`,
             which compute each prompt about twice. For CPUs.
+        kv_calibration: file that :mod:`h2o_vllm.calibrate` has made of this model; ``None``: nobody may ask
+            for one of :data:`~h2o_vllm.config.policies.ZAP_POLICIES`. For CPUs.
         kv_full_kernel: one of :data:`FULL_KERNELS`. ``h2o`` is for CPUs, and nothing is lost with it: the
             same attention, rounded differently. ``auto`` is ``h2o`` where vLLM would use its kernel for AMX,
             whose KV only that one reads, and ``vllm`` elsewhere.
@@ -94,6 +97,7 @@ class H2OConfig:
     kv_prefill_tokens: int = 0
     kv_trace: bool = False
     kv_repeat: bool = True
+    kv_calibration: str | None = None
     kv_full_kernel: str = "auto"
     kv_heads: str | None = None
     kv_heads_equal_because: str = ""
@@ -106,6 +110,11 @@ class H2OConfig:
         if self.kv_policy in REPEAT_POLICIES and not self.kv_repeat:
             raise ConfigError(
                 f"--kv-policy {self.kv_policy} repeats prompts, and --no-kv-repeat lets nobody do so"
+            )
+        if self.kv_policy in ZAP_POLICIES and self.kv_calibration is None:
+            raise ConfigError(
+                f"--kv-policy {self.kv_policy} wants --kv-calibration FILE, a file that `python -m "
+                "h2o_vllm.calibrate` makes of the model"
             )
         limit = self.kv_protect_max
         if limit is not None and isinstance(self.kv_protect, int) and self.kv_protect > limit:
@@ -133,6 +142,8 @@ class H2OConfig:
         check_prefill(self.kv_prefill_tokens, self.kv_policy)
         check_flag("kv_trace", self.kv_trace)
         check_flag("kv_repeat", self.kv_repeat)
+        if self.kv_calibration is not None and not isinstance(self.kv_calibration, str):
+            raise BudgetError("kv_calibration", self.kv_calibration, "the path of a file")
         check_choice("kv_full_kernel", self.kv_full_kernel, FULL_KERNELS)
         if self.kv_heads is not None:
             check_heads(self.kv_heads, self.kv_policy, self.kv_heads_equal_because)
@@ -175,17 +186,22 @@ class H2OConfig:
     @property
     def policies(self) -> tuple[str, ...]:
         """The :data:`~h2o_vllm.config.policies.POLICIES` that requests may ask for, ``full`` last."""
-        return tuple(name for name in POLICIES if self.kv_repeat or name not in REPEAT_POLICIES)
+        missing = {
+            *(() if self.kv_repeat else REPEAT_POLICIES),
+            *(() if self.kv_calibration else ZAP_POLICIES),
+        }
+        return tuple(name for name in POLICIES if name not in missing)
 
     def recent_of(self, policy: str) -> float:
         """Share of the newest tokens if a request does not say: half, the paper's, unless this server does.
 
         A policy that ranks in several ways has too few tokens for each left by then: it gets a quarter. One
-        that has seen the prompt repeated knows what of it will be needed, the newest included: a tenth.
+        that has seen the prompt repeated, or foretells it, knows what of it will be needed, the newest
+        included: a tenth.
         """
         if self.kv_recent is not None:
             return self.kv_recent
-        if policy in REPEAT_POLICIES:
+        if policy in (*REPEAT_POLICIES, *ZAP_POLICIES):
             return 0.1
         return 0.25 if policy in BEST_RANK_POLICIES else 0.5
 
@@ -198,7 +214,7 @@ class H2OConfig:
             return "equal"
         if self.kv_heads is not None:
             return self.kv_heads
-        return "shared" if policy in REPEAT_POLICIES else "equal"
+        return "shared" if policy in (*REPEAT_POLICIES, *ZAP_POLICIES) else "equal"
 
     @property
     def protect_limit(self) -> int | None:

@@ -10,6 +10,7 @@ __all__ = [
     "POLICIES",
     "PROMPT_END_POLICIES",
     "REPEAT_POLICIES",
+    "ZAP_POLICIES",
 ]
 
 POLICIES = (
@@ -24,17 +25,28 @@ POLICIES = (
     "caote-snapkv-keydiff",
     "repeat",
     "repeat-keydiff",
+    "zap",
+    "zap-keydiff",
     "window",
     "random",
     "full",
 )
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
-BEST_RANK_POLICIES = ("caote-keydiff", "snapkv-keydiff", "caote-snapkv-keydiff", "repeat-keydiff")
+BEST_RANK_POLICIES = (
+    "caote-keydiff",
+    "snapkv-keydiff",
+    "caote-snapkv-keydiff",
+    "repeat-keydiff",
+    "zap-keydiff",
+)
 """Rank in several ways, and keep what is best in any."""
 
 REPEAT_POLICIES = ("repeat", "repeat-keydiff")
 """Have the model repeat the prompt, and rank by what that attends to; see :mod:`h2o_vllm.policy.repeat`."""
+
+ZAP_POLICIES = ("zap", "zap-keydiff")
+"""Foretell what those would rank by, in an engine with a calibration; see :mod:`h2o_vllm.policy.zap`."""
 
 PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES)
 """Have nothing to rank by before the prompt's end."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
 from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import ZAP_POLICIES
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import (
     MAX_DELAY,
@@ -40,7 +41,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         BudgetError: a field has the wrong type, is out of range, or contradicts another.
     """
     given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
-    policy = check_choice("kv_policy", given.get("kv_policy", config.kv_policy), config.policies)
+    policy = _policy(config, given)
     recent = given.get("kv_recent", config.recent_of(policy))
     fraction, tokens = _budget(config, given, policy)
     elastic, evict_from = _begin(config, given)
@@ -89,6 +90,16 @@ def resolve_for(
             raise BudgetError("kv_protect", protect, accepted)
         protect = 0
     return replace(budget, protect=min(int(protect), prompt_tokens))
+
+
+def _policy(config: H2OConfig, given: Mapping[str, Any]) -> str:
+    asked = given.get("kv_policy", config.kv_policy)
+    if asked in ZAP_POLICIES and asked not in config.policies:
+        accepted = (
+            f"one of {', '.join(config.policies)} on this server (started without --kv-calibration)"
+        )
+        raise BudgetError("kv_policy", asked, accepted)
+    return check_choice("kv_policy", asked, config.policies)
 
 
 def _budget(config: H2OConfig, given: Mapping[str, Any], policy: str) -> tuple[float, int | None]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from torch import nn
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "LimitingScheduler",
     "block_managers",
+    "model_norms",
+    "model_rotation",
     "runner_metadata_builders",
     "runner_punch_holes",
     "runner_row_request_ids",
@@ -100,6 +104,38 @@ def set_attention_isa(builder: Any, isa: str) -> None:
     """
     builder.isa = isa
     builder._set_isa_to_layers(builder.layer_names)  # noqa: SLF001 - the point of this file
+
+
+# --- what calibrations want to know of a model -------------------------------------------------
+
+
+def model_rotation(model: nn.Module) -> tuple[int, bool]:
+    """How keys are turned: so many of their first numbers, and whether pairs are neighbours.
+
+    ``RotaryEmbedding`` (0.32) has ``rotary_dim`` and ``is_neox_style``, as do its subclasses; a model without
+    one has other positions. Goes when a model's configuration says so.
+    """
+    modules: Iterable[Any] = model.modules()
+    found = {
+        (int(module.rotary_dim), not module.is_neox_style)
+        for module in modules
+        if hasattr(module, "rotary_dim") and hasattr(module, "is_neox_style")
+    }
+    return max(found, default=(0, False))
+
+
+def model_norms(model: nn.Module) -> torch.Tensor:
+    """The mean size of each layer norm's weights, [n], float32: what tells models of one shape apart.
+
+    Norms stay as they are where other weights are quantised, packed or split among ranks. By the parameters'
+    names, as vLLM's models (0.32) have them; goes when an engine says what it has loaded.
+    """
+    sizes = [
+        weight.detach().float().abs().mean()
+        for name, weight in sorted(model.named_parameters())
+        if weight.dim() == 1 and "norm" in name
+    ]
+    return torch.stack(sizes).cpu() if sizes else torch.zeros(0)
 
 
 # --- model runner V1 (the default on CPU in 0.32; V2 replaces all four functions) --------------

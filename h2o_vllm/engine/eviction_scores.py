@@ -46,13 +46,14 @@ def eviction_scores(
     blocks: torch.Tensor,
     key_likeness: Callable[[], torch.Tensor],
     value_distances: Callable[[], torch.Tensor],
+    foretold: Callable[[], torch.Tensor] | None = None,
 ) -> None:
     """Let ``policy`` adjust the scores of one eviction's candidates, in place.
 
     Args:
         scores: [L, N, KH, BS], float32. early: the same, see :class:`h2o_vllm.engine.state.WorkerState`.
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
-        key_likeness, value_distances: see :class:`.Candidates`; of ``blocks``, in that order.
+        key_likeness, value_distances, foretold: see :class:`.Candidates`; of ``blocks``, in that order.
     """
     new = _new_scores(
         policy,
@@ -61,6 +62,7 @@ def eviction_scores(
         lambda: early.index_select(1, blocks).transpose(1, 2),
         key_likeness,
         value_distances,
+        foretold,
     )
     if new is not None:
         scores.index_copy_(1, blocks, new.transpose(1, 2))
@@ -74,6 +76,7 @@ def shared_eviction_scores(
     pages: torch.Tensor,
     key_likeness: Callable[[], torch.Tensor],
     value_distances: Callable[[], torch.Tensor],
+    foretold: Callable[[], torch.Tensor] | None = None,
 ) -> None:
     """As :func:`eviction_scores` where heads share slots, and have different numbers of candidates.
 
@@ -88,7 +91,8 @@ def shared_eviction_scores(
 
     counts = there.sum(2, keepdim=True) * scores.shape[3]
     new = _new_scores(
-        policy, eviction, of_pages(scores), lambda: of_pages(early), key_likeness, value_distances, counts
+        policy, eviction, of_pages(scores), lambda: of_pages(early), key_likeness, value_distances, foretold,
+        counts,
     )  # fmt: skip
     if new is not None:
         layer, _, _ = there.nonzero(as_tuple=True)
@@ -102,6 +106,7 @@ def _new_scores(
     early: Callable[[], torch.Tensor],
     key_likeness: Callable[[], torch.Tensor],
     value_distances: Callable[[], torch.Tensor],
+    foretold: Callable[[], torch.Tensor] | None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """What ``policy`` makes of its candidates' scores, [L, KH, n, BS], of which the fresh ones are last.
@@ -132,6 +137,7 @@ def _new_scores(
             seen=eviction.seen,
             key_likeness=key_likeness,
             value_distances=value_distances,
+            foretold=foretold,
             late=late,
             counts=counts,
         )

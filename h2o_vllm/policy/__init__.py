@@ -10,6 +10,7 @@ from h2o_vllm.policy.best_rank import (
     CAOTESnapKVKeyDiffPolicy,
     RepeatKeyDiffPolicy,
     SnapKVKeyDiffPolicy,
+    ZapKeyDiffPolicy,
 )
 from h2o_vllm.policy.budget import (
     blocks_freed,
@@ -27,6 +28,7 @@ from h2o_vllm.policy.keydiff import KeyDiffPolicy
 from h2o_vllm.policy.repeat import RepeatPolicy
 from h2o_vllm.policy.snapkv import SnapKVPolicy
 from h2o_vllm.policy.tova import TOVAPolicy
+from h2o_vllm.policy.zap import ZapPolicy
 
 __all__ = [
     "BlockSplit",
@@ -55,6 +57,8 @@ _POLICIES: dict[str, Policy] = {
         CAOTESnapKVKeyDiffPolicy(),
         RepeatPolicy(),
         RepeatKeyDiffPolicy(),
+        ZapPolicy(),
+        ZapKeyDiffPolicy(),
         WindowPolicy(),
         RandomPolicy(),
         FullPolicy(),

@@ -26,6 +26,7 @@ from h2o_vllm.policy.caote import CAOTEPolicy
 from h2o_vllm.policy.keydiff import KeyDiffPolicy
 from h2o_vllm.policy.repeat import RepeatPolicy
 from h2o_vllm.policy.snapkv import WINDOW, SnapKVPolicy, pooled
+from h2o_vllm.policy.zap import ZapPolicy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,7 @@ __all__ = [
     "CAOTESnapKVKeyDiffPolicy",
     "RepeatKeyDiffPolicy",
     "SnapKVKeyDiffPolicy",
+    "ZapKeyDiffPolicy",
 ]
 
 _KEYDIFF = KeyDiffPolicy()
@@ -113,6 +115,20 @@ class RepeatKeyDiffPolicy(RepeatPolicy):
         if scores.shape[-1] == candidates.known:
             return None
         return _raised(scores, candidates, _distinctions(candidates))
+
+
+class ZapKeyDiffPolicy(ZapPolicy):
+    """Keep what repeating the prompt is expected to look at, and the tokens with the most distinctive keys.
+
+    KVzap (https://arxiv.org/abs/2601.07891) and KeyDiff (https://arxiv.org/abs/2504.15364).
+    """
+
+    name: ClassVar[str] = "zap-keydiff"
+
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+        """Raise the fresh tokens with distinctive keys."""
+        scores = super().eviction_scores(candidates)
+        return None if scores is None else _raised(scores, candidates, _distinctions(candidates))
 
 
 def _distinctions(candidates: Candidates) -> Tensor:

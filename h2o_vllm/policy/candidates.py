@@ -35,6 +35,8 @@ class Candidates:
             for known ones. ``None`` if it does not, and inside of a prompt, whose end is still to come.
         counts: [L, KH, 1]: how many candidates each head has, where heads share slots. Those with fewer begin
             with padding, of which everything is 0. ``None``: each has all C.
+        foretold: computes the attention that each fresh token is expected to get, [L, KH, C - known],
+            float32, above 0. ``None`` in an engine without a calibration.
     """
 
     scores: Tensor
@@ -45,6 +47,7 @@ class Candidates:
     value_distances: Callable[[], Tensor]
     late: Tensor | None = None
     counts: Tensor | None = None
+    foretold: Callable[[], Tensor] | None = None
 
     @property
     def fresh_positions(self) -> Tensor:

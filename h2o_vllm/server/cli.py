@@ -12,6 +12,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm.config.options import ADMISSIONS, FULL_KERNELS, H2OConfig
@@ -158,14 +159,14 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
     add(
         "kv_budget_tokens",
         int,
-        "TOKENS",
+        "N",
         "Keep this many tokens instead.",
     )
     add(
         "kv_recent",
         float,
         "SHARE",
-        "Share of the budget for the newest, 0 to 1; else 0.5, ...-keydiff 0.25, repeat... 0.1.",
+        "Share of the budget for the newest, 0 to 1; else 0.5, ...-keydiff 0.25, repeat and zap 0.1.",
     )
     group.add_argument(
         "--kv-policy",
@@ -173,8 +174,8 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.kv_policy,
         help="Which tokens stay beside the newest. h2o: most attention so far; h2o-norm: per query that saw "
         "them; caote: weighed by values; snapkv: from the prompt's end on; tova: from the newest; repeat: "
-        "as it is said again; keydiff: odd keys; ...-keydiff: best by any; window: first; random: any; "
-        "full: all.",
+        "as it is said again; zap: that, foretold; keydiff: odd keys; ...-keydiff: best by any; window: "
+        "first; random: any; full: all.",
     )
     group.add_argument(
         "--kv-heads",
@@ -197,7 +198,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
     add(
         "kv_protect_max",
         int,
-        "TOKENS",
+        "N",
         "Most one may protect; else the prompt, or 1024 if --kv-budget-max is below 1.",
     )
     add(
@@ -229,7 +230,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
     add(
         "kv_min_tokens",
         int,
-        "TOKENS",
+        "N",
         "No budget falls below so many tokens.",
     )
     group.add_argument(
@@ -250,6 +251,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.kv_repeat,
         help="Let requests repeat prompts.",
     )
+    add("kv_calibration", _file, "FILE", "From python -m h2o_vllm.calibrate.")
     group.add_argument(
         "--kv-playground",
         action=argparse.BooleanOptionalAction,
@@ -264,6 +266,14 @@ def _tokens_or_word(text: str) -> int | str:
         return int(text)
     except ValueError:
         return text
+
+
+def _file(text: str) -> str:
+    """The path of a file, for processes that may run elsewhere."""
+    path = Path(text).absolute()
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text}: no such file")
+    return str(path)
 
 
 def config_of(args: argparse.Namespace) -> H2OConfig:

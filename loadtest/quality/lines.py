@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_vllm.config.policies import REPEAT_POLICIES
+from h2o_vllm.config.policies import REPEAT_POLICIES, ZAP_POLICIES
 
 __all__ = ["AGAIN", "FULL", "Line", "Point", "default_lines", "parse_line", "points"]
 
@@ -87,9 +87,10 @@ def parse_line(text: str, policies: Sequence[str], recent: float | None = None) 
 def default_lines(policies: Sequence[str], fields: Sequence[str]) -> list[str]:
     """Every policy but full, which is always there; with protected first tokens where that can be asked.
 
-    Those that repeat prompts, and want room behind each, have to be named.
+    Those that repeat prompts, and want room behind each, have to be named; so those that want a calibration.
     """
-    lines = [policy for policy in policies if policy not in ("full", *REPEAT_POLICIES)]
+    named = ("full", *REPEAT_POLICIES, *ZAP_POLICIES)
+    lines = [policy for policy in policies if policy not in named]
     return [*lines, "h2o+sinks4"] if "kv_sinks" in fields and "h2o" in lines else lines
 
 

@@ -27,7 +27,7 @@ class Layer:
     more]; ``ranks``: of policies that rank in several ways, whose best rank each token has: those of an
     eviction that have one rank have one number, [KH, S]; ``margins``: how near each token came, in any
     eviction, to the fate of those on the other side of its head's border, by its score and relative to it,
-    [KH][position].
+    [KH][position]; ``calibration``: of the layer, if there is one, [KH, F + 1].
     """
 
     keys: Tensor
@@ -40,6 +40,7 @@ class Layer:
     distinctions: list[Tensor] = field(default_factory=list)
     ranks: Tensor | None = None
     margins: list[dict[int, float]] = field(default_factory=list)
+    calibration: Tensor | None = None
 
     def rows(self) -> Tensor:
         """The attention matrix, [KH, Q, S], its groups of query heads summed."""

@@ -36,6 +36,7 @@ class PolicyModel:
             of them goes whenever there are as many; 0: no bound.
         repeats: what policies that repeat read behind the first ``text`` tokens of a prompt, one after the
             other; each begins anew.
+        calibration: for policies that foretell, [L, KH, F + 1].
     """
 
     model: torch.nn.Module
@@ -51,6 +52,7 @@ class PolicyModel:
     shared: bool = False
     repeats: list[list[int]] = field(default_factory=list)
     text: int = 0
+    calibration: Tensor | None = None
     running: ClassVar[PolicyModel | None] = None
     """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
@@ -193,6 +195,8 @@ class PolicyModel:
             module.layer_idx,
             Layer(key[0][:, :0], value[0][:, :0], nothing.bool(), []),
         )
+        if self.calibration is not None:
+            layer.calibration = self.calibration[module.layer_idx]
         layer.keys = torch.cat([layer.keys, key[0]], 1)
         layer.values = torch.cat([layer.values, value[0]], 1)
         layer.alive = torch.cat([layer.alive, torch.ones(heads, new, dtype=torch.bool)], 1)

@@ -21,6 +21,9 @@ __all__ = ["ReferenceScores"]
 WINDOW, KERNEL = 32, 7
 """SnapKV's."""
 
+NEWER = 2.0**-17
+"""KVzap's scores say nothing of where a token stands: by how much more, of its size, the next one counts."""
+
 NEARER, BEHIND = 2.0**-18, 2.0**-20
 """How much less, of its size, a score is to a token's neighbours, for each that comes before; and to a token
 that has its rank in another way, for each way that comes before."""
@@ -51,6 +54,8 @@ class ReferenceScores:
             return self._distinction(layer)
         if self.policy.startswith("repeat"):
             return self._repeat_scores(layer)
+        if self.policy.startswith("zap"):
+            return self._zap_scores(layer)
         rows = layer.rows()
         if self.policy == "h2o":
             return rows.sum(1)
@@ -93,6 +98,26 @@ class ReferenceScores:
                 first = self._by_the_best_rank(layer, number, first, distinctions)
             later = queries[:, when:, start:end]
             scores[:, start:end] = torch.maximum(first, later.amax(1)) if later.shape[1] else first
+        return scores
+
+    def _zap_scores(self, layer: Layer) -> Tensor:
+        """KVzap's, [KH, S], by a calibration of pairs' lengths and of values, all heads' together."""
+        calibration = layer.calibration
+        assert calibration is not None
+        pairs = torch.complex(*layer.keys.float().chunk(2, -1)).abs()
+        known = torch.cat([pairs, layer.values.float()], 2).permute(1, 0, 2).flatten(1)
+        foretold = (known @ calibration[:, :-1].T + calibration[:, -1]).T
+        foretold = (foretold + NEWER * torch.arange(foretold.shape[1])).exp()
+        layer.distinctions.append(self._distinction(layer))
+        scores = torch.zeros_like(foretold)
+        for number, (_, start, end) in enumerate(self.ranked):
+            if start == end:
+                continue
+            first = foretold[:, start:end].clone()
+            if self.policy == "zap-keydiff":
+                distinctions = layer.distinctions[number][:, start:end]
+                first = self._by_the_best_rank(layer, number, first, distinctions)
+            scores[:, start:end] = first
         return scores
 
     def _first_scores(self, layer: Layer, number: int, rows: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loadtest.common.tiny_model import make_tiny_model
+from tests.calibration.made import make_calibration
 from tests.engine.run_engine import RESULT_MARK
 from tests.published import PUBLISHED
 
@@ -55,6 +56,12 @@ def embedded_dir() -> str:
 def model_dir(tmp_path_factory: pytest.TempPathFactory, embedded_dir: str) -> str:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     return str(make_tiny_model(folder, Path(embedded_dir), positions=8192))
+
+
+@pytest.fixture(scope="session")
+def calibration(model_dir: str) -> str:
+    """Of that model."""
+    return str(make_calibration(Path(model_dir), Path(model_dir) / "calibration.h2o"))
 
 
 @pytest.fixture(scope="session")
@@ -136,8 +143,9 @@ class Engine:
 
 
 @pytest.fixture(scope="package")
-def engine(model_dir: str) -> Iterator[Engine]:
-    with started(model_dir, ENGINE, kv_min_tokens=FLOOR, kv_trace=True) as engine:
+def engine(model_dir: str, calibration: str) -> Iterator[Engine]:
+    options = {"kv_min_tokens": FLOOR, "kv_trace": True, "kv_calibration": calibration}
+    with started(model_dir, ENGINE, **options) as engine:
         yield engine
 
 

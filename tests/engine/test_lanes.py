@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,17 +14,20 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.config.policies import (
     EQUAL_HEADS_POLICIES,
     POLICIES,
     PROMPT_END_POLICIES,
     REPEAT_POLICIES,
+    ZAP_POLICIES,
 )
 from h2o_vllm.engine import support
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.ladder.prompts import repetition
 from loadtest.quality.reference_policies import PolicyModel, load
+from tests.calibration.made import make_calibration
 from tests.engine.conftest import (
     BLOCK_SIZE,
     ENGINE,
@@ -70,16 +74,24 @@ def plain_model(uneven_dir: str) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def mixed(uneven_dir: str) -> Iterator[Engine]:
+def calibrated(uneven_dir: str) -> str:
+    """The file."""
+    return str(make_calibration(Path(uneven_dir), Path(uneven_dir) / "calibration.h2o"))
+
+
+@pytest.fixture(scope="module")
+def mixed(uneven_dir: str, calibrated: str) -> Iterator[Engine]:
     """An engine that leaves rows to vLLM's kernel where it can."""
-    with started(uneven_dir, ENGINE, beside=True, kv_min_tokens=FLOOR, kv_trace=True) as engine:
+    options = {"kv_min_tokens": FLOOR, "kv_trace": True, "kv_calibration": calibrated}
+    with started(uneven_dir, ENGINE, beside=True, **options) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def own(uneven_dir: str) -> Iterator[Engine]:
+def own(uneven_dir: str, calibrated: str) -> Iterator[Engine]:
     """One that leaves none."""
-    options = {"kv_min_tokens": FLOOR, "kv_full_kernel": "h2o", "kv_heads": "shared"}
+    options = {"kv_min_tokens": FLOOR, "kv_full_kernel": "h2o", "kv_heads": "shared",
+               "kv_calibration": calibrated}  # fmt: skip
     with started(uneven_dir, ENGINE, beside=True, **options) as engine:
         yield engine
 
@@ -122,6 +134,9 @@ CASES = {
     "caote-snapkv-keydiff": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
     "repeat": ({"kv_recent": 0.1, "kv_delay": 2}, 530),
     "repeat-keydiff": ({"kv_recent": 0.1}, 400),
+    "zap": ({"kv_recent": 0.1, "kv_sinks": 4, "kv_delay": 2}, 530),
+    "zap-keydiff": ({"kv_recent": 0.1, "kv_protect": 50}, 400),
+    "zap-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
     "h2o-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384, "kv_protect": 50}, 545),
     "tova-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
     "caote-bounded": ({"kv_recent": 0.25, "kv_sinks": 4, "kv_prefill_tokens": 384}, 545),
@@ -135,6 +150,7 @@ def test_law04_the_kept_set_equals_that_of_a_plain_model(
     plain_model: torch.nn.Module,
     tokenized: Any,
     text_tokens: list[int],
+    calibrated: str,
     name: str,
 ) -> None:
     """In every layer each head keeps its own number of tokens; together as many as if all kept the same."""
@@ -142,7 +158,9 @@ def test_law04_the_kept_set_equals_that_of_a_plain_model(
     policy = name if name in POLICIES else name.partition("-")[0]
     asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_heads": "shared", **fields}
     prompt = text_tokens[300 : 300 + length]
-    assert_kept_as_shared(clean, plain_model, prompt, asked, tokenized)
+    foretelling = policy in ZAP_POLICIES
+    weights = Calibration.load(Path(calibrated)).weights if foretelling else None
+    assert_kept_as_shared(clean, plain_model, prompt, asked, tokenized, weights)
 
 
 DRAWS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 2 else []) for seed in range(8)]
@@ -178,13 +196,14 @@ def assert_kept_as_shared(
     prompt: list[int],
     asked: dict[str, Any],
     tokenized: Any,
+    calibration: torch.Tensor | None = None,
 ) -> None:
     """The engine says and keeps what a plain model does that shares, or does not, as ``asked``."""
     policy, shares = asked["kv_policy"], asked["kv_heads"] == "shared"
     model = PolicyModel(
         plain_model, policy, asked["kv_budget"], asked["kv_recent"], BLOCK_SIZE, FLOOR,
         asked.get("kv_sinks", 0), asked.get("kv_protect", 0), asked.get("kv_delay", 0),
-        bound=asked.get("kv_prefill_tokens", 0), shared=shares,
+        bound=asked.get("kv_prefill_tokens", 0), shared=shares, calibration=calibration,
     )  # fmt: skip
     if policy in REPEAT_POLICIES:
         model.repeats, model.text = [repetition(tokenized, prompt)], len(prompt)
@@ -211,7 +230,7 @@ def every_kind(text_tokens: list[int]) -> tuple[list[list[int]], list[dict[str, 
     ]
     asked += [
         {"kv_policy": policy, "kv_prefill_tokens": 160}
-        for policy in ("h2o", "tova", "caote")
+        for policy in ("h2o", "tova", "caote", "zap-keydiff")
         if policy not in PROMPT_END_POLICIES
     ]
     asked = [{"kv_budget": 0.3, "kv_heads": "shared"} | one for one in asked]

@@ -82,6 +82,9 @@ def test_heads_of_several_ranks_cannot_share(rig: Rig) -> None:
     set_path(config, "additional_config", {"h2o": {"kv_heads": "shared"}})
     with pytest.raises(ConfigError, match="--kv-heads shared here: with tensor parallelism"):
         check_supported(config)
+    set_path(config, "additional_config", {"h2o": {"kv_calibration": "unread"}})
+    with pytest.raises(ConfigError, match="--kv-calibration with tensor parallelism"):
+        check_supported(config)
 
 
 def test_a_scheduler_without_our_block_manager_does_not_start(rig: Rig) -> None:
@@ -262,6 +265,8 @@ def test_marked_specs_merge_into_marked_specs() -> None:
         ({"kv_elastic": "yes"}, "--kv-elastic: "),
         ({"kv_elastic_admission": "wait"}, "--kv-elastic-admission: "),
         ({"kv_full_kernel": "torch"}, "--kv-full-kernel: "),
+        ({"kv_policy": "zap"}, "--kv-policy zap wants --kv-calibration FILE"),
+        ({"kv_calibration": 1}, "--kv-calibration: "),
         ({"kv_bugdet": 0.2}, "kv_bugdet"),
     ],
     ids=str,

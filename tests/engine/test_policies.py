@@ -9,12 +9,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from h2o_vllm.config.policies import POLICIES, PROMPT_END_POLICIES, REPEAT_POLICIES
+from h2o_vllm.calibration.file import Calibration
+from h2o_vllm.config.policies import (
+    POLICIES,
+    PROMPT_END_POLICIES,
+    REPEAT_POLICIES,
+    ZAP_POLICIES,
+)
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.ladder.prompts import repetition
 from loadtest.quality.reference_policies import PolicyModel, load
@@ -44,6 +51,8 @@ KEPT = {
     "caote-snapkv-keydiff": (4, 0.25, 530),
     "repeat": (4, 0.1, 540),
     "repeat-keydiff": (4, 0.1, 530),
+    "zap": (4, 0.1, 540),
+    "zap-keydiff": (4, 0.1, 530),
 }
 """kv_sinks, kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
 BOUNDED = ("h2o", *(policy for policy in KEPT if policy not in PROMPT_END_POLICIES))
@@ -111,6 +120,7 @@ def test_the_kept_set_equals_that_of_a_plain_model(
     plain_model: torch.nn.Module,
     text_tokens: list[int],
     tokenized: Any,
+    calibration: str,
     policy: str,
     protect: int,
     delay: int,
@@ -124,6 +134,8 @@ def test_the_kept_set_equals_that_of_a_plain_model(
     model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks, protect, delay)
     if policy in REPEAT_POLICIES:
         model.repeats, model.text = [repetition(tokenized, prompt)], length
+    if policy in ZAP_POLICIES:
+        model.calibration = Calibration.load(Path(calibration)).weights
     assert_kept_as_by(model, clean, prompt, asked)
 
 
@@ -133,6 +145,7 @@ def test_the_kept_set_of_a_bounded_prompt_equals_that_of_a_plain_model(
     clean: Engine,
     plain_model: torch.nn.Module,
     text_tokens: list[int],
+    calibration: str,
     policy: str,
     fraction: float,
     protect: int,
@@ -143,11 +156,13 @@ def test_the_kept_set_of_a_bounded_prompt_equals_that_of_a_plain_model(
     prompt, bound = text_tokens[400:945], 384
     asked = {
         "kv_budget": fraction, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent,
-        "kv_protect": protect, "kv_prefill_tokens": bound,
+        "kv_protect": protect, "kv_prefill_tokens": bound, "kv_heads": "equal",
     }  # fmt: skip
     model = PolicyModel(
         plain_model, policy, fraction, recent, BLOCK_SIZE, FLOOR, sinks, protect, bound=bound
     )
+    if policy in ZAP_POLICIES:
+        model.calibration = Calibration.load(Path(calibration)).weights
     assert_kept_as_by(model, clean, prompt, asked, tolerance=1e-2)
     inside = [seen for seen, _, _ in model.ranked if seen < len(prompt)]
     assert len(inside) == 2

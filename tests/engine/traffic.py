@@ -57,7 +57,7 @@ budgets = st.one_of(
 bounds = st.fixed_dictionaries(
     {
         "kv_budget": st.sampled_from([0.1, 0.4, 1.0]),
-        "kv_policy": st.sampled_from(["h2o", "keydiff", "window"]),
+        "kv_policy": st.sampled_from(["h2o", "keydiff", "zap", "window"]),
         "kv_prefill_tokens": st.integers(1, 90),
     },
     optional={
@@ -71,7 +71,7 @@ elastic = st.fixed_dictionaries(
     {
         "kv_elastic": st.just(True),
         "kv_budget": st.sampled_from([0.1, 0.3]),
-        "kv_policy": st.sampled_from(["h2o", "keydiff", "window"]),
+        "kv_policy": st.sampled_from(["h2o", "zap-keydiff", "window"]),
     },
     optional={"kv_protect": protects, "kv_sinks": st.integers(0, 60)},
 )
@@ -128,6 +128,7 @@ class Traffic(RuleBasedStateMachine):
             max_num_batched_tokens=batched_tokens,
             kv_min_tokens=16,
             max_num_seqs=8,
+            kv_calibration="unread",
             **options,
         )
 

@@ -14,9 +14,11 @@ from h2o_vllm.config.policies import (
     POLICIES,
     PROMPT_END_POLICIES,
     REPEAT_POLICIES,
+    ZAP_POLICIES,
 )
 from h2o_vllm.kernels import reference
 from h2o_vllm.policy import Candidates, best_rank, get_policy
+from h2o_vllm.policy.zap import ZapPolicy
 
 MATRIX = POLICIES[:-1]
 """All but ``full``, which is never asked."""
@@ -39,6 +41,11 @@ def test_who_scores_the_prompts_end_alone_is_listed_for_the_configuration() -> N
 
 def test_who_repeats_the_prompt_is_listed_for_the_configuration() -> None:
     assert [name for name in POLICIES if get_policy(name).repeats_prompt] == [*REPEAT_POLICIES]
+
+
+def test_who_foretells_is_listed_for_the_configuration() -> None:
+    foretelling = [name for name in POLICIES if isinstance(get_policy(name), ZapPolicy)]
+    assert foretelling == [*ZAP_POLICIES]
 
 
 def test_who_ranks_in_several_ways_is_listed_for_the_configuration() -> None:
@@ -78,8 +85,11 @@ def candidates_of(
     layers, heads, count = scores.shape
     gen = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, layers, heads, count, size, generator=gen)
-    late = torch.rand(layers, heads, count, generator=gen)
-    return Candidates(scores, known, fresh_from, seen, *measures_of(keys, values), late)
+    late, foretold = torch.rand(2, layers, heads, count, generator=gen)
+    measures = measures_of(keys, values)
+    return Candidates(
+        scores, known, fresh_from, seen, *measures, late, foretold=lambda: foretold[..., known:]
+    )
 
 
 def measures_of(
@@ -106,7 +116,13 @@ def test_rescoring_gives_finite_scores_head_by_head(name: str, known: int, count
     assert given.late is not None
     measures = (lambda: given.key_likeness()[:, 1:3], lambda: given.value_distances()[:, 1:3])
     late = given.late[:, 1:3]
-    part = policy.eviction_scores(Candidates(scores[:, 1:3], known, 100, 200, *measures, late))
+    foretold = given.foretold
+    assert foretold is not None
+    part = policy.eviction_scores(
+        Candidates(
+            scores[:, 1:3], known, 100, 200, *measures, late, foretold=lambda: foretold()[:, 1:3]
+        )
+    )
     assert part is not None
     torch.testing.assert_close(part, new[:, 1:3], rtol=1e-6, atol=1e-7)
 
@@ -249,6 +265,22 @@ def test_repeating_and_distinctions_share_the_slots() -> None:
     for rank, place in enumerate(distinct.tolist()):
         by_key = fresh.sort(descending=True).values[rank] * (1 - 2.0**-20)
         assert best[place] == max(fresh[place], by_key)
+
+
+def test_what_is_foretold_is_asked_once() -> None:
+    """When a token is ranked first; alone, or by the best of its rank and that of its distinction."""
+    scores = torch.rand(1, 1, 40, generator=torch.Generator().manual_seed(3))
+    given = candidates_of(scores, 8, 50, 100)
+    assert given.foretold is not None
+    # Of equals the newest comes first.
+    foretold = given.foretold() * (torch.arange(50, 82) * 2.0**-17).exp()
+    alone, mixed = (get_policy(name).eviction_scores(given) for name in ZAP_POLICIES)
+    assert alone is not None and mixed is not None
+    torch.testing.assert_close(alone, torch.cat([scores[..., :8], foretold], -1))
+    repeated = get_policy("repeat-keydiff").eviction_scores(replace(given, scores=alone))
+    assert repeated is not None and torch.equal(mixed, repeated)
+    for name in ZAP_POLICIES:
+        assert get_policy(name).eviction_scores(replace(given, known=40)) is None
 
 
 def test_inside_of_a_prompt_nothing_is_known_of_its_end() -> None:

@@ -19,7 +19,6 @@ import psutil
 from fastapi import FastAPI
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from h2o_vllm.server.routes import LIFTED
 from tests.reliability.grammar import Nonsense, nonsense
@@ -111,7 +110,7 @@ def is_sound(xargs: dict[str, Any], limits: H2OConfig) -> bool:
         and 1 <= evict_from < 2**31
         and not (elastic and "kv_evict_from" in xargs)
         and (limits.kv_budget_max == 1 or not (elastic or "kv_evict_from" in xargs))
-        and xargs.get("kv_policy", "h2o") in POLICIES
+        and xargs.get("kv_policy", "h2o") in limits.policies
         and not {"kv_budget", "kv_budget_tokens"} <= xargs.keys()
         and all(
             not key.lower().startswith("kv") or key in REQUEST_FIELDS

@@ -110,6 +110,19 @@ def test_what_is_protected_is_a_number_or_a_word(given: str, value: Any) -> None
     assert cli.config_of(parse("--kv-protect", given)).kv_protect == value
 
 
+def test_a_calibration_is_a_file_wherever_it_is_named_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.h2o").touch()
+    monkeypatch.chdir(tmp_path)
+    assert cli.config_of(parse("--kv-calibration", "model.h2o")).kv_calibration == str(
+        tmp_path / "model.h2o"
+    )
+    with pytest.raises(SystemExit):
+        parse("--kv-calibration", "none.h2o")
+    assert "--kv-calibration: none.h2o: no such file" in capsys.readouterr().err
+
+
 def test_elastic_is_a_flag_also_in_a_file(tmp_path: Path) -> None:
     assert cli.config_of(parse("--kv-elastic")).kv_elastic is True
     assert cli.config_of(parse("--kv-elastic", "--no-kv-elastic")).kv_elastic is False

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, REPEAT_POLICIES, ZAP_POLICIES
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.errors import ConfigError
 from tests.server.admitting import body, passed, refused
@@ -66,14 +66,29 @@ def test_a_trace_is_of_equal_heads() -> None:
     assert passed(server, body(kv_trace=True, kv_policy="window"))
 
 
+@pytest.mark.parametrize("policy", ZAP_POLICIES)
+def test_foretelling_wants_a_calibration(config: H2OConfig, policy: str) -> None:
+    refusal = refused(config, body(kv_policy=policy))
+    assert (refusal.param, refusal.reason) == ("kv_policy", "value")
+    assert "started without --kv-calibration" in refusal.message
+    assert policy not in config.policies
+    server = H2OConfig(kv_calibration="unread")
+    assert passed(server, body(kv_policy=policy)) and policy in server.policies
+    with pytest.raises(ConfigError, match=rf"--kv-policy {policy} wants --kv-calibration FILE"):
+        H2OConfig(kv_policy=policy)
+    with pytest.raises(ConfigError, match=r"--kv-calibration: .*the path of a file"):
+        H2OConfig(kv_calibration=3)  # type: ignore[arg-type]
+
+
 def test_heads_share_where_prompts_are_repeated_unless_somebody_says_otherwise() -> None:
-    server = H2OConfig(kv_trace=True)
-    for policy in REPEAT_POLICIES:
+    server = H2OConfig(kv_trace=True, kv_calibration="unread")
+    for policy in (*REPEAT_POLICIES, *ZAP_POLICIES):
         assert resolve(server, {"kv_policy": policy}).heads == "shared"
         assert resolve(server, {"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
         assert resolve(server, {"kv_policy": policy, "kv_trace": True}).heads == "equal"
-        assert resolve(H2OConfig(kv_heads="equal"), {"kv_policy": policy}).heads == "equal"
-        alike = H2OConfig(kv_heads_equal_because="of the test")
+        equal = H2OConfig(kv_heads="equal", kv_calibration="unread")
+        assert resolve(equal, {"kv_policy": policy}).heads == "equal"
+        alike = H2OConfig(kv_heads_equal_because="of the test", kv_calibration="unread")
         assert resolve(alike, {"kv_policy": policy}).heads == "equal"
     assert resolve(server, {}).heads == "equal"
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from h2o_vllm.engine.cpu.foretelling import Learner, foretold
 from h2o_vllm.engine.cpu.lanes import LaneStore
 from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.eviction_scores import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
+    from h2o_vllm.calibration.file import Calibration
 
 __all__ = ["CPUState"]
 
@@ -50,6 +52,8 @@ class CPUState(WorkerState):
         policies: request id -> policy code, prompt tokens and sinks, for the requests that evict.
         full_kernel: whether our kernels also serve rows without scores.
         sharing: ids of the requests whose heads share slots. lanes: whose is what, once they have evicted.
+        calibration: what is known of the model, if somebody has calibrated it.
+        learner: learns that, while somebody does.
     """
 
     kv_caches: list[torch.Tensor]
@@ -58,6 +62,8 @@ class CPUState(WorkerState):
     full_kernel: bool = False
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
+    calibration: Calibration | None = None
+    learner: Learner | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,6 +114,8 @@ class CPUState(WorkerState):
 
     def compact(self, evictions: Sequence[Eviction]) -> None:
         """As the base class; a request of which nothing is left to rank has no lanes either."""
+        if self.learner is not None:
+            self.learner.learn(evictions, self.scores, self.kv_caches)
         super().compact(evictions)
         self.lanes.drop(one.request_id for one in evictions if not one.heavy_blocks)
 
@@ -172,13 +180,16 @@ class CPUState(WorkerState):
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:
             policy, planes = get_policy(eviction.policy), (self.scores, self.early)
+            foretold = self._foretold(eviction.fresh_blocks)
             if eviction.request_id in self.sharing:
                 known, fresh = known_blocks(eviction), eviction.fresh_blocks
                 pages = self.lanes.candidate_pages(eviction.request_id, known, fresh)
-                shared_eviction_scores(policy, eviction, *planes, pages, *self._measures(pages))
+                measures = self._measures(pages)
+                shared_eviction_scores(policy, eviction, *planes, pages, *measures, foretold)
             else:
                 blocks = torch.tensor(candidate_blocks(eviction))
-                eviction_scores(policy, eviction, *planes, blocks, *self._measures(blocks))
+                measures = self._measures(blocks)
+                eviction_scores(policy, eviction, *planes, blocks, *measures, foretold)
 
     def _measures(
         self, where: torch.Tensor
@@ -188,6 +199,12 @@ class CPUState(WorkerState):
             partial(kernels.key_likeness, self.kv_caches, where),
             partial(kernels.value_distances, self.kv_caches, where),
         )
+
+    def _foretold(self, blocks: Sequence[int]) -> Callable[[], torch.Tensor] | None:
+        """The same, of fresh blocks, where a calibration says it."""
+        if self.calibration is None:
+            return None
+        return partial(foretold, self.calibration, self.kv_caches, blocks)
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from h2o_vllm.calibration.features import Rotation
+from h2o_vllm.calibration.file import Calibration, Traits
 from h2o_vllm.engine.compat import (
+    model_norms,
+    model_rotation,
     runner_punch_holes,
     runner_row_request_ids,
     runner_spared_generators,
@@ -17,6 +22,7 @@ from h2o_vllm.engine.compat import (
 from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
 from h2o_vllm.engine.cpu.compiled import find_compiled_again
+from h2o_vllm.engine.cpu.foretelling import Learner
 from h2o_vllm.engine.cpu.heap import keep_freed_memory
 from h2o_vllm.engine.cpu.pages import ZeroPages
 from h2o_vllm.engine.cpu.state import CPUState
@@ -133,7 +139,46 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),
         )
         state.warm_up(num_heads)
+        state.calibration = self._calibration(state)
         return state
+
+    def _calibration(self, state: CPUState) -> Calibration | None:
+        """What somebody has learned of this model, if the server was given it."""
+        name = self._h2o_config().kv_calibration
+        if name is None:
+            return None
+        calibration = Calibration.load(Path(name))
+        calibration.check(self._traits(state), Path(name))
+        return calibration
+
+    def _traits(self, state: CPUState) -> Traits:
+        layers, _, heads, _ = state.scores.shape
+        model, size = self.model_runner.get_model(), state.kv_caches[0].shape[3] // 2
+        rotation = Rotation(*model_rotation(model))
+        return Traits(layers, heads, size, size, rotation, model_norms(model))
+
+    def learn(self) -> None:
+        """For :mod:`h2o_vllm.calibrate`: from now on, from every eviction."""
+        state = self._bound_state()
+        traits = self._traits(state)
+        state.learner = Learner(traits.layers, traits.rotation)
+
+    def tokens_learned(self) -> int:
+        """Of how many tokens so far."""
+        learner = self._bound_state().learner
+        return 0 if learner is None else learner.tokens
+
+    def save_calibration(self, path: str, about: dict[str, object]) -> None:
+        """Write what was learned.
+
+        Raises:
+            ConfigError: it cannot be written.
+            ValueError: nothing was learned.
+        """
+        state = self._bound_state()
+        if state.learner is None:
+            raise ValueError("nothing was learned")
+        Calibration(state.learner.weights(), self._traits(state), about).save(Path(path))
 
     def _bind_builder(self, builder: Any, state: CPUState) -> None:
         super()._bind_builder(builder, state)

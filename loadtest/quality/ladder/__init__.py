@@ -6,7 +6,7 @@ share of the newest tokens) answers from what it keeps. ``python -m loadtest.qua
 From below to above:
 
     attention   of one sequence, or of rows that share KV
-    regression  what is learned of attention
+    zap         what a calibration foretells of repeating a prompt
     model       a transformers model whose attention is ours
     reading     a prompt's KV, and what scores will want to know of its attention
     gate        what is learned of attention to come
@@ -14,7 +14,6 @@ From below to above:
     keep        rungs: scores to kept tokens
     answers     what all rungs of a sample say, as one batch
     ahead       what tokens that are yet to come would look at
-    zap         what is learned of repeating a prompt
     facts       RULER, question known or asked later
     likelihood  real texts, forced
     report      rows to tables and a picture

@@ -35,7 +35,7 @@ from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.prompts import unseen_texts
 from loadtest.quality.ladder.settings import parse_arguments
 from loadtest.quality.ladder.summaries import SUMMARIES, measure_summary, requests
-from loadtest.quality.ladder.zap import ZAP_TEXTS, ZAP_TOKENS, train_zap
+from loadtest.quality.ladder.zap import Zap
 from loadtest.quality.rows import Key, Row, latest, read_rows
 from loadtest.quality.sizes import Sizes
 
@@ -78,8 +78,9 @@ def measure(args: argparse.Namespace) -> None:
     model = LadderModel(directory, getattr(torch, args.dtype))
     if any(rung.gated for rung in args.rungs):
         model.gate = train(model, unseen_texts(model, STEP * CUTS))
-    if any(rung.zaps for rung in args.rungs):
-        model.zap = train_zap(model, unseen_texts(model, ZAP_TOKENS, ZAP_TEXTS))
+    if args.calibration is not None:
+        heads = model.config.num_key_value_heads
+        model.zap = Zap.load(args.calibration, model.config.num_hidden_layers, heads)
     left = Run(args, model, latest(rows))
     left.likelihood()
     left.summaries()

@@ -4,7 +4,8 @@
 Whole blocks of tokens go, before the token that would exceed the budget by a block, and the recent window
 begins at the nearest block. Scores go on as the engine's policies say (``reference_scores.py``): a token's
 score at its first ranking, and the attention it gets after that. ``repeat`` takes the largest attention that
-a later query gives, too. Presses of kvpress cut the prompt once, and what follows stays, as kvpress has it.
+a later query gives, too; ``zap`` stays what it was. Presses of kvpress cut the prompt once, and what follows
+stays, as kvpress has it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize, pad
 
+from h2o_vllm.calibration.regression import foretold
 from loadtest.quality.ladder.attention import KV, appended, row_mix, row_probabilities
 from loadtest.quality.ladder.gate import features
 from loadtest.quality.ladder.keep import FULL, Rung, keep, select
@@ -28,6 +30,7 @@ from loadtest.quality.ladder.scores import (
     mixed,
     plain_scores,
     pooled,
+    shares_of,
     window_scores,
 )
 
@@ -178,23 +181,33 @@ class Forcing:
     def _scores(self, name: str, layer: int, row: int, until: int) -> Tensor:
         """Of a layer's tokens, [KH, until]."""
         later = self._later[layer][row, :, :until]
-        if name == "h2o":
-            return _fitted(self._prompt.notes[layer].total, until) + later
+        if name in ("h2o", "repeat-sum"):
+            prompt = self._prompt
+            begun = prompt.notes[layer].total if name == "h2o" else prompt.sums[layer]
+            return _fitted(begun, until) + later
         if name == "tova":
             return self._last[layer][row, :, :until]
         if name == "keydiff":
             keys = normalize(self._all(layer, row, "keys", until), dim=-1)
             centre = _mean(keys, self.alive[layer][row, :, :until])
             return -cosine_similarity(keys, centre, dim=-1)
-        if name in ("repeat", "zap"):
-            notes = self._prompt.notes[layer]
-            known = notes.foretold if name == "zap" else self._prompt.most[layer]
-            assert known is not None
-            return torch.maximum(_fitted(known, until), self._most[layer][row, :, :until])
-        if name == "repeat-sum":
-            return _fitted(self._prompt.sums[layer], until) + later
+        if name == "repeat":
+            most = self._most[layer][row, :, :until]
+            return torch.maximum(_fitted(self._prompt.most[layer], until), most)
+        if name == "zap":
+            return self._foretold(layer, row, until)
         self._weigh(name, layer, row, until)
-        return self._weighed[name][layer][row, :, :until] + self._after[layer][row, :, :until]
+        goes_on = plain_scores(name)[0] != "zap"
+        return (
+            self._weighed[name][layer][row, :, :until]
+            + goes_on * self._after[layer][row, :, :until]
+        )
+
+    def _foretold(self, layer: int, row: int, until: int) -> Tensor:
+        zap = self._prompt.model.zap
+        assert zap is not None
+        kv = [self._all(layer, row, what, until) for what in ("keys", "values")]
+        return zap.scores(layer, *kv)
 
     def _weigh(self, name: str, layer: int, row: int, until: int) -> None:
         """Rank tokens that never were."""
@@ -202,7 +215,7 @@ class Forcing:
         if fresh.start >= until:
             return
         weighed = [self._first_scores(one, layer, row, fresh) for one in plain_scores(name)]
-        self._weighed[name][layer][row, :, fresh] = mixed(*weighed)
+        self._weighed[name][layer][row, :, fresh] = mixed(*weighed, shares=shares_of(name))
         self._after[layer][row, :, fresh] = 0
 
     def _first_scores(self, name: str, layer: int, row: int, fresh: slice) -> Tensor:
@@ -232,9 +245,8 @@ class Forcing:
         model = self._prompt.model
         assert model.gate is not None
         kv = [self._all(layer, row, what, fresh.stop)[:, fresh] for what in ("keys", "values")]
-        return model.gate.scores(
-            layer, features(model, kv[0], kv[1], per_query, fresh.start, self.seen)
-        )
+        known = features(model, kv[0], kv[1], per_query, fresh.start, self.seen)
+        return foretold(model.gate[layer], known)
 
     def _all(self, layer: int, row: int, what: str, until: int) -> Tensor:
         """A row's keys or values, [KH, until, D], float32."""

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from h2o_vllm.calibration.regression import TINY, Sums
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.reading import Prompt, half_turned, read_prompt
-from loadtest.quality.ladder.regression import TINY, Regression, solve
 
 __all__ = ["features", "train"]
 
@@ -46,32 +46,29 @@ def features(
     return torch.cat([plain, values, known, lengths], -1)
 
 
-def train(model: LadderModel, texts: Sequence[list[int]]) -> Regression:
-    """From texts of at least ``STEP * CUTS`` tokens.
+def train(model: LadderModel, texts: Sequence[list[int]]) -> Tensor:
+    """Weights, [L, KH, F + 1], from texts of at least ``STEP * CUTS`` tokens.
 
     Raises:
         ValueError: there are none.
     """
     began = time.monotonic()
-    sums: list[list[Tensor]] = []
+    sums: list[Sums] = []
     for text in texts:
         for layer, given, wanted in _examples(model, text):
-            wide = torch.cat([given, torch.ones_like(given[..., :1])], -1).double()
             if layer == len(sums):
-                sums.append([torch.zeros(()).double(), torch.zeros(()).double()])
-            sums[layer][0] = sums[layer][0] + wide.mT @ wide
-            sums[layer][1] = sums[layer][1] + (wide.mT @ wanted.double()[..., None])[..., 0]
+                sums.append(Sums())
+            sums[layer].add(given, wanted)
     if not sums:
         raise ValueError("a gate wants texts to be trained on")
-    products, targets = (torch.stack([layer[i] for layer in sums]) for i in (0, 1))
-    solved = solve(products, targets)
+    solved = torch.stack([layer.solve() for layer in sums])
     seconds = time.monotonic() - began
     print(f"gate: {len(texts)} texts in {seconds:.0f} s", file=sys.stderr, flush=True)
     return solved
 
 
 def _examples(model: LadderModel, text: list[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Layer, features [KH, n, F] and the logarithm of what followed, [KH, n]."""
+    """Layer, features [KH, n, F] and what followed, [KH, n]."""
     parts = [text[STEP * i : STEP * (i + 1)] for i in range(CUTS)]
     if len(parts[-1]) < STEP:
         return
@@ -89,4 +86,4 @@ def _known(prompt: Prompt, layer: int) -> Tensor:
 
 def _future(now: Prompt, later: Prompt, layer: int) -> Tensor:
     got = later.notes[layer].total[:, : now.tokens] - now.notes[layer].total
-    return (got / (later.tokens - now.tokens)).clamp_min(TINY).log()
+    return got / (later.tokens - now.tokens)

@@ -74,7 +74,7 @@ class Rung:
 
     @property
     def zaps(self) -> bool:
-        """Whether what repeating would give has to be learned."""
+        """Whether the model has to be calibrated."""
         return not ZAPPED.isdisjoint(self.scores)
 
     @property

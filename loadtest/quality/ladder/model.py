@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
-from loadtest.quality.ladder.regression import Regression
+from loadtest.quality.ladder.zap import Zap
 
 __all__ = ["LadderModel", "Stage"]
 
@@ -42,10 +42,10 @@ class LadderModel:
         self.config = self.model.config
         self._directory = directory
         self._tokenizer: Any = None
-        self.gate: Regression | None = None
-        """Trained, if a rung asks for it."""
-        self.zap: Regression | None = None
-        """The same, of what repeating would give."""
+        self.gate: Tensor | None = None
+        """Weights, [L, KH, F + 1], trained if a rung asks for it."""
+        self.zap: Zap | None = None
+        """A calibration, if there is one."""
         self._stage: Stage | None = None
 
     @property

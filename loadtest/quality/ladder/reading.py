@@ -38,8 +38,7 @@ class Notes:
 
     ``total``: [KH, S]; ``tail``: of the last queries, [KH, min(S, TAIL), S]; ``first``, ``second``: sums
     of the queries before rotation and of their outer products, [H, D] and [H, D, D], over ``moments``
-    queries. ``foretold``: what repeating is expected to give each key, [KH, S], if the model has a
-    :attr:`~.model.LadderModel.zap`.
+    queries.
     """
 
     total: Tensor
@@ -47,7 +46,6 @@ class Notes:
     first: Tensor
     second: Tensor
     moments: int = 0
-    foretold: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Reading:
         """A stage's."""
         kv = appended(self._layers.get(layer), key[0], value[0])
         self._layers[layer] = kv
-        self._note_queries(layer, query[0], key[0], value[0])
+        self._note_queries(layer, query[0])
         start = kv.keys.shape[1] - key.shape[2]
         mixed = []
         for prob in causal_probabilities(query[0], kv.keys, start, scaling):
@@ -115,8 +113,8 @@ class Reading:
         tail = torch.nn.functional.pad(notes.tail, (0, grow))
         notes.tail = torch.cat([tail, rows], 1)[:, -TAIL:]
 
-    def _note_queries(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Undo the rotation of [H, T, D] and [KH, T, D], and add up."""
+    def _note_queries(self, layer: int, query: Tensor) -> None:
+        """Undo the rotation of [H, T, D], and add up."""
         heads, _, size = query.shape
         if layer not in self._notes:
             keys = self._layers[layer].keys.shape[0]
@@ -127,22 +125,11 @@ class Reading:
         notes = self._notes[layer]
         skip = SINKS if notes.moments == 0 else 0
         cos, sin = self._rotation
-        plain, keys_before = (
-            rows.float() * cos - half_turned(rows.float()) * sin for rows in (query, key)
-        )
-        sight = torch.cat([plain, keys_before, value.float()]).transpose(0, 1).flatten(1)
-        self.foretell(layer, sight)
+        plain = query.float() * cos - half_turned(query.float()) * sin
         plain = plain[:, skip:]
         notes.first = notes.first + plain.sum(1)
         notes.second = notes.second + plain.mT @ plain
         notes.moments += plain.shape[1]
-
-    def foretell(self, layer: int, sight: Tensor) -> None:
-        """``sight``: queries, keys and values of new tokens, not rotated, [T, (H + 2 * KH) * D]."""
-        if self.model.zap is None:
-            return
-        notes, new = self._notes[layer], self.model.zap.scores(layer, sight[None])
-        notes.foretold = new if notes.foretold is None else torch.cat([notes.foretold, new], 1)
 
 
 class Repeating:

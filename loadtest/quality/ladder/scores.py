@@ -8,12 +8,14 @@ rank all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, cosine_similarity, normalize, pad
 
+from h2o_vllm.calibration.regression import foretold
 from loadtest.quality.ladder.gate import features
 from loadtest.quality.ladder.reading import TAIL, Prompt, half_turned
 
@@ -29,11 +31,15 @@ __all__ = [
     "plain_scores",
     "pooled",
     "scores_of",
+    "shares_of",
     "window_scores",
 ]
 
 MIXED = "/"
 """Between scores that become one, in the units of the first."""
+
+LESS = "*"
+"""Before a number, behind one of these but the first: its ranks count so much less."""
 
 WINDOW, KERNEL = 32, 7
 """SnapKV's as h2o_vllm has it."""
@@ -66,26 +72,37 @@ def scores_of(name: str, prompt: Prompt, until: int, seed: int = 0) -> Tensor:
         heads = prompt.layers[0].keys.shape[0]
         return torch.rand(len(prompt.layers), heads, until, generator=generator)
     if MIXED in name:
-        return mixed(*(scores_of(one, prompt, until) for one in plain_scores(name)))
+        ways = [scores_of(one, prompt, until) for one in plain_scores(name)]
+        return mixed(*ways, shares=shares_of(name))
     formula = (SCORES | PRESSES)[name]
     return torch.stack([formula(prompt, layer, until) for layer in range(len(prompt.layers))])
 
 
 def plain_scores(name: str) -> list[str]:
     """What a score is made of: itself, or those that it mixes."""
-    return name.split(MIXED)
+    return [one.partition(LESS)[0] for one in name.split(MIXED)]
 
 
-def mixed(first: Tensor, *others: Tensor) -> Tensor:
+def shares_of(name: str) -> list[int]:
+    """Of each of those but the first, by how much its ranks count less."""
+    return [int(one.partition(LESS)[2] or 1) for one in name.split(MIXED)[1:]]
+
+
+def mixed(first: Tensor, *others: Tensor, shares: Sequence[int] = ()) -> Tensor:
     """The largest of a token's first score and the first scores of whoever has its rank in the others.
 
     The order is that of the best of a token's ranks, at one rank that of the ways; but the scores are like
     the first ones, so that what attention gives later can be added to them. [..., U] each.
+
+    Args:
+        shares: of the others, by which numbers their ranks are multiplied; by default 1.
     """
     values, best = first.sort(dim=-1, descending=True).values, first
-    for way, other in enumerate(others, 1):
+    places, last = torch.arange(values.shape[-1]), values.shape[-1] - 1
+    for way, (other, share) in enumerate(zip_longest(others, shares, fillvalue=1), 1):
+        assert isinstance(other, Tensor)
         order = other.sort(dim=-1, descending=True, stable=True).indices
-        given = values * (1 - way * BEHIND)
+        given = values[..., (places * share).clamp_max(last)] * (1 - way * BEHIND)
         best = torch.maximum(best, torch.empty_like(first).scatter_(-1, order, given))
     return best
 
@@ -112,7 +129,7 @@ def _gate(prompt: Prompt, layer: int, until: int) -> Tensor:
     kv, gate = prompt.layers[layer], prompt.model.gate
     assert gate is not None
     known = (kv.keys[:, :until], kv.values[:, :until], _h2o_norm(prompt, layer, until))
-    return gate.scores(layer, features(prompt.model, *known, 0, prompt.tokens))
+    return foretold(gate[layer], features(prompt.model, *known, 0, prompt.tokens))
 
 
 def _gate_caote(prompt: Prompt, layer: int, until: int) -> Tensor:
@@ -121,6 +138,10 @@ def _gate_caote(prompt: Prompt, layer: int, until: int) -> Tensor:
 
 def _snapkv(prompt: Prompt, layer: int, until: int) -> Tensor:
     return pooled(prompt.notes[layer].tail[:, -WINDOW:, :until].sum(1))
+
+
+def _snapkv_most(prompt: Prompt, layer: int, until: int) -> Tensor:
+    return pooled(prompt.notes[layer].tail[:, -WINDOW:, :until].amax(1))
 
 
 def _draft(prompt: Prompt, layer: int, until: int) -> Tensor:
@@ -157,9 +178,9 @@ def _repeat_sum(prompt: Prompt, layer: int, until: int) -> Tensor:
 
 
 def _zap(prompt: Prompt, layer: int, until: int) -> Tensor:
-    foretold = prompt.notes[layer].foretold
-    assert foretold is not None
-    return foretold[:, :until]
+    kv, zap = prompt.layers[layer], prompt.model.zap
+    assert zap is not None
+    return zap.scores(layer, kv.keys[:, :until], kv.values[:, :until])
 
 
 def _window(prompt: Prompt, layer: int, until: int) -> Tensor:
@@ -217,6 +238,7 @@ SCORES: dict[str, Score] = {
     "gate": _gate,
     "gate-caote": _gate_caote,
     "snapkv": _snapkv,
+    "snapkv-most": _snapkv_most,
     "draft": _draft,
     "pseudo": _pseudo,
     "tova": _tova,
@@ -241,7 +263,7 @@ GATED = frozenset({"gate", "gate-caote"})
 """Those for which a :mod:`.gate` has to be trained."""
 
 ZAPPED = frozenset({"zap"})
-"""Those for which what repeating would give has to be learned."""
+"""Those for which the model has to be calibrated."""
 
 LOOKING = frozenset({"draft", "pseudo"})
 """Those that want a look ahead, a forward pass for each token of a draft and one for all pseudo tokens."""

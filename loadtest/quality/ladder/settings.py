@@ -66,11 +66,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--texts", type=int, default=8, help="of nll")
     add("--prompt-tokens", type=int, default=1024, help="of each text, read with full attention")
     add("--forced-tokens", type=int, default=512, help="of each text, forced afterwards")
+    add("--calibration", type=Path, metavar="FILE",
+        help="what python -m h2o_vllm.calibrate has made of the model, for zap")  # fmt: skip
     add("--threads", type=int, default=2, help="of torch")
     add("--out", type=result_file, default=RESULTS / "ladder.jsonl",
         help="rows; also of an earlier run to go on with")  # fmt: skip
     add("--report", nargs="+", type=Path, metavar="FILE", help="measure nothing: tables of rows")
     args = parser.parse_args(argv)
+    if any(rung.zaps for rung in args.rungs) and args.calibration is None and not args.report:
+        parser.error("--rungs: zap needs --calibration FILE")
     if SUMMARIES in args.measures and not args.report:
         if args.xsum is None:
             parser.error(f"--measures: {SUMMARIES} needs --xsum FILE")

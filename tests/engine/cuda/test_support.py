@@ -64,6 +64,7 @@ def reasons(config: Any) -> list[str]:
         ({"head_size": 72}, "head size 72"),
         ({"use_ubatching": True}, "--enable-dbo"),
         ({"additional_config": {"h2o": {"kv_trace": True}}}, "--kv-trace on GPUs"),
+        ({"additional_config": {"h2o": {"kv_calibration": "x"}}}, "--kv-calibration on GPUs"),
         ({"additional_config": {"h2o": {"kv_full_kernel": "h2o"}}}, "--kv-full-kernel h2o on GPUs"),
         ({"is_mm_prefix_lm": True}, "images"),
         ({"rswa_window": 128}, "R-SWA"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES, ZAP_POLICIES
 from loadtest.quality.generation import GenerationRequest
 from loadtest.quality.lines import FULL, Line, Point, default_lines, parse_line, points
 from loadtest.quality.measures import MEASURES, Sample
@@ -20,7 +20,7 @@ from tests.loadtest.quality.quality_words import SIZES, Words, run
 
 def test_lines_come_from_the_policies_there_are() -> None:
     assert default_lines(POLICIES, ()) == [
-        name for name in POLICIES if name not in ("full", *REPEAT_POLICIES)
+        name for name in POLICIES if name not in ("full", *REPEAT_POLICIES, *ZAP_POLICIES)
     ]
     assert default_lines(("h2o", "tova", "full"), ("kv_sinks",)) == ["h2o", "tova", "h2o+sinks4"]
 

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m h2o_vllm.calibrate``: learn a model for policy ``zap``. Minutes, once, on a CPU.
+
+    texts         what is read, unless somebody has their own
+    run           an engine reads them, has them repeated, and learns from what is looked at
+
+What is learned, and how it is kept: :mod:`h2o_vllm.calibration`.
+"""

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m h2o_vllm.calibrate --model DIR --output FILE: learn a model for --kv-policy zap and zap-keydiff.
+
+It reads some texts, has each repeated, and learns from a token's key and value how much is looked at it then.
+Serve with: h2o-serve --model DIR --kv-calibration FILE --kv-policy zap-keydiff
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from h2o_vllm.calibrate.run import PIECES, calibrate
+from h2o_vllm.calibrate.texts import SOURCES, read_texts
+from h2o_vllm.errors import ConfigError
+
+PROG = "python -m h2o_vllm.calibrate"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if the file is written, 2 after one line on stderr."""
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Other options are vLLM's, such as --dtype: those with which the model will be served.",
+    )
+    parser.add_argument("--model", help="name or directory; by default the embedded model")
+    parser.add_argument("--output", type=Path, required=True, help="file to write, say model.h2o")
+    parser.add_argument(
+        "--texts", type=Path, nargs="+", default=[], metavar="FILE",
+        help="files of text like that which will be served; by default prose, code and records "
+        "that come with Python",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pieces", type=int, default=PIECES, help="of 1,024 tokens, at most, of each text (%(default)s)"
+    )  # fmt: skip
+    args, others = parser.parse_known_args(argv)
+    # It learns where it is: a second process would have to be asked.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        if args.pieces < 1:
+            raise ConfigError(f"--pieces {args.pieces}: wanted an integer of at least 1")
+        texts = read_texts(args.texts) if args.texts else [source() for source in SOURCES]
+        calibrate(_engine(args.model, others), args.output, texts, args.pieces)
+    except ConfigError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print(args.output)
+    return 0
+
+
+def _engine(model: str | None, others: Sequence[str]) -> dict[str, object]:
+    """Arguments of vLLM's ``LLM``: those that were given."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from h2o_vllm.models import default_model_dir
+
+    parser = FlexibleArgumentParser(prog=PROG, add_help=False, usage="%(prog)s --help")
+    EngineArgs.add_cli_args(parser)
+    unnamed = object()
+    parser.set_defaults(**dict.fromkeys(vars(parser.parse_args([])), unnamed))
+    named = vars(parser.parse_args(list(others)))
+    given = {name: value for name, value in named.items() if value is not unnamed}
+    return {**given, "model": model or str(default_model_dir())}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts to learn from that every Python carries: prose, code, and records as prompts have them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import optparse
+import pydoc_data.topics
+import random
+import textwrap
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from h2o_vllm.errors import ConfigError
+
+__all__ = ["SOURCES", "pieces", "read_texts"]
+
+TOPICS = ("formatstrings", "string-methods", "debugger", "typesseq")
+MODULES = (difflib, optparse, textwrap)
+RECORDS = 400
+"""Lines, of which a piece holds some dozens."""
+
+
+def _module(module: ModuleType) -> str:
+    return Path(str(module.__file__)).read_text()
+
+
+def _records() -> str:
+    """Made up: who, when, how much, by which number. None can be guessed from what stands before it."""
+    draw = random.Random(0)  # noqa: S311 - nothing secret
+    names = ("Ada", "Blaise", "Carl", "Emmy", "Grace", "Kurt", "Leonhard", "Sofia")
+    lines = []
+    for _ in range(RECORDS):
+        number = uuid.UUID(int=draw.getrandbits(128))
+        record = {
+            "id": str(number),
+            "name": draw.choice(names),
+            "day": f"20{draw.randint(10, 26)}-{draw.randint(1, 12):02}-{draw.randint(1, 28):02}",
+            "amount": round(draw.uniform(1, 9999), 2),
+        }
+        said = (
+            f"{record['name']} paid {record['amount']} on {record['day']}; the receipt is {number}."
+        )
+        lines.append(json.dumps(record) if draw.random() < 0.5 else said)
+    return "\n".join(lines)
+
+
+SOURCES: tuple[Callable[[], str], ...] = (
+    *((lambda name=name: pydoc_data.topics.topics[name]) for name in TOPICS),
+    *((lambda module=module: _module(module)) for module in MODULES),
+    _records,
+)
+"""Nothing here is measured on: see ``loadtest/quality``."""
+
+
+def read_texts(paths: Sequence[Path]) -> list[str]:
+    """The user's own.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    texts = []
+    for path in paths:
+        try:
+            texts.append(path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--texts {path}: {error}; wanted a file of text") from None
+    return texts
+
+
+def pieces(
+    texts: Sequence[str], encode: Callable[[str], list[int]], length: int, most: int
+) -> Iterator[list[int]]:
+    """Token ids, ``length`` each, up to ``most`` of a text."""
+    for text in texts:
+        tokens = encode(text)
+        for at in range(0, min(len(tokens), most * length) - length + 1, length):
+            yield tokens[at : at + length]

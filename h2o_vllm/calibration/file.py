@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was learned of a model, on disk: a safetensors file, refused for another model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.calibration.features import Rotation, num_features
+from h2o_vllm.errors import ConfigError
+
+__all__ = ["Calibration", "Traits"]
+
+FORMAT = "h2o-vllm calibration 1"
+"""Raise the number when older files mean something else."""
+
+_ABOUT = "h2o_vllm"
+"""Where a file's header says what it is."""
+
+CLOSE = 0.02
+"""Traits may differ by so much: rounding to another dtype must not make another model of it."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """By what a model is told from others.
+
+    Attributes:
+        layers, heads: evictable layers, and KV heads of each. key_size, value_size: D of keys and of values.
+        rotation: how keys are turned.
+        norms: what tells it from others of this shape, [n], float32: see
+            :func:`h2o_vllm.engine.compat.model_norms`.
+    """
+
+    layers: int
+    heads: int
+    key_size: int
+    value_size: int
+    rotation: Rotation
+    norms: Tensor
+
+    @property
+    def shape(self) -> dict[str, int | bool]:
+        """All but the norms."""
+        return {
+            "layers": self.layers,
+            "KV heads": self.heads,
+            "key size": self.key_size,
+            "value size": self.value_size,
+            "rotary size": self.rotation.size,
+            "interleaved": self.rotation.interleaved,
+        }
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What :mod:`h2o_vllm.calibrate` has learned.
+
+    Attributes:
+        weights: [L, KH, F + 1], float32, see :func:`.regression.foretold`.
+        traits: of the model.
+        about: how it came about, for people: model, texts, tokens, versions.
+    """
+
+    weights: Tensor
+    traits: Traits
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write it.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        from safetensors.torch import save_file
+
+        header = {
+            "format": FORMAT,
+            _ABOUT: json.dumps({"shape": self.traits.shape, "about": dict(self.about)}),
+        }
+        tensors = {"weights": self.weights.contiguous(), "norms": self.traits.norms}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, path, header)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        """Read it.
+
+        Raises:
+            ConfigError: there is no such file, or it is not one of these.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        made_by = "made by `python -m h2o_vllm.calibrate`"
+        if not path.is_file():
+            raise ConfigError(f"--kv-calibration {path}: no such file; wanted one {made_by}")
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata() or {}
+                if header.get("format") != FORMAT:
+                    raise ConfigError(
+                        f"--kv-calibration {path}: its format is {header.get('format')!r}, wanted "
+                        f"{FORMAT!r}, {made_by} of this version"
+                    )
+                found = json.loads(header[_ABOUT])
+                weights, norms = file.get_tensor("weights"), file.get_tensor("norms")
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ConfigError(
+                f"--kv-calibration {path}: cannot be read: {error}; wanted a file {made_by}"
+            ) from None
+        shape = found["shape"]
+        rotation = Rotation(shape["rotary size"], shape["interleaved"])
+        traits = Traits(
+            shape["layers"], shape["KV heads"], shape["key size"], shape["value size"], rotation, norms
+        )  # fmt: skip
+        wanted = (
+            traits.layers, traits.heads,
+            num_features(traits.heads, traits.key_size, traits.value_size, rotation) + 1,
+        )  # fmt: skip
+        if weights.shape != wanted or not torch.isfinite(weights).all():
+            raise ConfigError(
+                f"--kv-calibration {path}: weights of shape {tuple(weights.shape)}, wanted finite ones of "
+                f"{wanted}"
+            )
+        return cls(weights.float(), traits, found["about"])
+
+    def check(self, model: Traits, path: Path) -> None:
+        """Refuse another model.
+
+        Raises:
+            ConfigError: names what differs.
+        """
+        of = self.about.get("model", "another model")
+        again = "calibrate this model with `python -m h2o_vllm.calibrate`"
+        for name, value in self.traits.shape.items():
+            if (here := model.shape[name]) != value:
+                raise ConfigError(
+                    f"--kv-calibration {path}: was made for {of}, whose {name} is {value}; this model's "
+                    f"is {here}. Wanted its own: {again}"
+                )
+        mine, other = self.traits.norms, model.norms
+        if mine.shape != other.shape or not torch.allclose(mine, other, rtol=CLOSE, atol=1e-6):
+            raise ConfigError(
+                f"--kv-calibration {path}: was made for {of}, which has other weights than this model. "
+                f"Wanted its own: {again}"
+            )

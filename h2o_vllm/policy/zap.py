@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Zap: what repeating the prompt would look at, foretold (Jegou et al., KVzap, arXiv 2601.07891)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from h2o_vllm.policy.h2o import H2OPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from h2o_vllm.policy.candidates import Candidates
+
+__all__ = ["ZapPolicy"]
+
+NEWER = 2.0**-17
+"""By how much of its size a score is larger per position. In the first layer one word has one key and one
+value wherever it stands: of equals the newest comes first, by more than rounding and less than anything that
+was foretold, 6 % in 8,192 tokens."""
+
+
+class ZapPolicy(H2OPolicy):
+    """Keep the tokens that :class:`~h2o_vllm.policy.repeat.RepeatPolicy` is expected to keep.
+
+    KVzap (https://arxiv.org/abs/2601.07891) foretells the attention that a token would get when the model
+    repeats the prompt, in place of having it repeated. Ours does so from the token's own keys and values
+    (:mod:`h2o_vllm.calibration`), when it is ranked for the first time; later evictions know what it was.
+
+    Nothing is collected between evictions, attention stays with vLLM's own kernel, the prompt is read once,
+    and its end need not be known. It wants a calibration of the model, minutes once.
+    """
+
+    name: ClassVar[str] = "zap"
+    scores_attention: ClassVar[bool] = False
+    needs_scores: ClassVar[bool] = False
+    scores_at_eviction: ClassVar[bool] = True
+
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+        """Those of the fresh tokens."""
+        if candidates.scores.shape[-1] == candidates.known:
+            return None
+        assert candidates.foretold is not None
+        newer = torch.exp(candidates.fresh_positions * NEWER)
+        return candidates.with_fresh(candidates.foretold() * newer)

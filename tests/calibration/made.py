@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibrations of random weights, for engines in which it only matters that each token has a score."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from h2o_vllm.calibration.features import Rotation, num_features
+from h2o_vllm.calibration.file import Calibration, Traits
+
+__all__ = ["make_calibration"]
+
+
+def make_calibration(model: Path, path: Path) -> Path:
+    """Of a Llama: what a token is foretold depends on all that is known of it."""
+    config = json.loads((model / "config.json").read_text())
+    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    norms = []
+    with safe_open(model / "model.safetensors", "pt") as file:
+        for name in sorted(file.keys()):
+            weight = file.get_tensor(name)
+            if weight.dim() == 1 and "norm" in name:
+                norms.append(weight.float().abs().mean())
+    rotation = Rotation(size)
+    source = torch.Generator().manual_seed(0)
+    count = num_features(heads, size, size, rotation)
+    weights = torch.randn(layers, heads, count + 1, generator=source) * 0.02
+    weights[..., -1] = -5.0
+    traits = Traits(layers, heads, size, size, rotation, torch.stack(norms))
+    Calibration(weights, traits, {"model": model.name}).save(path)
+    return path

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that calibrates: what it learns of a real model foretells repetitions, and serves them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from h2o_vllm.calibrate import __main__ as command
+from h2o_vllm.calibrate.run import calibrate
+from h2o_vllm.calibrate.texts import SOURCES, pieces, read_texts
+from h2o_vllm.calibration.file import Calibration
+from h2o_vllm.engine.cpu.worker import H2OCPUWorker
+from h2o_vllm.errors import ConfigError
+from loadtest.quality.ladder.model import LadderModel
+from loadtest.quality.ladder.prompts import encode, repetition
+from loadtest.quality.ladder.reading import read_prompt, repeat_prompt
+from loadtest.quality.ladder.zap import Zap
+from tests.engine.conftest import ENGINE, started
+
+MISSING = "no-such-model"
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_real_model_is_learned_and_foretold(embedded_dir: str, tmp_path: Path) -> None:
+    """Judged by a transformers model, on a text that nobody has learned from."""
+    file = tmp_path / "model.h2o"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
+        arguments = ["--model", embedded_dir, "--output", str(file), "--pieces", "1"]
+        assert command.main([*arguments, "--dtype", "float32"]) == 0
+    about = Calibration.load(file).about
+    # All but the first token, and the newest block, which is never ranked.
+    assert about["pieces"] == len(SOURCES) and about["tokens"] >= 900 * len(SOURCES)
+    model = LadderModel(embedded_dir, torch.float32)
+    zap = Zap.load(file, 30, 3)
+    text = encode(model, Path(str(torch.nn.modules.rnn.__file__)).read_text())[:600]
+    (prompt,) = read_prompt(model, [text])
+    repeated = repeat_prompt(prompt, repetition(model, text))
+    found = []
+    for layer, (kv, most) in enumerate(zip(repeated.layers, repeated.most, strict=True)):
+        scores = zap.scores(layer, kv.keys, kv.values)
+        best = [set(one.flatten().topk(450).indices.tolist()) for one in (scores, most)]
+        found.append(len(best[0] & best[1]) / 450)
+    # By chance a quarter.
+    assert sum(found) / len(found) > 0.5
+
+
+@pytest.mark.e2e
+def test_the_worker_refuses_another_models_calibration(
+    model_dir: str, calibration: str, tmp_path: Path
+) -> None:
+    tensors = load_file(calibration)
+    made = Calibration.load(Path(calibration))
+    other = tmp_path / "other.h2o"
+    traits = copy.copy(made.traits)
+    object.__setattr__(traits, "norms", tensors["norms"] * 1.5)
+    Calibration(made.weights, traits, made.about).save(other)
+    with (
+        pytest.raises(ConfigError, match="other weights than this model"),
+        started(model_dir, ENGINE, beside=True, kv_calibration=str(other)),
+    ):
+        pass
+
+
+def test_nothing_was_learned(tmp_path: Path) -> None:
+    worker: Any = object.__new__(H2OCPUWorker)
+    worker._state = type("State", (), {"learner": None})()
+    assert worker.tokens_learned() == 0
+    with pytest.raises(ValueError, match="nothing was learned"):
+        worker.save_calibration(str(tmp_path / "x"), {})
+
+
+def test_pieces_are_whole_and_few_of_each_text() -> None:
+    found = list(pieces(["a" * 10, "b" * 3, "c" * 4], lambda text: [ord(c) for c in text], 4, 2))
+    assert found == [[97] * 4, [97] * 4, [99] * 4]
+
+
+def test_what_python_carries_is_enough() -> None:
+    texts = [source() for source in SOURCES]
+    assert all(len(text) > 8_000 for text in texts)
+    assert len(set(texts)) == len(SOURCES) == 8
+    assert texts[-1] == SOURCES[-1](), "the same every time"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--output", "{}/a/b.h2o"], "--output {}/a/b.h2o: there is no directory {}/a"),
+        (["--output", "{}/b.h2o", "--texts", "{}/none"], "--texts {}/none: "),
+        (["--output", "{}/b.h2o", "--pieces", "0"], "--pieces 0: wanted an integer of at least 1"),
+        (["--output", "{}/b.safetensors", "--model", "{}"], "vLLM would load it as weights"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    arguments = [one.format(tmp_path) for one in arguments]
+    assert command.main(["--model", MISSING, *arguments]) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("python -m h2o_vllm.calibrate: error: ") and "\n" not in line
+    assert said.format(tmp_path, tmp_path) in line
+
+
+def test_gpus_are_told_that_they_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform.device_type", "cuda")
+    with pytest.raises(ConfigError, match="made and used on CPUs"):
+        calibrate({"model": MISSING}, tmp_path / "x.h2o", ["text"])
+
+
+def test_texts_are_read_from_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    assert read_texts([tmp_path / "a"]) == ["one"]
+    save_file({"a": torch.zeros(1)}, tmp_path / "b")
+    (tmp_path / "c").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="wanted a file of text"):
+        read_texts([tmp_path / "c"])

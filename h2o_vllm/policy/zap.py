@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ZapPolicy"]
 
+SINKS, MOST = 4, 2.0
+"""As many first tokens get a score that is higher than any attention; kvpress keeps as many for KVzip."""
+
 NEWER = 2.0**-17
 """By how much of its size a score is larger per position. In the first layer one word has one key and one
 value wherever it stands: of equals the newest comes first, by more than rounding and less than anything that
@@ -28,6 +31,9 @@ class ZapPolicy(H2OPolicy):
     KVzap (https://arxiv.org/abs/2601.07891) foretells the attention that a token would get when the model
     repeats the prompt, in place of having it repeated. Ours does so from the token's own keys and values
     (:mod:`h2o_vllm.calibration`), when it is ranked for the first time; later evictions know what it was.
+
+    The first four tokens, attention's sinks, come first: what they are looked at for is not in their KV. They
+    count as heavy ones, unlike ``kv_sinks``.
 
     Nothing is collected between evictions, attention stays with vLLM's own kernel, the prompt is read once,
     and its end need not be known. It wants a calibration of the model, minutes once.
@@ -43,5 +49,6 @@ class ZapPolicy(H2OPolicy):
         if candidates.scores.shape[-1] == candidates.known:
             return None
         assert candidates.foretold is not None
-        newer = torch.exp(candidates.fresh_positions * NEWER)
-        return candidates.with_fresh(candidates.foretold() * newer)
+        positions = candidates.fresh_positions
+        scores = candidates.foretold().masked_fill(positions < SINKS, MOST)
+        return candidates.with_fresh(scores * torch.exp(positions * NEWER))

@@ -21,8 +21,9 @@ __all__ = ["ReferenceScores"]
 WINDOW, KERNEL = 32, 7
 """SnapKV's."""
 
-NEWER = 2.0**-17
-"""KVzap's scores say nothing of where a token stands: by how much more, of its size, the next one counts."""
+NEWER, FIRST = 2.0**-17, 4
+"""KVzap's scores say nothing of where a token stands: by how much more, of its size, the next one counts, and
+how many first tokens count twice as much as any attention."""
 
 NEARER, BEHIND = 2.0**-18, 2.0**-20
 """How much less, of its size, a score is to a token's neighbours, for each that comes before; and to a token
@@ -107,6 +108,8 @@ class ReferenceScores:
         pairs = torch.complex(*layer.keys.float().chunk(2, -1)).abs()
         known = torch.cat([pairs, layer.values.float()], 2).permute(1, 0, 2).flatten(1)
         foretold = (known @ calibration[:, :-1].T + calibration[:, -1]).T
+        foretold.clamp_(max=0.0)
+        foretold[:, :FIRST] = math.log(2.0)
         foretold = (foretold + NEWER * torch.arange(foretold.shape[1])).exp()
         layer.distinctions.append(self._distinction(layer))
         scores = torch.zeros_like(foretold)

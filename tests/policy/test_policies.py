@@ -283,6 +283,17 @@ def test_what_is_foretold_is_asked_once() -> None:
         assert get_policy(name).eviction_scores(replace(given, known=40)) is None
 
 
+def test_attentions_sinks_are_never_foretold_less_than_others() -> None:
+    scores = torch.rand(2, 3, 40, generator=torch.Generator().manual_seed(3))
+    for fresh_from, sinks in ((0, 4), (2, 2), (32, 0)):
+        given = candidates_of(scores, 0, fresh_from, 100)
+        new = get_policy("zap").eviction_scores(given)
+        assert new is not None
+        first = new.argsort(dim=-1, descending=True)[..., :sinks].sort(dim=-1).values
+        assert (first == torch.arange(sinks)).all()
+        assert (new > 1).sum() == 6 * sinks
+
+
 def test_inside_of_a_prompt_nothing_is_known_of_its_end() -> None:
     given = candidates_of(torch.rand(1, 2, 40), 8, 50, 100)
     inside = replace(given, late=None)

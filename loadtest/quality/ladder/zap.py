@@ -20,8 +20,8 @@ from h2o_vllm.calibration.regression import foretold
 
 __all__ = ["Zap"]
 
-NEWER = 2.0**-17
-"""As the policy has it."""
+NEWER, SINKS, MOST = 2.0**-17, 4, 2.0
+"""As the policy has them."""
 
 
 @dataclass(frozen=True)
@@ -54,5 +54,6 @@ class Zap:
 
     def scores(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Of the first T tokens, [KH, T], from [KH, T, D] each; of equals the newest has most."""
-        newer = torch.exp(NEWER * torch.arange(keys.shape[1]))
-        return foretold(self.weights[layer], features(keys, values, self.rotation)) * newer
+        scores = foretold(self.weights[layer], features(keys, values, self.rotation))
+        scores[:, :SINKS] = MOST
+        return scores * torch.exp(NEWER * torch.arange(keys.shape[1]))

@@ -48,7 +48,9 @@ def by_last_value(model: LadderModel) -> Zap:
 def test_rungs_keep_what_it_foretells_most_of(model: LadderModel) -> None:
     (prompt,) = read_prompt(model, [tokens_of(4, 100)])
     kept = keep(parse_rung("zap:0"), prompt, 0.2)
-    best = torch.stack([kv.values[-1, :, -1] for kv in prompt.layers]).topk(20, dim=1).indices
+    values = torch.stack([kv.values[-1, :, -1] for kv in prompt.layers])
+    values[:, :4] = torch.inf
+    best = values.topk(20, dim=1).indices
     for layer, places in enumerate(best):
         assert all(sorted(places.tolist()) == row.nonzero()[:, 0].tolist() for row in kept[layer])
 
@@ -58,8 +60,8 @@ def test_forced_texts_are_ranked_by_it_too(model: LadderModel) -> None:
     forcing = Forcing(prompt, [parse_rung("zap:0.25")], 0.2, 4)
     forcing.evict()
     for layer, kv in enumerate(prompt.layers):
-        alive = forcing.alive[layer][0, 0, :96]
-        values = kv.values[-1, :96, -1]
+        alive = forcing.alive[layer][0, 0, 4:96]
+        values = kv.values[-1, 4:96, -1]
         kept = values[alive].sort(descending=True).values
         assert alive.sum() < 30 and kept[len(kept) // 2] > values[~alive].max()
 

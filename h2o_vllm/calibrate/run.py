@@ -91,7 +91,7 @@ def calibrate(
         )  # fmt: skip
     (tokens,) = llm.collective_rpc("tokens_learned")
     about = {
-        "model": str(engine["model"]), "tokens": tokens, "pieces": len(wanted),
+        "model": Path(engine["model"]).name, "tokens": tokens, "pieces": len(wanted),
         "h2o_vllm": h2o_vllm.__version__,
     }  # fmt: skip
     llm.collective_rpc("save_calibration", args=(str(output.resolve()), about))

@@ -144,12 +144,12 @@ class Calibration:
         for name, value in self.traits.shape.items():
             if (here := model.shape[name]) != value:
                 raise ConfigError(
-                    f"--kv-calibration {path}: was made for {of}, whose {name} is {value}; this model's "
-                    f"is {here}. Wanted its own: {again}"
+                    f"--kv-calibration {path}: was made for {of} ({name}: {value}, here: {here}). Wanted "
+                    f"this model's own: {again}"
                 )
         mine, other = self.traits.norms, model.norms
         if mine.shape != other.shape or not torch.allclose(mine, other, rtol=CLOSE, atol=1e-6):
             raise ConfigError(
                 f"--kv-calibration {path}: was made for {of}, which has other weights than this model. "
-                f"Wanted its own: {again}"
+                f"Wanted this model's own: {again}"
             )

@@ -108,17 +108,19 @@ class MeasuredEngine:
         options: engine arguments, our switch not included.
         ours: whether it is h2o_vllm; to stock vLLM budgets mean nothing.
         budgets: whether requests of ours ask for theirs. fields: what those ask for beside.
+        calibration: of the model, for those that ask for a policy which wants it.
     """
 
     def __init__(
         self, model: str, options: dict[str, Any], *, ours: bool, budgets: bool = True,
-        fields: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None, calibration: str | None = None,
     ) -> None:  # fmt: skip
         self.memory = Memory()
         self.memory.start()
         self.budgets = ours and budgets
         self.fields = dict(fields or {})
-        args = EngineArgs(model=model, **({**engine_args(), **options} if ours else options))
+        switch = engine_args(kv_calibration=calibration) if ours else {}
+        args = EngineArgs(model=model, **{**switch, **options})
         started = time.perf_counter()
         self.engine = LLMEngine.from_engine_args(
             args, stat_loggers=[Recorder], enable_multiprocessing=True
@@ -222,7 +224,12 @@ def main() -> None:
     options = suite.engine_options(setting, variant) | start["engine"]
     ours, budgets = variant in suite.own, variant == "h2o"
     engine = MeasuredEngine(
-        start["model"], options, ours=ours, budgets=budgets, fields=start["fields"]
+        start["model"],
+        options,
+        ours=ours,
+        budgets=budgets,
+        fields=start["fields"],
+        calibration=start.get("calibration"),
     )
     answer({"start_s": engine.start_s})
     for line in sys.stdin:

@@ -126,7 +126,7 @@ def open_model(args: argparse.Namespace, sizes: Sizes) -> Model:
         longest += INSTRUCTION_TOKENS + min(PIECE_TOKENS, longest)
     return Offline(
         args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,
-        block_size=args.block_size, min_tokens=args.min_tokens,
+        block_size=args.block_size, min_tokens=args.min_tokens, calibration=args.calibration,
     )  # fmt: skip
 
 

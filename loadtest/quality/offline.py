@@ -34,7 +34,7 @@ class Offline(Model):
         running: requests at a time.
         eager: whether to do without compilation, which takes a minute and pays for long runs.
         block_size: of the KV blocks; ``None`` is the default.
-        min_tokens: ``kv_min_tokens``.
+        min_tokens: ``kv_min_tokens``. calibration: ``kv_calibration``.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Offline(Model):
         eager: bool = False,
         block_size: int | None = None,
         min_tokens: int = FLOOR,
+        calibration: str | None = None,
     ) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # Inside this process: a second one would take time from the model on a small machine.
@@ -64,7 +65,9 @@ class Offline(Model):
         path = model or str(default_model_dir())
         positions = AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
         options: dict[str, Any] = {
-            **h2o_vllm.engine_args(kv_min_tokens=min_tokens, kv_budget_min=SMALLEST),
+            **h2o_vllm.engine_args(
+                kv_min_tokens=min_tokens, kv_budget_min=SMALLEST, kv_calibration=calibration
+            ),
             "dtype": dtype,
             "max_model_len": min(max_len, positions),
             "max_num_seqs": running,

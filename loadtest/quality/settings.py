@@ -55,6 +55,7 @@ def _add_model(group: Any) -> None:
     add("--block-size", type=int, help="of the engine's KV blocks")
     add("--min-tokens", type=int, default=FLOOR, help="kv_min_tokens of the engine; default: %(default)s, "
         "that of a server would make small budgets equal")  # fmt: skip
+    add("--calibration", metavar="FILE", help="of the model, for policies that want one")
     add("--running", type=int, default=32, help="requests at a time; default: %(default)s")
     add("--eager", action="store_true", help="start the engine without compiling the model")
 

@@ -39,12 +39,12 @@ def test_it_comes_back(path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"layers": 4}, "layers is 3; this model's is 4"),
-        ({"heads": 1}, "KV heads is 2; this model's is 1"),
-        ({"key_size": 16}, "key size is 8"),
-        ({"value_size": 16}, "value size is 8"),
-        ({"rotation": Rotation(8, True)}, "rotary size is 4"),
-        ({"rotation": Rotation(4)}, "interleaved is True"),
+        ({"layers": 4}, "layers: 3, here: 4"),
+        ({"heads": 1}, "KV heads: 2, here: 1"),
+        ({"key_size": 16}, "key size: 8"),
+        ({"value_size": 16}, "value size: 8"),
+        ({"rotation": Rotation(8, True)}, "rotary size: 4"),
+        ({"rotation": Rotation(4)}, "interleaved: True"),
         ({"norms": torch.tensor([0.5, 1.6])}, "other weights"),
         ({"norms": torch.tensor([0.5])}, "other weights"),
     ],

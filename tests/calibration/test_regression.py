@@ -13,9 +13,9 @@ from h2o_vllm.calibration.regression import TINY, Sums, foretold
 def examples(heads: int) -> tuple[Tensor, Tensor]:
     """Features, [heads, T, 5], and the attention that 2 heads get by them."""
     source = torch.Generator().manual_seed(0)
-    known = torch.randn(heads, 4000, 5, generator=source) * 3 + 7
+    known = torch.randn(heads, 4000, 5, generator=source) * 2 + 7
     truth = torch.tensor([[0.5, -0.2, 0.0, 0.1, 0.3], [-0.1, 0.0, 0.4, 0.2, -0.3]])
-    logs = (known @ truth[..., None])[..., 0] - 11
+    logs = (known @ truth[..., None])[..., 0] - 10
     return known, (logs + torch.randn(logs.shape, generator=source) * 0.01).exp()
 
 

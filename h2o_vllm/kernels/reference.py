@@ -28,6 +28,7 @@ __all__ = [
     "clear_scores",
     "compact",
     "compact_tables",
+    "foretell",
     "key_likeness",
     "live_slots",
     "log_sum_exp",
@@ -244,6 +245,34 @@ def compact(
                 for cache in (keys, values):
                     cache[to_block, to_slot, head] = cache[from_block, from_slot, head]
                 scores[layer, to_block, head, to_slot] = scores[layer, from_block, head, from_slot]
+
+
+def foretell(
+    keys: Tensor, values: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
+) -> Tensor:
+    """The attention that a layer's tokens are expected to get, [KH, C], float32.
+
+    Args:
+        keys, values: [KH, C, D].
+        weights: [KH, F + 1]: of all heads' numbers, head by head, or of its own, and one more that is added.
+        rotary: so many of a key's first numbers are turned, in pairs: neighbours if ``interleaved``, else
+            halves. Of a pair its length counts, which turning does not change; all else counts as it is.
+    """
+    heads, count, _ = keys.shape
+    one, other = slice(0, rotary // 2), slice(rotary // 2, rotary)
+    if interleaved:
+        one, other = slice(0, rotary, 2), slice(1, rotary, 2)
+    found = torch.empty(heads, count, dtype=torch.float64)
+    numbers = []
+    for key, value in zip(keys.double(), values.double(), strict=True):
+        lengths = (key[:, one] ** 2 + key[:, other] ** 2) ** 0.5
+        numbers.append(torch.cat([lengths, key[:, rotary:], value], 1))
+    for head, weight in enumerate(weights.double()):
+        known = numbers[head]
+        if known.shape[1] + 1 < len(weight):
+            known = torch.cat(numbers, 1)
+        found[head] = known @ weight[:-1] + weight[-1]
+    return found.clamp(-50, 0).exp().float()
 
 
 def key_likeness(keys: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.regression import Sums
-from h2o_vllm.calibration.regression import foretold as foretold_in_layer
+from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu.batch import key_value_views
 
 if TYPE_CHECKING:
@@ -30,13 +30,9 @@ def foretold(
         kv_caches: L tensors [N, KH, BS, 2 * D].
         blocks: ids of n blocks in which all heads have the same tokens.
     """
-    where, rotation = torch.tensor(blocks), calibration.traits.rotation
-    return torch.stack(
-        [
-            foretold_in_layer(weights, features(*_tokens(kv_cache, where), rotation))
-            for weights, kv_cache in zip(calibration.weights, kv_caches, strict=True)
-        ]
-    )
+    rotary, interleaved = calibration.traits.rotation
+    where = torch.tensor(blocks, dtype=torch.int32)
+    return kernels.foretell(kv_caches, where, calibration.weights, rotary, interleaved=interleaved)
 
 
 class Learner:

@@ -91,6 +91,8 @@ class CPUState(WorkerState):
         kernels.reset_scores(scores, one.long())
         kernels.key_likeness([kv_cache], one)
         kernels.value_distances([kv_cache], one)
+        plain = torch.zeros(1, num_kv_heads, width + 1)
+        kernels.foretell([kv_cache], one, plain, 0, interleaved=False)
 
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Learn what the requests that evict and enter the batch depend on."""

@@ -39,6 +39,7 @@ __all__ = [
     "compact_shared",
     "compiled",
     "describe",
+    "foretell",
     "key_likeness",
     "load",
     "reset_scores",
@@ -214,6 +215,27 @@ def compact_shared(
 def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
     """First score of newly written slots: see :func:`h2o_vllm.kernels.reference.reset_scores`."""
     load().reset_scores(scores, slots, values)
+
+
+def foretell(
+    kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
+) -> Tensor:
+    """The attention that tokens are expected to get: :func:`h2o_vllm.kernels.reference.foretell`.
+
+    Args:
+        kv_caches: L tensors [N, KH, BS, 2 * D].
+        blocks: [n], integer, at least one, in which all heads have the same tokens.
+        weights: [L, KH, F + 1], float32. F is (2 * D - rotary / 2), or KH times that.
+        rotary: even, 0 to D.
+
+    Returns:
+        [L, KH, n * BS], float32, block by block.
+    """
+    if _CHECK:
+        checks.check_ranked(blocks, kv_caches)
+        checks.check_foretelling(kv_caches, weights, rotary)
+    expected: Tensor = load().foretell(kv_caches, blocks, weights, rotary, interleaved=interleaved)
+    return expected
 
 
 def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ __all__ = [
     "check_batch",
     "check_cache",
     "check_eviction",
+    "check_foretelling",
     "check_owners",
     "check_ranked",
     "check_softmax",
@@ -184,6 +185,23 @@ def check_owners(owners: Tensor, scores: Tensor, num_blocks: int) -> None:
     for layer in owners:
         if sorted(set(layer.flatten().tolist())) != list(range(heads)):
             raise ValueError(f"owners must be all of the heads 0..{heads - 1}, in every layer")
+
+
+def check_foretelling(kv_caches: Sequence[Tensor], weights: Tensor, rotary: int) -> None:
+    """Check the weights of what is foretold.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    _, heads, _, width = kv_caches[0].shape
+    if rotary % 2 or not 0 <= rotary <= width // 2:
+        raise ValueError(f"rotary must be even, in 0..{width // 2}, got {rotary}")
+    own = width - rotary // 2
+    fits = [(len(kv_caches), heads, count + 1) for count in (own, heads * own)]
+    if tuple(weights.shape) not in fits or weights.dtype != torch.float32:
+        raise ValueError(
+            f"weights must be float32, {fits[0]} or {fits[1]}, got {weights.dtype}, {tuple(weights.shape)}"
+        )
 
 
 def check_ranked(blocks: Tensor, kv_caches: Sequence[Tensor]) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "compact",
     "compact_shared",
     "describe",
+    "foretell",
     "key_likeness",
     "reset_scores",
     "score_prompt",
@@ -203,6 +204,25 @@ def compact_shared(
         doomed_blocks.tolist(),
         owners,
     )
+
+
+def foretell(
+    kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
+) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.foretell`."""
+    found = []
+    for kv_cache, weight in zip(kv_caches, weights, strict=True):
+        keys, values = (view.index_select(0, blocks.long()) for view in key_value_views(kv_cache))
+        keys = keys.permute(1, 0, 3, 2).flatten(1, 2).float()
+        values = values.transpose(0, 1).flatten(1, 2).float()
+        pairs = keys[..., :rotary].unflatten(-1, (-1, 2) if interleaved else (2, rotary // 2))
+        lengths = torch.linalg.vector_norm(pairs, dim=-1 if interleaved else -2)
+        known = torch.cat([lengths, keys[..., rotary:], values], -1)
+        if known.shape[2] != weight.shape[1] - 1:
+            known = known.transpose(0, 1).flatten(1)[None]
+        logs = (known @ weight[:, :-1, None])[..., 0] + weight[:, -1:]
+        found.append(logs.clamp(-50.0, 0.0).exp())
+    return torch.stack(found)
 
 
 def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ __all__ = [
     "compact",
     "compact_shared",
     "describe",
+    "foretell",
     "key_likeness",
     "reset_scores",
     "score_prompt",
@@ -110,6 +111,17 @@ def compact_shared(
         doomed_blocks.tolist(),
         owners,
     )
+
+
+def foretell(
+    kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
+) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.foretell`."""
+    found = [
+        reference.foretell(*_tokens(kv, blocks), weight, rotary, interleaved=interleaved)
+        for kv, weight in zip(kv_caches, weights, strict=True)
+    ]
+    return torch.stack(found)
 
 
 def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:

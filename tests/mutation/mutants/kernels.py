@@ -9,6 +9,7 @@ CPU = ("tests/kernels/cpu/test_attend.py",)
 SOFTMAX = ("tests/kernels/cpu/test_softmax.py",)
 EVICT = ("tests/kernels/cpu/test_evict.py",)
 SHARE = ("tests/kernels/cpu/test_lanes.py",)
+FORETELL = ("tests/kernels/cpu/test_foretell.py",)
 TRITON = ("tests/kernels/test_triton.py",)
 
 MUTANTS = (
@@ -42,6 +43,30 @@ MUTANTS = (
         "std::exp2(stat(s)[m] - best) * stat(s)[g + m];",
         "std::exp2(stat(s)[m] - best);",
         CPU,
+    ),
+    Mutant(
+        "kernels-cpu-foretells-from-the-wrong-half-of-a-pair",
+        "(s.interleaved ? 1 : half) * s.block;",
+        "(s.interleaved ? 1 : half - 1) * s.block;",
+        FORETELL,
+    ),
+    Mutant(
+        "kernels-cpu-foretells-from-the-first-heads-weights",
+        "(s.across() ? source * s.of_head() : 0);",
+        "0;",
+        FORETELL,
+    ),
+    Mutant(
+        "policy-foretold-equals-tie",
+        "return candidates.with_fresh(scores * torch.exp(positions * NEWER))",
+        "return candidates.with_fresh(scores)",
+        ("tests/policy/test_policies.py",),
+    ),
+    Mutant(
+        "policy-foretold-sinks-go",
+        "candidates.foretold().masked_fill(positions < SINKS, MOST)",
+        "candidates.foretold()",
+        ("tests/policy/test_policies.py",),
     ),
     Mutant(
         "kernels-cpu-one-row-too-many-is-scored",

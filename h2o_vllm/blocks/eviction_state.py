@@ -7,15 +7,16 @@ Runs in the engine core. No vLLM: it sees block-table indices, never blocks.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from h2o_vllm.blocks.repetition import Repetition
 from h2o_vllm.blocks.report import budget_values, request_report
+from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.schedule import EvictionSchedule
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.policy import BlockSplit, get_policy
 
-__all__ = ["EvictionIndices", "EvictionState", "RequestCounts"]
+__all__ = ["EvictionIndices", "EvictionState"]
 
 
 class EvictionIndices(NamedTuple):
@@ -30,33 +31,18 @@ class EvictionIndices(NamedTuple):
     fresh: range
 
 
-class RequestCounts(Protocol):
-    """The part of ``vllm.v1.request.Request`` this state and its manager need."""
-
-    num_prompt_tokens: int
-    max_tokens: int
-    num_computed_tokens: int
-    priority: int
-    arrival_time: float
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt plus generated tokens."""
-
-    def is_finished(self) -> bool:
-        """Whether the request has left the engine."""
-
-
 class EvictionState:
     """What a request holds and what it has given back.
 
     ::
 
-        | pinned: protected, never ranked | candidates: heavy or doomed | recent |
-        0                              pinned                     recent_from
+        | pinned: protected, never ranked | candidates: doomed, heavy | recent |
+        0                              pinned                   recent_from
 
     By causality a token behind the pinned blocks gets attention from tokens behind them only, so KV of
-    pinned blocks may come from the prefix cache, whatever the policy: nobody wants its scores.
+    pinned blocks may come from the prefix cache, whatever the policy: nobody wants its scores. The first
+    eviction's doomed blocks follow at once, and counts tell how many they will be. They are only read: if the
+    policy needs no scores, they come from the cache as well, and others may find them there.
 
     Evictions begin ``delay`` tokens behind the prompt, or behind ``evict_from`` tokens; those of an elastic
     request where :meth:`squeeze` says so behind its delay, once and for all: a preemption changes nothing
@@ -84,7 +70,7 @@ class EvictionState:
     _next_due: float
     """Tokens below which none is due."""
     _untouched: int
-    """First blocks that nobody ranks, or ever will."""
+    """First blocks that nobody writes, ever, nor will rank by scores of theirs."""
     repeated: bool
     """Whether nothing has to be repeated any more before an eviction may rank."""
 
@@ -137,15 +123,12 @@ class EvictionState:
 
     @property
     def held_unranked(self) -> int:
-        """Tokens seen at the first eviction behind the prompt; where it may be, if others decide that.
+        """Tokens seen at the first eviction; where the budget may begin to rule, if others decide that.
 
         So many the request holds while its prompt is repeated.
         """
-        begin = self._evict_from
-        if begin is None:
-            return self.schedule.earliest
-        due = self.schedule.next_due(begin - 1, begin, max(self._last, begin))
-        return begin if due is None else due
+        due = self._first_due
+        return self.schedule.earliest if due is None else due
 
     @property
     def pause_at(self) -> int | None:
@@ -242,10 +225,38 @@ class EvictionState:
         self._evict_from = self._next_due = computed
         return self.evict(computed)
 
+    def private(self, evicted: EvictionIndices) -> tuple[int, ...]:
+        """Of what has just been evicted, the blocks that nobody else may see.
+
+        Those that are written, and those that are ranked by scores which others would add to.
+        """
+        if self.policy.needs_scores:
+            return (*evicted.heavy, *evicted.doomed)
+        return (*evicted.heavy, *(index for index in evicted.doomed if index >= self._untouched))
+
     @property
     def _begin(self) -> int | None:
         """Tokens seen before which nothing is evicted."""
         return self._evict_from if self.schedule.first is None else self.schedule.first
+
+    @property
+    def _first_due(self) -> int | None:
+        """Tokens seen at the first eviction; ``None``: there is none, or nobody knows yet."""
+        begin = self._begin
+        if begin is None:
+            return None
+        return self.schedule.next_due(begin - 1, begin, max(self._last, begin))
+
+    @property
+    def _readable(self) -> int:
+        """First blocks that may come from the prefix cache, if the request is not stock."""
+        begin, due = self._begin, self._first_due
+        if begin is None or due is None or self.policy.needs_scores:
+            return self.pinned
+        if self.policy.moves_tokens:
+            return self.pinned + self.schedule.freed(due, self._evict_from)
+        # Less than that: an eviction that is due right there would be skipped.
+        return max(self.pinned, (begin - 1) // self.block_size)
 
     def _split(self, computed: int, num_doomed: int) -> tuple[BlockSplit, range]:
         until = self.schedule.recent_from(computed)
@@ -285,10 +296,10 @@ class EvictionState:
     def publishable_tokens(self, computed: int) -> int:
         """How many leading tokens' KV may be hashed into the prefix cache.
 
-        Never KV that was computed after an eviction (it depends on the budget), and, if the policy
-        writes into surviving blocks, only pinned ones and, at the first eviction, those that it frees.
-        No sooner: a reader's attention would be added to scores by which they are still to be ranked. Those
-        of a lossless answer that has ended never are.
+        Never KV that was computed after an eviction (it depends on the budget), and, if the policy writes
+        into surviving blocks, only pinned ones and those that the first eviction frees: if it needs scores,
+        with that eviction and no sooner, for a reader's attention would be added to them. Those of a lossless
+        answer that has ended are never ranked.
         """
         if self.stock or (self.squeezable and self.counts.is_finished()):
             return computed
@@ -299,18 +310,10 @@ class EvictionState:
     def readable_tokens(self, known: int) -> int:
         """How many of the ``known`` tokens may be read from the prefix cache.
 
-        What will be ranked has to be computed, as cached KV comes without its scores. And who returns
-        after a preemption may find KV cached from behind its first eviction, of others who did not evict.
+        What will be written has to be computed, and what is ranked by scores: cached KV has none. And who
+        returns after a preemption may find KV cached from behind its first eviction, of others who did not.
         """
-        if self.stock:
-            return known
-        tokens = self.pinned_tokens
-        if not self.policy.moves_tokens:
-            begin = self._begin
-            assert begin is not None
-            # Less than that: an eviction that is due right there would be skipped.
-            tokens = max(tokens, (begin - 1) // self.block_size * self.block_size)
-        return min(known, tokens)
+        return known if self.stock else min(known, self._readable * self.block_size)
 
     def admitted(self, cached: int) -> None:
         """The request starts behind ``cached`` tokens; counts the first time only, as vLLM does."""
@@ -322,7 +325,7 @@ class EvictionState:
         self.holes = 0
         self._evicted_at = None
         self._candidates = []
-        self._next_index = self._untouched = self.pinned
+        self._next_index, self._untouched = self.pinned, self._readable
         self._next_due = math.inf if self._begin is None else self._begin
         self.repeated = self.repetition is None
 

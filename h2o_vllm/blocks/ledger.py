@@ -50,19 +50,17 @@ def check_pool(pool: Any, tables: Mapping[str, Sequence[Any]], *, idle: bool = F
         raise AccountingError(f"no request left, but blocks {sorted(owners)} are in use")
 
 
-def check_private(heavy: Iterable[Any], doomed: Iterable[Any], *, scored: bool) -> None:
-    """Check that an eviction ranks, and writes, only blocks that nobody else can see.
+def check_private(blocks: Iterable[Any]) -> None:
+    """Check that nobody else can see blocks that an eviction writes, or ranks by scores kept of their tokens.
 
-    Whoever sees a block adds its attention to the scores of the tokens in it. Where tokens have no score
-    before they are ranked (``scored`` is false), the prefix cache may know blocks that are only read.
+    Whoever sees a block wants its tokens where they were written, and adds attention to their scores.
 
     Raises:
         AccountingError: a block is shared, or reachable through the prefix cache.
     """
-    for blocks, published in ((heavy, False), (doomed, not scored)):
-        for block in blocks:
-            if block.ref_cnt != 1 or (block.block_hash is not None and not published):
-                raise AccountingError(
-                    f"eviction would rank block {block.block_id}, which has {block.ref_cnt} owners "
-                    f"and hash {block.block_hash!r}"
-                )
+    for block in blocks:
+        if block.ref_cnt != 1 or block.block_hash is not None:
+            raise AccountingError(
+                f"eviction would write or rank block {block.block_id}, which has {block.ref_cnt} owners "
+                f"and hash {block.block_hash!r}"
+            )

@@ -198,13 +198,14 @@ class H2OBlockManager(FullAttentionManager):
         by_priority = self._rules.by_priority
         least = self._eviction_states[self.readers.owner_of(request_id)].counts.priority
         wanted = {block.block_id for block in hits}
+        read = frozenset[int]().union(*(one.ranked_blocks for one in self._evictions.values()))
         victims = []
         for other in self._running:
             state, table = self._elastic.get(other), self.req_to_blocks.get(other)
             if state is None or not table or (by_priority and state.counts.priority < least):
                 continue
             indices = state.excess(state.counts.num_computed_tokens)
-            if indices is None or not self._private(state, indices, table, wanted):
+            if indices is None or not self._yields(state, indices, table, wanted, read):
                 continue
             gain = sum(table[index].ref_cnt == 1 for index in indices.doomed)
             if gain:
@@ -212,34 +213,40 @@ class H2OBlockManager(FullAttentionManager):
                 victims.append(Victim(other, state, gain, priority))
         return victims
 
-    def _private(
+    def _yields(
         self,
         state: EvictionState,
         indices: EvictionIndices,
         table: Sequence[KVCacheBlock],
         wanted: set[int],
+        read: frozenset[int],
     ) -> bool:
-        """Whether nobody else holds, or is about to hold (``wanted``), what a squeeze takes away.
+        """Whether a squeeze takes nothing that others hold, or are about to hold (``wanted``).
 
-        Who is not stock shares pinned blocks only.
+        Nor have given back in this step, in which they still ``read`` it. Who is not stock shares what nobody
+        writes, and nothing else.
         """
         if not state.stock:
             return True
-        behind = table[self._first_withdrawn(state) :]
-        if any(block.ref_cnt > 1 for block in behind):
+        withdrawn = self._withdrawn(state, indices, table)
+        if any(block.ref_cnt > 1 or block.block_id in read for block in withdrawn):
             return False
-        lost = (*behind, *(table[index] for index in indices.doomed))
+        lost = (*withdrawn, *(table[index] for index in indices.doomed))
         return wanted.isdisjoint(block.block_id for block in lost)
 
-    def _first_withdrawn(self, state: EvictionState) -> int:
-        """Where the blocks begin that a squeezed stock request takes out of the cache.
+    def _withdrawn(
+        self, state: EvictionState, indices: EvictionIndices, table: Sequence[KVCacheBlock]
+    ) -> list[KVCacheBlock]:
+        """What a squeezed stock request takes out of the cache, beside what it gives back.
 
-        Those that evictions may write, and give new scores, or the block whose next token comes after the
-        first eviction: vLLM may have published it in this step.
+        Blocks that evictions may write, or the one whose next token comes after the first eviction: vLLM may
+        have published it in this step.
         """
-        if state.policy.moves_tokens:
-            return state.pinned
-        return state.counts.num_computed_tokens // self.block_size
+        first = state.pinned
+        if not state.policy.moves_tokens:
+            first = state.counts.num_computed_tokens // self.block_size
+        doomed = {*indices.doomed}
+        return [table[index] for index in range(first, len(table)) if index not in doomed]
 
     def _squeeze(self, victim: Victim) -> None:
         request_id, state = victim.request_id, victim.state
@@ -247,15 +254,9 @@ class H2OBlockManager(FullAttentionManager):
         indices = state.squeeze(state.counts.num_computed_tokens)
         assert indices is not None
         if was_stock:
-            doomed = {*indices.doomed}
-            table = self.req_to_blocks[request_id]
-            withdrawn = range(self._first_withdrawn(state), len(table))
+            withdrawn = self._withdrawn(state, indices, self.req_to_blocks[request_id])
             self.block_pool.evict_blocks(
-                {
-                    table[index].block_id
-                    for index in withdrawn
-                    if index not in doomed and table[index].block_hash is not None
-                }
+                {block.block_id for block in withdrawn if block.block_hash is not None}
             )
         self._evict(request_id, state, indices)
         self._squeezes.requests += 1
@@ -269,7 +270,7 @@ class H2OBlockManager(FullAttentionManager):
         fresh = tuple(table[index].block_id for index in indices.fresh)
         computed = state.counts.num_computed_tokens
         if state.policy.moves_tokens:
-            check_private(heavy, doomed, scored=state.policy.needs_scores)
+            check_private(table[index] for index in state.private(indices))
         if self.enable_caching:
             # While the table still has them.
             self._publish(state)

@@ -67,6 +67,11 @@ class Eviction:
     sinks: int = 0
     in_prompt: bool = False
 
+    @property
+    def ranked_blocks(self) -> frozenset[int]:
+        """Ids of the blocks whose tokens are read, and ranked: none, if there is no heavy one."""
+        return frozenset((*self.heavy_blocks, *self.doomed_blocks) if self.heavy_blocks else ())
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -76,14 +81,19 @@ class StepPlan:
     block that one of the others writes (heavy) is in no other one of them, neither as heavy nor as doomed:
 
     * a heavy block has one owner and no hash when its eviction is decided, so no other table holds it; who
-      shared it until this step, and gave it back, is a request that moves no tokens;
+      shared it until this step, and gave it back, is a request that moves no tokens: one that does, and
+      dooms it in this step, keeps the owner from being squeezed;
     * a request evicts at most once in a step, and ranks full blocks whose tokens earlier steps computed: what
       an earlier eviction freed can become its newest block, never a heavy one of the same step;
     * an eviction whose request is preempted later in the step, which frees its heavy blocks, is cancelled.
 
-    Nor does one adjust scores that another ranks by: who moves tokens ranks neither pinned blocks, which
-    alone it reads from the cache, nor published ones, so the candidates of two such evictions are disjoint.
-    Workers may run them in any order, or at once.
+    A doomed block may be doomed by several of them: requests that need no scores, whose prompts begin alike,
+    read it from the cache until each evicts for the first time. Each ranks by scores that it makes itself, so
+    these take turns (:func:`h2o_vllm.engine.waves.waves`), and what one leaves there means nothing to others.
+    Candidates that are ranked by scores kept of them are in no other eviction: their owner has computed them,
+    and publishes none before it has ranked it; pinned blocks, all that it reads from the cache, are none.
+
+    Workers may run them in any order, or at once where they rank no block in common.
 
     Attributes:
         policies: what workers must know of each request that evicts and is admitted or resumed in this step.

@@ -118,7 +118,8 @@ def _new_scores(
     # Protected tokens: not to be spread over their neighbours, not to be lost.
     protected = old == float("inf")
     if not policy.needs_scores:
-        # Blocks from the prefix cache have scores of others: the first tokens are told by their positions.
+        # Blocks from the prefix cache have scores of others, who may be about to rank them as well (see
+        # ``waves``): the first tokens are told by their positions. Known blocks are the request's own.
         places = torch.arange(len(eviction.fresh_blocks) * block_size, device=old.device)
         first = (places < eviction.sinks - eviction.fresh_from).view(-1, block_size)
         protected[:, :, count - len(eviction.fresh_blocks) :] = first

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from h2o_vllm.engine.waves import waves
 from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
@@ -81,17 +82,19 @@ class WorkerState(ABC):
         """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
 
         Policies may adjust the scores first. Must run before the forward pass of the step that
-        carries the evictions, in any order: see :class:`h2o_vllm.blocks.plan.StepPlan`.
+        carries the evictions, in any order: see :class:`h2o_vllm.blocks.plan.StepPlan`. Those that rank the
+        same blocks take turns: what one makes of their scores is only its own.
         """
-        moving = [eviction for eviction in evictions if eviction.heavy_blocks]
-        adjusted = [one for one in moving if get_policy(one.policy).scores_at_eviction]
-        if adjusted:
-            self._adjust_scores(adjusted)
-        if self.recorder is not None:
-            for eviction in evictions:
-                self.recorder.record(eviction, self.scores)
-        if moving:
-            self._move_tokens(moving)
+        for wave in waves(evictions):
+            moving = [eviction for eviction in wave if eviction.heavy_blocks]
+            adjusted = [one for one in moving if get_policy(one.policy).scores_at_eviction]
+            if adjusted:
+                self._adjust_scores(adjusted)
+            if self.recorder is not None:
+                for eviction in wave:
+                    self.recorder.record(eviction, self.scores)
+            if moving:
+                self._move_tokens(moving)
 
     def start_tokens(self, rows: StepRows, slot_mapping: torch.Tensor) -> None:
         """Give this step's tokens the scores they start with.
@@ -162,8 +165,8 @@ class WorkerState(ABC):
 
     @abstractmethod
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
-        """Let the policies of these adjust the scores that are about to be ranked."""
+        """Let the policies of these adjust the scores that are about to be ranked; no two rank one block."""
 
     @abstractmethod
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
-        """Compact evictions that have heavy blocks, by the scores as they are."""
+        """Compact evictions that have heavy blocks, by the scores as they are; no two rank one block."""

@@ -48,13 +48,14 @@ class Policy(ABC):
     """Whether attention probabilities are added to the scores of this policy's requests."""
 
     moves_tokens: ClassVar[bool]
-    """Whether an eviction writes into surviving blocks. If so, what it ranks must not be shared: beside the
-    protected tokens' blocks, which it does not rank, the request publishes only what its first eviction
-    frees, then, and reads nothing from the cache."""
+    """Whether an eviction writes into surviving blocks. If so, these must not be shared: beside the protected
+    tokens' blocks the request publishes only what its first eviction frees, and reads that at most."""
 
     needs_scores: ClassVar[bool] = True
-    """Whether a token's score is kept from the moment its KV is written. If not, nothing has to be known of a
-    token before an eviction ranks it: until then a request may be stock in everything."""
+    """Whether a token's score is kept from the moment its KV is written: what such scores rank is neither
+    read from the cache, nor published before that. If not, nothing has to be known of a token before an
+    eviction ranks it, and its KV may come from the cache: :meth:`eviction_scores` has to make the fresh
+    tokens' scores out of keys and values, whatever it finds there."""
 
     scored_prompt_queries: ClassVar[int | None] = None
     """How many of the prompt's last queries are scored; ``None`` for all. Counted in positions, so that

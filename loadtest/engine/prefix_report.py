@@ -94,9 +94,10 @@ def _cases(rows: list[Row]) -> list[tuple[str, str]]:
 
 def plot_prefix(rows: list[Row], path: Path) -> Path:
     """Tokens per second and first token of each case and variant: median, with every round as a dot."""
-    from loadtest.common.plots import BLUE, GREY, LIGHT, RED, YELLOW, caption, legend, panels, save
+    from loadtest.common.plots import COLOURS, LIGHT, caption, legend, panels, save
 
-    colours = dict(zip(VARIANTS, (LIGHT, GREY, YELLOW, BLUE, RED), strict=True))
+    grey, red, blue, yellow, green, *_ = COLOURS
+    colours = dict(zip(VARIANTS, (LIGHT, grey, yellow, green, blue, red), strict=True))
     cases = _cases(rows)
     variants = [v for v in VARIANTS if any(row["variant"] == v for row in rows)]
     figure, axes = panels(rows=2, size=(2 + 1.6 * len(cases), 7))

@@ -95,12 +95,16 @@ VARIANTS = {
     "stock": Variant("stock", "vLLM defaults", lambda _: None),
     "stock-same-flags": Variant("stock-same-flags", "vLLM, same flags", lambda _: None),
     "h2o-unprotected": Variant("h2o", "kv_budget alone", lambda _: {"kv_budget": BUDGET}),
+    "keydiff": Variant(
+        "h2o", "keydiff alone", lambda _: {"kv_budget": BUDGET, "kv_policy": "keydiff"}
+    ),
     "h2o-system": Variant(
         "h2o", "system protected", lambda t: {"kv_budget": BUDGET, "kv_protect": t.shared}
     ),
     "h2o": Variant("h2o", "kv_protect", lambda t: {"kv_budget": BUDGET, "kv_protect": t.protect}),
 }
-"""The last is ours as it is meant. Without protection a request computes its whole prompt itself."""
+"""The last is ours as it is meant. Without protection a request computes its whole prompt itself, unless its
+policy needs no scores: then it reads what its first eviction frees."""
 
 
 def serves(variant: str, traffic: Traffic) -> bool:

@@ -32,7 +32,7 @@ from h2o_vllm.config.options import FULL_KERNELS
 from loadtest.common.tiny_model import make_tiny_model
 from loadtest.reliability.corruption_check import CorruptionCheck
 from loadtest.reliability.planted_bugs import PLANTED, nothing
-from loadtest.reliability.request_mix import MIXES, make_requests
+from loadtest.reliability.request_mix import MIXES, make_alike, make_requests
 
 __all__ = ["main"]
 
@@ -77,7 +77,8 @@ def run_round(check: CorruptionCheck, args: argparse.Namespace, number: int) -> 
 
 def find_planted_bugs(check: CorruptionCheck, args: argparse.Namespace) -> bool:
     """Whether each planted bug is found, and none where none was planted."""
-    requests = make_requests(random.Random(args.seed), args.requests, MIXES["mixed"])[:40]
+    rng = random.Random(args.seed)
+    requests = [*make_requests(rng, args.requests, MIXES["mixed"])[:40], *make_alike(rng)]
     check.run_alone(requests)
     right = True
     # Nothing last: none of them may have left anything behind.

@@ -55,6 +55,13 @@ def _scores_are_stale(worker: Any) -> Any:
     return replaced(worker._state, "start_scores", lambda *_: None)
 
 
+def _nobody_takes_turns(_: Any) -> Any:
+    """Evictions that rank the same blocks in one step rank by the scores of whoever comes last."""
+    from h2o_vllm.engine import state
+
+    return replaced(state, "waves", lambda evictions: [list(evictions)])
+
+
 def nothing(_: Any) -> Any:
     """No bug at all."""
     return contextlib.nullcontext()
@@ -65,4 +72,5 @@ PLANTED: tuple[Callable[[Any], Any], ...] = (
     _survivors_are_lost,
     _compaction_is_late,
     _scores_are_stale,
+    _nobody_takes_turns,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from loadtest.common.tiny_model import VOCABULARY
 
-__all__ = ["MIXES", "RequestMix", "TimedRequest", "make_requests"]
+__all__ = ["MIXES", "RequestMix", "TimedRequest", "make_alike", "make_requests"]
 
 PREFIXES = 6
 """Prompts are beginnings of this many texts, so that many share their first blocks."""
@@ -81,6 +81,32 @@ class TimedRequest:
     arrives: int
     leaves: int | None
     priority: int = 0
+
+
+def make_alike(rng: random.Random) -> list[TimedRequest]:
+    """Requests with one beginning that evict in one step, and rank what all of them free.
+
+    By scores of their own: they differ in what else they rank, and in whose first tokens stay.
+    """
+    # All but the first read most of it: what is left to compute for all is less than a chunk.
+    beginning = [rng.randrange(VOCABULARY) for _ in range(90)]
+    asked: tuple[dict[str, Any], ...] = (
+        {},
+        {"kv_sinks": 4},
+        {"kv_budget": 0.5},
+        {"kv_recent": 0.0},
+    )
+    return [
+        TimedRequest(
+            prompt=(*beginning, *(rng.randrange(VOCABULARY) for _ in range(10))),
+            budget={"kv_budget": 0.3, "kv_policy": "keydiff", "kv_delay": 0, **one},
+            max_tokens=60,
+            arrives=0,
+            leaves=None,
+            priority=-1,
+        )
+        for one in asked
+    ]
 
 
 def make_requests(rng: random.Random, count: int, mix: RequestMix) -> list[TimedRequest]:

@@ -203,6 +203,61 @@ def test_what_may_be_read_from_the_cache() -> None:
     assert make_state(400, kv_budget=1.0).readable_tokens(399) == 399
     # Less than the prompt, that an eviction due right behind it is not skipped.
     assert make_state(400, kv_budget=0.2, kv_policy="window").readable_tokens(500) == 384
+    # 400 tokens less 80.
+    assert make_state(400, kv_budget=0.2, kv_policy="keydiff").readable_tokens(500) == 320
+    assert make_state(400, kv_budget=0.2, kv_policy="keydiff").readable_tokens(200) == 200
+    # Nobody knows yet: stock.
+    elastic = make_state(400, kv_budget=0.2, kv_policy="keydiff", kv_elastic=True)
+    assert elastic.readable_tokens(500) == 500
+
+
+SCORELESS: list[dict[str, object]] = [
+    {},
+    {"kv_delay": 37},
+    {"kv_protect": 33},
+    {"kv_protect": "prompt"},
+    {"kv_sinks": 50},
+    {"kv_sinks": 50, "kv_protect": 20, "kv_recent": 1.0},
+    {"kv_recent": 0.0, "kv_budget_tokens": 1},
+    {"kv_prefill_tokens": 100},
+    {"kv_prefill_tokens": 100, "kv_protect": 20, "kv_delay": 30},
+    {"kv_evict_from": 500},
+]
+
+
+@pytest.mark.parametrize("asked", SCORELESS, ids=str)
+@pytest.mark.parametrize("prompt", [10, 64, 300, 400])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_without_scores_what_the_first_eviction_frees_is_read_and_published(
+    asked: dict[str, object], prompt: int, block_size: int
+) -> None:
+    """No more and no less, from the start; and whoever begins behind it evicts as whoever begins before."""
+    asked = {
+        "kv_policy": "keydiff",
+        **({} if "kv_budget_tokens" in asked else {"kv_budget": 0.2}),
+        **asked,
+    }
+    one = make_state(prompt, block_size, **asked)
+    expected = one.readable_tokens(10_000)
+    assert one.publishable_tokens(10_000) == expected
+    evicted = [(seen, due) for seen in range(900) if (due := one.evict(seen)) is not None]
+    first_at, first = evicted[0]
+    assert expected == (max(first.doomed) + 1) * block_size < first_at
+    assert first.doomed == tuple(range(one.pinned, one.pinned + len(first.doomed)))
+    assert one.publishable_tokens(10_000) == expected
+    assert len(evicted) > 5
+    assert set(one.private(first)) == {*first.heavy}
+    for _, later in evicted[1:]:
+        assert set(one.private(later)) == {*later.heavy, *later.doomed}
+    one.release()
+    assert one.publishable_tokens(10_000) == one.readable_tokens(10_000) == expected
+    for begin in {0, one.pinned_tokens, expected}:
+        again, computed, found = make_state(prompt, block_size, **asked), begin, []
+        while computed < 900:
+            due = again.evict(computed)
+            found += [(computed, due)] if due is not None else []
+            computed += again.chunk_limit(computed, min(64, 900 - computed))
+        assert found == evicted
 
 
 @pytest.mark.parametrize("protect", [0, 33, "prompt"])

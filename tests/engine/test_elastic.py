@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
@@ -226,10 +227,11 @@ def test_law06_who_needs_no_scores_is_stock_until_squeezed(model_dir: str, polic
 
 
 def test_law06_shared_blocks_save_a_keydiff_request_from_the_squeeze(model_dir: str) -> None:
-    """Its heavy blocks are somebody's else as well. Protected, they are set aside, and it can yield."""
-    for protect, squeezed in ((0, set()), (200, {"one", "two"})):
+    """Those that would be heavy. It can yield if they are protected, or doomed and only read."""
+    both = {"one", "two"}
+    for budget, protect, squeezed in ((150, 0, set()), (16, 200, both), (16, 0, both)):
         rig = Rig(model_dir, 40, max_num_batched_tokens=1024, kv_min_tokens=16)
-        asked = {"kv_budget_tokens": 16, "kv_elastic": True, "kv_policy": "keydiff"}
+        asked = {"kv_budget_tokens": budget, "kv_elastic": True, "kv_policy": "keydiff"}
         for name in ("one", "two"):
             rig.add(name, PROMPT, asked | {"kv_protect": protect}, max_tokens=150)
         for _ in range(100):
@@ -240,6 +242,27 @@ def test_law06_shared_blocks_save_a_keydiff_request_from_the_squeeze(model_dir: 
         rig.step()
         assert {e.request_id for e in rig.evictions} == squeezed
         rig.run()
+
+
+def test_law06_what_a_window_still_holds_is_not_written(model_dir: str) -> None:
+    """It has given back what the other would, and keeps a block that the other would write."""
+    rig = Rig(model_dir, 40, max_num_batched_tokens=1024, kv_min_tokens=16)
+    asked = {"kv_budget": 0.5, "kv_policy": "keydiff", "kv_recent": 0.0}
+    rig.add("victim", PROMPT, asked | {"kv_elastic": True}, max_tokens=150)
+    rig.step()
+    rig.add("window", PROMPT, {"kv_budget": 0.2, "kv_policy": "window"}, max_tokens=30)
+    for _ in range(5):
+        rig.step()
+    owners = [block.ref_cnt for block in rig.blocks.req_to_blocks["victim"]]
+    assert owners == [2, *[1] * 10, 2, 1]
+    rig.evictions.clear()
+    rig.add("crowd", other(1, 440), max_tokens=1)
+    rig.step()
+    assert not rig.evictions
+    rig.scheduler.finish_requests("window", RequestStatus.FINISHED_ABORTED)
+    rig.step()
+    assert [one.request_id for one in rig.evictions] == ["victim"]
+    rig.run()
 
 
 def test_law06_a_prompt_is_not_robbed_of_the_hit_it_came_for(model_dir: str) -> None:

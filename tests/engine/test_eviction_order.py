@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cpu.state import CPUState
+from h2o_vllm.engine.waves import waves
 from tests.engine.scheduling import Rig, check_commuting
 
-NUM_BLOCKS, LAYERS, KV_HEADS, SIZE = 26, 2, 2, 16
+NUM_BLOCKS, LAYERS, KV_HEADS, SIZE = 50, 2, 2, 16
 PROMPT = list(range(1000, 1200))
 POLICIES = (
     "h2o",
@@ -36,7 +38,7 @@ def crowded_steps(model_dir: str, *, pipelined: bool) -> list[tuple[Eviction, ..
     """
     rig = Rig(
         model_dir,
-        NUM_BLOCKS,
+        26,
         policy="priority",
         pipelined=pipelined,
         max_num_batched_tokens=512,
@@ -79,7 +81,25 @@ def given_on(model_dir: str) -> tuple[Eviction, ...]:
     raise AssertionError("no block was given on")
 
 
-def state_before() -> CPUState:
+def one_beginning(model_dir: str) -> tuple[Eviction, ...]:
+    """A plan in which five evict for the first time, and rank the same doomed blocks, some of them fewer."""
+    rig = Rig(model_dir, NUM_BLOCKS, max_num_batched_tokens=1024, kv_min_tokens=16)
+    keydiff = {"kv_budget": 0.2, "kv_policy": "keydiff"}
+    rig.add("ranks", PROMPT[::-1], {"kv_budget": 0.2}, max_tokens=40)
+    for number, asked in enumerate(
+        ({}, {"kv_sinks": 4}, {"kv_budget": 0.5}, {"kv_recent": 0.0}, {"kv_sinks": 4})
+    ):
+        # Each goes on in its own way.
+        prompt = [*PROMPT[:160], *range(2000 * (number + 1), 2000 * (number + 1) + 40)]
+        rig.add(f"{number}", prompt, keydiff | asked, max_tokens=40)
+    rig.step()
+    evictions: tuple[Eviction, ...] = rig.step().h2o.evictions
+    assert len(evictions) == 6
+    return evictions
+
+
+def state_before(sharing: Sequence[Eviction] = ()) -> CPUState:
+    """Random KV and scores; heads share slots where these evict who need no scores."""
     gen = torch.Generator().manual_seed(0)
     kv = [torch.randn(NUM_BLOCKS, KV_HEADS, 16, 2 * SIZE, generator=gen) for _ in range(LAYERS)]
     return CPUState(
@@ -88,23 +108,33 @@ def state_before() -> CPUState:
         first_kv_head=0,
         kv_caches=kv,
         row_request_ids=list,
+        sharing={one.request_id for one in sharing if one.policy == "keydiff"},
     )
 
 
-def written(evictions: Sequence[Eviction], *, one_by_one: bool) -> list[Tensor]:
-    state = state_before()
+def written(
+    evictions: Sequence[Eviction], *, one_by_one: bool, sharing: bool = False
+) -> list[Tensor]:
+    """All scores and KV. What several leave beside the tokens that they doom means nothing, and is cleared.
+
+    Args:
+        sharing: heads of those who need no scores share slots.
+    """
+    state = state_before(evictions if sharing else ())
     for part in [[one] for one in evictions] if one_by_one else [list(evictions)]:
         state.compact(part)
+    doomed = Counter(block for one in evictions if one.heavy_blocks for block in one.doomed_blocks)
+    state.scores[:, [block for block, count in doomed.items() if count > 1]] = 0
     return [state.scores, *state.kv_caches]
 
 
-def check_orders(evictions: Sequence[Eviction]) -> int:
+def check_orders(evictions: Sequence[Eviction], *, sharing: bool = False) -> int:
     """Whatever the order, the same bytes. Returns how many orders were tried."""
     check_commuting(evictions)
-    expected = written(evictions, one_by_one=False)
+    expected = written(evictions, one_by_one=False, sharing=sharing)
     orders = list(itertools.islice(itertools.permutations(evictions), 12))
     for order in orders:
-        found = written(order, one_by_one=True)
+        found = written(order, one_by_one=True, sharing=sharing)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     return len(orders)
 
@@ -123,6 +153,27 @@ def test_who_moves_nothing_may_give_on_what_is_written_at_once(model_dir: str) -
     assert check_orders([gives, takes]) == 2
 
 
+@pytest.mark.parametrize("sharing", [False, True], ids=["equal-heads", "shared-heads"])
+def test_who_ranks_what_others_rank_does_so_as_if_alone(model_dir: str, sharing: bool) -> None:
+    """Different candidates give the same token different scores; and first tokens stay with those who ask."""
+    evictions = one_beginning(model_dir)
+    turns = waves(evictions)
+    assert [len(wave) for wave in turns] == [2, 1, 1, 1, 1]
+    assert len({one.doomed_blocks for one in evictions}) == 3
+    assert check_orders(evictions, sharing=sharing) == 12
+    together = state_before(evictions if sharing else ())
+    together.compact(evictions)
+    for one in evictions:
+        alone = state_before(evictions if sharing else ())
+        alone.compact([one])
+        blocks = list(one.heavy_blocks)
+        for layer, kept in enumerate(together.kv_caches):
+            assert torch.equal(kept[blocks], alone.kv_caches[layer][blocks]), one.request_id
+        assert torch.equal(together.scores[:, blocks], alone.scores[:, blocks]), one.request_id
+        first_tokens = together.scores[:, blocks] == float("inf")
+        assert int(first_tokens.sum()) == LAYERS * KV_HEADS * one.sinks
+
+
 def test_evictions_that_do_not_commute_are_noticed() -> None:
     """What an earlier one dooms must not be what a later one writes."""
     first = Eviction("a", (1, 2), (3, 4), (0, 1))
@@ -134,6 +185,11 @@ def test_evictions_that_do_not_commute_are_noticed() -> None:
     ):
         with pytest.raises(AssertionError):
             check_commuting([first, later])
+    # Without scores blocks may be doomed by two, but none that either has written before.
+    unscored = Eviction("a", (1, 2), (3, 4), (0, 1), "keydiff", (1, 2, 3, 4))
+    check_commuting([unscored, Eviction("b", (6,), (4,), (0,), "keydiff", (4, 6))])
+    with pytest.raises(AssertionError):
+        check_commuting([unscored, Eviction("b", (6,), (4,), (0,), "keydiff", (6,))])
     overlapping = [first, Eviction("b", (3,), (5,), (0,))]
     there, back = written(overlapping, one_by_one=True), written(overlapping[::-1], one_by_one=True)
     assert not all(torch.equal(a, b) for a, b in zip(there, back, strict=True))

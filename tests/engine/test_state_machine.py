@@ -40,6 +40,7 @@ def test_any_order_of_events_keeps_the_laws(
     print(
         f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions, "
         f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, "
+        f"{Traffic.doomed_hits} behind it, {Traffic.meetings} pairs that free the same, "
         f"{Traffic.squeezes} squeezes, {Traffic.crowds} large crowds, {Traffic.bounded} times in a bounded "
         f"prompt, {Traffic.repeated} in a repetition"
     )
@@ -49,6 +50,8 @@ def test_any_order_of_events_keeps_the_laws(
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 100
     assert Traffic.pinned_hits > 50
+    assert Traffic.doomed_hits > 30
+    assert Traffic.meetings > 3
     assert Traffic.squeezes > 100
     assert Traffic.crowds > 40
     assert Traffic.bounded > 100
@@ -90,6 +93,18 @@ def hits_pass_the_pin(monkeypatch: pytest.MonkeyPatch) -> None:
         return min(known, tokens + 16 * (tokens > 0))
 
     monkeypatch.setattr(EvictionState, "readable_tokens", more)
+
+
+def hits_pass_what_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who needs no scores reads, and publishes, a block more: one that its first eviction writes."""
+    readable = EvictionState._readable.fget
+    assert readable is not None
+
+    def more(self: EvictionState) -> int:
+        tokens: int = readable(self)
+        return tokens + (self.policy.moves_tokens and not self.policy.needs_scores)
+
+    monkeypatch.setattr(EvictionState, "_readable", property(more))
 
 
 def eviction_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +162,6 @@ def who_was_squeezed_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EvictionState, "chunk_limit", limit)
 
 
-def shared_blocks_are_squeezed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks become heavy that others hold."""
-    monkeypatch.setattr(H2OBlockManager, "_private", lambda *_: True)
-
-
 def squeezed_blocks_stay_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that evictions write, or that are computed behind the first one, can still be found."""
     monkeypatch.setattr(BlockPool, "evict_blocks", lambda self, block_ids: None)
@@ -174,12 +184,12 @@ def readers_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         readers_hold_nothing,
         squeezed_twice,
         who_was_squeezed_stands_still,
-        shared_blocks_are_squeezed,
         squeezed_blocks_stay_published,
         holes_survive_a_preemption,
         everything_is_published,
         blocks_are_published_before_they_are_ranked,
         hits_pass_the_pin,
+        hits_pass_what_is_freed,
         eviction_comes_late,
         block_is_freed_twice,
         block_is_lost,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -96,8 +97,9 @@ class Traffic(RuleBasedStateMachine):
 
     model_dir: str
     steps = evictions = preemptions = both = pinned_hits = 0
-    squeezes = crowds = bounded = repeated = 0
+    squeezes = crowds = bounded = repeated = doomed_hits = meetings = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
+    ``doomed_hits``: behind it, what they will free; ``meetings``: pairs of one step that free the same;
     ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
     which it had evicted; ``repeated``: in the midst of its prompt's repetition; ``both``: preempted in the
     step that had already evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has a
@@ -189,14 +191,17 @@ class Traffic(RuleBasedStateMachine):
         target=live,
         family=st.sampled_from(FAMILIES),
         lengths=st.tuples(st.integers(60, 200), st.integers(60, 200)),
-        protected=protects,
-        steps=st.integers(4, 20),
+        policy=st.sampled_from(["h2o", "keydiff"]),
+        protected=st.one_of(st.just(0), protects),
+        steps=st.integers(0, 20),
     )
-    def admit_two_turns(self, family: range, lengths: Any, protected: Any, steps: int) -> Any:
-        """The second finds what the first one protects, if there is a cache and its prompt was computed."""
+    def admit_two_turns(
+        self, family: range, lengths: Any, policy: str, protected: Any, steps: int
+    ) -> Any:
+        """The second finds what the first one protects, or frees, if there is a cache and it was computed."""
         names = []
         for length in sorted(lengths):
-            asked = {"kv_budget": 0.2, "kv_protect": protected}
+            asked = {"kv_budget": 0.2, "kv_protect": protected, "kv_policy": policy}
             names.append(self.add(family[:length], asked, 40))
             self.go_on(steps)
         return multiple(*names)
@@ -218,6 +223,7 @@ class Traffic(RuleBasedStateMachine):
             output = self.rig.step()
             Traffic.steps += 1
             self.check_hits(output.scheduled_new_reqs)
+            self.check_meetings(output.h2o.evictions)
             self.check_requests()
 
     @rule(request_id=consumes(live))
@@ -244,13 +250,20 @@ class Traffic(RuleBasedStateMachine):
             self.rig.blocks.check_integrity()
 
     def check_hits(self, admitted: Any) -> None:
-        """Law 6: a hit never passes the pin."""
+        """Law 6: a hit never passes the pin, nor without scores what the first eviction will free."""
         for started in admitted:
             state = self.rig.blocks.eviction_state(started.req_id)
             if state is None or state.stock or not state.policy.moves_tokens:
                 continue
-            assert started.num_computed_tokens <= state.pinned * self.rig.block_size
-            Traffic.pinned_hits += started.num_computed_tokens > 0
+            pinned, hit = state.pinned * self.rig.block_size, started.num_computed_tokens
+            assert hit <= first_ranked(state) * self.rig.block_size
+            Traffic.pinned_hits += 0 < hit <= pinned
+            Traffic.doomed_hits += hit > pinned
+
+    def check_meetings(self, evictions: Any) -> None:
+        """How many rank blocks that others rank in the same step; that they may, the rig has checked."""
+        for one, other in itertools.combinations(evictions, 2):
+            Traffic.meetings += not one.ranked_blocks.isdisjoint(other.ranked_blocks)
 
     def check_requests(self) -> None:
         """Laws 3, 6 and 7 for everybody who is running."""
@@ -301,8 +314,11 @@ class Traffic(RuleBasedStateMachine):
         Traffic.repeated += 1
 
     def check_private(self, state: EvictionState, table: Any) -> None:
-        """Law 6: nobody scores what is still to be ranked, nor can find it."""
-        ranked = [block for block in table[state.pinned :] if not block.is_null]
+        """Law 6: nobody scores what is still to be ranked, nor can find it.
+
+        What is ranked by no scores of its own, and freed unwritten, anybody may have.
+        """
+        ranked = [block for block in table[first_ranked(state) :] if not block.is_null]
         assert all(block.ref_cnt == 1 for block in ranked), "others score what is ranked"
         assert all(block.block_hash is None for block in ranked), "others can find what is ranked"
 
@@ -342,6 +358,15 @@ class Traffic(RuleBasedStateMachine):
         assert not self.rig.blocks._eviction_states
         self.rig.scheduler.reset_prefix_cache()
         self.rig.blocks.check_integrity(idle=True)
+
+
+def first_ranked(state: EvictionState) -> int:
+    """The block at which those begin that nobody else may have, counted token by token."""
+    if state.policy.needs_scores:
+        return state.pinned
+    assert state._begin is not None
+    freed = (state.schedule.freed(n, state._evict_from) for n in itertools.count(state._begin))
+    return state.pinned + next(filter(None, freed))
 
 
 def first_eviction(state: EvictionState, seen: int) -> int:

@@ -78,7 +78,8 @@ def test_a_batch_on_our_kernel_alone_generates_what_each_request_generates_alone
 def test_planted_bugs_are_found(rows: list[dict[str, Any]]) -> None:
     planted = {row["planted"]: row["wrong"] for row in rows if "planted" in row}
     assert set(planted) == {
-        "holes_stay", "survivors_are_lost", "compaction_is_late", "scores_are_stale", "nothing",
+        "holes_stay", "survivors_are_lost", "compaction_is_late", "scores_are_stale",
+        "nobody_takes_turns", "nothing",
     }  # fmt: skip
     assert planted.pop("nothing") == 0, "a planted bug outlived its removal"
     assert all(planted.values())

@@ -30,6 +30,8 @@ def test_variants_take_turns_and_say_what_they_mean() -> None:
     assert [one.variant for one in chats] == [*order, *reversed(order)]
     # The same as kv_protect there.
     assert not serves("h2o-system", TRAFFIC["system"])
+    # What protects nothing, and reads the cache all the same.
+    assert VARIANTS["keydiff"].fields(TRAFFIC["n"]) == {"kv_budget": 0.2, "kv_policy": "keydiff"}
     # No system prompt.
     assert not serves("h2o-system", TRAFFIC["n"])
     assert [one.memory for one in plan] == sorted(one.memory for one in plan)

@@ -58,9 +58,21 @@ MUTANTS = (
     ),
     Mutant(
         "law06-a-shared-heavy-block-is-written",
-        "if any(block.ref_cnt > 1 for block in behind):",
-        "if False:",
+        "if any(block.ref_cnt > 1 or block.block_id in read for block in withdrawn):",
+        "if any(block.block_id in read for block in withdrawn):",
         ELASTIC[1:],
+    ),
+    Mutant(
+        "law05-what-others-read-in-this-step-is-written",
+        "if any(block.ref_cnt > 1 or block.block_id in read for block in withdrawn):",
+        "if any(block.ref_cnt > 1 for block in withdrawn):",
+        ("tests/engine/test_doomed_hits.py",),
+    ),
+    Mutant(
+        "law05-two-rank-by-the-scores-of-one",
+        "turn = max((turns.get(block, 0) for block in eviction.ranked_blocks), default=0)",
+        "turn = 0",
+        ("tests/engine/test_eviction_order.py", "tests/engine/test_doomed_hits_tokens.py"),
     ),
     Mutant(
         "law06-a-prompt-loses-the-hit-it-came-for",
@@ -70,8 +82,8 @@ MUTANTS = (
     ),
     Mutant(
         "law07-the-block-behind-a-squeeze-stays-published",
-        "return state.counts.num_computed_tokens // self.block_size",
-        "return state.counts.num_computed_tokens // self.block_size + 1",
+        "first = state.counts.num_computed_tokens // self.block_size",
+        "first = state.counts.num_computed_tokens // self.block_size + 1",
         ELASTIC[1:],
     ),
     Mutant(

@@ -5,6 +5,7 @@ from tests.mutation.mutant import BLOCKS, ELASTIC, TOKENS, Mutant
 
 __all__ = ["MUTANTS"]
 
+DOOMED = ("tests/blocks/test_eviction_state.py", "tests/engine/test_doomed_hits.py")
 PROTECT = ("tests/blocks/test_eviction_state.py", "tests/engine/test_protect.py")
 FULL = ("tests/engine/test_full_kernel.py",)
 
@@ -67,13 +68,25 @@ MUTANTS = (
     Mutant("law05-the-rest-gets-no-output", "output[index] = attended", "del index", TOKENS),
     Mutant(
         "law06-hits-pass-the-pin",
-        "return min(known, tokens)",
-        "return min(known, tokens + self.block_size)",
+        "min(known, self._readable * self.block_size)",
+        "min(known, (self._readable + 1) * self.block_size)",
         PROTECT,
     ),
     Mutant(
+        "law06-hits-pass-what-the-first-eviction-frees",
+        "return self.pinned + self.schedule.freed(due, self._evict_from)",
+        "return self.pinned + self.schedule.freed(due, self._evict_from) + 1",
+        DOOMED,
+    ),
+    Mutant(
+        "law06-what-needs-no-scores-is-published-late",
+        "self._next_index, self._untouched = self.pinned, self._readable",
+        "self._next_index, self._untouched = self.pinned, self.pinned",
+        DOOMED,
+    ),
+    Mutant(
         "law06-blocks-are-published-before-they-are-ranked",
-        "self._next_index = self._untouched = self.pinned",
+        "self._next_index, self._untouched = self.pinned, self._readable",
         "self._next_index = self.pinned\n        self._untouched = self.pinned + self.schedule.freed("
         "self.prompt_tokens, self.prompt_tokens)",
         PROTECT,

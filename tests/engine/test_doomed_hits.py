@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who moves tokens and needs no scores reads, and publishes, what its first eviction frees: laws 2, 5, 6, 7.
+
+On the real scheduler and a tiny real pool. Their tokens: ``test_doomed_hits_tokens.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.engine.waves import waves
+from tests.engine.scheduling import Rig
+
+BLOCK = 16
+PROMPT = list(range(1000, 1200))
+KEYDIFF = {"kv_budget": 0.2, "kv_policy": "keydiff"}
+READABLE = (200 - 40) // BLOCK * BLOCK
+"""Of the prompt, at a budget of 0.2."""
+
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "delay": {"kv_delay": 20},
+    "protected": {"kv_protect": 40},
+    "prompt protected": {"kv_protect": "prompt"},
+    "sinks": {"kv_sinks": 40},
+    "sinks behind the pin": {"kv_sinks": 40, "kv_protect": 10},
+    "all recent": {"kv_recent": 1.0},
+    "none recent": {"kv_recent": 0.0},
+    "bounded": {"kv_prefill_tokens": 64},
+    "later": {"kv_evict_from": 230},
+}
+
+
+def rig_of(model_dir: str, num_blocks: int = 100, **options: Any) -> Rig:
+    return Rig(
+        model_dir, num_blocks, **{"max_num_batched_tokens": 512, "kv_min_tokens": 16} | options
+    )
+
+
+def decided(rig: Rig, name: str) -> list[tuple[int, tuple[int, ...]]]:
+    return [(one.seen, one.holes) for one in rig.evictions if one.request_id == name]
+
+
+def cached(rig: Rig, name: str) -> int:
+    tokens: int = rig.reports[name]["0"]["tokens_cached"]
+    return tokens
+
+
+def of_prompt(tokens: int, prompt: int) -> int:
+    """What vLLM's cache gives of them: whole blocks, and a token is left to compute."""
+    return min(tokens, (prompt - 1) // BLOCK * BLOCK)
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("length", [30, 160, 161, 200])
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
+def test_law06_hits_end_where_the_first_eviction_does(
+    model_dir: str, asked: dict[str, Any], length: int, pipelined: bool
+) -> None:
+    """The cache has all of the prompt, and of the answer; evictions are those of a cold run."""
+    runs = []
+    for warm in (False, True):
+        rig = rig_of(model_dir, pipelined=pipelined)
+        if warm:
+            rig.add("full", PROMPT[:length] + [7] * 100, max_tokens=2)
+            rig.run()
+        rig.add("one", PROMPT[:length], KEYDIFF | asked, max_tokens=220)
+        rig.run()
+        runs.append(decided(rig, "one"))
+    assert runs[0] == runs[1] and len(runs[0]) > 1
+    _, holes = runs[0][0]
+    assert cached(rig, "one") == of_prompt((max(holes) + 1) * BLOCK, length) > 0
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
+def test_law07_the_next_request_and_the_next_turn_read_what_the_first_one_freed(
+    model_dir: str, asked: dict[str, Any]
+) -> None:
+    """Of an answer only what came before the first eviction; nothing else fills the cache."""
+    rig = rig_of(model_dir)
+    rig.add("first", PROMPT, KEYDIFF | asked, max_tokens=60)
+    rig.run()
+    _, holes = decided(rig, "first")[0]
+    freed = (max(holes) + 1) * BLOCK
+    rig.add("again", PROMPT, KEYDIFF | asked, max_tokens=60)
+    rig.run()
+    assert cached(rig, "again") == of_prompt(freed, len(PROMPT))
+    turn = PROMPT + rig.tokens["first"] + list(range(2000, 2020))
+    rig.add("turn", turn, KEYDIFF | asked, max_tokens=60)
+    rig.add("full", turn, max_tokens=1)
+    rig.run()
+    # Longer, it could read more; but nobody has published more.
+    assert cached(rig, "turn") == freed
+    assert decided(rig, "again") == decided(rig, "first")
+
+
+def test_law06_a_prompt_is_published_while_it_is_computed(model_dir: str) -> None:
+    """As far as nobody will write it: a request that comes in the same step reads it, whatever its policy."""
+    rig = rig_of(model_dir, max_num_batched_tokens=64)
+    rig.add("computes", PROMPT, KEYDIFF, max_tokens=40)
+    for step in range(1, 5):
+        rig.step()
+        table = rig.blocks.req_to_blocks["computes"]
+        published = [block.block_hash is not None for block in table]
+        assert published == [
+            index < min(4 * step, READABLE // BLOCK) for index in range(len(table))
+        ]
+    rig = rig_of(model_dir)
+    rig.add("computes", PROMPT, KEYDIFF, max_tokens=40)
+    rig.add("keydiff", PROMPT, KEYDIFF | {"kv_budget": 0.4}, max_tokens=40)
+    rig.add("full", PROMPT, max_tokens=40)
+    rig.add("ranks", PROMPT, {"kv_budget": 0.2}, max_tokens=40)
+    rig.add("protects", PROMPT, {"kv_budget": 0.2, "kv_protect": 50}, max_tokens=40)
+    assert rig.step().num_scheduled_tokens == {
+        "computes": 200, "keydiff": 200 - 112, "full": 200 - READABLE, "ranks": 512 - 200 - 88 - 40,
+    }  # fmt: skip
+    rig.run()
+    assert cached(rig, "ranks") == 0 and cached(rig, "protects") == 64
+
+
+def test_choices_of_one_prompt_compute_and_hold_its_beginning_once(model_dir: str) -> None:
+    """n = 8: all evict in one step, and rank the blocks that they share, each by scores of its own."""
+    rig = rig_of(model_dir, 36)
+    for index in range(8):
+        rig.add(f"{index}_parent", PROMPT, KEYDIFF, max_tokens=40)
+    assert sum(rig.step().num_scheduled_tokens.values()) == 200 + 7 * (200 - READABLE)
+    held = {block.block_id for table in rig.blocks.req_to_blocks.values() for block in table}
+    assert len(held) == READABLE // BLOCK + 8 * 3
+    evictions = rig.step().h2o.evictions
+    assert len(evictions) == 8
+    assert len({one.doomed_blocks for one in evictions}) == 1
+    assert [len(wave) for wave in waves(evictions)] == [1] * 8
+    rig.run()
+    assert rig.preemptions == 0
+    reports = rig.reports["7_parent"]
+    assert [reports[str(i)]["tokens_cached"] for i in range(8)] == [0] + [READABLE] * 7
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
+def test_law05_a_preempted_request_reads_again_and_evicts_as_before(
+    model_dir: str, asked: dict[str, Any]
+) -> None:
+    """Others know all of its answer, of which it may not read what it has evicted from."""
+
+    def evictions(*, preempt: bool) -> list[tuple[int, tuple[int, ...]]]:
+        rig = rig_of(model_dir)
+        request = rig.add("one", PROMPT, KEYDIFF | asked, max_tokens=140)
+        while request.num_computed_tokens < 300:
+            rig.step()
+        if preempt:
+            rig.add("all of it", PROMPT + rig.tokens["one"], max_tokens=1)
+            rig.step()
+            (_, holes), *_ = decided(rig, "one")
+            rig.evictions.clear()
+            rig.scheduler.running.remove(request)
+            rig.scheduler._preempt_request(request, 0.0)
+            scheduled = rig.step().num_scheduled_tokens["one"]
+            assert request.num_computed_tokens - scheduled == (max(holes) + 1) * BLOCK
+        rig.run()
+        assert cached(rig, "one") == 0
+        return decided(rig, "one")
+
+    calm = evictions(preempt=False)
+    assert len(calm) > 2
+    assert evictions(preempt=True) == calm
+
+
+def test_law06_who_shares_the_beginning_alone_computes_the_rest(model_dir: str) -> None:
+    """A system prompt that nobody protects, and questions of their own behind it."""
+    rig = rig_of(model_dir, 200)
+    for number in range(3):
+        own = range(10_000 * (number + 1), 10_000 * (number + 1) + 100)
+        rig.add(f"{number}", [*PROMPT[:120], *own], KEYDIFF, max_tokens=40)
+        rig.run()
+    assert [cached(rig, f"{number}") for number in range(3)] == [0, 112, 112]
+
+
+def test_what_another_reads_in_this_step_is_not_written_in_it(model_dir: str) -> None:
+    """One gives back its share of blocks; of two that the other would write the first still moves tokens."""
+    rig = rig_of(model_dir, 11)
+    elastic = KEYDIFF | {"kv_budget": 0.5, "kv_elastic": True}
+    rig.add("elastic", PROMPT[:130], elastic, max_tokens=40)
+    rig.step()
+    fixed = rig.add("fixed", PROMPT[:128], KEYDIFF | {"kv_budget": 0.1}, max_tokens=40)
+    assert rig.step().num_scheduled_tokens["fixed"] == 128 - 112
+    table = list(rig.blocks.req_to_blocks["elastic"])
+    state = rig.blocks.eviction_state("elastic")
+    assert state is not None
+    evicted: list[Eviction] = []
+    squeeze = rig.blocks._evict
+
+    def noting(request_id: str, *args: Any) -> None:
+        squeeze(request_id, *args)
+        evicted.append(rig.blocks._evictions[request_id])
+
+    rig.blocks._evict = noting  # type: ignore[method-assign]
+    # It needs a block, and none is free: its share frees none either.
+    rig.step()
+    assert [one.request_id for one in evicted] == ["fixed"]
+    due = state.excess(132)
+    assert due is not None
+    written = {table[index].block_id for index in due.heavy}
+    assert written & {*evicted[0].doomed_blocks}
+    assert all(table[index].ref_cnt == 1 for index in due.heavy)
+    assert fixed.num_preemptions == 1
+    rig.run()

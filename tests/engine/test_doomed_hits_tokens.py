@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Law 5 of who reads what it will free: tokens, kept sets and scores are those of a cold run, in float32.
+
+Without scores, cached KV is as good as computed: a token's rank comes of its key, and of its neighbours'.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_vllm.blocks.plan import Eviction
+from tests.engine.conftest import BLOCK_SIZE, Engine, kept_of, report_of, tokens_of
+from tests.engine.fidelity import Seen, run_to_the_end
+
+pytestmark = pytest.mark.e2e
+
+LENGTH = 330
+KEYDIFF = {"kv_budget": 0.3, "kv_policy": "keydiff"}
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sinks": {"kv_sinks": 40},
+    "protected": {"kv_protect": 50, "kv_sinks": 70},
+    "delay": {"kv_delay": 10},
+    "bounded": {"kv_prefill_tokens": 192},
+}
+OTHERS: list[dict[str, Any] | None] = [
+    None,
+    KEYDIFF | {"kv_sinks": 4},
+    KEYDIFF | {"kv_budget": 0.5},
+    {"kv_budget": 0.1, "kv_protect": 100},
+    {"kv_budget": 0.1, "kv_protect": 200, "kv_policy": "tova"},
+    {"kv_budget": 0.1},
+    {"kv_budget": 0.1, "kv_policy": "window"},
+]
+"""Who has the same prompt: some free what it frees, in the same step, and some add to its scores."""
+
+
+def assert_same(cold: Seen, warm: Seen) -> None:
+    """The same answer from the same tokens, in the same slots, with the same scores behind the pin."""
+    pinned = cold.report["tokens_protected"]
+    assert warm.tokens == cold.tokens
+    for step, other in zip(warm.logprobs, cold.logprobs, strict=True):
+        for token, entry in step.items():
+            assert entry.logprob == pytest.approx(other[token].logprob, abs=2e-3)
+    close = {"rtol": 2e-3, "atol": 2e-3}
+    for name, since in (("keys", 0), ("values", 0), ("scores", pinned)):
+        for layer, expected in enumerate(getattr(cold, name)):
+            found = getattr(warm, name)[layer]
+            torch.testing.assert_close(found[:, since:], expected[:, since:], **close)
+
+
+class Meetings:
+    """Counts pairs of evictions that rank a block in common, as they come to the worker."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        state = engine.worker._state
+        compact = state.compact
+
+        def counting(evictions: Sequence[Eviction]) -> None:
+            for one, other in itertools.combinations(evictions, 2):
+                self.count += not one.ranked_blocks.isdisjoint(other.ranked_blocks)
+            compact(evictions)
+
+        patch.setattr(state, "compact", counting)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        asked if name in ("plain", "sinks") else pytest.param(asked, marks=pytest.mark.slow)
+        for name, asked in ASKED.items()
+    ],
+    ids=ASKED.keys(),
+)
+def test_law05_cold_and_warm_runs_are_one(
+    clean: Engine, text_tokens: list[int], asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm one among others that free the same blocks in the same step, each by its own scores."""
+    prompt = text_tokens[400 : 400 + LENGTH]
+    cold = run_to_the_end(clean, prompt, KEYDIFF | asked)
+    assert cold.report["tokens_cached"] == 0 and cold.report["tokens_evicted"] > 0
+    assert clean.llm.reset_prefix_cache()
+    clean.generate([prompt], max_tokens=1)
+    meetings = Meetings(clean, monkeypatch)
+    warm = run_to_the_end(clean, prompt, KEYDIFF | asked, [(prompt, one) for one in OTHERS])
+    read = warm.report["tokens_cached"]
+    assert warm.report == cold.report | {"tokens_cached": read}
+    pinned = cold.report["tokens_protected"]
+    bound = asked.get("kv_prefill_tokens", 0)
+    freed = bound // 4 if bound else (LENGTH - pinned) * 0.7
+    assert read == pinned + freed // BLOCK_SIZE * BLOCK_SIZE
+    assert_same(cold, warm)
+    assert meetings.count >= 1
+    clean.scheduler.blocks.check_integrity(idle=True)
+
+
+def test_law05_readers_of_one_prompt_do_not_see_each_other(
+    clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All start at once, on an empty cache: the first computes what the others read meanwhile."""
+    prompts = [text_tokens[400:600] + text_tokens[a : a + 130] for a in (900, 1000)]
+    asked = [KEYDIFF, *OTHERS, KEYDIFF | {"kv_recent": 0.0}]
+    jobs = [(prompt, one) for prompt in prompts for one in asked]
+    alone = []
+    for prompt, one in jobs:
+        alone += clean.generate([prompt], one, max_tokens=44)
+        assert clean.llm.reset_prefix_cache()
+    meetings = Meetings(clean, monkeypatch)
+    together = clean.generate([p for p, _ in jobs], [one for _, one in jobs], max_tokens=44)
+    cached = []
+    for one, reference, output in zip(jobs, alone, together, strict=True):
+        assert tokens_of(output) == tokens_of(reference), one[1]
+        assert kept_of(output) == kept_of(reference), one[1]
+        report = report_of(output)
+        assert report["tokens_cached"] == output.num_cached_tokens
+        if report["policy"] == "keydiff":
+            cached.append(report["tokens_cached"])
+    assert sum(hit > 0 for hit in cached) >= 5
+    assert meetings.count >= 3
+
+
+def test_law05_choices_of_one_prompt_are_one_alone(
+    clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In a step of 512 tokens: all four prompts, as the last three read 160.
+    prompt, asked = text_tokens[300:540], KEYDIFF | {"kv_sinks": 4}
+    (alone,) = clean.generate([prompt], asked, max_tokens=60)
+    assert clean.llm.reset_prefix_cache()
+    meetings = Meetings(clean, monkeypatch)
+    # Sampled, as vLLM wants it with n, from one token.
+    likeliest = {"temperature": 1.0, "top_k": 1, "seed": 0}
+    (choices,) = clean.generate([prompt], asked, max_tokens=60, n=4, **likeliest)
+    assert [list(choice.token_ids) for choice in choices.outputs] == [tokens_of(alone)] * 4
+    assert meetings.count == 6
+    reports = choices.kv_transfer_params["h2o"]
+    read = 168 // BLOCK_SIZE * BLOCK_SIZE
+    assert sorted(one["tokens_cached"] for one in reports.values()) == [0, read, read, read]
+
+
+def test_law05_scores_of_others_mean_nothing(clean: Engine, text_tokens: list[int]) -> None:
+    """Blocks from the cache have scores of whoever computed them: here all are marked as first tokens."""
+    prompt, asked = text_tokens[:LENGTH], KEYDIFF | {"kv_sinks": 5, "kv_trace": True}
+    (cold,) = clean.generate([prompt], asked, max_tokens=60)
+    assert clean.llm.reset_prefix_cache()
+    clean.generate([prompt], max_tokens=1)
+    clean.worker._state.scores.fill_(float("inf"))
+    (warm,) = clean.generate([prompt], asked, max_tokens=60)
+    assert tokens_of(warm) == tokens_of(cold)
+    assert report_of(warm)["tokens_cached"] > 0 and kept_of(warm) == kept_of(cold)
+    kept = report_of(warm)["trace"]["kept"]
+    layers, heads = report_of(warm)["trace"]["layers"], report_of(warm)["trace"]["kv_heads"]
+    assert kept[:5] == [layers * heads] * 5 and len(report_of(warm)["trace"]["evicted_at"]) > 1
+
+
+def test_law05_traced_readers_say_what_they_lost_alone(
+    clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one step, of the same blocks."""
+    prompt = text_tokens[500:740]
+    asked = [
+        KEYDIFF | one | {"kv_trace": True} for one in ({}, {"kv_budget": 0.5}, {"kv_sinks": 9})
+    ]
+    alone = []
+    for one in asked:
+        alone += clean.generate([prompt], one, max_tokens=40)
+        assert clean.llm.reset_prefix_cache()
+    meetings = Meetings(clean, monkeypatch)
+    together = clean.generate([prompt] * 3, asked, max_tokens=40)
+    for reference, output in zip(alone, together, strict=True):
+        assert report_of(output)["trace"] == report_of(reference)["trace"]
+        assert tokens_of(output) == tokens_of(reference)
+    assert meetings.count == 3
+
+
+@pytest.mark.slow
+def test_law05_a_preempted_reader_goes_on_as_if_nothing_had_happened(
+    clean: Engine, text_tokens: list[int]
+) -> None:
+    """It finds its own beginning again, or what others have left of it."""
+    asked = KEYDIFF | {"kv_budget": 0.35}
+    late = text_tokens[100:320]
+    (alone,) = clean.generate([late], asked, max_tokens=130)
+    llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
+    clean.crowd_out(late, asked, text_tokens)
+    preemptions = 0
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            if output.request_id == "late" and output.finished:
+                together = output
+        for name, request in requests.items():
+            if name.startswith("late"):
+                preemptions = max(preemptions, request.num_preemptions)
+        clean.scheduler.blocks.check_integrity()
+    assert preemptions > 0
+    assert tokens_of(together) == tokens_of(alone)
+    assert kept_of(together) == kept_of(alone)

@@ -13,9 +13,9 @@ from typing import Any
 
 from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
 from h2o_vllm.config.policies import (
-    BEST_RANK_POLICIES,
     EQUAL_HEADS_POLICIES,
     POLICIES,
+    RECENT_SHARES,
     REPEAT_POLICIES,
     ZAP_POLICIES,
 )
@@ -193,17 +193,8 @@ class H2OConfig:
         return tuple(name for name in POLICIES if name not in missing)
 
     def recent_of(self, policy: str) -> float:
-        """Share of the newest tokens if a request does not say: half, the paper's, unless this server does.
-
-        A policy that ranks in several ways has too few tokens for each left by then: it gets a quarter. One
-        that has seen the prompt repeated, or foretells it, knows what of it will be needed, the newest
-        included: a tenth.
-        """
-        if self.kv_recent is not None:
-            return self.kv_recent
-        if policy in (*REPEAT_POLICIES, *ZAP_POLICIES):
-            return 0.1
-        return 0.25 if policy in BEST_RANK_POLICIES else 0.5
+        """Share of the newest tokens if a request does not say: the policy's, unless this server has one."""
+        return RECENT_SHARES.get(policy, 0.5) if self.kv_recent is None else self.kv_recent
 
     def heads_of(self, policy: str) -> str:
         """Who shares slots if a request does not say: nobody, unless this server does.

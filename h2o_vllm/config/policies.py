@@ -5,10 +5,10 @@ The policies themselves are in :mod:`h2o_vllm.policy`, which needs torch.
 """
 
 __all__ = [
-    "BEST_RANK_POLICIES",
     "EQUAL_HEADS_POLICIES",
     "POLICIES",
     "PROMPT_END_POLICIES",
+    "RECENT_SHARES",
     "REPEAT_POLICIES",
     "ZAP_POLICIES",
 ]
@@ -27,29 +27,37 @@ POLICIES = (
     "repeat-keydiff",
     "zap",
     "zap-keydiff",
+    "zap-snapkv-keydiff",
     "window",
     "random",
     "full",
 )
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
 
-BEST_RANK_POLICIES = (
-    "caote-keydiff",
-    "snapkv-keydiff",
-    "caote-snapkv-keydiff",
-    "repeat-keydiff",
-    "zap-keydiff",
-)
-"""Rank in several ways, and keep what is best in any."""
+RECENT_SHARES = {
+    "caote-keydiff": 0.25,
+    "snapkv-keydiff": 0.25,
+    "caote-snapkv-keydiff": 0.25,
+    "repeat": 0.1,
+    "repeat-keydiff": 0.1,
+    "zap": 0.1,
+    "zap-keydiff": 0.1,
+    "zap-snapkv-keydiff": 0.25,
+}
+"""Share of the newest tokens, of those for which it is not the paper's half.
+
+Who ranks in several ways has too few tokens for each left by then. Who has seen the prompt repeated, or
+foretells that, knows what of it will be needed, the newest included.
+"""
 
 REPEAT_POLICIES = ("repeat", "repeat-keydiff")
 """Have the model repeat the prompt, and rank by what that attends to; see :mod:`h2o_vllm.policy.repeat`."""
 
-ZAP_POLICIES = ("zap", "zap-keydiff")
+ZAP_POLICIES = ("zap", "zap-keydiff", "zap-snapkv-keydiff")
 """Foretell what those would rank by, in an engine with a calibration; see :mod:`h2o_vllm.policy.zap`."""
 
-PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES)
-"""Have nothing to rank by before the prompt's end."""
+PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES, "zap-snapkv-keydiff")
+"""Do not know all that they rank by before the prompt's end."""
 
 EQUAL_HEADS_POLICIES = {
     "keydiff": "which measures how like the other keys of its head a key is: no measure of what a head needs",

@@ -11,6 +11,7 @@ from h2o_vllm.policy.best_rank import (
     RepeatKeyDiffPolicy,
     SnapKVKeyDiffPolicy,
     ZapKeyDiffPolicy,
+    ZapSnapKVKeyDiffPolicy,
 )
 from h2o_vllm.policy.budget import (
     blocks_freed,
@@ -59,6 +60,7 @@ _POLICIES: dict[str, Policy] = {
         RepeatKeyDiffPolicy(),
         ZapPolicy(),
         ZapKeyDiffPolicy(),
+        ZapSnapKVKeyDiffPolicy(),
         WindowPolicy(),
         RandomPolicy(),
         FullPolicy(),

@@ -26,7 +26,7 @@ from h2o_vllm.policy.caote import CAOTEPolicy
 from h2o_vllm.policy.keydiff import KeyDiffPolicy
 from h2o_vllm.policy.repeat import RepeatPolicy
 from h2o_vllm.policy.snapkv import WINDOW, SnapKVPolicy, pooled
-from h2o_vllm.policy.zap import ZapPolicy
+from h2o_vllm.policy.zap import ZapPolicy, foretold
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,7 @@ __all__ = [
     "RepeatKeyDiffPolicy",
     "SnapKVKeyDiffPolicy",
     "ZapKeyDiffPolicy",
+    "ZapSnapKVKeyDiffPolicy",
 ]
 
 _KEYDIFF = KeyDiffPolicy()
@@ -129,6 +130,26 @@ class ZapKeyDiffPolicy(ZapPolicy):
         """Raise the fresh tokens with distinctive keys."""
         scores = super().eviction_scores(candidates)
         return None if scores is None else _raised(scores, candidates, _distinctions(candidates))
+
+
+class ZapSnapKVKeyDiffPolicy(SnapKVPolicy):
+    """Keep what repeating is expected to look at, what the prompt's end looks at, and distinctive keys.
+
+    KVzap (https://arxiv.org/abs/2601.07891), SnapKV (https://arxiv.org/abs/2404.14469) and KeyDiff
+    (https://arxiv.org/abs/2504.15364). Until a token is ranked its score is what late queries give it, as
+    SnapKV's; then it is in the units of what is foretold, which are more alike from head to head, and later
+    queries add to it.
+    """
+
+    name: ClassVar[str] = "zap-snapkv-keydiff"
+
+    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
+        """What is foretold of fresh tokens, raised where late queries look and keys are distinctive."""
+        late = super().eviction_scores(candidates)
+        if late is None:
+            return None
+        scores = candidates.with_fresh(foretold(candidates))
+        return _raised(scores, candidates, late[..., candidates.known :], _distinctions(candidates))
 
 
 def _distinctions(candidates: Candidates) -> Tensor:

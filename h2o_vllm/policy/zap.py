@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from h2o_vllm.policy.candidates import Candidates
 
-__all__ = ["ZapPolicy"]
+__all__ = ["ZapPolicy", "foretold"]
 
 SINKS, MOST = 4, 2.0
 """As many first tokens get a score that is higher than any attention; kvpress keeps as many for KVzip."""
@@ -48,7 +48,12 @@ class ZapPolicy(H2OPolicy):
         """Those of the fresh tokens."""
         if candidates.scores.shape[-1] == candidates.known:
             return None
-        assert candidates.foretold is not None
-        positions = candidates.fresh_positions
-        scores = candidates.foretold().masked_fill(positions < SINKS, MOST)
-        return candidates.with_fresh(scores * torch.exp(positions * NEWER))
+        return candidates.with_fresh(foretold(candidates))
+
+
+def foretold(candidates: Candidates) -> Tensor:
+    """What fresh tokens are expected to get, [L, KH, C - known]: sinks first, and of equals the newest."""
+    assert candidates.foretold is not None
+    positions = candidates.fresh_positions
+    scores = candidates.foretold().masked_fill(positions < SINKS, MOST)
+    return scores * torch.exp(positions * NEWER)

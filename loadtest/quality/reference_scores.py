@@ -55,7 +55,7 @@ class ReferenceScores:
             return self._distinction(layer)
         if self.policy.startswith("repeat"):
             return self._repeat_scores(layer)
-        if self.policy.startswith("zap"):
+        if self.policy in ("zap", "zap-keydiff"):
             return self._zap_scores(layer)
         rows = layer.rows()
         if self.policy == "h2o":
@@ -73,7 +73,9 @@ class ReferenceScores:
             first = self._first_scores(layer, number, rows[:, :when, start:end])
             if self.policy.endswith("-keydiff"):
                 others = [layer.distinctions[number][:, start:end]]
-                if self.policy == "caote-snapkv-keydiff" and when >= self.prompt:
+                if self.policy == "zap-snapkv-keydiff" or (
+                    self.policy == "caote-snapkv-keydiff" and when >= self.prompt
+                ):
                     others.insert(0, self._late(number, rows[:, :when, start:end]))
                 first = self._by_the_best_rank(layer, number, first, *others)
             scores[:, start:end] = first + rows[:, when:, start:end].sum(1)
@@ -103,14 +105,7 @@ class ReferenceScores:
 
     def _zap_scores(self, layer: Layer) -> Tensor:
         """KVzap's, [KH, S], by a calibration of pairs' lengths and of values, all heads' together."""
-        calibration = layer.calibration
-        assert calibration is not None
-        pairs = torch.complex(*layer.keys.float().chunk(2, -1)).abs()
-        known = torch.cat([pairs, layer.values.float()], 2).permute(1, 0, 2).flatten(1)
-        foretold = (known @ calibration[:, :-1].T + calibration[:, -1]).T
-        foretold.clamp_(max=0.0)
-        foretold[:, :FIRST] = math.log(2.0)
-        foretold = (foretold + NEWER * torch.arange(foretold.shape[1])).exp()
+        foretold = self._foretold(layer)
         layer.distinctions.append(self._distinction(layer))
         scores = torch.zeros_like(foretold)
         for number, (_, start, end) in enumerate(self.ranked):
@@ -123,6 +118,17 @@ class ReferenceScores:
             scores[:, start:end] = first
         return scores
 
+    def _foretold(self, layer: Layer) -> Tensor:
+        """What KVzap expects, [KH, S]."""
+        calibration = layer.calibration
+        assert calibration is not None
+        pairs = torch.complex(*layer.keys.float().chunk(2, -1)).abs()
+        known = torch.cat([pairs, layer.values.float()], 2).permute(1, 0, 2).flatten(1)
+        foretold = (known @ calibration[:, :-1].T + calibration[:, -1]).T
+        foretold.clamp_(max=0.0)
+        foretold[:, :FIRST] = math.log(2.0)
+        return (foretold + NEWER * torch.arange(foretold.shape[1])).exp()
+
     def _first_scores(self, layer: Layer, number: int, rows: Tensor) -> Tensor:
         """[KH, N]: of tokens at their first ranking, to which ``rows``, [KH, queries, N], attended."""
         when, start, end = self.ranked[number]
@@ -134,6 +140,8 @@ class ReferenceScores:
                 mean *= layer.weights[number][:, start:end]
             mean[:, :sinks] = 0.0
             return mean * when
+        if self.policy == "zap-snapkv-keydiff":
+            return self._foretold(layer)[:, start:end].clone()
         if self.policy in ("snapkv", "snapkv-keydiff"):
             return self._late(number, rows)
         raise AssertionError(self.policy)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import BEST_RANK_POLICIES, REPEAT_POLICIES, ZAP_POLICIES
+from h2o_vllm.config.policies import RECENT_SHARES
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_from, recent_tokens
@@ -40,13 +40,7 @@ def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() ->
     ours, theirs = (
         H2OConfig(kv_calibration="unread"), H2OConfig(kv_recent=0.7, kv_calibration="unread")
     )  # fmt: skip
-    knowing = (*REPEAT_POLICIES, *ZAP_POLICIES)
-    for policy, share in (
-        ("h2o", 0.5),
-        ("keydiff", 0.5),
-        *((one, 0.25) for one in BEST_RANK_POLICIES if one not in knowing),
-        *((one, 0.1) for one in knowing),
-    ):
+    for policy, share in (("h2o", 0.5), ("keydiff", 0.5), *RECENT_SHARES.items()):
         asked = {"kv_policy": policy}
         assert resolve(ours, asked).recent == share
         assert resolve(theirs, asked).recent == 0.7

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from h2o_vllm.config.policies import (
-    BEST_RANK_POLICIES,
     POLICIES,
     PROMPT_END_POLICIES,
+    RECENT_SHARES,
     REPEAT_POLICIES,
     ZAP_POLICIES,
 )
 from h2o_vllm.kernels import reference
 from h2o_vllm.policy import Candidates, best_rank, get_policy
-from h2o_vllm.policy.zap import ZapPolicy
 
 MATRIX = POLICIES[:-1]
 """All but ``full``, which is never asked."""
@@ -44,14 +43,21 @@ def test_who_repeats_the_prompt_is_listed_for_the_configuration() -> None:
 
 
 def test_who_foretells_is_listed_for_the_configuration() -> None:
-    foretelling = [name for name in POLICIES if isinstance(get_policy(name), ZapPolicy)]
+    """Nobody else can do without a calibration."""
+    known = candidates_of(torch.rand(1, 1, 40), 0, 0, 100)
+    foretelling = []
+    for name in POLICIES:
+        try:
+            get_policy(name).eviction_scores(replace(known, foretold=None))
+        except AssertionError:
+            foretelling.append(name)
     assert foretelling == [*ZAP_POLICIES]
 
 
-def test_who_ranks_in_several_ways_is_listed_for_the_configuration() -> None:
-    """It is given other defaults where no policy has been imported."""
+def test_who_ranks_in_several_ways_leaves_less_to_the_newest() -> None:
+    """And so does who knows what of the prompt is needed."""
     several = [name for name in POLICIES if type(get_policy(name)).__module__ == best_rank.__name__]
-    assert several == [*BEST_RANK_POLICIES]
+    assert RECENT_SHARES.keys() == {*several, *REPEAT_POLICIES, *ZAP_POLICIES}
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -274,11 +280,21 @@ def test_what_is_foretold_is_asked_once() -> None:
     assert given.foretold is not None
     # Of equals the newest comes first.
     foretold = given.foretold() * (torch.arange(50, 82) * 2.0**-17).exp()
-    alone, mixed = (get_policy(name).eviction_scores(given) for name in ZAP_POLICIES)
+    alone, mixed, three = (get_policy(name).eviction_scores(given) for name in ZAP_POLICIES)
     assert alone is not None and mixed is not None
     torch.testing.assert_close(alone, torch.cat([scores[..., :8], foretold], -1))
     repeated = get_policy("repeat-keydiff").eviction_scores(replace(given, scores=alone))
     assert repeated is not None and torch.equal(mixed, repeated)
+    looks = get_policy("snapkv").eviction_scores(given)
+    assert looks is not None and three is not None
+    order = looks[0, 0, 8:].argsort(descending=True, stable=True)
+    ordered = foretold[0, 0].sort(descending=True).values * (1 - 2.0**-20)
+    raised = torch.empty(32).scatter_(0, order, ordered)
+    keys = (-given.key_likeness())[0, 0, 8:].argsort(descending=True, stable=True)
+    third = foretold[0, 0].sort(descending=True).values * (1 - 2.0**-19)
+    raised = torch.maximum(raised, torch.empty(32).scatter_(0, keys, third))
+    torch.testing.assert_close(three[0, 0, 8:], torch.maximum(raised, foretold[0, 0]))
+    assert torch.equal(three[..., :8], scores[..., :8])
     for name in ZAP_POLICIES:
         assert get_policy(name).eviction_scores(replace(given, known=40)) is None
 

@@ -13,8 +13,15 @@ from typing import IO
 
 import pytest
 
+from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.models import DEFAULT_MODEL_NAME, default, default_model_dir, store
+from h2o_vllm.models import (
+    DEFAULT_MODEL_NAME,
+    default,
+    default_calibration,
+    default_model_dir,
+    store,
+)
 from h2o_vllm.models.store import prepared
 
 CONVERT_SLOWLY = """
@@ -186,6 +193,16 @@ def test_model_answers_and_stops() -> None:
     answer = output[prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
     assert answer[-1] == tokenizer.eos_token_id
+
+
+def test_its_calibration_is_one_of_it() -> None:
+    """That it is of this model's weights, the worker checks whenever a server starts without a model."""
+    calibration = Calibration.load(default_calibration())
+    config = json.loads((default_model_dir() / "config.json").read_text())
+    traits = calibration.traits
+    assert traits.layers == config["num_hidden_layers"]
+    assert traits.heads == config["num_key_value_heads"]
+    assert calibration.about["pieces"] == 16
 
 
 def test_tokenizer_splits_digits_and_loses_nothing() -> None:

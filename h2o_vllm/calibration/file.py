@@ -78,7 +78,7 @@ class Calibration:
         Raises:
             ConfigError: it cannot be written.
         """
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         header = {
             "format": FORMAT,
@@ -87,7 +87,7 @@ class Calibration:
         tensors = {"weights": self.weights.contiguous(), "norms": self.traits.norms}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, path, header)
+            path.write_bytes(save(tensors, header))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error}") from None
 

@@ -56,8 +56,8 @@ REPEAT_POLICIES = ("repeat", "repeat-keydiff")
 ZAP_POLICIES = ("zap", "zap-keydiff", "zap-snapkv-keydiff")
 """Foretell what those would rank by, in an engine with a calibration; see :mod:`h2o_vllm.policy.zap`."""
 
-PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES, "zap-snapkv-keydiff")
-"""Do not know all that they rank by before the prompt's end."""
+PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES)
+"""Have nothing to rank by before the prompt's end."""
 
 EQUAL_HEADS_POLICIES = {
     "keydiff": "which measures how like the other keys of its head a key is: no measure of what a head needs",

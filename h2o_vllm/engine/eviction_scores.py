@@ -139,6 +139,7 @@ def _new_scores(
             key_likeness=key_likeness,
             value_distances=value_distances,
             foretold=foretold,
+            in_prompt=eviction.in_prompt,
             late=late,
             counts=counts,
         )

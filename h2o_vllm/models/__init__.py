@@ -5,6 +5,11 @@ Runs in the process that starts the server, and as ``python -m h2o_vllm.models``
 heavy until a conversion is needed.
 """
 
-from h2o_vllm.models.default import DEFAULT_MODEL_NAME, default_model_dir, default_model_file
+from h2o_vllm.models.default import (
+    DEFAULT_MODEL_NAME,
+    default_calibration,
+    default_model_dir,
+    default_model_file,
+)
 
-__all__ = ["DEFAULT_MODEL_NAME", "default_model_dir", "default_model_file"]
+__all__ = ["DEFAULT_MODEL_NAME", "default_calibration", "default_model_dir", "default_model_file"]

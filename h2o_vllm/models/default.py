@@ -16,7 +16,7 @@ from pathlib import Path
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models.store import prepared
 
-__all__ = ["DEFAULT_MODEL_NAME", "default_model_dir", "default_model_file"]
+__all__ = ["DEFAULT_MODEL_NAME", "default_calibration", "default_model_dir", "default_model_file"]
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """The name under which the default model is served."""
@@ -45,6 +45,11 @@ def default_model_dir() -> Path:
     source = default_model_file()
     directory = _cache_root() / f"{DEFAULT_MODEL_NAME}-{_fingerprint(source)}"
     return prepared(directory, lambda target: _convert(source, target))
+
+
+def default_calibration() -> Path:
+    """What ``python -m h2o_vllm.calibrate`` has made of the default model, for ``--kv-calibration``."""
+    return Path(__file__).with_name(f"{DEFAULT_MODEL_NAME}.h2o")
 
 
 def default_model_file() -> Path:

@@ -138,7 +138,7 @@ class ZapSnapKVKeyDiffPolicy(SnapKVPolicy):
     KVzap (https://arxiv.org/abs/2601.07891), SnapKV (https://arxiv.org/abs/2404.14469) and KeyDiff
     (https://arxiv.org/abs/2504.15364). Until a token is ranked its score is what late queries give it, as
     SnapKV's; then it is in the units of what is foretold, which are more alike from head to head, and later
-    queries add to it.
+    queries add to it. Inside of a bounded prompt, whose end is still to come, the others rank alone.
     """
 
     name: ClassVar[str] = "zap-snapkv-keydiff"
@@ -149,7 +149,8 @@ class ZapSnapKVKeyDiffPolicy(SnapKVPolicy):
         if late is None:
             return None
         scores = candidates.with_fresh(foretold(candidates))
-        return _raised(scores, candidates, late[..., candidates.known :], _distinctions(candidates))
+        looks = [] if candidates.in_prompt else [late[..., candidates.known :]]
+        return _raised(scores, candidates, *looks, _distinctions(candidates))
 
 
 def _distinctions(candidates: Candidates) -> Tensor:

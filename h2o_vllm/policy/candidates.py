@@ -30,6 +30,7 @@ class Candidates:
         key_likeness: computes the cosine of each token's key (rotated, where the model does so) and the mean
             of all candidates' keys, each of length 1; [L, KH, C], float32.
         value_distances: computes how far each token's value lies from the mean of all candidates'; the same.
+        in_prompt: whether tokens of the prompt are still to be computed.
         late: [L, KH, C], float32: how much of the scores the queries have given that the policy wants to know
             apart, :attr:`.Policy.late_prompt_queries` and all behind them; 0 for protected tokens, undefined
             for known ones. ``None`` if it does not, and inside of a prompt, whose end is still to come.
@@ -48,6 +49,7 @@ class Candidates:
     late: Tensor | None = None
     counts: Tensor | None = None
     foretold: Callable[[], Tensor] | None = None
+    in_prompt: bool = False
 
     @property
     def fresh_positions(self) -> Tensor:

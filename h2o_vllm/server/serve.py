@@ -11,16 +11,19 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+from dataclasses import replace
 
 from vllm import envs
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args, init_logger
+from vllm.platforms import current_platform
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine import start_record
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.server import engine_death, launch, middleware, playground
 from h2o_vllm.server.model_dir import check_model_dir
@@ -47,7 +50,7 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
     configure_logging_from_args(args)
     if not logger.isEnabledFor(logging.DEBUG):
         start_record.begin()
-    prepare(args, parser, config)
+    config = prepare(args, parser, config)
     logger.info(
         "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_heads=%s kv_recent=%s kv_sinks=%s "
         "kv_protect=%s kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask for "
@@ -79,8 +82,13 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
     return code
 
 
-def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2OConfig) -> None:
+def prepare(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2OConfig
+) -> H2OConfig:
     """Complete ``args`` in place: the model, our engine arguments, our middleware.
+
+    Returns:
+        ``config``, completed as well.
 
     Raises:
         ConfigError: an option contradicts another one or what we have to set, or the model's directory
@@ -89,11 +97,14 @@ def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H
     _refuse_other_frontends(args)
     if args.kv_playground:
         config = playground.with_traces(config)
+    embedded = args.model_tag is None and args.model is None
+    if embedded:
+        config = _calibrated(config, args)
     _set_engine_args(args, parser, config)
     if MIDDLEWARE not in args.middleware:
         # First in the list is innermost: a user's own (compression, say) sees our finished answer.
         args.middleware = [MIDDLEWARE, *args.middleware]
-    if args.model_tag is None and args.model is None:
+    if embedded:
         from h2o_vllm.models import DEFAULT_MODEL_NAME, default_model_dir
 
         args.model = str(default_model_dir())
@@ -105,6 +116,17 @@ def prepare(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from None
+    return config
+
+
+def _calibrated(config: H2OConfig, args: argparse.Namespace) -> H2OConfig:
+    """With the embedded model's calibration, where one can be used and nobody names another."""
+    usable = current_platform.device_type == "cpu" and args.tensor_parallel_size == 1
+    if config.kv_calibration is not None or not usable:
+        return config
+    return replace(
+        config, kv_calibration=str(default_calibration()), kv_policy=args.kv_policy or ""
+    )
 
 
 def _refuse_other_frontends(args: argparse.Namespace) -> None:

@@ -73,12 +73,14 @@ class ReferenceScores:
             first = self._first_scores(layer, number, rows[:, :when, start:end])
             if self.policy.endswith("-keydiff"):
                 others = [layer.distinctions[number][:, start:end]]
-                if self.policy == "zap-snapkv-keydiff" or (
-                    self.policy == "caote-snapkv-keydiff" and when >= self.prompt
-                ):
+                looks = self.policy in ("caote-snapkv-keydiff", "zap-snapkv-keydiff")
+                if looks and when >= self.prompt:
                     others.insert(0, self._late(number, rows[:, :when, start:end]))
                 first = self._by_the_best_rank(layer, number, first, *others)
-            scores[:, start:end] = first + rows[:, when:, start:end].sum(1)
+            since = when
+            if self.policy == "zap-snapkv-keydiff":
+                since = max(when, self.prompt - WINDOW)
+            scores[:, start:end] = first + rows[:, since:, start:end].sum(1)
         return scores
 
     def _repeat_scores(self, layer: Layer) -> Tensor:

@@ -33,7 +33,8 @@ def test_who_scores_the_prompts_end_alone_is_listed_for_the_configuration() -> N
     ends = [
         name
         for name, policy in policies.items()
-        if policy.scored_prompt_queries is not None or policy.repeats_prompt
+        if (policy.scored_prompt_queries is not None or policy.repeats_prompt)
+        and name not in ZAP_POLICIES
     ]
     assert ends == [*PROMPT_END_POLICIES]
 
@@ -308,6 +309,14 @@ def test_attentions_sinks_are_never_foretold_less_than_others() -> None:
         first = new.argsort(dim=-1, descending=True)[..., :sinks].sort(dim=-1).values
         assert (first == torch.arange(sinks)).all()
         assert (new > 1).sum() == 6 * sinks
+
+
+def test_inside_of_a_prompt_what_is_foretold_has_no_looks_beside_it() -> None:
+    given = replace(candidates_of(torch.rand(1, 2, 40), 8, 50, 100), in_prompt=True)
+    two, three = get_policy("zap-keydiff"), get_policy("zap-snapkv-keydiff")
+    assert torch.equal(three.eviction_scores(given), two.eviction_scores(given))
+    behind = replace(given, in_prompt=False)
+    assert not torch.equal(three.eviction_scores(behind), two.eviction_scores(behind))
 
 
 def test_inside_of_a_prompt_nothing_is_known_of_its_end() -> None:

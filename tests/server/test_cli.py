@@ -16,6 +16,7 @@ import pytest
 import h2o_vllm
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.models import default_calibration
 from h2o_vllm.server import cli
 
 COMMAND = [sys.executable, "-m", "h2o_vllm.server.cli"]
@@ -199,8 +200,24 @@ class TestPrepare:
         args = self.prepared("--kv-budget", "0.2")
         # Only a server listens to the engine's counts.
         assert args.additional_config.pop("h2o_metrics") is True
-        for name, value in engine_args(kv_budget=0.2).items():
+        calibration = str(default_calibration())
+        for name, value in engine_args(kv_budget=0.2, kv_calibration=calibration).items():
             assert getattr(args, name) == value
+
+    def test_the_embedded_model_is_calibrated_and_any_other_is_not(self, tmp_path: Path) -> None:
+        def ours(*argv: str) -> tuple[str | None, str]:
+            options = self.prepared(*argv).additional_config["h2o"]
+            return options["kv_calibration"], options["kv_policy"]
+
+        default = str(default_calibration())
+        assert ours() == (default, "zap-snapkv-keydiff")
+        assert ours("--kv-policy", "h2o") == (default, "h2o")
+        (tmp_path / "own.h2o").touch()
+        own = str(tmp_path / "own.h2o")
+        assert ours("--kv-calibration", own) == (own, "zap-snapkv-keydiff")
+        assert ours("--model", "some/model") == (None, "caote-snapkv-keydiff")
+        assert ours("--model", "some/model", "--kv-calibration", own)[1] == "zap-snapkv-keydiff"
+        assert ours("--tensor-parallel-size", "2") == (None, "caote-snapkv-keydiff")
 
     def test_the_page_brings_traces(self) -> None:
         assert self.prepared().additional_config["h2o"]["kv_trace"] is False

@@ -90,7 +90,7 @@ def test_heads_share_where_prompts_are_repeated_unless_somebody_says_otherwise()
         assert resolve(equal, {"kv_policy": policy}).heads == "equal"
         alike = H2OConfig(kv_heads_equal_because="of the test", kv_calibration="unread")
         assert resolve(alike, {"kv_policy": policy}).heads == "equal"
-    assert resolve(server, {}).heads == "equal"
+    assert resolve(H2OConfig(), {}).heads == "equal"
 
 
 def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(

@@ -32,7 +32,9 @@ class Counts:
 def make_state(
     prompt: int, block_size: int = 16, max_tokens: int = 4096, **asked: object
 ) -> EvictionState:
-    budget = resolve_for(H2OConfig(kv_min_tokens=16, **PUBLISHED), asked, prompt)
+    budget = resolve_for(
+        H2OConfig(kv_min_tokens=16, kv_calibration="unread", **PUBLISHED), asked, prompt
+    )
     counts = Counts(prompt, max_tokens, num_tokens=prompt + 1)
     return EvictionState(counts, budget, block_size, 8192)
 

@@ -76,7 +76,8 @@ class Rig:
     ) -> None:
         register()
         init_none_hash(sha256)
-        args = engine_args(**{**PUBLISHED, **h2o})
+        # Only workers read it.
+        args = engine_args(**{**PUBLISHED, "kv_calibration": "unread", **h2o})
         model = ModelConfig(model=model_dir, max_model_len=4096, dtype="float32", seed=0)
         self.block_size = block_size
         self.config = VllmConfig(

@@ -51,7 +51,6 @@ def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
         pipelined=pipelined,
         metered=True,
         kv_min_tokens=16,
-        kv_calibration="unread",
     )
     for number in range(3):
         rig.add(f"{number}", other(number), asked, max_tokens=60)

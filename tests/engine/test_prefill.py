@@ -38,7 +38,6 @@ def test_law03_a_bounded_prompt_never_holds_more(
         max_num_batched_tokens=batched_tokens,
         pipelined=pipelined,
         kv_min_tokens=16,
-        kv_calibration="unread",
     )
     asked = ASKED | {"kv_budget": 0.1, "kv_policy": policy, "kv_protect": 20}
     rig.add("a", prompt_of(0, 700), asked, max_tokens=40)

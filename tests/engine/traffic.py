@@ -130,7 +130,6 @@ class Traffic(RuleBasedStateMachine):
             max_num_batched_tokens=batched_tokens,
             kv_min_tokens=16,
             max_num_seqs=8,
-            kv_calibration="unread",
             **options,
         )
 

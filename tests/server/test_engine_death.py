@@ -55,8 +55,9 @@ async def test_only_an_engine_that_nobody_stopped_has_died(
 
 @pytest.mark.asyncio
 async def test_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("cli_env_setup", "configure_logging_from_args", "prepare"):
+    for name in ("cli_env_setup", "configure_logging_from_args"):
         monkeypatch.setattr(serve, name, lambda *_: None)
+    monkeypatch.setattr(serve, "prepare", lambda _args, _parser, config: config)
     monkeypatch.setattr(serve, "validate_parsed_serve_args", lambda _: None)
     monkeypatch.setattr(launch, "run", lambda _: 0)
     args = argparse.Namespace(block_size=32), argparse.ArgumentParser(), H2OConfig()

@@ -81,7 +81,7 @@ def test_a_server_captures_as_many_variants_whatever_its_policy() -> None:
     for name in POLICIES:
         stock, mixed, third = variants_for(name)
         assert (stock, mixed) == (Variant.STOCK, Variant.MIXED)
-        unscored = name in ("keydiff", "window", "random")
+        unscored = name in ("keydiff", "zap", "zap-keydiff", "window", "random")
         assert third is (Variant.HOLES if unscored else Variant.SCORED)
     assert variant_of(None, variants_for("window")) is Variant.STOCK
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from h2o_vllm.config.keys import CONFIG_KEY, START_RECORD
 from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.policies import ZAP_POLICIES
 from h2o_vllm.errors import ConfigError
 
 __all__ = ["engine_args", "register"]
@@ -63,6 +64,11 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     if config is not None and options:
         raise ConfigError("engine_args takes a config or single options, not both")
     config = config if config is not None else H2OConfig.from_mapping(options)
+    if config.kv_policy in ZAP_POLICIES and config.kv_calibration is None:
+        raise ConfigError(
+            f"--kv-policy {config.kv_policy} wants --kv-calibration FILE, a file that `python -m "
+            "h2o_vllm.calibrate` makes of the model"
+        )
     device = current_platform.device_type
     if device not in WORKER_CLS:
         raise ConfigError(

@@ -156,8 +156,7 @@ def test_budget_fields_are_those_of_the_configuration() -> None:
         option, *default = shlex.split(flag.strip("`"))
         key = name.strip("`")
         assert option == f"--{key.replace('_', '-')}"
-        # Left out of the table: none, off, or what depends on others.
-        needless = defaults[key] is None or defaults[key] is False or defaults[key] == ""
+        needless = defaults[key] is None or defaults[key] is False
         assert default == ([] if needless else [str(defaults[key])])
 
 

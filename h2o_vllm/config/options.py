@@ -47,8 +47,7 @@ class H2OConfig:
         kv_budget_tokens: default absolute budget; overrides ``kv_budget`` when set.
         kv_recent: default share of a budget spent on the newest tokens, in [0, 1]; ``None``: see
             :meth:`recent_of`.
-        kv_policy: default policy, one of :data:`~h2o_vllm.config.policies.POLICIES`; empty: whichever finds
-            most, with a calibration or without. ``h2o`` is the paper's.
+        kv_policy: default policy, one of :data:`~h2o_vllm.config.policies.POLICIES`. ``h2o`` is the paper's.
         kv_sinks: default number of first tokens that are never evicted, 0 to 1024.
         kv_budget_min: smallest ``kv_budget`` a request may ask for.
         kv_budget_max: largest ``kv_budget`` a request may ask for.
@@ -85,7 +84,7 @@ class H2OConfig:
     kv_budget: float = 1.0
     kv_budget_tokens: int | None = None
     kv_recent: float | None = None
-    kv_policy: str = ""
+    kv_policy: str = "caote-snapkv-keydiff"
     kv_sinks: int = 0
     kv_budget_min: float = 0.01
     kv_budget_max: float = 1.0
@@ -104,9 +103,6 @@ class H2OConfig:
     kv_heads_equal_because: str = ""
 
     def __post_init__(self) -> None:
-        if not self.kv_policy:
-            best = "zap-snapkv-keydiff" if self.kv_calibration else "caote-snapkv-keydiff"
-            object.__setattr__(self, "kv_policy", best)
         try:
             self._check_values()
         except BudgetError as error:
@@ -114,11 +110,6 @@ class H2OConfig:
         if self.kv_policy in REPEAT_POLICIES and not self.kv_repeat:
             raise ConfigError(
                 f"--kv-policy {self.kv_policy} repeats prompts, and --no-kv-repeat lets nobody do so"
-            )
-        if self.kv_policy in ZAP_POLICIES and self.kv_calibration is None:
-            raise ConfigError(
-                f"--kv-policy {self.kv_policy} wants --kv-calibration FILE, a file that `python -m "
-                "h2o_vllm.calibrate` makes of the model"
             )
         limit = self.kv_protect_max
         if limit is not None and isinstance(self.kv_protect, int) and self.kv_protect > limit:

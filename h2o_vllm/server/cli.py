@@ -171,10 +171,11 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-policy",
         choices=POLICIES,
+        default=_DEFAULTS.kv_policy,
         help="Which tokens stay beside the newest. h2o: most attention so far; h2o-norm: per query that saw "
         "them; caote: weighed by values; snapkv: from the prompt's end on; tova: from the newest; repeat: "
         "as it is said again; zap: that, foretold; keydiff: odd keys; ...-keydiff: best by any; window: "
-        "first; random: any; full: all. Else zap-snapkv-keydiff if calibrated, or caote-snapkv-keydiff.",
+        "first; random: any; full: all.",
     )
     group.add_argument(
         "--kv-heads",
@@ -282,8 +283,7 @@ def config_of(args: argparse.Namespace) -> H2OConfig:
         ConfigError: a value is out of range, or two contradict each other.
     """
     names = {field.name for field in dataclasses.fields(H2OConfig)} - {"kv_heads_equal_because"}
-    given = {name: getattr(args, name) for name in names}
-    return H2OConfig(**{**given, "kv_policy": args.kv_policy or ""})
+    return H2OConfig(**{name: getattr(args, name) for name in names})
 
 
 class _OwnParser(argparse.ArgumentParser):

@@ -124,9 +124,7 @@ def _calibrated(config: H2OConfig, args: argparse.Namespace) -> H2OConfig:
     usable = current_platform.device_type == "cpu" and args.tensor_parallel_size == 1
     if config.kv_calibration is not None or not usable:
         return config
-    return replace(
-        config, kv_calibration=str(default_calibration()), kv_policy=args.kv_policy or ""
-    )
+    return replace(config, kv_calibration=str(default_calibration()))
 
 
 def _refuse_other_frontends(args: argparse.Namespace) -> None:

@@ -205,19 +205,20 @@ class TestPrepare:
             assert getattr(args, name) == value
 
     def test_the_embedded_model_is_calibrated_and_any_other_is_not(self, tmp_path: Path) -> None:
-        def ours(*argv: str) -> tuple[str | None, str]:
-            options = self.prepared(*argv).additional_config["h2o"]
-            return options["kv_calibration"], options["kv_policy"]
+        def calibration(*argv: str) -> str | None:
+            found: str | None = self.prepared(*argv).additional_config["h2o"]["kv_calibration"]
+            return found
 
-        default = str(default_calibration())
-        assert ours() == (default, "zap-snapkv-keydiff")
-        assert ours("--kv-policy", "h2o") == (default, "h2o")
+        assert calibration() == str(default_calibration())
         (tmp_path / "own.h2o").touch()
         own = str(tmp_path / "own.h2o")
-        assert ours("--kv-calibration", own) == (own, "zap-snapkv-keydiff")
-        assert ours("--model", "some/model") == (None, "caote-snapkv-keydiff")
-        assert ours("--model", "some/model", "--kv-calibration", own)[1] == "zap-snapkv-keydiff"
-        assert ours("--tensor-parallel-size", "2") == (None, "caote-snapkv-keydiff")
+        assert calibration("--kv-calibration", own) == own
+        assert calibration("--model", "some/model") is None
+        assert calibration("--model", "some/model", "--kv-calibration", own) == own
+        assert calibration("--tensor-parallel-size", "2") is None
+        assert calibration("--kv-policy", "zap") == str(default_calibration())
+        with pytest.raises(ConfigError, match="--kv-policy zap wants --kv-calibration FILE"):
+            calibration("--model", "some/model", "--kv-policy", "zap")
 
     def test_the_page_brings_traces(self) -> None:
         assert self.prepared().additional_config["h2o"]["kv_trace"] is False

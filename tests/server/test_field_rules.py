@@ -11,6 +11,7 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, REPEAT_POLICIES, ZAP_POLICIES
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.plugin import engine_args
 from tests.server.admitting import body, passed, refused
 
 
@@ -75,7 +76,7 @@ def test_foretelling_wants_a_calibration(config: H2OConfig, policy: str) -> None
     server = H2OConfig(kv_calibration="unread")
     assert passed(server, body(kv_policy=policy)) and policy in server.policies
     with pytest.raises(ConfigError, match=rf"--kv-policy {policy} wants --kv-calibration FILE"):
-        H2OConfig(kv_policy=policy)
+        engine_args(kv_policy=policy)
     with pytest.raises(ConfigError, match=r"--kv-calibration: .*the path of a file"):
         H2OConfig(kv_calibration=3)  # type: ignore[arg-type]
 

@@ -197,7 +197,9 @@ class Forcing:
         if name == "zap":
             return self._foretold(layer, row, until)
         self._weigh(name, layer, row, until)
-        goes_on = plain_scores(name)[0] != "zap"
+        ways = plain_scores(name)
+        # Policies that foretell collect attention only if they want that of late queries.
+        goes_on = ways[0] != "zap" or "snapkv" in ways
         return (
             self._weighed[name][layer][row, :, :until]
             + goes_on * self._after[layer][row, :, :until]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton import DecodeWorkspace, attend_decode
 from h2o_vllm.kernels.triton.lanes import LaneTables
+from loadtest.kernels.lanes import expected as benchmark_expects
+from loadtest.kernels.lanes import half_shared
 from tests.kernels.cpu.cases import assert_no_worse
 from tests.kernels.triton.cases import DTYPES, Batch, bits, exact, low, make_batch, plain_torch
 from tests.kernels.triton.lane_cases import heads_apart, lanes_for
@@ -112,6 +114,21 @@ def test_an_8_bit_cache_is_read_by_lanes() -> None:
         LENGTHS, kv_heads=2, group=2, size=16, dtype=torch.float8_e4m3fn, scales=(0.5, 1.5, 0.75)
     )
     check(batch, lanes_for(batch, HEAVY))
+
+
+def test_the_benchmarks_rows_equal_what_it_expects() -> None:
+    """Of which it makes sure on a GPU before it times anything."""
+    batch = make_batch([16 * 16 + 5] * 3, kv_heads=4, group=2, size=16)
+    table = batch.block_table[:, :17].contiguous()
+    lanes = half_shared(table, 2, len(batch.key_cache), 4)
+    assert (lanes.offsets[0].diff() == torch.tensor([3, 6, 10, 13])).all()
+    out, scores = batch.out(), torch.where(batch.poisoned, batch.scores, 0.0)
+    decode(batch, lanes, workspace_for(batch, 2), 0, out, scores)
+    given = (batch.query, batch.key_cache, batch.value_cache, table, batch.seq_lens, batch.scale)
+    want, want_scores = benchmark_expects(*given, lanes)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    live = ~batch.poisoned
+    torch.testing.assert_close(scores[live], want_scores[live], rtol=1e-5, atol=1e-6)
 
 
 def test_rows_that_share_nothing_are_attended_as_without_lanes() -> None:

@@ -38,10 +38,11 @@ KERNELS = {
 STACK = {
     ("_order", 89): 8, ("_select", 80): 8, ("_select", 89): 8, ("_add_prompt_scores", 120): 16,
     ("_add_prompt_scores", 80): 8, ("_add_prompt_scores", 89): 8, ("_add_prompt_scores", 100): 48,
-    ("_select_shared", 80): 24,
+    ("_select_shared", 80): 24, ("_attend", 90): 24, ("_attend_shared_prompts", 90): 16,
 }  # fmt: skip
 """Bytes per thread that forms of a kernel take with Triton 3.7.1, two registers to twelve; all others none.
-On sm_80 and sm_100 it is the form of maxima under a soft cap; no model is known that needs it."""
+On sm_80 and sm_100 it is the form of maxima under a soft cap; no model is known that needs it. On sm_90 they
+are forms for heads that share slots, of 8-bit and float32 caches."""
 
 REGISTERS, SHARED, WARPS = 65536, 227 << 10, 64
 """What one processor of Hopper has."""

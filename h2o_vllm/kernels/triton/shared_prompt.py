@@ -66,7 +66,7 @@ def attend_shared_prompts(
     # Queries per tile; more keys would spill on Ampere. float32 keeps its operands in registers.
     tile, warps = (64, 4) if padded <= 128 else (32, 4)
     if query.dtype == torch.float32:
-        tile, warps = 32, 8
+        tile, warps = 16, 8
     grid = (triton.cdiv(max_query_len * group, tile), kv_heads, rows.shape[0])
     _attend_shared_prompts[grid](
         query,

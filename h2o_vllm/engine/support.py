@@ -55,8 +55,6 @@ def config_of(config: VllmConfig) -> H2OConfig:
 
 
 def _equal_heads_because(config: VllmConfig) -> str:
-    if config.device_config.device_type != "cpu":
-        return "heads share their slots on CPUs only: GPU kernels read a lane as its own head's"
     if config.parallel_config.tensor_parallel_size > 1:
         return "with tensor parallelism a rank has only some of the heads"
     return ""

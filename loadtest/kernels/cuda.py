@@ -28,6 +28,7 @@ from loadtest.common.results import Row
 from loadtest.common.statistics import percentile
 from loadtest.kernels.compaction import COMPACTIONS, Compaction
 from loadtest.kernels.contract import DeviceBench
+from loadtest.kernels.lanes import expected, half_shared
 from loadtest.kernels.rescoring import RESCORINGS, Rescoring
 from loadtest.kernels.timing import Call, ratio_row, rounds
 
@@ -137,8 +138,12 @@ class Case:
             softmax_segm_output=parts, softmax_segm_max=highest, softmax_segm_expsum=sums,
         )  # fmt: skip
 
-    def ours(self, *, maxima: bool = False) -> LayerCall:
-        """Attention with scores of one token; of prompts the scores alone, after stock's attention."""
+    def ours(self, *, maxima: bool = False, shared: bool = False) -> LayerCall:
+        """Attention with scores of one token; of prompts the scores alone, after stock's attention.
+
+        Args:
+            shared: whether KV heads share the first half of each row's blocks; of one token.
+        """
         if self.queries > 1:
             prompts = PromptSegments.cut(
                 range(self.requests), self.starts[:-1].tolist(), self.starts[1:].tolist(),
@@ -151,20 +156,25 @@ class Case:
         blocks = self.keys.shape[1]
         workspace = DecodeWorkspace(
             self.requests, blocks * BLOCK_SIZE, self.heads, self.kv_heads, torch.bfloat16, self.size,
-            "cuda",
+            "cuda", sharing_layers=self.layers if shared else 0,
         )  # fmt: skip
+        lanes = half_shared(self.table, self.layers, blocks, self.kv_heads) if shared else None
         flags = torch.full_like(self.lens, MAXIMA if maxima else 0)
-        workspace.plan(self.starts, self.lens, flags)
+        workspace.plan(self.starts, self.lens, flags, lanes, BLOCK_SIZE)
         return lambda layer: attend_decode(
             self.query, self.keys[layer], self.values[layer], self.scores[layer], self.table,
-            self.scale, self.out, workspace,
+            self.scale, self.out, workspace, lanes=lanes, layer=layer,
         )  # fmt: skip
 
     def contestants(self) -> dict[str, LayerCall]:
-        """Stock first: others are given as multiples of it. ``most`` keeps maxima in place of sums."""
+        """Stock first: others are given as multiples of it.
+
+        ``most`` keeps maxima in place of sums; in ``lanes`` KV heads share slots.
+        """
         ours = {"ours": self.ours(), "most": self.ours(maxima=True)}
         if self.queries > 1:
             return {"fa3": self.flash(), **ours}
+        ours["lanes"] = self.ours(shared=True)
         return {"fa3": self.flash(), "unified": self.unified(), **ours}
 
 
@@ -222,6 +232,8 @@ class CUDABench(DeviceBench):
         kv = case.kv_bytes if case.queries == 1 else case.kv_bytes // 2
         moved = dict.fromkeys(times, case.kv_bytes)
         moved |= {"ours": kv + case.sum_bytes, "most": kv + case.maxima_bytes}
+        if "lanes" in moved:
+            moved["lanes"] = moved["ours"]
         kind = "decode" if case.queries == 1 else "prompt scores"
         shape = {"shape": case.shape, "requests": case.requests, "length": case.length}
         return {"kind": kind, **shape, **self._contestant_rows(times, moved)}
@@ -293,11 +305,17 @@ def _check(case: Case) -> None:
             reference.attend_decode(
                 case.query, *caches, scores, *batch, case.scale, out, maxima=maxima
             )
+    outputs = dict.fromkeys(case.contestants(), out)
+    if "lanes" in outputs:
+        lanes = half_shared(case.table, case.layers, case.keys.shape[1], case.kv_heads)
+        outputs["lanes"], want["lanes"] = expected(
+            case.query, case.keys[0], case.values[0], case.table, case.lens, case.scale, lanes
+        )
     for name, call in case.contestants().items():
         case.out.fill_(float("nan"))
         case.scores.zero_()
         call(0)
-        right = case.queries > 1 or torch.allclose(case.out, out, rtol=0.02, atol=0.02)
+        right = case.queries > 1 or torch.allclose(case.out, outputs[name], rtol=0.02, atol=0.02)
         if name in want:
             right &= torch.allclose(case.scores[0], want[name], rtol=2e-3, atol=1e-4)
         if not right:

@@ -30,6 +30,7 @@ from h2o_vllm.kernels.triton import (
     prompt_lse,
     warm_up,
 )
+from h2o_vllm.kernels.triton.lanes import LaneTables
 
 __all__ = ["Form", "Launch", "Shape", "compiled", "launch_everything", "launches"]
 
@@ -154,7 +155,8 @@ def launch_everything(shape: Shape) -> None:
     keys, values = kv.split(size, dim=-1)
     planes = torch.zeros(2, 2, 4, 2, shape.block_size)
     out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
-    workspace = DecodeWorkspace(4, 64, heads, 2, out_dtype, size, "cpu")
+    workspace = DecodeWorkspace(4, 64, heads, 2, out_dtype, size, "cpu", sharing_layers=2)
+    lanes = LaneTables.empty(2, 4, 2, 4, 4, "cpu")
     query = torch.zeros(2, heads, size, dtype=dtype)
     scale = torch.ones(()) if dtype.itemsize == 1 else None
     layers = KVLayers([keys, keys], [values, values])
@@ -167,7 +169,7 @@ def launch_everything(shape: Shape) -> None:
     # Neither, and as Gemma 2 and gpt-oss have them.
     for softcap, sinks in ((0.0, None), (50.0, None), (0.0, torch.ones(heads, dtype=out_dtype))):
         warm_up(
-            layers, planes, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks
+            layers, planes, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks, lanes
         )  # fmt: skip
         prompt_lse(
             query, keys, table, starts, rows, 1.0, lse, 2, rows, scale, scale, softcap, sinks

@@ -318,7 +318,12 @@ def test_law08_what_cannot_be_shared_is_an_error_of_the_request(
 
 @pytest.mark.parametrize(
     ("device", "ranks", "because"),
-    [("cpu", 1, ""), ("cpu", 2, "tensor parallelism"), ("cuda", 1, "on CPUs only")],
+    [
+        ("cpu", 1, ""),
+        ("cpu", 2, "tensor parallelism"),
+        ("cuda", 1, ""),
+        ("cuda", 2, "tensor parallelism"),
+    ],
 )
 def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, because: str) -> None:
     """To its scheduler and its server, and at start-up if sharing is its default."""

@@ -7,6 +7,8 @@ up by. ``tests/engine/cuda`` holds every step of its engines against the warm-up
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -52,7 +54,9 @@ class Worker:
             self.out_dtype,
             self.size,
             "cpu",
+            sharing_layers=LAYERS,
         )
+        self.lanes = kernels.LaneTables.empty(LAYERS, blocks, KV_HEADS, MAX_ROWS, MAX_ROWS, "cpu")
         self.scales = [torch.ones(()) for _ in range(3)] if self.dtype.itemsize == 1 else [None] * 3
         self.softcap = softcap
         self.sinks = torch.zeros(self.heads, dtype=self.out_dtype) if sinks else None
@@ -69,8 +73,9 @@ class Worker:
 
     def warm_up(self) -> None:
         state = SimpleNamespace(
-            kv_layers=self.layers, planes=self.planes, scores=self.scores, workspace=self.workspace
-        )
+            kv_layers=self.layers, planes=self.planes, scores=self.scores, workspace=self.workspace,
+            lanes=self.lanes,
+        )  # fmt: skip
         impl = SimpleNamespace(
             num_heads=self.heads, supports_quant_query_input=True,
             logits_soft_cap=self.softcap, sinks=self.sinks,
@@ -87,6 +92,9 @@ class Worker:
                 for pairs in ([pair], [pair, ([1], [2]), ([1, 2, 3], [4])]):
                     packed = kernels.Evictions.pack(pairs, "cpu")
                     kernels.compact(self.layers, self.scores, packed)
+                    shared = [kernels.SharedEviction(*one, one[1], 3) for one in pairs]
+                    together = kernels.SharedEvictions.pack(shared, "cpu")
+                    kernels.compact_shared(self.layers, self.scores, self.lanes, together)
 
     def start_tokens(self) -> None:
         """Every batch's new tokens; those of some rows alone; values of policies, protected tokens."""
@@ -109,8 +117,9 @@ class Worker:
 
     def decode(self) -> None:
         key_scale, value_scale = self.scales[1:]
-        for rows in (1, 2, 16, 17, MAX_ROWS):
-            self.workspace.plan(self.starts[: rows + 1], self.lens[:rows], self.flags[:rows])
+        for rows, lanes in product((1, 2, 16, 17, MAX_ROWS), (None, self.lanes)):
+            batch = self.starts[: rows + 1], self.lens[:rows], self.flags[:rows]
+            self.workspace.plan(*batch, lanes, self.block_size)
             for layer, (keys, values) in enumerate(
                 zip(self.layers.key_caches, self.layers.value_caches, strict=True)
             ):
@@ -119,7 +128,7 @@ class Worker:
                     kernels.attend_decode(
                         self.query(rows, fused=fused), keys, values, self.scores[layer], self.table[:rows],
                         0.125, out, self.workspace, self.scales[0], key_scale, value_scale,
-                        self.softcap, self.sinks,
+                        self.softcap, self.sinks, lanes, layer,
                     )  # fmt: skip
 
     def rescore(self) -> None:
@@ -134,6 +143,9 @@ class Worker:
                 for given in ([one], [one] * 5):
                     packed = kernels.Rescores.pack(given, "cpu")
                     kernels.rescore(self.layers, self.scores, self.early, packed)
+                    shared = [dataclasses.replace(one, slot=5) for one in given]
+                    packed = kernels.Rescores.pack(shared, "cpu")
+                    kernels.rescore(self.layers, self.scores, self.early, packed, self.lanes)
 
     def score_prompts(self) -> None:
         for rows, tokens in ((1, 2), (1, 16), (2, 33), (1, MAX_TOKENS), (7, MAX_TOKENS)):
@@ -150,11 +162,18 @@ class Worker:
                     for fused in (True, False):
                         query = self.query(tokens, fused=fused)
                         scores, early = self.planes
-                        for plane, given in (scores, prompts), (scores, maxima), (early, prompts):
+                        planes = (scores, prompts), (scores, maxima), (early, prompts)
+                        for (plane, given), lanes in product(planes, (None, self.lanes)):
                             kernels.add_prompt_scores(
                                 query, keys, plane[layer], self.table[:rows], *batch, lse, 0.125,
-                                given, *self.scales[:2], softcap=self.softcap,
+                                given, *self.scales[:2], softcap=self.softcap, lanes=lanes, layer=layer,
                             )  # fmt: skip
+                        out = torch.zeros(tokens, self.heads, self.size, dtype=self.out_dtype)
+                        kernels.attend_shared_prompts(
+                            query, keys, self.layers.value_caches[layer], self.table[:rows], *batch, 0.125,
+                            out, lse, tokens, listed, self.lanes, layer, *self.scales, self.softcap,
+                            self.sinks,
+                        )  # fmt: skip
                         kernels.prompt_lse(
                             query, keys, self.table[:rows], *batch, 0.125, lse, tokens, listed,
                             *self.scales[:2], self.softcap, self.sinks,

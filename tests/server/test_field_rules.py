@@ -51,10 +51,10 @@ def test_heads_share_only_what_can_be_compared(config: H2OConfig, policy: str) -
 
 
 def test_heads_cannot_share_in_every_engine() -> None:
-    engine = H2OConfig(kv_heads_equal_because="heads share on CPUs only")
+    engine = H2OConfig(kv_heads_equal_because="a rank has only some")
     refusal = refused(engine, body(kv_heads="shared"))
     assert refusal.message == (
-        "kv_heads must be equal on this server (heads share on CPUs only), got 'shared'"
+        "kv_heads must be equal on this server (a rank has only some), got 'shared'"
     )
     assert passed(engine, body(kv_heads="equal"))
 

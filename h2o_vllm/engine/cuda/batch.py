@@ -10,9 +10,37 @@ if TYPE_CHECKING:
     import torch
 
     from h2o_vllm.engine.cuda.variants import Variant
-    from h2o_vllm.kernels.triton import PromptSegments
+    from h2o_vllm.kernels.triton import LaneTables, PromptSegments
 
-__all__ = ["ScoredBatch"]
+__all__ = ["ScoredBatch", "ScoredPrompts", "SharedPrompts"]
+
+
+@dataclass(frozen=True)
+class ScoredPrompts:
+    """The scored queries of rows with several.
+
+    Attributes:
+        sums: of rows whose scores are sums, or ``None``. maxima: of those whose scores are maxima.
+        late: the late queries, of these, of rows that get to theirs in this step, or ``None``.
+    """
+
+    sums: PromptSegments | None = None
+    maxima: PromptSegments | None = None
+    late: PromptSegments | None = None
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Rows with several queries whose KV heads share slots; ours, scored or not.
+
+    Attributes:
+        rows: [R], int32. max_query_len: none has more queries.
+        scored: those of their queries that are.
+    """
+
+    rows: torch.Tensor
+    max_query_len: int
+    scored: ScoredPrompts
 
 
 @dataclass(frozen=True)
@@ -26,11 +54,11 @@ class ScoredBatch:
             if every row is ours.
         num_tokens: without padding.
         block_table: [B, MB], int32. query_start_loc: [B + 1], int32. seq_lens: [B], int32, live lengths.
-        decodes: whether scored rows with one query may be in it; the workspace knows which.
-        prompt_rows: scored rows with several queries, [R], int32, or ``None``; never in a CUDA graph.
-        prompts: their scored queries, or ``None``. maxima: those of rows whose scores are maxima.
-        late: the late queries, of these, of rows that get to theirs in this step, or ``None``.
-        max_query_len: no prompt row has more.
+        decodes: whether rows with one query that are ours may be in it; the workspace knows which.
+        prompt_rows: scored rows with several queries that vLLM attends, [R], int32, or ``None``; never in a
+            CUDA graph. max_query_len: none has more. prompts: their scored queries.
+        lanes: whose heads share slots; ``None``: nobody's in this batch.
+        shared_prompts: rows of these with several queries, or ``None``.
     """
 
     variant: Variant
@@ -41,8 +69,8 @@ class ScoredBatch:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     decodes: bool
-    prompt_rows: torch.Tensor | None
-    prompts: PromptSegments | None
-    maxima: PromptSegments | None
-    late: PromptSegments | None
+    prompt_rows: torch.Tensor | None = None
     max_query_len: int = 0
+    prompts: ScoredPrompts = ScoredPrompts()
+    lanes: LaneTables | None = None
+    shared_prompts: SharedPrompts | None = None

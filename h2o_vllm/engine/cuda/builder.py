@@ -16,7 +16,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from h2o_vllm.engine.cuda.batch import ScoredBatch
+from h2o_vllm.engine.cuda.batch import ScoredBatch, ScoredPrompts, SharedPrompts
 from h2o_vllm.engine.cuda.variants import Variant, row_flags
 from h2o_vllm.kernels import triton as kernels
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.rows import StepRows
 
 __all__ = ["ScoringBuilder"]
+
+_UNSCORED = 1 << 27
+"""In place of a row's pinned tokens, where nobody wants the scores of any: more than a row has."""
 
 
 class ScoringBuilder(AttentionMetadataBuilder[Any]):
@@ -56,6 +59,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         self._rest = torch.zeros_like(self._live)
         self._flags = torch.zeros_like(self._live)
         self._flags_sent: np.ndarray | None = None
+        self._nobodys_lanes = np.tile(np.array([-1, 0, 0], dtype=np.int32), (rows, 1))
         # Compiles the kernel: one row, of length 0.
         starts = torch.zeros(2, dtype=torch.int32, device=block_table.device)
         self._drop_holes(block_table[:1], starts[:1], starts, np.zeros(1, dtype=np.int32))
@@ -72,8 +76,15 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
         state.start_tokens(rows, common.slot_mapping)
-        flags = row_flags(rows) + kernels.PINNED * state.pinned_tokens(common)
-        self._drop_holes(common.block_table_tensor, common.seq_lens, common.query_start_loc, flags)
+        shared = state.shared_blocks(common)
+        sharing, pinned = None, state.pinned_tokens(common)
+        lanes = None if shared is None else state.lane_rows(common, shared)
+        if shared is not None:
+            sharing = shared > 0
+            pinned = np.where(sharing & ~rows.decodes, _UNSCORED, pinned)
+        flags = row_flags(rows, sharing) + kernels.PINNED * pinned
+        tables = (common.block_table_tensor, common.seq_lens, common.query_start_loc)
+        self._drop_holes(*tables, flags.astype(np.int32), lanes)
         if (clearing := rows.last_query_rows).size:
             state.clear_scores(
                 self._table,
@@ -92,28 +103,64 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                     int(state.live_lens(common)[crossing].max()),
                 )
             )
-        prompts = np.flatnonzero(rows.prompts)
-        by_sums, by_maxima = prompts[~rows.most[prompts]], prompts[rows.most[prompts]]
-        scored = rows.scored_queries
+        if sharing is None:
+            sharing = np.zeros(len(flags), dtype=np.bool_)
+        prompts = np.flatnonzero(rows.prompts & ~sharing)
         return self._batch(
             state.step_variant.current,
             common,
             common_prefix_len,
             fast_build,
-            decodes=bool(rows.decodes.any()),
+            decodes=bool((rows.decodes | (sharing & (rows.query_lens == 1))).any()),
             prompt_rows=self._to_device(prompts) if prompts.size else None,
-            prompts=self._segments(common, rows, by_sums, scored[by_sums]),
-            maxima=self._segments(common, rows, by_maxima, scored[by_maxima], maxima=True),
-            late=self._segments(common, rows, crossing, rows.late_queries),
             max_query_len=int(rows.query_lens[prompts].max(initial=0)),
+            prompts=self._scored(rows, ~sharing, state.live_lens(common)),
+            lanes=state.lanes if sharing.any() else None,
+            shared_prompts=None if shared is None else self._shared(common, rows, shared),
+        )
+
+    def _shared(
+        self, common: CommonAttentionMetadata, rows: StepRows, shared: NDArray[np.int32]
+    ) -> SharedPrompts | None:
+        """Rows with several queries whose heads share ``shared`` blocks, [B], if there are any."""
+        state = self._state
+        assert state is not None
+        several = np.flatnonzero((shared > 0) & (rows.query_lens > 1))
+        if not several.size:
+            return None
+        # As many keys as one head may have: all lanes but one for each of the others.
+        others = state.scores.shape[2] - 1
+        most = state.live_lens(common) + np.maximum(shared - 1, 0) * others * state.block_size
+        return SharedPrompts(
+            rows=self._to_device(several),
+            max_query_len=int(rows.query_lens[several].max()),
+            scored=self._scored(rows, shared > 0, most),
+        )
+
+    def _scored(
+        self,
+        rows: StepRows,
+        among: NDArray[np.bool_],
+        most_keys: NDArray[np.int32],
+    ) -> ScoredPrompts:
+        """The scored queries of rows with several, ``among`` some rows, none of which has more keys."""
+        prompts = np.flatnonzero(rows.prompts & among)
+        by_sums, by_maxima = prompts[~rows.most[prompts]], prompts[rows.most[prompts]]
+        counts = rows.scored_queries
+        late = np.isin(rows.crossing, np.flatnonzero(among))
+        crossing, late_counts = rows.crossing[late], rows.late_queries[late]
+        return ScoredPrompts(
+            sums=self._segments(rows, by_sums, counts[by_sums], most_keys),
+            maxima=self._segments(rows, by_maxima, counts[by_maxima], most_keys, maxima=True),
+            late=self._segments(rows, crossing, late_counts, most_keys),
         )
 
     def _segments(
         self,
-        common: CommonAttentionMetadata,
         rows: StepRows,
         chosen: NDArray[np.intp],
         counts: NDArray[np.int32],
+        most_keys: NDArray[np.int32],
         *,
         maxima: bool = False,
     ) -> kernels.PromptSegments | None:
@@ -128,7 +175,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             (ends - counts).tolist(),
             ends.tolist(),
             rows.seq_lens[chosen].tolist(),
-            self._state.live_lens(common)[chosen].tolist(),
+            most_keys[chosen].tolist(),
             self._state.scores.shape[2],
             self._live.device,
             maxima=maxima,
@@ -150,9 +197,11 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             common.seq_lens,
             common.query_start_loc,
             np.zeros(common.num_reqs, dtype=np.int32),
+            self._nobodys_lanes[: common.num_reqs] if variant is Variant.SHARED else None,
         )
         decodes = variant is not Variant.HOLES
-        return self._batch(variant, common, 0, False, capturing=True, decodes=decodes)
+        lanes = state.lanes if variant is Variant.SHARED else None
+        return self._batch(variant, common, 0, False, capturing=True, decodes=decodes, lanes=lanes)
 
     def _drop_holes(
         self,
@@ -160,11 +209,13 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         flags: np.ndarray,
+        lane_rows: np.ndarray | None = None,
     ) -> None:
         """Fill our tables and lengths, and plan the decodes that are ours.
 
         Args:
             flags: one per row, as the kernel wants them. The others may have more rows.
+            lane_rows: whose heads share slots, see :attr:`.LaneTables.rows`; ``None``: nobody's.
         """
         assert self._state is not None
         rows = len(flags)
@@ -182,7 +233,13 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             self._ours,
             self._rest,
         )
-        self._state.workspace.plan(query_start_loc, self._ours[:rows], self._flags[:rows])
+        lanes = None
+        if lane_rows is not None:
+            lanes = self._state.lanes
+            assert lanes is not None
+            async_tensor_h2d(lane_rows, out=lanes.rows[:rows])
+        given = (query_start_loc, self._ours[:rows], self._flags[:rows])
+        self._state.workspace.plan(*given, lanes, self._state.block_size)
 
     def _batch(
         self,
@@ -196,7 +253,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
     ) -> ScoredBatch:
         rows = common.num_reqs
         stock = None
-        if variant in (Variant.MIXED, Variant.HOLES):
+        if variant not in (Variant.STOCK, Variant.SCORED):
             without_holes = replace(
                 common, block_table_tensor=self._table[:rows], seq_lens=self._rest[:rows]
             )
@@ -209,7 +266,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             block_table=self._table[:rows],
             query_start_loc=common.query_start_loc,
             seq_lens=self._live[:rows],
-            **{"prompt_rows": None, "prompts": None, "maxima": None, "late": None, **ours},
+            **ours,
         )
 
     def _to_device(self, numbers: np.ndarray) -> torch.Tensor:

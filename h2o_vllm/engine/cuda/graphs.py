@@ -13,10 +13,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from h2o_vllm.config.keys import CONFIG_KEY
-from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.cuda.compat import FullGraphsManager
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_of
+from h2o_vllm.engine.support import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +85,7 @@ class _VariantCapture(FullGraphsManager):
 
 
 class VariantGraphManager(ModelCudaGraphManager, _VariantCapture):
-    """vLLM's graph manager with three full graphs per batch size.
+    """vLLM's graph manager with a full graph per batch size and variant.
 
     The order of the bases matters: ``ModelCudaGraphManager`` hands the capture loop, and the
     replay, to the next class in line. Its ``super()`` calls reach ours.
@@ -112,8 +111,7 @@ class H2OModelRunner(GPUModelRunner):
     cudagraph_manager: Any
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        ours = H2OConfig.from_mapping(vllm_config.additional_config[CONFIG_KEY])
-        self.step_variant = StepVariant(captured=variants_for(ours.kv_policy))
+        self.step_variant = StepVariant(captured=variants_of(config_of(vllm_config)))
         super().__init__(vllm_config, *args, **kwargs)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:

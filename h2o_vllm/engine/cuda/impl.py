@@ -8,6 +8,7 @@ no budget  vLLM                 none                          yes
 evicting   vLLM, without holes  none (``window``, ``keydiff``)  yes
 decode     ours                 ours, in the same pass        yes
 prompt     vLLM, with its LSE   columns, from the LSE         no (attention is eager)
+shared     ours                 as above, if any              decodes
 ========== ==================== ============================= ==================
 """
 
@@ -19,7 +20,7 @@ import torch
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 
 from h2o_vllm.engine.attention import AttentionCall, ScoringImpl
-from h2o_vllm.engine.cuda.batch import ScoredBatch
+from h2o_vllm.engine.cuda.batch import ScoredBatch, ScoredPrompts, SharedPrompts
 from h2o_vllm.engine.cuda.compat import layer_scales
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
@@ -138,18 +139,63 @@ class CudaScoringImpl(ScoringImpl):
                 *scales,
                 softcap=self.logits_soft_cap,
                 sinks=self.sinks,
+                lanes=batch.lanes,
+                layer=self._layer,
             )
-        if lse is None:
-            return
+        if batch.shared_prompts is not None:
+            self._attend_shared(query, output, batch, batch.shared_prompts, scales)
+        if lse is not None:
+            self._add_scores(query, batch, batch.prompts, lse, scales)
+
+    def _attend_shared(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        batch: ScoredBatch,
+        prompts: SharedPrompts,
+        scales: Scales,
+    ) -> None:
+        """Attention, and scores, of rows with several queries that vLLM's kernels cannot read."""
+        assert batch.lanes is not None
+        tokens, heads, _ = query.shape
+        lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
+        kernels.attend_shared_prompts(
+            query,
+            *self._views,
+            batch.block_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            self.scale,
+            output,
+            lse,
+            prompts.max_query_len,
+            prompts.rows,
+            batch.lanes,
+            self._layer,
+            *scales,
+            softcap=self.logits_soft_cap,
+            sinks=self.sinks,
+        )
+        self._add_scores(query, batch, prompts.scored, lse, scales, batch.lanes)
+
+    def _add_scores(
+        self,
+        query: torch.Tensor,
+        batch: ScoredBatch,
+        scored: ScoredPrompts,
+        lse: torch.Tensor,
+        scales: Scales,
+        lanes: kernels.LaneTables | None = None,
+    ) -> None:
         for scores, prompts in (
-            (self._scores, batch.prompts),
-            (self._scores, batch.maxima),
-            (self._early, batch.late),
+            (self._scores, scored.sums),
+            (self._scores, scored.maxima),
+            (self._early, scored.late),
         ):
             if prompts is not None:
                 kernels.add_prompt_scores(
                     query,
-                    keys,
+                    self._views[0],
                     scores,
                     batch.block_table,
                     batch.query_start_loc,
@@ -160,6 +206,8 @@ class CudaScoringImpl(ScoringImpl):
                     scales.query,
                     scales.key,
                     softcap=self.logits_soft_cap,
+                    lanes=lanes,
+                    layer=self._layer,
                 )
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:

@@ -27,8 +27,12 @@ _HOW: dict[str, tuple[int, int]] = {
 """Of every policy with ``scores_at_eviction``: ``how`` and ``reach``."""
 
 
-def rescore_of(eviction: Eviction) -> Rescore:
-    """The kernel's part of an eviction whose policy adjusts scores."""
+def rescore_of(eviction: Eviction, slot: int = -1) -> Rescore:
+    """The kernel's part of an eviction whose policy adjusts scores.
+
+    Args:
+        slot: the request's, if its KV heads share the slots of the blocks that are ranked again; else -1.
+    """
     blocks = candidate_blocks(eviction)
     known = len(blocks) - len(eviction.fresh_blocks)
     how, reach = _HOW[eviction.policy]
@@ -42,4 +46,5 @@ def rescore_of(eviction: Eviction) -> Rescore:
         seen=eviction.seen,
         protected=max(0, eviction.sinks - eviction.fresh_from),
         reach=reach,
+        slot=slot,
     )

@@ -35,6 +35,7 @@ class PolicySlots:
         self._sinks: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._pinned: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._holes: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+        self._shared: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._waiting: dict[str, EvictionParams] = {}
         self._placed: set[int] = set()
 
@@ -48,7 +49,7 @@ class PolicySlots:
             self._waiting.pop(request_id, None)
             slot = slots.get(request_id)
             if slot is not None:
-                self._codes[slot] = self._pinned[slot] = 0
+                self._codes[slot] = self._pinned[slot] = self._shared[slot] = 0
                 self._placed.discard(slot)
 
     def place(self, slots: Mapping[str, int]) -> None:
@@ -59,12 +60,16 @@ class PolicySlots:
             self._prompt_tokens[slot] = params.prompt_tokens
             self._sinks[slot] = params.sinks
             self._pinned[slot] = params.pinned
-            self._holes[slot] = 0
+            self._holes[slot] = self._shared[slot] = 0
             self._placed.add(slot)
 
     def punched(self, slot: int, count: int) -> None:
         """``count`` more blocks of the request in ``slot`` have been evicted."""
         self._holes[slot] += count
+
+    def share(self, slot: int, count: int) -> None:
+        """KV heads share the slots of the first ``count`` blocks behind the pinned ones, from now on."""
+        self._shared[slot] = count
 
     def codes(self, slots: NDArray[np.intp]) -> NDArray[np.int8] | None:
         """Policy code per batch row, or ``None`` if nobody in the batch evicts."""
@@ -88,3 +93,7 @@ class PolicySlots:
     def holes(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """Blocks evicted so far per batch row, for the rows whose code is not 0."""
         return self._holes[slots]
+
+    def shared(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Blocks whose slots KV heads share, per batch row."""
+        return self._shared[slots]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from h2o_vllm.engine.cuda.variants import variants_for
+from h2o_vllm.engine.cuda.variants import variants_of
+from h2o_vllm.engine.support import config_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +39,7 @@ def warn_of_batches_without_graphs(config: VllmConfig) -> None:
             most,
             largest,
             most,
-            # Every 16 requests, vLLM's own steps; each policy has as many variants.
-            -(-(most - largest) // 16) * len(variants_for("h2o")),
+            # Every 16 requests, vLLM's own steps.
+            -(-(most - largest) // 16) * len(variants_of(config_of(config))),
             largest,
         )

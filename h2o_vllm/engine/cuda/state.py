@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variant_of
+from h2o_vllm.engine.eviction_scores import known_blocks
 from h2o_vllm.engine.rows import StepRows
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.kernels import triton as kernels
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
     from h2o_vllm.engine.cuda.batch import ScoredBatch
     from h2o_vllm.engine.cuda.slots import PolicySlots
-    from h2o_vllm.kernels.triton import DecodeWorkspace, KVLayers
+    from h2o_vllm.kernels.triton import DecodeWorkspace, KVLayers, LaneTables
 
 __all__ = ["CudaState"]
 
@@ -41,6 +42,7 @@ class CudaState(WorkerState):
         step_variant: which kernels the step uses; read when a CUDA graph is chosen.
         request_slots: request id -> slot of the runner's request table; the runner's own mapping.
         policies: policies of those slots.
+        lanes: whose the lanes of heavy blocks are, on the device; ``None``: heads cannot share slots here.
     """
 
     kv_layers: KVLayers
@@ -48,15 +50,32 @@ class CudaState(WorkerState):
     step_variant: StepVariant
     request_slots: Mapping[str, int]
     policies: PolicySlots
+    lanes: LaneTables | None = None
+    _sharing: set[str] = field(default_factory=set)
+    """Ids of the requests whose heads share slots."""
+    _heavy_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of those that have evicted: the blocks whose lanes are shared, in the order of their list."""
     _captured: dict[Variant, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Learn what the requests that evict and enter the batch depend on."""
         self.policies.start(policies)
+        self._sharing.update(name for name, params in policies.items() if params.shares_heads)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch, before the runner reuses their slots."""
-        self.policies.release(request_ids, self.request_slots)
+        gone = list(request_ids)
+        self.policies.release(gone, self.request_slots)
+        self._sharing.difference_update(gone)
+        for request_id in gone:
+            self._heavy_blocks.pop(request_id, None)
+
+    def compact(self, evictions: Sequence[Eviction]) -> None:
+        """As the base class; a request of which nothing is left to rank has no lanes either."""
+        super().compact(evictions)
+        for one in evictions:
+            if not one.heavy_blocks and self._heavy_blocks.pop(one.request_id, ()):
+                self.policies.share(self.request_slots[one.request_id], 0)
 
     def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
         """Who evicts in this batch, or ``None`` if nobody does; also settles the step's variant."""
@@ -75,7 +94,30 @@ class CudaState(WorkerState):
                     self.policies.prompt_tokens(common.req_idx),
                     self.policies.sinks(common.req_idx),
                 )
-        self.step_variant.current = variant_of(rows, self.step_variant.captured)
+        shares = rows is not None and self.shared_blocks(common) is not None
+        self.step_variant.current = variant_of(rows, self.step_variant.captured, shares=shares)
+        return rows
+
+    def shared_blocks(self, common: CommonAttentionMetadata) -> NDArray[np.int32] | None:
+        """Blocks whose slots heads share, of each row, [B]; ``None`` if there are none in this batch."""
+        if not self._heavy_blocks:
+            return None
+        assert common.req_idx is not None
+        shared = np.zeros(common.num_reqs, dtype=np.int32)
+        shared[: len(common.req_idx)] = self.policies.shared(common.req_idx)
+        return shared if shared.any() else None
+
+    def lane_rows(
+        self, common: CommonAttentionMetadata, shared: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """What :attr:`.LaneTables.rows` has to be for this batch, [B, 3]."""
+        rows = np.zeros((common.num_reqs, 3), dtype=np.int32)
+        rows[:, 0] = -1
+        sharing = np.flatnonzero(shared)
+        assert common.req_idx is not None
+        slots = common.req_idx[sharing]
+        pinned = self.policies.pinned(slots) // self.block_size
+        rows[sharing] = np.stack([slots, pinned, shared[sharing]], axis=1)
         return rows
 
     def punched(self, request_id: str, count: int) -> None:
@@ -128,10 +170,34 @@ class CudaState(WorkerState):
         kernels.reset_scores(scores, slots, values)
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
-        packed = kernels.Rescores.pack(list(map(rescore_of, evictions)), self.scores.device)
-        kernels.rescore(self.kv_layers, self.scores, self.early, packed)
+        rescores = [rescore_of(one, self._lanes_slot(one)) for one in evictions]
+        packed = kernels.Rescores.pack(rescores, self.scores.device)
+        kernels.rescore(self.kv_layers, self.scores, self.early, packed, self.lanes)
+
+    def _lanes_slot(self, eviction: Eviction) -> int:
+        """The slot of a request of whose blocks some are shared already, else -1."""
+        heavy = self._heavy_blocks.get(eviction.request_id)
+        if heavy is None:
+            return -1
+        assert tuple(known_blocks(eviction)) == heavy, "what was ranked is what was heavy"
+        return self.request_slots[eviction.request_id]
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
-        pairs = [(eviction.heavy_blocks, eviction.doomed_blocks) for eviction in evictions]
+        equal = [one for one in evictions if one.request_id not in self._sharing]
+        pairs = [(eviction.heavy_blocks, eviction.doomed_blocks) for eviction in equal]
         packed = kernels.Evictions.pack(pairs, self.scores.device)
         kernels.compact(self.kv_layers, self.scores, packed)
+        if len(equal) < len(evictions):
+            self._share([one for one in evictions if one.request_id in self._sharing])
+
+    def _share(self, evictions: Sequence[Eviction]) -> None:
+        assert self.lanes is not None
+        given = []
+        for one in evictions:
+            slot = self.request_slots[one.request_id]
+            blocks = (one.heavy_blocks, one.doomed_blocks, one.fresh_blocks)
+            given.append(kernels.SharedEviction(*blocks, slot))
+            self._heavy_blocks[one.request_id] = one.heavy_blocks
+            self.policies.share(slot, len(one.heavy_blocks))
+        packed = kernels.SharedEvictions.pack(given, self.scores.device)
+        kernels.compact_shared(self.kv_layers, self.scores, self.lanes, packed)

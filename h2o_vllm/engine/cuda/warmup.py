@@ -51,6 +51,7 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
         *scales,
         softcap=softcap,
         sinks=sinks,
+        lanes=state.lanes,
     )
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)

@@ -31,6 +31,7 @@ from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.timing import DeviceTimer
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.engine.cuda.warmup import warm_up
+from h2o_vllm.engine.support import config_of
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
@@ -86,10 +87,12 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
 
     def _workspace_bytes(self, available: int, specs: Collection[KVCacheSpec]) -> int:
         """Upper bound of what the kernels hold beside the scores, once ``available`` bytes are KV."""
-        spec = next(spec for spec in specs if isinstance(spec, H2OAttentionSpec))
-        tokens = available // sum(spec.page_size_bytes for spec in specs) * spec.block_size
+        ours = [spec for spec in specs if isinstance(spec, H2OAttentionSpec)]
+        spec, layers = ours[0], len(ours) if self._may_share() else 0
+        blocks = available // sum(spec.page_size_bytes for spec in specs)
+        tokens, rows = blocks * spec.block_size, self.scheduler_config.max_num_seqs
         workspace = kernels.DecodeWorkspace(
-            self.scheduler_config.max_num_seqs,
+            rows,
             self._scored_tokens(tokens),
             self.model_config.get_num_attention_heads(self.parallel_config),
             spec.num_kv_heads,
@@ -97,8 +100,15 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             spec.head_size,
             # Shapes without memory.
             "meta",
+            sharing_layers=layers,
         )
-        return int(workspace.nbytes) + _FIXED_BYTES + self._scratch_bytes(spec.num_kv_heads)
+        lanes = kernels.LaneTables.empty(layers, blocks, spec.num_kv_heads, rows, rows, "meta")
+        held = workspace.nbytes + lanes.nbytes
+        return int(held) + _FIXED_BYTES + self._scratch_bytes(spec.num_kv_heads)
+
+    def _may_share(self) -> bool:
+        """Whether requests may let KV heads share slots."""
+        return not config_of(self.vllm_config).kv_heads_equal_because
 
     def _scored_tokens(self, tokens: int) -> int:
         """The most that rows can have among them whose scores come of one launch; ``tokens``: of the pool."""
@@ -149,6 +159,8 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         check_softmaxes([layer.impl for layer in layers])
         check_layers(kv_layers.key_caches, kv_layers.value_caches, planes[0], num_heads)
         slots = runner_block_table(self.model_runner, group.kv_cache_group_id).shape[0]
+        sharing = len(layers) if self._may_share() else 0
+        sizes = (sharing, num_blocks, num_kv_heads, slots, slots, self.device)
         return CudaState(
             planes=planes,
             kv_cache_group=group.kv_cache_group_id,
@@ -162,7 +174,9 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
                 self.model_config.dtype,
                 spec.head_size,
                 self.device,
+                sharing_layers=sharing,
             ),
+            lanes=kernels.LaneTables.empty(*sizes) if sharing else None,
             step_variant=self.model_runner.step_variant,
             request_slots=runner_request_slots(self.model_runner),
             policies=PolicySlots(slots),

@@ -18,6 +18,10 @@ take for granted, :func:`warm_up` compiles them all. Each step, in this order:
                         again for the late queries of prompts that get there, for a policy that asks
     split_scores        after it, for these                              eager, 1 launch
 
+Where KV heads share slots (:mod:`~h2o_vllm.kernels.triton.lanes` has the tables), ``compact_shared`` stands
+beside compact (5 launches), the plan and what attends and scores take these tables, and several queries of
+such a row are attended by ``attend_shared_prompts`` (per layer, eager, 1 launch).
+
 Nothing here waits for the GPU, and nothing in a graph allocates. Rows whose scores are sums share no block
 that is ranked: that is the design's law (a policy that moves tokens reads no cached blocks but pinned ones),
 so sums need no atomics. Rows whose scores are maxima may share them, as those do that repeat a prompt:
@@ -28,8 +32,16 @@ from __future__ import annotations
 
 from h2o_vllm.kernels.triton.clear import clear_scores, split_scores
 from h2o_vllm.kernels.triton.compact import compact
+from h2o_vllm.kernels.triton.compact_shared import compact_shared
 from h2o_vllm.kernels.triton.decode import attend_decode
-from h2o_vllm.kernels.triton.evictions import SCRATCH_BYTES, Evictions, KVLayers
+from h2o_vllm.kernels.triton.evictions import (
+    SCRATCH_BYTES,
+    Evictions,
+    KVLayers,
+    SharedEviction,
+    SharedEvictions,
+)
+from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.lse import prompt_lse
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
@@ -46,6 +58,7 @@ from h2o_vllm.kernels.triton.rescores import (
 )
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import PromptSegments
+from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
 from h2o_vllm.kernels.triton.tables import EVICTING, MAXIMA, PINNED, SCORED, compact_tables
 from h2o_vllm.kernels.triton.warmup import warm_up
 
@@ -63,13 +76,18 @@ __all__ = [
     "DecodeWorkspace",
     "Evictions",
     "KVLayers",
+    "LaneTables",
     "PromptSegments",
     "Rescore",
     "Rescores",
+    "SharedEviction",
+    "SharedEvictions",
     "add_prompt_scores",
     "attend_decode",
+    "attend_shared_prompts",
     "clear_scores",
     "compact",
+    "compact_shared",
     "compact_tables",
     "prompt_lse",
     "rescore",

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from h2o_vllm.kernels.triton import rescores as told
 
-__all__ = ["SIZES", "my_part", "place_of", "unprotected"]
+__all__ = ["SIZES", "known_lanes", "my_part", "place_of", "shared_place_of", "unprotected"]
 
 SIZES = ["first_unit", "num_layers", "num_blocks", "stride_table", "room", "lists"]
 """Arguments of all of these kernels, for which none is compiled anew."""
@@ -35,6 +35,37 @@ def place_of(entry, candidate, live, BS: tl.constexpr):
     """Block id, 64 bits, and slot in the block of each candidate."""
     block = tl.load(entry + _HEADER + candidate // BS, mask=live, other=0).to(tl.int64)
     return block, candidate % BS
+
+
+@triton.jit
+def known_lanes(entry, offsets, layer, num_slots, head, KH: tl.constexpr):
+    """A head's first entry in the request's list, -1 if known blocks are not shared; its lanes of them."""
+    slot = tl.load(entry + 7)
+    at = offsets + (layer * num_slots + tl.maximum(slot, 0)) * (KH + 1) + head
+    first = tl.load(at, mask=slot >= 0, other=-1)
+    end = tl.load(at + 1, mask=slot >= 0, other=0)
+    return first, tl.where(slot >= 0, end - first, tl.load(entry))
+
+
+@triton.jit
+def shared_place_of(
+    entry, pages, first, count, candidate, live, head, KH: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
+    """As :func:`place_of` for the candidates of a head that has ``count`` lanes of the known blocks.
+
+    Also how many lanes lie between its own and that of each. ``first``: see :func:`known_lanes`; ``pages``:
+    of the layer.
+    """
+    index = candidate // BS
+    known = index < count
+    listed = live & (index < tl.where(first >= 0, count, 0))
+    at = tl.where(listed, first + index, 0)
+    behind = tl.load(entry) + index - count
+    word = tl.where(listed, at // KH, tl.where(known, index, behind))
+    block = tl.load(entry + _HEADER + word, mask=live, other=0)
+    page = tl.load(pages + block * KH + at % KH, mask=listed, other=0)
+    block = tl.where(listed, page // KH, block)
+    return block.to(tl.int64), candidate % BS, tl.where(listed, page % KH - head, 0)
 
 
 @triton.jit

@@ -58,8 +58,10 @@ def check_layers(
             f"H2O on GPUs serves 1 to {MAX_GROUP} query heads per kv head, "
             f"got {num_heads} query heads and {kv_heads} kv heads"
         )
-    if blocks * block_size >= 2**31:
-        raise ConfigError(f"slots are numbered in 32 bits, got {blocks} blocks of {block_size}")
+    if blocks * kv_heads * block_size >= 2**31:
+        raise ConfigError(
+            f"slots of KV heads are numbered in 32 bits, got {blocks} blocks of {block_size} for {kv_heads}"
+        )
     for caches in (key_caches, value_caches):
         for cache in caches:
             _check_cache(cache, first, caches[0].stride())

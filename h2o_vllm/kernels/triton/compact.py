@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
+from h2o_vllm.kernels.triton.survivors import lowest_survivor, ranks_of, slot_of
 
 __all__ = ["compact"]
 
@@ -95,28 +96,6 @@ def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:
         )
 
 
-@triton.jit
-def _slot_of(blocks, candidate, live, BS: tl.constexpr):
-    """Physical slot, ``block_id * BS + offset``, of each candidate."""
-    block = tl.load(blocks + candidate // BS, mask=live, other=0)
-    return block * BS + candidate % BS
-
-
-@triton.jit
-def _ranks(my_scores, blocks, candidate, live, KH: tl.constexpr, BS: tl.constexpr):
-    """Scores as unsigned integers of the same order: NaN as -inf, -0 as 0; 0 for no candidate."""
-    slot = _slot_of(blocks, candidate, live, BS)
-    at = (slot // BS).to(tl.int64) * (KH * BS) + slot % BS
-    bits = tl.load(my_scores + at, mask=live, other=0.0).to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    bits = tl.where(magnitude == 0, 0, bits)
-    # Negative floats order the other way round; the sign bit, flipped, puts them below the positive ones.
-    flipped = tl.where(bits < 0, ~bits, bits | -0x80000000)
-    # ~(bits of -inf): what -inf itself maps to.
-    flipped = tl.where(magnitude > 0x7F800000, 0x007FFFFF, flipped)
-    return tl.where(live, flipped, 0).to(tl.uint32, bitcast=True)
-
-
 @triton.jit(
     do_not_specialize=[
         "first_unit",
@@ -127,7 +106,7 @@ def _ranks(my_scores, blocks, candidate, live, KH: tl.constexpr, BS: tl.constexp
         "stride_counts",
     ]
 )
-def _select(  # noqa: PLR0915 - one kernel, in the order of what it does
+def _select(
     scores,
     blocks,
     counts,
@@ -158,31 +137,9 @@ def _select(  # noqa: PLR0915 - one kernel, in the order of what it does
     my_scores = scores + (layer.to(tl.int64) * num_blocks * KH + head) * BS
     lanes = tl.arange(0, CHUNK)
 
-    # The highest threshold that at least `keep` candidates reach, from the top bit down. A candidate's rank
-    # is never 0, so that the lanes beyond the last one never count.
-    threshold = tl.full([], 0, tl.uint32)
-    bit = tl.full([], 1 << 31, tl.uint32)
-    if ONE_CHUNK:
-        ranks = _ranks(my_scores, my_blocks, lanes, lanes < total, KH, BS)
-        for _ in range(32):
-            higher = threshold | bit
-            reached = tl.sum((ranks >= higher).to(tl.int32), 0)
-            threshold = tl.where(reached >= keep, higher, threshold)
-            bit = bit >> 1
-        above = tl.sum((ranks > threshold).to(tl.int32), 0)
-    else:
-        for _ in range(32):
-            higher = threshold | bit
-            reached = 0
-            for at in range(0, total, CHUNK):
-                ranks = _ranks(my_scores, my_blocks, at + lanes, at + lanes < total, KH, BS)
-                reached += tl.sum((ranks >= higher).to(tl.int32), 0)
-            threshold = tl.where(reached >= keep, higher, threshold)
-            bit = bit >> 1
-        above = 0
-        for at in range(0, total, CHUNK):
-            ranks = _ranks(my_scores, my_blocks, at + lanes, at + lanes < total, KH, BS)
-            above += tl.sum((ranks > threshold).to(tl.int32), 0)
+    threshold, above = lowest_survivor(
+        my_scores, my_blocks, keep, total, KH, BS, CHUNK, ONE_CHUNK
+    )  # fmt: skip
 
     # In candidate order: of those at the threshold the first ones stay; survivors among the doomed and
     # losers among the heavy are numbered, and equal numbers meet.
@@ -193,13 +150,13 @@ def _select(  # noqa: PLR0915 - one kernel, in the order of what it does
     for at in range(0, total, CHUNK):
         candidate = at + lanes
         live = candidate < total
-        ranks = _ranks(my_scores, my_blocks, candidate, live, KH, BS)
+        ranks = ranks_of(my_scores, my_blocks, candidate, live, KH, BS)
         tie = (live & (ranks == threshold)).to(tl.int32)
         tie_number = tl.cumsum(tie, 0)
         survives = live & ((ranks > threshold) | ((tie == 1) & (tie_number <= ties_left)))
         leaves = (survives & (candidate >= keep)).to(tl.int32)
         takes = (live & (survives == 0) & (candidate < keep)).to(tl.int32)
-        slot = _slot_of(my_blocks, candidate, live, BS)
+        slot = slot_of(my_blocks, candidate, live, BS)
         tl.store(mine + (leavers + tl.cumsum(leaves, 0) - 1) * 2, slot, mask=leaves == 1)
         tl.store(mine + (takers + tl.cumsum(takes, 0) - 1) * 2 + 1, slot, mask=takes == 1)
         ties_left -= tl.sum(tie, 0)

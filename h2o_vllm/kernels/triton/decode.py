@@ -29,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
-from h2o_vllm.kernels.triton.finish import add_scores, finish, row_totals
+from h2o_vllm.kernels.triton.finish import add_scores, finish, row_totals, scratch_of
+from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, in_layer, lanes_of, locate_page
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace, fits, load_piece
 
@@ -52,6 +53,8 @@ def attend_decode(
     value_scale: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    lanes: LaneTables | None = None,
+    layer: int = 0,
 ) -> None:
     """Attention of the planned rows' single queries; their probabilities are added to ``scores``.
 
@@ -72,6 +75,7 @@ def attend_decode(
             stands for, as a multiple; 1 if left out. vLLM's ``layer._q_scale``, ``_k_scale``, ``_v_scale``.
         softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
         sinks: [H], any float dtype: logits that belong to no key and join the softmax's denominator.
+        lanes: exactly if the plan was made with them. layer: whose caches these are, in them.
     """
     _, block_size, kv_heads, size = key_cache.shape
     heads = query.shape[1]
@@ -79,16 +83,22 @@ def attend_decode(
     padded = max(16, triton.next_power_of_2(size))
     pieces = block_table.shape[0] + workspace.spare
     per_stage = 2 * workspace.tile * padded * key_cache.element_size()
+    planned, stride_pieces = workspace.pieces, None
+    if lanes is not None:
+        assert workspace.head_pieces is not None
+        planned, stride_pieces = workspace.head_pieces, workspace.head_pieces.stride(0)
     handed_over = (
-        workspace.pieces, workspace.part_out, workspace.part_max, workspace.part_sum, workspace.probs,
+        planned, workspace.part_out, workspace.part_max, workspace.part_sum, workspace.probs,
         workspace.tile_max,
     )  # fmt: skip
     strides = (block_table.stride(0), out.stride(0), out.stride(1), workspace.tile_max.shape[1])
+    shared = (*in_layer(lanes, layer), stride_pieces)
     sizes = {
         "H": heads, "KH": kv_heads, "G": group, "GS": triton.next_power_of_2(group), "D": size,
         "DP": padded, "BS": block_size, "TILE": workspace.tile, "SPAN": SPAN,
-        "FIELDS": workspace.pieces.shape[1],
+        "FIELDS": planned.shape[-1],
     }  # fmt: skip
+    stages = 5 if lanes is None else 7
     _attend[(pieces * kv_heads,)](
         query,
         key_cache,
@@ -108,22 +118,23 @@ def attend_decode(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         *strides,
+        *shared,
         **sizes,
         GP=max(16, triton.next_power_of_2(group)),
         # float32 has no tensor core and keeps its operands in registers: more threads share them.
         num_warps=8 if key_cache.element_size() == 4 else 4,
         # Triton divides stages - 1 between the block ids and the keys and values that they lead to: five give
         # those two buffers each, so that a program loads one tile while it computes another.
-        num_stages=5 if per_stage <= 32 << 10 else 3,
+        num_stages=stages if per_stage <= 32 << 10 else 3,
     )
     # At most two pieces each: if some rows are longer than C, they have less than 2 * total / C pieces.
     finish[(workspace.spare * kv_heads,)](
-        scores, block_table, out, *handed_over, *strides, **sizes, PARTS=16, num_warps=4
+        scores, block_table, out, *handed_over, *strides, *shared, **sizes, PARTS=16, num_warps=4
     )
 
 
 # Not specialised: what a caller's buffers decide, or a new value would compile in the middle of serving.
-@triton.jit(do_not_specialize=["stride_table", "num_tiles"])
+@triton.jit(do_not_specialize=["stride_table", "num_tiles", "stride_pieces", *LANES])
 def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functions
     query,
     key_cache,
@@ -155,6 +166,13 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     stride_ot,
     stride_oh,
     num_tiles,
+    lane_rows,
+    lane_offsets,
+    lane_pages,
+    layer,
+    num_slots,
+    num_blocks,
+    stride_pieces,
     H: tl.constexpr,
     KH: tl.constexpr,
     G: tl.constexpr,
@@ -169,13 +187,24 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
 ):
     """One piece of one row, one kv head: attention, and the scratch of its keys; scores of a whole row."""
     # Heads of one piece side by side: where they share blocks, they read neighbouring memory at one time.
-    item = (tl.program_id(0) // KH).to(tl.int64)
-    kv_head = (tl.program_id(0) % KH).to(tl.int64)
+    # With lanes each head has pieces of its own.
+    SHARED_BY: tl.constexpr = KH if lane_rows is None else 1
+    PARTS_APART: tl.constexpr = H if lane_rows is None else G
+    item = (tl.program_id(0) // SHARED_BY).to(tl.int64)
+    kv_head = (tl.program_id(0) % SHARED_BY).to(tl.int64)
+    if lane_rows is not None:
+        pieces += layer * stride_pieces
+        lane_pages += layer.to(tl.int64) * num_blocks * KH
     words = pieces + item * FIELDS
     row = tl.load(words)
     if row < 0:
         return
     token, start, end, base, first, count, raises, scored_from = load_piece(words, TILE)
+    part_of = (0, 0, 0, 0)
+    if lane_rows is not None:
+        kv_head = tl.load(words + 9).to(tl.int64)
+        base = base.to(tl.int64)
+        part_of = lanes_of(lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH)
 
     heads = tl.arange(0, GP)
     dims = tl.arange(0, DP)
@@ -193,11 +222,14 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     if key_scale is not None:
         scale_log2 *= tl.load(key_scale)
     table = block_table + row.to(tl.int64) * stride_table
-    keys = key_cache + kv_head * stride_kh + dims[:, None]
-    values = value_cache + kv_head * stride_vh + dims[None, :]
-    columns = num_tiles.to(tl.int64) * TILE
-    my_probs = probs + (kv_head * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
-    my_max = tile_max + (kv_head * num_tiles + base) * G + heads
+    keys = key_cache + dims[:, None]
+    values = value_cache + dims[None, :]
+    if lane_rows is None:
+        keys += kv_head * stride_kh
+        values += kv_head * stride_vh
+    own, columns = scratch_of(kv_head, num_tiles, lane_rows, KH, TILE)
+    my_probs = probs + (own * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
+    my_max = tile_max + (own * num_tiles + base) * G + heads
     scored_from = tl.where(fits(base), scored_from, end)
 
     top = tl.full([GP], float("-inf"), tl.float32)
@@ -206,8 +238,18 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     for at in range(start, end, TILE):
         position = at + lanes
         live = position < end
-        block, slot = locate(table, position, live, BS)
-        k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "")
+        if lane_rows is None:
+            block, slot = locate(table, position, live, BS)
+            at_key = block * stride_kn + slot * stride_ks
+            at_value = block * stride_vn + slot * stride_vs
+        else:
+            block, lane, slot = locate_page(
+                table, lane_pages, position, live, kv_head, part_of[0], part_of[1], part_of[2], part_of[3],
+                KH, BS,
+            )  # fmt: skip
+            at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
+            at_value = block * stride_vn + lane * stride_vh + slot * stride_vs
+        k = load_keys(keys, at_key, wide, live, "")
         logits = dot(q, k.to(q.dtype), tl.zeros([GP, TILE], tl.float32)) * scale_log2
         logits = cap_logits(logits, cap)
         logits = tl.where(live[None, :], logits, float("-inf"))
@@ -218,7 +260,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         tl.store(my_probs + at, prob.to(probs.dtype.element_ty), mask=keep[:, None])
         tl.store(my_max + (at // TILE) * G, highest, mask=keep)
         v = tl.load(
-            values + (block * stride_vn + slot * stride_vs)[:, None],
+            values + at_value[:, None],
             mask=live[:, None] & wide[None, :],
             other=0.0,
         )
@@ -232,7 +274,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     has_sinks = heads < tl.where(item == first, G, 0)
     total = add_sinks(total, top, sinks, kv_head * G + heads, has_sinks)
 
-    part = item * H + kv_head * G + heads
+    part = item * PARTS_APART + own * G + heads
     tl.store(part_max + part, top, mask=real)
     tl.store(part_sum + part, total, mask=real)
     both = real[:, None] & wide[None, :]
@@ -243,10 +285,10 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         tl.store(target + dims[None, :], result.to(out.dtype.element_ty), mask=both)
         # The whole row was here: what this program has written it may read back behind a barrier.
         tl.debug_barrier()
-        highest, weight = row_totals(part_max, part_sum, item, 1, kv_head, H, G, GS, 1)
+        highest, weight = row_totals(part_max, part_sum, item, 1, own, PARTS_APART, G, GS, 1)
         add_scores(
-            scores, probs, tile_max, table, kv_head, start, end, base, scored_from, raises, highest,
-            weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
+            scores, probs, tile_max, table, lane_rows, lane_pages, part_of, kv_head, start, end, base,
+            scored_from, raises, highest, weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
     else:
         tl.store(part_out + part[:, None] * D + dims[None, :], acc, mask=both)

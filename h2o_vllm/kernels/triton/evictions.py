@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["SCRATCH_BYTES", "Evictions", "KVLayers"]
+__all__ = ["SCRATCH_BYTES", "Evictions", "KVLayers", "SharedEviction", "SharedEvictions"]
 
 SCRATCH_BYTES = 32 << 20
 """What compaction and rescoring hold beside the caches, unless long prompts need more."""
@@ -100,4 +100,55 @@ class Evictions:
             counts=there[:, :2],
             max_heavy=max((len(heavy) for heavy, _ in pairs), default=0),
             max_doomed=max((len(doomed) for _, doomed in pairs), default=0),
+        )
+
+
+@dataclass(frozen=True)
+class SharedEviction:
+    """One of a request whose KV heads share slots, on the host.
+
+    Attributes:
+        heavy, doomed: block ids, disjoint, none empty. fresh: those of them that no eviction has ranked.
+        slot: the request's, in :class:`.lanes.LaneTables`.
+    """
+
+    heavy: Sequence[int]
+    doomed: Sequence[int]
+    fresh: Collection[int]
+    slot: int
+
+
+@dataclass(frozen=True)
+class SharedEvictions:
+    """All of one step, on the device.
+
+    Attributes:
+        blocks: [E, W], int32: heavy block ids, at once doomed ones, padding; of a fresh block, -1 - its id.
+        counts: [E, 3], int32: how many heavy and doomed, and the slot.
+        max_heavy: host number, the most heavy blocks of one; ``blocks`` are as wide as the most in all.
+    """
+
+    blocks: Tensor
+    counts: Tensor
+    max_heavy: int
+
+    @classmethod
+    def pack(
+        cls, evictions: Sequence[SharedEviction], device: torch.device | str
+    ) -> SharedEvictions:
+        """In one asynchronous copy."""
+        width = max((len(one.heavy) + len(one.doomed) for one in evictions), default=0)
+        rows = []
+        for one in evictions:
+            fresh = set(one.fresh)
+            ids = [-1 - block if block in fresh else block for block in (*one.heavy, *one.doomed)]
+            header = [len(one.heavy), len(one.doomed), one.slot, 0]
+            rows.append([*header, *ids, *[0] * (width - len(ids))])
+        on_gpu = torch.device(device).type == "cuda"
+        packed = torch.tensor(rows, dtype=torch.int32, pin_memory=on_gpu)
+        packed = packed.view(len(rows), 4 + width).to(device, non_blocking=True)
+        return cls(
+            blocks=packed[:, 4:],
+            counts=packed[:, :3],
+            max_heavy=max((len(one.heavy) for one in evictions), default=0),
         )

@@ -7,11 +7,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from h2o_vllm.kernels.triton.lanes import LANES, lanes_of, locate_page
 from h2o_vllm.kernels.triton.maxima import raise_scores
 from h2o_vllm.kernels.triton.paged import locate
 from h2o_vllm.kernels.triton.plan import cut_pieces, fits, load_piece
 
-__all__ = ["add_scores", "finish", "row_totals"]
+__all__ = ["add_scores", "finish", "row_totals", "scratch_of"]
+
+
+@triton.jit
+def scratch_of(kv_head, num_tiles, lane_rows, KH: tl.constexpr, TILE: tl.constexpr):
+    """Where a kv head's part of the scratch begins, in heads; and how many keys its q heads lie apart.
+
+    With lanes all heads' tiles are numbered together, so that none has a part of its own.
+    """
+    columns = num_tiles.to(tl.int64) * TILE
+    if lane_rows is not None:
+        kv_head *= 0
+        columns *= KH
+    return kv_head, columns
 
 
 @triton.jit
@@ -38,8 +52,24 @@ def row_totals(
 
 
 @triton.jit
+def _page_of(
+    table, lane_rows, pages, lanes, position, live, kv_head, KH: tl.constexpr, BS: tl.constexpr
+):
+    """Pages of the positions of one kv head; ``lanes``: what :func:`.lanes_of` says of it."""
+    if lane_rows is None:
+        block, _ = locate(table, position, live, BS)
+        lane = kv_head
+    else:
+        block, lane, _ = locate_page(
+            table, pages, position, live, kv_head, lanes[0], lanes[1], lanes[2], lanes[3], KH, BS
+        )
+    return block * KH + lane
+
+
+@triton.jit
 def add_scores(
-    scores, probs, tile_max, table, kv_head, start, end, base, scored_from, raises, top, weight, num_tiles,
+    scores, probs, tile_max, table, lane_rows, pages, lanes, kv_head, start, end, base, scored_from, raises,
+    top, weight, num_tiles,
     KH: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -51,19 +81,21 @@ def add_scores(
         start = tl.multiple_of(tl.maximum(start, scored_from), TILE)
         heads = tl.arange(0, GS)
         real = heads < G
-        lanes = tl.arange(0, SPAN)
-        columns = num_tiles.to(tl.int64) * TILE
-        my_probs = probs + (kv_head * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
-        my_max = tile_max + (kv_head * num_tiles + base) * G + heads[:, None]
-        block, _ = locate(table, start + lanes, start + lanes < end, BS)
+        offsets = tl.arange(0, SPAN)
+        own, columns = scratch_of(kv_head, num_tiles, lane_rows, KH, TILE)
+        my_probs = probs + (own * G + heads)[:, None] * columns + base * TILE + offsets[None, :]
+        my_max = tile_max + (own * num_tiles + base) * G + heads[:, None]
+        first = start + offsets
+        page = _page_of(table, lane_rows, pages, lanes, first, first < end, kv_head, KH, BS)
         for at in range(start, end, SPAN):
-            position = at + lanes
+            position = at + offsets
             live = position < end
-            target = scores + (block * KH + kv_head) * BS + position % BS
+            target = scores + page * BS + position % BS
             # All that a step waits for is asked for at once, and the next step's blocks with it: a store
             # may be to anywhere, so that the compiler moves no load across it.
             score = tl.load(target, mask=live)
-            block, _ = locate(table, position + SPAN, position + SPAN < end, BS)
+            ahead = position + SPAN
+            page = _page_of(table, lane_rows, pages, lanes, ahead, ahead < end, kv_head, KH, BS)
             # Not masked by `live`, so that loads are wide: what lies behind the end is not stored.
             prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
             tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
@@ -74,7 +106,7 @@ def add_scores(
                 tl.store(target, score + tl.sum(share, 0), mask=live)
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_tiles"])
+@triton.jit(do_not_specialize=["stride_table", "num_tiles", "stride_pieces", *LANES])
 def finish(
     scores,
     block_table,
@@ -89,6 +121,13 @@ def finish(
     stride_ot,
     stride_oh,
     num_tiles,
+    lane_rows,
+    lane_offsets,
+    lane_pages,
+    layer,
+    num_slots,
+    num_blocks,
+    stride_pieces,
     H: tl.constexpr,
     KH: tl.constexpr,
     G: tl.constexpr,
@@ -102,16 +141,30 @@ def finish(
     FIELDS: tl.constexpr,
 ):
     """The scores of the keys of some pieces of rows of several, and their share of the rows' outputs."""
-    kv_head = (tl.program_id(0) % KH).to(tl.int64)
-    for item in range(tl.program_id(0) // KH, cut_pieces(pieces), tl.num_programs(0) // KH):
+    # With lanes a piece is that of one kv head; else all have the same ones.
+    SHARED_BY: tl.constexpr = KH if lane_rows is None else 1
+    PARTS_APART: tl.constexpr = H if lane_rows is None else G
+    if lane_rows is not None:
+        pieces += layer * stride_pieces
+        lane_pages += layer.to(tl.int64) * num_blocks * KH
+    kv_head = (tl.program_id(0) % SHARED_BY).to(tl.int64)
+    for item in range(
+        tl.program_id(0) // SHARED_BY, cut_pieces(pieces), tl.num_programs(0) // SHARED_BY
+    ):
         words = pieces + item * FIELDS
         row = tl.load(words)
         token, start, end, base, first, count, raises, scored_from = load_piece(words, TILE)
-        top, weight = row_totals(part_max, part_sum, first, count, kv_head, H, G, GS, PARTS)
+        lanes = None
+        if lane_rows is not None:
+            kv_head = tl.load(words + 9).to(tl.int64)
+            base = base.to(tl.int64)
+            lanes = lanes_of(lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH)
+        own, _ = scratch_of(kv_head, num_tiles, lane_rows, KH, TILE)
+        top, weight = row_totals(part_max, part_sum, first, count, own, PARTS_APART, G, GS, PARTS)
         table = block_table + row.to(tl.int64) * stride_table
         add_scores(
-            scores, probs, tile_max, table, kv_head, start, end, base, scored_from, raises, top, weight,
-            num_tiles, KH, G, GS, BS, TILE, SPAN,
+            scores, probs, tile_max, table, lane_rows, lane_pages, lanes, kv_head, start, end, base,
+            scored_from, raises, top, weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
 
         heads = tl.arange(0, GS)
@@ -125,7 +178,7 @@ def finish(
             acc = tl.zeros([DP], tl.float32)
             for at in range(first, first + count, PARTS):
                 inside = at + parts < first + count
-                part = (at + parts).to(tl.int64) * H + kv_head * G + head
+                part = (at + parts).to(tl.int64) * PARTS_APART + own * G + head
                 tops = tl.load(part_max + part, mask=inside, other=float("-inf"))
                 partial = tl.load(
                     part_out + part[:, None] * D + dims[None, :],

@@ -161,7 +161,7 @@ def _prompt_lse(
         key = first_key + tl.arange(0, KEYS)
         live = key < seen
         block, slot = locate(table, key, live, BS)
-        k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "")
+        k = load_keys(keys, block * stride_kn + slot * stride_ks, wide, live, "")
         logits = dot(q, k.to(AS), tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
         logits = cap_logits(logits, cap)
         # The first tile shows every pair at least one key: the maximum is finite from then on.

@@ -18,16 +18,15 @@ def locate(table, position, live, BS: tl.constexpr):
 
 
 @triton.jit
-def load_keys(
-    keys, block, slot, stride_kn, stride_ks, wide, live, EVICTION: tl.constexpr
-):  # fmt: skip
+def load_keys(keys, at, wide, live, EVICTION: tl.constexpr):
     """K^T, [DP, positions], of one kv head; zeros beyond the head size and where nothing lives.
 
-    ``keys``: pointers to the head's dimensions in slot 0 of block 0, [DP, 1]. ``EVICTION``: of cache lines,
-    as ``tl.load`` calls it, or "". No default: Triton 3.6 takes no string for one.
+    ``keys``: pointers to the dimensions of some slot, [DP, 1]; ``at``: how far from it the positions' slots
+    are. ``EVICTION``: of cache lines, as ``tl.load`` calls it, or "". No default: Triton 3.6 takes no string
+    for one.
     """
     return tl.load(
-        keys + (block * stride_kn + slot * stride_ks)[None, :],
+        keys + at[None, :],
         mask=wide[:, None] & live[None, :],
         other=0.0,
         eviction_policy=EVICTION,

@@ -12,6 +12,10 @@ on the GPU from the live lengths, cuts the rows so that all pieces are about equ
 
 The pieces of rows that are cut come first: the second launch, which has nothing to do for the others, then
 finds its work without looking for it.
+
+Where the KV heads of a row share slots, each has its own length, another one in each layer. Then every layer
+has a plan of its own, and what it cuts are not rows but heads of rows: the same bounds hold for them, as all
+heads of a row together are as long as ever.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_vllm.kernels.triton.lanes import LaneTables, LayerLanes, lanes_of
 from h2o_vllm.kernels.triton.tables import MAXIMA, PINNED
 
 __all__ = ["SPAN", "DecodeWorkspace", "cut_pieces", "fits", "load_piece"]
@@ -31,7 +36,9 @@ SPAN = 256
 _FIELDS = 9
 """Words of one piece: row, token, first key, end, the tile of the scratch where the row's first one is or
 would be, the row's first piece, its number of pieces, negative where its scores are maxima; how many pieces
-are those of rows that are cut; the row's first key that is in the scratch. Row -1 = no piece."""
+are those of rows that are cut; the row's first key that is in the scratch. Row -1 = no piece.
+
+Of plans of heads "row" means a head of one, and a tenth word is its number."""
 _NOWHERE = tl.constexpr(-(1 << 24))
 """In place of a tile of the scratch, where a row does not fit. Less than that of any row whose first tiles
 are left out, and a number of 32 bits in keys as well."""
@@ -51,6 +58,8 @@ class DecodeWorkspace:
     Attributes:
         tile: keys per step of the kernel's loop. spare: pieces beyond one per row.
         pieces: [max_batch + spare, 9], int32, the plan.
+        head_pieces: [L, (max_batch + spare) * KH, 10], int32: the plans of the layers, of heads; ``None``:
+            nobody's heads share slots. Scratch and partial results are then numbered by these.
         part_out: [max_batch + spare, H, D], part_max, part_sum: [max_batch + spare, H], float32: what
             the pieces of a row hand over.
         probs: [H, (tiles + slack) * tile]: exp(logit - maximum so far) of each key, float16 (float32 for a
@@ -69,6 +78,7 @@ class DecodeWorkspace:
         device: torch.device | str,
         spare: int | None = None,
         fixed_piece: int | None = None,
+        sharing_layers: int = 0,
     ) -> None:
         """Allocate.
 
@@ -83,6 +93,7 @@ class DecodeWorkspace:
             fixed_piece: cut all rows into pieces of so many keys, whatever else is in the batch. A row's
                 result is then the same in any batch, bit for bit; the grid grows by one program per
                 ``fixed_piece`` tokens of the pool and kv head.
+            sharing_layers: of how many layers heads may share slots.
         """
         device = torch.device(device)
         if fixed_piece is not None:
@@ -107,6 +118,10 @@ class DecodeWorkspace:
             return torch.empty(shape, dtype=of, device=device)
 
         self.pieces = torch.full((rows, _FIELDS), -1, dtype=torch.int32, device=device)
+        self.head_pieces: Tensor | None = None
+        if sharing_layers:
+            shape = (sharing_layers, rows * num_kv_heads, _FIELDS + 1)
+            self.head_pieces = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.part_out = empty(rows, num_heads, head_size)
         self.part_max = empty(rows, num_heads)
         self.part_sum = empty(rows, num_heads)
@@ -117,11 +132,19 @@ class DecodeWorkspace:
     @property
     def nbytes(self) -> int:
         """Device memory held, to be subtracted from the KV budget."""
-        held = (self.pieces, self.part_out, self.part_max, self.part_sum, self.probs, self.tile_max)
+        held = [self.pieces, self.part_out, self.part_max, self.part_sum, self.probs, self.tile_max]
+        held += [] if self.head_pieces is None else [self.head_pieces]
         return sum(tensor.nbytes for tensor in held)
 
-    def plan(self, query_start_loc: Tensor, seq_lens: Tensor, flags: Tensor | None = None) -> None:
-        """Cut this step's rows into pieces. Once per step, before its first layer.
+    def plan(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        flags: Tensor | None = None,
+        lanes: LaneTables | None = None,
+        block_size: int = 0,
+    ) -> None:
+        """Cut this step's rows, or with ``lanes`` their heads, into pieces. Once, before its first layer.
 
         Eager, not in the graph; one launch; no synchronisation. A graph captured with B rows serves plans
         of at most B rows.
@@ -133,6 +156,8 @@ class DecodeWorkspace:
                 that a q head of the group gives, in place of adding. Such rows may share blocks. As many
                 first tokens as it has times :data:`.PINNED`, rounded down to tiles, are attended without
                 scores: any rows may share their blocks.
+            lanes: for :func:`.decode.attend_decode` with lanes: whose heads share slots of blocks of
+                ``block_size``, among these rows.
 
         Raises:
             ValueError: more rows than the workspace was made for.
@@ -141,22 +166,32 @@ class DecodeWorkspace:
             raise ValueError(
                 f"at most {self.max_batch} rows can be planned, got {seq_lens.shape[0]}"
             )
-        rows = seq_lens.shape[0]
-        _plan[(max(1, triton.cdiv(rows, _ROWS)),)](
+        rows, layers, heads = seq_lens.shape[0], 1, 1
+        pieces, told = self.pieces, LayerLanes()
+        if lanes is not None:
+            assert self.head_pieces is not None
+            pieces, told = self.head_pieces[0], lanes.of_layer(0)
+            layers, heads = len(self.head_pieces), self.tile_max.shape[0]
+        _plan[(max(1, triton.cdiv(rows * heads, _ROWS)), layers)](
             query_start_loc,
             seq_lens,
             flags,
-            self.pieces,
-            rows,
-            self.pieces.shape[0],
-            self.spare,
-            self.max_tiles,
+            pieces,
+            told.rows,
+            told.offsets,
+            told.num_slots,
+            rows * heads,
+            pieces.shape[0],
+            self.spare * heads,
+            self.max_tiles * heads,
             TILE=self.tile,
             MIN_PIECE=self.min_piece,
             ROWS=_ROWS,
-            FIELDS=_FIELDS,
+            FIELDS=pieces.shape[1],
             RAISES=MAXIMA,
             PINNED=PINNED,
+            KH=heads,
+            BS=block_size,
             num_warps=4,
         )
 
@@ -191,12 +226,25 @@ def cut_pieces(pieces):
 
 
 @triton.jit
-def _row_lengths(query_start_loc, seq_lens, rows, num_rows):
-    """Live lengths of the rows that decode, else 0; and their tokens."""
+def _row_lengths(
+    query_start_loc, seq_lens, lane_rows, lane_offsets, num_slots, rows, num_rows,
+    KH: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Live lengths of the rows that decode, else 0; and their tokens. With lanes, of heads of rows."""
     inside = rows < num_rows
+    if lane_rows is not None:
+        heads = rows % KH
+        rows = rows // KH
     token = tl.load(query_start_loc + rows, mask=inside, other=0)
     end = tl.load(query_start_loc + rows + 1, mask=inside, other=0)
     length = tl.load(seq_lens + rows, mask=inside, other=0)
+    if lane_rows is not None:
+        layer = tl.program_id(1)
+        decodes = inside & (length > 0)
+        _, heavy, _, count = lanes_of(
+            lane_rows, lane_offsets, layer, num_slots, rows, heads, decodes, KH
+        )
+        length += (count - heavy) * BS
     return tl.where(end - token == 1, tl.maximum(length, 0), 0), token
 
 
@@ -210,11 +258,11 @@ def _cut(length, target, TILE: tl.constexpr):
 
 
 @triton.jit
-def _flags_of(flags, rows, num_rows):
-    """Flags of the rows, or none."""
+def _flags_of(flags, rows, num_rows, KH: tl.constexpr):
+    """Flags of the rows, or of the rows of these heads; or none."""
     found = tl.zeros_like(rows)
     if flags is not None:
-        found = tl.load(flags + rows, mask=rows < num_rows, other=0)
+        found = tl.load(flags + rows // KH, mask=rows < num_rows, other=0)
     return found
 
 
@@ -232,12 +280,15 @@ def _apart(parts):
     return tl.where(parts > 1, parts, 0), tl.where(parts == 1, 1, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_pieces", "spare", "max_tiles"])
-def _plan(
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_pieces", "spare", "max_tiles"])
+def _plan(  # noqa: PLR0915 - one kernel, in the order of what it does
     query_start_loc,
     seq_lens,
     flags,
     pieces,
+    lane_rows,
+    lane_offsets,
+    num_slots,
     num_rows,
     num_pieces,
     spare,
@@ -248,12 +299,18 @@ def _plan(
     FIELDS: tl.constexpr,
     RAISES: tl.constexpr,
     PINNED: tl.constexpr,
+    KH: tl.constexpr,
+    BS: tl.constexpr,
 ):
-    """Each program writes the pieces of ROWS rows; all of them count all rows."""
+    """Each program writes the pieces of ROWS rows, or heads of rows; all of them count all rows."""
+    if lane_rows is not None:
+        pieces += tl.program_id(1).to(tl.int64) * num_pieces * FIELDS
     lane = tl.arange(0, ROWS)
     totals = tl.zeros([ROWS], tl.int32)
     for at in range(0, num_rows, ROWS):
-        length, _ = _row_lengths(query_start_loc, seq_lens, at + lane, num_rows)
+        length, _ = _row_lengths(
+            query_start_loc, seq_lens, lane_rows, lane_offsets, num_slots, at + lane, num_rows, KH, BS
+        )  # fmt: skip
         totals += length
     target = tl.maximum((tl.sum(totals, 0) + spare - 1) // spare, MIN_PIECE)
     target = (target + TILE - 1) // TILE * TILE
@@ -265,25 +322,29 @@ def _plan(
     cut_in_all = tl.zeros([ROWS], tl.int32)
     whole_in_all = tl.zeros([ROWS], tl.int32)
     for at in range(0, num_rows, ROWS):
-        length, _ = _row_lengths(query_start_loc, seq_lens, at + lane, num_rows)
+        length, _ = _row_lengths(
+            query_start_loc, seq_lens, lane_rows, lane_offsets, num_slots, at + lane, num_rows, KH, BS
+        )  # fmt: skip
         parts, _ = _cut(length, target, TILE)
         cut, whole = _apart(parts)
         cut_in_all += cut
         whole_in_all += whole
         cut_before += tl.where(at < mine, cut, 0)
         whole_before += tl.where(at < mine, whole, 0)
-        tiles, _ = _scratch_tiles(length, _flags_of(flags, at + lane, num_rows), TILE, PINNED)
+        tiles, _ = _scratch_tiles(length, _flags_of(flags, at + lane, num_rows, KH), TILE, PINNED)
         tiles_before += tl.where(at < mine, tiles, 0)
 
     row = mine + lane
-    length, token = _row_lengths(query_start_loc, seq_lens, row, num_rows)
+    length, token = _row_lengths(
+        query_start_loc, seq_lens, lane_rows, lane_offsets, num_slots, row, num_rows, KH, BS
+    )  # fmt: skip
     parts, piece = _cut(length, target, TILE)
     cut, whole = _apart(parts)
     num_cut = tl.sum(cut_in_all, 0)
     first_cut = tl.sum(cut_before, 0) + tl.cumsum(cut, 0) - cut
     first_whole = num_cut + tl.sum(whole_before, 0) + tl.cumsum(whole, 0) - whole
     first = tl.where(parts > 1, first_cut, first_whole)
-    flag = _flags_of(flags, row, num_rows)
+    flag = _flags_of(flags, row, num_rows, KH)
     tiles, left_out = _scratch_tiles(length, flag, TILE, PINNED)
     base = tl.sum(tiles_before, 0) + tl.cumsum(tiles, 0) - tiles
     base = tl.where(base + tiles <= max_tiles, base - left_out, _NOWHERE)
@@ -291,7 +352,7 @@ def _plan(
     for part in range(tl.max(parts, 0)):
         words = pieces + (first + part) * FIELDS
         real = part < parts
-        tl.store(words, row, mask=real)
+        tl.store(words, row // KH, mask=real)
         tl.store(words + 1, token, mask=real)
         tl.store(words + 2, part * piece, mask=real)
         tl.store(words + 3, tl.minimum((part + 1) * piece, length), mask=real)
@@ -300,6 +361,8 @@ def _plan(
         tl.store(words + 6, count, mask=real)
         tl.store(words + 7, num_cut, mask=real)
         tl.store(words + 8, left_out * TILE, mask=real)
+        if lane_rows is not None:
+            tl.store(words + 9, row % KH, mask=real)
 
     # What an earlier plan left behind the last piece.
     for at in range(

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import cap_logits, cap_of, dot
+from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, in_layer, lanes_of, locate_page
 from h2o_vllm.kernels.triton.maxima import raise_scores
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
@@ -45,6 +46,8 @@ def add_prompt_scores(
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     softcap: float = 0.0,
+    lanes: LaneTables | None = None,
+    layer: int = 0,
 ) -> None:
     """Add the probabilities that each key receives from its row's queries, or keep their maximum. Eager.
 
@@ -62,9 +65,11 @@ def add_prompt_scores(
         scale: factor on q.k before the softmax.
         prompts: which rows' queries are scored, how, and by whom.
         query_scale, key_scale, softcap: see :func:`.decode.attend_decode`.
+        lanes: whose heads share slots; ``None``: no row's in ``prompts``. layer: whose cache this is.
     """
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
+    shared = in_layer(lanes, layer)
     queries, keys, warps, stages = _tile(query.dtype, padded, capped=bool(softcap))
     # A tensor in any case: None would be another form to compile.
     partial = scores if prompts.partial is None else prompts.partial
@@ -91,6 +96,7 @@ def add_prompt_scores(
             block_table.stride(0),
             lse.stride(0),
             lse.stride(1),
+            *shared,
             KH=kv_heads,
             G=query.shape[1] // kv_heads,
             COMPUTE=COMPUTE.get(query.dtype, tl.bfloat16),
@@ -113,6 +119,7 @@ def add_prompt_scores(
                 seq_lens,
                 segments,
                 block_table.stride(0),
+                *shared,
                 KH=kv_heads,
                 BS=block_size,
                 KEYS=_SUMMED_KEYS,
@@ -161,8 +168,8 @@ def _joined(total, log, visible, MAXIMA: tl.constexpr):
 
 
 # Not specialised: strides that change with the batch would compile in the middle of serving.
-@triton.jit(do_not_specialize=["stride_table", "stride_lh", "stride_lt"])
-def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is in functions
+@triton.jit(do_not_specialize=["stride_table", "stride_lh", "stride_lt", *LANES])
+def _add_prompt_scores(  # noqa: PLR0912, PLR0915 - one kernel; what others do as well is in functions
     query,
     key_cache,
     scores,
@@ -184,6 +191,12 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
     stride_table,
     stride_lh,
     stride_lt,
+    lane_rows,
+    lane_offsets,
+    lane_pages,
+    layer,
+    num_slots,
+    num_blocks,
     KH: tl.constexpr,
     G: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -204,6 +217,12 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
     kv_head = tl.program_id(1).to(tl.int64)
     first_key = tl.program_id(0) * KEYS
     length = tl.load(seq_lens + row)
+    if lane_rows is not None:
+        lane_pages += layer.to(tl.int64) * num_blocks * KH
+        pinned, heavy, first, count = lanes_of(
+            lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH
+        )  # fmt: skip
+        length += (count - heavy) * BS
     if first_key >= length:
         return
     # Live keys before the segment's first query, and those that its last one sees.
@@ -219,9 +238,19 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
     dims = tl.arange(0, DP)
     wide = dims < D
     live = position < seen
-    block, slot = locate(block_table + row.to(tl.int64) * stride_table, position, live, BS)
-    keys = key_cache + kv_head * stride_kh + dims[:, None]
-    k = load_keys(keys, block, slot, stride_kn, stride_ks, wide, live, "").to(COMPUTE)
+    table = block_table + row.to(tl.int64) * stride_table
+    keys = key_cache + dims[:, None]
+    if lane_rows is None:
+        keys = key_cache + kv_head * stride_kh + dims[:, None]
+        block, slot = locate(table, position, live, BS)
+        lane = kv_head
+        at_key = block * stride_kn + slot * stride_ks
+    else:
+        block, lane, slot = locate_page(
+            table, lane_pages, position, live, kv_head, pinned, heavy, first, count, KH, BS
+        )  # fmt: skip
+        at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
+    k = load_keys(keys, at_key, wide, live, "").to(COMPUTE)
     if query_scale is not None:
         scale_log2 *= tl.load(query_scale)
     if key_scale is not None:
@@ -256,7 +285,7 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
             scale_log2, cap, wide, TOKENS,
         )  # fmt: skip
         total = _joined(total, log, None, MAXIMA)
-    score = scores + (block * KH + kv_head) * BS + slot
+    score = scores + (block * KH + lane) * BS + slot
     if MAXIMA:
         column = tl.exp2(tl.max(total, 0))
         raise_scores(score, tl.load(score, mask=live, other=0.0), column, live)
@@ -267,7 +296,7 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
         tl.store(target, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(do_not_specialize=["stride_table", *LANES])
 def _add_partial_sums(
     scores,
     partial,
@@ -275,6 +304,12 @@ def _add_partial_sums(
     seq_lens,
     segments,
     stride_table,
+    lane_rows,
+    lane_offsets,
+    lane_pages,
+    layer,
+    num_slots,
+    num_blocks,
     KH: tl.constexpr,
     BS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -286,15 +321,28 @@ def _add_partial_sums(
     follow = tl.load(words + 5)
     row = tl.load(words)
     length = tl.load(seq_lens + row)
+    kv_head = tl.program_id(1).to(tl.int64)
+    if lane_rows is not None:
+        lane_pages += layer.to(tl.int64) * num_blocks * KH
+        pinned, heavy, first, count = lanes_of(
+            lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH
+        )  # fmt: skip
+        length += (count - heavy) * BS
     first_key = tl.program_id(0) * KEYS
     if follow == 0 or first_key >= length:
         return
-    kv_head = tl.program_id(1).to(tl.int64)
     room = tl.load(words + 4)
     position = first_key + tl.arange(0, KEYS)
     live = position < length
-    block, slot = locate(block_table + row.to(tl.int64) * stride_table, position, live, BS)
-    target = scores + (block * KH + kv_head) * BS + slot
+    table = block_table + row.to(tl.int64) * stride_table
+    if lane_rows is None:
+        block, slot = locate(table, position, live, BS)
+        lane = kv_head
+    else:
+        block, lane, slot = locate_page(
+            table, lane_pages, position, live, kv_head, pinned, heavy, first, count, KH, BS
+        )  # fmt: skip
+    target = scores + (block * KH + lane) * BS + slot
     score = tl.load(target, mask=live)
     columns = partial + tl.load(words + FIELDS + 3) + kv_head * room + position
     due = tl.where(live, follow, 0)

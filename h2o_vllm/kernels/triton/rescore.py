@@ -15,8 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton import rescores as told
-from h2o_vllm.kernels.triton.candidates import SIZES, my_part, place_of, unprotected
+from h2o_vllm.kernels.triton.candidates import (
+    SIZES,
+    known_lanes,
+    my_part,
+    place_of,
+    shared_place_of,
+    unprotected,
+)
 from h2o_vllm.kernels.triton.evictions import KVLayers
+from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.ranks import order_ranks, settle_scores
 
 __all__ = ["rescore"]
@@ -36,7 +44,13 @@ _TILE = 1024
 """Tokens whose scores one program writes back from the scratch."""
 
 
-def rescore(layers: KVLayers, scores: Tensor, early: Tensor, rescores: told.Rescores) -> None:
+def rescore(
+    layers: KVLayers,
+    scores: Tensor,
+    early: Tensor,
+    rescores: told.Rescores,
+    lanes: LaneTables | None = None,
+) -> None:
     """Adjust the scores of a step's candidates, in place. Eager, before :func:`.compact`.
 
     As the policies' ``eviction_scores`` would, up to the order in which keys and values are added up.
@@ -46,6 +60,7 @@ def rescore(layers: KVLayers, scores: Tensor, early: Tensor, rescores: told.Resc
         layers: see there; the scratch is used. scores: [L, N, KH, BS], float32, contiguous.
         early: the same: how much of them is not of late queries.
         rescores: no block is in two of them.
+        lanes: given if any of them shares; whose the lanes of its known blocks are.
 
     Raises:
         ValueError: one layer of one eviction does not fit the scratch.
@@ -64,6 +79,10 @@ def rescore(layers: KVLayers, scores: Tensor, early: Tensor, rescores: told.Resc
     padded = triton.next_power_of_2(key.shape[3])
     # Idle until compaction.
     scratch = layers.moves.view(torch.float32)
+    shared: tuple[Tensor | None, Tensor | None, int | None] = (None, None, None)
+    if rescores.shares:
+        assert lanes is not None
+        shared = (lanes.offsets, lanes.pages, lanes.offsets.shape[1])
     for first in range(0, units, step):
         programs = min(step, units - first) * heads
         given = (
@@ -85,6 +104,7 @@ def rescore(layers: KVLayers, scores: Tensor, early: Tensor, rescores: told.Resc
             key,
             *key.stride()[:3],
             *value.stride()[:3],
+            *shared,
             D=key.shape[3],
             DP=padded,
             # A tile is 64 registers of 128 threads.
@@ -107,9 +127,29 @@ def _cache(pointer, any_cache):
 @triton.jit
 def _vectors(cache, block, slot, live, stride_n, stride_s, D: tl.constexpr, DP: tl.constexpr):
     """Keys or values of one head, [TILE, DP], float32; zeros beyond the head size and where nothing lives."""
+    return _vectors_at(cache, block * stride_n + slot * stride_s, live, D, DP)
+
+
+@triton.jit
+def _vectors_at(cache, at, live, D: tl.constexpr, DP: tl.constexpr):
     wide = tl.arange(0, DP)[None, :]
-    at = (block * stride_n + slot * stride_s)[:, None] + wide
-    return tl.load(cache + at, mask=live[:, None] & (wide < D), other=0.0).to(tl.float32)
+    mask = live[:, None] & (wide < D)
+    return tl.load(cache + at[:, None] + wide, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _any_vectors(cache, entry, pages, first, count, candidate, live, head, stride_n, stride_s, stride_h,
+                 KH: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
+    """As :func:`_vectors`, of any candidates of a head, which may have lanes of others."""
+    if pages is None:
+        block, slot = place_of(entry, candidate, live, BS)
+        at = block * stride_n + slot * stride_s
+    else:
+        block, slot, away = shared_place_of(
+            entry, pages, first, count, candidate, live, head, KH, BS
+        )  # fmt: skip
+        at = block * stride_n + slot * stride_s + away * stride_h
+    return _vectors_at(cache, at, live, D, DP)
 
 
 @triton.jit
@@ -119,14 +159,14 @@ def _inverse_length(keys):
 
 
 @triton.jit
-def _anchor(keys, entry, total, stride_n, stride_s, BS: tl.constexpr, D: tl.constexpr,
-            DP: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+def _anchor(keys, entry, pages, first, count, total, head, stride_n, stride_s, stride_h, KH: tl.constexpr,
+            BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """[DP]: the direction of the mean of the normalised keys."""
     sums = tl.zeros([TILE, DP], tl.float32)
     for at in range(0, total, TILE):
         candidate = at + tl.arange(0, TILE)
-        block, slot = place_of(entry, candidate, candidate < total, BS)
-        k = _vectors(keys, block, slot, candidate < total, stride_n, stride_s, D, DP)
+        k = _any_vectors(keys, entry, pages, first, count, candidate, candidate < total, head, stride_n,
+                         stride_s, stride_h, KH, BS, D, DP)  # fmt: skip
         sums += k * _inverse_length(k)[:, None]
     anchor = tl.sum(sums, 0)
     return anchor / tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), 1e-12)
@@ -140,20 +180,20 @@ def _distance(values, centre):
 
 
 @triton.jit
-def _centre(values, entry, total, stride_n, stride_s, BS: tl.constexpr, D: tl.constexpr,
-            DP: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+def _centre(values, entry, pages, first, count, total, head, stride_n, stride_s, stride_h, KH: tl.constexpr,
+            BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """[DP]: the mean value; and the mean distance from it."""
     sums = tl.zeros([TILE, DP], tl.float32)
     for at in range(0, total, TILE):
         candidate = at + tl.arange(0, TILE)
-        block, slot = place_of(entry, candidate, candidate < total, BS)
-        sums += _vectors(values, block, slot, candidate < total, stride_n, stride_s, D, DP)
+        sums += _any_vectors(values, entry, pages, first, count, candidate, candidate < total, head, stride_n,
+                             stride_s, stride_h, KH, BS, D, DP)  # fmt: skip
     centre = tl.sum(sums, 0) / total.to(tl.float32)
     distances = tl.zeros([TILE], tl.float32)
     for at in range(0, total, TILE):
         candidate = at + tl.arange(0, TILE)
-        block, slot = place_of(entry, candidate, candidate < total, BS)
-        v = _vectors(values, block, slot, candidate < total, stride_n, stride_s, D, DP)
+        v = _any_vectors(values, entry, pages, first, count, candidate, candidate < total, head, stride_n,
+                         stride_s, stride_h, KH, BS, D, DP)  # fmt: skip
         distances += tl.where(candidate < total, _distance(v, centre), 0.0)
     return centre, tl.maximum(tl.sum(distances, 0) / total.to(tl.float32), _TINY)
 
@@ -181,7 +221,7 @@ def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total
     return highest
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=[*SIZES, "num_slots"])
 def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it does
     scores,
     table,
@@ -201,6 +241,9 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     stride_vn,
     stride_vs,
     stride_vh,
+    offsets,
+    pages,
+    num_slots,
     KH: tl.constexpr,
     BS: tl.constexpr,
     D: tl.constexpr,
@@ -222,10 +265,17 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     by_late = (how & _BY_LATE) != 0
     my_early = early + (layer * num_blocks * KH + head) * BS
     in_stages = (reach > 0) | ((how & _BY_RANKS) != 0)
+    # Of all candidates, where a head has other lanes than its own; the fresh ones are its own in any case.
+    first, count, of_head = None, None, total
+    if pages is not None:
+        pages += layer * num_blocks * KH
+        first, count = known_lanes(entry, offsets, layer, num_slots, head, KH)
+        of_head = total - known + count * BS
 
     if (how & (_BY_KEYS | _BY_RANKS)) != 0:
         keys = _cache(pointers + layer, any_cache) + head * stride_kh
-        anchor = _anchor(keys, entry, total, stride_kn, stride_ks, BS, D, DP, TILE)
+        anchor = _anchor(keys, entry, pages, first, count, of_head, head, stride_kn, stride_ks, stride_kh, KH,
+                         BS, D, DP, TILE)  # fmt: skip
         for at in range(tl.where(only_keys, 0, known), total, TILE):
             candidate = at + tl.arange(0, TILE)
             live = candidate < total
@@ -247,9 +297,8 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
         centre = tl.zeros([DP], tl.float32)
         mean_distance = tl.full([], 1.0, tl.float32)
         if (how & _BY_VALUES) != 0:
-            centre, mean_distance = _centre(
-                values, entry, total, stride_vn, stride_vs, BS, D, DP, TILE
-            )
+            centre, mean_distance = _centre(values, entry, pages, first, count, of_head, head, stride_vn,
+                                            stride_vs, stride_vh, KH, BS, D, DP, TILE)  # fmt: skip
         for at in range(known, total, TILE):
             candidate = at + tl.arange(0, TILE)
             live = candidate < total

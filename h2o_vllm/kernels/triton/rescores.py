@@ -40,7 +40,7 @@ LISTS = 4
 LISTS_IF_LATE = 6
 """With its score by late queries, and its rank by them."""
 HEADER = 8
-"""Numbers before an entry's block ids: known blocks, all blocks, then as in :class:`Rescore`, padding."""
+"""Numbers before an entry's block ids: known blocks, all blocks, then as in :class:`Rescore`."""
 
 
 def scratch_bytes(kv_heads: int, tokens: int) -> int:
@@ -70,6 +70,7 @@ class Rescore:
     seen: int = 0
     protected: int = 0
     reach: int = 0
+    slot: int = -1
 
     @property
     def staged(self) -> bool:
@@ -85,11 +86,13 @@ class Rescores:
         table: [E, HEADER + W], int32: header, ids of known blocks, at once those of fresh ones, padding.
         max_staged: host number, the most fresh blocks of one that is staged; 0: none is.
         lists: host number, how many numbers per fresh token the scratch takes for it.
+        shares: whether the heads of any share slots.
     """
 
     table: Tensor
     max_staged: int
     lists: int = LISTS
+    shares: bool = False
 
     @classmethod
     def pack(cls, rescores: Sequence[Rescore], device: torch.device | str) -> Rescores:
@@ -99,7 +102,7 @@ class Rescores:
         for one in rescores:
             blocks = [*one.known, *one.fresh]
             header = [len(one.known), len(blocks), one.how, one.fresh_from, one.seen]
-            header += [one.protected, one.reach, 0]
+            header += [one.protected, one.reach, one.slot]
             rows.append([*header, *blocks, *[0] * (width - len(blocks))])
         packed = torch.tensor(
             rows, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda"
@@ -108,4 +111,5 @@ class Rescores:
             table=packed.to(device, non_blocking=True),
             max_staged=max((len(one.fresh) for one in rescores if one.staged), default=0),
             lists=LISTS_IF_LATE if any(one.how & BY_LATE for one in rescores) else LISTS,
+            shares=any(one.slot >= 0 for one in rescores),
         )

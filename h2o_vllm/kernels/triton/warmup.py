@@ -8,14 +8,17 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.clear import clear_scores, split_scores
 from h2o_vllm.kernels.triton.compact import _CHUNKS, compact
+from h2o_vllm.kernels.triton.compact_shared import compact_shared
 from h2o_vllm.kernels.triton.decode import attend_decode
-from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
+from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers, SharedEvictions
+from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import Rescore, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import SHORTEST, PromptSegments
+from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
 
 __all__ = ["warm_up"]
 
@@ -31,6 +34,7 @@ def warm_up(
     value_scale: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    lanes: LaneTables | None = None,
 ) -> None:
     """Run each kernel on the real caches with nothing to do: compiles, changes no KV and no score.
 
@@ -42,6 +46,7 @@ def warm_up(
         planes: [2, L, N, KH, BS], scores and their early parts.
         query, out: [at least 2, H, D], of the dtypes and strides that serving will use. Not written.
         query_scale, key_scale, value_scale, softcap, sinks: given exactly if serving gives them.
+        lanes: given exactly if heads may share slots; of nobody, as they are now.
     """
     scores, early = planes
     device, block_size = scores.device, scores.shape[3]
@@ -49,29 +54,42 @@ def warm_up(
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    workspace.plan(starts, nothing, nothing)
     scales = (query_scale, key_scale)
-    attend_decode(
-        query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale, softcap, sinks
-    )  # fmt: skip
+    forms = (None,) if lanes is None else (None, lanes)
+    for shared in forms:
+        workspace.plan(starts, nothing, nothing, shared, block_size)
+        attend_decode(
+            query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale, softcap,
+            sinks, shared,
+        )  # fmt: skip
     lse = torch.zeros(query.shape[1], 2, device=device)
     # Two positions, and a cut between them: both launches of sums.
     rows = ([0], [0], [2], [SHORTEST + 1], [block_size])
     for maxima in (False, True):
         prompts = PromptSegments.cut(*rows, scores.shape[2], device, maxima=maxima)
         given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
-        add_prompt_scores(*given, *scales, softcap=softcap)
+        for shared in forms:
+            add_prompt_scores(*given, *scales, softcap=softcap, lanes=shared)
     clear_scores(scores, table, nothing, nothing, block_size)
     split_scores(scores, early, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):
         reset_scores(scores, padding, values)
     # The device looks up what is to be done; "staged", so that all kernels of it are launched.
-    nobody = Rescores(Rescores.pack([Rescore((), ())], device).table, max_staged=1)
-    rescore(layers, scores, early, nobody)
+    nobody = Rescores.pack([Rescore((), ())], device).table
+    for shared in forms:
+        given_none = Rescores(nobody, max_staged=1, shares=shared is not None)
+        rescore(layers, scores, early, given_none, shared)
     # Laid out as Evictions.pack does: alignment counts.
     packed = torch.zeros(1, 3, dtype=torch.int32, device=device)
     # As many candidates as each chunk takes at most, then one block more than fits any.
     for candidates in (*_CHUNKS, _CHUNKS[-1] + block_size):
         heavy = candidates // block_size - 1
         compact(layers, scores, Evictions(packed[:, 2:], packed[:, :2], heavy, 1))
+    if lanes is not None:
+        attend_shared_prompts(
+            query, key, value, table, starts * 0, nothing, 1.0, out, lse, 1, nothing, lanes, 0, *scales,
+            value_scale, softcap, sinks,
+        )  # fmt: skip
+        packed = torch.zeros(1, 5, dtype=torch.int32, device=device)
+        compact_shared(layers, scores, lanes, SharedEvictions(packed[:, 4:], packed[:, :3], 1))

@@ -34,7 +34,7 @@ from h2o_vllm.engine.cuda import backends
 from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.state import CudaState
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_of
 from h2o_vllm.engine.cuda.warmup import warm_up
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.kernels import triton as kernels
@@ -52,6 +52,7 @@ __all__ = [
     "SCALE",
     "SCALES",
     "SIZE",
+    "UNEVEN",
     "FakeGPU",
     "fake_gpu",
     "qkv",
@@ -61,6 +62,8 @@ LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 64
 SCALE = SIZE**-0.5
 SCALES = {"_q_scale": 0.03, "_k_scale": 0.02, "_v_scale": 0.05}
 """What an 8-bit query, key or value of 1 stands for."""
+UNEVEN = "uneven"
+"""How the names of some requests begin, whose KV heads need different numbers of tokens."""
 
 
 class FakeGPU:
@@ -134,7 +137,8 @@ class FakeGPU:
         worker = object.__new__(H2OGPUWorker)
         self.worker, worker.vllm_config = worker, rig.config
         ours = H2OConfig.from_mapping(rig.config.additional_config[CONFIG_KEY])
-        self.state = self._state(num_blocks, table.shape[0], ours.kv_policy)
+        variants = StepVariant(captured=variants_of(ours))
+        self.state = self._state(num_blocks, table.shape[0], variants)
         with launches(run=True) as bound:
             self.builder.bind(self.state, table)
         # Noted, not run: it would change nothing.
@@ -147,7 +151,8 @@ class FakeGPU:
         worker._state, worker._serving, worker.model_runner = self.state, True, self.runner
         worker._timer = worker._make_timer()
 
-    def _state(self, num_blocks: int, rows: int, policy: str) -> CudaState:
+    def _state(self, num_blocks: int, rows: int, variants: StepVariant) -> CudaState:
+        heads = len(self.kv_heads)
         views = [key_value_views(cache, SIZE) for cache in self.kv]
         return CudaState(
             kv_layers=kernels.KVLayers([k for k, _ in views], [v for _, v in views]),
@@ -160,10 +165,12 @@ class FakeGPU:
                 torch.float32,
                 SIZE,
                 "cpu",
+                sharing_layers=LAYERS,
             ),
+            lanes=kernels.LaneTables.empty(LAYERS, num_blocks, heads, rows, rows, "cpu"),
             kv_cache_group=0,
             first_kv_head=self.kv_heads.start,
-            step_variant=StepVariant(captured=variants_for(policy)),
+            step_variant=variants,
             request_slots=self.runner.req_states.req_id_to_index,
             policies=PolicySlots(rows),
         )
@@ -245,6 +252,8 @@ class FakeGPU:
 def qkv(request_id: str, position: int, layer: int, fp8: bool = False) -> tuple[Tensor, ...]:
     """q [HEADS, SIZE], k and v [KV_HEADS, SIZE] of a token: random, always the same.
 
+    Of requests whose names begin with :data:`UNEVEN` one head looks everywhere, the other at few tokens.
+
     Args:
         fp8: what is left of them in 8 bits.
     """
@@ -252,6 +261,11 @@ def qkv(request_id: str, position: int, layer: int, fp8: bool = False) -> tuple[
     gen = torch.Generator().manual_seed(seed)
     q = torch.randn(HEADS, SIZE, generator=gen) * 2
     k, v = torch.randn(2, KV_HEADS, SIZE, generator=gen)
+    if request_id.startswith(UNEVEN):
+        keen = layer % KV_HEADS
+        q.view(KV_HEADS, -1, SIZE)[keen, :, 0] = 8.0
+        k[keen, 0] = 0.0 if position % 16 else 6.0
+        k[1 - keen] *= 0.2
     if not fp8:
         return q, k, v
     scales = zip((q, k, v), SCALES.values(), strict=True)

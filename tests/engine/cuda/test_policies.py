@@ -72,6 +72,7 @@ def plain_model(asked: dict[str, Any], prompt: int, block: int) -> PolicyModel:
         protected=asked.get("kv_protect", 0),
         delay=asked.get("kv_delay", 0),
         bound=asked.get("kv_prefill_tokens", 0),
+        shared=asked.get("kv_heads") == "shared",
         prompt=prompt,
     )
 

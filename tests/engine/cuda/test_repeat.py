@@ -62,11 +62,11 @@ class Readers:
 
 
 def expected_outputs(
-    name: str, readers: Readers, block: int
+    name: str, readers: Readers, block: int, heads: str
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Of every computed token of an owner; and of those of its readers behind the prompt's text."""
     prompt, new, asked = REQUESTS[name]
-    model = plain_model(asked, prompt, block)
+    model = plain_model({**asked, "kv_heads": heads}, prompt, block)
     model.text = text = readers.text(name)
     read: dict[str, torch.Tensor] = {}
 
@@ -107,7 +107,13 @@ def engine(
     numbers = count()
     patch.setattr(repetitions, "uuid4", lambda: SimpleNamespace(hex=f"{next(numbers)}"))
     with fake_gpu(
-        model_dir, num_blocks, base, kv_min_tokens=FLOOR, caching=False, kv_policy="repeat", **rig
+        model_dir,
+        num_blocks,
+        base,
+        kv_min_tokens=FLOOR,
+        caching=False,
+        kv_policy="repeat",
+        **{"kv_heads": "equal", **rig},
     ) as (scheduler, gpu):
         yield scheduler, gpu, Readers(scheduler, gpu)
 
@@ -119,11 +125,14 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "pipelined", "preempted"),
+    ("base", "pipelined", "preempted", "heads"),
     [
-        pytest.param("flash", True, (), id="async-flash"),
-        pytest.param("triton", False, (9, 22), id="preempted-triton"),
-        pytest.param("flash", False, (5, 13, 30), id="preempted-flash", marks=pytest.mark.long),
+        pytest.param("flash", True, (), "equal", id="async-flash"),
+        pytest.param("triton", False, (9, 22), "equal", id="preempted-triton"),
+        pytest.param("triton", True, (9, 22, 35), "shared", id="shared", marks=pytest.mark.slow),
+        pytest.param(
+            "flash", False, (5, 13, 30), "equal", id="preempted-flash", marks=pytest.mark.long
+        ),
     ],
 )
 def test_attention_equals_a_plain_model_that_repeats_its_prompt(
@@ -132,11 +141,12 @@ def test_attention_equals_a_plain_model_that_repeats_its_prompt(
     base: str,
     pipelined: bool,
     preempted: tuple[int, ...],
+    heads: str,
 ) -> None:
     """Laws 4 and 5: among others, in pieces, and again after preemptions."""
     with engine(model_dir, 90, base, monkeypatch, pipelined=pipelined) as (rig, gpu, readers):
         for number, (name, (prompt, new, asked)) in enumerate(REQUESTS.items()):
-            rig.add(name, [3 + number] * prompt, asked, max_tokens=new)
+            rig.add(name, [3 + number] * prompt, {**asked, "kv_heads": heads}, max_tokens=new)
         rig.add("h2o", [9] * 50, {"kv_policy": "h2o", "kv_budget": 0.5}, max_tokens=60)
         rig.add("full", [2] * 30, None, max_tokens=20)
         together, due = set(), list(preempted)
@@ -160,11 +170,14 @@ def test_attention_equals_a_plain_model_that_repeats_its_prompt(
         assert evicted == {*REQUESTS, "h2o"}
         # A reader's prompt beside its owner's decode, and beside its prompt; both in our decode kernel.
         assert together >= {(True, False), (True, True), (False, False)}
-        assert gpu.replays[Variant.MIXED] and gpu.replays[Variant.SCORED]
+        used = {variant for variant, count in gpu.replays.items() if count}
+        assert (
+            Variant.SHARED in used if heads == "shared" else used >= {Variant.MIXED, Variant.SCORED}
+        )
         for name, (prompt, new, _) in REQUESTS.items():
             pieces = {piece for owner, piece, _ in readers.of.values() if owner == name}
             assert len(pieces) > 1
-            outputs, read = expected_outputs(name, readers, rig.block_size)
+            outputs, read = expected_outputs(name, readers, rig.block_size, heads)
             assert len(outputs) == prompt + new - 1
             for position, output in enumerate(outputs):
                 assert_close(gpu.outputs[name, position], output, f"{name} at {position}")

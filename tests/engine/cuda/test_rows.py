@@ -86,6 +86,33 @@ def test_a_server_captures_as_many_variants_whatever_its_policy() -> None:
     assert variant_of(None, variants_for("window")) is Variant.STOCK
 
 
+def test_rows_whose_heads_share_have_a_graph_of_their_own() -> None:
+    assert variants_for("h2o", may_share=True) == (*variants_for("h2o"), Variant.SHARED)
+    by_default = variants_for("repeat", may_share=True, shares=True)
+    assert by_default == (Variant.STOCK, Variant.MIXED, Variant.SHARED)
+    rows = step([H2O, RANDOM, H2O, 0], [1, 1, 7, 1, 0], [90, 80, 70, 60, 0])
+    assert variant_of(rows, by_default, shares=True) is Variant.SHARED
+    assert variant_of(rows, by_default) is Variant.MIXED
+    # All of them are ours, scored or not; who shares nothing is as ever.
+    flags = row_flags(rows, np.array([False, True, True, False, False]))
+    ours = EVICTING | SCORED
+    assert flags.tolist() == [ours, ours, ours, 0, 0]
+
+
+def test_a_slot_forgets_what_heads_shared() -> None:
+    slots = PolicySlots(4)
+    slots.start({"a": EvictionParams("h2o", 9), "b": EvictionParams("h2o", 9)})
+    slots.place({"a": 2, "b": 0})
+    for slot in (2, 0):
+        slots.share(slot, 5 + slot)
+    assert slots.shared(np.array([0, 2, 1])).tolist() == [5, 7, 0]
+    slots.release(["a"], {"a": 2})
+    assert slots.shared(np.array([0, 2])).tolist() == [5, 0]
+    slots.start({"b": EvictionParams("h2o", 9)})
+    slots.place({"b": 0})
+    assert not slots.shared(np.array([0])).any()
+
+
 def test_only_scored_decodes_are_ours_to_attend() -> None:
     rows = step([H2O, H2O, 0, WINDOW, RANDOM], [1, 4, 1, 1, 1, 0], [9, 4, 7, 8, 9, 0])
     assert row_flags(rows).tolist() == [EVICTING | SCORED, EVICTING, 0, EVICTING, EVICTING, 0]

@@ -116,7 +116,7 @@ def test_scales_per_head_are_refused() -> None:
     ("seqs", "captured", "mode", "eager", "says"),
     [
         (1024, 512, "FULL_AND_PIECEWISE", False, "--max-cudagraph-capture-size 1024"),
-        (530, 512, "FULL_DECODE_ONLY", False, "for 6 more graphs"),
+        (530, 512, "FULL_DECODE_ONLY", False, "for 8 more graphs"),
         (512, 512, "FULL_AND_PIECEWISE", False, None),
         (1024, 512, "PIECEWISE", False, None),
         (1024, 0, "NONE", False, None),
@@ -139,6 +139,8 @@ def test_batches_without_graphs_are_said_once(
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=seqs),
         model_config=SimpleNamespace(enforce_eager=eager),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        additional_config={"h2o": {}},
     )
     with caplog.at_level("WARNING", start_notes.logger.name):
         start_notes.warn_of_batches_without_graphs(config)

@@ -30,6 +30,9 @@ BUDGETS: list[dict[str, Any] | None] = [
     {"kv_budget": 0.3, "kv_policy": "snapkv-keydiff"},
     {"kv_budget": 0.3, "kv_policy": "caote-snapkv-keydiff"},
     {"kv_budget": 0.3, "kv_protect": 60},
+    {"kv_budget": 0.3, "kv_policy": "caote-snapkv-keydiff", "kv_heads": "shared"},
+    {"kv_budget": 0.3, "kv_policy": "h2o", "kv_heads": "shared", "kv_prefill_tokens": 256},
+    {"kv_budget": 0.3, "kv_policy": "random", "kv_heads": "shared", "kv_protect": 60},
 ]
 
 
@@ -41,7 +44,7 @@ def prompts(count: int, seed: int = 0, low: int = 40, high: int = 900) -> list[l
 def test_all_variants_were_captured_with_all_layers(engine: Engine) -> None:
     state = engine.worker._state
     variants = state.step_variant.captured
-    assert Variant.SCORED in variants
+    assert Variant.SCORED in variants and Variant.SHARED in variants
     for variant in variants[1:]:
         assert state.layers_captured(variant) == state.scores.shape[0]
 

@@ -21,6 +21,18 @@ MUTANTS = (
         CUDA,
     ),
     Mutant(
+        "engine-cuda-unscored-rows-that-share-go-to-vllms-kernel",
+        "rows.decodes if shared is None else rows.decodes | shared",
+        "rows.decodes",
+        CUDA,
+    ),
+    Mutant(
+        "engine-cuda-a-second-eviction-rescores-own-lanes",
+        "rescore_of(one, self._lanes_slot(one))",
+        "rescore_of(one)",
+        CUDA,
+    ),
+    Mutant(
         "engine-a-preempted-request-keeps-its-lanes",
         "state.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)",
         "pass",
@@ -64,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine-prompts-of-maxima-are-not-scored-on-gpus",
-        "(self._scores, batch.maxima),",
+        "(self._scores, scored.maxima),",
         "(self._scores, None),",
         CUDA,
     ),
@@ -76,8 +88,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-prompts-are-scored-from-their-start",
-        "scored = rows.scored_queries",
-        "scored = rows.query_lens",
+        "counts = rows.scored_queries",
+        "counts = rows.query_lens",
         CUDA,
     ),
     Mutant(
@@ -112,8 +124,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-holes-of-the-last-request",
-        "self._holes[slot] = 0",
-        "pass",
+        "self._holes[slot] = self._shared[slot] = 0",
+        "self._shared[slot] = 0",
         CUDA,
     ),
     Mutant(

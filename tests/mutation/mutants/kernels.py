@@ -85,6 +85,7 @@ MUTANTS = (
         "total = total * shrink + tl.sum(prob, 1)",
         "total = total + tl.sum(prob, 1)",
         TRITON,
+        "triton/decode.py",
     ),
     Mutant(
         "kernels-triton-maxima-are-written-over-each-other",
@@ -180,6 +181,24 @@ MUTANTS = (
         "kernels-triton-scores-of-others-protect",
         "stays = ((fresh < 0) & infinite) | ((fresh >= 0) & (fresh < protected))",
         "stays = infinite | ((fresh >= 0) & (fresh < protected))",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-gaining-heads-move-first",
+        "for gaining in (False, True):",
+        "for gaining in (True, False):",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-ties-of-heads-count-for-all",
+        "ties = tl.minimum(tl.maximum(keep - above - (tl.cumsum(ties, 0) - ties), 0), ties)",
+        "ties = tl.minimum(keep - above, ties)",
+        TRITON,
+    ),
+    Mutant(
+        "kernels-triton-lanes-begin-before-the-pinned-blocks",
+        "place = index - pinned",
+        "place = index",
         TRITON,
     ),
     Mutant(

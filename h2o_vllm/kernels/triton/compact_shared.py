@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""Evictions of one step, of requests whose KV heads share slots: steps 4 to 6 of the rule.
+
+The rule is :mod:`h2o_vllm.kernels.lanes`. After :mod:`.share` has given each head its lanes, a head ranks
+its own candidates, takes over the lanes that others give up, and lists its moves. A move's source may be
+another's target, but only in one way: who gives lanes up moves the best of what is in them to those that it
+keeps, who gets some fills them from doomed blocks. So those who get none move first, and nothing has to be
+put aside.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_vllm.kernels.triton.evictions import KVLayers, SharedEvictions
+from h2o_vllm.kernels.triton.lanes import LaneTables
+from h2o_vllm.kernels.triton.share import (
+    SIZES,
+    field,
+    list_lanes,
+    of_place,
+    share_lanes,
+    unit_words,
+)
+from h2o_vllm.kernels.triton.survivors import lowest_survivor, ranks_of, slot_of
+
+__all__ = ["compact_shared"]
+
+_CHUNK = 1024
+"""Candidates, or pages, that a program looks at at once; more are read again for each of 32 bits."""
+_MOVES = 16
+_MOVERS = 8
+"""As in :mod:`.compact`."""
+
+
+def compact_shared(
+    layers: KVLayers, scores: Tensor, lanes: LaneTables, evictions: SharedEvictions
+) -> None:
+    """Share a step's heavy blocks anew, and move the survivors into them, with their scores. Eager.
+
+    Who gets which lanes, which tokens survive and where they go is exactly
+    :func:`h2o_vllm.kernels.lanes.compact_shared`. Doomed blocks are only read. Frees nothing.
+
+    Args:
+        layers: see there. scores: [L, N, KH, BS], float32, contiguous.
+        lanes: are those of the evictions' requests from then on.
+        evictions: heavy blocks are listed once among all of them, and are doomed in none.
+
+    Raises:
+        ValueError: one layer of one eviction does not fit the scratch.
+    """
+    num_layers, num_blocks, heads, block_size = scores.shape
+    units = evictions.blocks.shape[0] * num_layers
+    if units == 0:
+        return
+    width = evictions.blocks.shape[1]
+    room = unit_words(width, evictions.max_heavy, heads, block_size)
+    # Of 32-bit words, aligned to moves, which are two of them.
+    scratch = layers.moves.view(-1)
+    step = min(units, scratch.numel() // room)
+    if step == 0:
+        raise ValueError(f"an eviction's {4 * room} bytes do not fit {layers.nbytes} bytes")
+    key, value = layers.key_caches[0], layers.value_caches[0]
+    row_words = key.shape[3] // layers.words
+    for first in range(0, units, step):
+        now = min(step, units - first)
+        sizes = (
+            scratch,
+            first,
+            num_layers,
+            num_blocks,
+            evictions.blocks.stride(0),
+            evictions.counts.stride(0),
+            width * heads,
+            room,
+        )
+        told = (evictions.blocks, evictions.counts)
+        list_lanes[(now, heads)](
+            *told, lanes.owners, *sizes, KH=heads, CHUNK=_CHUNK, num_warps=4
+        )  # fmt: skip
+        each = {
+            "KH": heads,
+            "KHP": triton.next_power_of_2(heads),
+            "BS": block_size,
+            "CHUNK": _CHUNK,
+            "num_warps": 8,
+        }
+        share_lanes[(now,)](*told, lanes.offsets, lanes.offsets.shape[1], scores, *sizes, **each)
+        _select_shared[(now, heads)](*told, lanes.owners, lanes.pages, scores, *sizes, **each)
+        for gaining in (False, True):
+            _move_shared[(now, heads, _MOVERS)](
+                *told,
+                layers.pointers,
+                scores,
+                *sizes,
+                int(gaining),
+                *(stride // layers.words for stride in (*key.stride()[:3], *value.stride()[:3])),
+                KH=heads,
+                KHP=each["KHP"],
+                BS=block_size,
+                WORDS=row_words,
+                WORDS_P=triton.next_power_of_2(row_words),
+                MOVES=_MOVES,
+                MOVERS=_MOVERS,
+                num_warps=4,
+            )
+
+
+@triton.jit
+def _my_moves(mine, pages_room, head, KH: tl.constexpr, KHP: tl.constexpr, BS: tl.constexpr):
+    """Where a head's list of moves begins, and how many entries of the lists of pages come before its own."""
+    heads = tl.arange(0, KHP)
+    lanes = tl.load(field(mine, pages_room, 3, KH) + heads, mask=heads < head, other=0)
+    before = tl.sum(lanes, 0)
+    words = pages_room + 5 * KH
+    return mine + words + words % 2 + before * (2 * BS), before
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _select_shared(  # noqa: PLR0915 - one kernel, in the order of what it does
+    blocks,
+    counts,
+    owners,
+    pages,
+    scores,
+    scratch,
+    first_unit,
+    num_layers,
+    num_blocks,
+    stride_blocks,
+    stride_counts,
+    pages_room,
+    unit_room,
+    KH: tl.constexpr,
+    KHP: tl.constexpr,
+    BS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """List the lanes and the moves of one head of one layer."""
+    head = tl.program_id(1)
+    layer, my_blocks, _heavy, _doomed, _slot, mine = of_place(
+        blocks, counts, scratch, tl.program_id(0), first_unit, num_layers, stride_blocks, stride_counts,
+        unit_room,
+    )  # fmt: skip
+    my_scores = scores + layer * num_blocks * KH * BS
+    my_owners = owners + layer * num_blocks * KH
+    my_pages = pages + layer * num_blocks * KH
+    moves, entries = _my_moves(mine, pages_room, head, KH, KHP, BS)
+    listed = mine + tl.load(field(mine, pages_room, 0, KH) + head)
+    total = tl.load(field(mine, pages_room, 1, KH) + head) * BS
+    lanes = tl.load(field(mine, pages_room, 3, KH) + head)
+    keeps = tl.minimum(tl.load(field(mine, pages_room, 2, KH) + head), lanes)
+    kept = keeps * BS
+    threshold, above = lowest_survivor(
+        my_scores, listed, lanes * BS, total, 1, BS, CHUNK, ONE_CHUNK=False
+    )  # fmt: skip
+
+    # As in `compact`: of those at the threshold the first ones stay; leavers and takers of one number meet.
+    ties_left = lanes * BS - above
+    leavers = 0
+    takers = 0
+    for at in range(0, total, CHUNK):
+        candidate = at + tl.arange(0, CHUNK)
+        live = candidate < total
+        ranks = ranks_of(my_scores, listed, candidate, live, 1, BS)
+        tie = (live & (ranks == threshold)).to(tl.int32)
+        survives = live & ((ranks > threshold) | ((tie == 1) & (tl.cumsum(tie, 0) <= ties_left)))
+        leaves = (survives & (candidate >= kept)).to(tl.int32)
+        takes = (live & (survives == 0) & (candidate < kept)).to(tl.int32)
+        place = slot_of(listed, candidate, live, BS)
+        tl.store(moves + (leavers + tl.cumsum(leaves, 0) - 1) * 2, place, mask=leaves == 1)
+        tl.store(moves + (takers + tl.cumsum(takes, 0) - 1) * 2 + 1, place, mask=takes == 1)
+        ties_left -= tl.sum(tie, 0)
+        leavers += tl.sum(leaves, 0)
+        takers += tl.sum(takes, 0)
+    tl.store(field(mine, pages_room, 4, KH) + head, leavers)
+
+    for at in range(0, keeps, CHUNK):
+        index = at + tl.arange(0, CHUNK)
+        page = tl.load(listed + index, mask=index < keeps, other=0)
+        _take(my_blocks, my_owners, my_pages, entries + index, page, head, index < keeps, KH)
+    # Lanes that are given up, and those that are wanted, are numbered by heads; equal numbers meet.
+    heads = tl.arange(0, KHP)
+    all_lanes = tl.load(field(mine, pages_room, 3, KH) + heads, mask=heads < KH, other=0)
+    all_owned = tl.load(field(mine, pages_room, 2, KH) + heads, mask=heads < KH, other=0)
+    wanted = tl.maximum(all_lanes - all_owned, 0)
+    first_wanted = tl.sum(tl.where(heads < head, wanted, 0), 0)
+    end_wanted = first_wanted + lanes - keeps
+    first_given_up = 0
+    for other in range(KH):
+        begin = tl.load(field(mine, pages_room, 0, KH) + other)
+        owned = tl.load(field(mine, pages_room, 2, KH) + other)
+        still = tl.minimum(tl.load(field(mine, pages_room, 3, KH) + other), owned)
+        end_given_up = first_given_up + owned - still
+        first = tl.maximum(first_wanted, first_given_up)
+        end = tl.minimum(end_wanted, end_given_up)
+        # Slot by slot: each is a target as well.
+        for at in range(first * BS, end * BS, CHUNK):
+            place = at + tl.arange(0, CHUNK)
+            live = place < end * BS
+            number = place // BS
+            page = tl.load(mine + begin + still + number - first_given_up, mask=live, other=0)
+            target = takers + place - first_wanted * BS
+            tl.store(moves + target * 2 + 1, page * BS + place % BS, mask=live)
+            entry = entries + keeps + number - first_wanted
+            new = live & (place % BS == 0)
+            _take(my_blocks, my_owners, my_pages, entry, page, head, new, KH)
+        first_given_up = end_given_up
+
+
+@triton.jit
+def _take(my_blocks, my_owners, my_pages, entry, page, head, live, KH: tl.constexpr):
+    """Make pages a head's, at some entries of the request's list."""
+    block = tl.load(my_blocks + entry // KH, mask=live, other=0)
+    block = tl.where(block < 0, -1 - block, block)
+    tl.store(my_pages + block * KH + entry % KH, page, mask=live)
+    tl.store(my_owners + page, tl.zeros_like(page).to(tl.int8) + head.to(tl.int8), mask=live)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "gaining"])
+def _move_shared(
+    blocks,
+    counts,
+    pointers,
+    scores,
+    scratch,
+    first_unit,
+    num_layers,
+    num_blocks,
+    stride_blocks,
+    stride_counts,
+    pages_room,
+    unit_room,
+    gaining,
+    stride_kn,
+    stride_ks,
+    stride_kh,
+    stride_vn,
+    stride_vs,
+    stride_vh,
+    KH: tl.constexpr,
+    KHP: tl.constexpr,
+    BS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORDS_P: tl.constexpr,
+    MOVES: tl.constexpr,
+    MOVERS: tl.constexpr,
+):
+    """Copy the K, V and score of every MOVERS-th group of moves of one head, if it gains lanes, or if not."""
+    head = tl.program_id(1)
+    layer, _blocks, _heavy, _doomed, _slot, mine = of_place(
+        blocks, counts, scratch, tl.program_id(0), first_unit, num_layers, stride_blocks, stride_counts,
+        unit_room,
+    )  # fmt: skip
+    gains = tl.load(field(mine, pages_room, 3, KH) + head) > tl.load(
+        field(mine, pages_room, 2, KH) + head
+    )
+    if gains != (gaining != 0):
+        return
+    moves, _entries = _my_moves(mine, pages_room, head, KH, KHP, BS)
+    count = tl.load(field(mine, pages_room, 4, KH) + head)
+    keys = tl.load(pointers + layer).to(tl.pointer_type(tl.int64))
+    values = tl.load(pointers + num_layers + layer).to(tl.pointer_type(tl.int64))
+    my_scores = scores + layer * num_blocks * KH * BS
+    words = tl.arange(0, WORDS_P)[None, :]
+    for at in range(tl.program_id(2) * MOVES, count, MOVES * MOVERS):
+        index = at + tl.arange(0, MOVES)
+        live = index < count
+        source = tl.load(moves + index * 2, mask=live, other=0)
+        target = tl.load(moves + index * 2 + 1, mask=live, other=0)
+        from_block, from_lane = (source // (KH * BS)).to(tl.int64), source // BS % KH
+        to_block, to_lane = (target // (KH * BS)).to(tl.int64), target // BS % KH
+        from_slot, to_slot = source % BS, target % BS
+        both = live[:, None] & (words < WORDS)
+        from_key = from_block * stride_kn + from_lane * stride_kh + from_slot * stride_ks
+        from_value = from_block * stride_vn + from_lane * stride_vh + from_slot * stride_vs
+        k = tl.load(keys + from_key[:, None] + words, mask=both)
+        v = tl.load(values + from_value[:, None] + words, mask=both)
+        score = tl.load(my_scores + source, mask=live)
+        to_key = to_block * stride_kn + to_lane * stride_kh + to_slot * stride_ks
+        to_value = to_block * stride_vn + to_lane * stride_vh + to_slot * stride_vs
+        tl.store(keys + to_key[:, None] + words, k, mask=both)
+        tl.store(values + to_value[:, None] + words, v, mask=both)
+        tl.store(my_scores + target, score, mask=live)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""How many lanes each KV head gets, layer by layer: steps 1 to 3 of :mod:`h2o_vllm.kernels.lanes`.
+
+The first kernel lists each head's candidates, page by page; the second finds the layer's best tokens among
+all of them and gives out lanes. What they find lies in the scratch, a part for each (eviction, layer)::
+
+    candidate pages, by head | begins | counts | owned | lanes | moves | lists of moves
+    W * KH                   | KH     | KH     | KH    | KH    | KH    | 2 * slots of the heavy blocks
+
+``begins`` and ``counts``: of a head's candidates in the first list; ``owned``: how many of them, the first
+ones, are in heavy blocks; ``lanes``: that it gets; ``moves``: how many of its tokens move. A head's moves,
+pairs of slots from and to, begin where its slots would if all heads' lanes lay side by side: there are no
+more.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from h2o_vllm.kernels.triton.survivors import PROTECTED, lowest_survivor, ranks_of
+
+__all__ = ["SIZES", "field", "list_lanes", "of_place", "share_lanes", "unit_words"]
+
+SIZES = [
+    "first_unit",
+    "num_layers",
+    "num_blocks",
+    "stride_blocks",
+    "stride_counts",
+    "pages_room",
+    "unit_room",
+]
+"""Arguments of all of these kernels, for which none is compiled anew."""
+_FIELDS = tl.constexpr(5)
+_LOWEST = tl.constexpr(-(1 << 30))
+
+
+def unit_words(blocks: int, heavy: int, kv_heads: int, block_size: int) -> int:
+    """Words of 32 bits that one (eviction, layer) takes of the scratch, an even number."""
+    words = blocks * kv_heads + 5 * kv_heads
+    return words + words % 2 + 2 * heavy * kv_heads * block_size
+
+
+@triton.jit
+def of_place(
+    blocks, counts, scratch, place, first_unit, num_layers, stride_blocks, stride_counts, unit_room
+):
+    """Layer, block ids, heavy and doomed blocks, slot, and part of the scratch, of one (eviction, layer)."""
+    unit = first_unit + place
+    eviction = (unit // num_layers).to(tl.int64)
+    mine = counts + eviction * stride_counts
+    return (
+        (unit % num_layers).to(tl.int64), blocks + eviction * stride_blocks, tl.load(mine), tl.load(mine + 1),
+        tl.load(mine + 2), scratch + place.to(tl.int64) * unit_room,
+    )  # fmt: skip
+
+
+@triton.jit
+def field(mine, pages_room, which: tl.constexpr, KH: tl.constexpr):
+    """Pointer to one of a unit's numbers per head, in the order above."""
+    return mine + pages_room + which * KH
+
+
+@triton.jit(do_not_specialize=SIZES)
+def list_lanes(
+    blocks,
+    counts,
+    owners,
+    scratch,
+    first_unit,
+    num_layers,
+    num_blocks,
+    stride_blocks,
+    stride_counts,
+    pages_room,
+    unit_room,
+    KH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The candidate pages of one head, in the order of blocks and lanes."""
+    head = tl.program_id(1)
+    layer, my_blocks, heavy, doomed, _slot, mine = of_place(
+        blocks, counts, scratch, tl.program_id(0), first_unit, num_layers, stride_blocks, stride_counts,
+        unit_room,
+    )  # fmt: skip
+    my_owners = owners + layer * num_blocks * KH
+    total = (heavy + doomed) * KH
+    before = 0
+    count = 0
+    owned = 0
+    for at in range(0, total, CHUNK):
+        index = at + tl.arange(0, CHUNK)
+        _, owner = _page_and_owner(my_blocks, my_owners, index, index < total, KH)
+        before += tl.sum((owner < head).to(tl.int32), 0)
+        count += tl.sum((owner == head).to(tl.int32), 0)
+        owned += tl.sum(((owner == head) & (index < heavy * KH)).to(tl.int32), 0)
+    tl.store(field(mine, pages_room, 0, KH) + head, before)
+    tl.store(field(mine, pages_room, 1, KH) + head, count)
+    tl.store(field(mine, pages_room, 2, KH) + head, owned)
+    listed = before
+    for at in range(0, total, CHUNK):
+        index = at + tl.arange(0, CHUNK)
+        page, owner = _page_and_owner(my_blocks, my_owners, index, index < total, KH)
+        is_mine = (owner == head).to(tl.int32)
+        tl.store(mine + listed + tl.cumsum(is_mine, 0) - 1, page, mask=is_mine == 1)
+        listed += tl.sum(is_mine, 0)
+
+
+@triton.jit
+def _page_and_owner(my_blocks, my_owners, index, live, KH: tl.constexpr):
+    """Page and head of each of an eviction's lanes, in order; of no lane, no head's number."""
+    block = tl.load(my_blocks + index // KH, mask=live, other=0)
+    fresh = block < 0
+    page = tl.where(fresh, -1 - block, block) * KH + index % KH
+    owner = tl.load(my_owners + page, mask=live & (fresh == 0), other=0).to(tl.int32)
+    owner = tl.where(fresh, index % KH, owner)
+    return page, tl.where(live, owner, KH)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "num_slots"])
+def share_lanes(
+    blocks,
+    counts,
+    offsets,
+    num_slots,
+    scores,
+    scratch,
+    first_unit,
+    num_layers,
+    num_blocks,
+    stride_blocks,
+    stride_counts,
+    pages_room,
+    unit_room,
+    KH: tl.constexpr,
+    KHP: tl.constexpr,
+    BS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Give out the lanes of one layer's heavy blocks."""
+    layer, _blocks, heavy, doomed, slot, mine = of_place(
+        blocks, counts, scratch, tl.program_id(0), first_unit, num_layers, stride_blocks, stride_counts,
+        unit_room,
+    )  # fmt: skip
+    my_scores = scores + layer * num_blocks * KH * BS
+    keep = heavy * KH * BS
+    threshold, above = lowest_survivor(
+        my_scores, mine, keep, keep + doomed * KH * BS, 1, BS, CHUNK, ONE_CHUNK=False
+    )  # fmt: skip
+    # Of each head: tokens above the threshold, at it, and protected ones.
+    heads = tl.arange(0, KHP)
+    better = tl.zeros([KHP], tl.int32)
+    ties = tl.zeros([KHP], tl.int32)
+    stay = tl.zeros([KHP], tl.int32)
+    for head in range(KH):
+        first = tl.load(field(mine, pages_room, 0, KH) + head)
+        total = tl.load(field(mine, pages_room, 1, KH) + head) * BS
+        for at in range(0, total, CHUNK):
+            candidate = at + tl.arange(0, CHUNK)
+            ranks = ranks_of(my_scores, mine + first, candidate, candidate < total, 1, BS)
+            this = heads == head
+            better += tl.where(this, tl.sum((ranks > threshold).to(tl.int32), 0), 0)
+            ties += tl.where(this, tl.sum((ranks == threshold).to(tl.int32), 0), 0)
+            stay += tl.where(this, tl.sum((ranks == PROTECTED).to(tl.int32), 0), 0)
+    # Of equal tokens those of the lower heads are the better ones.
+    ties = tl.minimum(tl.maximum(keep - above - (tl.cumsum(ties, 0) - ties), 0), ties)
+    lanes = _given(better + ties, stay, heavy * KH, heads, KH, BS)
+    tl.store(field(mine, pages_room, 3, KH) + heads, lanes, mask=heads < KH)
+    my_offsets = offsets + (layer * num_slots + slot) * (KH + 1)
+    tl.store(my_offsets + heads + 1, tl.cumsum(lanes, 0), mask=heads < KH)
+    tl.store(my_offsets, 0)
+
+
+@triton.jit
+def _given(wanted, stay, lanes, heads, KH: tl.constexpr, BS: tl.constexpr):
+    """[KHP]: the lanes of each head, which wants so many tokens, and of which so many stay in any case."""
+    real = heads < KH
+    given = real.to(tl.int32)
+    left = lanes - KH
+    # One lane at a time to whoever has most protected tokens without one: there are few.
+    needs = tl.maximum(stay - given * BS, 0)
+    while (left > 0) & (tl.max(needs, 0) > 0):
+        most = real & (needs == tl.max(needs, 0))
+        rest = tl.where(most, wanted - given * BS, _LOWEST)
+        most = most & (rest == tl.max(rest, 0))
+        given += (heads == tl.min(tl.where(most, heads, KH), 0)).to(tl.int32)
+        needs = tl.maximum(stay - given * BS, 0)
+        left -= 1
+    # Then, to whoever wants most, all others at once: each is given at a want, which falls by a lane's tokens
+    # with each. What is looked for is the want of the last one.
+    rest = tl.where(real, wanted - given * BS, _LOWEST)
+    low = -lanes * BS
+    high = lanes * BS
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        enough = tl.sum(_given_from(rest, middle, BS), 0) >= left
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    above = _given_from(rest, high, BS)
+    last = _given_from(rest, low, BS) - above
+    last = tl.where(tl.cumsum(last, 0) <= left - tl.sum(above, 0), last, 0)
+    return given + above + last
+
+
+@triton.jit
+def _given_from(rest, want, BS: tl.constexpr):
+    """Lanes that are given at this want or at a higher one."""
+    return tl.where(rest >= want, tl.maximum(rest - want, 0) // BS + 1, 0)

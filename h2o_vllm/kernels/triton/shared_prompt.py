@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""Attention of several queries of rows whose KV heads share slots, with its log-sum-exp.
+
+vLLM's kernels read a lane as its own head's. Who meets this one: later chunks of bounded prompts, and what a
+preempted request computes again of its answer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
+from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, lanes_of, locate_page
+from h2o_vllm.kernels.triton.paged import load_keys
+from h2o_vllm.kernels.triton.prompt import COMPUTE
+
+__all__ = ["attend_shared_prompts"]
+
+_LOG2E = 1.4426950408889634
+
+
+def attend_shared_prompts(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    max_query_len: int,
+    rows: Tensor,
+    lanes: LaneTables,
+    layer: int,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
+    """Causal attention of some rows' queries, the last positions of their live sequences. Eager.
+
+    Args:
+        query: [T, H, D]; may be strided along T.
+        key_cache, value_cache: see :func:`.decode.attend_decode`.
+        block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
+        seq_lens: [B], int32, live lengths including the chunk: of all heads of a row, on average.
+        scale: factor on q.k before the softmax.
+        out: [T, H, D], may be strided along T. lse: [H, T], float32, any strides: natural logs of the softmax
+            denominators. Other rows' queries are left alone.
+        max_query_len: no listed row has more queries; a host number, it sizes the grid.
+        rows: [R], int32: the rows to look at, each once.
+        lanes: whose heads share which slots. layer: whose caches these are, in them.
+        query_scale, key_scale, value_scale, softcap, sinks: see :func:`.decode.attend_decode`.
+    """
+    if rows.shape[0] == 0:
+        return
+    _, block_size, kv_heads, size = key_cache.shape
+    padded = max(16, triton.next_power_of_2(size))
+    group = query.shape[1] // kv_heads
+    # Queries per tile; more keys would spill on Ampere. float32 keeps its operands in registers.
+    tile, warps = (64, 4) if padded <= 128 else (32, 4)
+    if query.dtype == torch.float32:
+        tile, warps = 16, 8
+    grid = (triton.cdiv(max_query_len * group, tile), kv_heads, rows.shape[0])
+    _attend_shared_prompts[grid](
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        out,
+        lse,
+        rows,
+        query_scale,
+        key_scale,
+        value_scale,
+        scale * _LOG2E,
+        cap_of(softcap),
+        sinks,
+        query.stride(0),
+        query.stride(1),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        *lanes.of_layer(layer),
+        KH=kv_heads,
+        G=group,
+        AS=COMPUTE.get(query.dtype, tl.bfloat16),
+        D=size,
+        DP=padded,
+        BS=block_size,
+        KEYS=32,
+        QUERIES=tile,
+        num_warps=warps,
+        num_stages=2,
+    )
+
+
+@triton.jit(do_not_specialize=["stride_table", "stride_lh", "stride_lt", *LANES])
+def _attend_shared_prompts(  # noqa: PLR0915 - one kernel, in the order of what it does
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    out,
+    lse,
+    rows,
+    query_scale,
+    key_scale,
+    value_scale,
+    scale_log2,
+    cap,
+    sinks,
+    stride_qt,
+    stride_qh,
+    stride_kn,
+    stride_ks,
+    stride_kh,
+    stride_vn,
+    stride_vs,
+    stride_vh,
+    stride_table,
+    stride_ot,
+    stride_oh,
+    stride_lh,
+    stride_lt,
+    lane_rows,
+    lane_offsets,
+    lane_pages,
+    layer,
+    num_slots,
+    num_blocks,
+    KH: tl.constexpr,
+    G: tl.constexpr,
+    AS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """One tile of (token, q head) pairs of one row and kv head, numbered token by token."""
+    row = tl.load(rows + tl.program_id(2))
+    kv_head = tl.program_id(1).to(tl.int64)
+    start = tl.load(query_start_loc + row)
+    tokens = tl.load(query_start_loc + row + 1) - start
+    first_pair = tl.program_id(0) * QUERIES
+    if first_pair >= tokens * G:
+        return
+    lane_pages += layer.to(tl.int64) * num_blocks * KH
+    pinned, heavy, first, count = lanes_of(
+        lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH
+    )  # fmt: skip
+    length = tl.load(seq_lens + row) + (count - heavy) * BS
+    pair = first_pair + tl.arange(0, QUERIES)
+    real = pair < tokens * G
+    token = pair // G
+    head = kv_head * G + pair % G
+    dims = tl.arange(0, DP)
+    wide = dims < D
+    both = real[:, None] & wide[None, :]
+    at = (start + token).to(tl.int64)
+    q_at = query + (at * stride_qt + head * stride_qh)[:, None] + dims[None, :]
+    q = tl.load(q_at, mask=both, other=0.0).to(AS)
+    if query_scale is not None:
+        scale_log2 *= tl.load(query_scale)
+    if key_scale is not None:
+        scale_log2 *= tl.load(key_scale)
+    # A pair that is none sees the first key, so that nothing is infinite.
+    position = tl.where(real, length - tokens + token, 0)
+    last = tl.minimum(first_pair + QUERIES, tokens * G) - 1
+    seen = length - tokens + last // G + 1
+
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, DP], tl.float32)
+    table = block_table + row.to(tl.int64) * stride_table
+    for first_key in range(0, seen, KEYS):
+        key = first_key + tl.arange(0, KEYS)
+        live = key < seen
+        block, lane, slot = locate_page(
+            table, lane_pages, key, live, kv_head, pinned, heavy, first, count, KH, BS
+        )  # fmt: skip
+        at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
+        k = load_keys(key_cache + dims[:, None], at_key, wide, live, "")
+        logits = dot(q, k.to(AS), tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
+        logits = cap_logits(logits, cap)
+        # The first tile shows every pair at least one key: the maximum is finite from then on.
+        logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
+        highest = tl.maximum(top, tl.max(logits, 1))
+        prob = tl.exp2(logits - highest[:, None])
+        at_value = block * stride_vn + lane * stride_vh + slot * stride_vs
+        v = tl.load(
+            value_cache + at_value[:, None] + dims[None, :],
+            mask=live[:, None] & wide[None, :],
+            other=0.0,
+        )
+        shrink = tl.exp2(top - highest)
+        total = total * shrink + tl.sum(prob, 1)
+        acc = dot(prob.to(AS), v.to(AS), acc * shrink[:, None])
+        top = highest
+    total = add_sinks(total, top, sinks, head, real)
+    if value_scale is not None:
+        acc *= tl.load(value_scale)
+    target = out + (at * stride_ot + head * stride_oh)[:, None] + dims[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=both)
+    sums = (top + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + head * stride_lh + at * stride_lt, sums, mask=real)

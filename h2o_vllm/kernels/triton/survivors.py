@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""Which candidates of an eviction survive: scores as integers of one order, and the lowest that stays."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["PROTECTED", "lowest_survivor", "ranks_of", "slot_of"]
+
+PROTECTED = tl.constexpr(0xFF800000)
+"""Rank of a score of infinity, the highest there is."""
+
+
+@triton.jit
+def slot_of(blocks, candidate, live, BS: tl.constexpr):
+    """Physical slot, ``block_id * BS + offset``, of each candidate; ``blocks`` may be pages."""
+    block = tl.load(blocks + candidate // BS, mask=live, other=0)
+    return block * BS + candidate % BS
+
+
+@triton.jit
+def ranks_of(my_scores, blocks, candidate, live, KH: tl.constexpr, BS: tl.constexpr):
+    """Scores as unsigned integers of the same order: NaN as -inf, -0 as 0; 0 for no candidate.
+
+    ``KH``: 1 where ``blocks`` are pages.
+    """
+    slot = slot_of(blocks, candidate, live, BS)
+    at = (slot // BS).to(tl.int64) * (KH * BS) + slot % BS
+    bits = tl.load(my_scores + at, mask=live, other=0.0).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    bits = tl.where(magnitude == 0, 0, bits)
+    # Negative floats order the other way round; the sign bit, flipped, puts them below the positive ones.
+    flipped = tl.where(bits < 0, ~bits, bits | -0x80000000)
+    # ~(bits of -inf): what -inf itself maps to.
+    flipped = tl.where(magnitude > 0x7F800000, 0x007FFFFF, flipped)
+    return tl.where(live, flipped, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def lowest_survivor(
+    my_scores, blocks, keep, total,
+    KH: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The rank of the last of the ``keep`` best of ``total`` candidates, and how many rank higher.
+
+    Bit by bit. ``ONE_CHUNK``: all of them are held in registers; else they are read again for each bit.
+    """
+    lanes = tl.arange(0, CHUNK)
+    # The highest threshold that at least `keep` candidates reach, from the top bit down. A candidate's rank
+    # is never 0, so that the lanes beyond the last one never count.
+    threshold = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 1 << 31, tl.uint32)
+    if ONE_CHUNK:
+        ranks = ranks_of(my_scores, blocks, lanes, lanes < total, KH, BS)
+        for _ in range(32):
+            higher = threshold | bit
+            reached = tl.sum((ranks >= higher).to(tl.int32), 0)
+            threshold = tl.where(reached >= keep, higher, threshold)
+            bit = bit >> 1
+        above = tl.sum((ranks > threshold).to(tl.int32), 0)
+    else:
+        for _ in range(32):
+            higher = threshold | bit
+            reached = 0
+            for at in range(0, total, CHUNK):
+                ranks = ranks_of(my_scores, blocks, at + lanes, at + lanes < total, KH, BS)
+                reached += tl.sum((ranks >= higher).to(tl.int32), 0)
+            threshold = tl.where(reached >= keep, higher, threshold)
+            bit = bit >> 1
+        above = 0
+        for at in range(0, total, CHUNK):
+            ranks = ranks_of(my_scores, blocks, at + lanes, at + lanes < total, KH, BS)
+            above += tl.sum((ranks > threshold).to(tl.int32), 0)
+    return threshold, above

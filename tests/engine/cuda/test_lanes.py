@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv_heads`` "shared" through scheduler, worker, builder and attention, without a GPU.
+
+Every attention output is compared with a plain model of the policy whose heads share what they keep: a lane
+given to another head, or read as another's, shows in all later outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_vllm.engine.cuda.variants import Variant
+from tests.engine.cuda.fake_gpu import KV_HEADS, LAYERS, UNEVEN, FakeGPU, fake_gpu
+from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
+from tests.engine.scheduling import Rig
+
+SHARED = {"kv_heads": "shared", "kv_budget": 0.4, "kv_recent": 0.25}
+REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    f"{UNEVEN}-{name}": (prompt, new, {**SHARED, **asked})
+    for name, prompt, new, asked in (
+        ("h2o", 100, 60, {"kv_policy": "h2o"}),
+        ("tova", 75, 40, {"kv_policy": "tova", "kv_sinks": 5}),
+        ("caote", 130, 40, {"kv_policy": "caote", "kv_protect": 33, "kv_delay": 3}),
+        ("h2o-norm", 125, 40, {"kv_policy": "h2o-norm", "kv_sinks": 3}),
+        ("three", 117, 40, {"kv_policy": "caote-snapkv-keydiff"}),
+        ("h2o-bounded", 150, 30, {"kv_policy": "h2o", "kv_prefill_tokens": 64, "kv_protect": 20}),
+        ("tova-bounded", 150, 20, {"kv_policy": "tova", "kv_prefill_tokens": 64}),
+        ("three-bounded", 150, 20, {"kv_policy": "caote-snapkv-keydiff", "kv_prefill_tokens": 64}),
+    )
+}
+QUICK = [f"{UNEVEN}-{name}" for name in ("h2o", "three-bounded")]
+SOME = [*QUICK, f"{UNEVEN}-caote", f"{UNEVEN}-tova"]
+
+
+def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
+    prompt, new, asked = REQUESTS[name]
+    return outputs_of(plain_model(asked, prompt, block), name, new)
+
+
+def run(rig: Rig, gpu: FakeGPU, names: list[str], *, preempt: bool) -> set[str]:
+    """All at once, beside one that loses nothing and one whose heads are equal; who had uneven heads.
+
+    Args:
+        preempt: everybody, once, when all of these hold lanes: what they had generated comes in chunks then.
+    """
+    rig.add("full", [2] * 60, None, max_tokens=30)
+    rig.add("equal", [9] * 90, {"kv_budget": 0.4, "kv_policy": "h2o"}, max_tokens=40)
+    for count, name in enumerate(names):
+        prompt, new, asked = REQUESTS[name]
+        rig.add(name, [3 + count] * prompt, asked, max_tokens=new)
+    uneven: set[str] = set()
+    for _ in range(2000):
+        if not rig.scheduler.has_unfinished_requests():
+            assert not preempt
+            return uneven
+        if preempt and gpu.state._heavy_blocks.keys() == set(names):
+            preempt = False
+            rig.settle()
+            assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+        gpu.worker.execute_model(rig.step())
+        uneven |= {name for name in gpu.state._heavy_blocks if is_uneven(gpu, name)}
+    raise AssertionError("not done")
+
+
+def is_uneven(gpu: FakeGPU, name: str) -> bool:
+    assert gpu.state.lanes is not None
+    counts = gpu.state.lanes.offsets[:, gpu.state.request_slots[name]].diff()
+    assert counts.sum(1).tolist() == [len(gpu.state._heavy_blocks[name]) * KV_HEADS] * LAYERS
+    return bool((counts != counts[:, :1]).any())
+
+
+def shared_chunks(gpu: FakeGPU) -> set[str]:
+    """Fills with where chunks came from whose heads share slots: from a prompt, or from an answer."""
+    found: set[str] = set()
+    stock = gpu.builder._shared
+
+    def shared(common: Any, rows: Any, blocks: Any) -> Any:
+        for row in ((blocks > 0) & (rows.query_lens > 1)).nonzero()[0]:
+            inside = rows.seq_lens[row] <= rows.prompt_tokens[row]
+            found.add("prompt" if inside else "answer")
+        return stock(common, rows, blocks)
+
+    gpu.builder._shared = shared
+    return found
+
+
+def assert_outputs(gpu: FakeGPU, name: str, block: int) -> None:
+    for position, output in enumerate(expected_outputs(name, block)):
+        torch.testing.assert_close(
+            gpu.outputs[name, position], output, rtol=1e-4, atol=1e-5,
+            msg=lambda text, at=position: f"{name} at {at}: {text}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preempt", "pipelined", "base", "names"),
+    [
+        pytest.param(True, False, "flash", QUICK, id="preempted-flash"),
+        pytest.param(False, True, "triton", SOME, id="async-triton", marks=pytest.mark.slow),
+        pytest.param(False, False, "flash", [*REQUESTS], id="all", marks=pytest.mark.long),
+        pytest.param(True, True, "triton", SOME, id="preempted-triton", marks=pytest.mark.long),
+    ],
+)
+def test_law04_attention_equals_a_plain_model_whose_heads_share(
+    model_dir: str, preempt: bool, pipelined: bool, base: str, names: list[str]
+) -> None:
+    with fake_gpu(
+        model_dir, 120, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False
+    ) as (rig, gpu):
+        chunks = shared_chunks(gpu)
+        uneven = run(rig, gpu, names, preempt=preempt)
+        assert uneven == set(names)
+        # Of bounded prompts, and of what was generated before a preemption.
+        assert "bounded" not in "".join(names) or "prompt" in chunks
+        assert not preempt or "answer" in chunks
+        for name in names:
+            assert_outputs(gpu, name, rig.block_size)
+        assert gpu.replays[Variant.SHARED]
+        # Who has ended is told with the next step.
+        rig.add("after", [2] * 5, None, max_tokens=2)
+        while rig.scheduler.has_unfinished_requests():
+            gpu.worker.execute_model(rig.step())
+        assert not gpu.state._heavy_blocks and not gpu.state._sharing
+        rig.blocks.check_integrity(idle=True)
+
+
+def random_outputs(model_dir: str, names: list[str], *, preempt: bool) -> dict[str, torch.Tensor]:
+    """Of every computed token of requests that rank by chance, [positions, LAYERS, HEADS, SIZE]."""
+    asked = {**SHARED, "kv_policy": "random", "kv_sinks": 3}
+    with fake_gpu(model_dir, 60, kv_min_tokens=FLOOR, caching=False) as (rig, gpu):
+        chunks = shared_chunks(gpu)
+        for count, name in enumerate(names):
+            rig.add(name, [3 + count] * 120, asked, max_tokens=30)
+        if len(names) > 1:
+            rig.add("full", [2] * 60, None, max_tokens=60)
+        while rig.scheduler.has_unfinished_requests():
+            if preempt and rig.scheduler.requests["b"].num_computed_tokens > 140:
+                preempt = False
+                rig.settle()
+                assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+            gpu.worker.execute_model(rig.step())
+        assert gpu.replays[Variant.SHARED] and not preempt
+        assert ("answer" in chunks) == (len(names) > 1)
+        return {name: torch.stack([gpu.outputs[name, at] for at in range(149)]) for name in names}
+
+
+def test_law05_an_unscored_request_is_the_same_alone_and_among_others(model_dir: str) -> None:
+    """Nobody scores it, and vLLM's kernel cannot read it: ours attends, preempted and in any batch."""
+    alone = random_outputs(model_dir, ["b"], preempt=False)
+    together = random_outputs(model_dir, ["a", "b"], preempt=True)
+    torch.testing.assert_close(alone["b"], together["b"], rtol=1e-5, atol=1e-6)

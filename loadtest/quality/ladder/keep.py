@@ -90,7 +90,8 @@ FULL = Rung(("full",))
 def parse_rung(text: str) -> Rung:
     """``SCORE[+SCORE...][:layer|:global][:RECENT]``; presses of kvpress have no recent tokens.
 
-    In place of a score: ``SCORE/SCORE[/SCORE...]``, several that become one when a token is ranked first.
+    In place of a score: ``SCORE/SCORE[*N][/SCORE...]``, several that become one when a token is ranked first;
+    ranks of those with a number count so many times, so that they have a smaller share of the slots.
 
     Raises:
         ValueError: it cannot be read.

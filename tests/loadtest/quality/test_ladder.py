@@ -197,6 +197,18 @@ def test_a_mixed_score_ranks_as_its_planes_do(prompt: Prompt, names: str) -> Non
         assert torch.equal(keep(one, prompt, budget), keep(planes, prompt, budget))
 
 
+def test_a_way_that_counts_less_has_a_smaller_share_of_the_slots(prompt: Prompt) -> None:
+    def by_keys(name: str) -> int:
+        """Of tokens that are kept, those that only keys explain."""
+        kept = keep(parse_rung(f"{name}:0"), prompt, 0.3)
+        first = keep(parse_rung("h2o:0"), prompt, 0.3)
+        return int((kept & ~first).sum())
+
+    shares = [by_keys(name) for name in ("h2o/keydiff", "h2o/keydiff*2", "h2o/keydiff*8")]
+    assert shares[0] > shares[1] > shares[2] > 0
+    assert by_keys("h2o/keydiff*1") == shares[0]
+
+
 def test_a_mixed_score_goes_on_as_its_first_one(
     directory: str, model: LadderModel, prompt: Prompt, tokens: list[int]
 ) -> None:

@@ -41,7 +41,8 @@ def by_last_value(model: LadderModel) -> Zap:
     weights = torch.zeros(
         config.num_hidden_layers, heads, num_features(heads, size, size, rotation) + 1
     )
-    weights[..., -2] = 1.0
+    # An attention, and so below 1.
+    weights[..., -2], weights[..., -1] = 100.0, -25.0
     return Zap(weights, rotation)
 
 

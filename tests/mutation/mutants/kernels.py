@@ -58,8 +58,8 @@ MUTANTS = (
     ),
     Mutant(
         "policy-foretold-equals-tie",
-        "return candidates.with_fresh(scores * torch.exp(positions * NEWER))",
-        "return candidates.with_fresh(scores)",
+        "return scores * torch.exp(positions * NEWER)",
+        "return scores",
         ("tests/policy/test_policies.py",),
     ),
     Mutant(

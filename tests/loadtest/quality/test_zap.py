@@ -42,7 +42,7 @@ def by_last_value(model: LadderModel) -> Zap:
         config.num_hidden_layers, heads, num_features(heads, size, size, rotation) + 1
     )
     # An attention, and so below 1.
-    weights[..., -2], weights[..., -1] = 100.0, -25.0
+    weights[..., -2], weights[..., -1] = 1.0, -20.0
     return Zap(weights, rotation)
 
 
@@ -50,6 +50,8 @@ def test_rungs_keep_what_it_foretells_most_of(model: LadderModel) -> None:
     (prompt,) = read_prompt(model, [tokens_of(4, 100)])
     kept = keep(parse_rung("zap:0"), prompt, 0.2)
     values = torch.stack([kv.values[-1, :, -1] for kv in prompt.layers])
+    # Of equals the newest.
+    values = values.double() + torch.arange(100) * 2.0**-17
     values[:, :4] = torch.inf
     best = values.topk(20, dim=1).indices
     for layer, places in enumerate(best):

@@ -224,16 +224,17 @@ def foretell(
 
     Args:
         kv_caches: L tensors [N, KH, BS, 2 * D].
-        blocks: [n], integer, at least one, in which all heads have the same tokens.
-        weights: [L, KH, F + 1], float32. F is (2 * D - rotary / 2), or KH times that.
-        rotary: even, 0 to D.
+        blocks: [n], integer, at least one, none twice, in which all heads have the same tokens. Not pages.
+        weights: [L, KH, F + 1], float32, finite. F is (2 * D - rotary / 2): what a head's own keys and values
+            say; or KH times that: what all heads' do, head by head. The last one is added.
+        rotary: so many of a key's first numbers are turned, in pairs; even, 0 to D.
+        interleaved: pairs are neighbours, in place of halves.
 
     Returns:
-        [L, KH, n * BS], float32, block by block.
+        [L, KH, n * BS], float32, block by block; above 0, at most 1.
     """
     if _CHECK:
-        checks.check_ranked(blocks, kv_caches)
-        checks.check_foretelling(kv_caches, weights, rotary)
+        checks.check_foretelling(kv_caches, blocks, weights, rotary)
     expected: Tensor = load().foretell(kv_caches, blocks, weights, rotary, interleaved=interleaved)
     return expected
 

@@ -187,13 +187,18 @@ def check_owners(owners: Tensor, scores: Tensor, num_blocks: int) -> None:
             raise ValueError(f"owners must be all of the heads 0..{heads - 1}, in every layer")
 
 
-def check_foretelling(kv_caches: Sequence[Tensor], weights: Tensor, rotary: int) -> None:
-    """Check the weights of what is foretold.
+def check_foretelling(
+    kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int
+) -> None:
+    """Check blocks whose tokens are foretold, and the weights for it.
 
     Raises:
         ValueError: naming what does not fit.
     """
-    _, heads, _, width = kv_caches[0].shape
+    num_blocks, heads, _, width = kv_caches[0].shape
+    if blocks.dim() != 1 or not blocks.numel():
+        raise ValueError(f"blocks must be [n], at least one, got {tuple(blocks.shape)}")
+    check_eviction(blocks, blocks[:0], num_blocks)
     if rotary % 2 or not 0 <= rotary <= width // 2:
         raise ValueError(f"rotary must be even, in 0..{width // 2}, got {rotary}")
     own = width - rotary // 2

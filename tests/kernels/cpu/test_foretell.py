@@ -12,8 +12,10 @@ from torch import Tensor
 from h2o_vllm.calibration import features as room
 from h2o_vllm.calibration.features import Rotation, features, num_features
 from h2o_vllm.calibration.regression import foretold
+from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import checks, reference
 from h2o_vllm.kernels.cpu.batch import key_value_views
+from h2o_vllm.policy.zap import NEWER
 from tests.kernels.cpu.test_evict import BLOCKS, HEADS, LAYERS, ids, make
 
 
@@ -42,7 +44,7 @@ def test_it_equals_the_reference_and_the_calibration(
     # Nothing else is read.
     for cache in caches:
         cache[[block for block in range(BLOCKS) if block not in blocks]] = float("nan")
-    checks.check_foretelling(caches, weights, rotary)
+    checks.check_foretelling(caches, where, weights, rotary)
     got, want = (
         one.foretell(caches, where, weights, rotary, interleaved=interleaved)
         for one in (impl, reference)
@@ -71,6 +73,30 @@ def test_threads_share_the_blocks_and_change_no_bit(impl: ModuleType, threads: i
     torch.testing.assert_close(together, joined, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("threads", [3], indirect=True)
+@pytest.mark.parametrize("heads", [1, 5])
+def test_a_model_of_many_layers(impl: ModuleType, threads: int, heads: int) -> None:
+    """A later eviction: one block of it, each layer by weights of its own."""
+    source = torch.Generator().manual_seed(2)
+    caches = [torch.randn(4, heads, 16, 32, generator=source).bfloat16() for _ in range(37)]
+    weights = torch.randn(37, heads, heads * 24 + 1, generator=source) * 0.1
+    weights[..., -1] = -4.0
+    got, want = (
+        one.foretell(caches, ids(2), weights, 16, interleaved=False) for one in (impl, reference)
+    )
+    torch.testing.assert_close(got, want, rtol=5e-5, atol=1e-9)
+
+
+def test_equal_tokens_differ_by_less_than_tells_the_newest(impl: ModuleType) -> None:
+    """Of equals the newest comes first: the policy's step per position is above what they differ by."""
+    caches, _ = make(torch.bfloat16, 64, 32)
+    for cache in caches:
+        cache[4] = cache[9]
+    got = impl.foretell(caches, ids(4, 2, 9), weights_of(HEADS * 96), 64, interleaved=False)
+    four, _, nine = got.split(32, dim=-1)
+    torch.testing.assert_close(four, nine, rtol=NEWER / 2, atol=0.0)
+
+
 def test_nothing_is_above_one_or_none_at_all(impl: ModuleType) -> None:
     caches, _ = make(torch.float32, 64, 32)
     weights = torch.zeros(LAYERS, HEADS, HEADS * 96 + 1)
@@ -86,4 +112,26 @@ def test_nothing_is_above_one_or_none_at_all(impl: ModuleType) -> None:
 def test_what_does_not_fit_is_refused(count: int, rotary: int, says: str) -> None:
     caches, _ = make(torch.float32, 64, 32)
     with pytest.raises(ValueError, match=says):
-        checks.check_foretelling(caches, weights_of(count), rotary)
+        checks.check_foretelling(caches, ids(3), weights_of(count), rotary)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [
+        # Pages of each head, as for key_likeness: heads would have other tokens, which is not foretold.
+        (torch.full((LAYERS, HEADS, 1), HEADS, dtype=torch.int32), "blocks must be"),
+        (ids(), "blocks must be"),
+        (ids(0), "block ids"),
+        (ids(BLOCKS), "block ids"),
+        (ids(3, 3), "twice"),
+    ],
+    ids=["pages", "none", "null", "behind", "twice"],
+)
+def test_calls_are_checked_if_asked(
+    monkeypatch: pytest.MonkeyPatch, blocks: Tensor, says: str
+) -> None:
+    monkeypatch.setattr(kernels, "_CHECK", True)
+    caches, weights = make(torch.float32, 64, 32)[0], weights_of(HEADS * 96)
+    kernels.foretell(caches, ids(3), weights, 64, interleaved=False)
+    with pytest.raises(ValueError, match=says):
+        kernels.foretell(caches, blocks, weights, 64, interleaved=False)

@@ -6,6 +6,7 @@ from tests.mutation.mutant import CUDA, TOKENS, Mutant
 __all__ = ["MUTANTS"]
 
 LANES = ("tests/engine/test_lanes.py",)
+FORETELLING = ("tests/engine/test_foretelling.py",)
 
 MUTANTS = (
     Mutant(
@@ -133,6 +134,19 @@ MUTANTS = (
         "@sync_checked\n    def",
         "def",
         CUDA,
+    ),
+    Mutant(
+        "engine-foretells-neighbours-as-halves",
+        "rotary, interleaved=interleaved)",
+        "rotary, interleaved=False)",
+        FORETELLING,
+        "engine/cpu/foretelling.py",
+    ),
+    Mutant(
+        "engine-learns-from-the-first-token",
+        "skip = 1 if eviction.fresh_from == 0 else 0",
+        "skip = 0",
+        FORETELLING,
     ),
     Mutant(
         "trace-ranks-by-other-tokens-scores",

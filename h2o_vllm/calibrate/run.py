@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from h2o_vllm.calibrate.texts import pieces
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.plugin import CPU_BLOCK_SIZE, engine_args
 
 __all__ = ["LENGTH", "PIECES", "calibrate"]
 
@@ -26,8 +28,6 @@ TOGETHER = 4
 
 LEAST = 2 * LENGTH
 """Tokens to learn from at least: a head has hundreds of weights."""
-
-BLOCK = 32
 
 
 def calibrate(
@@ -63,16 +63,15 @@ def calibrate(
     began = time.monotonic()
     # A prompt, and behind it an instruction and the prompt again.
     length = 2 * LENGTH + 256
-    ours = h2o_vllm.engine_args(
+    ours = engine_args(
         kv_policy="repeat", kv_budget=0.01, kv_min_tokens=1, kv_delay=0, kv_recent=0.0, kv_heads="equal"
     )  # fmt: skip
     llm = LLM(**{
         **ours, "max_model_len": length, "max_num_seqs": 2 * TOGETHER, "enforce_eager": True,
-        "num_gpu_blocks_override": 2 * TOGETHER * math.ceil(length / BLOCK) + 2, "block_size": BLOCK,
-        **engine,
+        "num_gpu_blocks_override": 2 * TOGETHER * math.ceil(length / CPU_BLOCK_SIZE) + 2, **engine,
     })  # fmt: skip
     llm.collective_rpc("learn")
-    encode = _encoder(llm.get_tokenizer())
+    encode = partial(llm.get_tokenizer().encode, add_special_tokens=False)
     wanted = list(pieces(texts, encode, LENGTH, most))
     if len(wanted) * LENGTH < LEAST:
         raise ConfigError(
@@ -95,11 +94,3 @@ def calibrate(
         "h2o_vllm": h2o_vllm.__version__,
     }  # fmt: skip
     llm.collective_rpc("save_calibration", args=(str(output.resolve()), about))
-
-
-def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    def encode(text: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return tokens
-
-    return encode

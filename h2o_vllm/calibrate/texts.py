@@ -10,13 +10,14 @@ import pydoc_data.topics
 import random
 import textwrap
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["SOURCES", "pieces", "read_texts"]
+__all__ = ["PYTHONS", "SOURCES", "pieces", "read_texts"]
 
 TOPICS = ("formatstrings", "string-methods", "debugger", "typesseq")
 MODULES = (difflib, optparse, textwrap)
@@ -48,15 +49,17 @@ def _records() -> str:
     return "\n".join(lines)
 
 
-SOURCES: tuple[Callable[[], str], ...] = (
-    *((lambda name=name: pydoc_data.topics.topics[name]) for name in TOPICS),
-    *((lambda module=module: _module(module)) for module in MODULES),
-    _records,
+PYTHONS: tuple[Callable[[], str], ...] = (
+    *(partial(pydoc_data.topics.topics.__getitem__, name) for name in TOPICS),
+    *(partial(_module, module) for module in MODULES),
 )
-"""Nothing here is measured on: see ``loadtest/quality``."""
+"""Prose and code of Python's own. Nothing here is measured on: see ``loadtest/quality``."""
+
+SOURCES = (*PYTHONS, _records)
+"""What is learned from, unless somebody has their own texts."""
 
 
-def read_texts(paths: Sequence[Path]) -> list[str]:
+def read_texts(paths: Iterable[Path]) -> list[str]:
     """The user's own.
 
     Raises:
@@ -72,7 +75,7 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
 
 
 def pieces(
-    texts: Sequence[str], encode: Callable[[str], list[int]], length: int, most: int
+    texts: Iterable[str], encode: Callable[[str], list[int]], length: int, most: int
 ) -> Iterator[list[int]]:
     """Token ids, ``length`` each, up to ``most`` of a text."""
     for text in texts:

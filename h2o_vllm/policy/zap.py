@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from h2o_vllm.policy.candidates import Candidates
 
-__all__ = ["ZapPolicy", "foretold"]
+__all__ = ["MOST", "NEWER", "SINKS", "ZapPolicy", "foretold"]
 
 SINKS, MOST = 4, 2.0
 """As many first tokens get a score that is higher than any attention; kvpress keeps as many for KVzip."""

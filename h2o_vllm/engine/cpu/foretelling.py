@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.regression import Sums
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.cpu.batch import key_value_views
+from h2o_vllm.kernels.cpu.batch import tokens_of
 
 if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction
@@ -63,7 +63,7 @@ class Learner:
             blocks = torch.tensor(eviction.fresh_blocks)
             for layer, sums in enumerate(self._sums):
                 wanted = scores[layer, blocks].transpose(0, 1).flatten(1)
-                known = features(*_tokens(kv_caches[layer], blocks), self._rotation)
+                known = features(*tokens_of(kv_caches[layer], blocks), self._rotation)
                 # The first token takes what nobody else wants: it is no example of anything.
                 skip = 1 if eviction.fresh_from == 0 else 0
                 sums.add(known[:, skip:], wanted[:, skip:])
@@ -75,12 +75,3 @@ class Learner:
             ValueError: nothing was learned.
         """
         return torch.stack([sums.solve() for sums in self._sums])
-
-
-def _tokens(kv_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, [KH, n * BS, D] each."""
-    keys, values = key_value_views(kv_cache)
-    return (
-        keys.index_select(0, blocks).permute(1, 0, 3, 2).flatten(1, 2),
-        values.index_select(0, blocks).transpose(0, 1).flatten(1, 2),
-    )

@@ -12,7 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Lanes", "PagedBatch", "heads_apart", "key_value_views", "measured_by_page"]
+__all__ = [
+    "Lanes",
+    "PagedBatch",
+    "heads_apart",
+    "key_value_views",
+    "measured_by_page",
+    "tokens_of",
+]
 
 
 class Lanes(NamedTuple):
@@ -70,6 +77,12 @@ def key_value_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     keys = halves[:, :, 0].unflatten(-1, (size, block_size))
     values = halves[:, :, 1].unflatten(-1, (block_size, size))
     return keys, values
+
+
+def tokens_of(kv_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of the tokens in some blocks of one layer, [KH, n * BS, D] each: a copy."""
+    keys, values = (view.index_select(0, blocks.long()) for view in key_value_views(kv_cache))
+    return keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
 
 
 def measured_by_page(

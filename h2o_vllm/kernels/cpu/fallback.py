@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_vllm.kernels import lanes
-from h2o_vllm.kernels.cpu.batch import PagedBatch, heads_apart, key_value_views, measured_by_page
+from h2o_vllm.kernels.cpu.batch import (
+    PagedBatch,
+    heads_apart,
+    key_value_views,
+    measured_by_page,
+    tokens_of,
+)
 from h2o_vllm.kernels.reference import reset_scores
 
 __all__ = [
@@ -212,9 +218,7 @@ def foretell(
     """See :func:`h2o_vllm.kernels.cpu.foretell`."""
     found = []
     for kv_cache, weight in zip(kv_caches, weights, strict=True):
-        keys, values = (view.index_select(0, blocks.long()) for view in key_value_views(kv_cache))
-        keys = keys.permute(1, 0, 3, 2).flatten(1, 2).float()
-        values = values.transpose(0, 1).flatten(1, 2).float()
+        keys, values = (half.float() for half in tokens_of(kv_cache, blocks))
         pairs = keys[..., :rotary].unflatten(-1, (-1, 2) if interleaved else (2, rotary // 2))
         lengths = torch.linalg.vector_norm(pairs, dim=-1 if interleaved else -2)
         known = torch.cat([lengths, keys[..., rotary:], values], -1)

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels import lanes, reference
-from h2o_vllm.kernels.cpu.batch import PagedBatch, heads_apart, key_value_views, measured_by_page
+from h2o_vllm.kernels.cpu.batch import (
+    PagedBatch,
+    heads_apart,
+    key_value_views,
+    measured_by_page,
+    tokens_of,
+)
 from h2o_vllm.kernels.reference import reset_scores
 
 __all__ = [
@@ -118,7 +124,7 @@ def foretell(
 ) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.foretell`."""
     found = [
-        reference.foretell(*_tokens(kv, blocks), weight, rotary, interleaved=interleaved)
+        reference.foretell(*tokens_of(kv, blocks), weight, rotary, interleaved=interleaved)
         for kv, weight in zip(kv_caches, weights, strict=True)
     ]
     return torch.stack(found)
@@ -128,21 +134,14 @@ def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.key_likeness`."""
     if blocks.dim() == 3:
         return measured_by_page(key_likeness, kv_caches, blocks)
-    return torch.stack([reference.key_likeness(_tokens(kv, blocks)[0]) for kv in kv_caches])
+    return torch.stack([reference.key_likeness(tokens_of(kv, blocks)[0]) for kv in kv_caches])
 
 
 def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
     if blocks.dim() == 3:
         return measured_by_page(value_distances, kv_caches, blocks)
-    return torch.stack([reference.value_distances(_tokens(kv, blocks)[1]) for kv in kv_caches])
-
-
-def _tokens(kv_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of some blocks, [KH, C, D] each."""
-    ranked = (half[blocks.long()].flatten(0, 1).transpose(0, 1) for half in _token_views(kv_cache))
-    keys, values = ranked
-    return keys, values
+    return torch.stack([reference.value_distances(tokens_of(kv, blocks)[1]) for kv in kv_caches])
 
 
 def _attend(

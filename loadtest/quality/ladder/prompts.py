@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import difflib
-import optparse
-import pydoc_data.topics
-import textwrap
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 
+from h2o_vllm.calibrate.texts import PYTHONS, pieces
 from loadtest.quality.ladder.model import LadderModel
 
 __all__ = ["around", "encode", "repetition", "unseen_texts"]
@@ -21,32 +16,9 @@ INSTRUCTION = "\n\nRepeat the previous context exactly."
 SEPARATOR = "<separator>"
 
 
-def _topic(name: str) -> str:
-    return pydoc_data.topics.topics[name]
-
-
-def _module(module: ModuleType) -> str:
-    return Path(str(module.__file__)).read_text()
-
-
-UNSEEN = (
-    *(
-        partial(_topic, name)
-        for name in ("formatstrings", "string-methods", "debugger", "typesseq")
-    ),
-    *(partial(_module, module) for module in (difflib, optparse, textwrap)),
-)
-"""What no measure reads."""
-
-
 def unseen_texts(model: LadderModel, length: int, most: int = 3) -> list[list[int]]:
     """Token ids of texts that nothing is measured on, of ``length`` each, up to so many of a source."""
-    found = []
-    for read in UNSEEN:
-        tokens = encode(model, read())
-        parts = [tokens[at : at + length] for at in range(0, most * length, length)]
-        found += [part for part in parts if len(part) == length]
-    return found
+    return list(pieces((read() for read in PYTHONS), partial(encode, model), length, most))
 
 
 def encode(model: LadderModel, text: str) -> list[int]:

@@ -17,11 +17,9 @@ from torch import Tensor
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.calibration.regression import foretold
+from h2o_vllm.policy.zap import MOST, NEWER, SINKS
 
 __all__ = ["Zap"]
-
-NEWER, SINKS, MOST = 2.0**-17, 4, 2.0
-"""As the policy has them."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,18 @@ MUTANTS = (
         ("tests/policy/test_policies.py",),
     ),
     Mutant(
+        "policy-foretold-equals-tie",
+        "return scores * torch.exp(positions * NEWER)",
+        "return scores",
+        ("tests/policy/test_policies.py",),
+    ),
+    Mutant(
+        "policy-foretold-sinks-go",
+        "candidates.foretold().masked_fill(positions < SINKS, MOST)",
+        "candidates.foretold()",
+        ("tests/policy/test_policies.py",),
+    ),
+    Mutant(
         "policy-random-is-alike-in-all-heads",
         "+ heads[None, :, None])",
         "+ 0 * heads[None, :, None])",

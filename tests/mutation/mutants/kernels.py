@@ -57,18 +57,6 @@ MUTANTS = (
         FORETELL,
     ),
     Mutant(
-        "policy-foretold-equals-tie",
-        "return scores * torch.exp(positions * NEWER)",
-        "return scores",
-        ("tests/policy/test_policies.py",),
-    ),
-    Mutant(
-        "policy-foretold-sinks-go",
-        "candidates.foretold().masked_fill(positions < SINKS, MOST)",
-        "candidates.foretold()",
-        ("tests/policy/test_policies.py",),
-    ),
-    Mutant(
         "kernels-cpu-one-row-too-many-is-scored",
         "const bool scored = r < call.scored;",
         "const bool scored = r <= call.scored;",

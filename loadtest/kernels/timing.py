@@ -9,7 +9,7 @@ from typing import Any
 
 from loadtest.common.statistics import percentile, quartiles
 
-__all__ = ["Call", "ratio_row", "rounds", "wall_seconds"]
+__all__ = ["Call", "ratio_row", "ratio_text", "rounds", "wall_seconds"]
 
 Call = Callable[[], object]
 MOST = 200
@@ -54,3 +54,9 @@ def ratio_row(times: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
         "ratio": round(middle, 3),
         "ratio_quartiles": [round(low, 3), round(high, 3)],
     }
+
+
+def ratio_text(name: str, row: dict[str, Any]) -> str:
+    """A :func:`ratio_row` in a line: the ratio, in brackets its quartiles."""
+    low, high = row["ratio_quartiles"]
+    return f"{name} {row['ratio']:.2f}x ({low:.2f}-{high:.2f})"

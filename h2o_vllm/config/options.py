@@ -13,6 +13,8 @@ from typing import Any
 
 from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
 from h2o_vllm.config.policies import (
+    CALIBRATED_POLICY,
+    DEFAULT_POLICY,
     EQUAL_HEADS_POLICIES,
     POLICIES,
     RECENT_SHARES,
@@ -47,7 +49,8 @@ class H2OConfig:
         kv_budget_tokens: default absolute budget; overrides ``kv_budget`` when set.
         kv_recent: default share of a budget spent on the newest tokens, in [0, 1]; ``None``: see
             :meth:`recent_of`.
-        kv_policy: default policy, one of :data:`~h2o_vllm.config.policies.POLICIES`. ``h2o`` is the paper's.
+        kv_policy: default policy, one of :data:`~h2o_vllm.config.policies.POLICIES`; ``None``: see
+            :attr:`default_policy`. ``h2o`` is the paper's.
         kv_sinks: default number of first tokens that are never evicted, 0 to 1024.
         kv_budget_min: smallest ``kv_budget`` a request may ask for.
         kv_budget_max: largest ``kv_budget`` a request may ask for.
@@ -65,7 +68,7 @@ class H2OConfig:
             0: all it has. Raised to four blocks and twice ``kv_min_tokens``.
         kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
         kv_repeat: whether requests may ask for one of :data:`~h2o_vllm.config.policies.REPEAT_POLICIES`,
-            which compute each prompt about twice. For CPUs.
+            which compute each prompt about twice.
         kv_calibration: file that :mod:`h2o_vllm.calibrate` has made of this model; ``None``: nobody may ask
             for one of :data:`~h2o_vllm.config.policies.ZAP_POLICIES`. For CPUs.
         kv_full_kernel: one of :data:`FULL_KERNELS`. ``h2o`` is for CPUs, and nothing is lost with it: the
@@ -84,7 +87,7 @@ class H2OConfig:
     kv_budget: float = 1.0
     kv_budget_tokens: int | None = None
     kv_recent: float | None = None
-    kv_policy: str = "caote-snapkv-keydiff"
+    kv_policy: str | None = None
     kv_sinks: int = 0
     kv_budget_min: float = 0.01
     kv_budget_max: float = 1.0
@@ -107,9 +110,9 @@ class H2OConfig:
             self._check_values()
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
-        if self.kv_policy in REPEAT_POLICIES and not self.kv_repeat:
+        if self.default_policy in REPEAT_POLICIES and not self.kv_repeat:
             raise ConfigError(
-                f"--kv-policy {self.kv_policy} repeats prompts, and --no-kv-repeat lets nobody do so"
+                f"--kv-policy {self.default_policy} repeats prompts, and --no-kv-repeat lets nobody do so"
             )
         limit = self.kv_protect_max
         if limit is not None and isinstance(self.kv_protect, int) and self.kv_protect > limit:
@@ -123,7 +126,7 @@ class H2OConfig:
             check_fraction(name, getattr(self, name), 0.0, 1.0, low_open=True)
         if self.kv_recent is not None:
             check_fraction("kv_recent", self.kv_recent, 0.0, 1.0)
-        check_choice("kv_policy", self.kv_policy, POLICIES)
+        check_choice("kv_policy", self.default_policy, POLICIES)
         check_integer("kv_sinks", self.kv_sinks, 0, MAX_SINKS)
         if self.kv_budget_tokens is not None:
             check_integer("kv_budget_tokens", self.kv_budget_tokens)
@@ -134,14 +137,14 @@ class H2OConfig:
         check_integer("kv_delay", self.kv_delay, 0, MAX_DELAY)
         check_flag("kv_elastic", self.kv_elastic)
         check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
-        check_prefill(self.kv_prefill_tokens, self.kv_policy)
+        check_prefill(self.kv_prefill_tokens, self.default_policy)
         check_flag("kv_trace", self.kv_trace)
         check_flag("kv_repeat", self.kv_repeat)
         if self.kv_calibration is not None and not isinstance(self.kv_calibration, str):
             raise BudgetError("kv_calibration", self.kv_calibration, "the path of a file")
         check_choice("kv_full_kernel", self.kv_full_kernel, FULL_KERNELS)
         if self.kv_heads is not None:
-            check_heads(self.kv_heads, self.kv_policy, self.kv_heads_equal_because)
+            check_heads(self.kv_heads, self.default_policy, self.kv_heads_equal_because)
 
     def _check_limits(self) -> None:
         """The limits are in order, and who names no budget keeps to them."""
@@ -151,7 +154,7 @@ class H2OConfig:
         if self.kv_budget_tokens is not None:
             # Bounded by the limits when it is used, as it depends on the tokens seen.
             return
-        if self.kv_policy == "full":
+        if self.default_policy == "full":
             default, flag = 1.0, "--kv-policy full"
         else:
             default, flag = self.kv_budget, f"--kv-budget {self.kv_budget}"
@@ -177,6 +180,13 @@ class H2OConfig:
     def to_mapping(self) -> dict[str, Any]:
         """The inverse of :meth:`from_mapping`: plain values that survive JSON and pickling."""
         return asdict(self)
+
+    @property
+    def default_policy(self) -> str:
+        """One of :data:`POLICIES`: that of a request that names none."""
+        if self.kv_policy is not None:
+            return self.kv_policy
+        return DEFAULT_POLICY if self.kv_calibration is None else CALIBRATED_POLICY
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ The policies themselves are in :mod:`h2o_vllm.policy`, which needs torch.
 """
 
 __all__ = [
+    "CALIBRATED_POLICY",
+    "DEFAULT_POLICY",
     "EQUAL_HEADS_POLICIES",
     "POLICIES",
     "PROMPT_END_POLICIES",
@@ -28,11 +30,15 @@ POLICIES = (
     "zap",
     "zap-keydiff",
     "zap-snapkv-keydiff",
+    "zap-caote-snapkv-keydiff",
     "window",
     "random",
     "full",
 )
 """Names accepted as ``kv_policy``, ``full`` last; see :mod:`h2o_vllm.policy`."""
+
+DEFAULT_POLICY, CALIBRATED_POLICY = "caote-snapkv-keydiff", "zap-caote-snapkv-keydiff"
+"""What ranks if nobody says: in an engine that has no calibration, and in one that has."""
 
 RECENT_SHARES = {
     "caote-keydiff": 0.25,
@@ -43,6 +49,7 @@ RECENT_SHARES = {
     "zap": 0.1,
     "zap-keydiff": 0.1,
     "zap-snapkv-keydiff": 0.25,
+    "zap-caote-snapkv-keydiff": 0.25,
 }
 """Share of the newest tokens, of those for which it is not the paper's half.
 
@@ -53,7 +60,7 @@ foretells that, knows what of it will be needed, the newest included.
 REPEAT_POLICIES = ("repeat", "repeat-keydiff")
 """Have the model repeat the prompt, and rank by what that attends to; see :mod:`h2o_vllm.policy.repeat`."""
 
-ZAP_POLICIES = ("zap", "zap-keydiff", "zap-snapkv-keydiff")
+ZAP_POLICIES = ("zap", "zap-keydiff", "zap-snapkv-keydiff", "zap-caote-snapkv-keydiff")
 """Foretell what those would rank by, in an engine with a calibration; see :mod:`h2o_vllm.policy.zap`."""
 
 PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES)

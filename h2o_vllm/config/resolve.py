@@ -93,7 +93,7 @@ def resolve_for(
 
 
 def _policy(config: H2OConfig, given: Mapping[str, Any]) -> str:
-    asked = given.get("kv_policy", config.kv_policy)
+    asked = given.get("kv_policy", config.default_policy)
     if asked in ZAP_POLICIES and asked not in config.policies:
         accepted = (
             f"one of {', '.join(config.policies)} on this server (started without --kv-calibration)"

@@ -92,7 +92,7 @@ class H2OScheduler(LimitingScheduler):
             add=super().add_request,
             end=partial(super().finish_requests, finished_status=RequestStatus.FINISHED_ABORTED),
         )
-        default = self.h2o_config.kv_policy
+        default = self.h2o_config.default_policy
         if default in REPEAT_POLICIES and isinstance(self._repeat_text, str):
             raise ConfigError(f"--kv-policy {default}: {self._repeat_text}")
 

@@ -10,6 +10,7 @@ from h2o_vllm.policy.best_rank import (
     CAOTESnapKVKeyDiffPolicy,
     RepeatKeyDiffPolicy,
     SnapKVKeyDiffPolicy,
+    ZapCAOTESnapKVKeyDiffPolicy,
     ZapKeyDiffPolicy,
     ZapSnapKVKeyDiffPolicy,
 )
@@ -61,6 +62,7 @@ _POLICIES: dict[str, Policy] = {
         ZapPolicy(),
         ZapKeyDiffPolicy(),
         ZapSnapKVKeyDiffPolicy(),
+        ZapCAOTESnapKVKeyDiffPolicy(),
         WindowPolicy(),
         RandomPolicy(),
         FullPolicy(),

@@ -38,6 +38,7 @@ __all__ = [
     "CAOTESnapKVKeyDiffPolicy",
     "RepeatKeyDiffPolicy",
     "SnapKVKeyDiffPolicy",
+    "ZapCAOTESnapKVKeyDiffPolicy",
     "ZapKeyDiffPolicy",
     "ZapSnapKVKeyDiffPolicy",
 ]
@@ -94,11 +95,10 @@ class CAOTESnapKVKeyDiffPolicy(CAOTEPolicy):
 
     def eviction_scores(self, candidates: Candidates) -> Tensor:
         """Raise the fresh tokens with distinctive keys, and those that late queries look at."""
-        scores, known = super().eviction_scores(candidates), candidates.known
-        if scores.shape[-1] == known:
+        scores = super().eviction_scores(candidates)
+        if scores.shape[-1] == candidates.known:
             return scores
-        late = [] if candidates.late is None else [pooled(candidates.late[..., known:])]
-        return _raised(scores, candidates, *late, _distinctions(candidates))
+        return _raised(scores, candidates, *_looks(candidates), _distinctions(candidates))
 
 
 class RepeatKeyDiffPolicy(RepeatPolicy):
@@ -153,9 +153,35 @@ class ZapSnapKVKeyDiffPolicy(SnapKVPolicy):
         return _raised(scores, candidates, *looks, _distinctions(candidates))
 
 
+class ZapCAOTESnapKVKeyDiffPolicy(CAOTEPolicy):
+    """Keep what repeating is expected to look at, and what each way of ``caote-snapkv-keydiff`` would keep.
+
+    KVzap (https://arxiv.org/abs/2601.07891), CAOTE (https://arxiv.org/abs/2504.14051), SnapKV
+    (https://arxiv.org/abs/2404.14469) and KeyDiff (https://arxiv.org/abs/2504.15364). Attention is collected
+    as :class:`CAOTESnapKVKeyDiffPolicy` does, until a token is ranked; then its score is in the units of what
+    is foretold, in which heads can share slots, and later queries add to it.
+    """
+
+    name: ClassVar[str] = "zap-caote-snapkv-keydiff"
+    late_prompt_queries: ClassVar[int | None] = WINDOW
+
+    def eviction_scores(self, candidates: Candidates) -> Tensor:
+        """What is foretold of fresh tokens, raised to the best of their ranks in the other ways."""
+        weighed, known = super().eviction_scores(candidates), candidates.known
+        if weighed.shape[-1] == known:
+            return weighed
+        others = [weighed[..., known:], *_looks(candidates), _distinctions(candidates)]
+        return _raised(candidates.with_fresh(foretold(candidates)), candidates, *others)
+
+
 def _distinctions(candidates: Candidates) -> Tensor:
     """[L, KH, C - known]."""
     return _KEYDIFF.eviction_scores(candidates)[..., candidates.known :]
+
+
+def _looks(candidates: Candidates) -> list[Tensor]:
+    """SnapKV's scores, [L, KH, C - known], of what is known apart; none before the prompt's end."""
+    return [] if candidates.late is None else [pooled(candidates.late[..., candidates.known :])]
 
 
 def _raised(scores: Tensor, candidates: Candidates, *others: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         help="Which tokens stay beside the newest. h2o: most attention so far; h2o-norm: per query that saw "
         "them; caote: weighed by values; snapkv: from the prompt's end on; tova: from the newest; repeat: "
         "as it is said again; zap: that, foretold; keydiff: odd keys; ...-keydiff: best by any; window: "
-        "first; random: any; full: all.",
+        "first; random: any; full: all. Else caote-snapkv-keydiff, with a calibration zap-caote-....",
     )
     group.add_argument(
         "--kv-heads",

@@ -182,8 +182,9 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     # vLLM sums them over the data-parallel engines.
     blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size
     values = config.to_mapping() | {
-        "kv_recent": config.recent_of(config.kv_policy),
-        "kv_heads": config.heads_of(config.kv_policy),
+        "kv_policy": config.default_policy,
+        "kv_recent": config.recent_of(config.default_policy),
+        "kv_heads": config.heads_of(config.default_policy),
     }
     return H2OServerConfig(
         models=[engine.model_config.served_model_name],

@@ -31,12 +31,12 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
             int, config.kv_budget_tokens, "A number of tokens to keep instead.", ge=1
         ),
         "kv_recent": _field(
-            float, config.recent_of(config.kv_policy), "Share of the budget for the newest tokens.",
+            float, config.recent_of(config.default_policy), "Share of the budget for the newest tokens.",
             ge=0, le=1,
         ),
-        "kv_policy": _field(Literal[config.policies], config.kv_policy, "Which tokens stay."),
+        "kv_policy": _field(Literal[config.policies], config.default_policy, "Which tokens stay."),
         "kv_heads": _field(
-            Literal[HEADS], config.heads_of(config.kv_policy),
+            Literal[HEADS], config.heads_of(config.default_policy),
             "Whether all KV heads of a layer keep as many tokens, or share its slots by need."
             + (f" Here equal: {config.kv_heads_equal_because}." if config.kv_heads_equal_because else ""),
         ),

@@ -51,7 +51,7 @@ def install(
     def repeatable(prompt: Any, params: Any) -> None:
         asked = getattr(params, "extra_args", None)
         named: Mapping[str, Any] = asked if isinstance(asked, Mapping) else {}
-        if named.get("kv_policy", config.kv_policy) not in REPEAT_POLICIES:
+        if named.get("kv_policy", config.default_policy) not in REPEAT_POLICIES:
             return
         tokens = token_ids(engine.model_config, prompt)
         try:

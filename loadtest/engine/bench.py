@@ -97,7 +97,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--scale", type=float, default=1.0, help="multiplies all lengths and pools; to rehearse")
     add("--fields", nargs="+", type=_field, default=[], metavar="NAME=VALUE",
         help="what requests with a budget ask for beside it, such as kv_policy=caote")  # fmt: skip
-    add("--calibration", type=Path, metavar="FILE", help="of the model: for kv_policy=zap-keydiff")
+    add("--calibration", type=Path, metavar="FILE", help="of the model; the embedded one has its own")
     add("--out", type=Path, default=RESULTS, help="folder of the results")
     add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
     if name == "cuda":
@@ -113,19 +113,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """What the measuring processes are told beside setting and variant."""
+    calibration = args.calibration
     if args.device == "cuda":
         model = str(make_model(args.shape, Path(tempfile.gettempdir())))
     elif args.model is None:
-        from h2o_vllm.models import default_model_dir
+        from h2o_vllm.models import default_calibration, default_model_dir
 
-        model = str(default_model_dir())
+        # As h2o-serve has it.
+        model, calibration = str(default_model_dir()), calibration or default_calibration()
     else:
         model = args.model
     engine = {"dtype": args.dtype, "enforce_eager": args.eager} if args.device == "cpu" else {}
     return {
         "device": args.device, "model": model, "scale": args.scale, "engine": engine,
         "fields": dict(args.fields),
-        "calibration": args.calibration and str(args.calibration.absolute()),
+        "calibration": calibration and str(calibration.absolute()),
     }  # fmt: skip
 
 

@@ -62,20 +62,24 @@ class ReferenceScores:
             return rows.sum(1)
         if self.policy == "tova":
             return rows[:, -1]
-        if self.policy.startswith("caote"):
+        ways = self.policy.split("-")
+        if "caote" in ways:
             layer.weights.append(self._weights(layer))
-        if self.policy.endswith("-keydiff"):
+        if "keydiff" in ways:
             layer.distinctions.append(self._distinction(layer))
         scores = torch.zeros(rows.shape[0], rows.shape[2])
         for number, (when, start, end) in enumerate(self.ranked):
             if start == end:
                 continue
-            first = self._first_scores(layer, number, rows[:, :when, start:end])
-            if self.policy.endswith("-keydiff"):
-                others = [layer.distinctions[number][:, start:end]]
-                looks = self.policy in ("caote-snapkv-keydiff", "zap-snapkv-keydiff")
-                if looks and when >= self.prompt:
-                    others.insert(0, self._late(number, rows[:, :when, start:end]))
+            given = rows[:, :when, start:end]
+            first = self._first_scores(ways[0], layer, number, given)
+            if "keydiff" in ways:
+                others = [
+                    self._first_scores(way, layer, number, given)
+                    for way in ways[1:]
+                    # Inside of a bounded prompt nobody knows what its end will look at.
+                    if way != "snapkv" or when >= self.prompt
+                ]
                 first = self._by_the_best_rank(layer, number, first, *others)
             since = when
             if self.policy == "zap-snapkv-keydiff":
@@ -131,22 +135,23 @@ class ReferenceScores:
         foretold[:, :FIRST] = math.log(2.0)
         return (foretold + NEWER * torch.arange(foretold.shape[1])).exp()
 
-    def _first_scores(self, layer: Layer, number: int, rows: Tensor) -> Tensor:
+    def _first_scores(self, way: str, layer: Layer, number: int, rows: Tensor) -> Tensor:
         """[KH, N]: of tokens at their first ranking, to which ``rows``, [KH, queries, N], attended."""
         when, start, end = self.ranked[number]
         # Protected tokens have no score that neighbours could share, nor a rank.
         sinks = max(0, self.sinks - start)
-        if self.policy == "h2o-norm" or self.policy.startswith("caote"):
+        if way in ("h2o", "caote"):  # h2o-norm
             mean = rows.sum(1) / (when - torch.arange(start, end))
-            if self.policy != "h2o-norm":
+            if way == "caote":
                 mean *= layer.weights[number][:, start:end]
             mean[:, :sinks] = 0.0
             return mean * when
-        if self.policy == "zap-snapkv-keydiff":
+        if way == "zap":
             return self._foretold(layer)[:, start:end].clone()
-        if self.policy in ("snapkv", "snapkv-keydiff"):
-            return self._late(number, rows)
-        raise AssertionError(self.policy)
+        if way == "keydiff":
+            return layer.distinctions[number][:, start:end]
+        assert way == "snapkv", way
+        return self._late(number, rows)
 
     def _late(self, number: int, rows: Tensor) -> Tensor:
         """As :meth:`_first_scores`, by SnapKV."""

@@ -137,6 +137,7 @@ CASES = {
     "zap": ({"kv_recent": 0.1, "kv_sinks": 4, "kv_delay": 2}, 530),
     "zap-keydiff": ({"kv_recent": 0.1, "kv_protect": 50}, 400),
     "zap-snapkv-keydiff": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
+    "zap-caote-snapkv-keydiff": ({"kv_recent": 0.25, "kv_delay": 2}, 530),
     "zap-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
     "h2o-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384, "kv_protect": 50}, 545),
     "tova-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),

@@ -54,6 +54,7 @@ KEPT = {
     "zap": (4, 0.1, 540),
     "zap-keydiff": (4, 0.1, 530),
     "zap-snapkv-keydiff": (4, 0.25, 530),
+    "zap-caote-snapkv-keydiff": (4, 0.25, 530),
 }
 """kv_sinks, kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
 BOUNDED = ("h2o", *(policy for policy in KEPT if policy not in PROMPT_END_POLICIES))

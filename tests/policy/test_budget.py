@@ -45,7 +45,21 @@ def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() ->
         assert resolve(ours, asked).recent == share
         assert resolve(theirs, asked).recent == 0.7
         assert resolve(theirs, {**asked, "kv_recent": 0.0}).recent == 0.0
-    assert resolve(ours, None).recent == ours.recent_of(ours.kv_policy) == 0.25
+    assert resolve(ours, None).recent == ours.recent_of(ours.default_policy) == 0.25
+
+
+def test_who_names_no_policy_has_the_servers_or_the_best_that_it_can_rank_by() -> None:
+    for config, policy, heads in (
+        (H2OConfig(), "caote-snapkv-keydiff", "equal"),
+        (H2OConfig(kv_calibration="unread"), "zap-caote-snapkv-keydiff", "shared"),
+        (H2OConfig(kv_calibration="unread", kv_heads="equal"), "zap-caote-snapkv-keydiff", "equal"),
+        (H2OConfig(kv_calibration="unread", kv_policy="h2o"), "h2o", "equal"),
+    ):
+        budget = resolve(config, {"kv_budget": 0.2})
+        assert (budget.policy, budget.heads) == (policy, heads)
+        assert config.default_policy == policy
+        assert resolve(config, {"kv_policy": "keydiff"}).policy == "keydiff"
+        assert H2OConfig.from_mapping(config.to_mapping()).default_policy == policy
 
 
 def test_operator_limits_bound_absolute_budgets_as_well() -> None:

@@ -73,9 +73,9 @@ def variants_for(
 def variants_of(config: H2OConfig) -> tuple[Variant, ...]:
     """:func:`variants_for` the server of this configuration, which knows whether its engine can share."""
     return variants_for(
-        config.kv_policy,
+        config.default_policy,
         may_share=not config.kv_heads_equal_because,
-        shares=config.heads_of(config.kv_policy) == "shared",
+        shares=config.heads_of(config.default_policy) == "shared",
     )
 
 

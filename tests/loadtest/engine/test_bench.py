@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import pytest
 
+from h2o_vllm.models import default_calibration
 from loadtest.engine import bench
 from loadtest.engine.bench import (
     Engines,
@@ -114,6 +115,17 @@ def test_each_device_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         parse_arguments(["--workloads", "2k-tight"])
     assert "--workloads" in capsys.readouterr().err
+
+
+def test_the_embedded_model_is_calibrated_as_its_server_has_it() -> None:
+    def calibration(*argv: str) -> str | None:
+        found: str | None = model_options(parse_arguments(argv))["calibration"]
+        return found
+
+    assert calibration() == str(default_calibration())
+    assert calibration("--model", "other") is None
+    assert calibration("--model", "other", "--calibration", "/its.h2o") == "/its.h2o"
+    assert calibration("--calibration", "/its.h2o") == "/its.h2o"
 
 
 def test_requests_with_a_budget_may_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,11 @@
 #   REQUESTS   32                           requests of a benchmark
 #   PROMPT     1000                         tokens of a prompt, drawn at random
 #   OUTPUT     128                          tokens generated for each
+#   SEED       0                            of the prompts; another one for each run on one server, or the
+#                                           prefix cache has them
 #
 # --extra-body are fields of the request body. Each budget has prompts of its own (--seed), so that none finds
-# those of another in the prefix cache.
+# those of another in the prefix cache. Budgets count on from SEED.
 #
 # Executed against h2o-serve with vLLM 0.32 on 2026-11-21: both budgets ran to the end.
 set -euo pipefail
@@ -20,7 +22,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out="${1:-vllm-bench-results}"
 tokenizer="${TOKENIZER:-$(python -m h2o_vllm.models)}"
 mkdir -p "$out"
-seed=0
+seed="${SEED:-0}"
 for budget in ${BUDGETS:-1.0 0.2}; do
     echo "=== kv_budget $budget"
     seed=$((seed + 1))

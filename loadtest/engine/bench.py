@@ -97,7 +97,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--scale", type=float, default=1.0, help="multiplies all lengths and pools; to rehearse")
     add("--fields", nargs="+", type=_field, default=[], metavar="NAME=VALUE",
         help="what requests with a budget ask for beside it, such as kv_policy=caote")  # fmt: skip
-    add("--calibration", type=Path, metavar="FILE", help="of the model; the embedded one has its own")
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="of the model; the embedded one has its own",
+    )
     add("--out", type=Path, default=RESULTS, help="folder of the results")
     add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
     if name == "cuda":

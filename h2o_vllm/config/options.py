@@ -13,6 +13,7 @@ from typing import Any
 
 from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
 from h2o_vllm.config.policies import (
+    BOUNDED_POLICY,
     CALIBRATED_POLICY,
     DEFAULT_POLICY,
     EQUAL_HEADS_POLICIES,
@@ -50,7 +51,7 @@ class H2OConfig:
         kv_recent: default share of a budget spent on the newest tokens, in [0, 1]; ``None``: see
             :meth:`recent_of`.
         kv_policy: default policy, one of :data:`~h2o_vllm.config.policies.POLICIES`; ``None``: see
-            :attr:`default_policy`. ``h2o`` is the paper's.
+            :meth:`default_policy_of`. ``h2o`` is the paper's.
         kv_sinks: default number of first tokens that are never evicted, 0 to 1024.
         kv_budget_min: smallest ``kv_budget`` a request may ask for.
         kv_budget_max: largest ``kv_budget`` a request may ask for.
@@ -183,10 +184,16 @@ class H2OConfig:
 
     @property
     def default_policy(self) -> str:
-        """One of :data:`POLICIES`: that of a request that names none."""
+        """One of :data:`POLICIES`: that of a request that names nothing."""
+        return self.default_policy_of(bounded=bool(self.kv_prefill_tokens))
+
+    def default_policy_of(self, *, bounded: bool) -> str:
+        """That of a request that names no policy, its prompt bounded while it is computed or not."""
         if self.kv_policy is not None:
             return self.kv_policy
-        return DEFAULT_POLICY if self.kv_calibration is None else CALIBRATED_POLICY
+        if self.kv_calibration is None:
+            return DEFAULT_POLICY
+        return BOUNDED_POLICY if bounded else CALIBRATED_POLICY
 
     @property
     def policies(self) -> tuple[str, ...]:

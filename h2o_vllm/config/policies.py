@@ -5,6 +5,7 @@ The policies themselves are in :mod:`h2o_vllm.policy`, which needs torch.
 """
 
 __all__ = [
+    "BOUNDED_POLICY",
     "CALIBRATED_POLICY",
     "DEFAULT_POLICY",
     "EQUAL_HEADS_POLICIES",
@@ -39,6 +40,13 @@ POLICIES = (
 
 DEFAULT_POLICY, CALIBRATED_POLICY = "caote-snapkv-keydiff", "zap-caote-snapkv-keydiff"
 """What ranks if nobody says: in an engine that has no calibration, and in one that has."""
+
+BOUNDED_POLICY = "zap-keydiff"
+"""The same for prompts that are bounded while they are computed, in an engine that has a calibration.
+
+What adds up attention forgets what was foretold of a long prompt's first tokens: the queries of the rest of
+it outweigh that.
+"""
 
 RECENT_SHARES = {
     "caote-keydiff": 0.25,

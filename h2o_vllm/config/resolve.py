@@ -93,7 +93,8 @@ def resolve_for(
 
 
 def _policy(config: H2OConfig, given: Mapping[str, Any]) -> str:
-    asked = given.get("kv_policy", config.default_policy)
+    bounded = bool(given.get("kv_prefill_tokens", config.kv_prefill_tokens))
+    asked = given.get("kv_policy", config.default_policy_of(bounded=bounded))
     if asked in ZAP_POLICIES and asked not in config.policies:
         accepted = (
             f"one of {', '.join(config.policies)} on this server (started without --kv-calibration)"

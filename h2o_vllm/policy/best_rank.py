@@ -159,7 +159,8 @@ class ZapCAOTESnapKVKeyDiffPolicy(CAOTEPolicy):
     KVzap (https://arxiv.org/abs/2601.07891), CAOTE (https://arxiv.org/abs/2504.14051), SnapKV
     (https://arxiv.org/abs/2404.14469) and KeyDiff (https://arxiv.org/abs/2504.15364). Attention is collected
     as :class:`CAOTESnapKVKeyDiffPolicy` does, until a token is ranked; then its score is in the units of what
-    is foretold, in which heads can share slots, and later queries add to it.
+    is foretold, in which heads can share slots, and later queries add to it. Inside of a bounded prompt these
+    are most of the prompt's, and facts go: there ``zap-keydiff`` is for.
     """
 
     name: ClassVar[str] = "zap-caote-snapkv-keydiff"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The counts everything else follows from."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +61,12 @@ def test_who_names_no_policy_has_the_servers_or_the_best_that_it_can_rank_by() -
         assert (budget.policy, budget.heads) == (policy, heads)
         assert config.default_policy == policy
         assert resolve(config, {"kv_policy": "keydiff"}).policy == "keydiff"
+        named = policy == "h2o" or config.kv_calibration is None
+        bounded = resolve(config, {"kv_budget": 0.2, "kv_prefill_tokens": 1024})
+        assert bounded.policy == (policy if named else "zap-keydiff")
+        server = replace(config, kv_prefill_tokens=1024)
+        assert server.default_policy == bounded.policy == resolve(server, None).policy
+        assert resolve(server, {"kv_prefill_tokens": 0}).policy == policy
         assert H2OConfig.from_mapping(config.to_mapping()).default_policy == policy
 
 

@@ -80,8 +80,6 @@ def foretold(weights: Tensor, known: Tensor) -> Tensor:
     Args:
         weights: as :meth:`Sums.solve` has found them. known: as for :meth:`Sums.add`.
     """
-    own, last = weights[:, :-1], weights[:, -1:]
-    # Of all heads' numbers in one product: broadcast, each head's would copy them.
-    logs = (own @ known[0].mT if len(known) == 1 else (known @ own[..., None])[..., 0]) + last
+    logs = (known @ weights[:, :-1, None])[..., 0] + weights[:, -1:]
     # A token unlike all that was learned from may be expected to get anything.
     return logs.clamp(-50.0, 0.0).exp()

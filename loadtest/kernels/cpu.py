@@ -20,11 +20,11 @@ from h2o_vllm.kernels.cpu import reference
 from loadtest.common.results import Row
 from loadtest.kernels.contract import DeviceBench
 from loadtest.kernels.evictions import EVICTIONS, EvictionCase, eviction_line
+from loadtest.kernels.shapes import BLOCK_SIZE, SHAPES
 from loadtest.kernels.timing import Call, ratio_row, ratio_text, rounds
 
 __all__ = ["CPUBench", "Case"]
 
-SHAPES = {"SmolLM2-135M": (9, 3, 64), "8B": (32, 8, 128)}  # q heads, kv heads, head size
 LENGTHS = (128, 512, 2048, 8192)
 REQUESTS = (1, 4, 16, 32)
 PROMPTS = (512, 1024, 2048, 4096, 8192)
@@ -46,11 +46,11 @@ class Case:
     requests: int
     length: int
     queries: int
-    block_size: int = 32
+    block_size: int = BLOCK_SIZE
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        self.heads, self.kv_heads, self.size = SHAPES[self.shape]
+        _, self.heads, self.kv_heads, self.size = SHAPES[self.shape]
         self.scale = self.size**-0.5
 
     @property

@@ -12,12 +12,10 @@ import torch
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import reference
 from loadtest.common.results import Row
+from loadtest.kernels.shapes import BLOCK_SIZE, SHAPES
 from loadtest.kernels.timing import ratio_row, ratio_text, rounds
 
 __all__ = ["EVICTIONS", "EvictionCase", "eviction_line"]
-
-MODELS = {"SmolLM2-135M": (30, 3, 64), "8B": (32, 8, 128)}  # layers, kv heads, head size
-BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class EvictionCase:
 
         With random scores the share of the doomed tokens that survives is that of the room.
         """
-        layers, heads, size = MODELS[self.shape]
+        layers, _, heads, size = SHAPES[self.shape]
         tokens = layers * heads * self.blocks * BLOCK_SIZE
         vector = size * self.dtype.itemsize
         if self.call == "compact":
@@ -47,7 +45,7 @@ class EvictionCase:
 
     def build(self) -> Callable[[Any], Callable[[], torch.Tensor]]:
         """Makes its tensors; what to time, by implementation."""
-        layers, heads, size = MODELS[self.shape]
+        layers, _, heads, size = SHAPES[self.shape]
         gen = torch.Generator().manual_seed(0)
         shape = (layers, self.blocks + 1, heads, BLOCK_SIZE)
         kv = torch.randn(*shape, 2 * size, generator=gen).to(self.dtype)
@@ -108,7 +106,7 @@ def eviction_line(row: Row, impls: Mapping[str, Any]) -> str:
 
 
 def _cases() -> Iterator[EvictionCase]:
-    for shape in MODELS:
+    for shape in SHAPES:
         # A prompt's first at 0.2, and one while it generates.
         for blocks, doomed in ((32, 25), (8, 1)):
             for call in ("foretell", "key_likeness", "value_distances", "compact"):

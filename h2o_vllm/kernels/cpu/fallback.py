@@ -220,13 +220,12 @@ def foretell(
     for kv_cache, weight in zip(kv_caches, weights, strict=True):
         keys, values = (half.float() for half in tokens_of(kv_cache, blocks))
         pairs = keys[..., :rotary].unflatten(-1, (-1, 2) if interleaved else (2, rotary // 2))
-        lengths = torch.linalg.vector_norm(pairs, dim=-1 if interleaved else -2)
+        # A norm over two numbers takes 400 times as long.
+        lengths = torch.hypot(*pairs.unbind(-1 if interleaved else -2))
         known = torch.cat([lengths, keys[..., rotary:], values], -1)
-        if known.shape[2] == weight.shape[1] - 1:
-            logs = (known @ weight[:, :-1, None])[..., 0]
-        else:  # of all heads: one product, not one per head
-            logs = weight[:, :-1] @ known.transpose(0, 1).flatten(1).mT
-        logs += weight[:, -1:]
+        if known.shape[2] != weight.shape[1] - 1:
+            known = known.transpose(0, 1).flatten(1)[None]
+        logs = (known @ weight[:, :-1, None])[..., 0] + weight[:, -1:]
         found.append(logs.clamp(-50.0, 0.0).exp())
     return torch.stack(found)
 

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models whose shapes the CPU benchmark has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["BLOCK_SIZE", "SHAPES", "Shape"]
+
+BLOCK_SIZE = 32
+"""Tokens."""
+
+
+class Shape(NamedTuple):
+    """Layers, and the heads of one."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+
+
+SHAPES = {"SmolLM2-135M": Shape(30, 9, 3, 64), "8B": Shape(32, 32, 8, 128)}

@@ -5,7 +5,7 @@
 // H2O_EMULATE_AMX replaces the registers by memory, so that all but these few instructions is tested on
 // CPUs that have AVX512-BF16 only.
 #pragma once
-#include "dot.hpp"
+#include "pairs.hpp"
 
 #if defined(H2O_PAIRED) && ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(H2O_EMULATE_AMX))
 #define H2O_AMX 1
@@ -126,32 +126,18 @@ inline bool available() {
 }  // namespace amx
 
 // Outputs, as Paired's, keep the order of column().
-struct Amx : Paired<false> {
+struct Amx : Pairs {
   using Session = amx::Session;
   static constexpr bool matrices = true;
   static constexpr int ROWS = 2 * amx::SIDE;  // query rows of two matrices
+  static constexpr int FEWEST = 1;
+  static constexpr int64_t KEPT = 3 << 18;    // of an L2 of 2 MiB
 
-  static constexpr int padded(int rows) { return (rows + ROWS - 1) / ROWS * ROWS; }
-
-  // from [rows, columns], rows 2i and 2i + 1 word by word: to [rows / 2, columns] pairs. Zeros in place of
-  // rows from `here` on. IN_ORDER: columns as they are, else as column() has them.
-  template <bool IN_ORDER>
-  static void pack(const bf16* from, int rows, int columns, int here, uint32_t* to) {
-    for (int i = 0; i < rows; i += 2, from += 2 * columns, to += columns)
-      for (int c = 0; c < columns; c += 32) {
-        __m512i pair[2] = {};
-        if (i < here) interleave<2>(from + c, i + 1 < here ? from + columns + c : nullptr, pair);
-        if (IN_ORDER) {
-          store_in_order(to + c, pair[0], pair[1]);
-        } else {
-          _mm512_storeu_si512(to + c, pair[0]);
-          _mm512_storeu_si512(to + c + 16, pair[1]);
-        }
-      }
-  }
+  static void place_query(const bf16* q, Query* to, int m, int size) { pack_query(q, to + int64_t(m) * size, size); }
 
   // out[m][0 .. block) = q[m] . k^T for m in [first, last), whole ROWS;  k: [size / 2, block] pairs.
-  static void qk(const Query* q, const uint32_t* k, int first, int last, int block, int size, float* out, int64_t span) {
+  static void logits(const Query* q, const uint32_t* k, int first, int last, int block, int size, float* out,
+                     int64_t span) {
     for (int m = first; m < last; m += ROWS)
       for (int c = 0; c < block; c += 2 * amx::SIDE) {
         amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
@@ -163,7 +149,8 @@ struct Amx : Paired<false> {
   }
 
   // out [.., size] += p . v for rows in [first, last), whole ROWS;  v: [tokens / 2, size] pairs.
-  static void pv(const Prob* p, int64_t span, const uint32_t* v, int tokens, int first, int last, int size, float* out) {
+  static void outputs(const Prob* p, int64_t span, const uint32_t* v, int tokens, int first, int last, int size,
+                      float* out) {
     for (int m = first; m < last; m += ROWS)
       for (int d = 0; d < size; d += 2 * amx::SIDE) {
         float* to = out + int64_t(m) * size + d;

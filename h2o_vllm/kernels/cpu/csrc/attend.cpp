@@ -10,7 +10,7 @@
 #include <omp.h>
 #endif
 #include "few.hpp"
-#include "matrices.hpp"
+#include "packed.hpp"
 #include "tile.hpp"
 
 using namespace h2o;
@@ -93,15 +93,17 @@ struct Attend {
   int length(const Task& task) const { return length(task.row, task.head); }
   int64_t blocks(const Task& task) const { return (length(task) + call.block - 1) / call.block; }
 
+  const T* query(int token, int head) const {  // head: of the queries
+    return (const T*)call.query + token * call.query_stride + int64_t(head) * call.size;
+  }
   const Query* queries(int token, int tokens, int head, float* memory) const {
     Query* to = (Query*)memory;
     for (int m = 0; m < tokens * call.group; ++m)
-      K::pack_query((const T*)call.query + (token + m / call.group) * call.query_stride +
-                        int64_t(head * call.group + m % call.group) * call.size,
-                    to + int64_t(m) * call.size, call.size);
+      K::pack_query(query(token + m / call.group, head * call.group + m % call.group), to + int64_t(m) * call.size,
+                    call.size);
     return to;
   }
-  T* output(int token, int head) const {  // head: of the queries
+  T* output(int token, int head) const {
     return (T*)call.out + token * call.out_stride + int64_t(head) * call.size;
   }
   void write(int token, int tokens, int head, const float* from) const {
@@ -131,11 +133,12 @@ struct Attend {
 
   int prompt_queries(int row) const { return call.starts[row + 1] - call.starts[row]; }
   int prompt_step(const Task& task) const {
-#ifdef H2O_AMX
-    if constexpr (K::matrices) {
-      const int rows = MatrixRows::most(blocks(task) * call.block, task.scored);
-      return std::min(prompt_queries(task.row), std::max(1, rows / call.group));
-    }
+#ifdef H2O_PAIRED
+    if constexpr (K::packs)
+      if (packs(task)) {
+        const int rows = PackedRows<K>::most(blocks(task) * call.block, task.scored);
+        return std::min(prompt_queries(task.row), std::max(1, rows / call.group));
+      }
 #endif
     const int64_t fitting = std::clamp<int64_t>(TILE_FLOATS / (blocks(task) * call.block), 12, 96);
     const int64_t rows = task.scored ? fitting : RUN_ROWS;
@@ -204,8 +207,38 @@ struct Attend {
       write(token, here, task.head, out);
     }
   }
-  // Either by matrices.
-  void prompt_by_matrices(const Task& task, float* part) const;
+#ifdef H2O_PAIRED
+  bool packs(const Task& task) const {
+    return PackedRows<K>::fit(call.block, call.size, call.group) && prompt_queries(task.row) * call.group >= K::FEWEST;
+  }
+  // Either, of packed keys and values.
+  void prompt_packed(const Task& task, float* part) const {
+    const int n = prompt_queries(task.row), length = this->length(task);
+    const int end = cut(task, task.split + 1), keys = length - n + end, step = prompt_step(task);
+    const Tile<K> tile{layer, pages(task)};
+    const Packed packed = Packed::of([&](int b) { return tile.page(b); }, keys, call.block, call.size);
+    PackedRows<K> rows(layer, packed, call.out, task.scored, keys);
+    const int64_t span = blocks(task) * call.block, most = rows.padded(step * call.group);
+    float *memory = own.get(most * (call.size + 1) + span), *inverse = memory + most * call.size;
+    float* sums = part ? part : inverse + most;
+    if (task.scored) std::fill_n(sums, span, 0.f);
+    for (int t = cut(task, task.split); t < end; t += step) {
+      const int here = std::min(step, end - t), token = call.starts[task.row] + t;
+      rows.rows = here * call.group;
+      rows.first_limit = length - n + t + 1;
+      Query* q = (Query*)memory;
+      for (int m = 0; m < rows.rows; ++m)
+        K::place_query(query(token + m / call.group, task.head * call.group + m % call.group), q, m, call.size);
+      rows.attend(q);
+      for (int m = 0; m < rows.rows; ++m) inverse[m] = 1 / (rows.sum[m] + sink(task, m, rows.top[m]));
+      if (task.scored && task.most) rows.template add_columns<true>(inverse, sums);
+      else if (task.scored) rows.template add_columns<false>(inverse, sums);
+      for (int m = 0; m < rows.rows && call.out; ++m)
+        rows.write(m, inverse[m], output(token + m / call.group, task.head * call.group + m % call.group));
+    }
+    if (task.scored && !part) prompt_join(task, sums);
+  }
+#endif
   void prompt_join(const Task& task, const float* sums) const {
     Tile<K>{layer, pages(task), call.group, length(task), 0}.add_scores(sums, task.most);
   }
@@ -290,8 +323,8 @@ struct Attend {
   // what else is in the batch.
   int splits(int row, int head, int threads) const {
     if (threads == 1) return 1;
-    // Matrices want a split's keys packed, so there are no more than keep the threads busy.
-    const int most = K::matrices ? (8 * threads + call.heads - 1) / call.heads : 4 * threads;
+    // A split packs its keys, so there are no more than keep the threads busy.
+    const int most = K::packs ? (8 * threads + call.heads - 1) / call.heads : 4 * threads;
     if (call.prompt) return std::clamp(prompt_queries(row) / PROMPT_SPLIT, 1, most);
     return std::max(1, length(row, head) / DECODE_SPLIT);
   }
@@ -320,8 +353,13 @@ struct Attend {
     auto part = [&](const Task& task) {
       const bool joins = task.splits > 1 && (task.scored || !call.prompt);
       float* mine = joins ? joint_data + task.part : nullptr;
-      if constexpr (K::matrices) call.prompt ? prompt_by_matrices(task, mine) : decode_by_matrices(task, mine);
-      else if (call.prompt && !task.scored) prompt_alone(task);
+#ifdef H2O_PAIRED
+      if constexpr (K::packs)
+        if (call.prompt && packs(task)) return prompt_packed(task, mine);
+#endif
+      if constexpr (K::matrices)
+        if (!call.prompt) return decode_by_matrices(task, mine);
+      if (call.prompt && !task.scored) prompt_alone(task);
       else if (call.prompt) prompt_part(task, mine);
       else decode_part(task, mine);
     };
@@ -356,31 +394,6 @@ struct Attend {
 
 #ifdef H2O_AMX
 template <>
-void Attend<Amx>::prompt_by_matrices(const Task& task, float* part) const {
-  const int n = prompt_queries(task.row), length = this->length(task);
-  const int end = cut(task, task.split + 1), keys = length - n + end, step = prompt_step(task);
-  const Tile<Amx> tile{layer, pages(task)};
-  const Packed packed = Packed::of([&](int b) { return tile.page(b); }, keys, call.block, call.size);
-  MatrixRows rows(layer, packed, call.out, task.scored, keys);
-  const int64_t span = blocks(task) * call.block, most = Amx::padded(step * call.group);
-  float *memory = own.get(most * (call.size + 1) + span), *inverse = memory + most * call.size;
-  float* sums = part ? part : inverse + most;
-  if (task.scored) std::fill_n(sums, span, 0.f);
-  for (int t = cut(task, task.split); t < end; t += step) {
-    const int here = std::min(step, end - t), token = call.starts[task.row] + t;
-    rows.rows = here * call.group;
-    rows.first_limit = length - n + t + 1;
-    rows.attend(queries(token, here, task.head, memory));
-    for (int m = 0; m < rows.rows; ++m) inverse[m] = 1 / (rows.sum[m] + sink(task, m, rows.top[m]));
-    if (task.scored && task.most) rows.add_columns<true>(inverse, sums);
-    else if (task.scored) rows.add_columns<false>(inverse, sums);
-    for (int m = 0; m < rows.rows && call.out; ++m)
-      rows.write(m, inverse[m], (bf16*)output(token + m / call.group, task.head * call.group + m % call.group));
-  }
-  if (task.scored && !part) prompt_join(task, sums);
-}
-
-template <>
 void Attend<Amx>::decode_by_matrices(const Task& task, float* part) const {
   const int g = call.group, token = call.starts[task.r];
   const Tile<Amx> tile = decode_tile(task);
@@ -412,13 +425,13 @@ extern "C" void h2o_attend(const Call* call) {
 #ifdef H2O_PAIRED
     case 1:
 #ifdef H2O_AMX
-      if (amx::available() && (call->prompt ? MatrixRows::fit(call->block, call->size, call->group)
+      if (amx::available() && (call->prompt ? PackedRows<Amx>::fit(call->block, call->size, call->group)
                                             : FewRows::fit(call->block, call->size, call->group)))
         Attend<Amx>{*call}.run();
       else
 #endif
       // A prompt is all arithmetic; a decode step waits for memory anyway.
-      if (call->prompt) Attend<Paired<false>>{*call}.run();
+      if (call->prompt) Attend<Pairs>{*call}.run();
       else Attend<Paired<true>>{*call}.run();
       break;
 #else

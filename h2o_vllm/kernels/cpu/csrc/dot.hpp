@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Register tiles: M query rows x one chunk of keys (logits), M rows of probabilities x one chunk of V.
 //
-// Two ways to multiply, and a third in amx.hpp. Plain widens cache words to float and uses FMA. Paired (AVX512-BF16) feeds
-// bfloat16 pairs to vdpbf16ps, twice the products per instruction: exact for q.k; for p.v the
-// probabilities are rounded to bfloat16, as flash attention does, or kept as a sum of two.
+// Two ways to multiply what lies in the cache; pairs.hpp and amx.hpp want it packed. Plain widens cache words to
+// float and uses FMA. Paired (AVX512-BF16) feeds bfloat16 pairs to vdpbf16ps, twice the products per instruction:
+// exact for q.k; for p.v the probabilities are rounded to bfloat16, as flash attention does, or kept as a sum of two.
 #pragma once
 #include "vec.hpp"
 
@@ -23,7 +23,7 @@ struct Plain {
   using Query = float;
   using Prob = float;
   struct Session {};  // lives as long as a thread multiplies
-  static constexpr bool matrices = false;
+  static constexpr bool matrices = false, packs = false;
   static constexpr bool shuffled = false;
   static constexpr int words = 1;  // of Prob per probability
 
@@ -103,7 +103,7 @@ struct Paired {
   using Query = uint16_t;
   using Prob = uint16_t;
   struct Session {};
-  static constexpr bool matrices = false;
+  static constexpr bool matrices = false, packs = false;
   // Outputs of 32-column chunks stay in the order vpunpck leaves them; see column().
   static constexpr bool shuffled = true;
   static constexpr int words = EXACT ? 2 : 1;

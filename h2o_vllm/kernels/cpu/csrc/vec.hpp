@@ -83,6 +83,10 @@ H2O_INLINE void narrow(float x, f16* to) {
 }
 
 H2O_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+#if defined(__AVX512F__)
+H2O_INLINE float hmax(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+H2O_INLINE float hsum(vf v) { return _mm512_reduce_add_ps((__m512)v); }
+#else
 H2O_INLINE float hmax(vf v) { float m = v[0]; for (int i = 1; i < W; ++i) m = v[i] > m ? v[i] : m; return m; }
 H2O_INLINE float hsum(vf v) {
   float s[W];
@@ -91,6 +95,7 @@ H2O_INLINE float hsum(vf v) {
     for (int i = 0; i < n; ++i) s[i] += s[i + n];
   return s[0];
 }
+#endif
 
 // 2^x for x <= 0, relative error below 3e-7; what would be below 2^-126 becomes 2^-126.
 // Polynomial: Cephes exp2f.

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// A prompt's queries by matrices (amx.hpp): run by run of keys, with maximum, sum and output of the runs so
-// far, as FlashAttention (arXiv 2205.14135), also where somebody wants the column sums. These need every exponential
-// until the maximum of its row is known: exponentials are kept, in half precision, beside each run's maximum.
+// A prompt's queries against keys that were packed for who multiplies (pairs.hpp, amx.hpp): run by run of keys, with
+// maximum, sum and output of the runs so far, as FlashAttention (arXiv 2205.14135), also where somebody wants the
+// column sums. These need every exponential until the maximum of its row is known: exponentials are kept, in half
+// precision, beside each run's maximum.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include "tile.hpp"
 
-#ifdef H2O_AMX
+#ifdef H2O_PAIRED
 namespace h2o {
 
-// Keys and values of one sequence and KV head as matrices want them, packed once for all of a task's queries.
+// Keys and values of one sequence and KV head as multipliers want them, packed once for all of a task's queries.
 struct Packed {
   const uint32_t *keys, *values;  // [blocks, D / 2, BS] and [blocks * BS / 2, D] pairs; zeros behind the last value
 
@@ -22,28 +23,31 @@ struct Packed {
     uint32_t *k = (uint32_t*)memory.get(2 * blocks * pairs), *v = k + blocks * pairs;
     for (int64_t b = 0; b < blocks; ++b) {
       const bf16* from = page(b);
-      Amx::pack<true>(from, size, block, size, k + b * pairs);
-      Amx::pack<false>(from + int64_t(size) * block, block, size, std::min<int>(block, tokens - b * block), v + b * pairs);
+      const int here = std::min<int>(block, tokens - b * block);
+      Pairs::pack<true>(from, size, block, size, k + b * pairs);
+      Pairs::pack<false>(from + int64_t(size) * block, block, size, here, v + b * pairs);
     }
     return {k, v};
   }
 };
 
 // M query rows, tokens x the q heads of one kv head, against all keys up to their own.
-class MatrixRows {
+template <class K>
+class PackedRows {
  public:
-  static constexpr int RUN = 512;              // keys between two looks at the maximum
-  static constexpr int MOST = 96;              // rows, at most
-  static constexpr int64_t KEPT = 3 << 18;     // exponentials of one tile: 1.5 MiB of an L2 of 2 MiB
-  static constexpr int SPAN = RUN + 16;        // floats of a row of logits, so that rows do not share cache sets
-  static constexpr int PROB_SPAN = RUN + 32;   // and words of a row of probabilities
+  static constexpr int RUN = 512;             // keys between two looks at the maximum
+  static constexpr int MOST = 96;             // rows, at most
+  static constexpr int SPAN = RUN + 16;       // floats of a row of logits, so that rows do not share cache sets
+  static constexpr int PROB_SPAN = RUN + 32;  // and words of a row of probabilities
 
   static bool fit(int block, int size, int group) {
-    return block % amx::DEPTH == 0 && RUN % block == 0 && size % amx::DEPTH == 0 && group <= MOST;
+    return block % K::DEPTH == 0 && RUN % block == 0 && size % K::DEPTH == 0 && group <= MOST;
   }
+  // Of any number of rows, so many as the multiplier takes at once.
+  static constexpr int64_t padded(int64_t rows) { return (rows + K::ROWS - 1) / K::ROWS * K::ROWS; }
   // How many rows: `kept` exponentials of each, if the columns are summed up, stay in L2.
   static int most(int64_t kept, bool scored) {
-    return scored ? std::clamp<int64_t>(KEPT / kept, Amx::ROWS, MOST) : MOST;
+    return scored ? std::clamp<int64_t>(K::KEPT / kept / K::ROWS * K::ROWS, K::ROWS, MOST) : MOST;
   }
 
   const Layer& layer;
@@ -52,9 +56,9 @@ class MatrixRows {
   bool attends, scored;   // whether there are an output and column sums
   float *out, *top, *sum; // [padded rows, D] in the order of column(), [rows], [rows]: in base 2, of all runs
 
-  MatrixRows(const Layer& layer, const Packed& packed, bool attends, bool scored, int tokens)
+  PackedRows(const Layer& layer, const Packed& packed, bool attends, bool scored, int tokens)
       : layer(layer), packed(packed), rows(0), first_limit(0), attends(attends), scored(scored) {
-    const int64_t most = Amx::padded(MOST), runs = (tokens + RUN - 1) / RUN;
+    const int64_t most = padded(MOST), runs = (tokens + RUN - 1) / RUN;
     const int64_t kept = scored ? (runs * MOST * RUN + 1) / 2 : 0, tops = scored ? runs * MOST : 0;
     float* memory = space().get(most * (SPAN + PROB_SPAN / 2 + layer.size + 2) + tops + kept + 64);
     logits_ = memory;
@@ -71,14 +75,14 @@ class MatrixRows {
     const int keys = first_limit + rows / layer.group - 1;
     std::fill_n(top, rows, -INFINITY);
     std::fill_n(sum, rows, 0.f);
-    if (attends) std::fill_n(out, int64_t(Amx::padded(rows)) * layer.size, 0.f);
+    if (attends) std::fill_n(out, int64_t(padded(rows)) * layer.size, 0.f);
     for (int run = 0; run * RUN < keys; ++run) {
       const int begin = run * RUN, length = std::min(RUN, keys - begin);
-      const int whole = (length + layer.block - 1) / layer.block * layer.block, last = Amx::padded(rows);
+      const int whole = (length + layer.block - 1) / layer.block * layer.block, last = padded(rows);
       const int64_t pairs = int64_t(layer.size) * layer.block / 2;
       for (int t = 0; t < whole; t += layer.block)
-        Amx::qk(q, packed.keys + (begin + t) / layer.block * pairs, first_padded(begin + t), last, layer.block,
-                layer.size, logits_ + t, SPAN);
+        K::logits(q, packed.keys + (begin + t) / layer.block * pairs, first_padded(begin + t), last, layer.block,
+                  layer.size, logits_ + t, SPAN);
       for (int m = first_padded(begin); m < rows; ++m) {
         const int n = std::clamp(first_limit + m / layer.group - begin, 0, length);
         f16* kept = kept_ + (int64_t(run) * MOST + m) * RUN;
@@ -88,8 +92,8 @@ class MatrixRows {
         if (scored) tops_[run * MOST + m] = top[m];
       }
       if (attends)
-        Amx::pv(prob_, PROB_SPAN, packed.values + int64_t(begin) / 2 * layer.size, whole, first_padded(begin), last,
-                layer.size, out);
+        K::outputs(prob_, PROB_SPAN, packed.values + int64_t(begin) / 2 * layer.size, whole, first_padded(begin), last,
+                   layer.size, out);
     }
   }
 
@@ -128,9 +132,9 @@ class MatrixRows {
     const float* from = out + int64_t(m) * layer.size;
     for (int d = 0; d < layer.size; d += 2 * W) {
       float pair[2 * W];
-      Amx::store_in_order(pair, (__m512i)(load(from + d) * by), (__m512i)(load(from + d + W) * by));
-      Amx::put((uint16_t*)to, d, load(pair));
-      Amx::put((uint16_t*)to, d + W, load(pair + W));
+      Pairs::store_in_order(pair, (__m512i)(load(from + d) * by), (__m512i)(load(from + d + W) * by));
+      Pairs::put((uint16_t*)to, d, load(pair));
+      Pairs::put((uint16_t*)to, d + W, load(pair + W));
     }
   }
 
@@ -140,7 +144,7 @@ class MatrixRows {
     return memory;
   }
   int first_seeing(int t) const { return std::max(0, t + 1 - first_limit) * layer.group; }
-  int first_padded(int t) const { return first_seeing(t) / Amx::ROWS * Amx::ROWS; }
+  int first_padded(int t) const { return first_seeing(t) / K::ROWS * K::ROWS; }
 
   // Row m of a run, of which it sees n keys: maximum and sum so far, the output so far brought to that maximum,
   // probabilities to be multiplied with V, and what add_columns() wants; zeros behind the n.
@@ -166,13 +170,13 @@ class MatrixRows {
     for (i = 0; i < full; i += W) {
       const vf x = exp2_short(load(row + i) * factor - best);
       total += x;
-      if (ATTENDS) Amx::put(prob, i, x);
+      if (ATTENDS) Pairs::put(prob, i, x);
       if (SCORED) keep(kept + i, x);
     }
     if (rest) {
       const vf x = (vf)_mm512_maskz_mov_ps(rest, (__m512)exp2_short(load(row + i) * factor - best));
       total += x;
-      if (ATTENDS) Amx::put(prob, i, x);
+      if (ATTENDS) Pairs::put(prob, i, x);
       if (SCORED) keep(kept + i, x);
       i += W;
     }

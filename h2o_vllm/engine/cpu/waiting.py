@@ -36,8 +36,10 @@ SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Who sets one of these wants to say how GNU's OpenMP waits."""
 
 SPINS = "100000"
-"""Rounds: 2 milliseconds on AMD's Zen 5, 5 on an Intel Xeon, as long as the host needs between two steps. GNU's
-OpenMP would have 300,000; with 20,000 a step took a tenth longer on Zen 5, where a round is short."""
+"""Rounds: 2 milliseconds on AMD's Zen 5, 5 on an Intel Xeon, as long as the host needs between two steps.
+
+GNU's OpenMP would have 300,000; with 20,000 a step took a tenth longer on Zen 5, where a round is short.
+"""
 
 PAYS = 1.1
 """What sleeping must save of the time with spins to be the better way: a start is a noisy moment."""

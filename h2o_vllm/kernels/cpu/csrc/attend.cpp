@@ -93,22 +93,23 @@ struct Attend {
   int length(const Task& task) const { return length(task.row, task.head); }
   int64_t blocks(const Task& task) const { return (length(task) + call.block - 1) / call.block; }
 
-  const T* query(int token, int head) const {  // head: of the queries
-    return (const T*)call.query + token * call.query_stride + int64_t(head) * call.size;
+  // Row m of the queries that a kv head has from `token` on, and of what comes of them.
+  const T* query(int token, int head, int m) const {
+    return (const T*)call.query + (token + m / call.group) * call.query_stride + query_head(head, m) * call.size;
   }
+  T* output(int token, int head, int m) const {
+    return (T*)call.out + (token + m / call.group) * call.out_stride + query_head(head, m) * call.size;
+  }
+  int64_t query_head(int head, int m) const { return head * call.group + m % call.group; }
   const Query* queries(int token, int tokens, int head, float* memory) const {
     Query* to = (Query*)memory;
     for (int m = 0; m < tokens * call.group; ++m)
-      K::pack_query(query(token + m / call.group, head * call.group + m % call.group), to + int64_t(m) * call.size,
-                    call.size);
+      K::pack_query(query(token, head, m), to + int64_t(m) * call.size, call.size);
     return to;
-  }
-  T* output(int token, int head) const {
-    return (T*)call.out + token * call.out_stride + int64_t(head) * call.size;
   }
   void write(int token, int tokens, int head, const float* from) const {
     for (int m = 0; m < tokens * call.group; ++m) {
-      T* to = output(token + m / call.group, head * call.group + m % call.group);
+      T* to = output(token, head, m);
       const float* row = from + int64_t(m) * call.size;
       for (int d = 0; d < call.size; ++d) narrow(row[column(d, call.size, K::shuffled)], to + d);
     }
@@ -117,7 +118,7 @@ struct Attend {
   // What the sink of a head adds to the sum of exponentials of row m, given their base-2 maximum `top`. A sink far
   // above all logits makes it infinite, and every probability 0.
   float sink(const Task& task, int m, float top) const {
-    return call.sinks ? std::exp2(call.sinks[task.head * call.group + m % call.group] * LOG2E - top) : 0.f;
+    return call.sinks ? std::exp2(call.sinks[query_head(task.head, m)] * LOG2E - top) : 0.f;
   }
 
   // Whether exponentials have the type that V is multiplied with. Where nobody wants to know the probabilities
@@ -211,7 +212,7 @@ struct Attend {
   bool packs(const Task& task) const {
     return PackedRows<K>::fit(call.block, call.size, call.group) && prompt_queries(task.row) * call.group >= K::FEWEST;
   }
-  // Either, of packed keys and values.
+  // With the column sums or without, of packed keys and values.
   void prompt_packed(const Task& task, float* part) const {
     const int n = prompt_queries(task.row), length = this->length(task);
     const int end = cut(task, task.split + 1), keys = length - n + end, step = prompt_step(task);
@@ -228,13 +229,13 @@ struct Attend {
       rows.first_limit = length - n + t + 1;
       Query* q = (Query*)memory;
       for (int m = 0; m < rows.rows; ++m)
-        K::place_query(query(token + m / call.group, task.head * call.group + m % call.group), q, m, call.size);
+        K::place_query(query(token, task.head, m), q, m, call.size);
       rows.attend(q);
       for (int m = 0; m < rows.rows; ++m) inverse[m] = 1 / (rows.sum[m] + sink(task, m, rows.top[m]));
       if (task.scored && task.most) rows.template add_columns<true>(inverse, sums);
       else if (task.scored) rows.template add_columns<false>(inverse, sums);
       for (int m = 0; m < rows.rows && call.out; ++m)
-        rows.write(m, inverse[m], output(token + m / call.group, task.head * call.group + m % call.group));
+        rows.write(m, inverse[m], output(token, task.head, m));
     }
     if (task.scored && !part) prompt_join(task, sums);
   }

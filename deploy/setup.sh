@@ -87,15 +87,20 @@ build() { # base|test DEVICE
     say "environment ready in $((SECONDS - started)) s: $venv"
 }
 
-# Said first of all: the server's own warning comes minutes later, among much else.
-warn_without_compiler() { # DEVICE
+# Whether the C++ attention kernels can be had: compiled here, or from a wheel.
+has_kernels() {
     local cxx="${CXX:-}" name
-    [[ "$1" == cpu && "${H2O_CPU_KERNEL:-}" != torch ]] || return 0
     for name in "${cxx%% *}" g++ c++ clang++; do
         if [[ -n "$name" ]] && command -v "$name" >/dev/null; then return 0; fi
     done
     # What a wheel carries; see h2o_vllm/kernels/cpu/prebuilt.py.
-    [[ ! -e "$root/h2o_vllm/kernels/cpu/lib/manifest.json" ]] || return 0
+    [[ -e "$root/h2o_vllm/kernels/cpu/lib/manifest.json" ]]
+}
+
+# Said first of all: the server's own warning comes minutes later, among much else.
+warn_without_compiler() { # DEVICE
+    [[ "$1" == cpu && "${H2O_CPU_KERNEL:-}" != torch ]] || return 0
+    if has_kernels; then return 0; fi
     say "WARNING: there is no g++, so the attention kernels cannot be compiled and plain PyTorch steps in:"
     say "         attention takes 5 to 15 times as long as vLLM's own when decoding, 1.4 to 3 times in prompts."
     say "         To avoid that: apt install g++ (Debian, Ubuntu), and start again."

@@ -199,6 +199,8 @@ def compact_tables(
 
 def _move_to_front(row: NDArray[np.int32], heavy: tuple[int, ...]) -> None:
     """Put the heavy blocks of a row's table, which are neighbours, before the pinned ones, in place."""
+    if row[0] == heavy[0]:
+        return
     pinned, count = int((row == heavy[0]).argmax()), len(heavy)
     assert tuple(row[pinned : pinned + count]) == heavy, "heavy blocks lie together in a table"
     row[: pinned + count] = np.roll(row[: pinned + count], -pinned)

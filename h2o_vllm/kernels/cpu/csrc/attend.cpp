@@ -254,9 +254,20 @@ struct Attend {
     return {layer, pages(task).from(begin), call.group, tokens, int64_t(end - begin) * call.block};
   }
 
+  // The same, which fetches what this thread will probably do next: threads that are equally fast take tasks by turns.
+  Tile<K> fetching_tile(const Task& task) const {
+    Tile<K> tile = decode_tile(task);
+    if (const Task* next = &task + turns; next < no_task) {
+      const Tile<K> other = decode_tile(*next);
+      tile.then = other.pages;
+      tile.then_blocks = other.span / call.block;
+    }
+    return tile;
+  }
+
   void decode_part(const Task& task, float* part) const {
     const int token = call.starts[task.r], g = call.group;
-    const Tile<K> tile = decode_tile(task);
+    const Tile<K> tile = fetching_tile(task);
     float* prob = own.get(g * (tile.span + 2 * call.size + 3) + tile.span);
     float *sums = prob + g * tile.span, *memory = sums + tile.span, *rest = memory + g * call.size;
     float* e = part && task.scored ? part : prob;  // overlaid where nobody needs e afterwards
@@ -319,6 +330,8 @@ struct Attend {
   // ---- both ----
 
   float* joint_data = nullptr;
+  const Task* no_task = nullptr;  // behind the last one
+  int turns = 1;                  // threads that take one after the other
 
   // How a row is split depends on the row and the thread count only: its result must not depend on
   // what else is in the batch.
@@ -372,6 +385,7 @@ struct Attend {
     };
     const int count = int(tasks.size());
     threads = std::min(threads, count);
+    turns = threads, no_task = tasks.data() + count;
     if (threads == 1) {
       [[maybe_unused]] typename K::Session session;
       for (const Task& task : tasks) part(task);
@@ -397,7 +411,7 @@ struct Attend {
 template <>
 void Attend<Amx>::decode_by_matrices(const Task& task, float* part) const {
   const int g = call.group, token = call.starts[task.r];
-  const Tile<Amx> tile = decode_tile(task);
+  const Tile<Amx> tile = fetching_tile(task);
   const FewRows rows{tile};
   const int64_t words = FewRows::ROWS * (call.size + FewRows::padded(tile.span));
   float* e = own.get(words / 2 + g * (tile.span + call.size + 3));

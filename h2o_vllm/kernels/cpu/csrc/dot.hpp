@@ -5,6 +5,7 @@
 // float and uses FMA. Paired (AVX512-BF16) feeds bfloat16 pairs to vdpbf16ps, twice the products per instruction:
 // exact for q.k; for p.v the probabilities are rounded to bfloat16, as flash attention does, or kept as a sum of two.
 #pragma once
+#include <algorithm>
 #include "vec.hpp"
 
 namespace h2o {
@@ -12,10 +13,38 @@ namespace h2o {
 // Accumulator sets per tile: few rows alone could not hide the latency of the multiply-add.
 constexpr int sets(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 
-// Few rows wait for memory: into L2, from where the CPU fetches a run of lines by itself. Into L1 as many lines as a
-// page has would wait in one another's way: a decode step took 1.3 times as long. Many rows compute meanwhile.
-template <int M>
-H2O_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, M < MAX_ROWS ? 2 : 3); }
+constexpr int LINES = 64;  // that are fetched ahead of those being read
+
+// Fetches what will be read soon, while rows of a chunk are read.
+// Few rows of queries wait for memory, and fetch LINES ahead: rows of the chunk itself, then of the next one. A line is
+// read once, so it comes past L2, which would only hand it on. Chunks whose rows are halves of lines, and those that
+// many rows of queries read again and again, are fetched a whole page ahead.
+template <int M, int NV, class T>
+struct Ahead {
+  static constexpr int width = sizeof(T) * NV * W, per_row = (width + 63) / 64;
+  static constexpr bool once = M < MAX_ROWS && width >= 64;
+  static constexpr int level = once ? 0 : M < MAX_ROWS ? 2 : 3;
+  int turn;           // from this row on it is the next chunk's
+  int64_t near, far;  // bytes from a row to what is fetched while it is read
+
+  Ahead(const T* chunk, const T* next, int rows, int64_t stride) {
+    const int ahead = once ? std::min(LINES / per_row, rows) : rows;
+    turn = rows - ahead;
+    near = ahead * stride * int64_t(sizeof(T));
+    far = (const char*)next - (const char*)(chunk + turn * stride);
+  }
+  H2O_INLINE void operator()(int row, const T* at) const {
+    const char* from = (const char*)at + (!once || row >= turn ? far : near);
+#pragma GCC unroll 4
+    for (int i = 0; i < per_row; ++i) __builtin_prefetch(from + 64 * i, 0, level);
+  }
+  // The chunk behind the one `at` words into each row of a page, or the same one of a later page: a chunk that is short,
+  // or beside others of another width, does not keep memory busy.
+  static const T* next(const T* page, const T* later, int at, int extent, int rows) {
+    if (!once || rows * per_row < LINES || extent % (NV * W)) return later + at;
+    return at + NV * W < extent ? page + at + NV * W : later;
+  }
+};
 
 template <class T>
 struct Plain {
@@ -35,6 +64,7 @@ struct Plain {
   template <int M, int NV>
   static void qk(const Query* q, const T* k, const T* next, int block, int size, float* out, int64_t span) {
     constexpr int N = sets(M);
+    const Ahead<M, NV, T> fetch(k, next, size, block);
     vf acc[N][M][NV] = {};
     for (int d = 0; d < size; d += N) {
 #pragma GCC unroll 4
@@ -42,8 +72,7 @@ struct Plain {
         vf b[NV];
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) b[v] = load(k + int64_t(d + n) * block + v * W);
-        prefetch<M>(next + int64_t(d + n) * block);
-        if (sizeof(T) * NV * W > 64) prefetch<M>(next + int64_t(d + n) * block + NV * W / 2);
+        fetch(d + n, k + int64_t(d + n) * block);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
           vf a = splat(q[m * size + d + n]);
@@ -70,12 +99,12 @@ struct Plain {
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
       for (int c = 0; c < NV; ++c) acc[m][c] = load(out + m * size + c * W);
+    const Ahead<M, NV, T> fetch(v, next, tokens, size);
     for (int t = 0; t < tokens; ++t) {
       vf b[NV];
 #pragma GCC unroll 4
       for (int c = 0; c < NV; ++c) b[c] = load(v + int64_t(t) * size + c * W);
-      prefetch<M>(next + int64_t(t) * size);
-      if (sizeof(T) * NV * W > 64) prefetch<M>(next + int64_t(t) * size + NV * W / 2);
+      fetch(t, v + int64_t(t) * size);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
         vf a = splat(p[m * span + t]);
@@ -148,6 +177,7 @@ struct Paired {
   template <int M, int NV>
   static void qk(const Query* q, const bf16* k, const bf16* next, int block, int size, float* out, int64_t span) {
     constexpr int N = sets(M);
+    const Ahead<M, NV, bf16> fetch(k, next, size, block);
     vf acc[N][M][NV] = {};
     for (int d = 0; d < size; d += 2 * N) {
 #pragma GCC unroll 4
@@ -155,8 +185,8 @@ struct Paired {
         const int64_t at = int64_t(d + 2 * n) * block;
         __m512i b[NV];
         interleave<NV>(k + at, k + at + block, b);
-        prefetch<M>(next + at);
-        prefetch<M>(next + at + block);
+        fetch(d + 2 * n, k + at);
+        fetch(d + 2 * n + 1, k + at + block);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
           __m512bh a = splat_pair(q + m * size + d + 2 * n);
@@ -201,12 +231,11 @@ struct Paired {
         }
       }
     };
+    const Ahead<M, NV, bf16> fetch(v, next, tokens, size);
     int t = 0;
     for (; t + 1 < tokens; t += 2) {
-      prefetch<M>(next + int64_t(t) * size);
-      prefetch<M>(next + int64_t(t + 1) * size);
-      if (NV > 2) prefetch<M>(next + int64_t(t) * size + 32);
-      if (NV > 2) prefetch<M>(next + int64_t(t + 1) * size + 32);
+      fetch(t, v + int64_t(t) * size);
+      fetch(t + 1, v + int64_t(t + 1) * size);
       step(t, v + int64_t(t + 1) * size);
     }
     // An odd last token: its probability is paired with a zero, but the V row behind it may be NaN.

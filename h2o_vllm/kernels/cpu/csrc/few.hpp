@@ -37,8 +37,8 @@ class FewRows {
         for (int i = 0; i < CHUNK; i += W) __builtin_prefetch(tile.score_page(c / chunks) + c % chunks * CHUNK + i, 1);
       for (int d = 0; d < size; d += 2) {
         pair(from + int64_t(d) * block, from + int64_t(d + 1) * block, to + d * SIDE);
-        prefetch<1>(next + int64_t(d) * block);
-        prefetch<1>(next + int64_t(d + 1) * block);
+        fetch(next + int64_t(d) * block);
+        fetch(next + int64_t(d + 1) * block);
       }
     };
     float sums[ROWS][2 * SIDE];
@@ -103,6 +103,9 @@ class FewRows {
     return (uint32_t*)memory.get(2 * words) + c % 2 * words;
   }
 
+  // Into L2, from where these CPUs fetch a run of lines by themselves.
+  static H2O_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
   static H2O_INLINE void pair(const bf16* row0, const bf16* row1, uint32_t* to) {
     __m512i pairs[2];
     Amx::interleave<2>(row0, row1, pairs);
@@ -110,13 +113,11 @@ class FewRows {
     _mm512_storeu_si512(to + SIDE, pairs[1]);
   }
 
-  const bf16* values(int b) const { return tile.page(b) + int64_t(tile.layer.size) * tile.layer.block; }
-
   // What to fetch while block b is multiplied; behind the last K comes the first V.
   const bf16* ahead(int b, int64_t offset) const {
     const int block = tile.layer.block, blocks = (tile.length() + block - 1) / block, next = b + FETCH;
     if (next < blocks) return tile.page(next) + offset;
-    return values(std::min(next - blocks, blocks - 1));
+    return tile.value_page(std::min(next - blocks, blocks - 1));
   }
 
   // Columns [d, d + 16 N) of the output.
@@ -126,13 +127,13 @@ class FewRows {
     const int count = (length + CHUNK - 1) / CHUNK;
     auto pack = [&](int c) {
       const int64_t at = int64_t(c % chunks) * CHUNK * size + d;
-      const bf16 *from = values(c / chunks) + at, *next = nullptr;
-      if (c + FETCH * chunks < count) next = values(c / chunks + FETCH) + at;
+      const bf16 *from = tile.value_page(c / chunks) + at, *next = tile.behind_value(c / chunks, FETCH);
+      if (next) next += at;
       uint32_t* to = space(c, size);
       const int here = std::min(CHUNK, length - c * CHUNK);
       for (int t = 0; t < CHUNK; t += 2, to += N * SIDE)
         for (int i = 0; i < N; i += 2) {
-          if (next) prefetch<1>(next + int64_t(t) * size + i * SIDE), prefetch<1>(next + int64_t(t + 1) * size + i * SIDE);
+          if (next) fetch(next + int64_t(t) * size + i * SIDE), fetch(next + int64_t(t + 1) * size + i * SIDE);
           const bf16 *row0 = from + int64_t(t) * size + i * SIDE, *row1 = row0 + size;
           if (t + 1 < here) {
             pair(row0, row1, to + i * SIDE);

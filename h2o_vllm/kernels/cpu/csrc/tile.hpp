@@ -15,7 +15,7 @@ namespace h2o {
 
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr int MANY = 2 * MAX_ROWS;  // query rows from which on a widened page pays
-constexpr int AHEAD = 2;            // blocks that are fetched before they are needed
+constexpr int AHEAD = W == 16 ? 1 : 2;  // blocks, where chunks are fetched by whole pages
 
 // 64-byte aligned memory that is kept from call to call.
 class Scratch {
@@ -74,11 +74,21 @@ struct Tile {
   int first_limit;         // of rows 0 .. G - 1; each further token sees one more
   int64_t span;            // floats per logits row: the run rounded up to blocks
   int most = INT32_MAX;    // tokens of the run, where it is one of several: rows may see more, or none of it
+  Pages then = {};         // of what is likely to be attended to next, and how many these are
+  int then_blocks = 0;
 
   int limit(int m) const { return std::clamp(first_limit + m / layer.group, 0, most); }
   int length() const { return limit(rows - 1); }
-  const T* page(int b) const {
+  const T* page(const Pages& pages, int b) const {
     return (const T*)layer.cache + pages[b] * 2 * layer.size * layer.block;
+  }
+  const T* page(int b) const { return page(pages, b); }
+  const T* value_page(int b) const { return page(b) + int64_t(layer.size) * layer.block; }
+  // What is read `ahead` blocks behind V of block b: V, then K of what is likely to come next; or null.
+  const T* behind_value(int b, int ahead) const {
+    const int blocks = (length() + layer.block - 1) / layer.block, next = b + ahead - blocks;
+    if (next < 0) return value_page(b + ahead);
+    return next < then_blocks ? page(then, next) : nullptr;
   }
   float* score_page(int b) const { return layer.scores + pages[b] * layer.block; }
 
@@ -116,8 +126,9 @@ struct Tile {
           const int t = b * block + c;
           if (t >= length()) return;
           row_groups(first_seeing(t), [&](auto count, int m) {
-            J::template qk<decltype(count)::value, NV>(
-                q + int64_t(m) * size, k + c, m == 0 ? next + c : k + c, block, size, out + m * span + t, span);
+            constexpr int M = decltype(count)::value;
+            const auto* then = Ahead<M, NV, typename J::Cache>::next(k, next, c, block, size);
+            J::template qk<M, NV>(q + int64_t(m) * size, k + c, m == 0 ? then : k + c, block, size, out + m * span + t, span);
           });
         }
       };
@@ -134,7 +145,7 @@ struct Tile {
         }
       // Behind the last K comes the first V.
       const int next = b + AHEAD;
-      one(K(), b, k, next < blocks ? page(next) : page(std::min(next - blocks, blocks - 1)) + int64_t(size) * block);
+      one(K(), b, k, next < blocks ? page(next) : value_page(std::min(next - blocks, blocks - 1)));
     }
   }
 
@@ -224,9 +235,11 @@ struct Tile {
         int d = 0;
         auto columns = [&](auto vectors) {
           constexpr int NV = decltype(vectors)::value;
-          for (; d + NV * W <= size; d += NV * W)
-            J::template pv<M, NV>(prob + m * prob_span + b * block * K::words, prob_span, v + d,
-                                  m == 0 ? next + d : v + d, here, size, out + int64_t(m) * size + d);
+          for (; d + NV * W <= size; d += NV * W) {
+            const auto* then = Ahead<M, NV, typename J::Cache>::next(v, next, d, size, here);
+            J::template pv<M, NV>(prob + m * prob_span + b * block * K::words, prob_span, v + d, m == 0 ? then : v + d,
+                                  here, size, out + int64_t(m) * size + d);
+          }
         };
         columns(std::integral_constant<int, WIDE>());
         columns(std::integral_constant<int, 2>());
@@ -234,7 +247,7 @@ struct Tile {
       });
     };
     for (int b = 0; b < blocks; ++b) {
-      const T* v = page(b) + int64_t(size) * block;
+      const T* v = value_page(b);
       const int here = std::min(block, length() - b * block);
       if constexpr (widens)
         if (rows > MANY) {
@@ -242,7 +255,8 @@ struct Tile {
           one(Plain<float>(), b, wide, wide, here);
           continue;
         }
-      one(K(), b, v, b + AHEAD < blocks ? page(b + AHEAD) + int64_t(size) * block : v, here);
+      const T* next = behind_value(b, AHEAD);
+      one(K(), b, v, next ? next : v, here);
     }
   }
 
@@ -251,7 +265,10 @@ struct Tile {
     for (int t = 0; t < length(); t += block) {
       float* to = score_page(t / block);
       const int here = std::min(block, length() - t);
-      for (int i = 0; i < here; ++i)
+      int i = 0;
+      if (!most)
+        for (; i + W <= here; i += W) store(to + i, load(to + i) + load(sums + t + i));
+      for (; i < here; ++i)
         if (most) raise(to + i, sums[t + i]);
         else to[i] += sums[t + i];
     }

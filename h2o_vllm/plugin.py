@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from h2o_vllm.config.keys import CONFIG_KEY, START_RECORD
@@ -55,10 +56,11 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
         Keyword arguments for ``LLM``, ``EngineArgs`` or ``AsyncEngineArgs``.
 
     Raises:
-        ConfigError: an option is out of range, or this vLLM or device is not supported.
+        ConfigError: an option is out of range, a file is missing, or this vLLM or device is not supported.
     """
     from vllm.platforms import current_platform
 
+    from h2o_vllm.calibration.file import check_exists
     from h2o_vllm.engine.version import check_vllm_version
 
     if config is not None and options:
@@ -69,6 +71,8 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
             f"--kv-policy {config.kv_policy} wants --kv-calibration FILE, a file that `python -m "
             "h2o_vllm.calibrate` makes of the model"
         )
+    if config.kv_calibration is not None:
+        check_exists(Path(config.kv_calibration))
     device = current_platform.device_type
     if device not in WORKER_CLS:
         raise ConfigError(

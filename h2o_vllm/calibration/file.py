@@ -15,7 +15,7 @@ from torch import Tensor
 from h2o_vllm.calibration.features import Rotation, num_features
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["Calibration", "Traits"]
+__all__ = ["Calibration", "Traits", "check_exists"]
 
 FORMAT = "h2o-vllm calibration 1"
 """Raise the number when older files mean something else."""
@@ -23,8 +23,20 @@ FORMAT = "h2o-vllm calibration 1"
 _ABOUT = "h2o_vllm"
 """Where a file's header says what it is."""
 
+MADE_BY = "made by `python -m h2o_vllm.calibrate`"
+
 CLOSE = 0.02
 """Traits may differ by so much: rounding to another dtype must not make another model of it."""
+
+
+def check_exists(path: Path) -> None:
+    """Early, before a model is loaded.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if not path.is_file():
+        raise ConfigError(f"--kv-calibration {path}: no such file; wanted one {MADE_BY}")
 
 
 @dataclass(frozen=True)
@@ -100,22 +112,20 @@ class Calibration:
         """
         from safetensors import SafetensorError, safe_open
 
-        made_by = "made by `python -m h2o_vllm.calibrate`"
-        if not path.is_file():
-            raise ConfigError(f"--kv-calibration {path}: no such file; wanted one {made_by}")
+        check_exists(path)
         try:
             with safe_open(path, "pt") as file:
                 header = file.metadata() or {}
                 if header.get("format") != FORMAT:
                     raise ConfigError(
                         f"--kv-calibration {path}: its format is {header.get('format')!r}, wanted "
-                        f"{FORMAT!r}, {made_by} of this version"
+                        f"{FORMAT!r}, {MADE_BY} of this version"
                     )
                 found = json.loads(header[_ABOUT])
                 weights, norms = file.get_tensor("weights"), file.get_tensor("norms")
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise ConfigError(
-                f"--kv-calibration {path}: cannot be read: {error}; wanted a file {made_by}"
+                f"--kv-calibration {path}: cannot be read: {error}; wanted a file {MADE_BY}"
             ) from None
         shape = found["shape"]
         rotation = Rotation(shape["rotary size"], shape["interleaved"])

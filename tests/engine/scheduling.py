@@ -31,6 +31,7 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.engine.scheduler import H2OScheduler
+from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args, register
 from h2o_vllm.policy import get_policy
 from tests.published import PUBLISHED
@@ -77,7 +78,8 @@ class Rig:
         register()
         init_none_hash(sha256)
         # Only workers read it.
-        args = engine_args(**{**PUBLISHED, "kv_calibration": "unread", **h2o})
+        unread = str(default_calibration())
+        args = engine_args(**{**PUBLISHED, "kv_calibration": unread, **h2o})
         model = ModelConfig(model=model_dir, max_model_len=4096, dtype="float32", seed=0)
         self.block_size = block_size
         self.config = VllmConfig(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,6 +213,11 @@ def test_another_vllm_is_refused(
         version.check_vllm_version("cpu")
     with pytest.raises(ConfigError, match=r"supports vLLM >= 0\.32"):
         engine_args()
+
+
+def test_a_missing_calibration_is_noticed_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-calibration .*none\.h2o: no such file"):
+        engine_args(kv_calibration=str(tmp_path / "none.h2o"))
 
 
 def test_cuda_accepts_one_version_more_than_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["ZeroPages", "populate"]
+__all__ = ["ZeroPages", "in_background", "populate"]
 
 LARGE = 1 << 26
 """Bytes from which on it is worth while."""
@@ -68,14 +68,19 @@ class ZeroPages(TorchFunctionMode):
         except OSError as error:
             logger.debug("h2o: no huge pages for the KV pool: %s", error.strerror)
         pool = torch.frombuffer(pages, dtype=torch.int8)
-        threading.Thread(target=_give_way, args=(pool,), name="h2o-pages", daemon=True).start()
+        in_background(lambda: populate(pool))
         return pool
 
 
-def _give_way(pool: torch.Tensor) -> None:
-    # Linux has it of a thread, not of the process.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-    populate(pool)
+def in_background(work: Callable[[], object]) -> None:
+    """Do something to memory in a thread that gives way to requests."""
+
+    def give_way() -> None:
+        # Linux has it of a thread, not of the process.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        work()
+
+    threading.Thread(target=give_way, name="h2o-pages", daemon=True).start()
 
 
 def _is_pool(*args: Any, dtype: Any = None, device: Any = "cpu", **others: Any) -> bool:

@@ -24,7 +24,8 @@ from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, 
 from h2o_vllm.engine.cpu.compiled import find_compiled_again
 from h2o_vllm.engine.cpu.foretelling import Learner
 from h2o_vllm.engine.cpu.heap import keep_freed_memory
-from h2o_vllm.engine.cpu.pages import ZeroPages
+from h2o_vllm.engine.cpu.huge import collapse
+from h2o_vllm.engine.cpu.pages import ZeroPages, in_background
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
@@ -97,6 +98,8 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         """As the base class; the pool is zeroed by the kernel, when it is used or soon."""
         if self.rank == 0:
             warn_of_mixed_adapters(self.vllm_config)
+        # What is in use by now is the model's.
+        in_background(collapse)
         with ZeroPages():
             super().initialize_from_config(kv_cache_config)
 

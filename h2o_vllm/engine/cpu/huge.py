@@ -11,12 +11,12 @@ It is found by its size, not by its owner: packed weights belong to oneDNN, whic
 
 from __future__ import annotations
 
-import ctypes
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+
+from h2o_vllm.engine.cpu.pages import advise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,9 +40,6 @@ USED = 0.9
 
 MADV_COLLAPSE = 25
 """``linux/mman.h``, Linux 6.1."""
-
-PAUSE_SECONDS = 0.001
-"""After each huge page, for as long as it took and this much: who wants memory has to wait meanwhile."""
 
 
 def on_small_pages(smaps: str) -> Iterator[tuple[int, int]]:
@@ -79,12 +76,9 @@ def collapse() -> int:
     except OSError as error:
         logger.debug("h2o: no huge pages for the weights: %s", error)
         return 0
-    libc, moved = ctypes.CDLL(None, use_errno=True), 0
+    moved = 0
     for start, size in found:
         for page in range(-(-start // HUGE) * HUGE, (start + size) // HUGE * HUGE, HUGE):
-            begun = time.monotonic()
-            failed = libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE), MADV_COLLAPSE)
-            moved += 0 if failed else HUGE
-            time.sleep(time.monotonic() - begun + PAUSE_SECONDS)
+            moved += 0 if advise(page, HUGE, MADV_COLLAPSE) else HUGE
     logger.debug("h2o: %d MiB of %d ranges are on huge pages now", moved >> 20, len(found))
     return moved

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["ZeroPages", "in_background", "populate"]
+__all__ = ["ZeroPages", "advise", "in_background", "populate"]
 
 LARGE = 1 << 26
 """Bytes from which on it is worth while."""
@@ -94,12 +94,19 @@ def populate(pool: torch.Tensor) -> int:
 
     Holds no lock of Python's, and changes no byte: requests may be using the pool.
     """
-    libc, address, size = ctypes.CDLL(None, use_errno=True), pool.data_ptr(), pool.nbytes
+    address, size = pool.data_ptr(), pool.nbytes
     for start in range(0, size, STEP):
-        begun = time.monotonic()
-        length = ctypes.c_size_t(min(STEP, size - start))
-        if libc.madvise(ctypes.c_void_p(address + start), length, MADV_POPULATE_WRITE):
-            logger.debug("h2o: pages are taken when used: %s", os.strerror(ctypes.get_errno()))
+        error = advise(address + start, min(STEP, size - start), MADV_POPULATE_WRITE)
+        if error:
+            logger.debug("h2o: pages are taken when used: %s", os.strerror(error))
             return start
-        time.sleep(time.monotonic() - begun + PAUSE_SECONDS)
     return size
+
+
+def advise(address: int, length: int, advice: int) -> int:
+    """``madvise`` for a short stretch of memory, and then a pause; returns the error's number, 0 for none."""
+    libc, begun = ctypes.CDLL(None, use_errno=True), time.monotonic()
+    failed = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
+    error = ctypes.get_errno() if failed else 0
+    time.sleep(time.monotonic() - begun + PAUSE_SECONDS)
+    return error

@@ -43,7 +43,9 @@ MADV_COLLAPSE = 25
 
 
 def on_small_pages(smaps: str) -> Iterator[tuple[int, int]]:
-    """Start and size of large private memory of no file that is in use and has hardly any huge pages.
+    """Start and size of large private memory of no file that is in use, much of it on small pages.
+
+    Linux makes one range of neighbours, so that what is new can lie in one that was moved before.
 
     Args:
         smaps: what ``/proc/PID/smaps`` says.
@@ -60,12 +62,12 @@ def on_small_pages(smaps: str) -> Iterator[tuple[int, int]]:
             resident = int(rest[0]) << 10
         elif first == "AnonHugePages:":
             huge = int(rest[0]) << 10
-            if size >= LARGE and resident >= USED * size and huge < resident // 2:
+            if resident >= USED * size and min(size, resident - huge) >= LARGE:
                 yield start, size
 
 
 def collapse() -> int:
-    """Move what :func:`on_small_pages` finds, a huge page at a time; returns the bytes moved.
+    """Move what :func:`on_small_pages` finds, a huge page at a time; returns its bytes on huge pages.
 
     None where the machine's operator wants no huge pages (``never``), or Linux cannot.
     """

@@ -222,7 +222,8 @@ def run_engine(
         timeout=500,
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    # vLLM's processes log to either.
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     # vLLM logs to stdout as well, also while it shuts down.
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
     results: list[dict[str, Any]] = json.loads(line.removeprefix(RESULT_MARK))

@@ -74,7 +74,8 @@ def test_an_8_bit_cache_is_served(query_dtype: torch.dtype | None) -> None:
             query_dtype=query_dtype, scales=scales, device="cuda",
         )  # fmt: skip
         check_decode(batch, workspace_for(batch, spare=None))
-        check_prompt(batch)
+        if max(queries) > 1:
+            check_prompt(batch)
     caches, scores = make_layers(torch.float8_e4m3fn, 128, 16, blocks=40, kv_heads=8, device="cuda")
     check_compact(caches, scores, [(list(range(1, 9)), list(range(9, 30)))])
 
@@ -256,7 +257,7 @@ def test_compaction_equals_the_reference(layout: str, dtype: str) -> None:
         (order[300:398], order[398:]),
     ]
     check_compact(caches, scores, pairs)
-    check_compact(caches, scores, pairs, scratch_bytes=8 * 800 * 8)
+    check_compact(caches, scores, pairs, scratch_bytes=8 * 8 * 1600)
     picks = torch.randint(0, len(SPECIAL), scores.shape)
     check_compact(caches, SPECIAL[picks].cuda(), pairs)
 

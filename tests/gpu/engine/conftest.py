@@ -99,11 +99,12 @@ def any_model(request: pytest.FixtureRequest, random_llama: str) -> str:
     """Both models; the embedded one only where its weights are installed."""
     if request.param == "random":
         return random_llama
-    try:
-        from h2o_vllm.models import default_model_dir
+    from h2o_vllm.errors import ConfigError
+    from h2o_vllm.models import default_model_dir
 
+    try:
         return str(default_model_dir())
-    except ImportError as error:
+    except ConfigError as error:
         pytest.skip(f"the embedded model is not installed: {error}")
 
 

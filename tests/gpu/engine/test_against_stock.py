@@ -22,11 +22,21 @@ def prompts(count: int = 8) -> list[list[int]]:
     return [[rnd.randrange(2, 512) for _ in range(rnd.randrange(40, 700))] for _ in range(count)]
 
 
-def run(model: str, mode: str, **job: Any) -> list[dict[str, Any]]:
+def run(
+    model: str, mode: str, asked_prompts: list[list[int]] | None = None, **job: Any
+) -> list[dict[str, Any]]:
     options = {**ENGINE, **MODES[mode], "skip_tokenizer_init": True, **job.pop("engine", {})}
-    # Any wait for the device inside a step ends the engine.
-    environment = {"VLLM_GPU_SYNC_CHECK": "error"} if not REHEARSED else {}
-    return run_engine(model, prompts(), engine=options, environment=environment, **job)
+    if "logprobs" in job:
+        # vLLM compiles its kernels of logprobs when they are first called.
+        options["jit_monitor_mode"] = "warn"
+    # The engine in the process that asks: the batches are then the same each time, and so is rounding.
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if not REHEARSED:
+        # Any wait for the device inside a step ends the engine.
+        environment["VLLM_GPU_SYNC_CHECK"] = "error"
+    return run_engine(
+        model, asked_prompts or prompts(), engine=options, environment=environment, **job
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -71,11 +81,10 @@ def test_law4_logits_equal_the_papers(
 ) -> None:
     """In float32; what is kept follows from the scores, and what is kept decides the logits."""
     batch = prompts()[:3]
-    asked = [{"kv_budget": fraction, "kv_recent": recent}] * 3
-    options = {**ENGINE, **MODES[mode], "skip_tokenizer_init": True, "dtype": "float32"}
-    ours = run_engine(
-        any_model, batch, h2o=H2O, asked=asked, engine=options, max_tokens=48, logprobs=3
-    )
+    ours = run(
+        any_model, mode, batch, h2o=H2O, engine={"dtype": "float32"},
+        asked=[{"kv_budget": fraction, "kv_recent": recent}] * 3, max_tokens=48, logprobs=3,
+    )  # fmt: skip
     reference = Reference(any_model, fraction, recent, BLOCK_SIZE, FLOOR)
     for one, prompt in zip(ours, batch, strict=True):
         tokens, logprobs = reference.generate(prompt, 48)

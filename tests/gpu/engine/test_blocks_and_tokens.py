@@ -31,7 +31,9 @@ BUDGETS: list[dict[str, Any] | None] = [
     {"kv_budget": 0.3, "kv_policy": "caote-snapkv-keydiff"},
     {"kv_budget": 0.3, "kv_protect": 60},
     {"kv_budget": 0.3, "kv_policy": "caote-snapkv-keydiff", "kv_heads": "shared"},
-    {"kv_budget": 0.3, "kv_policy": "h2o", "kv_heads": "shared", "kv_prefill_tokens": 256},
+    # Where kernels compute nothing, prompts must not be chunked.
+    {"kv_budget": 0.3, "kv_policy": "h2o", "kv_heads": "shared"}
+    | ({} if REHEARSED else {"kv_prefill_tokens": 256}),
     {"kv_budget": 0.3, "kv_policy": "random", "kv_heads": "shared", "kv_protect": 60},
 ]
 
@@ -106,25 +108,23 @@ def test_scores_are_probabilities(engine: Engine) -> None:
 
     (prompt,) = prompts(1, seed=5, low=200, high=201)
     params = SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=8,
-        # A budget that evicts nothing yet: the floor is far above it.
-        extra_args={"kv_budget_tokens": 1000},
+        # Evicts, else it were not scored at all, but not before we have looked.
+        temperature=0, ignore_eos=True, max_tokens=60, extra_args={"kv_budget_tokens": 208},
     )  # fmt: skip
-    core = engine.llm.llm_engine
+    core, state = engine.llm.llm_engine, engine.worker._state
     core.add_request("sums", {"prompt_token_ids": prompt}, params)
-    sums = None
+    looked = 0
     while core.has_unfinished_requests():
         core.step()
-        tables = list(engine.scheduler.blocks.req_to_blocks.values())
-        if tables:
-            ids = [block.block_id for block in tables[0]]
-            state = engine.worker._state
-            seen = next(iter(engine.scheduler.requests.values())).num_computed_tokens
-            # [L, KH, slots]; behind the last token lie scores of whoever had the block before.
-            live = state.scores[:, ids].transpose(1, 2).flatten(2)[:, :, :seen]
-            sums = live.sum(2).cpu(), seen
-    assert sums is not None
-    scores, queries = sums
-    # Per layer and kv head: one unit for each of the 4 q heads and each query that has run.
-    assert scores.min() == pytest.approx(4 * queries, rel=0.02, abs=8)
-    assert scores.max() == pytest.approx(4 * queries, rel=0.02, abs=8)
+        (request,) = engine.scheduler.requests.values() or (None,)
+        if request is None or (seen := request.num_computed_tokens) > 212:
+            continue
+        (table,) = engine.scheduler.blocks.req_to_blocks.values()
+        ids = [block.block_id for block in table]
+        # [L, KH, slots]; behind the last token lie scores of whoever had the block before.
+        live = state.scores[:, ids].transpose(1, 2).flatten(2)[:, :, :seen]
+        # Per layer and kv head: one unit for each of the 4 q heads and each query that has run.
+        sums = live.sum(2).flatten().tolist()
+        assert sums == pytest.approx([4 * seen] * len(sums), rel=2e-3)
+        looked += 1
+    assert looked >= 10

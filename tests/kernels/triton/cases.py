@@ -225,6 +225,14 @@ def row_slots(batch: Batch, row: int) -> Tensor:
     return mine
 
 
+def touched(batch: Batch, want: Tensor) -> Tensor:
+    """[N, KH, BS], bool: slots whose score differs in ``want``, or might: a maximum by a rounding."""
+    slots = bits(want) != bits(batch.scores)
+    for row in batch.maxima:
+        slots |= row_slots(batch, row)
+    return slots
+
+
 def bits(tensor: Tensor) -> Tensor:
     """Bit patterns, so that NaN equals itself."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton import DecodeWorkspace, attend_decode
 from tests.kernels.cpu.cases import assert_no_worse
-from tests.kernels.triton.cases import Batch, bits, exact, plain_torch
+from tests.kernels.triton.cases import Batch, bits, exact, plain_torch, touched
 
 
 def workspace_for(
@@ -69,7 +69,7 @@ def check_decode(batch: Batch, workspace: DecodeWorkspace | None = None) -> None
     low = out.dtype != torch.float32
     # What the exact value loses by being stored in this dtype is nobody's fault.
     assert_no_worse(out[attended], want[attended], plain[attended], 1e-3 if low else 4e-6)
-    scored = bits(want_scores) != bits(batch.scores)
+    scored = touched(batch, want_scores)
     assert torch.equal(bits(scores[~scored]), bits(batch.scores[~scored]))
     # Per probability, the scratch's float16 costs 2^-11 where q and k are no better than that.
     assert_no_worse(

@@ -191,7 +191,13 @@ class CUDASuite(Suite):
         "ample": Setting(10_240),
     }
     workloads: ClassVar = _by_name(
-        Workload("2k-tight", "KV-bound, budget 0.2", 256, 2048, 1024, (0.2,), "tight"),
+        Workload("2k-tight", "KV-bound, budget 0.2", 128, 2048, 1024, (0.2,), "tight"),
+        Workload(
+            "2k-fits", "as many as the pool holds, budget 0.2", 32, 2048, 1024, (0.2,), "tight"
+        ),
+        Workload(
+            "8k-fits", "as many as the pool holds, budget 0.2", 12, 8192, 1024, (0.2,), "tight"
+        ),
         Workload("8k-tight", "KV-bound, budget 0.2", 96, 8192, 1024, (0.2,), "tight"),
         Workload("2k-mixed", "half full, half 0.2", 256, 2048, 1024, (None, 0.2), "tight"),
         Workload("2k-ample", "no memory pressure, budget 0.2", 64, 2048, 1024, (0.2,)),

@@ -19,7 +19,7 @@ __all__ = ["SPARE_PER_PROCESSOR", "Cost", "Kernels", "tile_of"]
 WIDE = 2
 """Bytes of a query, an output, a weight: bf16."""
 
-SPARE_PER_PROCESSOR = 8
+SPARE_PER_PROCESSOR = 4
 MIN_PIECE = 128
 """Those of ``h2o_vllm.kernels.triton.plan``; a test holds them together."""
 SORTED_AT_ONCE = 4096
@@ -29,7 +29,7 @@ SORTED_AT_ONCE = 4096
 def tile_of(head_size: int) -> int:
     """Keys per step of the decode kernel's loop, as ``DecodeWorkspace`` chooses it for 16-bit queries."""
     padded = max(16, 1 << (head_size - 1).bit_length())
-    return 32 if padded * WIDE > 256 else 64
+    return 32 if padded * WIDE > 128 else 64
 
 
 @dataclass(frozen=True)

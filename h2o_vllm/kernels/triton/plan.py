@@ -45,8 +45,9 @@ are left out, and a number of 32 bits in keys as well."""
 _ROWS = 128
 _MIN_PIECE = 128
 """Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
-_PROGRAMS_PER_PROCESSOR = 8
-"""Two to four run at a time; the rest evens out what uneven rows leave."""
+_PROGRAMS_PER_PROCESSOR = 4
+"""About as many run at a time. With eight, pieces of 128 keys were over before their loads overlapped: on an
+H200 eight rows of 2,048 tokens took 1.4 times as long."""
 
 
 class DecodeWorkspace:
@@ -103,7 +104,9 @@ class DecodeWorkspace:
             if device.type == "cuda":
                 processors = torch.cuda.get_device_properties(device).multi_processor_count
             spare = max(4, _PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
-        wide = triton.next_power_of_2(head_size) * dtype.itemsize > 256
+        # Of 8 KiB at D = 64 and 128 in 16 bits: several programs then share a processor, each with two tiles
+        # of keys and of values on their way. Twice that was 1.04 to 1.3 times as slow on an H200.
+        wide = triton.next_power_of_2(head_size) * dtype.itemsize > 128
         self.tile = 32 if wide else 64
         self.max_batch = max_batch
         self.spare = spare

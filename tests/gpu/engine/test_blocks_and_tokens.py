@@ -69,19 +69,16 @@ def test_law3_live_blocks_stay_within_the_budget(engine: Engine) -> None:
         assert -(-report["tokens_held"] // BLOCK_SIZE) <= limit
 
 
-def test_law5_a_request_does_not_depend_on_its_batch(engine: Engine) -> None:
+def test_law5_what_a_request_keeps_does_not_depend_on_its_batch(engine: Engine) -> None:
+    """Counts; in 16 bits batches of other sizes round differently. Tokens: ``test_float32.py``."""
     batch = prompts(12, seed=2)
     asked = [BUDGETS[i % len(BUDGETS)] for i in range(len(batch))]
     together = engine.generate(batch, asked, max_tokens=60)
-    same = 0
     for i in (0, 2, 5, 11):
         (alone,) = engine.generate([batch[i]], asked[i], max_tokens=60)
         # The last one is protected: alone, it reads what it has left in the prefix cache.
         known = {"peak_blocks": 0, "tokens_cached": 0}
         assert report_of(alone) | known == report_of(together[i]) | known
-        same += tokens_of(alone) == tokens_of(together[i])
-    # In 16 bits, batches of other sizes round differently: one of four may take another turn.
-    assert same >= 3
 
 
 def test_law6_shared_prompts_are_never_overwritten(engine: Engine) -> None:

@@ -141,7 +141,7 @@ def test_requests_with_a_budget_may_ask_for_more(capsys: pytest.CaptureFixture[s
 
 def test_scaled_traffic_is_shorter_and_its_pool_smaller() -> None:
     workload = CUDA.workloads["2k-tight"].scaled(0.1)
-    assert (workload.requests, workload.prompt_tokens, workload.output_tokens) == (26, 205, 102)
+    assert (workload.requests, workload.prompt_tokens, workload.output_tokens) == (13, 205, 102)
     assert CUDA.settings["tight"].scaled(0.1).pool_tokens == 13_107
     assert CUDA.settings["ample"].scaled(0.1) == CUDA.settings["ample"]
     assert CPU.settings["tight"].pool(32) == {"num_gpu_blocks_override": 201}

@@ -31,13 +31,13 @@ def test_bytes_and_operations_of_a_decode_step_by_hand() -> None:
     # Each row's new key and value; 4 queries and 4 outputs.
     rows = 10 * (2 * 2 * 64 * 2 + 4 * 64 * 2 * 2)
     assert BF16.stock_decode(10, 320) == Cost(3 * 4 * 4 * 64 * keys, 3 * (attention + rows))
-    # Spare 8 * 10 / 2 = 40 pieces of 80 keys: at least 128, so 320 keys are 3 pieces of 128.
-    assert BF16.pieces(10, 320) == (30, 3)
+    # Spare 4 * 10 / 2 = 20 pieces of 160 keys, in tiles of 64: 320 keys are 2 pieces.
+    assert BF16.pieces(10, 320) == (20, 2)
     # A score of 4 bytes in and out, 2 probabilities of 2 bytes in and out, 2 maxima of 4 bytes in and out
     # per 64 keys, a block id again.
     per_key = 8 + 8 + 16 / 64 + 4 / 16
-    # 30 pieces of 4 heads: maximum and sum written; output written and read; both read by 3 pieces.
-    pieces = 30 * 4 * (8 + 2 * 4 * 64 + 3 * 8)
+    # 20 pieces of 4 heads: maximum and sum written; output written and read; both read by 2 pieces.
+    pieces = 20 * 4 * (8 + 2 * 4 * 64 + 2 * 8)
     scores = BF16.scoring(10, 320)
     assert scores.bytes == pytest.approx(3 * (2 * per_key * keys + pieces))
     assert BF16.scored_decode(10, 320).bytes == BF16.stock_decode(10, 320).bytes + scores.bytes

@@ -3,9 +3,9 @@
 
     python -m loadtest.kernels.tiles [--seconds 0.05]
 
-What :class:`~h2o_vllm.kernels.triton.plan.DecodeWorkspace` and ``attend_decode`` choose was chosen by this;
-run it where a GPU is unlike those in ``loadtest/results``. The first line is what is shipped, the last vLLM's
-FlashAttention 3, which keeps no scores. Writes one JSON line per way of cutting.
+The sizes in :class:`~h2o_vllm.kernels.triton.workspace.DecodeWorkspace` and ``attend_decode`` come from it;
+run it where a GPU is unlike those in ``loadtest/results``. The first line is what is shipped, the last
+vLLM's FlashAttention 3, which keeps no scores. Writes one JSON line per way of cutting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from unittest import mock
 
 import torch
 
-from h2o_vllm.kernels.triton import DecodeWorkspace, attend_decode, decode, plan
+from h2o_vllm.kernels.triton import DecodeWorkspace, attend_decode, decode
+from h2o_vllm.kernels.triton import workspace as sizes
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu, describe_run
 from loadtest.common.results import RESULTS, append_rows, result_path
@@ -69,10 +70,10 @@ def way(cut: Cut) -> Iterator[None]:
     """Inside of it, decodes are cut so: workspaces and launches alike."""
     options = {"num_warps": cut.warps, "num_stages": cut.stages}
     given = {name: value for name, value in options.items() if value is not None}
-    programs = cut.programs or plan._PROGRAMS_PER_PROCESSOR  # noqa: SLF001 - what is tried out
+    programs = cut.programs or sizes._PROGRAMS_PER_PROCESSOR  # noqa: SLF001 - what is tried out
     with (
         mock.patch.object(decode, "_attend", _Launched(decode._attend, given)),  # noqa: SLF001
-        mock.patch.object(plan, "_PROGRAMS_PER_PROCESSOR", programs),
+        mock.patch.object(sizes, "_PROGRAMS_PER_PROCESSOR", programs),
     ):
         yield
 
@@ -85,7 +86,7 @@ def attention(case: Case, cut: Cut) -> LayerCall:
     if cut.tile is not None:
         workspace.tile = cut.tile
         workspace.max_tiles = tokens // cut.tile + 2 * case.requests
-        tiles = workspace.max_tiles + plan.SPAN // cut.tile
+        tiles = workspace.max_tiles + sizes.SPAN // cut.tile
         group = case.heads // case.kv_heads
         workspace.tile_max = torch.empty(case.kv_heads, tiles, group, device="cuda")
         probs = torch.empty(case.heads, tiles * cut.tile, dtype=torch.float16, device="cuda")

@@ -21,7 +21,7 @@ WIDE = 2
 
 SPARE_PER_PROCESSOR = 4
 MIN_PIECE = 128
-"""Those of ``h2o_vllm.kernels.triton.plan``; a test holds them together."""
+"""Those of ``h2o_vllm.kernels.triton.workspace``; a test holds them together."""
 SORTED_AT_ONCE = 4096
 """``_CHUNKS[1]`` of ``h2o_vllm.kernels.triton.compact``: of more candidates each bit is a pass, 32 in all."""
 

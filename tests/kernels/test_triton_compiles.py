@@ -30,8 +30,8 @@ from loadtest.kernels.forms import Shape, compiled, launch_everything, launches
 from loadtest.kernels.resources import ARCHS, SHARED_LIMIT, taken
 
 KERNELS = {
-    "_plan", "_attend", "finish", "_add_prompt_scores", "_add_partial_sums", "_reset", "_select", "_move",
-    "_compact_tables", "_each_block", "_rescore", "order_ranks", "settle_scores", "_prompt_lse",
+    "plan_pieces", "_attend", "finish", "_add_prompt_scores", "_add_partial_sums", "_reset", "_select",
+    "_move", "_compact_tables", "_each_block", "_rescore", "order_ranks", "settle_scores", "_prompt_lse",
     "list_lanes", "share_lanes", "_select_shared", "_move_shared", "_attend_shared_prompts",
 }  # fmt: skip
 

@@ -43,7 +43,6 @@ from h2o_vllm.kernels.triton.evictions import (
 )
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.lse import prompt_lse
-from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import (
@@ -61,6 +60,7 @@ from h2o_vllm.kernels.triton.segments import PromptSegments
 from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
 from h2o_vllm.kernels.triton.tables import EVICTING, MAXIMA, PINNED, SCORED, compact_tables
 from h2o_vllm.kernels.triton.warmup import warm_up
+from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 
 __all__ = [
     "BY_KEYS",

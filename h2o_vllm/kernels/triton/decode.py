@@ -32,7 +32,8 @@ from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.finish import add_scores, finish, row_totals, scratch_of
 from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, in_layer, lanes_of, locate_page
 from h2o_vllm.kernels.triton.paged import load_keys, locate
-from h2o_vllm.kernels.triton.plan import SPAN, DecodeWorkspace, fits, load_piece
+from h2o_vllm.kernels.triton.plan import fits, load_piece
+from h2o_vllm.kernels.triton.workspace import SPAN, DecodeWorkspace
 
 __all__ = ["attend_decode"]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Memory of the decode kernels, and the plan of a step: which rows decode, split into which pieces.
+"""The plan of a decode step: which rows decode, split into which pieces. What it lies in: :mod:`.workspace`.
 
 A piece is a run of one row's keys; one program attends one piece of one kv head. A fixed number of splits per
 row would starve the GPU with few long rows and drown it in tiny programs with many short ones, and its
@@ -20,20 +20,14 @@ heads of a row together are as long as ever.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from h2o_vllm.kernels.triton.lanes import LaneTables, LayerLanes, lanes_of
-from h2o_vllm.kernels.triton.tables import MAXIMA, PINNED
+from h2o_vllm.kernels.triton.lanes import lanes_of
 
-__all__ = ["SPAN", "DecodeWorkspace", "cut_pieces", "fits", "load_piece"]
+__all__ = ["FIELDS", "cut_pieces", "fits", "load_piece", "plan_pieces"]
 
-SPAN = 256
-"""Keys per step of the second launch of :mod:`.decode`; a multiple of the first one's."""
-
-_FIELDS = 9
+FIELDS = 9
 """Words of one piece: row, token, first key, end, the tile of the scratch where the row's first one is or
 would be, the row's first piece, its number of pieces, negative where its scores are maxima; how many pieces
 are those of rows that are cut; the row's first key that is in the scratch. Row -1 = no piece.
@@ -42,166 +36,11 @@ Of plans of heads "row" means a head of one, and a tenth word is its number."""
 _NOWHERE = tl.constexpr(-(1 << 24))
 """In place of a tile of the scratch, where a row does not fit. Less than that of any row whose first tiles
 are left out, and a number of 32 bits in keys as well."""
-_ROWS = 128
-_MIN_PIECE = 128
-"""Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
-_PROGRAMS_PER_PROCESSOR = 4
-"""About as many run at a time. With eight, pieces of 128 keys were over before their loads overlapped: on an
-H200 eight rows of 2,048 tokens took 1.4 times as long."""
-
-
-class DecodeWorkspace:
-    """What :func:`.decode.attend_decode` needs beside its tensors; one per worker, shared by its layers.
-
-    Fixed addresses and sizes, so CUDA graphs may hold it. The layers of a model run one after the other; two
-    streams that decode at once need two.
-
-    Attributes:
-        tile: keys per step of the kernel's loop. spare: pieces beyond one per row.
-        pieces: [max_batch + spare, 9], int32, the plan.
-        head_pieces: [L, (max_batch + spare) * KH, 10], int32: the plans of the layers, of heads; ``None``:
-            nobody's heads share slots. Scratch and partial results are then numbered by these.
-        part_out: [max_batch + spare, H, D], part_max, part_sum: [max_batch + spare, H], float32: what
-            the pieces of a row hand over.
-        probs: [H, (tiles + slack) * tile]: exp(logit - maximum so far) of each key, float16 (float32 for a
-            float32 cache, whose tests are as strict).
-        tile_max: [KH, tiles + slack, G], float32: that maximum, in units of log2.
-    """
-
-    def __init__(
-        self,
-        max_batch: int,
-        max_tokens: int,
-        num_heads: int,
-        num_kv_heads: int,
-        dtype: torch.dtype,
-        head_size: int,
-        device: torch.device | str,
-        spare: int | None = None,
-        fixed_piece: int | None = None,
-        sharing_layers: int = 0,
-    ) -> None:
-        """Allocate.
-
-        Args:
-            max_batch: the largest number of rows B of any batch, padding included.
-            max_tokens: N * BS of the pool: rows whose scores are sums share no block but pinned ones, so
-                behind these never more are live. Twice as many where prompts are repeated: beside each owner
-                there may be a reader. Rows that do not fit are attended, but their probabilities are dropped.
-            num_heads: H of this rank. num_kv_heads: KH of this rank.
-            dtype: of query and output. head_size: D.
-            spare: pieces beyond one per row; by default, what keeps this GPU's processors busy.
-            fixed_piece: cut all rows into pieces of so many keys, whatever else is in the batch. A row's
-                result is then the same in any batch, bit for bit; the grid grows by one program per
-                ``fixed_piece`` tokens of the pool and kv head.
-            sharing_layers: of how many layers heads may share slots.
-        """
-        device = torch.device(device)
-        if fixed_piece is not None:
-            spare = -(-max_tokens // fixed_piece)
-        elif spare is None:
-            processors = 1
-            if device.type == "cuda":
-                processors = torch.cuda.get_device_properties(device).multi_processor_count
-            spare = max(4, _PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
-        # Of 8 KiB at D = 64 and 128 in 16 bits: several programs then share a processor, each with two tiles
-        # of keys and of values on their way. Twice that was 1.04 to 1.3 times as slow on an H200.
-        wide = triton.next_power_of_2(head_size) * dtype.itemsize > 128
-        self.tile = 32 if wide else 64
-        self.max_batch = max_batch
-        self.spare = spare
-        self.min_piece = fixed_piece or _MIN_PIECE
-        # Of every row the last tile may be unfinished, and the first one begin among pinned tokens.
-        self.max_tiles = max_tokens // self.tile + 2 * max_batch
-        # The second launch reads whole spans, unmasked, and so beyond the last row's tiles.
-        tiles = self.max_tiles + SPAN // self.tile
-        rows = max_batch + spare
-
-        def empty(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=of, device=device)
-
-        self.pieces = torch.full((rows, _FIELDS), -1, dtype=torch.int32, device=device)
-        self.head_pieces: Tensor | None = None
-        if sharing_layers:
-            shape = (sharing_layers, rows * num_kv_heads, _FIELDS + 1)
-            self.head_pieces = torch.full(shape, -1, dtype=torch.int32, device=device)
-        self.part_out = empty(rows, num_heads, head_size)
-        self.part_max = empty(rows, num_heads)
-        self.part_sum = empty(rows, num_heads)
-        probs = torch.float32 if dtype == torch.float32 else torch.float16
-        self.probs = empty(num_heads, tiles * self.tile, of=probs)
-        self.tile_max = empty(num_kv_heads, tiles, num_heads // num_kv_heads)
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory held, to be subtracted from the KV budget."""
-        held = [self.pieces, self.part_out, self.part_max, self.part_sum, self.probs, self.tile_max]
-        held += [] if self.head_pieces is None else [self.head_pieces]
-        return sum(tensor.nbytes for tensor in held)
-
-    def plan(
-        self,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        flags: Tensor | None = None,
-        lanes: LaneTables | None = None,
-        block_size: int = 0,
-    ) -> None:
-        """Cut this step's rows, or with ``lanes`` their heads, into pieces. Once, before its first layer.
-
-        Eager, not in the graph; one launch; no synchronisation. A graph captured with B rows serves plans
-        of at most B rows.
-
-        Args:
-            query_start_loc: [B + 1], int32. seq_lens: [B], int32: live lengths of the rows to attend here;
-                0 = not ours, or padding. Rows with another number of queries than one are left out as well.
-            flags: [B], int32: where :data:`.MAXIMA` is set, a row raises scores to the largest probability
-                that a q head of the group gives, in place of adding. Such rows may share blocks. As many
-                first tokens as it has times :data:`.PINNED`, rounded down to tiles, are attended without
-                scores: any rows may share their blocks.
-            lanes: for :func:`.decode.attend_decode` with lanes: whose heads share slots of blocks of
-                ``block_size``, among these rows.
-
-        Raises:
-            ValueError: more rows than the workspace was made for.
-        """
-        if seq_lens.shape[0] > self.max_batch:
-            raise ValueError(
-                f"at most {self.max_batch} rows can be planned, got {seq_lens.shape[0]}"
-            )
-        rows, layers, heads = seq_lens.shape[0], 1, 1
-        pieces, told = self.pieces, LayerLanes()
-        if lanes is not None:
-            assert self.head_pieces is not None
-            pieces, told = self.head_pieces[0], lanes.of_layer(0)
-            layers, heads = len(self.head_pieces), self.tile_max.shape[0]
-        _plan[(max(1, triton.cdiv(rows * heads, _ROWS)), layers)](
-            query_start_loc,
-            seq_lens,
-            flags,
-            pieces,
-            told.rows,
-            told.offsets,
-            told.num_slots,
-            rows * heads,
-            pieces.shape[0],
-            self.spare * heads,
-            self.max_tiles * heads,
-            TILE=self.tile,
-            MIN_PIECE=self.min_piece,
-            ROWS=_ROWS,
-            FIELDS=pieces.shape[1],
-            RAISES=MAXIMA,
-            PINNED=PINNED,
-            KH=heads,
-            BS=block_size,
-            num_warps=4,
-        )
 
 
 @triton.jit
 def load_piece(words, TILE: tl.constexpr):
-    """The words of a piece behind its row, in their order; see ``_FIELDS``.
+    """The words of a piece behind its row, in their order; see :data:`FIELDS`.
 
     The row is the caller's to load: most programs of a frozen grid have none and leave at once. The last are
     whether its scores are maxima, and its first key that is in the scratch.
@@ -284,7 +123,7 @@ def _apart(parts):
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_pieces", "spare", "max_tiles"])
-def _plan(  # noqa: PLR0915 - one kernel, in the order of what it does
+def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
     query_start_loc,
     seq_lens,
     flags,

@@ -12,13 +12,13 @@ from h2o_vllm.kernels.triton.compact_shared import compact_shared
 from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers, SharedEvictions
 from h2o_vllm.kernels.triton.lanes import LaneTables
-from h2o_vllm.kernels.triton.plan import DecodeWorkspace
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import Rescore, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import SHORTEST, PromptSegments
 from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
+from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 
 __all__ = ["warm_up"]
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from h2o_vllm.kernels.triton.plan import DecodeWorkspace
+from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 from tests.kernels.triton.cases import DTYPES, bits, exact, lend, low, make_batch, row_slots, shapes
 from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
 

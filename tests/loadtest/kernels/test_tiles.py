@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from h2o_vllm.kernels.triton import decode, plan
+from h2o_vllm.kernels.triton import decode, workspace
 from loadtest.kernels.tiles import CUTS, Cut, way
 
 
@@ -20,15 +20,15 @@ class Kernel:
 
 def test_options_replace_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_attend", Kernel())
-    shipped = plan._PROGRAMS_PER_PROCESSOR
+    shipped = workspace._PROGRAMS_PER_PROCESSOR
     with way(Cut(32, 2, None, 9)):
         launched = decode._attend[(5,)]("q", num_warps=4, num_stages=5)
         assert launched == ((5,), ("q",), {"num_warps": 2, "num_stages": 5})
-        assert plan._PROGRAMS_PER_PROCESSOR == 9
+        assert workspace._PROGRAMS_PER_PROCESSOR == 9
     assert isinstance(decode._attend, Kernel)
     with way(Cut()):
         assert decode._attend[(5,)](num_warps=4) == ((5,), (), {"num_warps": 4})
-        assert plan._PROGRAMS_PER_PROCESSOR == shipped
+        assert workspace._PROGRAMS_PER_PROCESSOR == shipped
 
 
 def test_no_way_is_tried_twice() -> None:

@@ -121,14 +121,14 @@ def test_a_budget_holds_what_the_scheduler_leaves_it() -> None:
 
 
 def test_constants_are_the_kernels() -> None:
-    plan, compact = ((KERNELS / name).read_text() for name in ("plan.py", "compact.py"))
+    workspace, compact = ((KERNELS / name).read_text() for name in ("workspace.py", "compact.py"))
 
     def constant(text: str, name: str) -> int:
         (value,) = re.findall(rf"^{name} = (\d+)$", text, re.MULTILINE)
         return int(value)
 
-    assert constant(plan, "_PROGRAMS_PER_PROCESSOR") == kernels.SPARE_PER_PROCESSOR
-    assert constant(plan, "_MIN_PIECE") == kernels.MIN_PIECE
+    assert constant(workspace, "_PROGRAMS_PER_PROCESSOR") == kernels.SPARE_PER_PROCESSOR
+    assert constant(workspace, "_MIN_PIECE") == kernels.MIN_PIECE
     ((_, largest),) = re.findall(r"^_CHUNKS = \((\d+), (\d+)\)$", compact, re.MULTILINE)
     assert int(largest) == kernels.SORTED_AT_ONCE
 
@@ -138,7 +138,7 @@ def test_constants_are_the_kernels() -> None:
 def test_tiles_are_the_kernels(size: int) -> None:
     import torch
 
-    from h2o_vllm.kernels.triton.plan import DecodeWorkspace
+    from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 
     workspace = DecodeWorkspace(4, 1024, 8, 2, torch.bfloat16, size, "meta")
     assert workspace.tile == kernels.tile_of(size)

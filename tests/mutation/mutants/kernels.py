@@ -8,7 +8,7 @@ __all__ = ["MUTANTS"]
 CPU = ("tests/kernels/cpu/test_attend.py",)
 SOFTMAX = ("tests/kernels/cpu/test_softmax.py",)
 EVICT = ("tests/kernels/cpu/test_evict.py",)
-SHARE = ("tests/kernels/cpu/test_lanes.py",)
+SHARE = ("tests/kernels/cpu/test_lanes.py", "tests/kernels/cpu/test_lanes_evict.py")
 FORETELL = ("tests/kernels/cpu/test_foretell.py",)
 TRITON = ("tests/kernels/test_triton.py",)
 

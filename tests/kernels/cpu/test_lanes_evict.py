@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads that share the slots of their heavy blocks: compaction and ranking equal their reference."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from h2o_vllm.kernels import cpu as kernels
+from h2o_vllm.kernels.cpu import reference
+from h2o_vllm.kernels.cpu.batch import key_value_views
+from h2o_vllm.kernels.lanes import own_lanes, share_lanes
+from tests.kernels.cpu.test_evict import BLOCKS, bits, ids, make
+from tests.kernels.cpu.test_lanes import owners_of
+
+
+def compare(
+    impl: ModuleType, caches: list[Tensor], scores: Tensor, heavy: Tensor, doomed: Tensor, owners: Tensor
+) -> Tensor:  # fmt: skip
+    """Compacts, as the reference does; returns the new owners."""
+    got, got_scores = [cache.clone() for cache in caches], scores.clone()
+    want, want_scores = [cache.clone() for cache in caches], scores.clone()
+    now = impl.compact_shared(got, got_scores, heavy, doomed, owners)
+    assert torch.equal(now, reference.compact_shared(want, want_scores, heavy, doomed, owners))
+    assert torch.equal(bits(got_scores), bits(want_scores))
+    untouched = [block for block in range(BLOCKS) if block not in heavy.tolist()]
+    assert torch.equal(bits(got_scores[:, untouched]), bits(scores[:, untouched]))
+    for a, b, before in zip(got, want, caches, strict=True):
+        assert torch.equal(bits(a), bits(b))
+        assert torch.equal(bits(a[untouched]), bits(before[untouched]))
+    return now
+
+
+def wide(dtype: torch.dtype, size: int, block_size: int) -> tuple[list[Tensor], Tensor]:
+    """As ``make``, with four heads of which some need more than others."""
+    pairs = [make(dtype, size, block_size, seed) for seed in (1, 2)]
+    caches = [torch.cat(two, dim=1) for two in zip(*(caches for caches, _ in pairs), strict=True)]
+    scores = torch.cat([scores for _, scores in pairs], dim=2)
+    return caches, scores * torch.tensor([0.2, 3.0, 0.7, 1.0])[:, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "block_size"), [(64, 32), (80, 16), (128, 128)])
+def test_compaction_equals_the_reference(
+    impl: ModuleType, dtype: torch.dtype, size: int, block_size: int
+) -> None:
+    """A first eviction, and one after it, of which a block that was ranked and a fresh one are doomed."""
+    caches, scores = wide(dtype, size, block_size)
+    layers, _, heads, _ = scores.shape
+    heavy, doomed = ids(7, 2, 9), ids(1, 11, 4)
+    owners = own_lanes(layers, 6, heads)
+    now = compare(impl, caches, scores, heavy, doomed, owners)
+    impl.compact_shared(caches, scores, heavy, doomed, owners)
+    owners = torch.cat(
+        [now[:, :2], own_lanes(layers, 1, heads), now[:, 2:], own_lanes(layers, 1, heads)], 1
+    )
+    compare(impl, caches, scores, ids(7, 2, 5), ids(9, 3), owners)
+
+
+def test_each_head_keeps_its_best_tokens(impl: ModuleType) -> None:
+    """Told by values: K, V and score of a token stay together, and a head's tokens stay its own."""
+    caches, scores = wide(torch.float32, 16, 16)
+    layers, _, heads, _ = scores.shape
+    heavy, doomed = ids(7, 2, 9), ids(1, 11, 4, 5)
+    order = [*heavy.tolist(), *doomed.tolist()]
+    before = scores[:, order].transpose(1, 2).flatten(2)
+    for cache, mine in zip(caches, scores, strict=True):
+        keys, values = key_value_views(cache)
+        keys.copy_(mine[:, :, None, :].expand_as(keys))
+        values.copy_(mine[..., None].expand_as(values))
+    now = impl.compact_shared(caches, scores, heavy, doomed, own_lanes(layers, 7, heads))
+    for layer, cache in enumerate(caches):
+        keys, values = key_value_views(cache[heavy.long()])
+        for head in range(heads):
+            lanes = now[layer] == head
+            assert lanes.any()
+            mine = scores[layer, heavy.long()][lanes].flatten()
+            best = before[layer, head].topk(len(mine)).values
+            assert torch.equal(mine.sort(descending=True).values, best)
+            assert torch.equal(keys.transpose(2, 3)[lanes].flatten(0, 1)[:, 0], mine)
+            assert torch.equal(values[lanes].flatten(0, 1)[:, -1], mine)
+        # The one whose scores are three times as high has more than its share.
+        assert (now[layer] == 1).sum() > len(heavy)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_compaction_equals_the_reference_on_any_scores(data: st.DataObject) -> None:
+    """Many ties, infinities, NaN and both zeros; any split of the blocks; lanes of anybody's."""
+    impl = kernels.load()
+    order = data.draw(st.permutations(range(1, BLOCKS)))
+    heavy, doomed = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    caches, scores = wide(torch.bfloat16, 16, 16)
+    gen = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    special = torch.tensor([0.0, -0.0, 1.0, 2.5, float("-inf"), float("nan"), 1e-40])
+    picks = torch.randint(0, data.draw(st.integers(1, len(special))), scores.shape, generator=gen)
+    scores = special[picks]
+    # Protected tokens are first ones of a request: some of one block, for all heads.
+    scores[:, order[data.draw(st.integers(0, heavy + doomed - 1))], :, :5] = float("inf")
+    owners = torch.stack([owners_of(heavy + doomed, 4, gen) for _ in caches])
+    now = compare(
+        impl, caches, scores, ids(*order[:heavy]), ids(*order[heavy : heavy + doomed]), owners
+    )
+    assert all(set(layer.flatten().tolist()) == {0, 1, 2, 3} for layer in now)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lanes", "given"),
+    [
+        ([40, 24], 4, [3, 1]),  # 2.5 and 1.5 lanes: of equal remainders the lower head's
+        ([39, 25], 4, [2, 2]),
+        ([64, 0, 0], 4, [2, 1, 1]),  # one lane each
+        ([56, 4, 4], 4, [2, 1, 1]),
+        ([33, 16, 15], 4, [2, 1, 1]),
+        ([20, 20, 40], 5, [1, 1, 3]),  # 1.25, 1.25, 2.5
+    ],
+)
+def test_shares_are_rounded_to_lanes(wanted: list[int], lanes: int, given: list[int]) -> None:
+    scores = [torch.tensor([1.0] * want + [0.0] * (96 - want)) for want in wanted]
+    assert share_lanes(scores, lanes, 16) == given
+
+
+def test_protected_tokens_have_lanes_first() -> None:
+    """17 protected tokens need two lanes, though 1.1 of four would be rounded to one."""
+    scores = [torch.tensor([float("inf")] * 17 + [0.0] * 79), torch.full((96,), 1.0)]
+    assert share_lanes(scores, 4, 16) == [2, 2]
+
+
+def test_protected_tokens_keep_their_lanes_beside_hungrier_heads(impl: ModuleType) -> None:
+    """Head 0 has 17 protected tokens and wants no other; the others want all lanes there are."""
+    caches, scores = wide(torch.float32, 16, 16)
+    scores[:, [1, 2, 7]] = 1.0
+    scores[:, [1, 2, 7], 0] = 0.0
+    scores[:, 1, 0] = scores[:, 2, 0, 0] = float("inf")
+    owners = torch.arange(4).expand(len(caches), 3, -1)
+    now = compare(impl, caches, scores, ids(1, 2), ids(7), owners)
+    assert (now == 0).sum((1, 2)).tolist() == [2] * len(caches)
+
+
+def test_more_protected_tokens_than_lanes_hold_are_no_error(impl: ModuleType) -> None:
+    """The scheduler leaves lanes for all of them. Should it not, a head goes short; nothing else happens."""
+    caches, scores = wide(torch.float32, 16, 16)
+    scores.fill_(float("inf"))
+    owners = torch.tensor([[1, 1, 1, 1], [1, 0, 2, 3], [0, 1, 1, 3]]).expand(len(caches), -1, -1)
+    now = compare(impl, caches, scores, ids(7), ids(1, 11), owners)
+    assert now.sort().values.tolist() == [[[0, 1, 2, 3]]] * len(caches)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_policies_ask_of_pages_equals_the_reference(
+    impl: ModuleType, dtype: torch.dtype
+) -> None:
+    """Each head has its own number of them; padding is in nobody's mean, and nothing else is read."""
+    caches, _ = wide(dtype, 64, 32)
+    heads = caches[0].shape[1]
+    pages = torch.full((len(caches), heads, 5), -1, dtype=torch.int32)
+    gen = torch.Generator().manual_seed(3)
+    for layer, cache in enumerate(caches):
+        mine = torch.randperm(cache.shape[0] * heads - heads, generator=gen) + heads
+        for head in range(heads):
+            pages[layer, head, head + 1 - layer % 2 :], mine = (
+                mine[: 4 - head + layer % 2],
+                mine[5:],
+            )
+        unread = torch.ones(cache.shape[0] * heads, dtype=torch.bool)
+        unread[pages[layer][pages[layer] >= 0].long()] = False
+        cache.view(-1, *cache.shape[2:])[unread] = float("nan")
+    for name in ("key_likeness", "value_distances"):
+        got, want = (getattr(one, name)(caches, pages) for one in (impl, reference))
+        assert got.shape == want.shape == (len(caches), heads, 5 * 32)
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+        assert (got.unflatten(-1, (5, 32))[pages < 0] == 0).all()
+        block = caches[1].view(-1, 1, *caches[1].shape[2:])
+        alone = getattr(reference, name)([block], pages[1, 2][pages[1, 2] >= 0])
+        torch.testing.assert_close(got[1, 2, -alone.shape[-1] :], alone[0, 0], rtol=2e-5, atol=2e-6)

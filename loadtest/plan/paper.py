@@ -194,7 +194,7 @@ def table_of(rows: Sequence[Row], measured: Sequence[Row] = ()) -> str:
 
 PAGE = """# Tokens per second on paper
 
-**Computed, not measured**: no GPU has run this. Generated tokens per second of one GPU, Llama 3.1 8B, bf16
+**Computed, not measured**. Generated tokens per second of one GPU, Llama 3.1 8B, bf16
 weights: all KV on vLLM's kernels / `kv_budget` 0.2 on ours, by the requests B that run at once (-: they do
 not fit). Bytes and operations are read off the kernels (`loadtest/plan/kernels.py`), GPUs are datasheets
 (`loadtest/plan/gpus.py`), of which {compute:.0%} of the operations and {memory:.0%} of the bandwidth are

@@ -3,7 +3,7 @@
 
     python deploy/playground/render.py http://127.0.0.1:8000 deploy/playground/playground.png --load
     python deploy/playground/render.py http://127.0.0.1:8000 deploy/playground/readme.png \\
-        --kv-policy snapkv --width 1000 --scale 2 --answers 700
+        --width 1000 --scale 2 --answers 700
 
 Asks the sample question in Debian's Chromium and takes the page as it is then. The first is the whole page,
 the second what the README shows: the answers and the text below them, as wide as a README is on GitHub.
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("url")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--kv-policy", default="h2o")
+    parser.add_argument("--kv-policy", help="the server's default if left out")
     parser.add_argument("--width", type=int, default=1100, help="of the window, in CSS pixels")
     parser.add_argument("--scale", type=int, default=1, help="device pixels of a CSS pixel")
     parser.add_argument(
@@ -65,7 +65,8 @@ def main() -> None:
         page.set_default_timeout(1000 * SECONDS)
         page.goto(f"{args.url.rstrip('/')}/h2o/")
         page.wait_for_selector("#policy option:nth-child(4)", state="attached")
-        page.select_option("#policy", args.kv_policy)
+        if args.kv_policy:
+            page.select_option("#policy", args.kv_policy)
         page.fill("#max-tokens", "60")
         page.click("#find")
         page.wait_for_selector("#picture:not([hidden])")

@@ -11,6 +11,8 @@ It is found by its size, not by its owner: packed weights belong to oneDNN, whic
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["collapse", "on_small_pages"]
+__all__ = ["collapse", "on_small_pages", "pages_in_use"]
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -33,19 +35,20 @@ SMAPS = Path("/proc/self/smaps")
 HUGE = 1 << 21
 
 LARGE = 1 << 24
-"""Bytes from which on memory is worth a look."""
+"""Bytes on small pages from which on memory is worth a look."""
 
 USED = 0.9
-"""Share of such memory that must be in use: a huge page takes what lies beside, which nobody may want."""
+"""Share of a huge page that must be in use: it takes what lies beside, which nobody may want."""
 
 MADV_COLLAPSE = 25
 """``linux/mman.h``, Linux 6.1."""
 
 
 def on_small_pages(smaps: str) -> Iterator[tuple[int, int]]:
-    """Start and size of large private memory of no file that is in use, much of it on small pages.
+    """Start and size of large private memory of no file, of which much is in use and on small pages.
 
-    Linux makes one range of neighbours, so that what is new can lie in one that was moved before.
+    Linux makes one range of neighbours: beside what is new there may lie what was moved before, and what
+    nobody has touched.
 
     Args:
         smaps: what ``/proc/PID/smaps`` says.
@@ -62,8 +65,28 @@ def on_small_pages(smaps: str) -> Iterator[tuple[int, int]]:
             resident = int(rest[0]) << 10
         elif first == "AnonHugePages:":
             huge = int(rest[0]) << 10
-            if resident >= USED * size and min(size, resident - huge) >= LARGE:
+            if min(size, resident - huge) >= LARGE:
                 yield start, size
+
+
+def pages_in_use(start: int, size: int) -> Iterator[int]:
+    """Where the huge pages of a range begin whose memory is in use.
+
+    Raises:
+        OSError: Linux does not say, or the range is gone.
+    """
+    first, end = -(-start // HUGE) * HUGE, (start + size) // HUGE * HUGE
+    small = HUGE // mmap.PAGESIZE
+    # One byte for each small page; its lowest bit counts.
+    answer = ctypes.create_string_buffer(max(0, end - first) // mmap.PAGESIZE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(max(0, end - first)), answer):
+        raise OSError(ctypes.get_errno(), "mincore")
+    resident = answer.raw
+    for number, page in enumerate(range(first, end, HUGE)):
+        part = resident[number * small : (number + 1) * small]
+        if sum(byte & 1 for byte in part) >= USED * small:
+            yield page
 
 
 def collapse() -> int:
@@ -80,7 +103,11 @@ def collapse() -> int:
         return 0
     moved = 0
     for start, size in found:
-        for page in range(-(-start // HUGE) * HUGE, (start + size) // HUGE * HUGE, HUGE):
-            moved += 0 if advise(page, HUGE, MADV_COLLAPSE) else HUGE
+        try:
+            for page in pages_in_use(start, size):
+                moved += 0 if advise(page, HUGE, MADV_COLLAPSE) else HUGE
+        except OSError as error:
+            # Others may give memory back meanwhile.
+            logger.debug("h2o: %d MiB stay on small pages: %s", size >> 20, error)
     logger.debug("h2o: %d MiB of %d ranges are on huge pages now", moved >> 20, len(found))
     return moved

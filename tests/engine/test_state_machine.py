@@ -45,13 +45,13 @@ def test_any_order_of_events_keeps_the_laws(
         f"prompt, {Traffic.repeated} in a repetition"
     )
     # Far below what was seen: which events are drawn changes with every number in the code that is loaded, of
-    # which hypothesis makes use. There were 142 to 797 squeezes, and 0 to 31 meetings, which have scripts of
-    # their own: ``test_eviction_order.py`` and ``test_doomed_hits_tokens.py``.
+    # which hypothesis makes use. There were 142 to 797 squeezes, 11 doomed hits and more, 0 to 31 meetings.
+    # The last two have scripts of their own: ``test_doomed_hits_tokens.py`` and ``test_eviction_order.py``.
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 100
     assert Traffic.pinned_hits > 25
-    assert Traffic.doomed_hits > 15
+    assert Traffic.doomed_hits > 3
     assert Traffic.squeezes > 50
     assert Traffic.crowds > 40
     assert Traffic.bounded > 100

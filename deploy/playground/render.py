@@ -3,7 +3,7 @@
 
     python deploy/playground/render.py http://127.0.0.1:8000 deploy/playground/playground.png --load
     python deploy/playground/render.py http://127.0.0.1:8000 deploy/playground/readme.png \\
-        --width 1000 --scale 2 --answers 700
+        --kv-policy snapkv --width 1000 --scale 2 --answers 700
 
 Asks the sample question in Debian's Chromium and takes the page as it is then. The first is the whole page,
 the second what the README shows: the answers and the text below them, as wide as a README is on GitHub.

@@ -47,7 +47,7 @@ KEY_KNOWN = f"sessionStorage.setItem('h2o-key', {json.dumps(KEY)})"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("playground") / "log"
-    options = ["--kv-playground", "--kv-budget", "0.2", *tiny]
+    options = ["--kv-playground", "--kv-budget", "0.2", *tiny, "--kv-delay", "16"]
     with live_server(log, *options) as server:
         yield server
 
@@ -180,7 +180,9 @@ def test_both_answers_stand_with_what_the_server_reports(
 def test_it_says_whether_the_code_was_found(visit: Visit, report: dict[str, Any]) -> None:
     """The tiny model does not know it; whoever does is said to."""
     note = visit.page.locator("#kept-side .note")
-    assert note.inner_text().startswith("The code is 4821: not found. Try kv_policy snapkv")
+    assert note.inner_text().startswith(
+        "The code is 4821: not found. Try the kv_delay of 16 that requests have here"
+    )
     answer = {"choices": [{"delta": {"content": "It is 4821."}}]}
     with Routed(visit, f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"):
         visit.page.click("#find")

@@ -129,8 +129,10 @@ async function askOne(side, content, budget) {
 /** What came of the hidden code. */
 function verdict({ text, report }) {
   if (text.includes(CODE)) return `The code is ${CODE}: found.`;
-  const advice = "Try kv_policy snapkv, kv_protect the prompt, a kv_delay or a larger budget.";
-  return `The code is ${CODE}: not found. ${report?.tokens_evicted ? advice : ""}`;
+  if (!report?.tokens_evicted) return `The code is ${CODE}: not found.`;
+  const { kv_delay: own } = config.defaults;
+  const delay = own > report.delay ? `the kv_delay of ${own} that requests have here if they name none` : "a kv_delay";
+  return `The code is ${CODE}: not found. Try ${delay}, kv_policy snapkv, kv_protect the prompt or a larger budget.`;
 }
 
 /** Why both sides hold the same. */

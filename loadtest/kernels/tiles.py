@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
-
-from h2o_vllm.kernels.triton import DecodeWorkspace, attend_decode, decode
-from h2o_vllm.kernels.triton import workspace as sizes
+from h2o_vllm.kernels.triton import decode, workspace
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu, describe_run
 from loadtest.common.results import RESULTS, append_rows, result_path
 from loadtest.common.statistics import percentile
-from loadtest.kernels.cuda import BLOCK_SIZE, Case, LayerCall, event_seconds, graph_of
+from loadtest.kernels.cuda import Case, LayerCall, event_seconds, graph_of
 from loadtest.kernels.timing import rounds
 
 __all__ = ["Cut", "main", "way"]
@@ -62,7 +59,7 @@ class _Launched:
 
     def __getitem__(self, grid: Any) -> Any:
         launch = self._kernel[grid]
-        return lambda *given, **sizes: launch(*given, **(sizes | self._options))
+        return lambda *given, **options: launch(*given, **(options | self._options))
 
 
 @contextmanager
@@ -70,32 +67,14 @@ def way(cut: Cut) -> Iterator[None]:
     """Inside of it, decodes are cut so: workspaces and launches alike."""
     options = {"num_warps": cut.warps, "num_stages": cut.stages}
     given = {name: value for name, value in options.items() if value is not None}
-    programs = cut.programs or sizes._PROGRAMS_PER_PROCESSOR  # noqa: SLF001 - what is tried out
+    programs = cut.programs or workspace._PROGRAMS_PER_PROCESSOR  # noqa: SLF001 - what is tried out
+    shipped = workspace._tile_of  # noqa: SLF001
     with (
         mock.patch.object(decode, "_attend", _Launched(decode._attend, given)),  # noqa: SLF001
-        mock.patch.object(sizes, "_PROGRAMS_PER_PROCESSOR", programs),
+        mock.patch.object(workspace, "_PROGRAMS_PER_PROCESSOR", programs),
+        mock.patch.object(workspace, "_tile_of", lambda *shape: cut.tile or shipped(*shape)),
     ):
         yield
-
-
-def attention(case: Case, cut: Cut) -> LayerCall:
-    """What :meth:`.Case.ours` gives, in tiles of another size."""
-    tokens = case.keys.shape[1] * BLOCK_SIZE
-    shape: tuple[Any, ...] = (case.heads, case.kv_heads, torch.bfloat16, case.size, "cuda")
-    workspace = DecodeWorkspace(case.requests, tokens, *shape)
-    if cut.tile is not None:
-        workspace.tile = cut.tile
-        workspace.max_tiles = tokens // cut.tile + 2 * case.requests
-        tiles = workspace.max_tiles + sizes.SPAN // cut.tile
-        group = case.heads // case.kv_heads
-        workspace.tile_max = torch.empty(case.kv_heads, tiles, group, device="cuda")
-        probs = torch.empty(case.heads, tiles * cut.tile, dtype=torch.float16, device="cuda")
-        workspace.probs = probs
-    workspace.plan(case.starts, case.lens)
-    return lambda layer: attend_decode(
-        case.query, case.keys[layer], case.values[layer], case.scores[layer], case.table, case.scale,
-        case.out, workspace,
-    )  # fmt: skip
 
 
 def microseconds(call: LayerCall, case: Case, seconds: float) -> float:
@@ -116,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("us of a layer:", *(f"{requests} x {length}" for requests, length in SIZES))
     for cut in CUTS:
         with way(cut):
-            times = [microseconds(attention(case, cut), case, args.seconds) for case in cases]
+            times = [microseconds(case.ours(), case, args.seconds) for case in cases]
         append_rows(path, [about | cut._asdict() | {"sizes": SIZES, "us": times}])
         print(*times, cut, flush=True)
     times = [microseconds(case.flash(), case, args.seconds) for case in cases]

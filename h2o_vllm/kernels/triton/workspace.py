@@ -20,8 +20,18 @@ _ROWS = 128
 _MIN_PIECE = 128
 """Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
 _PROGRAMS_PER_PROCESSOR = 4
-"""About as many run at a time. With eight, pieces of 128 keys were over before their loads overlapped: on an
-H200 eight rows of 2,048 tokens took 1.4 times as long."""
+"""About as many run at a time. With eight, and tiles of twice the size, eight rows of 2,048 tokens took 1.4
+times as long on an H200. Two and eight were not timed with these tiles."""
+
+
+def _tile_of(head_size: int, dtype: torch.dtype) -> int:
+    """Keys per step: 8 KiB of keys at D = 64 and 128 in 16 bits.
+
+    Several programs then share a processor, each with two tiles of keys and of values on their way. Tiles of
+    twice that took 1.07 to 1.36 times as long at D = 128 on an H200.
+    """
+    wide = triton.next_power_of_2(head_size) * dtype.itemsize > 128
+    return 32 if wide else 64
 
 
 class DecodeWorkspace:
@@ -78,10 +88,7 @@ class DecodeWorkspace:
             if device.type == "cuda":
                 processors = torch.cuda.get_device_properties(device).multi_processor_count
             spare = max(4, _PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
-        # Of 8 KiB at D = 64 and 128 in 16 bits: several programs then share a processor, each with two tiles
-        # of keys and of values on their way. Twice that was 1.04 to 1.3 times as slow on an H200.
-        wide = triton.next_power_of_2(head_size) * dtype.itemsize > 128
-        self.tile = 32 if wide else 64
+        self.tile = _tile_of(head_size, dtype)
         self.max_batch = max_batch
         self.spare = spare
         self.min_piece = fixed_piece or _MIN_PIECE

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -25,10 +26,14 @@ def test_options_replace_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> Non
         launched = decode._attend[(5,)]("q", num_warps=4, num_stages=5)
         assert launched == ((5,), ("q",), {"num_warps": 2, "num_stages": 5})
         assert workspace._PROGRAMS_PER_PROCESSOR == 9
+        assert (
+            workspace._tile_of(128, torch.bfloat16) == 32 == workspace._tile_of(64, torch.bfloat16)
+        )
     assert isinstance(decode._attend, Kernel)
     with way(Cut()):
         assert decode._attend[(5,)](num_warps=4) == ((5,), (), {"num_warps": 4})
         assert workspace._PROGRAMS_PER_PROCESSOR == shipped
+        assert workspace._tile_of(64, torch.bfloat16) == 64
 
 
 def test_no_way_is_tried_twice() -> None:

@@ -75,15 +75,16 @@ def pages_in_use(start: int, size: int) -> Iterator[int]:
     Raises:
         OSError: Linux does not say, or the range is gone.
     """
-    first, end = -(-start // HUGE) * HUGE, (start + size) // HUGE * HUGE
+    pages = range(-(-start // HUGE) * HUGE, (start + size) // HUGE * HUGE, HUGE)
     small = HUGE // mmap.PAGESIZE
     # One byte for each small page; its lowest bit counts.
-    answer = ctypes.create_string_buffer(max(0, end - first) // mmap.PAGESIZE)
+    answer = ctypes.create_string_buffer(len(pages) * small)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(max(0, end - first)), answer):
+    length = ctypes.c_size_t(len(pages) * HUGE)
+    if libc.mincore(ctypes.c_void_p(pages.start), length, answer):
         raise OSError(ctypes.get_errno(), "mincore")
     resident = answer.raw
-    for number, page in enumerate(range(first, end, HUGE)):
+    for number, page in enumerate(pages):
         part = resident[number * small : (number + 1) * small]
         if sum(byte & 1 for byte in part) >= USED * small:
             yield page

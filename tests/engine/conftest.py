@@ -43,6 +43,8 @@ ENGINE = {
     "seed": 0,
 }
 """Small chunks and a pool of 3,040 tokens: prompts are chunked and requests get preempted."""
+INSIDE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The engine in the process that asks: the batches are then the same each time, and so is rounding."""
 
 
 @pytest.fixture(scope="session")
@@ -94,8 +96,7 @@ def stock(model_dir: str, stock_prompts: list[list[int]]) -> list[dict[str, Any]
     """What plain vLLM says to them, for law 1."""
     # Two processes less to start, and none that spins while it waits for the others.
     one_process = {"distributed_executor_backend": "uni"}
-    inside = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return run_engine(model_dir, stock_prompts, engine=one_process, environment=inside, logprobs=3)
+    return run_engine(model_dir, stock_prompts, engine=one_process, environment=INSIDE, logprobs=3)
 
 
 @dataclass

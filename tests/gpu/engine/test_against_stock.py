@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest.quality.reference_h2o import Reference
-from tests.engine.conftest import run_engine
+from tests.engine.conftest import INSIDE, run_engine
 from tests.gpu.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, MODES, REHEARSED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
@@ -29,11 +29,8 @@ def run(
     if "logprobs" in job:
         # vLLM compiles its kernels of logprobs when they are first called.
         options["jit_monitor_mode"] = "warn"
-    # The engine in the process that asks: the batches are then the same each time, and so is rounding.
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if not REHEARSED:
-        # Any wait for the device inside a step ends the engine.
-        environment["VLLM_GPU_SYNC_CHECK"] = "error"
+    # Any wait for the device inside a step ends the engine.
+    environment = INSIDE if REHEARSED else {**INSIDE, "VLLM_GPU_SYNC_CHECK": "error"}
     return run_engine(
         model, asked_prompts or prompts(), engine=options, environment=environment, **job
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.adapters import make_adapters, say
-from tests.engine.conftest import Engine, report_of, run_engine, started, tokens_of
+from tests.engine.conftest import INSIDE, Engine, report_of, run_engine, started, tokens_of
 from tests.families.random_models import random_prompt, save_random_model
 from tests.gpu.engine.conftest import ENGINE, FLOOR, MODES, REHEARSED
 
@@ -21,8 +21,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt-oss": {"head_dim": 64},
 }
 LENGTHS = (90, 300, 650)
-INSIDE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""The engine in the process that asks: the batches are then the same each time, and so is rounding."""
 
 
 @pytest.mark.parametrize("name", SIZES)

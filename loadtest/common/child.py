@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 __all__ = ["Child", "answer"]
@@ -20,16 +21,19 @@ _MARK = "RESULT "
 
 
 class Child(AbstractContextManager["Child"]):
-    """A process that runs ``python -m <module>``; it has answered ``first`` when the constructor returns.
+    """A process that runs ``python -m <module>`` and is asked ``first``.
 
     Args:
         python: of the environment to run it in.
+        wait: for the answer to ``first``; otherwise :attr:`answered` waits, so that several start at once.
 
     Raises:
         SystemExit: it failed, now or later; the end of its output is shown.
     """
 
-    def __init__(self, module: str, first: dict[str, Any], python: str = sys.executable) -> None:
+    def __init__(
+        self, module: str, first: dict[str, Any], python: str = sys.executable, *, wait: bool = True
+    ) -> None:
         self.first = first
         self.log: list[str] = []
         self.process = subprocess.Popen(
@@ -40,8 +44,14 @@ class Child(AbstractContextManager["Child"]):
             text=True,
             env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
         )
-        self.answered = self.request(json.dumps(first))
-        """Its answer to ``first``."""
+        self._send(json.dumps(first))
+        if wait:
+            _ = self.answered
+
+    @cached_property
+    def answered(self) -> dict[str, Any]:
+        """Its answer to ``first``, once it is there. Raises what :meth:`request` raises."""
+        return self._receive()
 
     def request(self, line: str) -> dict[str, Any]:
         """Send a line, wait for its answer.
@@ -49,10 +59,17 @@ class Child(AbstractContextManager["Child"]):
         Raises:
             SystemExit: the process ended instead.
         """
+        _ = self.answered
+        self._send(line)
+        return self._receive()
+
+    def _send(self, line: str) -> None:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
         for output in self.process.stdout:
             if output.startswith(_MARK):
                 result: dict[str, Any] = json.loads(output.removeprefix(_MARK))

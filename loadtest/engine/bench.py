@@ -7,9 +7,10 @@
 
 Each variant is an engine in a process of its own, warmed up and with an empty prefix cache for each
 measurement. On CPU those of one setting live side by side, and only one works at a time; on a GPU each has
-the device to itself. Rounds alternate the variants, so that a slow minute of the machine hits all of them;
-ratios are taken within a round, then their median. Writes one JSONL row per measurement as soon as it is
-made, two tables and a PNG. ``--resume FILE`` goes on where an interrupted run stopped.
+the device to itself, unless ``--side-by-side`` starts those of a setting together. Rounds alternate the
+variants, so that a slow minute of the machine hits all of them; ratios are taken within a round, then their
+median. Writes one JSONL row per measurement as soon as it is made, two tables and a PNG. ``--resume FILE``
+goes on where an interrupted run stopped.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from loadtest.common.child import Child
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu
 from loadtest.common.plan import carry_out
-from loadtest.common.results import RESULTS, Measured, Row, result_path
+from loadtest.common.results import RESULTS, Measured, Row, read_rows, result_path
 from loadtest.engine.models import SHAPES, make_model
 from loadtest.engine.tables import measured_table, ratio_table
-from loadtest.engine.workloads import SUITES, Suite
+from loadtest.engine.workloads import SUITES, Engine, Start, Suite, suite_of
 
 __all__ = ["Measurement", "main", "planned"]
 
@@ -55,14 +56,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(args: argparse.Namespace, path: Path) -> list[Row]:
     """Run what ``path`` lacks, appending to it; returns all rows."""
-    suite = SUITES[args.device]
-    with Engines(suite, model_options(args)) as engines:
+    rows = read_rows(path)
+    suite = suite_of(args.device, shared=args.side_by_side)
+    plan = planned(suite, args.workloads, args.variants, args.rounds)
+    missing = [one for one in plan if not any(one.measured_by(row) for row in rows)]
+    with Engines(suite, engine_of(args), missing) as engines:
         return carry_out(
-            planned(suite, args.workloads, args.variants, args.rounds),
+            missing,
             path,
             "loadtest.engine",
             about_run(args),
-            engine_of=lambda one: engines.get(suite.workloads[one.workload].setting, one),
+            engine_of=engines.get,
             line=lambda one: one.workload,
             shown=lambda one: f"round {one.round + 1} {one.variant}: {one.workload}",
             said=lambda row: f"{row['tok_per_s']:.1f} tok/s",
@@ -71,9 +75,10 @@ def measure(args: argparse.Namespace, path: Path) -> list[Row]:
 
 def publish(rows: list[Row], suite: Suite, path: Path) -> None:
     """Print the tables; write the picture beside the rows."""
+    print(f"\n{measured_table(rows)}\n\n{ratio_table(rows, suite)}\n\nrows: {path}")
+    # Behind the tables: a machine that is lent may lack matplotlib.
     from loadtest.engine.plot import plot_bench
 
-    print(f"\n{measured_table(rows)}\n\n{ratio_table(rows, suite)}\n\nrows: {path}")
     print(f"plot: {plot_bench(rows, suite, path.with_suffix('.png'))}")
 
 
@@ -107,7 +112,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
     if name == "cuda":
         add("--shape", choices=SHAPES, default="8b", help="of the model of random weights")
+        add("--side-by-side", action="store_true",
+            help="both engines on the device at once, started together, one working at a time; "
+            "needs memory for two")  # fmt: skip
     else:
+        parser.set_defaults(side_by_side=False)
         add("--model", help="a model directory; by default the embedded model")
         add(
             "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV"
@@ -116,7 +125,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def model_options(args: argparse.Namespace) -> dict[str, Any]:
+def engine_of(args: argparse.Namespace) -> Engine:
     """What the measuring processes are told beside setting and variant."""
     calibration = args.calibration
     if args.device == "cuda":
@@ -131,7 +140,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     engine = {"dtype": args.dtype, "enforce_eager": args.eager} if args.device == "cpu" else {}
     return {
         "device": args.device, "model": model, "scale": args.scale, "engine": engine,
-        "fields": dict(args.fields),
+        "fields": dict(args.fields), "side_by_side": args.side_by_side,
         "calibration": calibration and str(calibration.absolute()),
     }  # fmt: skip
 
@@ -140,7 +149,8 @@ def about_run(args: argparse.Namespace) -> dict[str, Any]:
     """What rows say of their device beside the machine, and of what requests asked for."""
     fields = {"fields": dict(args.fields)} if args.fields else {}
     if args.device == "cuda":
-        return {**describe_gpu(), "shape": args.shape, **fields}
+        beside = {"side_by_side": True} if args.side_by_side else {}
+        return {**describe_gpu(), "shape": args.shape, **beside, **fields}
     return {"dtype": args.dtype, "eager": args.eager, **fields}
 
 
@@ -162,28 +172,47 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 class Engines(ExitStack):
-    """The engines that live now: those of one setting, or one where they cannot live side by side."""
+    """The engines that live now: those of one setting, or one where they cannot live side by side.
 
-    def __init__(self, suite: Suite, options: dict[str, Any]) -> None:
+    Args:
+        plan: what will be measured; engines that start together are those of a setting in it.
+    """
+
+    def __init__(self, suite: Suite, told: Engine, plan: Sequence[Measurement]) -> None:
         super().__init__()
         self._suite = suite
-        self._options = options
-        self._setting = ""
-        self._live: dict[object, Child] = {}
+        self._told = told
+        self._plan = plan
+        self._serving: object = None
+        self._live: dict[str, Child] = {}
 
-    def get(self, setting: str, one: Measurement) -> Child:
+    def get(self, one: Measurement) -> Child:
         """The engine of a measurement, started if it does not live."""
+        setting = self._setting(one)
         # An engine that has the device to itself serves one round.
-        key = one.variant if self._suite.side_by_side else (one.variant, one.round)
-        if setting != self._setting or (key not in self._live and not self._suite.side_by_side):
+        serving = setting if self._suite.side_by_side else (setting, one.variant, one.round)
+        if serving != self._serving:
             self.close()
             self._live.clear()
-            self._setting = setting
-        if key not in self._live:
-            print(f"starting {one.variant} for {setting} workloads", flush=True)
-            first = {**self._options, "setting": setting, "variant": one.variant}
-            self._live[key] = self.enter_context(Child("loadtest.engine.run", first))
-        return self._live[key]
+            self._serving = serving
+        if one.variant not in self._live:
+            planned_here = [other for other in self._plan if self._setting(other) == setting]
+            wanted = planned_here if self._suite.together else [one]
+            self._start(setting, list(dict.fromkeys(each.variant for each in wanted)))
+        return self._live[one.variant]
+
+    def _start(self, setting: str, variants: Sequence[str]) -> None:
+        print(f"starting {', '.join(variants)} for {setting} workloads", flush=True)
+        for variant in variants:
+            first: Start = {**self._told, "setting": setting, "variant": variant}
+            child = Child("loadtest.engine.run", {**first}, wait=False)
+            self._live[variant] = self.enter_context(child)
+        for variant in variants:
+            start_s = self._live[variant].answered["start_s"]
+            print(f"{variant} is up after {start_s:.1f} s", flush=True)
+
+    def _setting(self, one: Measurement) -> str:
+        return self._suite.workloads[one.workload].setting
 
 
 def planned(

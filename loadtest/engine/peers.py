@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
-from h2o_vllm.models import default_model_dir, default_model_file
+from h2o_vllm.models import default_calibration, default_model_dir, default_model_file
 from loadtest.common.child import Child
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
 from loadtest.common.results import RESULTS, Row, append_rows, publish, result_path
 from loadtest.common.tables import markdown_table, median_range, pick, provenance
-from loadtest.engine.workloads import SUITES
+from loadtest.engine.workloads import SUITES, Start
 
 __all__ = ["SYSTEMS", "main", "markdown"]
 
@@ -74,12 +74,14 @@ def measure(system: str, args: argparse.Namespace) -> Row:
 
 
 def _engine(variant: str, model: str, args: argparse.Namespace) -> Row:
-    options = {"dtype": args.dtype, "enforce_eager": args.eager}
-    first = {
-        "device": "cpu", "setting": "ample", "variant": variant, "model": model, "scale": args.scale,
-        "engine": options,
-    }  # fmt: skip
-    with Child("loadtest.engine.run", first) as child:
+    # As h2o-serve has it.
+    calibration = None if args.model else default_calibration()
+    start = Start(
+        device="cpu", setting="ample", variant=variant, model=model, scale=args.scale,
+        calibration=None if calibration is None else str(calibration), fields={}, side_by_side=False,
+        engine={"dtype": args.dtype, "enforce_eager": args.eager},
+    )  # fmt: skip
+    with Child("loadtest.engine.run", {**start}) as child:
         row = child.request(WORKLOAD)
     return {"tok_per_s": row["tok_per_s"], "first_token_s": row["ttft_s"]["p50"], "version": ""}
 

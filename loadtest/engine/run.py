@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine and the workloads of its setting, in a process of its own. Started by :mod:`.bench`.
 
-Reads ``{"device", "setting", "variant", "model", "scale", "engine", "fields"}`` as a line of JSON, then a
-workload per line, by name. Writes one line of JSON on stdout when the engine is up, and one per workload.
-Ends with its input.
+Reads a :class:`~loadtest.engine.workloads.Start` as a line of JSON, then a workload per line, by name. Writes
+one line of JSON on stdout when the engine is up, and one per workload. Ends with its input.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from h2o_vllm.plugin import engine_args
 from loadtest.common.child import answer
 from loadtest.common.statistics import percentile
-from loadtest.engine.workloads import SUITES, Workload
+from loadtest.engine.workloads import Start, Workload, suite_of
 
 
 class Recorder(StatLoggerBase):
@@ -217,8 +216,8 @@ def summary(steps: list[dict[str, float]], num_blocks: int) -> dict[str, Any]:
 
 def main() -> None:
     """Serve until the input ends."""
-    start = json.loads(sys.stdin.readline())
-    suite, scale = SUITES[start["device"]], start["scale"]
+    start: Start = json.loads(sys.stdin.readline())
+    suite, scale = suite_of(start["device"], shared=start["side_by_side"]), start["scale"]
     setting = suite.settings[start["setting"]].scaled(scale)
     variant = start["variant"]
     options = suite.engine_options(setting, variant) | start["engine"]
@@ -229,7 +228,7 @@ def main() -> None:
         ours=ours,
         budgets=budgets,
         fields=start["fields"],
-        calibration=start.get("calibration"),
+        calibration=start["calibration"],
     )
     answer({"start_s": engine.start_s})
     for line in sys.stdin:

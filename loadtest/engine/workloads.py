@@ -7,13 +7,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.plugin import CPU_EXECUTOR
 from loadtest.common.texts import documentation
 
-__all__ = ["SUITES", "Setting", "Suite", "Workload"]
+__all__ = ["SUITES", "Engine", "Setting", "Start", "Suite", "Workload", "suite_of"]
 
 STOCK_CPU_BLOCK_SIZE = 128
 """vLLM's default on CPU."""
@@ -42,6 +42,31 @@ class Setting:
         if self.pool_tokens is None or by == 1:
             return self
         return replace(self, pool_tokens=max(12_288, round(self.pool_tokens * by)))
+
+
+class Engine(TypedDict):
+    """What all engines of a run are told.
+
+    Attributes:
+        model: a directory. calibration: its file, or ``None``. scale: of lengths and pools.
+        engine: engine arguments beside the suite's. fields: what requests with a budget ask for beside it.
+        side_by_side: see :func:`suite_of`.
+    """
+
+    device: str
+    model: str
+    calibration: str | None
+    scale: float
+    engine: dict[str, Any]
+    fields: dict[str, Any]
+    side_by_side: bool
+
+
+class Start(Engine):
+    """What :mod:`.run` is told first; ``setting``, ``variant``: of the device's suite."""
+
+    setting: str
+    variant: str
 
 
 @dataclass(frozen=True)
@@ -104,11 +129,13 @@ class Suite(ABC):
         own: those of them that are h2o_vllm.
         side_by_side: whether the engines of a setting live side by side, one working at a time; otherwise
             each is started anew and has the device to itself.
+        together: whether those are also started at once, and not each when it is first wanted.
     """
 
     variants: ClassVar[tuple[str, ...]]
     own: ClassVar[tuple[str, ...]] = ("h2o",)
     side_by_side: ClassVar[bool]
+    together: ClassVar[bool] = False
     settings: ClassVar[Mapping[str, Setting]]
     workloads: ClassVar[Mapping[str, Workload]]
 
@@ -224,5 +251,26 @@ class CUDASuite(Suite):
         return [[draw() for _ in range(length)] for length in workload.prompt_lengths()]
 
 
+class SharedCUDASuite(CUDASuite):
+    """The same by engines that start together and share the device."""
+
+    side_by_side = True
+    together = True
+
+    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
+        """Less than half of the device each, and KV memory of a given size."""
+        return super().engine_options(setting, variant) | {
+            "gpu_memory_utilization": 0.45,
+            # Otherwise vLLM measures what is free, and that changes while the other starts. Where a setting
+            # has a pool, its number of blocks decides.
+            "kv_cache_memory_bytes": 40 << 30,
+        }
+
+
 SUITES: dict[str, Suite] = {"cpu": CPUSuite(), "cuda": CUDASuite()}
 """By device."""
+
+
+def suite_of(device: str, *, shared: bool = False) -> Suite:
+    """The suite of a device; ``shared``: by engines that start together, on a GPU."""
+    return SharedCUDASuite() if shared else SUITES[device]

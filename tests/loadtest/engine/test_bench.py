@@ -3,24 +3,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
 from h2o_vllm.models import default_calibration
+from loadtest.common.results import append_rows
 from loadtest.engine import bench
 from loadtest.engine.bench import (
     Engines,
     Measurement,
     about_run,
-    model_options,
+    engine_of,
+    measure,
     parse_arguments,
     planned,
 )
 from loadtest.engine.tables import measured_table, ratio_table
-from loadtest.engine.workloads import SUITES
+from loadtest.engine.workloads import SUITES, Suite, suite_of
 
 CPU, CUDA = SUITES["cpu"], SUITES["cuda"]
+SHARED = suite_of("cuda", shared=True)
 
 
 def test_rounds_alternate_variants_and_stock_serves_equal_traffic_once() -> None:
@@ -34,9 +39,11 @@ def test_rounds_alternate_variants_and_stock_serves_equal_traffic_once() -> None
     assert order == [*tight, *((r, v, "idle") for r in (0, 1) for v in ("stock", "h2o"))]
 
 
-def test_on_a_gpu_a_round_is_whole_before_the_next() -> None:
-    order = list(planned(CUDA, ["2k-tight", "2k-idle"], ["stock", "h2o"], 2))
-    assert [one.round for one in order] == [0] * 4 + [1] * 4
+def test_on_a_gpu_a_round_is_whole_before_the_next_unless_engines_live_on() -> None:
+    names, variants = ["2k-tight", "2k-idle"], ["stock", "h2o"]
+    assert [one.round for one in planned(CUDA, names, variants, 2)] == [0] * 4 + [1] * 4
+    order = [(one.workload, one.round, one.variant) for one in planned(SHARED, names, variants, 2)]
+    assert order == [(name, turn, who) for name in names for turn in (0, 1) for who in variants]
 
 
 class Started(list[tuple[str, str]]):
@@ -46,10 +53,20 @@ class Started(list[tuple[str, str]]):
         super().__init__()
         self.live = 0
         self.live_max = 0
+        self.starts_before_answers: list[int] = []
 
-    def __call__(self, module: str, first: dict[str, Any]) -> Started:
+    def __call__(self, module: str, first: dict[str, Any], *, wait: bool) -> Started:
+        assert not wait
         self.append((first["setting"], first["variant"]))
         return self
+
+    @property
+    def answered(self) -> dict[str, Any]:
+        self.starts_before_answers.append(len(self))
+        return {"start_s": 45.25}
+
+    def request(self, line: str) -> dict[str, Any]:
+        return {"tok_per_s": 100.0}
 
     def __enter__(self) -> Self:
         self.live += 1
@@ -60,18 +77,68 @@ class Started(list[tuple[str, str]]):
         self.live -= 1
 
 
-@pytest.mark.parametrize(("device", "starts", "side_by_side"), [("cpu", 4, 2), ("cuda", 8, 1)])
-def test_engines_live_side_by_side_on_cpu_and_alone_on_a_gpu(
-    device: str, starts: int, side_by_side: int, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    engines = Started()
+    monkeypatch.setattr(bench, "Child", engines)
+    return engines
+
+
+@pytest.mark.parametrize(
+    ("suite", "names", "starts_before_answers", "side_by_side"),
+    [
+        (CPU, ["tight", "idle"], [1, 2, 3, 4], 2),
+        (CUDA, ["2k-tight", "2k-idle"], [1, 2, 3, 4, 5, 6, 7, 8], 1),
+        (SHARED, ["2k-tight", "2k-idle"], [2, 2, 4, 4], 2),
+    ],
+)
+def test_engines_live_side_by_side_on_cpu_and_alone_on_a_gpu_or_start_together(
+    suite: Suite,
+    names: Sequence[str],
+    starts_before_answers: Sequence[int],
+    side_by_side: int,
+    started: Started,
 ) -> None:
-    suite, started = SUITES[device], Started()
-    monkeypatch.setattr(bench, "Child", started)
-    names = ["tight", "idle"] if device == "cpu" else ["2k-tight", "2k-idle"]
-    with Engines(suite, {}) as engines:
-        for one in planned(suite, names, ["stock", "h2o"], 2):
-            engines.get(suite.workloads[one.workload].setting, one)
-    assert len(started) == starts
+    plan = list(planned(suite, names, ["stock", "h2o"], 2))
+    with Engines(suite, engine_of(parse_arguments([])), plan) as engines:
+        for one in plan:
+            engines.get(one)
+    assert started.starts_before_answers == starts_before_answers
     assert (started.live, started.live_max) == (0, side_by_side)
+
+
+def test_engines_side_by_side_are_those_with_something_left_to_measure(
+    started: Started,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(bench, "describe_gpu", dict)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = ["--device", "cuda", "--shape", "tiny", "--rounds", "2", "--side-by-side"]
+    args = parse_arguments([*options, "--workloads", "2k-tight", "2k-idle"])
+    assert engine_of(args)["side_by_side"]
+    assert not engine_of(parse_arguments(options[:-1]))["side_by_side"]
+    path = tmp_path / "rows.jsonl"
+    append_rows(path, [row(turn, "stock", "2k-tight", 100) for turn in (0, 1)])
+    rows = measure(args, path)[2:]
+    assert started == [("tight", "h2o"), ("ample", "stock"), ("ample", "h2o")]
+    assert [(one["workload"], one["round"], one["variant"]) for one in rows] == [
+        *(("2k-tight", turn, "h2o") for turn in (0, 1)),
+        *(("2k-idle", turn, who) for turn in (0, 1) for who in ("stock", "h2o")),
+    ]
+    assert all(one["side_by_side"] for one in rows)
+    said = capsys.readouterr().out
+    assert said.startswith("starting h2o for tight workloads\nh2o is up after 45.2 s\n[1/6] ")
+    assert "starting stock, h2o for ample workloads\nstock is up after 45.2 s\nh2o is up " in said
+
+
+def test_engines_side_by_side_are_told_their_memory() -> None:
+    for setting in CUDA.settings.values():
+        stock, ours = (SHARED.engine_options(setting, who) for who in SHARED.variants)
+        alone = CUDA.engine_options(setting, "stock")
+        memory = {"gpu_memory_utilization": 0.45, "kv_cache_memory_bytes": 40 << 30}
+        assert stock == ours == alone | memory
 
 
 def row(turn: int, variant: str, workload: str, speed: float) -> dict[str, Any]:
@@ -115,11 +182,14 @@ def test_each_device_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         parse_arguments(["--workloads", "2k-tight"])
     assert "--workloads" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_arguments(["--side-by-side"])
+    assert "unrecognized arguments: --side-by-side" in capsys.readouterr().err
 
 
 def test_the_embedded_model_is_calibrated_as_its_server_has_it() -> None:
     def calibration(*argv: str) -> str | None:
-        found: str | None = model_options(parse_arguments(argv))["calibration"]
+        found: str | None = engine_of(parse_arguments(argv))["calibration"]
         return found
 
     assert calibration() == str(default_calibration())
@@ -131,7 +201,7 @@ def test_the_embedded_model_is_calibrated_as_its_server_has_it() -> None:
 def test_requests_with_a_budget_may_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
     args = parse_arguments(["--fields", "kv_policy=caote", "kv_delay=0", "kv_elastic=true"])
     wanted = {"kv_policy": "caote", "kv_delay": 0, "kv_elastic": True}
-    assert model_options(args)["fields"] == about_run(args)["fields"] == wanted
+    assert engine_of(args)["fields"] == about_run(args)["fields"] == wanted
     assert "fields" not in about_run(parse_arguments([])), "rows are as they were"
     for field in ("kv_polizy=caote", "kv_policy", "kv_policy="):
         with pytest.raises(SystemExit):

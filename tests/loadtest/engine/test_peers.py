@@ -11,6 +11,7 @@ import pytest
 
 from loadtest.engine import peers
 from loadtest.engine.peers_run import SYSTEMS
+from loadtest.engine.workloads import Start
 
 ORIGIN = {"command": "c", "machine": "m", "commit": "1", "date": "d", "versions": {"vllm": "1"}}
 
@@ -43,6 +44,19 @@ def test_the_table_compares_within_a_round_and_says_what_did_not_run() -> None:
         in text
     )
     assert "| llama.cpp, one by one | did not run: no such module |  |  |  |" in text
+
+
+def test_our_engines_are_told_all_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+
+    def start(module: str, first: dict[str, Any]) -> None:
+        told.append(first)
+        raise SystemExit("no engine")
+
+    monkeypatch.setattr(peers, "Child", start)
+    for system in peers.ENGINES:
+        assert peers.measure(system, peers.parse_arguments([])) == {"failed": "no engine"}
+    assert [first.keys() for first in told] == [Start.__annotations__.keys()] * len(told)
 
 
 @pytest.mark.e2e

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measuring processes: started at once, asked in turn, ended together."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.common.child import Child
+
+MODULE = """
+import json, pathlib, sys, time
+from loadtest.common.child import answer
+
+first = json.loads(sys.stdin.readline())
+pathlib.Path(first["name"]).touch()
+end = time.monotonic() + 30
+while not all(pathlib.Path(name).exists() for name in first["others"]):
+    assert time.monotonic() < end, "they do not run at once"
+    time.sleep(0.01)
+print("log\\n" * first["lines"])
+answer({"name": first["name"]})
+for line in sys.stdin:
+    answer({"echo": line.strip()})
+"""
+
+
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a measuring process is told, which answers when those beside it run as well."""
+    (tmp_path / "measuring.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return {"name": str(tmp_path / "one"), "others": [], "lines": 1}
+
+
+def test_several_start_at_once(first: dict[str, Any], tmp_path: Path) -> None:
+    names = [first["name"], str(tmp_path / "two")]
+    with ExitStack() as stack:
+        children = [
+            # More log than a pipe holds, from each.
+            Child("measuring", first | {"name": name, "others": names, "lines": 50_000}, wait=False)
+            for name in names
+        ]
+        for child in children:
+            stack.enter_context(child)
+        assert [child.answered["name"] for child in children] == names
+        assert [len(child.log) for child in children] == [50_002] * 2
+        assert [child.request("more") for child in children] == [{"echo": "more"}] * 2
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_first_answer_is_never_that_of_a_request(first: dict[str, Any], wait: bool) -> None:
+    with Child("measuring", first, wait=wait) as child:
+        assert child.request("more") == {"echo": "more"}
+        assert child.answered == {"name": first["name"]}
+
+
+def test_where_one_fails_the_other_is_ended(first: dict[str, Any]) -> None:
+    stack = ExitStack()
+    fails = stack.enter_context(Child("measuring", first | {"lines": "many"}, wait=False))
+    other = stack.enter_context(Child("measuring", first | {"lines": 50_000}, wait=False))
+    with pytest.raises(SystemExit, match="TypeError"), stack:
+        fails.request("more")
+    assert fails.process.returncode == 1
+    assert other.process.returncode is not None

@@ -54,7 +54,7 @@ def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
     )
     for number in range(3):
         rig.add(f"{number}", other(number), asked, max_tokens=60)
-    # Who repeats a prompt needs blocks as well, and squeezes sooner: see ``test_repeat.py``.
+    # Who repeats a prompt needs blocks as well, and squeezes sooner: see ``test_repeat_pressure.py``.
     rig.run()
     assert rig.preemptions == 0
     squeezed = [number for number in range(3) if report(rig, f"{number}")["squeezed_at"]]

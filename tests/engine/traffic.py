@@ -22,74 +22,14 @@ from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.config.options import ADMISSIONS
-from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
 from h2o_vllm.policy import blocks_freed, budget_tokens
 from tests.engine.scheduling import Rig
+from tests.engine.traffic_fields import bounds, budgets, elastic, protects, repeating
 
 __all__ = ["Traffic"]
 
 FAMILIES = tuple(range(1000 * n, 1000 * n + 200) for n in (1, 2))
 """Prompts are beginnings of these, so that many share blocks. With its answer each fits into the pool."""
-
-protects = st.one_of(st.just("prompt"), st.sampled_from([50, 100]), st.integers(0, 250))
-
-budgets = st.one_of(
-    st.none(),
-    st.fixed_dictionaries({"kv_budget": st.sampled_from([0.1, 0.2, 0.4])}),
-    st.fixed_dictionaries({"kv_budget": st.sampled_from([0.1, 0.2]), "kv_protect": protects}),
-    st.fixed_dictionaries(
-        {"kv_budget": st.floats(0.05, 1.0)},
-        optional={
-            "kv_recent": st.floats(0.0, 1.0),
-            # Policies that repeat have a rule of their own: for most of these prompts the pool has no room.
-            "kv_policy": st.sampled_from([p for p in POLICIES if p not in REPEAT_POLICIES]),
-            "kv_sinks": st.integers(0, 100),
-            "kv_protect": protects,
-            "kv_delay": st.integers(0, 40),
-            "kv_evict_from": st.integers(1, 300),
-        },
-    ),
-    st.fixed_dictionaries(
-        {"kv_budget_tokens": st.integers(1, 200)}, optional={"kv_protect": protects}
-    ),
-)
-
-
-bounds = st.fixed_dictionaries(
-    {
-        "kv_budget": st.sampled_from([0.1, 0.4, 1.0]),
-        "kv_policy": st.sampled_from(["h2o", "keydiff", "zap", "window"]),
-        "kv_prefill_tokens": st.integers(1, 90),
-    },
-    optional={
-        "kv_protect": st.integers(0, 60),
-        "kv_sinks": st.integers(0, 40),
-        "kv_elastic": st.booleans(),
-    },
-)
-
-elastic = st.fixed_dictionaries(
-    {
-        "kv_elastic": st.just(True),
-        "kv_budget": st.sampled_from([0.1, 0.3]),
-        "kv_policy": st.sampled_from(["h2o", "zap-keydiff", "window"]),
-    },
-    optional={"kv_protect": protects, "kv_sinks": st.integers(0, 60)},
-)
-
-
-repeating = st.fixed_dictionaries(
-    {
-        "kv_budget": st.sampled_from([0.1, 0.4]),
-        "kv_policy": st.sampled_from(REPEAT_POLICIES),
-    },
-    optional={
-        "kv_protect": st.integers(0, 60),
-        "kv_sinks": st.integers(0, 40),
-        "kv_delay": st.integers(0, 20),
-        "kv_elastic": st.booleans(),
-    },
-)
 
 
 class Traffic(RuleBasedStateMachine):

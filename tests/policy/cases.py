@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates of an eviction, with random keys and values or with given ones."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from h2o_vllm.kernels import reference
+from h2o_vllm.policy import Candidates
+
+__all__ = ["candidates_of", "measures_of"]
+
+
+def candidates_of(
+    scores: torch.Tensor, known: int, fresh_from: int, seen: int, size: int = 8, seed: int = 0
+) -> Candidates:
+    """With random keys and values, the same for the same ``seed``."""
+    layers, heads, count = scores.shape
+    gen = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, layers, heads, count, size, generator=gen)
+    late, foretold = torch.rand(2, layers, heads, count, generator=gen)
+    measures = measures_of(keys, values)
+    return Candidates(
+        scores, known, fresh_from, seen, *measures, late, foretold=lambda: foretold[..., known:]
+    )
+
+
+def measures_of(
+    keys: torch.Tensor, values: torch.Tensor
+) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """Of [L, KH, C, D] each."""
+    return partial(reference.key_likeness, keys), partial(reference.value_distances, values)

@@ -72,6 +72,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default="bfloat16",
         help="cpu: of the KV",
     )
+    add("--layout", choices=["NHD", "HND"], default="NHD", help="cuda: of the KV cache's blocks")
     add("--seconds", type=float, default=2.0, help="per configuration")
     add("--skip-gate", action="store_true",
         help="do not check first, and write no results (rehearsals that compute nothing)")  # fmt: skip
@@ -84,7 +85,7 @@ def open_bench(args: argparse.Namespace) -> DeviceBench:
     if args.device == "cuda":
         from loadtest.kernels.cuda import CUDABench
 
-        return CUDABench()
+        return CUDABench(args.layout)
     from loadtest.kernels.cpu import CPUBench
 
     return CPUBench(args.impls.split(","), args.threads, getattr(torch, args.dtype))

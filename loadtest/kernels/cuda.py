@@ -19,6 +19,7 @@ from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import (
     MAXIMA,
     DecodeWorkspace,
+    LaneTables,
     PromptSegments,
     add_prompt_scores,
     attend_decode,
@@ -32,7 +33,7 @@ from loadtest.kernels.lanes import expected, half_shared
 from loadtest.kernels.rescoring import RESCORINGS, Rescoring
 from loadtest.kernels.timing import Call, ratio_row, rounds
 
-__all__ = ["CUDABench", "Case"]
+__all__ = ["LAYOUTS", "CUDABench", "Case"]
 
 SHAPES = {
     "8B": (32, 8, 128),
@@ -46,6 +47,8 @@ MAX_CACHE = 24 << 30  # bytes; larger configurations are left out
 BLOCK_SIZE = 16
 ROTATED = 512 << 20  # bytes of all layers; ten times an H200's L2 cache
 FA3_GRAPH_SPLITS = 32  # what vLLM's FlashAttention backend uses in full CUDA graphs
+LAYOUTS = ("NHD", "HND")
+"""Of a block: token by token, which is vLLM's default, or KV head by KV head."""
 PEAKS = {"H200": 4.8e12, "H100 80GB HBM3": 3.35e12, "A100-SXM4-80GB": 2.04e12}
 """Bytes per second, by the data sheets."""
 
@@ -55,12 +58,16 @@ LayerCall = Callable[[int], object]
 
 @dataclass
 class Case:
-    """``requests`` sequences of ``length`` tokens, the last ``queries`` of each as queries."""
+    """``requests`` sequences of ``length`` tokens, the last ``queries`` of each as queries.
+
+    ``layout``: of the KV cache, as vLLM's ``VLLM_KV_CACHE_LAYOUT`` names it.
+    """
 
     shape: str
     requests: int
     length: int
     queries: int = 1
+    layout: str = LAYOUTS[0]
 
     def __post_init__(self) -> None:
         self.heads, self.kv_heads, self.size = SHAPES[self.shape]
@@ -76,8 +83,10 @@ class Case:
         gen = torch.Generator("cuda").manual_seed(0)
         per_row = -(-self.length // BLOCK_SIZE)
         blocks = self.requests * per_row + 1
-        shape = (self.layers, blocks, BLOCK_SIZE, self.kv_heads, 2 * self.size)
+        inner = (BLOCK_SIZE, self.kv_heads) if self.layout == "NHD" else (self.kv_heads, BLOCK_SIZE)
+        shape = (self.layers, blocks, *inner, 2 * self.size)
         kv = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=gen)
+        kv = kv if self.layout == "NHD" else kv.transpose(2, 3)
         self.keys, self.values = kv.split(self.size, dim=-1)
         self.scores = torch.zeros(self.layers, blocks, self.kv_heads, BLOCK_SIZE, device="cuda")
         ids = torch.randperm(blocks - 1, generator=gen, device="cuda") + 1
@@ -153,18 +162,32 @@ class Case:
                 self.query, self.keys[layer], self.scores[layer], self.table, self.starts,
                 self.lens, self.lse, self.scale, prompts,
             )  # fmt: skip
+        workspace, lanes = self._workspace(shared=shared)
+        self._plan(workspace, lanes, maxima=maxima)
+        return lambda layer: attend_decode(
+            self.query, self.keys[layer], self.values[layer], self.scores[layer], self.table,
+            self.scale, self.out, workspace, lanes=lanes, layer=layer,
+        )  # fmt: skip
+
+    def planning(self, *, shared: bool = False) -> LayerCall:
+        """What a step plans before its first layer, for all of them."""
+        workspace, lanes = self._workspace(shared=shared)
+        return lambda _: self._plan(workspace, lanes)
+
+    def _workspace(self, *, shared: bool) -> tuple[DecodeWorkspace, LaneTables | None]:
         blocks = self.keys.shape[1]
         workspace = DecodeWorkspace(
             self.requests, blocks * BLOCK_SIZE, self.heads, self.kv_heads, torch.bfloat16, self.size,
             "cuda", sharing_layers=self.layers if shared else 0,
         )  # fmt: skip
         lanes = half_shared(self.table, self.layers, blocks, self.kv_heads) if shared else None
+        return workspace, lanes
+
+    def _plan(
+        self, workspace: DecodeWorkspace, lanes: LaneTables | None, *, maxima: bool = False
+    ) -> None:
         flags = torch.full_like(self.lens, MAXIMA if maxima else 0)
-        workspace.plan(self.starts, self.lens, flags, lanes, BLOCK_SIZE)
-        return lambda layer: attend_decode(
-            self.query, self.keys[layer], self.values[layer], self.scores[layer], self.table,
-            self.scale, self.out, workspace, lanes=lanes, layer=layer,
-        )  # fmt: skip
+        workspace.plan(self.starts, self.lens, flags, lanes, self.table, BLOCK_SIZE)
 
     def contestants(self) -> dict[str, LayerCall]:
         """Stock first: others are given as multiples of it.
@@ -179,13 +202,20 @@ class Case:
 
 
 class CUDABench(DeviceBench):
-    """Decode, scores of prompts, compaction, and scores before it."""
+    """Decode, scores of prompts, compaction, and scores before it.
+
+    Args:
+        layout: of the KV cache; compaction and what comes before it are timed in vLLM's default.
+    """
+
+    def __init__(self, layout: str) -> None:
+        self.layout = layout
 
     def gate(self) -> None:
         """Output and scores on odd lengths."""
         for shape in SHAPES:
             for queries in (1, 200):
-                _check(Case(shape, 3, 333, queries))
+                _check(Case(shape, 3, 333, queries, self.layout))
 
     @cached_property
     def limits(self) -> Row:
@@ -197,7 +227,7 @@ class CUDABench(DeviceBench):
         gpu = describe_gpu()["gpu"] or {}
         return {
             "gpu": name, "driver": gpu.get("driver_version"), "cuda": torch.version.cuda,
-            "block_size": BLOCK_SIZE, "dtype": "bfloat16",
+            "block_size": BLOCK_SIZE, "dtype": "bfloat16", "layout": self.layout,
             "copy_bytes_per_s": 2 * source.nbytes / max(min(copy), 1e-9),
             "peak_bytes_per_s": next((rate for key, rate in PEAKS.items() if key in name), None),
         }  # fmt: skip
@@ -212,7 +242,7 @@ class CUDABench(DeviceBench):
             ]
             sizes += [(1, length, length) for length in (PROMPTS[:1] if quick else PROMPTS)]
             for requests, length, queries in sizes:
-                case = Case(shape, requests, length, queries)
+                case = Case(shape, requests, length, queries, self.layout)
                 if case.kv_bytes * case.layers <= MAX_CACHE:
                     yield partial(self._measure, case)
         for compaction in COMPACTIONS[: 1 if quick else None]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the decode kernel is best cut on a GPU: keys per tile, warps, stages, programs per processor.
+"""How the decode kernel is best cut on a GPU: keys per tile and per step of scores, warps, stages, programs.
 
-    python -m loadtest.kernels.tiles [--seconds 0.05]
+    python -m loadtest.kernels.tiles [--tiles 32 64] [--layout HND] [--shared]
 
 The sizes in :class:`~h2o_vllm.kernels.triton.workspace.DecodeWorkspace` and ``attend_decode`` come from it;
 run it where a GPU is unlike those in ``loadtest/results``. The first line is what is shipped, the last
@@ -22,7 +22,7 @@ from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu, describe_run
 from loadtest.common.results import RESULTS, append_rows, result_path
 from loadtest.common.statistics import percentile
-from loadtest.kernels.cuda import Case, LayerCall, event_seconds, graph_of
+from loadtest.kernels.cuda import LAYOUTS, Case, LayerCall, event_seconds, graph_of
 from loadtest.kernels.timing import rounds
 
 __all__ = ["Cut", "main", "way"]
@@ -38,6 +38,7 @@ class Cut(NamedTuple):
     warps: int | None = None
     stages: int | None = None
     programs: int | None = None
+    span: int | None = None
 
 
 CUTS = (
@@ -47,7 +48,9 @@ CUTS = (
     *(Cut(64, warps, 5, 4) for warps in (2, 8)),
     *(Cut(128, 4, stages, programs) for stages in (3, 5) for programs in (4, 2)),
     *(Cut(32, 4, stages, programs) for stages in (4, 5, 7) for programs in (8, 4, 2)),
+    *(Cut(32, 4, 5, programs) for programs in (6, 3)),
     *(Cut(32, 2, 5, programs) for programs in (8, 4)),
+    *(Cut(32, 4, 5, 4, span) for span in (256, 512, 1024)),
 )
 
 
@@ -69,9 +72,12 @@ def way(cut: Cut) -> Iterator[None]:
     given = {name: value for name, value in options.items() if value is not None}
     programs = cut.programs or workspace._PROGRAMS_PER_PROCESSOR  # noqa: SLF001 - what is tried out
     shipped = workspace._tile_of  # noqa: SLF001
+    span = cut.span or workspace.SPAN
     with (
         mock.patch.object(decode, "_attend", _Launched(decode._attend, given)),  # noqa: SLF001
         mock.patch.object(workspace, "_PROGRAMS_PER_PROCESSOR", programs),
+        mock.patch.object(workspace, "SPAN", span),
+        mock.patch.object(decode, "SPAN", span),
         mock.patch.object(workspace, "_tile_of", lambda *shape: cut.tile or shipped(*shape)),
     ):
         yield
@@ -88,16 +94,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Time every way, say and write it."""
     args = parse_arguments(argv)
     path = result_path("tiles-cuda", args.out)
-    about = describe_run("loadtest.kernels.tiles") | describe_gpu()
-    cases = [Case("8B", requests, length) for requests, length in SIZES]
+    told = {"layout": args.layout, "shared_heads": args.shared}
+    about = describe_run("loadtest.kernels.tiles") | describe_gpu() | told
+    cases = [Case("8B", requests, length, layout=args.layout) for requests, length in SIZES]
     for case in cases:
         case.build()
     print("us of a layer:", *(f"{requests} x {length}" for requests, length in SIZES))
-    for cut in CUTS:
+    for cut in [cut for cut in CUTS if cut.tile in (None, *args.tiles)]:
         with way(cut):
-            times = [microseconds(case.ours(), case, args.seconds) for case in cases]
+            times = [
+                microseconds(case.ours(shared=args.shared), case, args.seconds) for case in cases
+            ]
         append_rows(path, [about | cut._asdict() | {"sizes": SIZES, "us": times}])
         print(*times, cut, flush=True)
+    layers = [case.layers for case in cases]
+    times = [microseconds(case.planning(shared=args.shared), case, args.seconds) for case in cases]
+    append_rows(path, [about | {"kernel": "plan", "sizes": SIZES, "layers": layers, "us": times}])
+    print(*times, f"the plan of a step of {layers} layers, once")
     times = [microseconds(case.flash(), case, args.seconds) for case in cases]
     append_rows(path, [about | {"kernel": "fa3", "sizes": SIZES, "us": times}])
     print(*times, "FlashAttention 3, no scores")
@@ -106,8 +119,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_parser("loadtest.kernels.tiles", __doc__)
-    parser.add_argument("--seconds", type=float, default=0.05, help="per size and way")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    add = parser.add_argument
+    add("--seconds", type=float, default=0.05, help="per size and way")
+    tiles = sorted({cut.tile for cut in CUTS if cut.tile is not None})
+    add("--tiles", type=int, nargs="*", choices=tiles, default=tiles,
+        help="ways with these; what is shipped comes first in any case")  # fmt: skip
+    add("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="of the KV cache's blocks")
+    add("--shared", action="store_true", help="KV heads share the first half of each row's blocks")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
     return parser.parse_args(argv)
 
 

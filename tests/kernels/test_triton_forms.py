@@ -119,7 +119,7 @@ class Worker:
         key_scale, value_scale = self.scales[1:]
         for rows, lanes in product((1, 2, 16, 17, MAX_ROWS), (None, self.lanes)):
             batch = self.starts[: rows + 1], self.lens[:rows], self.flags[:rows]
-            self.workspace.plan(*batch, lanes, self.block_size)
+            self.workspace.plan(*batch, lanes, self.table[:rows], self.block_size)
             for layer, (keys, values) in enumerate(
                 zip(self.layers.key_caches, self.layers.value_caches, strict=True)
             ):

@@ -238,8 +238,14 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             lanes = self._state.lanes
             assert lanes is not None
             async_tensor_h2d(lane_rows, out=lanes.rows[:rows])
-        given = (query_start_loc, self._ours[:rows], self._flags[:rows])
-        self._state.workspace.plan(*given, lanes, self._state.block_size)
+        self._state.workspace.plan(
+            query_start_loc,
+            self._ours[:rows],
+            self._flags[:rows],
+            lanes,
+            self._table[:rows],
+            self._state.block_size,
+        )
 
     def _batch(
         self,

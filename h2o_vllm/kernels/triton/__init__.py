@@ -19,8 +19,9 @@ take for granted, :func:`warm_up` compiles them all. Each step, in this order:
     split_scores        after it, for these                              eager, 1 launch
 
 Where KV heads share slots (:mod:`~h2o_vllm.kernels.triton.lanes` has the tables), ``compact_shared`` stands
-beside compact (5 launches), the plan and what attends and scores take these tables, and several queries of
-such a row are attended by ``attend_shared_prompts`` (per layer, eager, 1 launch).
+beside compact (5 launches), the plan (a second launch, which lists keys) and what attends and scores take
+these tables, and several queries of such a row are attended by ``attend_shared_prompts`` (per layer, eager,
+1 launch).
 
 Nothing here waits for the GPU, and nothing in a graph allocates. Rows whose scores are sums share no block
 that is ranked: that is the design's law (a policy that moves tokens reads no cached blocks but pinned ones),

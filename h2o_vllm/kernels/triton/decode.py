@@ -29,10 +29,10 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
-from h2o_vllm.kernels.triton.finish import add_scores, finish, row_totals, scratch_of
-from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, in_layer, lanes_of, locate_page
+from h2o_vllm.kernels.triton.finish import OF_LAYER, add_scores, finish, row_totals, scratch_of
+from h2o_vllm.kernels.triton.lanes import LaneTables, locate_listed
 from h2o_vllm.kernels.triton.paged import load_keys, locate
-from h2o_vllm.kernels.triton.plan import fits, load_piece
+from h2o_vllm.kernels.triton.plan import fits, load_piece, of_head
 from h2o_vllm.kernels.triton.workspace import SPAN, DecodeWorkspace
 
 __all__ = ["attend_decode"]
@@ -84,22 +84,22 @@ def attend_decode(
     padded = max(16, triton.next_power_of_2(size))
     pieces = block_table.shape[0] + workspace.spare
     per_stage = 2 * workspace.tile * padded * key_cache.element_size()
-    planned, stride_pieces = workspace.pieces, None
+    planned = workspace.pieces
+    shared: tuple[Tensor | int | None, ...] = (None, None, None, None)
     if lanes is not None:
         assert workspace.head_pieces is not None
-        planned, stride_pieces = workspace.head_pieces, workspace.head_pieces.stride(0)
+        planned = workspace.head_pieces
+        shared = (lanes.keys, layer, lanes.keys.stride(0), planned.stride(0))
     handed_over = (
         planned, workspace.part_out, workspace.part_max, workspace.part_sum, workspace.probs,
         workspace.tile_max,
     )  # fmt: skip
     strides = (block_table.stride(0), out.stride(0), out.stride(1), workspace.tile_max.shape[1])
-    shared = (*in_layer(lanes, layer), stride_pieces)
     sizes = {
         "H": heads, "KH": kv_heads, "G": group, "GS": triton.next_power_of_2(group), "D": size,
         "DP": padded, "BS": block_size, "TILE": workspace.tile, "SPAN": SPAN,
         "FIELDS": planned.shape[-1],
     }  # fmt: skip
-    stages = 5 if lanes is None else 7
     _attend[(pieces * kv_heads,)](
         query,
         key_cache,
@@ -126,7 +126,7 @@ def attend_decode(
         num_warps=8 if key_cache.element_size() == 4 else 4,
         # Triton divides stages - 1 between the block ids and the keys and values that they lead to: five give
         # those two buffers each, so that a program loads one tile while it computes another.
-        num_stages=stages if per_stage <= 32 << 10 else 3,
+        num_stages=5 if per_stage <= 32 << 10 else 3,
     )
     # At most two pieces each: if some rows are longer than C, they have less than 2 * total / C pieces.
     finish[(workspace.spare * kv_heads,)](
@@ -135,7 +135,7 @@ def attend_decode(
 
 
 # Not specialised: what a caller's buffers decide, or a new value would compile in the middle of serving.
-@triton.jit(do_not_specialize=["stride_table", "num_tiles", "stride_pieces", *LANES])
+@triton.jit(do_not_specialize=["stride_table", "num_tiles", *OF_LAYER])
 def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functions
     query,
     key_cache,
@@ -167,12 +167,9 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     stride_ot,
     stride_oh,
     num_tiles,
-    lane_rows,
-    lane_offsets,
-    lane_pages,
+    lane_keys,
     layer,
-    num_slots,
-    num_blocks,
+    stride_keys,
     stride_pieces,
     H: tl.constexpr,
     KH: tl.constexpr,
@@ -189,23 +186,21 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     """One piece of one row, one kv head: attention, and the scratch of its keys; scores of a whole row."""
     # Heads of one piece side by side: where they share blocks, they read neighbouring memory at one time.
     # With lanes each head has pieces of its own.
-    SHARED_BY: tl.constexpr = KH if lane_rows is None else 1
-    PARTS_APART: tl.constexpr = H if lane_rows is None else G
+    SHARED_BY: tl.constexpr = KH if lane_keys is None else 1
+    PARTS_APART: tl.constexpr = H if lane_keys is None else G
     item = (tl.program_id(0) // SHARED_BY).to(tl.int64)
     kv_head = (tl.program_id(0) % SHARED_BY).to(tl.int64)
-    if lane_rows is not None:
+    if lane_keys is not None:
         pieces += layer * stride_pieces
-        lane_pages += layer.to(tl.int64) * num_blocks * KH
     words = pieces + item * FIELDS
     row = tl.load(words)
     if row < 0:
         return
     token, start, end, base, first, count, raises, scored_from = load_piece(words, TILE)
-    part_of = (0, 0, 0, 0)
-    if lane_rows is not None:
-        kv_head = tl.load(words + 9).to(tl.int64)
+    pinned = 0
+    if lane_keys is not None:
+        kv_head, pinned, lane_keys = of_head(words, lane_keys, layer, stride_keys)
         base = base.to(tl.int64)
-        part_of = lanes_of(lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH)
 
     heads = tl.arange(0, GP)
     dims = tl.arange(0, DP)
@@ -225,10 +220,10 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     table = block_table + row.to(tl.int64) * stride_table
     keys = key_cache + dims[:, None]
     values = value_cache + dims[None, :]
-    if lane_rows is None:
+    if lane_keys is None:
         keys += kv_head * stride_kh
         values += kv_head * stride_vh
-    own, columns = scratch_of(kv_head, num_tiles, lane_rows, KH, TILE)
+    own, columns = scratch_of(kv_head, num_tiles, lane_keys, KH, TILE)
     my_probs = probs + (own * G + heads)[:, None] * columns + base * TILE + lanes[None, :]
     my_max = tile_max + (own * num_tiles + base) * G + heads
     scored_from = tl.where(fits(base), scored_from, end)
@@ -239,15 +234,13 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     for at in range(start, end, TILE):
         position = at + lanes
         live = position < end
-        if lane_rows is None:
+        if lane_keys is None:
             block, slot = locate(table, position, live, BS)
             at_key = block * stride_kn + slot * stride_ks
             at_value = block * stride_vn + slot * stride_vs
         else:
-            block, lane, slot = locate_page(
-                table, lane_pages, position, live, kv_head, part_of[0], part_of[1], part_of[2], part_of[3],
-                KH, BS,
-            )  # fmt: skip
+            page = locate_listed(table, lane_keys, position, live, kv_head, pinned, KH, BS)
+            block, lane, slot = (page // KH).to(tl.int64), page % KH, position % BS
             at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
             at_value = block * stride_vn + lane * stride_vh + slot * stride_vs
         k = load_keys(keys, at_key, wide, live, "")
@@ -288,8 +281,8 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         tl.debug_barrier()
         highest, weight = row_totals(part_max, part_sum, item, 1, own, PARTS_APART, G, GS, 1)
         add_scores(
-            scores, probs, tile_max, table, lane_rows, lane_pages, part_of, kv_head, start, end, base,
-            scored_from, raises, highest, weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
+            scores, probs, tile_max, table, lane_keys, pinned, kv_head, start, end, base, scored_from, raises,
+            highest, weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
     else:
         tl.store(part_out + part[:, None] * D + dims[None, :], acc, mask=both)

@@ -7,22 +7,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from h2o_vllm.kernels.triton.lanes import LANES, lanes_of, locate_page
+from h2o_vllm.kernels.triton.lanes import locate_listed
 from h2o_vllm.kernels.triton.maxima import raise_scores
 from h2o_vllm.kernels.triton.paged import locate
-from h2o_vllm.kernels.triton.plan import cut_pieces, fits, load_piece
+from h2o_vllm.kernels.triton.plan import cut_pieces, fits, load_piece, of_head
 
-__all__ = ["add_scores", "finish", "row_totals", "scratch_of"]
+__all__ = ["OF_LAYER", "add_scores", "finish", "row_totals", "scratch_of"]
+
+OF_LAYER = ["layer", "stride_keys", "stride_pieces"]
+"""Numbers by which a layer's lists and plan are found, for whose values no kernel is compiled anew."""
 
 
 @triton.jit
-def scratch_of(kv_head, num_tiles, lane_rows, KH: tl.constexpr, TILE: tl.constexpr):
+def scratch_of(kv_head, num_tiles, lane_keys, KH: tl.constexpr, TILE: tl.constexpr):
     """Where a kv head's part of the scratch begins, in heads; and how many keys its q heads lie apart.
 
     With lanes all heads' tiles are numbered together, so that none has a part of its own.
     """
     columns = num_tiles.to(tl.int64) * TILE
-    if lane_rows is not None:
+    if lane_keys is not None:
         kv_head *= 0
         columns *= KH
     return kv_head, columns
@@ -52,24 +55,20 @@ def row_totals(
 
 
 @triton.jit
-def _page_of(
-    table, lane_rows, pages, lanes, position, live, kv_head, KH: tl.constexpr, BS: tl.constexpr
-):
-    """Pages of the positions of one kv head; ``lanes``: what :func:`.lanes_of` says of it."""
-    if lane_rows is None:
+def _page_of(table, lane_keys, pinned, position, live, kv_head, KH: tl.constexpr, BS: tl.constexpr):
+    """Pages of the positions of one kv head, 64 bits."""
+    if lane_keys is None:
         block, _ = locate(table, position, live, BS)
-        lane = kv_head
+        page = block * KH + kv_head
     else:
-        block, lane, _ = locate_page(
-            table, pages, position, live, kv_head, lanes[0], lanes[1], lanes[2], lanes[3], KH, BS
-        )
-    return block * KH + lane
+        page = locate_listed(table, lane_keys, position, live, kv_head, pinned, KH, BS).to(tl.int64)
+    return page
 
 
 @triton.jit
 def add_scores(
-    scores, probs, tile_max, table, lane_rows, pages, lanes, kv_head, start, end, base, scored_from, raises,
-    top, weight, num_tiles,
+    scores, probs, tile_max, table, lane_keys, pinned, kv_head, start, end, base, scored_from, raises, top,
+    weight, num_tiles,
     KH: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -82,11 +81,11 @@ def add_scores(
         heads = tl.arange(0, GS)
         real = heads < G
         offsets = tl.arange(0, SPAN)
-        own, columns = scratch_of(kv_head, num_tiles, lane_rows, KH, TILE)
+        own, columns = scratch_of(kv_head, num_tiles, lane_keys, KH, TILE)
         my_probs = probs + (own * G + heads)[:, None] * columns + base * TILE + offsets[None, :]
         my_max = tile_max + (own * num_tiles + base) * G + heads[:, None]
         first = start + offsets
-        page = _page_of(table, lane_rows, pages, lanes, first, first < end, kv_head, KH, BS)
+        page = _page_of(table, lane_keys, pinned, first, first < end, kv_head, KH, BS)
         for at in range(start, end, SPAN):
             position = at + offsets
             live = position < end
@@ -95,7 +94,7 @@ def add_scores(
             # may be to anywhere, so that the compiler moves no load across it.
             score = tl.load(target, mask=live)
             ahead = position + SPAN
-            page = _page_of(table, lane_rows, pages, lanes, ahead, ahead < end, kv_head, KH, BS)
+            page = _page_of(table, lane_keys, pinned, ahead, ahead < end, kv_head, KH, BS)
             # Not masked by `live`, so that loads are wide: what lies behind the end is not stored.
             prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
             tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
@@ -106,7 +105,7 @@ def add_scores(
                 tl.store(target, score + tl.sum(share, 0), mask=live)
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_tiles", "stride_pieces", *LANES])
+@triton.jit(do_not_specialize=["stride_table", "num_tiles", *OF_LAYER])
 def finish(
     scores,
     block_table,
@@ -121,12 +120,9 @@ def finish(
     stride_ot,
     stride_oh,
     num_tiles,
-    lane_rows,
-    lane_offsets,
-    lane_pages,
+    lane_keys,
     layer,
-    num_slots,
-    num_blocks,
+    stride_keys,
     stride_pieces,
     H: tl.constexpr,
     KH: tl.constexpr,
@@ -142,11 +138,10 @@ def finish(
 ):
     """The scores of the keys of some pieces of rows of several, and their share of the rows' outputs."""
     # With lanes a piece is that of one kv head; else all have the same ones.
-    SHARED_BY: tl.constexpr = KH if lane_rows is None else 1
-    PARTS_APART: tl.constexpr = H if lane_rows is None else G
-    if lane_rows is not None:
+    SHARED_BY: tl.constexpr = KH if lane_keys is None else 1
+    PARTS_APART: tl.constexpr = H if lane_keys is None else G
+    if lane_keys is not None:
         pieces += layer * stride_pieces
-        lane_pages += layer.to(tl.int64) * num_blocks * KH
     kv_head = (tl.program_id(0) % SHARED_BY).to(tl.int64)
     for item in range(
         tl.program_id(0) // SHARED_BY, cut_pieces(pieces), tl.num_programs(0) // SHARED_BY
@@ -154,17 +149,16 @@ def finish(
         words = pieces + item * FIELDS
         row = tl.load(words)
         token, start, end, base, first, count, raises, scored_from = load_piece(words, TILE)
-        lanes = None
-        if lane_rows is not None:
-            kv_head = tl.load(words + 9).to(tl.int64)
+        pinned, listed = 0, lane_keys
+        if lane_keys is not None:
+            kv_head, pinned, listed = of_head(words, lane_keys, layer, stride_keys)
             base = base.to(tl.int64)
-            lanes = lanes_of(lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH)
-        own, _ = scratch_of(kv_head, num_tiles, lane_rows, KH, TILE)
+        own, _ = scratch_of(kv_head, num_tiles, lane_keys, KH, TILE)
         top, weight = row_totals(part_max, part_sum, first, count, own, PARTS_APART, G, GS, PARTS)
         table = block_table + row.to(tl.int64) * stride_table
         add_scores(
-            scores, probs, tile_max, table, lane_rows, lane_pages, lanes, kv_head, start, end, base,
-            scored_from, raises, top, weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
+            scores, probs, tile_max, table, listed, pinned, kv_head, start, end, base, scored_from, raises,
+            top, weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
 
         heads = tl.arange(0, GS)

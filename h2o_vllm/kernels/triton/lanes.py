@@ -11,6 +11,10 @@ KH``, of a table like the pool. What a head's keys are is then::
                                         offsets[head] .. offsets[head + 1]
 
 A row whose heads share nothing has no heavy block here, and the middle part is empty.
+
+Decodes meet every key in every layer. For them it is written out once a step, by :func:`list_keys`: the pages
+of a head's blocks behind the pinned ones, side by side. Looked up in the loop over the keys it would take 1.7
+times the registers, and half as many programs would share a processor.
 """
 
 from __future__ import annotations
@@ -23,10 +27,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["LANES", "LaneTables", "LayerLanes", "in_layer", "lanes_of", "locate_page"]
+__all__ = [
+    "EVERYWHERE",
+    "LANES",
+    "LaneTables",
+    "LayerLanes",
+    "in_layer",
+    "lanes_of",
+    "list_keys",
+    "locate_listed",
+    "locate_page",
+]
 
 LANES = ["layer", "num_slots", "num_blocks"]
-"""Those of :class:`LayerLanes` for whose values no kernel is compiled anew."""
+"""Numbers of :class:`LayerLanes` for whose values no kernel is compiled anew."""
+
+
+EVERYWHERE = tl.constexpr(1 << 30)
+"""In place of a number of pinned blocks: all of a row's are its heads' own."""
 
 
 class LayerLanes(NamedTuple):
@@ -50,12 +68,15 @@ class LaneTables:
         offsets: [L, S, KH + 1], int32: where each head's entries begin and end, by the request's slot.
         rows: [B, 3], int32: of each row of the batch its request's slot, its pinned blocks, which come first
             in its block table, and its heavy ones, which follow them; -1, 0, 0: its heads share nothing.
+        keys: [L, N * KH], int32: the pages of this step's decodes, head by head, in the order of their keys.
+            Blocks behind the pinned ones are one request's, so that there are never more.
     """
 
     owners: Tensor
     pages: Tensor
     offsets: Tensor
     rows: Tensor
+    keys: Tensor
 
     @classmethod
     def empty(
@@ -79,12 +100,14 @@ class LaneTables:
             pages=zeros(num_layers, num_blocks, num_heads),
             offsets=zeros(num_layers, num_slots, num_heads + 1),
             rows=rows,
+            keys=zeros(num_layers, num_blocks * num_heads),
         )
 
     @property
     def nbytes(self) -> int:
         """Device memory held."""
-        return sum(table.nbytes for table in (self.owners, self.pages, self.offsets, self.rows))
+        tables = (self.owners, self.pages, self.offsets, self.rows, self.keys)
+        return sum(table.nbytes for table in tables)
 
     def of_layer(self, layer: int) -> LayerLanes:
         """As the kernels take it. Whole tables: parts of them would be aligned otherwise in each layer."""
@@ -130,3 +153,59 @@ def locate_page(
     page += tl.where(listed, entry % KH, head.to(tl.int32))
     page = tl.where(listed, tl.load(pages + page, mask=listed, other=0), page)
     return (page // KH).to(tl.int64), page % KH, position % BS
+
+
+@triton.jit
+def locate_listed(table, keys, position, live, head, pinned, KH: tl.constexpr, BS: tl.constexpr):
+    """Page of each of the positions among a head's keys, which :func:`list_keys` has listed.
+
+    ``keys``: of the layer, from where the head's list would begin if the ``pinned`` blocks were in it.
+    """
+    index = position // BS
+    own = index < pinned
+    found = tl.load(tl.where(own, table + index, keys + index), mask=live, other=0)
+    return tl.where(own, found * KH + head.to(tl.int32), found)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks", "num_pieces", "stride_table"])
+def list_keys(
+    block_table,
+    pieces,
+    lane_rows,
+    lane_offsets,
+    lane_pages,
+    lane_keys,
+    num_slots,
+    num_blocks,
+    num_pieces,
+    stride_table,
+    KH: tl.constexpr,
+    BS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The pages of one piece of a plan of heads, in one layer; see :data:`.plan.FIELDS`."""
+    layer = tl.program_id(1)
+    words = pieces + (layer.to(tl.int64) * num_pieces + tl.program_id(0)) * FIELDS
+    row = tl.load(words)
+    pinned = tl.load(words + 10)
+    if (row < 0) | (pinned == EVERYWHERE):
+        return
+    head = tl.load(words + 9)
+    of_layer = layer.to(tl.int64) * num_blocks * KH
+    begin = tl.load(words + 11)
+    table = block_table + row.to(tl.int64) * stride_table
+    _pinned, heavy, first_entry, count = lanes_of(
+        lane_rows, lane_offsets, layer, num_slots, row, head, True, KH
+    )
+    first = tl.maximum(tl.load(words + 2) // BS, pinned)
+    end = (tl.load(words + 3) + BS - 1) // BS
+    for at in range(first, end, WIDTH):
+        index = at + tl.arange(0, WIDTH)
+        block, lane, _slot = locate_page(
+            table, lane_pages + of_layer, index * BS, index < end, head, pinned, heavy, first_entry, count,
+            KH, BS,
+        )  # fmt: skip
+        # There is room, as blocks behind the pinned ones are one request's; else nobody is written over.
+        fits = (index < end) & (begin + index < num_blocks * KH)
+        tl.store(lane_keys + of_layer + begin + index, (block * KH + lane).to(tl.int32), mask=fits)

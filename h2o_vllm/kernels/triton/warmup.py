@@ -57,7 +57,7 @@ def warm_up(
     scales = (query_scale, key_scale)
     forms = (None,) if lanes is None else (None, lanes)
     for shared in forms:
-        workspace.plan(starts, nothing, nothing, shared, block_size)
+        workspace.plan(starts, nothing, nothing, shared, table, block_size)
         attend_decode(
             query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale, softcap,
             sinks, shared,

@@ -7,16 +7,18 @@ import torch
 import triton
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.lanes import LaneTables, LayerLanes
-from h2o_vllm.kernels.triton.plan import FIELDS, plan_pieces
+from h2o_vllm.kernels.triton.lanes import LaneTables, LayerLanes, list_keys
+from h2o_vllm.kernels.triton.plan import FIELDS, HEAD_FIELDS, plan_pieces
 from h2o_vllm.kernels.triton.tables import MAXIMA, PINNED
 
 __all__ = ["SPAN", "DecodeWorkspace"]
 
-SPAN = 256
-"""Keys per step of the second launch of :mod:`.decode`; a multiple of the first one's."""
+SPAN = 512
+"""Keys per step of what turns the scratch into scores, which waits for memory once per step; whole tiles."""
 
 _ROWS = 128
+_LISTED = 32
+"""Blocks whose pages a program lists at a time."""
 _MIN_PIECE = 128
 """Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
 _PROGRAMS_PER_PROCESSOR = 4
@@ -43,7 +45,7 @@ class DecodeWorkspace:
     Attributes:
         tile: keys per step of the kernel's loop. spare: pieces beyond one per row.
         pieces: [max_batch + spare, 9], int32, the plan.
-        head_pieces: [L, (max_batch + spare) * KH, 10], int32: the plans of the layers, of heads; ``None``:
+        head_pieces: [L, (max_batch + spare) * KH, 12], int32: the plans of the layers, of heads; ``None``:
             nobody's heads share slots. Scratch and partial results are then numbered by these.
         part_out: [max_batch + spare, H, D], part_max, part_sum: [max_batch + spare, H], float32: what
             the pieces of a row hand over.
@@ -104,7 +106,7 @@ class DecodeWorkspace:
         self.pieces = torch.full((rows, FIELDS), -1, dtype=torch.int32, device=device)
         self.head_pieces: Tensor | None = None
         if sharing_layers:
-            shape = (sharing_layers, rows * num_kv_heads, FIELDS + 1)
+            shape = (sharing_layers, rows * num_kv_heads, HEAD_FIELDS)
             self.head_pieces = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.part_out = empty(rows, num_heads, head_size)
         self.part_max = empty(rows, num_heads)
@@ -126,12 +128,13 @@ class DecodeWorkspace:
         seq_lens: Tensor,
         flags: Tensor | None = None,
         lanes: LaneTables | None = None,
+        block_table: Tensor | None = None,
         block_size: int = 0,
     ) -> None:
         """Cut this step's rows, or with ``lanes`` their heads, into pieces. Once, before its first layer.
 
-        Eager, not in the graph; one launch; no synchronisation. A graph captured with B rows serves plans
-        of at most B rows.
+        Eager, not in the graph; one launch, or with ``lanes`` two; no synchronisation. A graph captured with
+        B rows serves plans of at most B rows.
 
         Args:
             query_start_loc: [B + 1], int32. seq_lens: [B], int32: live lengths of the rows to attend here;
@@ -141,7 +144,8 @@ class DecodeWorkspace:
                 first tokens as it has times :data:`.PINNED`, rounded down to tiles, are attended without
                 scores: any rows may share their blocks.
             lanes: for :func:`.decode.attend_decode` with lanes: whose heads share slots of blocks of
-                ``block_size``, among these rows.
+                ``block_size``, among these rows. Their keys are listed in it.
+            block_table: given with ``lanes``, as the attention is.
 
         Raises:
             ValueError: more rows than the workspace was made for.
@@ -178,3 +182,22 @@ class DecodeWorkspace:
             BS=block_size,
             num_warps=4,
         )
+        if lanes is not None:
+            assert block_table is not None
+            list_keys[(pieces.shape[0], layers)](
+                block_table,
+                pieces,
+                told.rows,
+                told.offsets,
+                told.pages,
+                lanes.keys,
+                told.num_slots,
+                told.num_blocks,
+                pieces.shape[0],
+                block_table.stride(0),
+                KH=heads,
+                BS=block_size,
+                FIELDS=HEAD_FIELDS,
+                WIDTH=_LISTED,
+                num_warps=1,
+            )

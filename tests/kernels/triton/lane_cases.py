@@ -12,10 +12,10 @@ from torch import Tensor
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from tests.kernels.triton.cases import Batch
 
-__all__ = ["heads_apart", "lanes_for", "pages_of", "random_owners"]
+__all__ = ["NOWHERE", "heads_apart", "lanes_for", "pages_of", "random_owners"]
 
 NOWHERE = -(2**30)
-"""Where nobody may look."""
+"""Where nobody may look: no page."""
 
 
 def random_owners(layers: int, blocks: int, heads: int, gen: torch.Generator) -> Tensor:
@@ -37,10 +37,9 @@ def lanes_for(
     """
     blocks, _, heads, _ = batch.key_cache.shape
     gen = torch.Generator().manual_seed(len(heavy))
-    device = batch.query.device
     slots = len(heavy) + 2
-    tables = LaneTables.empty(layers, blocks, heads, slots, len(heavy), device)
-    for table in (tables.pages, tables.offsets):
+    tables = LaneTables.empty(layers, blocks, heads, slots, len(heavy), "cpu")
+    for table in (tables.pages, tables.offsets, tables.keys):
         table.fill_(NOWHERE)
     tables.owners.fill_(-100)
     for row, count in enumerate(heavy):
@@ -53,14 +52,14 @@ def lanes_for(
         owners = random_owners(layers, count, heads, gen)
         if own:
             owners = torch.arange(heads).expand(layers, count, heads)
-        tables.owners[:, mine] = owners.to(device, torch.int8)
+        tables.owners[:, mine] = owners.to(torch.int8)
         for layer in range(layers):
             pages = [pages_of(mine, owners[layer], head) for head in range(heads)]
-            ends = torch.tensor([0, *(len(one) for one in pages)]).cumsum(0)
-            tables.offsets[layer, slot] = ends.to(device)
+            tables.offsets[layer, slot] = torch.tensor([0, *map(len, pages)]).cumsum(0)
             listed = torch.tensor([page for one in pages for page in one], dtype=torch.int32)
-            tables.pages[layer, mine] = listed.view(count, heads).to(device)
-    return tables
+            tables.pages[layer, mine] = listed.view(count, heads)
+    device = batch.query.device
+    return LaneTables(**{name: table.to(device) for name, table in vars(tables).items()})
 
 
 def pages_of(blocks: Sequence[int], owners: Tensor, head: int) -> list[int]:
@@ -88,17 +87,19 @@ def heads_apart(
         The q heads of a KV head, and a batch of that head alone; its scores are ``scores``, [N, KH, BS].
     """
     heads, block_size = batch.key_cache.shape[2], batch.key_cache.shape[1]
-    group = batch.query.shape[1] // heads
+    group, device = batch.query.shape[1] // heads, batch.query.device
     keys, values = by_page(batch.key_cache), by_page(batch.value_cache)
+    owners, rows = lanes.owners[layer].cpu(), lanes.rows.tolist()
+    lengths, given = batch.seq_lens.tolist(), batch.block_table.tolist()
     for head in range(heads):
-        tables, lens = [], batch.seq_lens.clone()
-        for row, length in enumerate(batch.seq_lens.tolist()):
-            blocks = batch.block_table[row, : -(-length // block_size)].tolist()
-            slot, first, heavy = lanes.rows[row].tolist()
+        tables, lens = [], list(lengths)
+        for row, length in enumerate(lengths):
+            blocks = given[row][: -(-length // block_size)]
+            slot, first, heavy = rows[row]
             listed: list[int] = []
             if slot >= 0:
                 shared = blocks[first : first + heavy]
-                listed = pages_of(shared, lanes.owners[layer, shared], head)
+                listed = pages_of(shared, owners[shared], head)
             mine = [block * heads + head for block in blocks]
             tables.append([*mine[:first], *listed, *mine[first + heavy :]])
             if length:
@@ -114,8 +115,8 @@ def heads_apart(
                 key_cache=keys,
                 value_cache=values,
                 scores=scores.view(-1, 1, block_size),
-                block_table=torch.tensor(table, dtype=torch.int32),
-                seq_lens=lens,
+                block_table=torch.tensor(table, dtype=torch.int32, device=device),
+                seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
                 poisoned=batch.poisoned.view(-1, 1, block_size),
                 sinks=None if batch.sinks is None else batch.sinks[queries],
             ),

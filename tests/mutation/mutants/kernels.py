@@ -190,6 +190,12 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
+        "kernels-triton-lists-of-heads-begin-at-pinned-blocks",
+        "begin = tl.sum(listed_before, 0) + tl.cumsum(listed, 0) - listed - pinned",
+        "begin = tl.sum(listed_before, 0) + tl.cumsum(listed, 0) - listed",
+        TRITON,
+    ),
+    Mutant(
         "kernels-cpu-protected-tokens-have-no-lanes-first",
         "std::pair(std::max(0, head.stay - head.lanes * block)",
         "std::pair(std::max(0, 0 * head.stay)",

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels must do where KV heads share slots, for the interpreter's small caches and the GPU's large
+ones: attention and its scores. Evictions: :mod:`.lane_evict_laws`, :mod:`.lane_rescore_laws`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.triton import (
+    DecodeWorkspace,
+    PromptSegments,
+    add_prompt_scores,
+    attend_decode,
+)
+from h2o_vllm.kernels.triton.lanes import EVERYWHERE, LaneTables
+from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
+from tests.kernels.cpu.cases import assert_no_worse
+from tests.kernels.triton.cases import Batch, bits, exact, plain_torch, row_slots, touched
+from tests.kernels.triton.lane_cases import NOWHERE, heads_apart
+
+__all__ = [
+    "check_lane_chunks",
+    "check_lane_decode",
+    "check_lane_lists",
+    "decode_lanes",
+    "lane_segments",
+    "lane_workspace",
+    "plan_lanes",
+]
+
+
+def lane_workspace(
+    batch: Batch, layers: int = 2, spare: int | None = 4, tokens: int | None = None
+) -> DecodeWorkspace:
+    """As the worker makes it; ``spare`` small, so that the interpreter's rows are cut as well."""
+    blocks, block_size, kv_heads, size = batch.key_cache.shape
+    workspace = DecodeWorkspace(
+        len(batch.seq_lens) + 1, blocks * block_size if tokens is None else tokens, batch.query.shape[1],
+        kv_heads, batch.out().dtype, size, batch.query.device, spare, sharing_layers=layers,
+    )  # fmt: skip
+    for scratch in (
+        workspace.part_out,
+        workspace.part_max,
+        workspace.part_sum,
+        workspace.probs,
+        workspace.tile_max,
+    ):
+        scratch.fill_(float("nan"))
+    return workspace
+
+
+def plan_lanes(batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace) -> None:
+    workspace.plan(
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.flags,
+        lanes,
+        batch.block_table,
+        batch.key_cache.shape[1],
+    )
+
+
+def decode_lanes(
+    batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace, layer: int, out: Tensor, scores: Tensor
+) -> None:  # fmt: skip
+    """One layer of what is planned."""
+    attend_decode(
+        batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table, batch.scale,
+        out, workspace, *batch.device_scales, batch.softcap, batch.sinks, lanes, layer,
+    )  # fmt: skip
+
+
+@dataclass
+class _Expected:
+    """What the reference gives, and torch in the cache's dtype; ``scored``: which scores change, or might."""
+
+    out: Tensor
+    scores: Tensor
+    plain_out: Tensor
+    plain_scores: Tensor
+    scored: Tensor
+    lse: Tensor
+
+    @classmethod
+    def nothing(cls, batch: Batch, out: Tensor) -> _Expected:
+        lse = torch.full((batch.query.shape[1], len(batch.query)), float("nan"), device=out.device)
+        scored = torch.zeros_like(batch.poisoned)
+        return cls(out, batch.scores.clone(), batch.out(), batch.scores.clone(), scored, lse)
+
+    def set_scores(self, alone: Batch, queries: slice, scores: Tensor) -> None:
+        """Of one head, which is ``alone``; of plain torch, output and scores."""
+        self.scored |= touched(alone, scores).view_as(self.scored)
+        alone.scores.copy_(scores)
+        plain = dataclasses.replace(alone, scores=self.plain_scores.view_as(scores))
+        self.plain_out[:, queries], plain_scores = plain_torch(plain)
+        plain.scores.copy_(plain_scores)
+
+    def check_scores(self, batch: Batch, scores: Tensor, scored: Tensor, floor: float) -> None:
+        """Those that are not ``scored`` stay as they were."""
+        others = torch.where(scored, batch.scores, scores)
+        assert torch.equal(bits(others), bits(batch.scores))
+        all_scores = (scores, self.scores, self.plain_scores)
+        assert_no_worse(*(torch.where(scored, one, 0.0) for one in all_scores), floor)
+
+    def check_out(self, out: Tensor, tokens: list[int], floor: float) -> None:
+        """Those that are not among ``tokens`` stay as they were."""
+        others = set(range(len(out))).difference(tokens)
+        assert out[sorted(others)].isnan().all()
+        assert_no_worse(out[tokens], self.out[tokens], self.plain_out[tokens], floor)
+
+
+def _expected_decode(batch: Batch, lanes: LaneTables, layer: int) -> _Expected:
+    want = _Expected.nothing(batch, batch.out())
+    for queries, alone in heads_apart(batch, lanes, layer, want.scores):
+        want.out[:, queries], scores = exact(alone)
+        want.set_scores(alone, queries, scores)
+    return want
+
+
+def check_lane_decode(
+    batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace | None = None
+) -> None:
+    """In every layer output and scores equal the reference; all that nobody attends stays as it was."""
+    workspace = workspace or lane_workspace(batch, len(lanes.pages))
+    plan_lanes(batch, lanes, workspace)
+    unscored = _unscored(batch, workspace.tile)
+    starts = batch.query_start_loc.tolist()
+    attended = [
+        starts[row] for row, (length, count) in enumerate(batch.lengths) if length and count == 1
+    ]
+    for layer in range(len(lanes.pages)):
+        out, scores = batch.out(), batch.scores.clone()
+        decode_lanes(batch, lanes, workspace, layer, out, scores)
+        want = _expected_decode(batch, lanes, layer)
+        low = out.dtype != torch.float32
+        want.check_out(out, attended, 1e-3 if low else 4e-6)
+        want.check_scores(batch, scores, want.scored & ~unscored, 5e-4 if low else 2e-6)
+
+
+def _unscored(batch: Batch, tile: int) -> Tensor:
+    """[N, KH, BS], bool: pinned tokens, in whole tiles: every head's own, or all that a row has."""
+    slots = torch.zeros_like(batch.poisoned)
+    pinned = torch.tensor(batch.pinned, dtype=torch.int32, device=slots.device) // tile * tile
+    if batch.pinned:
+        begun = dataclasses.replace(batch, seq_lens=torch.minimum(batch.seq_lens, pinned))
+        for row in range(len(pinned)):
+            slots |= row_slots(begun, row)
+    return slots
+
+
+def check_lane_lists(
+    batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace | None = None
+) -> None:
+    """A plan lists the pages of each head that decodes and shares, in order, side by side; and no others."""
+    workspace = workspace or lane_workspace(batch, len(lanes.pages))
+    lanes.keys.fill_(NOWHERE)
+    plan_lanes(batch, lanes, workspace)
+    assert workspace.head_pieces is not None
+    block_size, heads = batch.key_cache.shape[1:3]
+    pages, offsets, rows = lanes.pages.tolist(), lanes.offsets.tolist(), lanes.rows.tolist()
+    given, plans = batch.block_table.tolist(), workspace.head_pieces.tolist()
+    lengths = {
+        row: length for row, (length, count) in enumerate(batch.lengths) if length and count == 1
+    }
+    for layer, (pieces, listed) in enumerate(zip(plans, lanes.keys.tolist(), strict=True)):
+        places = dict[tuple[int, int], set[tuple[int, int]]]()
+        for piece in pieces:
+            if piece[0] >= 0:
+                places.setdefault((piece[0], piece[9]), set()).add((piece[10], piece[11]))
+        assert places.keys() == {(row, head) for row in lengths for head in range(heads)}
+        want = [NOWHERE] * len(listed)
+        for row, length in lengths.items():
+            slot, pinned, heavy = rows[row]
+            blocks = given[row][pinned : -(-length // block_size)]
+            entries = [page for block in blocks[:heavy] for page in pages[layer][block]]
+            for head in range(heads):
+                first, begin = places[row, head].pop()
+                assert not places[row, head]
+                assert first == (EVERYWHERE.value if slot < 0 else pinned)
+                if slot < 0:
+                    continue
+                begin += pinned
+                begins, ends = offsets[layer][slot][head : head + 2]
+                mine = entries[begins:ends] + [block * heads + head for block in blocks[heavy:]]
+                place = slice(begin, begin + len(mine))
+                assert begin >= 0 and want[place] == [NOWHERE] * len(mine)
+                want[place] = mine
+        assert listed == want
+
+
+def lane_segments(
+    batch: Batch, lanes: LaneTables, rows: list[int], **options: bool
+) -> PromptSegments:
+    """As the metadata builder makes them: for as many keys as one head may have."""
+    block_size, heads = batch.key_cache.shape[1:3]
+    starts, lengths = batch.query_start_loc.tolist(), batch.lengths
+    heavy = [blocks for *_, blocks in lanes.rows.tolist()]
+    most = [lengths[row][0] + max(heavy[row] - 1, 0) * (heads - 1) * block_size for row in rows]
+    return PromptSegments.cut(
+        rows, [starts[row] for row in rows], [starts[row + 1] for row in rows],
+        [lengths[row][0] + 300 for row in rows], most, heads, batch.scores.device, **options,
+    )  # fmt: skip
+
+
+def _expected_chunks(batch: Batch, lanes: LaneTables, layer: int, rows: list[int]) -> _Expected:
+    want = _Expected.nothing(batch, batch.out().double())
+    starts = batch.query_start_loc.tolist()
+    for queries, alone in heads_apart(batch, lanes, layer, want.scores):
+        scores = alone.scores.clone()
+        for row in rows:
+            tokens = slice(starts[row], starts[row + 1])
+            where = reference.live_slots(
+                alone.block_table[row], int(alone.seq_lens[row]), alone.key_cache.shape[1]
+            )
+            prob, out, lse = reference.attend(
+                alone.query[tokens], alone.key_cache, alone.value_cache, where,
+                alone.logit_scale, alone.softcap, alone.sinks,
+            )  # fmt: skip
+            want.out[tokens, queries] = out * batch.scales[2]
+            want.lse[queries, tokens] = lse.flatten(1).T.float()
+            most = row in batch.maxima
+            keep = reference.raise_to_probabilities if most else reference.add_probabilities
+            keep(scores, where, prob)
+        want.set_scores(alone, queries, scores)
+    return want
+
+
+def check_lane_chunks(batch: Batch, lanes: LaneTables) -> None:
+    """In every layer, of rows with several queries, output, log-sum-exp and scores equal the reference."""
+    rows = [row for row, (length, count) in enumerate(batch.lengths) if length and count > 1]
+    starts, device = batch.query_start_loc.tolist(), batch.query.device
+    asked = [token for row in rows for token in range(starts[row], starts[row + 1])]
+    for layer in range(len(lanes.pages)):
+        out, scores = batch.out(), batch.scores.clone()
+        lse = torch.full((batch.query.shape[1], len(batch.query)), float("nan"), device=device)
+        given = (batch.block_table, batch.query_start_loc, batch.seq_lens)
+        attend_shared_prompts(
+            batch.query, batch.key_cache, batch.value_cache, *given, batch.scale, out, lse,
+            max(batch.lengths[row][1] for row in rows),
+            torch.tensor(rows, dtype=torch.int32, device=device), lanes, layer, *batch.device_scales,
+            batch.softcap, batch.sinks,
+        )  # fmt: skip
+        for maxima in (False, True):
+            mine = [row for row in rows if (row in batch.maxima) == maxima]
+            if mine:
+                prompts = lane_segments(batch, lanes, mine, maxima=maxima)
+                if prompts.partial is not None:
+                    prompts.partial.fill_(float("nan"))
+                add_prompt_scores(
+                    batch.query, batch.key_cache, scores, *given, lse, batch.scale, prompts,
+                    *batch.device_scales[:2], batch.softcap, lanes, layer,
+                )  # fmt: skip
+        want = _expected_chunks(batch, lanes, layer, rows)
+        low = out.dtype != torch.float32
+        want.check_out(out, asked, 2e-3 if low else 4e-6)
+        # NaN for others.
+        torch.testing.assert_close(lse, want.lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+        want.check_scores(batch, scores, want.scored, 1e-3 if low else 2e-5)

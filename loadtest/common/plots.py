@@ -127,8 +127,9 @@ def log_ticks(axis: Any, ticks: Sequence[float], label: str, spec: str = "g") ->
 
 
 def caption(row: dict[str, Any], *facts: object) -> str:
-    """A title: ``facts``, then the row's machine, vLLM's version and date."""
-    versions = row.get("versions", {})
-    about = (*facts, row.get("machine"), versions.get("vllm") and f"vLLM {versions['vllm']}",
+    """A title: ``facts``, then the row's GPU, or else its machine, vLLM's version and date."""
+    versions, gpu = row.get("versions", {}), row.get("gpu")
+    device = gpu["name"] if isinstance(gpu, dict) else gpu or row.get("machine")
+    about = (*facts, device, versions.get("vllm") and f"vLLM {versions['vllm']}",
              str(row.get("date", ""))[:10])  # fmt: skip
     return ", ".join(str(fact) for fact in about if fact)

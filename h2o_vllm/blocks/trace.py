@@ -24,14 +24,29 @@ FIELD = "kv_trace"
 class TracedEviction(NamedTuple):
     """What one eviction took from a traced request, as a worker has seen it.
 
-    ``seen`` is the number of tokens computed before it, ``lost`` the positions that went, ``[L, KH, n]``.
-    ``first``: nothing had gone before; a preempted request begins anew.
+    ``seen`` is the number of tokens computed before it. ``first``: nothing had gone before; a preempted
+    request begins anew. ``bits``: :attr:`lost`, eight positions in a byte.
     """
 
     request_id: str
     seen: int
     first: bool
-    lost: NDArray[np.int32]
+    bits: NDArray[np.uint8]
+
+    @classmethod
+    def of(
+        cls, request_id: str, seen: int, *, first: bool, lost: NDArray[np.bool_]
+    ) -> TracedEviction:
+        """``lost``: as the attribute."""
+        return cls(request_id, seen, first, np.packbits(lost, axis=2))
+
+    @property
+    def lost(self) -> NDArray[np.bool_]:
+        """Which of the ``seen`` positions went, in each layer and KV head, ``[L, KH, seen]``.
+
+        Heads that share slots lose different numbers of tokens.
+        """
+        return np.unpackbits(self.bits, axis=2, count=self.seen).view(np.bool_)
 
 
 def check_traceable(tokens: int, *, stops: bool) -> None:
@@ -97,8 +112,7 @@ class _Trace(NamedTuple):
             self.number.fill(0)
             self.evicted_at.clear()
         self.evicted_at.append(eviction.seen)
-        number = np.uint16(len(self.evicted_at))
-        np.put_along_axis(self.number, eviction.lost.astype(np.int64), number, axis=2)
+        self.number[:, :, : eviction.seen][eviction.lost] = len(self.evicted_at)
 
     def report(self, seen: int) -> dict[str, Any]:
         """Plain values: see "What a trace says" in ``h2o_vllm/README.md``."""

@@ -45,7 +45,6 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     recent = given.get("kv_recent", config.recent_of(policy))
     fraction, tokens = _budget(config, given, policy)
     elastic, evict_from = _begin(config, given)
-    heads = _heads(config, given, policy)
     return RequestBudget(
         fraction=fraction,
         tokens=tokens,
@@ -60,8 +59,8 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         elastic=elastic,
         evict_from=evict_from,
         prefill=check_prefill(given.get("kv_prefill_tokens", config.kv_prefill_tokens), policy),
-        trace=_trace(config, given, heads),
-        heads=heads,
+        trace=_trace(config, given),
+        heads=_heads(config, given, policy),
     )
 
 
@@ -150,18 +149,13 @@ def _bounded_server(config: H2OConfig) -> str:
 def _heads(config: H2OConfig, given: Mapping[str, Any], policy: str) -> str:
     if "kv_heads" in given:
         return check_heads(given["kv_heads"], policy, config.kv_heads_equal_because)
-    # A trace wants heads that lose as many tokens, and nobody has asked for others.
-    alike = config.kv_heads is None and bool(given.get("kv_trace"))
-    return "equal" if alike else config.heads_of(policy)
+    return config.heads_of(policy)
 
 
-def _trace(config: H2OConfig, given: Mapping[str, Any], heads: str) -> bool:
+def _trace(config: H2OConfig, given: Mapping[str, Any]) -> bool:
     trace = check_flag("kv_trace", given.get("kv_trace", False))
     if trace and not config.kv_trace:
         accepted = "false on this server (it was started without --kv-trace and --kv-playground)"
-        raise BudgetError("kv_trace", True, accepted)
-    if trace and heads == "shared":
-        accepted = "false where kv_heads is shared (heads that lose different numbers of tokens)"
         raise BudgetError("kv_trace", True, accepted)
     return trace
 

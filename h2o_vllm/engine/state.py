@@ -92,7 +92,7 @@ class WorkerState(ABC):
                 self._adjust_scores(adjusted)
             if self.recorder is not None:
                 for eviction in wave:
-                    self.recorder.record(eviction, self.scores)
+                    self.recorder.record(eviction, self.scores, self._owners(eviction))
             if moving:
                 self._move_tokens(moving)
 
@@ -166,6 +166,10 @@ class WorkerState(ABC):
     @abstractmethod
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         """Let the policies of these adjust the scores that are about to be ranked; no two rank one block."""
+
+    def _owners(self, eviction: Eviction) -> torch.Tensor | None:  # noqa: ARG002 - who traces knows
+        """Whose each lane of the heavy and doomed blocks is, [L, n, KH], where heads share slots."""
+        return None
 
     @abstractmethod
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:

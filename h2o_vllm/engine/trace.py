@@ -2,8 +2,9 @@
 """Which tokens the evictions of traced requests take. Worker process, CPU only.
 
 Positions lie in little pages like a layer's KV, heads of one element wide, and the kernel that moves the KV
-moves them, by the same scores: what a trace says is what the kernel does. Under tensor parallelism the ranks
-tell each other what their heads lost, as only one of them answers the scheduler.
+moves them, by the same scores, and gives lanes to the same heads: what a trace says is what the kernel does.
+Under tensor parallelism the ranks tell each other what their heads lost, as only one of them answers the
+scheduler.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from h2o_vllm.blocks.trace import TracedEviction
 from h2o_vllm.engine.output_notes import noted
 from h2o_vllm.kernels import cpu as kernels
+from h2o_vllm.kernels.lanes import own_lanes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -40,8 +42,8 @@ def traced_evictions(output: ModelRunnerOutput) -> tuple[TracedEviction, ...]:
 class _Ranked:
     """The blocks of one request that evictions have ranked and spared.
 
-    ``positions``: block id -> [L, KH, BS], int32, of the tokens in it. ``begins``: where the first eviction
-    began to rank, which tells it from all others.
+    ``positions``: block id -> [L, KH, BS], int32, of the tokens in it, lane by lane. ``begins``: where the
+    first eviction began to rank, which tells it from all others.
     """
 
     begins: int | None = None
@@ -71,11 +73,15 @@ class TraceRecorder:
         for request_id in request_ids:
             self._ranked.pop(request_id, None)
 
-    def record(self, eviction: Eviction, scores: torch.Tensor) -> None:
+    def record(
+        self, eviction: Eviction, scores: torch.Tensor, owners: torch.Tensor | None = None
+    ) -> None:
         """Note what an eviction is about to take, if its request is traced.
 
         Args:
             scores: by which it ranks, [L, N, KH, BS], float32; read only.
+            owners: whose each lane of its heavy and doomed blocks is, [L, n, KH], int32, where the heads of
+                the request share slots.
         """
         ranked = self._ranked.get(eviction.request_id)
         if ranked is None:
@@ -92,13 +98,16 @@ class TraceRecorder:
             ranked.positions[block] = fresh.expand(layers, heads, block_size)
         heavy, doomed = list(eviction.heavy_blocks), list(eviction.doomed_blocks)
         before = torch.stack([ranked.positions[block] for block in [*heavy, *doomed]], dim=1)
-        after = _compacted(before, scores[:, heavy + doomed], len(heavy))
+        after, now = _compacted(before, scores[:, heavy + doomed], len(heavy), owners)
         for place, block in enumerate(heavy):
             ranked.positions[block] = after[:, place]
         for block in doomed:
             del ranked.positions[block]
-        lost = self._of_all_ranks(_difference(_by_head(before), _by_head(after[:, : len(heavy)])))
-        self._noted.append(TracedEviction(eviction.request_id, eviction.seen, first, lost.numpy()))
+        lost = _held(before, owners, eviction.seen) & ~_held(after, now, eviction.seen)
+        everywhere = self._of_all_ranks(lost).numpy()
+        self._noted.append(
+            TracedEviction.of(eviction.request_id, eviction.seen, first=first, lost=everywhere)
+        )
 
     def attach(self, output: Any) -> Any:
         """``output`` of the step, with what was noted since the last call, if anything."""
@@ -128,37 +137,48 @@ class HeadsOfAllRanks:
         return min(self.ranks, self.kv_heads)
 
     def __call__(self, lost: torch.Tensor) -> torch.Tensor:
-        """[L, KH of this rank, n] -> [L, KH, n], int32."""
+        """[L, KH of this rank, n] -> [L, KH, n], bool."""
         if self.ranks == 1:
             return lost
-        parts = [torch.empty_like(lost) for _ in range(self.ranks)]
-        torch.distributed.all_gather(parts, lost, group=get_tp_group().cpu_group)
-        return torch.cat(parts[:: self.ranks // self.distinct_ranks], dim=1)
+        own = lost.to(torch.uint8)
+        parts = [torch.empty_like(own) for _ in range(self.ranks)]
+        torch.distributed.all_gather(parts, own, group=get_tp_group().cpu_group)
+        return torch.cat(parts[:: self.ranks // self.distinct_ranks], dim=1).bool()
 
 
-def _compacted(positions: torch.Tensor, scores: torch.Tensor, heavy: int) -> torch.Tensor:
-    """Positions in the same blocks after the first ``heavy`` have taken the best tokens.
+def _compacted(
+    positions: torch.Tensor, scores: torch.Tensor, heavy: int, owners: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The first ``heavy`` blocks when they have taken the best tokens, and whose their lanes are then.
 
     Args:
-        positions: [L, n, KH, BS], int32. scores: the same shape, float32.
+        positions: [L, n, KH, BS], int32. scores: the same shape, float32. owners: [L, n, KH], int32, or
+            ``None``: each head's own.
     """
-    count = positions.shape[1]
+    count, block_size = positions.shape[1], positions.shape[3]
     # K is stored [D, BS], V [BS, D], and D is 1: a page is the positions twice.
     pages = torch.cat([positions, positions], dim=-1).view(torch.float32)
     blocks = torch.arange(count, dtype=torch.int32)
-    caches = list(pages.unflatten(-1, (positions.shape[-1], 2)).unbind())
-    kernels.compact(caches, scores.clone(), blocks[:heavy], blocks[heavy:])
-    return pages.view(torch.int32)[..., : positions.shape[-1]]
+    caches = list(pages.unflatten(-1, (block_size, 2)).unbind())
+    moved = (caches, scores.clone(), blocks[:heavy], blocks[heavy:])
+    now = None
+    if owners is None:
+        kernels.compact(*moved)
+    elif heavy:
+        now = kernels.compact_shared(*moved, owners)
+    return pages.view(torch.int32)[:, :heavy, :, :block_size], now
 
 
-def _by_head(positions: torch.Tensor) -> torch.Tensor:
-    """[L, n, KH, BS] -> [L, KH, n * BS], int64."""
-    return positions.transpose(1, 2).flatten(2).long()
+def _held(positions: torch.Tensor, owners: torch.Tensor | None, length: int) -> torch.Tensor:
+    """Which of the first ``length`` positions each layer and head has there, [L, KH, length], bool.
 
-
-def _difference(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """What is in ``before`` and not in ``after``, per layer and head: [L, KH, lost], int32."""
-    layers, heads, _ = before.shape
-    kept = torch.zeros(layers, heads, int(before.max()) + 1, dtype=torch.bool)
-    kept.scatter_(2, after, value=True)
-    return before[~kept.gather(2, before)].view(layers, heads, -1).to(torch.int32)
+    Args:
+        positions, owners: of some blocks, as for :func:`_compacted`.
+    """
+    layers, count, heads, _ = positions.shape
+    if owners is None:
+        owners = own_lanes(layers, count, heads)
+    held = torch.zeros(layers, heads, length, dtype=torch.bool)
+    layer = torch.arange(layers)[:, None, None, None]
+    held[layer, owners[..., None].long(), positions.long()] = True
+    return held

@@ -51,14 +51,15 @@ def held(trace: Mapping[str, Any], time: int | None = None) -> NDArray[np.bool_]
 
 def growth(trace: Mapping[str, Any]) -> list[tuple[int, int]]:
     """(tokens seen, tokens held) wherever the number that is held turns: before and after each eviction."""
-    number = history(trace)[0, 0]
+    number = history(trace)
+    layers, heads, tokens = number.shape
     points, gone = [(0, 0)], 0
     for time, seen in enumerate(trace["evicted_at"], start=1):
         points.append((seen, seen - gone))
-        # As many in every layer and head.
-        gone += int((number == time).sum())
+        # As many in every layer; where heads share slots, on average of its heads.
+        gone += int((number == time).sum()) // (layers * heads)
         points.append((seen, seen - gone))
-    return [*points, (len(number), len(number) - gone)]
+    return [*points, (tokens, tokens - gone)]
 
 
 def draw(trace: Mapping[str, Any], title: str = "") -> Figure:

@@ -14,7 +14,9 @@ from h2o_vllm.errors import BudgetError
 
 
 def eviction(seen: int, lost: list[list[list[int]]], *, first: bool = False) -> TracedEviction:
-    return TracedEviction("a", seen, first, np.array(lost, dtype=np.int32))
+    """``lost``: positions, of each layer and head."""
+    gone = np.array([[np.isin(np.arange(seen), head) for head in layer] for layer in lost])
+    return TracedEviction.of("a", seen, first=first, lost=gone)
 
 
 def traced(*evictions: TracedEviction, seen: int = 8) -> Any:
@@ -38,6 +40,12 @@ def test_each_position_says_with_which_eviction_it_went() -> None:
         "kept": [0, 0, 0, 1, 1, 2, 2, 2],
         "lost": [[[1, 2, 2, 1, 0, 1, 2, 1, 0, 3]], [[2, 1, 1, 1, 2, 1, 1, 1, 0, 4]]],
     }
+
+
+def test_heads_may_lose_different_numbers() -> None:
+    trace = traced(eviction(6, [[[0, 1, 5]], [[3]]], first=True), eviction(8, [[[]], [[0, 2]]]))
+    assert trace["kept"] == [0, 1, 1, 1, 2, 1, 2, 2]
+    assert trace["lost"] == [[[1, 2, 0, 3, 1, 1, 0, 2]], [[2, 1, 0, 1, 2, 1, 1, 1, 0, 4]]]
 
 
 def test_without_evictions_everything_is_held() -> None:

@@ -41,6 +41,7 @@ from tests.engine.conftest import (
 )
 from tests.engine.test_policies import assert_keeps_as, watch
 from tests.engine.test_policies import live_keys as equal_live_keys
+from tests.engine.test_trace import assert_sound, held
 
 pytestmark = pytest.mark.e2e
 
@@ -163,6 +164,37 @@ def test_law04_the_kept_set_equals_that_of_a_plain_model(
     foretelling = policy in ZAP_POLICIES
     weights = Calibration.load(Path(calibrated)).weights if foretelling else None
     assert_kept_as_shared(clean, plain_model, prompt, asked, tokenized, weights)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "zap-caote-snapkv-keydiff"])
+def test_law04_a_trace_says_what_each_head_keeps(
+    clean: Engine,
+    plain_model: torch.nn.Module,
+    text_tokens: list[int],
+    calibrated: str,
+    policy: str,
+) -> None:
+    prompt = text_tokens[300:700]
+    asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_heads": "shared", "kv_recent": 0.25}
+    model = PolicyModel(plain_model, policy, 0.4, 0.25, BLOCK_SIZE, FLOOR, shared=True)
+    if policy in ZAP_POLICIES:
+        model.calibration = Calibration.load(Path(calibrated)).weights
+    tokens, _ = model.generate(prompt, STEPS)
+    (plain,) = clean.generate([prompt], asked, max_tokens=STEPS)
+    (traced,) = clean.generate([prompt], asked | {"kv_trace": True}, max_tokens=STEPS)
+    assert tokens_of(plain) == tokens_of(traced) == tokens
+    trace = report_of(traced)["trace"]
+    assert_sound(trace, report_of(traced))
+    assert len(trace["evicted_at"]) == len(model.ranked) > 1
+    kept = [
+        [held(trace, layer, head) for head in range(trace["kv_heads"])]
+        for layer in range(trace["layers"])
+    ]
+    assert any(len({len(head) for head in heads}) > 1 for heads in kept)
+    assert kept == [
+        [model.kept(layer, head) for head in range(trace["kv_heads"])]
+        for layer in range(trace["layers"])
+    ]
 
 
 DRAWS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 2 else []) for seed in range(8)]
@@ -308,7 +340,7 @@ def test_law08_what_cannot_be_shared_is_an_error_of_the_request(
 ) -> None:
     """Offline; a server answers with a 400."""
     bad = [{"kv_heads": "shared", "kv_policy": policy} for policy in EQUAL_HEADS_POLICIES]
-    bad += [{"kv_heads": "global"}, {"kv_heads": "shared", "kv_trace": True}]
+    bad += [{"kv_heads": "global"}]
     prompts = [text_tokens[:200]] * len(bad)
     asked = [{"kv_budget": 0.3} | one for one in bad]
     for output in clean.generate(prompts, asked, max_tokens=4):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -59,12 +60,11 @@ def test_heads_cannot_share_in_every_engine() -> None:
     assert passed(engine, body(kv_heads="equal"))
 
 
-def test_a_trace_is_of_equal_heads() -> None:
-    server = H2OConfig(kv_trace=True, kv_heads="shared")
-    refusal = refused(server, body(kv_trace=True))
-    assert refusal.param == "kv_trace" and "where kv_heads is shared" in refusal.message
-    assert passed(server, body(kv_trace=True, kv_heads="equal"))
-    assert passed(server, body(kv_trace=True, kv_policy="window"))
+def test_a_trace_changes_nothing_of_what_it_shows() -> None:
+    server = H2OConfig(kv_trace=True, kv_calibration="unread")
+    for asked in ({}, {"kv_heads": "shared"}, {"kv_heads": "equal"}, {"kv_policy": "window"}):
+        plain, traced = (resolve(server, asked | more) for more in ({}, {"kv_trace": True}))
+        assert traced == dataclasses.replace(plain, trace=True)
 
 
 @pytest.mark.parametrize("policy", ZAP_POLICIES)
@@ -82,11 +82,10 @@ def test_foretelling_wants_a_calibration(config: H2OConfig, policy: str) -> None
 
 
 def test_heads_share_where_prompts_are_repeated_unless_somebody_says_otherwise() -> None:
-    server = H2OConfig(kv_trace=True, kv_calibration="unread")
+    server = H2OConfig(kv_calibration="unread")
     for policy in (*REPEAT_POLICIES, *ZAP_POLICIES):
         assert resolve(server, {"kv_policy": policy}).heads == "shared"
         assert resolve(server, {"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
-        assert resolve(server, {"kv_policy": policy, "kv_trace": True}).heads == "equal"
         equal = H2OConfig(kv_heads="equal", kv_calibration="unread")
         assert resolve(equal, {"kv_policy": policy}).heads == "equal"
         alike = H2OConfig(kv_heads_equal_because="of the test", kv_calibration="unread")

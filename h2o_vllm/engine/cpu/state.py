@@ -214,12 +214,16 @@ class CPUState(WorkerState):
                 torch.tensor(blocks, dtype=torch.int32)
                 for blocks in (eviction.heavy_blocks, eviction.doomed_blocks)
             )
-            request_id = eviction.request_id
-            if request_id not in self.sharing:
+            owners = self._owners(eviction)
+            if owners is None:
                 kernels.compact(self.kv_caches, self.scores, heavy, doomed)
                 continue
-            owners = self.lanes.owners(
-                request_id, [*eviction.heavy_blocks, *eviction.doomed_blocks]
-            )
             owners = kernels.compact_shared(self.kv_caches, self.scores, heavy, doomed, owners)
-            self.lanes.keep(request_id, eviction.heavy_blocks, owners)
+            self.lanes.keep(eviction.request_id, eviction.heavy_blocks, owners)
+
+    def _owners(self, eviction: Eviction) -> torch.Tensor | None:
+        """As the base class."""
+        if eviction.request_id not in self.sharing:
+            return None
+        blocks = [*eviction.heavy_blocks, *eviction.doomed_blocks]
+        return self.lanes.owners(eviction.request_id, blocks)

@@ -22,8 +22,8 @@ def trace() -> Any:
     traces = Traces(2, 1)
     traces.follow("a", 12)
     for number, seen in enumerate((6, 8)):
-        lost = np.array([[layer[number]] for layer in LOST], dtype=np.int32)
-        traces.note([TracedEviction("a", seen, number == 0, lost)])
+        lost = np.array([[np.isin(np.arange(seen), layer[number])] for layer in LOST])
+        traces.note([TracedEviction.of("a", seen, first=number == 0, lost=lost)])
     reports: dict[str, dict[str, object]] = {"a": {"tokens_seen": 9}}
     traces.complete(reports)
     return reports["a"]["trace"]

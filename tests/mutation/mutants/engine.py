@@ -52,6 +52,12 @@ MUTANTS = (
         LANES,
     ),
     Mutant(
+        "engine-a-trace-takes-every-lane-for-its-own-heads",
+        "self.recorder.record(eviction, self.scores, self._owners(eviction))",
+        "self.recorder.record(eviction, self.scores)",
+        ("tests/engine/test_trace.py", *LANES),
+    ),
+    Mutant(
         "engine-a-seed-draws-in-the-midst-of-its-prompt",
         "if discarded[row]}",
         "if False}",

@@ -149,6 +149,29 @@ def test_one_layer_and_head_holds_as_many_as_the_report_says(
     assert held == expected and len(held) == report["tokens_held"]
     visit.page.select_option("#layer", "")
     visit.page.select_option("#head", "")
+    of_all = f"each layer and head holds {report['tokens_held']}, its own choice"
+    assert of_all in visit.page.inner_text("#summary")
+
+
+def test_heads_that_share_are_said_to_hold_different_numbers(
+    browser: Any, server: LiveServer
+) -> None:
+    page = Visit(browser, server).ready().page
+    page.evaluate(
+        """async () => (await import("./picture.js")).show({
+            layers: 1, kv_heads: 2, evicted_at: [5], kept: [0, 0, 1, 1, 2, 2],
+            lost: [[[1, 2, 0, 4], [1, 4, 0, 2]]],
+        }, [..."abcdefg"], "c")"""
+    )
+    said = "Of 6 tokens each layer and head holds 3 on average (2 to 4), its own choice: "
+    assert page.inner_text("#summary") == f"{said}2 are held by all, 2 by none."
+    page.select_option("#head", "0")
+    assert "each layer and head holds 4, its own choice" in page.inner_text("#summary")
+    page.select_option("#head", "")
+    # Before the eviction, five tokens were there.
+    page.evaluate("document.querySelector('#time').value = 0")
+    page.locator("#time").dispatch_event("input")
+    assert page.inner_text("#summary").startswith("Of 5 tokens each layer and head holds 5, its")
 
 
 def test_the_slider_goes_back_to_before_the_evictions(visit: Visit, report: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 // The heavy-hitter picture: tokens shaded by who holds them, a heat map, a slider over time.
 
 import { drawHeat } from "./heat.js";
-import { decode, seenAt, shares } from "./trace.js";
+import { counts, decode, seenAt, shares } from "./trace.js";
 
 const element = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en");
@@ -75,14 +75,21 @@ function draw() {
   const alive = held.subarray(0, seen);
   const everywhere = alive.filter((share) => share === 1).length;
   const nowhere = alive.filter((share) => share === 0).length;
-  const mean = alive.reduce((sum, share) => sum + share, 0);
   element("summary").textContent =
-    `Of ${number.format(seen)} tokens each layer and head holds ${number.format(Math.round(mean))}, its own choice: ` +
-    `${number.format(everywhere)} are held by all, ${number.format(nowhere)} by none.`;
+    `Of ${number.format(seen)} tokens each layer and head holds ${howMany(counts(history, time, chosen()))}, its own ` +
+    `choice: ${number.format(everywhere)} are held by all, ${number.format(nowhere)} by none.`;
   drawHeat(element("heat"), history, time, chosen().head);
   element("heat-caption").textContent =
     `Who holds what: ${history.layers} layers from top to bottom, positions from left to right.`;
   describe();
+}
+
+/** Where heads share slots some hold more than others. */
+function howMany(held) {
+  const [least, most] = [Math.min(...held), Math.max(...held)].map((count) => number.format(count));
+  if (least === most) return most;
+  const mean = held.reduce((sum, count) => sum + count, 0) / held.length;
+  return `${number.format(Math.round(mean))} on average (${least} to ${most})`;
 }
 
 /** The class of a token that this share of layers and heads holds. */

@@ -31,20 +31,32 @@ export function seenAt(history, time) {
  * @param chosen { layer, head }, numbers; null is all of them.
  */
 export function shares(history, time, chosen) {
-  const { layers, heads, tokens, number } = history;
+  const { tokens, number } = history;
   const held = new Float32Array(tokens);
-  let pairs = 0;
-  for (let layer = 0; layer < layers; layer++) {
-    if (chosen.layer !== null && chosen.layer !== layer) continue;
-    for (let head = 0; head < heads; head++) {
-      if (chosen.head !== null && chosen.head !== head) continue;
-      pairs++;
-      const start = (layer * heads + head) * tokens;
-      for (let at = 0; at < tokens; at++) {
-        const gone = number[start + at];
-        if (gone === 0 || gone > time) held[at]++;
-      }
-    }
-  }
-  return held.map((count) => count / pairs);
+  const starts = startsOf(history, chosen);
+  for (const start of starts)
+    for (let at = 0; at < tokens; at++) if (isHeld(number[start + at], time)) held[at]++;
+  return held.map((count) => count / starts.length);
+}
+
+/** How many of the tokens seen by then each of the chosen layers and heads holds after eviction `time`. */
+export function counts(history, time, chosen) {
+  const seen = seenAt(history, time);
+  return startsOf(history, chosen).map(
+    (start) => history.number.subarray(start, start + seen).filter((gone) => isHeld(gone, time)).length,
+  );
+}
+
+function isHeld(gone, time) {
+  return gone === 0 || gone > time;
+}
+
+/** Where the numbers of each chosen layer and head begin. */
+function startsOf({ layers, heads, tokens }, chosen) {
+  const starts = [];
+  for (let layer = 0; layer < layers; layer++)
+    for (let head = 0; head < heads; head++)
+      if ((chosen.layer ?? layer) === layer && (chosen.head ?? head) === head)
+        starts.push((layer * heads + head) * tokens);
+  return starts;
 }

@@ -10,195 +10,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 
 from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import (
-    MAXIMA,
-    DecodeWorkspace,
-    LaneTables,
-    PromptSegments,
-    add_prompt_scores,
-    attend_decode,
-)
 from loadtest.common.machine import describe_gpu
 from loadtest.common.results import Row
 from loadtest.common.statistics import percentile
 from loadtest.kernels.compaction import COMPACTIONS, Compaction
 from loadtest.kernels.contract import DeviceBench
+from loadtest.kernels.cuda_case import BLOCK_SIZE, SHAPES, Case, LayerCall
 from loadtest.kernels.lanes import expected, half_shared
 from loadtest.kernels.rescoring import RESCORINGS, Rescoring
 from loadtest.kernels.timing import Call, ratio_row, rounds
 
-__all__ = ["LAYOUTS", "CUDABench", "Case"]
+__all__ = ["CUDABench", "event_seconds", "graph_of"]
 
-SHAPES = {
-    "8B": (32, 8, 128),
-    "8B tp=4": (8, 2, 128),
-    "7B G=7": (28, 4, 128),
-}  # q heads, kv heads, D
 LENGTHS = (512, 2048, 8192, 32768)
 REQUESTS = (1, 8, 64, 256)
 PROMPTS = (2048, 8192, 32768)
 MAX_CACHE = 24 << 30  # bytes; larger configurations are left out
-BLOCK_SIZE = 16
-ROTATED = 512 << 20  # bytes of all layers; ten times an H200's L2 cache
-FA3_GRAPH_SPLITS = 32  # what vLLM's FlashAttention backend uses in full CUDA graphs
-LAYOUTS = ("NHD", "HND")
-"""Of a block: token by token, which is vLLM's default, or KV head by KV head."""
 PEAKS = {"H200": 4.8e12, "H100 80GB HBM3": 3.35e12, "A100-SXM4-80GB": 2.04e12}
 """Bytes per second, by the data sheets."""
-
-LayerCall = Callable[[int], object]
-"""One layer's attention, or scores, by the layer's number."""
-
-
-@dataclass
-class Case:
-    """``requests`` sequences of ``length`` tokens, the last ``queries`` of each as queries.
-
-    ``layout``: of the KV cache, as vLLM's ``VLLM_KV_CACHE_LAYOUT`` names it.
-    """
-
-    shape: str
-    requests: int
-    length: int
-    queries: int = 1
-    layout: str = LAYOUTS[0]
-
-    def __post_init__(self) -> None:
-        self.heads, self.kv_heads, self.size = SHAPES[self.shape]
-        self.scale = self.size**-0.5
-        self.kv_bytes = self.requests * self.length * self.kv_heads * 4 * self.size
-        # Read; sums are written as well, maxima where they rise.
-        self.maxima_bytes = 4 * self.requests * self.length * self.kv_heads
-        self.sum_bytes = 2 * self.maxima_bytes
-        self.layers = max(2, min(32, -(-ROTATED // self.kv_bytes)))
-
-    def build(self) -> None:
-        """Make its tensors."""
-        gen = torch.Generator("cuda").manual_seed(0)
-        per_row = -(-self.length // BLOCK_SIZE)
-        blocks = self.requests * per_row + 1
-        inner = (BLOCK_SIZE, self.kv_heads) if self.layout == "NHD" else (self.kv_heads, BLOCK_SIZE)
-        shape = (self.layers, blocks, *inner, 2 * self.size)
-        kv = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=gen)
-        kv = kv if self.layout == "NHD" else kv.transpose(2, 3)
-        self.keys, self.values = kv.split(self.size, dim=-1)
-        self.scores = torch.zeros(self.layers, blocks, self.kv_heads, BLOCK_SIZE, device="cuda")
-        ids = torch.randperm(blocks - 1, generator=gen, device="cuda") + 1
-        self.table = ids.view(self.requests, per_row).int()
-        self.lens = torch.full((self.requests,), self.length, dtype=torch.int32, device="cuda")
-        self.starts = (
-            torch.arange(self.requests + 1, dtype=torch.int32, device="cuda") * self.queries
-        )
-        tokens = self.requests * self.queries
-        self.query = torch.randn(
-            tokens, self.heads, self.size, generator=gen, device="cuda"
-        ).bfloat16()
-        self.out = torch.empty_like(self.query)
-        self.lse = torch.zeros(self.heads, tokens, device="cuda")
-
-    def flash(self) -> LayerCall:
-        """VLLM's FlashAttention 3, called as its backend does in a full CUDA graph; leaves ``lse``."""
-        from vllm.v1.attention.backends.fa_utils import (
-            flash_attn_varlen_func,
-            get_scheduler_metadata,
-        )
-
-        splits = FA3_GRAPH_SPLITS if self.queries == 1 else 0
-        plan = get_scheduler_metadata(
-            batch_size=self.requests, max_seqlen_q=self.queries, max_seqlen_k=self.length,
-            num_heads_q=self.heads, num_heads_kv=self.kv_heads, headdim=self.size,
-            cache_seqlens=self.lens, qkv_dtype=torch.bfloat16, cu_seqlens_q=self.starts,
-            page_size=BLOCK_SIZE, causal=True, window_size=(-1, -1), num_splits=splits,
-        )  # fmt: skip
-
-        def call(layer: int) -> None:
-            result = flash_attn_varlen_func(
-                q=self.query, k=self.keys[layer], v=self.values[layer], out=self.out,
-                cu_seqlens_q=self.starts, max_seqlen_q=self.queries, seqused_k=self.lens,
-                max_seqlen_k=self.length, softmax_scale=self.scale, causal=True,
-                block_table=self.table, scheduler_metadata=plan, fa_version=3, num_splits=splits,
-                return_softmax_lse=self.queries > 1,
-            )  # fmt: skip
-            if self.queries > 1:
-                self.lse = result[1]
-
-        return call
-
-    def unified(self) -> LayerCall:
-        """VLLM's Triton attention, with the buffers that its backend gives it."""
-        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-
-        segments, threshold = 16, 128 // self.kv_heads
-        shape = (max(threshold, 1), self.heads, segments)
-        parts = torch.empty(*shape, self.size, device="cuda")
-        highest, sums = torch.empty(shape, device="cuda"), torch.empty(shape, device="cuda")
-        return lambda layer: unified_attention(
-            q=self.query, k=self.keys[layer], v=self.values[layer], out=self.out,
-            cu_seqlens_q=self.starts, max_seqlen_q=self.queries, seqused_k=self.lens,
-            max_seqlen_k=self.length, softmax_scale=self.scale, causal=True, window_size=(-1, -1),
-            block_table=self.table, softcap=0, q_descale=None, k_descale=None, v_descale=None,
-            seq_threshold_3D=threshold, num_par_softmax_segments=segments,
-            softmax_segm_output=parts, softmax_segm_max=highest, softmax_segm_expsum=sums,
-        )  # fmt: skip
-
-    def ours(self, *, maxima: bool = False, shared: bool = False) -> LayerCall:
-        """Attention with scores of one token; of prompts the scores alone, after stock's attention.
-
-        Args:
-            shared: whether KV heads share the first half of each row's blocks; of one token.
-        """
-        if self.queries > 1:
-            prompts = PromptSegments.cut(
-                range(self.requests), self.starts[:-1].tolist(), self.starts[1:].tolist(),
-                self.lens.tolist(), self.lens.tolist(), self.kv_heads, "cuda", maxima=maxima,
-            )  # fmt: skip
-            return lambda layer: add_prompt_scores(
-                self.query, self.keys[layer], self.scores[layer], self.table, self.starts,
-                self.lens, self.lse, self.scale, prompts,
-            )  # fmt: skip
-        workspace, lanes = self._workspace(shared=shared)
-        self._plan(workspace, lanes, maxima=maxima)
-        return lambda layer: attend_decode(
-            self.query, self.keys[layer], self.values[layer], self.scores[layer], self.table,
-            self.scale, self.out, workspace, lanes=lanes, layer=layer,
-        )  # fmt: skip
-
-    def planning(self, *, shared: bool = False) -> LayerCall:
-        """What a step plans before its first layer, for all of them."""
-        workspace, lanes = self._workspace(shared=shared)
-        return lambda _: self._plan(workspace, lanes)
-
-    def _workspace(self, *, shared: bool) -> tuple[DecodeWorkspace, LaneTables | None]:
-        blocks = self.keys.shape[1]
-        workspace = DecodeWorkspace(
-            self.requests, blocks * BLOCK_SIZE, self.heads, self.kv_heads, torch.bfloat16, self.size,
-            "cuda", sharing_layers=self.layers if shared else 0,
-        )  # fmt: skip
-        lanes = half_shared(self.table, self.layers, blocks, self.kv_heads) if shared else None
-        return workspace, lanes
-
-    def _plan(
-        self, workspace: DecodeWorkspace, lanes: LaneTables | None, *, maxima: bool = False
-    ) -> None:
-        flags = torch.full_like(self.lens, MAXIMA if maxima else 0)
-        workspace.plan(self.starts, self.lens, flags, lanes, self.table, BLOCK_SIZE)
-
-    def contestants(self) -> dict[str, LayerCall]:
-        """Stock first: others are given as multiples of it.
-
-        ``most`` keeps maxima in place of sums; in ``lanes`` KV heads share slots.
-        """
-        ours = {"ours": self.ours(), "most": self.ours(maxima=True)}
-        if self.queries > 1:
-            return {"fa3": self.flash(), **ours}
-        ours["lanes"] = self.ours(shared=True)
-        return {"fa3": self.flash(), "unified": self.unified(), **ours}
 
 
 class CUDABench(DeviceBench):

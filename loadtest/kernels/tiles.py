@@ -22,7 +22,8 @@ from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu, describe_run
 from loadtest.common.results import RESULTS, append_rows, result_path
 from loadtest.common.statistics import percentile
-from loadtest.kernels.cuda import LAYOUTS, Case, LayerCall, event_seconds, graph_of
+from loadtest.kernels.cuda import event_seconds, graph_of
+from loadtest.kernels.cuda_case import LAYOUTS, Case, LayerCall
 from loadtest.kernels.timing import rounds
 
 __all__ = ["Cut", "main", "way"]

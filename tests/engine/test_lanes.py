@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv_heads`` "shared" on the real engine: laws 4, 5, 8 and 9; blocks come home from each."""
+"""``kv_heads`` "shared" on the real engine: laws 4, 5 and 8; blocks come home from each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from h2o_vllm.config.policies import (
     REPEAT_POLICIES,
     ZAP_POLICIES,
 )
-from h2o_vllm.engine import support
-from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.ladder.prompts import repetition
 from loadtest.quality.reference_policies import PolicyModel, load
@@ -347,32 +344,3 @@ def test_law08_what_cannot_be_shared_is_an_error_of_the_request(
         assert output.outputs[0].finish_reason == "error"
     (good,) = clean.generate(prompts[:1], {"kv_budget": 0.3, "kv_heads": "equal"}, max_tokens=4)
     assert report_of(good)["heads"] == "equal"
-
-
-@pytest.mark.parametrize(
-    ("device", "ranks", "because"),
-    [
-        ("cpu", 1, ""),
-        ("cpu", 2, "tensor parallelism"),
-        ("cuda", 1, ""),
-        ("cuda", 2, "tensor parallelism"),
-    ],
-)
-def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, because: str) -> None:
-    """To its scheduler and its server, and at start-up if sharing is its default."""
-
-    def engine(**options: str) -> Any:
-        return SimpleNamespace(
-            additional_config={"h2o": options},
-            device_config=SimpleNamespace(device_type=device),
-            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        )
-
-    config = support.config_of(engine())
-    assert because in config.kv_heads_equal_because
-    assert bool(config.kv_heads_equal_because) is bool(because)
-    if because:
-        with pytest.raises(ConfigError, match=f"--kv-heads: .*{because}"):
-            support.config_of(engine(kv_heads="shared"))
-    else:
-        assert support.config_of(engine(kv_heads="shared")).kv_heads == "shared"

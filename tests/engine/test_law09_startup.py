@@ -290,3 +290,32 @@ def test_our_scheduler_is_known_by_its_name_and_so_is_what_builds_on_it() -> Non
     assert path == support.SCHEDULER_CLS == plugin.SCHEDULER_CLS
     assert support._is_ours(H2OScheduler) and support._is_ours(Mine)
     assert not any(support._is_ours(base) for base in H2OScheduler.__bases__)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "because"),
+    [
+        ("cpu", 1, ""),
+        ("cpu", 2, "tensor parallelism"),
+        ("cuda", 1, ""),
+        ("cuda", 2, "tensor parallelism"),
+    ],
+)
+def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, because: str) -> None:
+    """To its scheduler and its server, and at start-up if sharing is its default."""
+
+    def engine(**options: str) -> Any:
+        return SimpleNamespace(
+            additional_config={"h2o": options},
+            device_config=SimpleNamespace(device_type=device),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        )
+
+    config = support.config_of(engine())
+    assert because in config.kv_heads_equal_because
+    assert bool(config.kv_heads_equal_because) is bool(because)
+    if because:
+        with pytest.raises(ConfigError, match=f"--kv-heads: .*{because}"):
+            support.config_of(engine(kv_heads="shared"))
+    else:
+        assert support.config_of(engine(kv_heads="shared")).kv_heads == "shared"

@@ -30,19 +30,19 @@ from loadtest.kernels.forms import Shape, compiled, launch_everything, launches
 from loadtest.kernels.resources import ARCHS, SHARED_LIMIT, taken
 
 KERNELS = {
-    "plan_pieces", "_attend", "finish", "_add_prompt_scores", "_add_partial_sums", "_reset", "_select",
+    "plan_pieces", "_attend", "finish", "_add_prompt_scores", "add_partial_sums", "_reset", "_select",
     "_move", "_compact_tables", "_each_block", "_rescore", "order_ranks", "settle_scores", "_prompt_lse",
-    "list_lanes", "share_lanes", "_select_shared", "_move_shared", "_attend_shared_prompts",
+    "list_lanes", "share_lanes", "_select_shared", "_move_shared", "_attend_shared_prompts", "list_keys",
 }  # fmt: skip
 
 STACK = {
-    ("_order", 89): 8, ("_select", 80): 8, ("_select", 89): 8, ("_add_prompt_scores", 120): 16,
+    ("_select", 80): 8, ("_select", 89): 8, ("_add_prompt_scores", 120): 16,
     ("_add_prompt_scores", 80): 8, ("_add_prompt_scores", 89): 8, ("_add_prompt_scores", 100): 48,
-    ("_select_shared", 80): 24, ("_attend", 90): 24, ("_attend_shared_prompts", 90): 16,
+    ("_select_shared", 80): 24, ("_attend_shared_prompts", 90): 16,
 }  # fmt: skip
 """Bytes per thread that forms of a kernel take with Triton 3.7.1, two registers to twelve; all others none.
-On sm_80 and sm_100 it is the form of maxima under a soft cap; no model is known that needs it. On sm_90 they
-are forms for heads that share slots, of 8-bit and float32 caches."""
+On sm_80 and sm_100 it is the form of maxima under a soft cap; no model is known that needs it. On sm_90 it is
+the form for chunks of heads that share slots, of a float32 cache."""
 
 REGISTERS, SHARED, WARPS = 65536, 227 << 10, 64
 """What one processor of Hopper has."""
@@ -100,6 +100,23 @@ def test_programs_of_the_column_sums_share_a_processor(size: int) -> None:
     for launch in sums:
         row = taken(compiled(launch, 90))
         assert row["stack_bytes"] == 0 and programs(row) >= 2, row
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_programs_of_decodes_share_a_processor(size: int) -> None:
+    """Four, as the plan assumes; where heads share slots as many as where they do not."""
+    with launches(run=False) as noted:
+        launch_everything(Shape(4, size, 16, torch.bfloat16))
+    plain = [
+        launch
+        for form, launch in noted.items()
+        if form.kernel == "_attend" and launch.signature["cap"] == "constexpr"
+    ]
+    shares = [launch.signature["lane_keys"] != "constexpr" for launch in plain]
+    assert set(shares) == {False, True}
+    for launch in plain:
+        row = taken(compiled(launch, 90))
+        assert row["stack_bytes"] == 0 and programs(row) >= 4, row
 
 
 def test_maxima_are_settled_by_the_cache() -> None:

@@ -22,6 +22,7 @@ from h2o_vllm.kernels.triton.dot import cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, in_layer, lanes_of, locate_page
 from h2o_vllm.kernels.triton.maxima import raise_scores
 from h2o_vllm.kernels.triton.paged import load_keys, locate
+from h2o_vllm.kernels.triton.partial_sums import SUMMED_KEYS, add_partial_sums
 from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
 
 __all__ = ["COMPUTE", "add_prompt_scores"]
@@ -29,8 +30,6 @@ __all__ = ["COMPUTE", "add_prompt_scores"]
 _LOG2E = 1.4426950408889634
 COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16}
 """What queries are multiplied in; all others in bfloat16, which holds every float8_e4m3fn exactly."""
-_SUMMED_KEYS = 256
-"""Keys of one program of the second launch."""
 
 
 def add_prompt_scores(
@@ -111,8 +110,8 @@ def add_prompt_scores(
             num_stages=stages,
         )
         if sums:
-            grid = (triton.cdiv(prompts.max_keys, _SUMMED_KEYS), kv_heads, end - begin)
-            _add_partial_sums[grid](
+            grid = (triton.cdiv(prompts.max_keys, SUMMED_KEYS), kv_heads, end - begin)
+            add_partial_sums[grid](
                 scores,
                 partial,
                 block_table,
@@ -122,7 +121,7 @@ def add_prompt_scores(
                 *shared,
                 KH=kv_heads,
                 BS=block_size,
-                KEYS=_SUMMED_KEYS,
+                KEYS=SUMMED_KEYS,
                 FIELDS=FIELDS,
                 UNROLLED=8,
                 num_warps=4,
@@ -294,62 +293,3 @@ def _add_prompt_scores(  # noqa: PLR0912, PLR0915 - one kernel; what others do a
         tl.store(score, tl.load(score, mask=live) + column, mask=live)
     else:
         tl.store(target, tl.sum(total, 0))
-
-
-@triton.jit(do_not_specialize=["stride_table", *LANES])
-def _add_partial_sums(
-    scores,
-    partial,
-    block_table,
-    seq_lens,
-    segments,
-    stride_table,
-    lane_rows,
-    lane_offsets,
-    lane_pages,
-    layer,
-    num_slots,
-    num_blocks,
-    KH: tl.constexpr,
-    BS: tl.constexpr,
-    KEYS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    UNROLLED: tl.constexpr,
-):
-    """What the segments behind a row's first have summed: some keys of one kv head, segment by segment."""
-    words = segments + tl.program_id(2) * FIELDS
-    follow = tl.load(words + 5)
-    row = tl.load(words)
-    length = tl.load(seq_lens + row)
-    kv_head = tl.program_id(1).to(tl.int64)
-    if lane_rows is not None:
-        lane_pages += layer.to(tl.int64) * num_blocks * KH
-        pinned, heavy, first, count = lanes_of(
-            lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH
-        )  # fmt: skip
-        length += (count - heavy) * BS
-    first_key = tl.program_id(0) * KEYS
-    if follow == 0 or first_key >= length:
-        return
-    room = tl.load(words + 4)
-    position = first_key + tl.arange(0, KEYS)
-    live = position < length
-    table = block_table + row.to(tl.int64) * stride_table
-    if lane_rows is None:
-        block, slot = locate(table, position, live, BS)
-        lane = kv_head
-    else:
-        block, lane, slot = locate_page(
-            table, lane_pages, position, live, kv_head, pinned, heavy, first, count, KH, BS
-        )  # fmt: skip
-    target = scores + (block * KH + lane) * BS + slot
-    score = tl.load(target, mask=live)
-    columns = partial + tl.load(words + FIELDS + 3) + kv_head * room + position
-    due = tl.where(live, follow, 0)
-    # From segment to segment; 64 bits, so that products with it are.
-    step = room.to(tl.int64) * KH
-    for at in range(0, follow, UNROLLED):
-        # In their order, so that each is added as if it came in a call of its own; loaded together.
-        for ahead in tl.static_range(UNROLLED):
-            score += tl.load(columns + (at + ahead) * step, mask=due > at + ahead, other=0.0)
-    tl.store(target, score, mask=live)

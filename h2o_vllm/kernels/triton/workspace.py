@@ -13,7 +13,7 @@ from h2o_vllm.kernels.triton.tables import MAXIMA, PINNED
 
 __all__ = ["SPAN", "DecodeWorkspace"]
 
-SPAN = 512
+SPAN = 256
 """Keys per step of what turns the scratch into scores, which waits for memory once per step; whole tiles."""
 
 _ROWS = 128

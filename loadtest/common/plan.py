@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +13,14 @@ from loadtest.common.child import Child
 from loadtest.common.machine import describe_run
 from loadtest.common.results import Measured, Row, append_rows, read_rows
 
-__all__ = ["SideBySide", "carry_out"]
+__all__ = ["SideBySide", "carry_out", "missing"]
 
 M = TypeVar("M", bound=Measured)
+
+
+def missing(plan: Iterable[M], rows: Sequence[Row]) -> list[M]:
+    """What of a plan no row has measured."""
+    return [one for one in plan if not any(one.measured_by(row) for row in rows)]
 
 
 def carry_out(
@@ -37,10 +42,10 @@ def carry_out(
         line: what it is asked. shown, said: what is printed before and after.
     """
     rows = read_rows(path)
-    missing = [one for one in plan if not any(one.measured_by(row) for row in rows)]
-    for count, one in enumerate(missing, start=1):
+    lacking = missing(plan, rows)
+    for count, one in enumerate(lacking, start=1):
         engine = engine_of(one)
-        print(f"[{count}/{len(missing)}] {shown(one)}", end="", flush=True)
+        print(f"[{count}/{len(lacking)}] {shown(one)}", end="", flush=True)
         row = describe_run(module) | about | asdict(one) | engine.request(line(one))
         print(f" {said(row)}", flush=True)
         rows.append(row)

@@ -28,7 +28,7 @@ from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from loadtest.common.child import Child
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu
-from loadtest.common.plan import carry_out
+from loadtest.common.plan import carry_out, missing
 from loadtest.common.results import RESULTS, Measured, Row, read_rows, result_path
 from loadtest.engine.models import SHAPES, make_model
 from loadtest.engine.tables import measured_table, ratio_table
@@ -56,13 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(args: argparse.Namespace, path: Path) -> list[Row]:
     """Run what ``path`` lacks, appending to it; returns all rows."""
-    rows = read_rows(path)
     suite = suite_of(args.device, shared=args.side_by_side)
-    plan = planned(suite, args.workloads, args.variants, args.rounds)
-    missing = [one for one in plan if not any(one.measured_by(row) for row in rows)]
-    with Engines(suite, engine_of(args), missing) as engines:
+    plan = missing(planned(suite, args.workloads, args.variants, args.rounds), read_rows(path))
+    with Engines(suite, engine_of(args), plan) as engines:
         return carry_out(
-            missing,
+            plan,
             path,
             "loadtest.engine",
             about_run(args),

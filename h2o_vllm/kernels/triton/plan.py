@@ -87,8 +87,12 @@ def _row_lengths(
     query_start_loc, seq_lens, lane_rows, lane_offsets, num_slots, rows, num_rows,
     KH: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Live lengths of the rows that decode, else 0; and their tokens. With lanes, of heads of rows."""
+    """Live lengths of the rows that decode, else 0; their tokens; their pinned blocks if heads share slots.
+
+    With lanes, of heads of rows.
+    """
     inside = rows < num_rows
+    pinned = tl.full(rows.shape, EVERYWHERE, tl.int32)
     if lane_rows is not None:
         heads = rows % KH
         rows = rows // KH
@@ -98,23 +102,19 @@ def _row_lengths(
     if lane_rows is not None:
         layer = tl.program_id(1)
         decodes = inside & (length > 0)
-        _, heavy, _, count = lanes_of(
+        before, heavy, _, count = lanes_of(
             lane_rows, lane_offsets, layer, num_slots, rows, heads, decodes, KH
         )
         length += (count - heavy) * BS
-    return tl.where(end - token == 1, tl.maximum(length, 0), 0), token
+        pinned = tl.where(heavy > 0, before, pinned)
+    return tl.where(end - token == 1, tl.maximum(length, 0), 0), token, pinned
 
 
 @triton.jit
-def _listed_blocks(length, lane_rows, rows, num_rows, KH: tl.constexpr, BS: tl.constexpr):
-    """Blocks of each head that have to be listed, 0 where heads share nothing; and the row's pinned ones."""
-    pinned = tl.full(rows.shape, EVERYWHERE, tl.int32)
-    if lane_rows is not None:
-        at = lane_rows + rows // KH * 3
-        shares = (rows < num_rows) & (length > 0)
-        shares &= tl.load(at, mask=shares, other=-1) >= 0
-        pinned = tl.load(at + 1, mask=shares, other=EVERYWHERE)
-    return tl.where(pinned < EVERYWHERE, (length + BS - 1) // BS - pinned, 0), pinned
+def _listed_blocks(length, pinned, BS: tl.constexpr):
+    """Blocks of each head that have to be listed, 0 where heads share nothing."""
+    listed = (length > 0) & (pinned < EVERYWHERE)
+    return tl.where(listed, tl.cdiv(length, BS) - pinned, 0)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
     lane = tl.arange(0, ROWS)
     totals = tl.zeros([ROWS], tl.int32)
     for at in range(0, num_rows, ROWS):
-        length, _ = _row_lengths(
+        length, _, _ = _row_lengths(
             query_start_loc, seq_lens, lane_rows, lane_offsets, num_slots, at + lane, num_rows, KH, BS
         )  # fmt: skip
         totals += length
@@ -192,7 +192,7 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
     whole_in_all = tl.zeros([ROWS], tl.int32)
     listed_before = tl.zeros([ROWS], tl.int32)
     for at in range(0, num_rows, ROWS):
-        length, _ = _row_lengths(
+        length, _, pinned = _row_lengths(
             query_start_loc, seq_lens, lane_rows, lane_offsets, num_slots, at + lane, num_rows, KH, BS
         )  # fmt: skip
         parts, _ = _cut(length, target, TILE)
@@ -204,11 +204,10 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
         tiles, _ = _scratch_tiles(length, _flags_of(flags, at + lane, num_rows, KH), TILE, PINNED)
         tiles_before += tl.where(at < mine, tiles, 0)
         if lane_rows is not None:
-            listed, _ = _listed_blocks(length, lane_rows, at + lane, num_rows, KH, BS)
-            listed_before += tl.where(at < mine, listed, 0)
+            listed_before += tl.where(at < mine, _listed_blocks(length, pinned, BS), 0)
 
     row = mine + lane
-    length, token = _row_lengths(
+    length, token, pinned = _row_lengths(
         query_start_loc, seq_lens, lane_rows, lane_offsets, num_slots, row, num_rows, KH, BS
     )  # fmt: skip
     parts, piece = _cut(length, target, TILE)
@@ -222,8 +221,9 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
     base = tl.sum(tiles_before, 0) + tl.cumsum(tiles, 0) - tiles
     base = tl.where(base + tiles <= max_tiles, base - left_out, _NOWHERE)
     count = tl.where((flag & RAISES) != 0, -parts, parts)
-    listed, pinned = _listed_blocks(length, lane_rows, row, num_rows, KH, BS)
-    begin = tl.sum(listed_before, 0) + tl.cumsum(listed, 0) - listed - pinned
+    if lane_rows is not None:
+        listed = _listed_blocks(length, pinned, BS)
+        begin = tl.sum(listed_before, 0) + tl.cumsum(listed, 0) - listed - pinned
     for part in range(tl.max(parts, 0)):
         words = pieces + (first + part) * FIELDS
         real = part < parts

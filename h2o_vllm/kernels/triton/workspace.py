@@ -184,7 +184,8 @@ class DecodeWorkspace:
         )
         if lanes is not None:
             assert block_table is not None
-            list_keys[(pieces.shape[0], layers)](
+            # As many as the attention looks at; what lies behind is nobody's.
+            list_keys[((rows + self.spare) * heads, layers)](
                 block_table,
                 pieces,
                 told.rows,

@@ -19,6 +19,7 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from h2o_vllm.server.playground import is_page
+from h2o_vllm.server.routes import route_path
 
 __all__ = ["OPEN", "Access"]
 
@@ -45,9 +46,8 @@ class Access:
         """Whether a request lacks the key; a preflight of CORS never carries one."""
         if not self.keys or scope["method"] == "OPTIONS":
             return False
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         # Prometheus' application is mounted: /metrics is redirected to /metrics/.
-        if path.removesuffix("/") in OPEN:
+        if route_path(scope).removesuffix("/") in OPEN:
             return False
         headers = Headers(raw=list(scope["headers"]))
         if self._authentication.verify_token(headers):

@@ -36,7 +36,7 @@ from h2o_vllm.server.protection import Guard, asked_protection
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.report import Reports
 from h2o_vllm.server.report_injection import EventCompleter, into_json
-from h2o_vllm.server.routes import Rule, local_path, rule_for
+from h2o_vllm.server.routes import Rule, route_path, rule_for
 from h2o_vllm.server.shutdown_log import ShutdownFilter
 from h2o_vllm.server.system_prefix import SystemPrefixes, vllm_render
 from h2o_vllm.server.trace_limits import TraceSlots
@@ -91,7 +91,7 @@ class KVCacheMiddleware:
             challenge = access.challenge(scope)
             await JSONResponse({"error": "Unauthorized"}, 401, challenge)(scope, receive, send)
             return
-        rule = rule_for(scope["method"], scope["path"], scope.get("root_path", ""))
+        rule = rule_for(scope["method"], route_path(scope))
         if rule is None:
             await self._app(scope, receive, send)
             return
@@ -174,7 +174,7 @@ class _Exchange:
         self._inner_send = send
         self._terms = terms
         self._reports = terms.reports
-        self._path = local_path(scope["path"], scope.get("root_path", ""))
+        self._path = route_path(scope)
         self._admitted = False
         self._reported = False
         self._traced = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's POST routes take the budget fields. API-server process; imports nothing.
+"""Which of vLLM's POST routes take the budget fields. API-server process; imports nothing of vLLM.
 
 A route that generates tokens either honours the fields (``LIFTED``) or refuses them (``REFUSED``);
 only a route that keeps no KV of a generation may ignore them (``UNTOUCHED``). A test holds these
@@ -9,8 +9,10 @@ three sets against the routes of the installed vLLM, so that a new route cannot 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["LIFTED", "MESSAGES", "REFUSED", "UNTOUCHED", "Rule", "local_path", "rule_for"]
+__all__ = ["LIFTED", "MESSAGES", "REFUSED", "UNTOUCHED", "Rule", "route_path", "rule_for"]
 
 
 class Rule(enum.Enum):
@@ -102,16 +104,26 @@ UNTOUCHED = frozenset(
 )
 
 
-def rule_for(method: str, path: str, root_path: str = "") -> Rule | None:
-    """The rule of a request, or ``None`` if it is none of our business."""
+def rule_for(method: str, path: str) -> Rule | None:
+    """The rule of a request, or ``None`` if it takes no budget fields.
+
+    Args:
+        path: of the route, see :func:`route_path`.
+    """
     if method != "POST":
         return None
-    path = local_path(path, root_path)
     if path in LIFTED:
         return Rule.LIFT
     return Rule.REFUSE if path in REFUSED else None
 
 
-def local_path(path: str, root_path: str = "") -> str:
-    """The path as vLLM knows it, behind a proxy too."""
-    return path.removeprefix(root_path)
+def route_path(scope: Mapping[str, Any]) -> str:
+    """The path by which Starlette finds the route of a request, behind a proxy too.
+
+    As ``starlette._utils.get_route_path``: ``--root-path`` is removed as whole path segments or not at all,
+    so ``/`` and ``/x/`` remove nothing. Every comparison with a route's path goes through this function.
+    """
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    rest = path.removeprefix(root)
+    return rest if not rest or rest.startswith("/") else path

@@ -48,7 +48,6 @@ def test_no_route_is_classified_twice() -> None:
 
 def test_rules() -> None:
     assert rule_for("POST", "/v1/completions") is Rule.LIFT
-    assert rule_for("POST", "/proxy/v1/completions", "/proxy") is Rule.LIFT
     assert rule_for("POST", "/v1/messages") is Rule.LIFT
     assert rule_for("POST", "/generative_scoring") is Rule.REFUSE
     assert rule_for("POST", "/tokenize") is None

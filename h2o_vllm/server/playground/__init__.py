@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.server.routes import route_path
 
 __all__ = ["PATH", "attach", "is_page", "with_traces"]
 
@@ -41,5 +42,4 @@ def attach(application: Any) -> None:
 
 def is_page(scope: Mapping[str, Any]) -> bool:
     """Whether a request reads the page, or a file of it."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return scope["method"] in ("GET", "HEAD") and (path + "/").startswith(PATH)
+    return scope["method"] in ("GET", "HEAD") and f"{route_path(scope)}/".startswith(PATH)

@@ -17,8 +17,8 @@ REJECTION_REASONS = ("value", "conflict", "unknown_field", "unsupported")
 """Why a request got a 400 of ours; each exists from the start, so that its rate does too.
 
 ``value``: a wrong type or out of range · ``conflict``: two fields, or two places, contradict each
-other · ``unknown_field``: a misspelt ``kv_`` field · ``unsupported``: the route or another option
-of the request cannot go with a budget.
+other · ``unknown_field``: a misspelt ``kv_`` field · ``unsupported``: the route, the place or another
+option of the request cannot go with a budget.
 """
 
 

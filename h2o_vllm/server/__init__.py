@@ -13,6 +13,7 @@
 ``engine_death``       tells an engine that died from one that was stopped, for the exit code
 ``routes``             which HTTP routes take the budget fields, and which must refuse them
 ``protocol``           the body of a request: parse, check, move the fields to where vLLM reads them
+``misplaced``      a budget field in a place where nothing reads it, wherever in a body
 ``system_part``        the system messages and tools of a request, and bodies that tell their tokens
 ``system_prefix``      the tokens they become, whatever the chat template
 ``before_generate``    a look at every request right before vLLM's engine client gets it

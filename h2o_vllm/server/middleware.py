@@ -225,7 +225,9 @@ class _Exchange:
             RefusalError: it asks for what cannot be.
         """
         terms = self._terms
-        admission = admit(body, self._path, terms.rule, terms.config)
+        admission = admit(
+            body, self._path, terms.rule, terms.config, self._scope.get("query_string", b"")
+        )
         self._reported = admission.reported
         if admission.reported and admission.request is not None:
             asked = admission.asked or {}

@@ -14,10 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.errors import BudgetError
+from h2o_vllm.server.misplaced import misplaced
 from h2o_vllm.server.routes import LIFTED, MESSAGES, Rule
 
 __all__ = ["Admission", "RefusalError", "admit", "error_body"]
@@ -30,6 +33,7 @@ EXCLUSIVE = ({"kv_budget", "kv_budget_tokens"}, {"kv_elastic", "kv_evict_from"})
 VLLM_FIELDS = frozenset({"kv_transfer_params"})
 """Top-level fields of vLLM's own that start with ``kv_``."""
 
+_FLAG = TypeAdapter(bool)
 
 UNREADABLE = (
     "the request body cannot be read: nested too deeply, a number of too many digits, or not UTF-8"
@@ -71,14 +75,18 @@ class Admission:
     asked: Mapping[str, Any] | None = None
 
 
-def admit(body: bytes, path: str, rule: Rule, config: H2OConfig) -> Admission:
+def admit(body: bytes, path: str, rule: Rule, config: H2OConfig, query: bytes = b"") -> Admission:
     """Check the budget fields of a body and move them to where vLLM reads them.
 
     A body that is no JSON object passes untouched: vLLM has its own answer to it. Not so one on which
     Python's parser gives up, which is a 500 of ``/invocations`` (0.32).
 
+    Args:
+        query: the query string of the URL: no field is read from there.
+
     Raises:
-        RefusalError: a field is out of range, contradicts another, is unknown or not supported.
+        RefusalError: a field is out of range, contradicts another, is unknown, not supported or in a place
+            where it has no effect.
     """
     try:
         request = _parse(body)
@@ -89,10 +97,11 @@ def admit(body: bytes, path: str, rule: Rule, config: H2OConfig) -> Admission:
     if rule is Rule.REFUSE:
         _refuse_fields(body, request, path)
         return Admission(body, reported=False)
+    _refuse_misplaced(request or {}, query)
     if request is None:
         return Admission(body, reported=True)
     moved = _lift(request, config)
-    beams = request.get("use_beam_search") not in (None, False, 0)
+    beams = _is_true(request.get("use_beam_search"))
     if beams and moved.asked:
         field = next(iter(moved.asked))
         raise RefusalError(f"{field} cannot be combined with use_beam_search", field, "unsupported")
@@ -117,6 +126,14 @@ def error_body(refusal: RefusalError, path: str = "") -> bytes:
 class _Moved:
     asked: Mapping[str, Any]
     changed: bool
+
+
+def _is_true(value: Any) -> bool:
+    """Whether vLLM, whose models are pydantic's, reads ``value`` as true; what is no flag it refuses."""
+    try:
+        return _FLAG.validate_python(value)
+    except ValidationError:
+        return False
 
 
 def _parse(body: bytes) -> dict[str, Any] | None:
@@ -217,6 +234,18 @@ def _refuse_unknown(place: Mapping[str, Any], known: frozenset[str]) -> None:
         )
 
 
+def _refuse_misplaced(request: Mapping[str, Any], query: bytes) -> None:
+    found = misplaced(request, XARGS, query)
+    if found is not None:
+        field, where = found
+        raise RefusalError(
+            f"{field} has no effect inside of {_shown(where)}: it belongs at the top level of the body or "
+            f"inside {XARGS} (an OpenAI client's argument extra_body puts it at the top level)",
+            field,
+            "unsupported",
+        )
+
+
 def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> None:
     """Refuse any budget field, wherever this route could take it to the engine from."""
     for field in _fields_of(body, request):
@@ -237,3 +266,5 @@ def _fields_of(body: bytes, request: dict[str, Any] | None) -> Iterator[str]:
     for place in (request, request.get(XARGS), sampling, extra):
         if isinstance(place, dict):
             yield from (k for k in place if _is_ours(k) and k not in VLLM_FIELDS)
+    if (found := misplaced(request)) is not None:
+        yield found[0]

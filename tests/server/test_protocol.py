@@ -169,7 +169,24 @@ def test_beam_search_passes_without_a_report(config: H2OConfig) -> None:
     admission = admit(request, PATH, Rule.LIFT, config)
     assert (admission.body, admission.reported) == (request, False)
     assert admit(body(), PATH, Rule.LIFT, config).reported
-    assert passed(config, body(use_beam_search=False, kv_budget=0.2))
+
+
+@pytest.mark.parametrize(
+    "value", [True, False, None, 1, 0, 1.0, 2, [], *["true", "False", "no", "0", "on", "?", "T"]]
+)
+def test_beam_search_is_on_where_vllm_reads_it_so(config: H2OConfig, value: Any) -> None:
+    from pydantic import ValidationError
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    try:
+        beams = CompletionRequest(prompt="p", use_beam_search=value).use_beam_search
+    except ValidationError:
+        beams = False
+    request = body(use_beam_search=value, kv_budget=0.2)
+    if beams:
+        assert refused(config, request).reason == "unsupported"
+    else:
+        assert passed(config, request)["vllm_xargs"] == {"kv_budget": 0.2}
 
 
 @pytest.mark.parametrize(

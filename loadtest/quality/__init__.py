@@ -12,8 +12,6 @@
     figures              rows to numbers with intervals
     tables, plot         numbers to Markdown and PNG
 
-Beside it, without an engine: ``reference_h2o`` and ``reference_policies``, plain torch written from the
-papers, which the engine is tested against; ``cadence`` and ``foresight`` measure with the former
-(``reference_run``, ``*_report``); the room ``ladder`` compares what might be built. ``trace`` draws what one
-answer of a server kept.
+Beside it, without an engine: ``cadence`` and ``foresight`` (``reference_run``, ``*_report``); the room
+ladder compares what might be built. ``trace`` draws what one answer of a server kept.
 """

@@ -3,7 +3,7 @@
 
     python -m loadtest.quality.cadence [--texts 8] [--budgets 0.1 0.2 0.5] [--out FILE.jsonl]
 
-No engine: both cadences run in ``loadtest.quality.reference_h2o``, the plain-torch H2O that the engine's kept
+No engine: both cadences run in ``tests.reference.h2o``, the plain-torch H2O that the engine's kept
 sets are tested to equal, in float32 with the embedded model. Every cadence reads the same prompts with full
 attention once, is then fed the same real continuations, and is scored on each token's negative
 log-likelihood (NLL). Of two cadences that differ in their recent window as well, a third one tells
@@ -77,7 +77,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, texts: range, budgets: list[float]) -> Iterator[list[Row]]:
     """The rows of one batch of texts, budget by budget."""
-    from loadtest.quality.reference_h2o import Reference
+    from tests.reference.h2o import Reference
 
     settings = {"recent": args.recent, "prompt_tokens": args.prompt_tokens, "tokens": args.tokens}
     description = describe_run("loadtest.quality.cadence") | settings

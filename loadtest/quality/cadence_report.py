@@ -85,7 +85,7 @@ def _notes(rows: list[Row]) -> list[str]:
         "* Kept sets are compared after the last forced token, per layer and KV head. A Jaccard of 1 "
         'is out of reach where more tokens are held than the budget; "paper\'s set kept" is not bounded '
         'by that. "Heavy hitters" are its tokens that are older than our recent window.',
-        "* Both cadences run in `loadtest/quality/reference_h2o.py`, in float32; no engine takes part. "
+        "* Both cadences run in `tests/reference/h2o.py`, in float32; no engine takes part. "
         "No floor (`--kv-min-tokens`), half of each budget recent.",
         f"* Loss by text, at the paper's cadence and budget {least:g}: {by_text} %. Where a text repeats "
         "itself word for word, as Python's documentation does in places, full KV copies, and eviction "

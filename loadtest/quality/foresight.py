@@ -9,7 +9,7 @@ an H2O whose scores are the attention that every key will get from all later que
 with full KV. No policy can know that. What it still loses is the price of holding so few tokens; what lies
 between it and H2O is the price of not knowing.
 
-No engine: ``loadtest.quality.reference_h2o``, in float32; the engine's kept sets are tested to equal its.
+No engine: ``tests.reference.h2o``, in float32; the engine's kept sets are tested to equal its.
 Writes one JSONL row per text, budget and ranking, a table and a PNG beside it. Run again with the same
 ``--out``, it goes on where it was stopped.
 """
@@ -110,7 +110,7 @@ def measure(
     missing: list[tuple[float, Ranking]],
 ) -> Iterator[Row]:
     """The rows of one text."""
-    from loadtest.quality.reference_h2o import Foresight
+    from tests.reference.h2o import Foresight
 
     description = describe_run("loadtest.quality.foresight")
     show_progress(f"{name}: full KV")

@@ -43,7 +43,7 @@ def report(rows: list[Row], picture: str) -> str:
             "* `h2o` ranks by the attention that a key has had; the others by what it will get until the end "
             "of the text, measured with full KV. No policy can know that: between the two lies what not "
             "knowing costs, and what is left is what holding so few tokens costs.",
-            "* In `loadtest/quality/reference_h2o.py`, float32, blocks of 32; half of each budget recent "
+            "* In `tests/reference/h2o.py`, float32, blocks of 32; half of each budget recent "
             "unless said otherwise.",
             *provenance(rows),
         ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A text's attention under full KV, and what H2O keeps of it token by token.
 
-Scores are those of ``loadtest.quality.reference_h2o``: attention probabilities, summed over queries and over
+Scores are those of ``tests.reference.h2o``: attention probabilities, summed over queries and over
 the G query heads of a KV head. The paper has one head; everything here is per layer and KV head.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from loadtest.quality.reference_h2o import Reference
+from tests.reference.h2o import Reference
 
 __all__ = ["Attention", "Eviction", "Plan", "Watched"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.cpu.batch import key_value_views
-from loadtest.quality.reference_h2o import LayerCache, Reference
 from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine
+from tests.reference.h2o import LayerCache, Reference
 
 __all__ = ["STEPS", "Case", "assert_as_expected", "expect"]
 

@@ -24,7 +24,6 @@ from h2o_vllm.config.policies import (
 )
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from loadtest.quality.ladder.prompts import repetition
-from loadtest.quality.reference_policies import PolicyModel, load
 from tests.engine.conftest import (
     BLOCK_SIZE,
     FLOOR,
@@ -34,6 +33,7 @@ from tests.engine.conftest import (
     report_of,
     tokens_of,
 )
+from tests.reference.policies import PolicyModel, load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

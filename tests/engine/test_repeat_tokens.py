@@ -11,9 +11,9 @@ import torch
 from transformers import AutoTokenizer
 
 from h2o_vllm.blocks import repetition
-from loadtest.quality.reference_policies import PolicyModel, load
 from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine, kept_of, report_of, tokens_of
 from tests.engine.test_policies import assert_kept_as_by
+from tests.reference.policies import PolicyModel, load
 
 pytestmark = pytest.mark.e2e
 

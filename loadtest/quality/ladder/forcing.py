@@ -2,7 +2,7 @@
 """Rows that evict while they read on, each by its own rung: the engine's cadence, without its blocks.
 
 Whole blocks of tokens go, before the token that would exceed the budget by a block, and the recent window
-begins at the nearest block. Scores go on as the engine's policies say (``reference_scores.py``): a token's
+begins at the nearest block. Scores go on as the engine's policies say (``reference/scores.py``): a token's
 score at its first ranking, and the attention it gets after that. ``repeat`` takes the largest attention that
 a later query gives, too; ``zap`` stays what it was. Presses of kvpress cut the prompt once, and what follows
 stays, as kvpress has it.

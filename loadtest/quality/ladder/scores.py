@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each score thinks of a prompt's tokens: formulas over what reading noted. High is kept.
 
-The first group is ours, by the formulas of ``reference_scores.py``; they rank the tokens before the
+The first group is ours, by the formulas of ``tests/reference/scores.py``; they rank the tokens before the
 recent ones. The second is kvpress', by the formulas of ``kvpress/presses`` at 0.5.4, with its settings; they
 rank all tokens.
 """

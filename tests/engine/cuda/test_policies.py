@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every policy through scheduler, worker, builder and attention, without a GPU.
 
-Every attention output is compared with ``loadtest.quality.reference_policies``: a token kept or scored
+Every attention output is compared with ``tests.reference.policies``: a token kept or scored
 otherwise shows in all later ones.
 """
 
@@ -16,9 +16,9 @@ import torch
 from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES, ZAP_POLICIES
 from h2o_vllm.engine.cuda.rescoring import _HOW
 from h2o_vllm.policy import get_policy
-from loadtest.quality.reference_policies import PolicyModel
 from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
 from tests.engine.scheduling import Rig
+from tests.reference.policies import PolicyModel
 
 FLOOR = 32
 MOVING = [

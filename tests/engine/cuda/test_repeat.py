@@ -20,10 +20,10 @@ import torch
 from h2o_vllm.blocks import repetition
 from h2o_vllm.engine import repetitions
 from h2o_vllm.engine.cuda.variants import Variant
-from loadtest.quality.reference_policies import PolicyModel
 from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
 from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
 from tests.engine.scheduling import Rig
+from tests.reference.policies import PolicyModel
 
 REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "most": (140, 30, {"kv_policy": "repeat", "kv_budget": 0.4, "kv_recent": 0.1}),

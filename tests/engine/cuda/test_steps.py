@@ -2,7 +2,7 @@
 """Many steps of many requests through scheduler, worker, builder and attention, without a GPU.
 
 The kept tokens, their scores and every attention output are compared with an independent H2O
-(``loadtest/quality/reference_h2o.py``), which never pages, moves, batches or replays anything.
+(``tests/reference/h2o.py``), which never pages, moves, batches or replays anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 
 from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.variants import Variant
-from loadtest.quality.reference_h2o import Reference
 from tests.engine.cuda.fake_gpu import (
     HEADS,
     KV_HEADS,
@@ -28,6 +27,7 @@ from tests.engine.cuda.fake_gpu import (
     qkv,
 )  # fmt: skip
 from tests.engine.scheduling import Rig
+from tests.reference.h2o import Reference
 
 FLOOR = 32
 

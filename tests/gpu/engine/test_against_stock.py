@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from loadtest.quality.reference_h2o import Reference
 from tests.engine.conftest import INSIDE, run_engine
 from tests.gpu.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, MODES, REHEARSED
+from tests.reference.h2o import Reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
 

@@ -17,7 +17,7 @@ from loadtest.quality.ladder.likelihood import force
 from loadtest.quality.ladder.model import LadderModel
 from loadtest.quality.ladder.reading import Prompt, Reading, read_prompt, repeat_prompt
 from loadtest.quality.ladder.scores import scores_of
-from loadtest.quality.reference_policies import PolicyModel, load
+from tests.reference.policies import PolicyModel, load
 
 OURS = (
     *("h2o", "h2o-norm", "caote", "snapkv", "tova", "keydiff"),

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadtest.quality.reference_h2o import Reference
 from loadtest.theory.watched import Plan, Watched
 from tests.families.random_models import VOCABULARY
+from tests.reference.h2o import Reference
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -7,8 +7,7 @@ layer and KV head says which of them still exist. Imports nothing of h2o_vllm.
 Paper: Zhang et al., "H2O: Heavy-Hitter Oracle", NeurIPS 2023, arXiv 2306.14048, Algorithm 1. There
 one token goes for each that comes: ``block=1``. Our cadence: eviction happens in units of
 ``block`` tokens, before the token that would exceed the budget by a unit is computed, and the
-recent window begins at the nearest block. Both can be had here, so that ``loadtest.quality.cadence`` can
-measure what lies between them.
+recent window begins at the nearest block. Both can be had here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Every policy that keeps single tokens, in plain torch, from the whole attention matrix.
 
 Written to be compared with the engine: nothing is paged, moved, accumulated or rescored. Each query's
-probabilities are kept as a row, and a policy is one formula over them (``reference_scores.py``). Imports
+probabilities are kept as a row, and a policy is one formula over them (``scores.py``). Imports
 nothing of h2o_vllm. The cadence is the engine's: whole blocks of tokens go, before the token that would
 exceed the budget by a block is computed, and the recent window begins at the nearest full block.
 """
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from loadtest.quality.reference_layer import Layer, note_margins
-from loadtest.quality.reference_scores import ReferenceScores
+from tests.reference.layer import Layer, note_margins
+from tests.reference.scores import ReferenceScores
 
 
 @dataclass
@@ -28,7 +28,7 @@ class PolicyModel:
 
     Args:
         model: a transformers model whose attention is :meth:`attend`; see :func:`load`.
-        policy: value of ``kv_policy``. fraction, recent, block, floor: as in ``reference_h2o.py``.
+        policy: value of ``kv_policy``. fraction, recent, block, floor: as in ``h2o.py``.
         sinks: first tokens that stay. protected: first tokens beside the budget, rounded up to blocks.
         delay: generated tokens before the first eviction.
         shared: whether the heads of a layer share what they keep beside the newest tokens, in whole blocks.

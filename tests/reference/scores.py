@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize, pad
 
-from loadtest.quality.reference_layer import Layer
+from tests.reference.layer import Layer
 
 __all__ = ["ReferenceScores"]
 

@@ -4,14 +4,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from loadtest.quality.reference_h2o import Foresight, Reference
-from tests.families.random_models import VOCABULARY
+from tests.families.random_models import VOCABULARY, one_thread, save_random_model
+from tests.reference.h2o import Foresight, Reference
 
 pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama whose query heads share KV heads."""
+    where: Path = tmp_path_factory.mktemp("llama")
+    save_random_model("llama-gqa4", str(where))
+    return str(where)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,9 @@ class _Failures:
         if report.failed and terminal is not None:
             crash = getattr(report.longrepr, "reprcrash", None)
             why = str(report.longrepr if crash is None else crash.message).strip()
-            terminal.write(f"\n{report.when} of {report.nodeid}: {why.splitlines()[0][:300]}\n")
+            # What is compared comes first, what an engine said last.
+            shown = why if len(why) < 2400 else f"{why[:800]}\n...\n{why[-1600:]}"
+            terminal.write(f"\n{report.when} of {report.nodeid}: {shown}\n")
 
 
 @pytest.fixture(autouse=True)

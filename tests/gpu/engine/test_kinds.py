@@ -23,24 +23,37 @@ SIZES: dict[str, dict[str, Any]] = {
 LENGTHS = (90, 300, 650)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_soft_caps_and_sinks_beside_windows(tmp_path: Path, name: str) -> None:
-    """Requests without a budget say what stock vLLM says, the others lose blocks."""
+@pytest.fixture(params=["bfloat16"] if REHEARSED else ["float32", "bfloat16"])
+def job(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> dict[str, Any]:
+    """In float32 sinks and caps go through vLLM's Triton kernels; in bf16 through FlashAttention."""
     save_random_model(name, str(tmp_path), **SIZES[name])
-    options = {**ENGINE, **MODES["default"], "skip_tokenizer_init": True}
+    # vLLM compiles its Triton kernels, and that of experts, for each new number of tokens, stock or not.
+    strict = request.param == "bfloat16" and name != "gpt-oss"
+    options = {
+        **ENGINE, **MODES["default"], "skip_tokenizer_init": True, "dtype": request.param,
+        "jit_monitor_mode": "error" if strict else "warn",
+    }  # fmt: skip
     prompts = [random_prompt(length) for length in LENGTHS]
-    # In float32 sinks and caps go through vLLM's Triton kernels; in bf16 through FlashAttention.
-    for dtype in ["bfloat16"] if REHEARSED else ["float32", "bfloat16"]:
-        # vLLM compiles these, and its kernel of experts, for each new number of tokens, stock or not.
-        strict = dtype == "bfloat16" and name != "gpt-oss"
-        options |= {"dtype": dtype, "jit_monitor_mode": "error" if strict else "warn"}
-        job: dict[str, Any] = {"engine": options, "max_tokens": 60, "environment": INSIDE}
-        stock = run_engine(str(tmp_path), prompts, **job)
-        asked = [None, {"kv_budget": 1.0}, {"kv_budget": 0.2}]
-        h2o = {"kv_min_tokens": FLOOR}
-        ours = run_engine(str(tmp_path), prompts, h2o=h2o, asked=asked, **job)
-        assert [one["tokens"] for one in ours[:2]] == [one["tokens"] for one in stock[:2]]
-        assert [bool(one["report"]["blocks_freed"]) for one in ours] == [False, False, True]
+    return {
+        "model": str(tmp_path), "prompts": prompts, "engine": options, "max_tokens": 60,
+        "environment": INSIDE,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_law1_of_soft_caps_and_sinks_beside_windows(job: dict[str, Any]) -> None:
+    """Beside others that evict, batches would round otherwise."""
+    stock = run_engine(**job)
+    ours = run_engine(**job, h2o={"kv_min_tokens": FLOOR}, asked=[None, {"kv_budget": 1.0}, None])
+    assert [one["tokens"] for one in ours] == [one["tokens"] for one in stock]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_soft_caps_and_sinks_evict_beside_windows(job: dict[str, Any]) -> None:
+    asked = [None, {"kv_budget": 1.0}, {"kv_budget": 0.2}]
+    ours = run_engine(**job, h2o={"kv_min_tokens": FLOOR}, asked=asked)
+    assert [len(one["tokens"]) for one in ours] == [60] * 3
+    assert [bool(one["report"]["blocks_freed"]) for one in ours] == [False, False, True]
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
+from h2o_vllm.blocks.budget import budget_tokens, protected_tokens
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.policy import budget_tokens, protected_tokens
 
 __all__ = ["budget_values", "report_from_values", "request_report"]
 

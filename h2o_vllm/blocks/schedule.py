@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from h2o_vllm.blocks.budget import blocks_freed, budget_tokens, next_eviction, recent_from
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError
-from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_from
 
 __all__ = ["EvictionSchedule", "default_blocks"]
 

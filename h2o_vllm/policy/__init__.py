@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WHAT to keep: budget arithmetic and policies. Plain Python and torch, no vLLM."""
+"""WHAT to keep: the policies. Plain Python and torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from h2o_vllm.policy.best_rank import (
     ZapCAOTESnapKVKeyDiffPolicy,
     ZapKeyDiffPolicy,
     ZapSnapKVKeyDiffPolicy,
-)
-from h2o_vllm.policy.budget import (
-    blocks_freed,
-    budget_tokens,
-    next_eviction,
-    protected_tokens,
-    recent_from,
-    recent_tokens,
 )
 from h2o_vllm.policy.candidates import Candidates
 from h2o_vllm.policy.caote import CAOTEPolicy
@@ -36,13 +28,7 @@ __all__ = [
     "BlockSplit",
     "Candidates",
     "Policy",
-    "blocks_freed",
-    "budget_tokens",
     "get_policy",
-    "next_eviction",
-    "protected_tokens",
-    "recent_from",
-    "recent_tokens",
 ]
 
 _POLICIES: dict[str, Policy] = {

@@ -38,6 +38,7 @@ class Candidates:
             with padding, of which everything is 0. ``None``: each has all C.
         foretold: computes the attention that each fresh token is expected to get, [L, KH, C - known],
             float32, above 0. ``None`` in an engine without a calibration.
+        first_kv_head: number of the first of these heads in the model; tensor-parallel ranks draw as one.
     """
 
     scores: Tensor
@@ -50,6 +51,7 @@ class Candidates:
     counts: Tensor | None = None
     foretold: Callable[[], Tensor] | None = None
     in_prompt: bool = False
+    first_kv_head: int = 0
 
     @property
     def fresh_positions(self) -> Tensor:

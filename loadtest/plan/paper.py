@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from h2o_vllm.blocks.budget import blocks_freed, budget_tokens, recent_tokens
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.policy.budget import blocks_freed, budget_tokens, recent_tokens
 from loadtest.common.machine import describe_host
 from loadtest.common.results import Measured, Row, append_rows, publish, read_rows, result_path
 from loadtest.common.tables import markdown_table, pick

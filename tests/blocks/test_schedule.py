@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from h2o_vllm.blocks.budget import blocks_freed
 from h2o_vllm.blocks.schedule import EvictionSchedule, default_blocks
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError
-from h2o_vllm.policy import blocks_freed
 from tests.published import PUBLISHED
 
 BLOCK = 16

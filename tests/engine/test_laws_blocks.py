@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from h2o_vllm.blocks.budget import budget_tokens
 from h2o_vllm.config.policies import POLICIES
-from h2o_vllm.policy import budget_tokens
 from tests.engine.scheduling import Rig
 
 PROMPT = list(range(1000, 1200))

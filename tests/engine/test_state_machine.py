@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from vllm.v1.core.block_pool import BlockPool
 
+from h2o_vllm.blocks.budget import blocks_freed
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.manager import H2OBlockManager
-from h2o_vllm.policy import blocks_freed
 from tests.engine.traffic import Traffic
 
 

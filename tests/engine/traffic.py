@@ -20,9 +20,9 @@ from hypothesis.stateful import (
 )
 from vllm.v1.request import RequestStatus
 
+from h2o_vllm.blocks.budget import blocks_freed, budget_tokens
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.config.options import ADMISSIONS
-from h2o_vllm.policy import blocks_freed, budget_tokens
 from tests.engine.scheduling import Rig
 from tests.engine.traffic_fields import bounds, budgets, elastic, protects, repeating
 

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from h2o_vllm.engine.cuda import warmup
 from h2o_vllm.kernels import triton as kernels
+from h2o_vllm.policy.ranks import Op
 from loadtest.kernels.forms import Shape, launches
 
 KV_HEADS, LAYERS, MAX_ROWS, MAX_TOKENS = 2, 2, 300, 1000
@@ -132,14 +133,12 @@ class Worker:
                     )  # fmt: skip
 
     def rescore(self) -> None:
-        """Evictions whose policies adjust scores in all ways, of prompts and of a block, one and several."""
-        ranks = kernels.BY_RANKS
-        ways = [kernels.PER_QUERY, kernels.BY_KEYS, kernels.BY_VALUES | ranks]
-        pooled = [0, ranks, ranks | kernels.BY_LATE]
-        for how, reach in (*((way, 0) for way in ways), *((way, 3) for way in pooled)):
+        """Evictions by all kinds of ranks, of prompts and of a block, one and several."""
+        every = Op.ATTENTION | Op.MEAN | Op.VALUE | Op.END | Op.KEY
+        for ops in (Op.MEAN, Op.KEY, Op.END, Op.RANDOM, Op.VALUE | Op.KEY, Op.END | Op.KEY, every):
             for known, fresh in ((0, 2), (2, 1), (3, 300)):
                 blocks = tuple(range(known)), tuple(range(known, known + fresh))
-                one = kernels.Rescore(*blocks, how=how, reach=reach)
+                one = kernels.Rescore(*blocks, ops=ops)
                 for given in ([one], [one] * 5):
                     packed = kernels.Rescores.pack(given, "cpu")
                     kernels.rescore(self.layers, self.scores, self.early, packed)

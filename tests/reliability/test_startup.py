@@ -21,11 +21,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from h2o_vllm.blocks.budget import budget_tokens
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import DEFAULT_MODEL_NAME
-from h2o_vllm.policy import budget_tokens
 from loadtest.common.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow

@@ -47,11 +47,6 @@ from h2o_vllm.kernels.triton.lse import prompt_lse
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import (
-    BY_KEYS,
-    BY_LATE,
-    BY_RANKS,
-    BY_VALUES,
-    PER_QUERY,
     Rescore,
     Rescores,
     scratch_bytes,
@@ -64,13 +59,8 @@ from h2o_vllm.kernels.triton.warmup import warm_up
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 
 __all__ = [
-    "BY_KEYS",
-    "BY_LATE",
-    "BY_RANKS",
-    "BY_VALUES",
     "EVICTING",
     "MAXIMA",
-    "PER_QUERY",
     "PINNED",
     "SCORED",
     "SCRATCH_BYTES",

@@ -9,7 +9,15 @@ import triton.language as tl
 
 from h2o_vllm.kernels.triton import rescores as told
 
-__all__ = ["SIZES", "known_lanes", "my_part", "place_of", "shared_place_of", "unprotected"]
+__all__ = [
+    "SIZES",
+    "known_lanes",
+    "list_of",
+    "my_part",
+    "place_of",
+    "shared_place_of",
+    "unprotected",
+]
 
 SIZES = ["first_unit", "num_layers", "num_blocks", "stride_table", "room", "lists"]
 """Arguments of all of these kernels, for which none is compiled anew."""
@@ -66,6 +74,15 @@ def shared_place_of(
     page = tl.load(pages + block * KH + at % KH, mask=listed, other=0)
     block = tl.where(listed, page // KH, block)
     return block.to(tl.int64), candidate % BS, tl.where(listed, page % KH - head, 0)
+
+
+@triton.jit
+def list_of(ops, op: tl.constexpr):
+    """How many of the ranks of ``ops`` come before that of ``op``."""
+    before, count = ops & (op - 1), 0
+    for bit in tl.static_range(8):
+        count += (before >> bit) & 1
+    return count
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """The second and third launch of rescoring: ranks of fresh tokens, and the scores that follow from them.
 
-Per (layer, head) the scratch holds lists of ``room`` numbers: sums, scores by keys, the sums in order, ranks
-by keys; and where late queries are known apart, scores and ranks by them.
+Per (layer, head) the scratch holds two lists of ``room`` numbers for each of an eviction's ranks: scores by
+it, and tokens' ranks; of the first rank, in their place, its scores in order.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from h2o_vllm.kernels.triton import rescores as told
-from h2o_vllm.kernels.triton.candidates import SIZES, my_part, place_of, unprotected
+from h2o_vllm.kernels.triton.candidates import SIZES, list_of, my_part, place_of, unprotected
+from h2o_vllm.policy.ranks import Op
 
 __all__ = ["order_ranks", "settle_scores"]
 
-_BY_RANKS = tl.constexpr(told.BY_RANKS)
-_BY_LATE = tl.constexpr(told.BY_LATE)
+_END = tl.constexpr(int(Op.END))
+_ALL = tl.constexpr(1 << 8)
 _BEHIND = tl.constexpr(2.0**-20)
 """As in the policies."""
 
@@ -56,21 +56,20 @@ def order_ranks(
     _, _, entry, _, staged = my_part(
         scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, room, lists, KH, BS
     )  # fmt: skip
-    how = tl.load(entry + 2)
+    ranks = list_of(tl.load(entry + 2), _ALL)
     count = (tl.load(entry + 1) - tl.load(entry)) * BS
     first = tl.program_id(1) * ROWS
-    if ((how & _BY_RANKS) == 0) | (first >= count):
+    if (ranks < 2) | (first >= count):
         return
     mine = first + tl.arange(0, ROWS)
-    by_sum = _places(staged, mine, count, COLUMNS)
-    sums = tl.load(staged + mine, mask=mine < count, other=0.0)
-    tl.store(staged + 2 * room + by_sum, sums, mask=mine < count)
-    # Exact below 2^24.
-    by_key = _places(staged + room, mine, count, COLUMNS)
-    tl.store(staged + 3 * room + mine, by_key.to(tl.float32), mask=mine < count)
-    if (how & _BY_LATE) != 0:
-        by_late = _places(staged + 4 * room, mine, count, COLUMNS)
-        tl.store(staged + 5 * room + mine, by_late.to(tl.float32), mask=mine < count)
+    by_first = _places(staged, mine, count, COLUMNS)
+    scores_by_first = tl.load(staged + mine, mask=mine < count, other=0.0)
+    tl.store(staged + room + by_first, scores_by_first, mask=mine < count)
+    for rank in range(1, ranks):
+        list_ = staged + 2 * rank * room
+        places = _places(list_, mine, count, COLUMNS)
+        # Exact below 2^24.
+        tl.store(list_ + room + mine, places.to(tl.float32), mask=mine < count)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -94,23 +93,19 @@ def settle_scores(
     )  # fmt: skip
     known = tl.load(entry) * BS
     count = tl.load(entry + 1) * BS - known
-    how = tl.load(entry + 2)
-    by_ranks = (how & _BY_RANKS) != 0
-    if (by_ranks == 0) & (tl.load(entry + 6) == 0):
+    ops = tl.load(entry + 2)
+    ranks = list_of(ops, _ALL)
+    if (ranks < 2) & ((ops & _END) == 0):
         return
     mine = tl.program_id(1) * TILE + tl.arange(0, TILE)
     live = mine < count
     new = tl.load(staged + mine, mask=live, other=0.0)
-    if by_ranks:
-        in_order = staged + 2 * room
-        if (how & _BY_LATE) != 0:
-            by_late = tl.load(staged + 5 * room + mine, mask=live, other=0.0).to(tl.int32)
-            there = tl.load(in_order + by_late, mask=live, other=0.0)
-            new = tl.maximum(new, there * (1.0 - _BEHIND))
-        by_key = tl.load(staged + 3 * room + mine, mask=live, other=0.0).to(tl.int32)
-        there = tl.load(in_order + by_key, mask=live, other=0.0)
-        ways = tl.where((how & _BY_LATE) != 0, 2.0, 1.0)
-        new = tl.maximum(new, there * (1.0 - ways * _BEHIND))
+    less = 1.0
+    for rank in range(1, ranks):
+        less -= _BEHIND
+        place = tl.load(staged + (2 * rank + 1) * room + mine, mask=live, other=0.0).to(tl.int32)
+        there = tl.load(staged + room + place, mask=live, other=0.0)
+        new = tl.maximum(new, there * less)
     block, slot = place_of(entry, known + mine, live, BS)
     _, infinite = unprotected(my_scores, block, slot, live, KH, BS)
     tl.store(my_scores + block * (KH * BS) + slot, new, mask=live & (infinite == 0))

@@ -18,6 +18,7 @@ from h2o_vllm.kernels.triton import rescores as told
 from h2o_vllm.kernels.triton.candidates import (
     SIZES,
     known_lanes,
+    list_of,
     my_part,
     place_of,
     shared_place_of,
@@ -26,17 +27,21 @@ from h2o_vllm.kernels.triton.candidates import (
 from h2o_vllm.kernels.triton.evictions import KVLayers
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.ranks import order_ranks, settle_scores
+from h2o_vllm.policy.ranks import Op
 
 __all__ = ["rescore"]
 
-_PER_QUERY = tl.constexpr(told.PER_QUERY)
-_BY_VALUES = tl.constexpr(told.BY_VALUES)
-_BY_KEYS = tl.constexpr(told.BY_KEYS)
-_BY_RANKS = tl.constexpr(told.BY_RANKS)
-_BY_LATE = tl.constexpr(told.BY_LATE)
+_ATTENTION = tl.constexpr(int(Op.ATTENTION))
+_MEAN = tl.constexpr(int(Op.MEAN))
+_VALUE = tl.constexpr(int(Op.VALUE))
+_END = tl.constexpr(int(Op.END))
+_KEY = tl.constexpr(int(Op.KEY))
+_RANDOM = tl.constexpr(int(Op.RANDOM))
+_OF_ALL_ATTENTION = tl.constexpr(int(Op.ATTENTION | Op.MEAN | Op.VALUE))
 _TINY = tl.constexpr(1e-20)
 _NEARER = tl.constexpr(2.0**-18)
-"""As in the policies."""
+_REACH = tl.constexpr(3)
+"""As in :mod:`h2o_vllm.policy.formulas`; ``_REACH`` is half of ``POOLED``."""
 _ROWS = 64
 _COLUMNS = 64
 """Tokens that one program ranks, and those it compares them with at a time."""
@@ -53,7 +58,7 @@ def rescore(
 ) -> None:
     """Adjust the scores of a step's candidates, in place. Eager, before :func:`.compact`.
 
-    As the policies' ``eviction_scores`` would, up to the order in which keys and values are added up.
+    As :func:`h2o_vllm.policy.formulas.new_scores`, up to the order in which keys and values are added up.
     Protected tokens keep infinite scores.
 
     Args:
@@ -199,14 +204,14 @@ def _centre(values, entry, pages, first, count, total, head, stride_n, stride_s,
 
 
 @triton.jit
-def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total, reach,
+def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total,
                     KH: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """[TILE]: the highest score, or late part of one, of the fresh tokens around each, itself included.
 
     Those of others count a little less with each step away from them.
     """
     highest = tl.full([TILE], float("-inf"), tl.float32)
-    for away in range(-reach, reach + 1):
+    for away in range(-_REACH, _REACH + 1):
         other = candidate + away
         there = (candidate < total) & (other >= known) & (other < total)
         block, slot = place_of(entry, other, there, BS)
@@ -219,6 +224,24 @@ def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total
         score *= 1.0 - steps.to(tl.float32) * _NEARER
         highest = tl.where(there, tl.maximum(highest, score), highest)
     return highest
+
+
+@triton.jit
+def _mixed(bits):
+    """MurmurHash3's finaliser, uint32."""
+    bits = tl.mul(bits ^ (bits >> 16), 0x85EBCA6B, sanitize_overflow=False)
+    bits = tl.mul(bits ^ (bits >> 13), 0xC2B2AE35, sanitize_overflow=False)
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _draws(layer, head, seen, candidate):
+    """[TILE]: :func:`h2o_vllm.policy.formulas.random`; ``head``: of the model."""
+    place = candidate.to(tl.uint32)
+    unit = place * 0 + ((layer << 16) + head).to(tl.uint32)
+    seed = _mixed(_mixed(unit) ^ seen.to(tl.uint32))
+    steps = tl.mul(place, 0x9E3779B9, sanitize_overflow=False)
+    return (_mixed(tl.add(seed, steps, sanitize_overflow=False)) >> 8).to(tl.float32) * 2.0**-24
 
 
 @triton.jit(do_not_specialize=[*SIZES, "num_slots"])
@@ -256,15 +279,15 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     )  # fmt: skip
     known = tl.load(entry) * BS
     total = tl.load(entry + 1) * BS
-    how = tl.load(entry + 2)
+    ops = tl.load(entry + 2)
     fresh_from = tl.load(entry + 3)
     seen = tl.load(entry + 4)
     protected = tl.load(entry + 5)
-    reach = tl.load(entry + 6)
-    only_keys = how == _BY_KEYS
-    by_late = (how & _BY_LATE) != 0
+    only_keys = ops == _KEY
+    # Else nothing but late attention has been collected.
+    by_late = (ops & _OF_ALL_ATTENTION) != 0
     my_early = early + (layer * num_blocks * KH + head) * BS
-    in_stages = (reach > 0) | ((how & _BY_RANKS) != 0)
+    in_stages = ((ops & (ops - 1)) != 0) | (ops == _END)
     # Of all candidates, where a head has other lanes than its own; the fresh ones are its own in any case.
     first, count, of_head = None, None, total
     if pages is not None:
@@ -272,7 +295,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
         first, count = known_lanes(entry, offsets, layer, num_slots, head, KH)
         of_head = total - known + count * BS
 
-    if (how & (_BY_KEYS | _BY_RANKS)) != 0:
+    if (ops & _KEY) != 0:
         keys = _cache(pointers + layer, any_cache) + head * stride_kh
         anchor = _anchor(keys, entry, pages, first, count, of_head, head, stride_kn, stride_ks, stride_kh, KH,
                          BS, D, DP, TILE)  # fmt: skip
@@ -290,13 +313,21 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
                 new = tl.where(stays, float("inf"), new)
                 tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
             else:
-                tl.store(staged + room + fresh, new, mask=live)
+                tl.store(staged + 2 * list_of(ops, _KEY) * room + fresh, new, mask=live)
 
-    if how != _BY_KEYS:
+    if ops == _RANDOM:
+        for at in range(0, total, TILE):
+            candidate = at + tl.arange(0, TILE)
+            live = candidate < total
+            block, slot = place_of(entry, candidate, live, BS)
+            new = _draws(layer, head + tl.load(entry + 6), seen, candidate)
+            tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
+
+    if (ops & (_OF_ALL_ATTENTION | _END)) != 0:
         values = _cache(pointers + num_layers + layer, any_cache) + head * stride_vh
         centre = tl.zeros([DP], tl.float32)
         mean_distance = tl.full([], 1.0, tl.float32)
-        if (how & _BY_VALUES) != 0:
+        if (ops & _VALUE) != 0:
             centre, mean_distance = _centre(values, entry, pages, first, count, of_head, head, stride_vn,
                                             stride_vs, stride_vh, KH, BS, D, DP, TILE)  # fmt: skip
         for at in range(known, total, TILE):
@@ -305,22 +336,23 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
             block, slot = place_of(entry, candidate, live, BS)
             new, infinite = unprotected(my_scores, block, slot, live, KH, BS)
             fresh = candidate - known
-            nearby = _highest_nearby(
-                my_scores, my_early, by_late, entry, candidate, known, total, reach, KH, BS, TILE
-            )  # fmt: skip
-            if by_late:
-                tl.store(staged + 4 * room + fresh, nearby, mask=live)
-            else:
-                new = tl.where(live, nearby, new)
-            if (how & _PER_QUERY) != 0:
-                # Divided as torch divides a number by a tensor. Candidates lie before the newest query.
-                queries = tl.where(live, seen - fresh_from - fresh, 1).to(tl.float32)
-                new *= tl.div_rn(1.0, queries) * seen.to(tl.float32)
-            if (how & _BY_VALUES) != 0:
+            if (ops & _END) != 0:
+                nearby = _highest_nearby(
+                    my_scores, my_early, by_late, entry, candidate, known, total, KH, BS, TILE
+                )  # fmt: skip
+                tl.store(staged + 2 * list_of(ops, _END) * room + fresh, nearby, mask=live)
+            if (ops & _ATTENTION) != 0:
+                tl.store(staged + 2 * list_of(ops, _ATTENTION) * room + fresh, new, mask=live)
+            # Divided as torch divides a number by a tensor. Candidates lie before the newest query.
+            queries = tl.where(live, seen - fresh_from - fresh, 1).to(tl.float32)
+            new *= tl.div_rn(1.0, queries) * seen.to(tl.float32)
+            if ((ops & _MEAN) != 0) & in_stages:
+                tl.store(staged + 2 * list_of(ops, _MEAN) * room + fresh, new, mask=live)
+            if (ops & _VALUE) != 0:
                 v = _vectors(values, block, slot, live, stride_vn, stride_vs, D, DP)
                 new *= _distance(v, centre) / mean_distance
-            if in_stages:
-                tl.store(staged + fresh, new, mask=live)
-            else:
+                if in_stages:
+                    tl.store(staged + 2 * list_of(ops, _VALUE) * room + fresh, new, mask=live)
+            if in_stages == 0:
                 at_slot = my_scores + block * (KH * BS) + slot
                 tl.store(at_slot, new, mask=live & (infinite == 0))

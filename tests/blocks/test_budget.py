@@ -7,11 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from h2o_vllm.blocks.budget import (
+    blocks_freed,
+    budget_tokens,
+    next_eviction,
+    recent_from,
+    recent_tokens,
+)
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.policies import RECENT_SHARES
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve
-from h2o_vllm.policy import blocks_freed, budget_tokens, next_eviction, recent_from, recent_tokens
 
 BLOCK_SIZES = st.sampled_from([16, 32, 128])
 COUNTS = st.integers(0, 20_000)

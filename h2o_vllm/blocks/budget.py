@@ -3,7 +3,7 @@
 
 Pure functions of counts. Everything the scheduler decides follows from them, so every tensor
 parallel rank, a resumed request and the response report come to the same answer without ever
-looking at a score. Imports only :mod:`h2o_vllm.config`.
+looking at a score. Engine core and API server; imports only :mod:`h2o_vllm.config`.
 
 A request that has computed ``seen`` tokens may keep ``budget_tokens(seen)`` of them. It gives back
 whole blocks as soon as a whole block is in excess, hence::

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy: one rank, or several joined. Every process; imports :mod:`.ranks`, the presets and the errors.
+
+Where several ranks are joined, a token counts by the best of its ranks. All that differs between policies is
+derived here from the rows of :data:`~h2o_vllm.policy.ranks.RANKS`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from h2o_vllm.errors import BudgetError
+from h2o_vllm.policy.presets import ALIASES, PRESETS
+from h2o_vllm.policy.ranks import END_QUERIES, NEVER, RANKS, Collects, Rank
+
+__all__ = ["Policy", "accepted_policies", "policy_names"]
+
+JOINED_RECENT = 0.25
+"""Share of the newest tokens of policies with several ranks, which leaves each rank enough slots."""
+
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = logging.getLogger("vllm.h2o_vllm.policy")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which tokens stay beside the newest.
+
+    Attributes:
+        ranks: in the order of the table; the first gives the unit of the scores.
+    """
+
+    ranks: tuple[Rank, ...]
+
+    @classmethod
+    def parse(cls, text: Any, *, calibrated: bool = False, bounded: bool = False) -> Policy:
+        """The policy that ``kv_policy`` names: a preset, or ranks joined by ``+``.
+
+        Args:
+            calibrated: whether the engine has a calibration.
+            bounded: whether the prompt is bounded while it is computed (``kv_prefill_tokens``).
+
+        Raises:
+            BudgetError: ``text`` names no policy, or one that needs a calibration where there is none.
+        """
+        if not isinstance(text, str):
+            raise BudgetError("kv_policy", text, accepted_policies(calibrated=calibrated))
+        name = _current(text)
+        preset = next((one for one in PRESETS if one.name == name), None)
+        if preset is not None:
+            name = preset.ranks_for(calibrated=calibrated, bounded=bounded)
+        policy = cls(tuple(rank for part in name.split("+") for rank in RANKS if rank.name == part))
+        if policy.name != name:
+            raise BudgetError("kv_policy", text, accepted_policies(calibrated=calibrated))
+        if policy.calibrated and not calibrated:
+            why = "on this server (started without --kv-calibration)"
+            raise BudgetError("kv_policy", text, f"{accepted_policies(calibrated=False)} {why}")
+        return policy._checked(text)
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> Policy:
+        """The policy of what :meth:`indices` gave."""
+        return cls(tuple(RANKS[index] for index in ranks))
+
+    def _checked(self, text: str) -> Policy:
+        """Itself, unless its ranks stand twice, in another order, or do not join."""
+        alone = next((rank.name for rank in self.ranks if not rank.joins), None)
+        if alone is not None and len(self.ranks) > 1:
+            raise BudgetError("kv_policy", text, f"{alone!r} alone, which joins no other rank")
+        ordered = tuple(rank for rank in RANKS if rank in self.ranks)
+        if self.ranks != ordered:
+            accepted = f"{Policy(ordered).name!r}: each rank once, in this order"
+            raise BudgetError("kv_policy", text, accepted)
+        return self
+
+    @property
+    def name(self) -> str:
+        """The ranks' names, joined by ``+``: what :meth:`parse` reads, and reports say."""
+        return "+".join(rank.name for rank in self.ranks)
+
+    def indices(self, *, in_prompt: bool = False) -> tuple[int, ...]:
+        """The ranks by number, for workers.
+
+        Args:
+            in_prompt: whether tokens of the prompt are still to be computed: ranks by its end have no say.
+        """
+        ranks = [r for r in self.ranks if not (in_prompt and r.collects is Collects.END)]
+        return tuple(RANKS.index(rank) for rank in ranks)
+
+    @property
+    def collects(self) -> Collects:
+        """Whose attention is added to the scores."""
+        return max(rank.collects for rank in self.ranks)
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether a token's score is kept from the moment its KV is written.
+
+        If so, what will be ranked is neither read from the prefix cache nor published before. If not, an
+        eviction makes the scores of fresh tokens itself, whatever it finds there.
+        """
+        return self.collects is not Collects.NOTHING
+
+    def first_scored(self, prompt_tokens: int) -> int:
+        """Position of the first query whose attention is collected; :data:`NEVER`: none."""
+        end = max(0, prompt_tokens - END_QUERIES)
+        return {Collects.NOTHING: NEVER, Collects.END: end, Collects.ALL: 0}[self.collects]
+
+    def late_from(self, prompt_tokens: int) -> int:
+        """Position of the first query whose attention is also kept apart from the earlier ones'.
+
+        :data:`NEVER` unless a rank by the prompt's end is joined with one that collects all attention.
+        """
+        apart = any(rank.collects is Collects.END for rank in self.ranks)
+        apart = apart and self.collects is Collects.ALL
+        return max(0, prompt_tokens - END_QUERIES) if apart else NEVER
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether an eviction writes into surviving blocks, which then must not be shared."""
+        return all(rank.moves for rank in self.ranks)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs a calibration."""
+        return any(rank.calibrated for rank in self.ranks)
+
+    @property
+    def may_share(self) -> bool:
+        """Whether the KV heads of a layer may share slots."""
+        return self.ranks[0].comparable
+
+    @property
+    def shares(self) -> bool:
+        """Whether they do if nobody says otherwise.
+
+        What a calibration predicts lies in few heads: with equal heads half of it would go.
+        """
+        return self.ranks[0].calibrated
+
+    @property
+    def may_bound(self) -> bool:
+        """Whether it has a unit to rank by before the prompt's end."""
+        return self.ranks[0].collects is not Collects.END
+
+    @property
+    def recent(self) -> float:
+        """Share of a budget for the newest tokens, if nobody says otherwise."""
+        return (
+            self.ranks[0].recent if len(self.ranks) == 1 or not self.needs_scores else JOINED_RECENT
+        )
+
+    @property
+    def protect(self) -> int | str:
+        """``kv_protect``, if nobody says otherwise."""
+        return "prompt" if any(rank.protects_prompt for rank in self.ranks) else 0
+
+
+def policy_names(*, calibrated: bool) -> tuple[str, ...]:
+    """Presets, and ranks, that requests may name."""
+    ranks = (rank.name for rank in RANKS if calibrated or not rank.calibrated)
+    return (*(preset.name for preset in PRESETS), *ranks)
+
+
+def accepted_policies(*, calibrated: bool) -> str:
+    """What ``kv_policy`` may be, in words."""
+    ranks = [rank for rank in RANKS if calibrated or not rank.calibrated]
+    alone = [*(preset.name for preset in PRESETS), *(rank.name for rank in ranks if not rank.joins)]
+    joined = "+".join(rank.name for rank in ranks if rank.joins)
+    return f"one of {', '.join(alone)}, or one or more of {joined} in this order"
+
+
+@cache
+def _current(name: str) -> str:
+    """The name that has replaced ``name``, or ``name`` itself."""
+    current = ALIASES.get(name)
+    if current is None:
+        return name
+    logger.warning(
+        "h2o: kv_policy %r is now called %r; the next release does not know the old name",
+        name,
+        current,
+    )
+    return current

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names for policies: what each is for, and which ranks it stands for. Every process; imports nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ALIASES", "PRESETS", "Preset"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A name that ``kv_policy`` takes in the place of ranks.
+
+    Attributes:
+        use: what it is for. ranks: what it stands for.
+        calibrated: what it stands for in an engine with a calibration.
+        bounded: the same, for prompts that are bounded while they are computed.
+    """
+
+    name: str
+    use: str
+    ranks: str
+    calibrated: str = ""
+    bounded: str = ""
+
+    def ranks_for(self, *, calibrated: bool, bounded: bool) -> str:
+        """What it stands for here."""
+        if not calibrated:
+            return self.ranks
+        return (bounded and self.bounded) or self.calibrated or self.ranks
+
+
+PRESETS = (
+    Preset(
+        "auto",
+        "anything",
+        "value+end+key",
+        calibrated="predicted+value+end+key",
+        # Attention adds up: the queries of a long prompt's rest outweigh what was predicted of its beginning.
+        bounded="predicted+key",
+    ),
+    Preset("text", "a text that goes on", "value"),
+    Preset("question", "a question at the prompt's end", "end+key", calibrated="predicted+end+key"),
+    Preset("later", "questions that come later", "key", calibrated="predicted+key"),
+    Preset("h2o", "H2O as published", "attention"),
+    Preset("snapkv", "SnapKV as published", "end"),
+)
+"""``random`` and ``window``, ranks that stand alone, are their own presets."""
+
+ALIASES = {
+    "h2o-norm": "mean",
+    "caote": "value",
+    "keydiff": "key",
+    "caote-keydiff": "value+key",
+    "snapkv-keydiff": "end+key",
+    "caote-snapkv-keydiff": "value+end+key",
+    "zap": "predicted",
+    "zap-keydiff": "predicted+key",
+    "zap-snapkv-keydiff": "predicted+end+key",
+    "zap-caote-snapkv-keydiff": "predicted+value+end+key",
+}
+"""Names of the last release, for one more."""

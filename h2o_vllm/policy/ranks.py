@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks: each is one measure of which tokens to keep. Every process; imports nothing of ours, no torch.
+
+One row per rank. :class:`~h2o_vllm.policy.policy.Policy` joins rows, :mod:`h2o_vllm.policy.formulas` computes
+them on CPUs, ``kernels/triton/rescore.py`` on GPUs. Everything else that depends on a rank is a column here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+
+__all__ = ["END_QUERIES", "NEVER", "RANKS", "Collects", "Op", "Rank"]
+
+END_QUERIES = 32
+"""The prompt's end: its last queries. ``window_size`` of SnapKV's authors' experiments."""
+
+NEVER = 2**31 - 1
+"""A position that no token has."""
+
+
+class Collects(IntEnum):
+    """Of which queries a rank needs the attention, from the moment on that a token's KV is written."""
+
+    NOTHING = 0
+    END = 1
+    """The prompt's last :data:`END_QUERIES`, and all generated ones."""
+    ALL = 2
+
+
+class Op(IntFlag):
+    """What the GPU's rescoring computes for a rank. Lower bits come first, as in :data:`RANKS`."""
+
+    NOTHING = 0
+    PREDICTED = 1
+    ATTENTION = 2
+    MEAN = 4
+    VALUE = 8
+    END = 16
+    KEY = 32
+    RANDOM = 64
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One measure.
+
+    Attributes:
+        name: its name in ``kv_policy``.
+        keeps: what stays by it, as help and README say it.
+        paper: where it is from.
+        op: what the GPU does for it; ``None``: GPUs cannot compute it, and refuse it by name.
+        collects: whose attention it needs.
+        recent: share of a budget for the newest tokens, if it ranks alone and nobody says otherwise.
+        comparable: whether its scores compare between the KV heads of a layer, which may then share slots.
+        calibrated: whether it needs a calibration of the model (``--kv-calibration``).
+        joins: whether it may be joined with others.
+        anew: whether it ranks all tokens anew at each eviction if it ranks alone; else a token's score is
+            made when it is ranked for the first time, and later attention adds to it.
+        moves: whether the best tokens of freed blocks move into kept ones; if not, whole blocks go.
+        protects_prompt: whether the prompt is protected unless the request or the server says otherwise.
+    """
+
+    name: str
+    keeps: str
+    paper: str
+    op: Op | None
+    collects: Collects = Collects.NOTHING
+    recent: float = 0.5
+    comparable: bool = True
+    calibrated: bool = False
+    joins: bool = True
+    anew: bool = False
+    moves: bool = True
+    protects_prompt: bool = False
+
+
+RANKS = (
+    Rank(
+        "predicted",
+        "the attention that repeating the prompt would give, predicted by a calibration",
+        "https://arxiv.org/abs/2601.07891",
+        op=None,
+        # It knows what of the prompt will be needed, the newest tokens included.
+        recent=0.1,
+        calibrated=True,
+    ),
+    Rank(
+        "attention",
+        "the most attention so far",
+        "https://arxiv.org/abs/2306.14048",
+        Op.ATTENTION,
+        Collects.ALL,
+    ),
+    Rank(
+        "mean",
+        "the most attention per query that could see the token",
+        "https://arxiv.org/abs/2402.06262",
+        Op.MEAN,
+        Collects.ALL,
+    ),
+    Rank(
+        "value",
+        "the same, weighted by how far the token's value is from the others'",
+        "https://arxiv.org/abs/2504.14051",
+        Op.VALUE,
+        Collects.ALL,
+    ),
+    Rank(
+        "end",
+        "the most attention from the prompt's last 32 queries and the answer's, with neighbours",
+        "https://arxiv.org/abs/2404.14469",
+        Op.END,
+        Collects.END,
+    ),
+    Rank(
+        "key",
+        "the keys least similar to the others",
+        "https://arxiv.org/abs/2504.15364",
+        Op.KEY,
+        comparable=False,
+        anew=True,
+    ),
+    Rank(
+        "random",
+        "the prompt, and of the answer a random set, drawn anew at each eviction",
+        "https://arxiv.org/abs/2609.03430",
+        Op.RANDOM,
+        # Of 1,024 to 4,096 tokens the authors keep the newest 64.
+        recent=0.05,
+        comparable=False,
+        joins=False,
+        anew=True,
+        protects_prompt=True,
+    ),
+    Rank(
+        "window",
+        "the first block and the newest ones",
+        "https://arxiv.org/abs/2309.17453",
+        Op.NOTHING,
+        comparable=False,
+        joins=False,
+        moves=False,
+    ),
+)
+"""In the order in which they are joined: the first of a policy's ranks gives its scores their unit."""

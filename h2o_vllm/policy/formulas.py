@@ -116,8 +116,8 @@ def predicted(candidates: Candidates) -> Tensor:
     """
     assert candidates.foretold is not None
     positions = candidates.fresh_positions
-    scores = candidates.foretold().masked_fill(positions < SINKS, MOST)
-    return scores * torch.exp(positions * NEWER)
+    given = candidates.foretold().masked_fill(positions < SINKS, MOST)
+    return given * torch.exp(positions * NEWER)
 
 
 def random(candidates: Candidates) -> Tensor:

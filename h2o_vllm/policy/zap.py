@@ -55,5 +55,6 @@ def foretold(candidates: Candidates) -> Tensor:
     """What fresh tokens are expected to get, [L, KH, C - known]: sinks first, and of equals the newest."""
     assert candidates.foretold is not None
     positions = candidates.fresh_positions
-    scores = candidates.foretold().masked_fill(positions < SINKS, MOST)
+    told = candidates.foretold()
+    scores = told.masked_fill(positions < SINKS, MOST)
     return scores * torch.exp(positions * NEWER)

@@ -23,13 +23,13 @@ MUTANTS = (
         "policy-no-floor",
         "return min(rest, max(wanted, budget.floor))",
         "return min(rest, wanted)",
-        ("tests/policy/test_budget.py",),
+        ("tests/blocks/test_budget.py",),
     ),
     Mutant(
         "policy-recent-begins-late",
         "(start + block_size // 2) // block_size",
         "(start + block_size - 1) // block_size",
-        ("tests/policy/test_budget.py",),
+        ("tests/blocks/test_budget.py",),
     ),
     Mutant(
         "policy-window-loses-its-sinks",
@@ -45,8 +45,8 @@ MUTANTS = (
     ),
     Mutant(
         "policy-foretold-sinks-go",
-        "candidates.foretold().masked_fill(positions < SINKS, MOST)",
-        "candidates.foretold()",
+        "told.masked_fill(positions < SINKS, MOST)",
+        "told",
         ("tests/policy/test_each_policy.py",),
     ),
     Mutant(

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
-# Sourced by deploy/quickstart, tests/run and .ci/run: makes .venv what the locks say, once.
+# Sourced by deploy/quickstart, tests/run and .ci/run: installs what is missing of Debian's packages, where it may,
+# and makes .venv what the locks say, once.
 #
 #   .venv/h2o-made-by-setup   this environment is ours and may be made anew
 #   .venv/h2o-base.stamp      what is installed, written after the last step: without it, or with another
 #   .venv/h2o-test.stamp      content, the next run repairs the environment
 #   .venv/h2o-setup.log       what the installers said
 #
-# H2O_DEVICE=cpu|cuda overrides the choice of the build (cuda where nvidia-smi sees a GPU).
+# H2O_DEVICE=cpu|cuda   overrides the choice of the build (cuda where nvidia-smi sees a GPU)
+# H2O_INSTALL=no        names Debian's packages that are missing, installs none
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$root/.venv"
@@ -25,13 +27,14 @@ setup_environment() {
     # again: vLLM is imported in 25 s instead of 10, and a server is two processes.
     unset PYTHONDONTWRITEBYTECODE
     device=$(device)
-    if ! ready "$want" "$device"; then
+    if ! ready "$want" "$device" || [[ -n "$(missing_packages "$device")" ]]; then
         # Two starts at once: the second waits, then finds everything done.
         exec 9>"$root/.venv.lock"
         if command -v flock >/dev/null && ! flock -n 9; then
             say "another setup is running; waiting for it ..."
             flock 9
         fi
+        get_packages "$device"
         ready "$want" "$device" || build "$want" "$device"
         exec 9>&-
     fi
@@ -97,7 +100,67 @@ has_kernels() {
     [[ -e "$root/h2o_vllm/kernels/cpu/lib/manifest.json" ]]
 }
 
-# Said first of all: the server's own warning comes minutes later, among much else.
+# Debian's packages that are missing: on each line whether the set-up can do without, the name, what it is for.
+missing_packages() { # DEVICE
+    local python
+    if ! python=$(find_python); then
+        echo "must $python-venv makes the Python environment"
+    fi
+    [[ "$1" == cpu ]] || return 0
+    # By the loader, which also looks where the user says.
+    "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' >/dev/null 2>&1 ||
+        echo "must libnuma1 is loaded by vLLM's CPU build"
+    [[ "${H2O_CPU_KERNEL:-}" == torch ]] || has_kernels || echo "may g++ compiles the attention kernels"
+}
+
+# Installs them, or says why not. Whatever is still missing afterwards and has to be there ends the set-up here:
+# vLLM itself says nothing of a missing library until its engine dies.
+get_packages() { # DEVICE
+    local missing names why
+    missing=$(missing_packages "$1")
+    [[ -n "$missing" ]] || return 0
+    names=$(awk '{ printf "%s%s", sep, $2; sep = " " }' <<<"$missing")
+    why=$(awk '{ name = $2; $1 = $2 = ""; printf "%s%s (%s)", sep, name, substr($0, 3); sep = ", " }' <<<"$missing")
+    if may_install; then
+        say "missing of Debian's packages: $why"
+        own_venv
+        # shellcheck disable=SC2086
+        step "installing $names (H2O_INSTALL=no leaves that to you)" "a minute" apt_install $names
+    elif grep -q "^must" <<<"$missing"; then
+        fail "missing: $why; as root: apt-get install $names"
+    fi
+    warn_without_compiler "$1"
+}
+
+may_install() {
+    case "${H2O_INSTALL:-yes}" in
+    yes) command -v apt-get >/dev/null && as_root true 2>/dev/null ;;
+    no) return 1 ;;
+    *) fail "H2O_INSTALL must be yes or no, got $H2O_INSTALL" ;;
+    esac
+}
+
+# sudo without a question, and with the proxy, which it would drop.
+as_root() {
+    local name proxies=()
+    if [[ $(id -u) -eq 0 ]]; then
+        "$@"
+        return
+    fi
+    for name in http_proxy https_proxy no_proxy; do
+        [[ -z "${!name:-}" ]] || proxies+=("$name=${!name}")
+    done
+    sudo -n env "${proxies[@]}" "$@"
+}
+
+apt_install() { # PACKAGE...
+    local apt=(env DEBIAN_FRONTEND=noninteractive apt-get --yes -o DPkg::Lock::Timeout=300)
+    # The lists may be old, or not there.
+    as_root "${apt[@]}" update || echo "apt-get update failed; going on with the lists that are here"
+    as_root "${apt[@]}" install --no-install-recommends "$@"
+}
+
+# The server's own warning comes minutes later, among much else.
 warn_without_compiler() { # DEVICE
     [[ "$1" == cpu && "${H2O_CPU_KERNEL:-}" != torch ]] || return 0
     if has_kernels; then return 0; fi
@@ -106,29 +169,42 @@ warn_without_compiler() { # DEVICE
     say "         To avoid that: apt install g++ (Debian, Ubuntu), and start again."
 }
 
-new_venv() {
-    local python
+# The folder, with the mark that it may be overwritten.
+own_venv() {
     if [[ -e "$venv" && ! -e "$venv/h2o-made-by-setup" && -e "$venv/pyvenv.cfg" ]]; then
         fail "$venv was not made by this script; move it away, it would be overwritten"
     fi
-    python=$(find_python)
+    mkdir -p "$venv" && touch "$venv/h2o-made-by-setup"
+}
+
+new_venv() {
+    local python
+    own_venv
+    python=$(find_python) || fail "no Python 3.11, 3.12 or 3.13 with the module venv found"
     say "creating $venv with $("$python" --version)"
-    rm -rf "$venv"
-    mkdir "$venv" && touch "$venv/h2o-made-by-setup"
+    # All but the log, which says what Debian's packages were installed.
+    find "$venv" -mindepth 1 -maxdepth 1 ! -name 'h2o-setup.log' ! -name h2o-made-by-setup -exec rm -rf {} +
     "$python" -m venv "$venv" || fail "$python -m venv failed, see above"
 }
 
+# Prints the Python that makes the environment. Where none can: fails, and prints the one that lacks only a package.
 find_python() {
-    local python found=""
+    local python found="" other=python3
     # 3.11 first: it is what the test suite is run with.
     for python in python3.11 python3.12 python3.13 python3; do
         "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
             >/dev/null 2>&1 || continue
-        found="$python"
+        found="${found:-$python}"
         if "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then echo "$python" && return; fi
     done
-    [[ -z "$found" ]] || fail "$found has no venv module; on Debian: apt install python3-venv"
-    fail "no Python 3.11, 3.12 or 3.13 found; on Debian 12 or later: apt install python3 python3-venv"
+    # Ubuntu 22.04: python3 is too old, and python3.11 stands beside it.
+    if command -v python3 >/dev/null; then
+        for python in python3.13 python3.12 python3.11; do
+            if apt-cache show "$python-venv" >/dev/null 2>&1; then other="$python"; fi
+        done
+    fi
+    echo "${found:-$other}"
+    return 1
 }
 
 get_uv() { "$venv/bin/python" -m pip install "uv>=0.8" || echo "uv is not to be had here; going on with pip"; }
@@ -156,17 +232,9 @@ install_torch() { # DEVICE
 
 check() { # DEVICE
     "$venv/bin/python" - "$1" <<'PYTHON'
-import ctypes
 import sys
 
 import torch
-
-if sys.argv[1] == "cpu":
-    try:
-        ctypes.CDLL("libnuma.so.1")
-    except OSError:
-        # vLLM itself says nothing of it until the engine dies.
-        sys.exit("vLLM on CPU needs libnuma.so.1; on Debian: apt install libnuma1")
 
 if sys.argv[1] == "cuda" and torch.version.cuda is None:
     sys.exit(f"torch {torch.__version__} is not a CUDA build")

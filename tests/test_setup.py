@@ -37,20 +37,102 @@ def bash(
     )
 
 
-def test_no_python_is_a_clear_error(checkout: Path, tmp_path: Path) -> None:
-    done = bash(checkout, f"PATH={tmp_path}; find_python")
-    assert done.returncode != 0
-    assert "no Python 3.11, 3.12 or 3.13 found" in done.stderr
+def bare(tmp_path: Path, **programs: str) -> Path:
+    """A PATH of a system that has little more than ``programs``, name to script."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in (
+        "awk",
+        "cat",
+        "env",
+        "find",
+        "grep",
+        "kill",
+        "mkdir",
+        "rm",
+        "sleep",
+        "tail",
+        "touch",
+    ):
+        if found := shutil.which(tool):
+            (folder / tool).symlink_to(found)
+    for name, script in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    return folder
 
 
-def test_python_without_venv_names_the_package(checkout: Path, tmp_path: Path) -> None:
-    # Debian without python3-venv: venv is there, ensurepip is not.
-    fake = tmp_path / "python3"
-    fake.write_text('#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\n')
-    fake.chmod(0o755)
-    done = bash(checkout, f"PATH={tmp_path}; find_python")
+APT = 'echo "$*" >>"$APT_LOG"'
+NO_VENV = 'case "$2" in *ensurepip* | *ctypes*) exit 1 ;; esac'
+"""Debian's python3 without python3-venv: venv is there, ensurepip is not."""
+
+
+def get_packages(
+    checkout: Path, path: Path, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """What is said, and what apt-get is asked for."""
+    asked = path / "asked"
+    asked.touch()
+    given = {"CXX": "", "H2O_CPU_KERNEL": "", "APT_LOG": str(asked)} | environment
+    done = bash(checkout, f'PATH="{path}"; get_packages cpu', **given)
+    return done, asked.read_text()
+
+
+def test_a_bare_system_gets_what_is_missing_and_is_told_why(checkout: Path, tmp_path: Path) -> None:
+    done, asked = get_packages(checkout, bare(tmp_path, **{"apt-get": APT, "id": "echo 0"}))
+    assert done.returncode == 0, done.stderr
+    assert asked.endswith(" install --no-install-recommends python3-venv libnuma1 g++\n")
+    assert "libnuma1 (is loaded by vLLM's CPU build)" in done.stderr
+
+
+@pytest.mark.parametrize("why", ["H2O_INSTALL", "no sudo", "no apt-get"])
+def test_who_may_not_install_is_told_in_one_line(checkout: Path, tmp_path: Path, why: str) -> None:
+    programs = {"apt-get": APT, "id": "echo 1234" if why == "no sudo" else "echo 0"}
+    if why == "no apt-get":
+        del programs["apt-get"]
+    path = bare(tmp_path, **programs)
+    done, asked = get_packages(checkout, path, H2O_INSTALL="no" if why == "H2O_INSTALL" else "")
     assert done.returncode != 0
-    assert "apt install python3-venv" in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "as root: apt-get install python3-venv libnuma1 g++" in line
+    assert not asked
+    assert not (checkout / ".venv").exists()
+
+
+def test_python_without_venv_names_the_package_of_that_python(
+    checkout: Path, tmp_path: Path
+) -> None:
+    done, _ = get_packages(checkout, bare(tmp_path, **{"python3.12": NO_VENV}), H2O_INSTALL="no")
+    assert "apt-get install python3.12-venv libnuma1 g++" in done.stderr
+
+
+def test_without_a_compiler_the_set_up_goes_on(checkout: Path, tmp_path: Path) -> None:
+    done, _ = get_packages(checkout, bare(tmp_path, python3="exit 0"), H2O_INSTALL="no")
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: there is no g++" in done.stderr
+
+
+def test_a_complete_system_is_left_alone(checkout: Path, tmp_path: Path) -> None:
+    path = bare(tmp_path, **{"python3": "exit 0", "g++": "exit 0", "apt-get": APT})
+    done, asked = get_packages(checkout, path)
+    assert (done.returncode, done.stderr, asked) == (0, "", "")
+
+
+def test_unknown_install_choice_is_refused(checkout: Path, tmp_path: Path) -> None:
+    done, _ = get_packages(checkout, bare(tmp_path), H2O_INSTALL="maybe")
+    assert done.returncode != 0
+    assert "H2O_INSTALL must be yes or no, got maybe" in done.stderr
+
+
+def test_sudo_keeps_the_proxy(checkout: Path, tmp_path: Path) -> None:
+    path = bare(
+        tmp_path,
+        id="echo 1234",
+        sudo='[[ $1 == -n ]] && shift && exec env -i PATH="$PATH" "$@"',
+        show='echo "$https_proxy"',
+    )
+    done = bash(checkout, f'PATH="{path}"; as_root show', https_proxy="http://proxy:1")
+    assert done.stdout == "http://proxy:1\n"
 
 
 def test_environment_made_by_somebody_else_is_left_alone(checkout: Path) -> None:
@@ -141,12 +223,6 @@ def test_nothing_is_said_where_no_compiler_is_needed(checkout: Path, tmp_path: P
     prebuilt.mkdir(parents=True)
     (prebuilt / "manifest.json").touch()
     assert not warned(checkout, tmp_path / "nothing", CXX="")
-
-
-def test_quickstart_warns_before_it_does_anything_else(checkout: Path) -> None:
-    lines = (checkout / "deploy" / "quickstart").read_text().splitlines()
-    calls = [line.split()[0] for line in lines if line.startswith(("warn_", "setup_", "exec"))]
-    assert calls == ["warn_without_compiler", "setup_environment", "exec"]
 
 
 def test_uv_uses_the_index_pip_is_configured_for(checkout: Path, tmp_path: Path) -> None:

@@ -25,13 +25,13 @@ from h2o_vllm.config.request_fields import (
 )
 from h2o_vllm.errors import BudgetError
 
-__all__ = ["resolve", "resolve_for"]
+__all__ = ["for_prompt", "resolve", "resolve_for"]
 
 
 def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget:
     """Turn what a request asked for into its budget, filling in the defaults.
 
-    ``protect`` may still be a word, see :func:`resolve_for`.
+    ``protect`` may still be a word, see :func:`for_prompt`.
 
     Args:
         asked: a mapping that may hold any of :data:`~h2o_vllm.config.request_fields.REQUEST_FIELDS`; other
@@ -67,16 +67,25 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
 def resolve_for(
     config: H2OConfig, asked: Mapping[str, Any] | None, prompt_tokens: int
 ) -> RequestBudget:
-    """As :func:`resolve`, where the prompt is known and its roles are not: ``protect`` is a number.
+    """As :func:`resolve`, then :func:`for_prompt`."""
+    named = asked is not None and asked.get("kv_protect") is not None
+    return for_prompt(config, resolve(config, asked), prompt_tokens, named=named)
+
+
+def for_prompt(
+    config: H2OConfig, budget: RequestBudget, prompt_tokens: int, *, named: bool
+) -> RequestBudget:
+    """``budget`` where the prompt is known and its roles are not: ``protect`` is a number.
 
     Never more than the prompt has. The default ``"system"`` protects nothing here: a server names a
     number for every prompt that has such a part.
 
+    Args:
+        named: whether the request names ``kv_protect``.
+
     Raises:
-        BudgetError: as above; ``"system"`` is asked for; or ``"prompt"``, and it is too long.
+        BudgetError: ``"system"`` is asked for; or ``"prompt"``, and it is too long.
     """
-    budget = resolve(config, asked)
-    named = asked is not None and asked.get("kv_protect") is not None
     protect, limit = budget.protect, _most_protected(config)
     if protect == "prompt":
         if named and prompt_tokens > limit:

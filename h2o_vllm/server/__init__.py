@@ -16,12 +16,9 @@
 ``misplaced``      a budget field in a place where nothing reads it, wherever in a body
 ``system_part``        the system messages and tools of a request, and bodies that tell their tokens
 ``system_prefix``      the tokens they become, whatever the chat template
-``before_generate``    a look at every request right before vLLM's engine client gets it
-``protection``         ``kv_protect: "system"`` becomes a number before the engine sees it
-``fitting``            a request that the KV cache can never hold is a 400 with the numbers
+``admission``          the one step before vLLM's engine client: checks, counts, takes the reports
 ``repeating``          a prompt that cannot be repeated, for policies that do, is one as well
 ``report``             the ``kv_cache`` object: from the engine's reports to what a client reads
-``report_interceptor`` takes the engine's reports off the outputs of one request
 ``report_injection``   puts that object into a JSON body or an event stream
 ``openapi``            the budget fields on the server's API page
 ``config_route``       ``GET /plugins/h2o/config``: what this server does and accepts

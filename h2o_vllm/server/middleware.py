@@ -21,20 +21,10 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.support import config_of
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
-from h2o_vllm.server import (
-    config_route,
-    engine_death,
-    fitting,
-    playground,
-    protection,
-    repeating,
-    report_interceptor,
-    trace_limits,
-)
+from h2o_vllm.server import admission, config_route, engine_death, playground, repeating
 from h2o_vllm.server.access import Access
-from h2o_vllm.server.protection import Guard, asked_protection
+from h2o_vllm.server.admission import HTTPRequest
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
-from h2o_vllm.server.report import Reports
 from h2o_vllm.server.report_injection import EventCompleter, into_json
 from h2o_vllm.server.routes import Rule, route_path, rule_for
 from h2o_vllm.server.shutdown_log import ShutdownFilter
@@ -95,16 +85,9 @@ class KVCacheMiddleware:
         if rule is None:
             await self._app(scope, receive, send)
             return
-        with report_interceptor.collecting() as reports, protection.protecting() as guard:
-            exchange = _Exchange(
-                scope,
-                receive,
-                send,
-                _Terms(
-                    rule, config, reports, guard, self._prefixes, self._slots, self._count_refusal
-                ),
-            )
-            await exchange.run(self._app)
+        with admission.http_request() as request:
+            terms = _Terms(rule, config, request, self._prefixes, self._slots, self._count_refusal)
+            await _Exchange(scope, receive, send, terms).run(self._app)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Bind before the first request, so that a failure ends the start instead of a request."""
@@ -136,13 +119,10 @@ class KVCacheMiddleware:
             if options is None:
                 raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
             config = config_of(state.vllm_config)
-            report_interceptor.install(state.engine_client)
-            self._count_refusal = stat_logger.install(state.engine_client, state.vllm_config)
-            fitting.install(state.engine_client, state.vllm_config, config, self._count_refusal)
-            repeating.install(state.engine_client, state.vllm_config, config, self._count_refusal)
-            # In front of them: this one tells how many tokens "system" stands for.
-            protection.install(state.engine_client, state.vllm_config.model_config)
-            trace_limits.install(state.engine_client, state.vllm_config.model_config)
+            client, engine = state.engine_client, state.vllm_config
+            self._count_refusal = stat_logger.install(client, engine)
+            repeating.install(client, engine, config, self._count_refusal)
+            admission.install(client, engine, config, self._count_refusal)
             self._prefixes = SystemPrefixes(vllm_render(getattr(state, "serving_render", None)))
             self._access = Access(application)
             config_route.attach(application, config, documents_key=bool(self._access.keys))
@@ -158,8 +138,7 @@ class _Terms:
 
     rule: Rule
     config: H2OConfig
-    reports: Reports
-    guard: Guard
+    request: HTTPRequest
     prefixes: SystemPrefixes
     slots: TraceSlots
     count_refusal: CountRefusal
@@ -173,7 +152,7 @@ class _Exchange:
         self._inner_receive = receive
         self._inner_send = send
         self._terms = terms
-        self._reports = terms.reports
+        self._reports = terms.request.reports
         self._path = route_path(scope)
         self._admitted = False
         self._reported = False
@@ -224,21 +203,25 @@ class _Exchange:
         Raises:
             RefusalError: it asks for what cannot be.
         """
-        terms = self._terms
-        admission = admit(
-            body, self._path, terms.rule, terms.config, self._scope.get("query_string", b"")
-        )
-        self._reported = admission.reported
-        if admission.reported and admission.request is not None:
-            asked = admission.asked or {}
-            if asked.get(trace_limits.FIELD):
-                terms.slots.take(self._path, admission.request)
-                self._traced = True
-            protected = asked_protection(self._path, admission.request, asked, terms.config)
-            protected.count_refusal = terms.count_refusal
-            await protected.find(terms.prefixes)
-            terms.guard.protection = protected
-        return admission.body
+        terms, query = self._terms, self._scope.get("query_string", b"")
+        admitted = admit(body, self._path, terms.rule, terms.config, query)
+        self._reported = admitted.reported
+        if admitted.request is None or admitted.budget is None:
+            return admitted.body
+        if admitted.budget.trace:
+            terms.slots.take(self._path, admitted.request)
+            self._traced = True
+        request, named = terms.request, admitted.asked.get("kv_protect") is not None
+        request.budget, request.names_protect = admitted.budget, named
+        if admitted.budget.protect == "system" and admitted.reported:
+            request.system = await terms.prefixes.of_request(
+                self._path,
+                admitted.request,
+                admitted.budget,
+                terms.config.protect_limit,
+                named=named,
+            )
+        return admitted.body
 
     async def _send(self, message: Message) -> None:
         """ASGI ``send``."""

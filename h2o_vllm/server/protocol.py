@@ -8,6 +8,7 @@ moved there, after they have been checked: the engine never sees a value that is
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.errors import BudgetError
@@ -67,12 +69,15 @@ class Admission:
         reported: whether its response carries a ``kv_cache`` object.
         request: the object that ``body`` is, if it is one.
         asked: the budget fields that it names.
+        budget: what they and the server's defaults make, before the prompts are known; ``None`` where it
+            takes no fields.
     """
 
     body: bytes
     reported: bool
     request: Mapping[str, Any] | None = None
-    asked: Mapping[str, Any] | None = None
+    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    budget: RequestBudget | None = None
 
 
 def admit(body: bytes, path: str, rule: Rule, config: H2OConfig, query: bytes = b"") -> Admission:
@@ -103,11 +108,11 @@ def admit(body: bytes, path: str, rule: Rule, config: H2OConfig, query: bytes = 
     moved = _lift(request, config)
     beams = _is_true(request.get("use_beam_search"))
     if beams and moved.asked:
-        field = next(iter(moved.asked))
-        raise RefusalError(f"{field} cannot be combined with use_beam_search", field, "unsupported")
+        first = next(iter(moved.asked))
+        raise RefusalError(f"{first} cannot be combined with use_beam_search", first, "unsupported")
     # A beam search is hundreds of one-token requests to the engine: no report of one response.
     passed = _serialise(request) if moved.changed else body
-    return Admission(passed, reported=not beams, request=request, asked=moved.asked)
+    return Admission(passed, not beams, request, moved.asked, moved.budget)
 
 
 def error_body(refusal: RefusalError, path: str = "") -> bytes:
@@ -126,6 +131,7 @@ def error_body(refusal: RefusalError, path: str = "") -> bytes:
 class _Moved:
     asked: Mapping[str, Any]
     changed: bool
+    budget: RequestBudget
 
 
 def _is_true(value: Any) -> bool:
@@ -181,17 +187,17 @@ def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
         elif field in inner and inner[field] is None:
             # null means "not given" to us; vLLM would refuse it inside vllm_xargs.
             changed = True
-    _check(asked, config)
+    budget = _resolved(asked, config)
     # Anything but an object in the place of vllm_xargs is left there for vLLM to refuse.
     if changed and (given is None or isinstance(given, dict)):
         merged = {k: v for k, v in inner.items() if k not in REQUEST_FIELDS} | asked
         request[XARGS] = merged or None
-    return _Moved(asked, changed)
+    return _Moved(asked, changed, budget)
 
 
-def _check(asked: Mapping[str, Any], config: H2OConfig) -> None:
+def _resolved(asked: Mapping[str, Any], config: H2OConfig) -> RequestBudget:
     try:
-        resolve(config, {field: _printable(value) for field, value in asked.items()})
+        return resolve(config, {field: _printable(value) for field, value in asked.items()})
     except BudgetError as error:
         reason = "conflict" if any(pair <= asked.keys() for pair in EXCLUSIVE) else "value"
         raise RefusalError(str(error), error.parameter, reason) from None

@@ -2,14 +2,14 @@
 """The tokens that the system part of a chat becomes, for any chat template. API-server process.
 
 vLLM renders the part in front of two user messages that have nothing in common. What the two prompts begin
-with is the part, with whatever the template puts around it. A third prompt, with the part's last letter
-changed, tells whether the part is in there at all: a template may drop it, or put it behind the user's words.
+with is the part, with whatever the template puts around it. It is remembered, and each prompt is compared
+with it. If a prompt begins otherwise, as with a clock in the template, the part is found anew, and at least
+what stands before the difference is protected.
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import hashlib
 import json
 from array import array
@@ -18,19 +18,31 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.server.system_part import Kind, SystemPart
+from h2o_vllm.server.protocol import RefusalError
+from h2o_vllm.server.system_part import USERS, Kind, SystemPart, system_parts
 
 if TYPE_CHECKING:
     from vllm.entrypoints.scale_out.render.serving import ServingRender
 
-__all__ = ["Render", "SystemPrefix", "SystemPrefixes", "common_tokens", "vllm_render"]
+    from h2o_vllm.config.request_budget import RequestBudget
+
+__all__ = [
+    "Render",
+    "SystemPrefix",
+    "SystemPrefixes",
+    "SystemTokens",
+    "common_tokens",
+    "vllm_render",
+]
 
 MAX_TOKENS = 1 << 21
 """Of all prefixes that are remembered, at four bytes each."""
 
 MAX_PARTS = 1 << 14
-"""Of which prefixes are remembered, or that they have none, which takes no tokens."""
+"""Parts with a prefix that is remembered; a part without a prefix counts, too."""
 
+FIELD, SYSTEM = "kv_protect", "system"
+NEEDS_TEXT = f"{FIELD}: '{SYSTEM}' needs a system message or tools at the beginning of the chat"
 NOT_FIRST = "the chat template of this model does not begin with them"
 
 Render = Callable[[Kind, Mapping[str, Any]], Awaitable["array[int]"]]
@@ -43,21 +55,28 @@ class SystemPrefix:
 
     Attributes:
         tokens: up to the user's words.
-        needed: tokens up to the last letter of the part: a prompt that has fewer of ``tokens`` in common
-            does not begin with it.
-        failure: why there is none.
+        failure: why there are none.
     """
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    needed: int = 0
     failure: str | None = None
 
-    def length_in(self, prompt: array[int] | list[int]) -> int | None:
-        """How many of a prompt's first tokens are the part; ``None`` if the part is not there."""
-        if self.failure is not None:
-            return None
-        length = common_tokens(self.tokens, array("i", prompt[: len(self.tokens)]))
-        return length if length >= self.needed else None
+    def length_in(self, prompt: array[int] | list[int]) -> int:
+        """How many of a prompt's first tokens are the part's first ones."""
+        return common_tokens(self.tokens, array("i", prompt[: len(self.tokens)]))
+
+
+@dataclass(frozen=True)
+class SystemTokens:
+    """The system part of one chat of a request, with its tokens as far as they are known."""
+
+    prefixes: SystemPrefixes
+    part: SystemPart
+    prefix: SystemPrefix
+
+    async def found_anew(self) -> SystemPrefix:
+        """The prefix as it is now, measured again unless another request has done so."""
+        return await self.prefixes.find(self.part, outdated=self.prefix)
 
 
 class SystemPrefixes:
@@ -73,14 +92,57 @@ class SystemPrefixes:
         self._running: dict[bytes, asyncio.Task[SystemPrefix]] = {}
         self._tokens = 0
 
-    async def find(self, part: SystemPart) -> SystemPrefix:
-        """The prefix of ``part``, measured once however many ask at the same time. Never raises."""
+    async def of_request(
+        self,
+        path: str,
+        request: Mapping[str, Any],
+        budget: RequestBudget,
+        limit: int | None,
+        *,
+        named: bool,
+    ) -> list[SystemTokens]:
+        """The system parts of a request whose budget protects ``"system"``; empty if nothing depends on them.
+
+        Args:
+            limit: most tokens that may be protected.
+            named: whether the request says so, rather than the server's default.
+
+        Raises:
+            RefusalError: it says so, and has no such part, or one that cannot be protected.
+        """
+        parts = system_parts(path, request)
+        if named and parts is None:
+            message = (
+                f"{FIELD}: '{SYSTEM}' is not supported by {path}, whose prompts have no system messages; "
+                "'prompt' and a number are"
+            )
+            raise RefusalError(message, FIELD, "unsupported")
+        if named and (not parts or any(part.is_empty for part in parts)):
+            raise RefusalError(NEEDS_TEXT, FIELD, "value")
+        if not budget.evicts or parts is None:
+            return []
+        found = []
+        for part in parts:
+            prefix = (
+                SystemPrefix(failure="there is none") if part.is_empty else await self.find(part)
+            )
+            if named:
+                _check(prefix, limit)
+            found.append(SystemTokens(self, part, prefix))
+        return found
+
+    async def find(self, part: SystemPart, outdated: SystemPrefix | None = None) -> SystemPrefix:
+        """The prefix of ``part``, measured once however many ask at the same time. Never raises.
+
+        Args:
+            outdated: a prefix that is not to be returned, if it is still the one that is remembered.
+        """
         try:
             key = _key(part)
         except (RecursionError, ValueError) as error:
             return SystemPrefix(failure=str(error))
         known = self._known.get(key)
-        if known is not None:
+        if known is not None and known is not outdated:
             self._known.move_to_end(key)
             return known
         task = self._running.get(key)
@@ -91,33 +153,33 @@ class SystemPrefixes:
 
     async def _measure_and_keep(self, key: bytes, part: SystemPart) -> SystemPrefix:
         try:
-            found = await self._measure(part)
+            one, two = [await self._render(part.kind, part.body(user)) for user in USERS]
         except Exception as error:  # noqa: BLE001 - templates raise what they like
             return SystemPrefix(failure=str(error) or type(error).__name__)
         finally:
             del self._running[key]
+        length = common_tokens(one, two)
+        found = SystemPrefix(one[:length], None if length else NOT_FIRST)
+        self._tokens += length - len(self._known.pop(key, SystemPrefix()).tokens)
         self._known[key] = found
-        self._tokens += len(found.tokens)
         while self._tokens > MAX_TOKENS or len(self._known) > MAX_PARTS:
             _, oldest = self._known.popitem(last=False)
             self._tokens -= len(oldest.tokens)
         return found
 
-    async def _measure(self, part: SystemPart) -> SystemPrefix:
-        one = await self._render(part.kind, part.body())
-        length = common_tokens(one, await self._render(part.kind, part.other_user()))
-        needed = 0
-        for is_tool, body in ((False, part.other_text()), (True, part.other_tool())):
-            if body is None:
-                continue
-            other = await self._render(part.kind, body)
-            if is_tool and other == one:
-                # Many templates know nothing of tools: there is nothing of them to protect.
-                continue
-            needed = max(needed, common_tokens(one, other))
-        if not 0 < needed <= length:
-            return SystemPrefix(failure=NOT_FIRST)
-        return SystemPrefix(one[:length], needed)
+
+def _check(prefix: SystemPrefix, limit: int | None) -> None:
+    if prefix.failure is not None:
+        accepted = (
+            f"a number or 'prompt' here: system messages and tools are not found: {prefix.failure}"
+        )
+    elif limit is not None and len(prefix.tokens) > limit:
+        accepted = (
+            f"at most {limit} tokens here (system messages and tools have {len(prefix.tokens)})"
+        )
+    else:
+        return
+    raise RefusalError(f"{FIELD} must be {accepted}, got '{SYSTEM}'", FIELD, "value")
 
 
 def common_tokens(one: array[int], two: array[int]) -> int:
@@ -160,7 +222,6 @@ async def _render_nothing(kind: Kind, body: Mapping[str, Any]) -> array[int]:
 
 
 def _key(part: SystemPart) -> bytes:
-    """Equal for parts that are rendered alike. By day, because templates may write the date."""
-    today = datetime.datetime.now().astimezone().date().isoformat()
-    text = json.dumps([today, part.kind, part.body()], sort_keys=True)
+    """Equal for parts that are rendered alike."""
+    text = json.dumps([part.kind, part.body(USERS[0])], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

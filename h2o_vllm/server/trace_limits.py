@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask for a trace, and how many at a time, so that nobody else notices. API-server process.
+"""Which requests may be traced, and how many at a time. API-server process; imports no vLLM.
 
-A trace is for looking at one answer: of one sequence, on the two routes that people use, of a length that one
-can look at. Whether a server lets anybody ask at all is in :class:`~h2o_vllm.config.options.H2OConfig`.
+A trace is for looking at one answer: of one sequence, on the two routes that people use. Its length is
+checked by :mod:`h2o_vllm.server.admission`. Whether a server traces at all is in
+:class:`~h2o_vllm.config.options.H2OConfig`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from h2o_vllm.blocks.trace import check_traceable
-from h2o_vllm.errors import BudgetError
-from h2o_vllm.server.before_generate import look_before, token_ids
 from h2o_vllm.server.protocol import RefusalError
 
-__all__ = ["FIELD", "MAX_TRACES", "PATHS", "TraceSlots", "install"]
+__all__ = ["MAX_TRACES", "PATHS", "TraceSlots"]
 
 FIELD = "kv_trace"
 
@@ -53,30 +51,6 @@ class TraceSlots:
     def give_back(self) -> None:
         """A traced request has ended."""
         self._taken -= 1
-
-
-def install(engine_client: Any, model_config: Any) -> None:
-    """Wrap ``engine_client.generate``, on this object only. Twice is the same as once.
-
-    What only the parameters made of a body tell is refused here.
-    """
-
-    def limit(prompt: Any, params: Any) -> None:
-        asked = getattr(params, "extra_args", None)
-        if isinstance(asked, Mapping) and asked.get(FIELD):
-            _check(model_config, prompt, params)
-
-    look_before(engine_client, "_h2o_trace_limits", limit)
-
-
-def _check(model_config: Any, prompt: Any, params: Any) -> None:
-    if params.n != 1:
-        raise BudgetError(FIELD, True, f"left out of requests with n above 1 (here {params.n})")
-    tokens = token_ids(model_config, prompt)
-    if tokens is None:
-        raise BudgetError(FIELD, True, "left out of requests whose prompt is no tokens")
-    longest = min(len(tokens) + params.max_tokens, model_config.max_model_len)
-    check_traceable(longest, stops=bool(params.stop))
 
 
 def _is_several(prompt: Any) -> bool:

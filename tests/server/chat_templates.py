@@ -51,6 +51,20 @@ def tools_last(turns: Turns, tools: str) -> str:
     return f"{before}{f'[{tools}]' if tools else ''}<user>{last}"
 
 
+def with_a_clock() -> Template:
+    """Llama 3.1 with ``strftime_now``: the time stands inside of the system message; ``CLOCK`` is read."""
+
+    def template(turns: Turns, tools: str) -> str:
+        return chatml(
+            [(role, f"[{CLOCK[0]}]{said}" if role == "system" else said) for role, said in turns],
+            tools,
+        )
+
+    return template
+
+
+CLOCK = ["10:00"]
+
 TEMPLATES: dict[str, Template] = {
     each.__name__: each for each in (chatml, without_tools, merged, dropped, moved, tools_last)
 }

@@ -173,14 +173,6 @@ def test_messages_api(server: LiveServer, stream: bool) -> None:
         ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}, "needs a system"),
         ("/v1/completions", {"prompt": "Hi"}, "not supported by /v1/completions"),
         ("/v1/responses", {"input": "Hi"}, "needs a system"),
-        # The embedded model's template knows no tools.
-        (
-            "/v1/messages",
-            {"messages": [{"role": "user", "content": "Hi"}],
-             "tools": [{"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}],
-             "tool_choice": {"type": "none"}},
-            "does not begin with them",
-        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from tests.server.chat_templates import TEMPLATES
+from tests.server import chat_templates
+from tests.server.chat_templates import TEMPLATES, with_a_clock
 from tests.server.vllm_like import Engine, Rendering, build, post
 
 pytestmark = pytest.mark.asyncio
@@ -45,7 +47,7 @@ async def test_system_reaches_the_engine_as_a_number(stream: bool) -> None:
     engine = Engine()
     app = build(engine, serving_render=Rendering(TEMPLATES["chatml"]))
     fields = {"kv_budget": 0.2, "kv_protect": "system", "system": "Be brief.", "stream": stream}
-    response = await post(app, "/v1/messages", messages=CHAT, model="m", **fields)
+    response = await post(app, "/v1/messages", messages=CHAT, model="m", max_tokens=9, **fields)
     assert response.status_code == 200
     assert engine.seen[0]["vllm_xargs"]["kv_protect"] == len("<system>Be brief.</><user>")
     assert b"kv_cache" in response.content
@@ -53,8 +55,14 @@ async def test_system_reaches_the_engine_as_a_number(stream: bool) -> None:
 
 async def test_system_is_refused_where_there_is_none_and_where_it_is_not_first() -> None:
     engine = Engine()
-    app = build(engine, serving_render=Rendering(TEMPLATES["moved"]))
-    fields = {"kv_budget": 0.2, "kv_protect": "system", "model": "m", "messages": CHAT}
+    app = build(engine, serving_render=Rendering(lambda turns, tools: turns[-1][1]))
+    fields = {
+        "kv_budget": 0.2,
+        "kv_protect": "system",
+        "model": "m",
+        "messages": CHAT,
+        "max_tokens": 9,
+    }
     for more, says in (
         ({}, "needs a system message"),
         ({"system": "Be brief."}, "begin with them"),
@@ -66,12 +74,56 @@ async def test_system_is_refused_where_there_is_none_and_where_it_is_not_first()
     assert engine.seen == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+async def test_system_is_found_anew_when_a_clock_in_the_template_goes_on(
+    monkeypatch: pytest.MonkeyPatch, named: bool, stream: bool
+) -> None:
+    monkeypatch.setattr(chat_templates, "CLOCK", ["10:00"])
+    monkeypatch.setitem(TEMPLATES, "chatml", with_a_clock())
+    engine = Engine()
+    config = H2OConfig(kv_budget=0.2, kv_protect=0 if named else "system")
+    app = build(engine, config, serving_render=Rendering(TEMPLATES["chatml"]))
+    fields = {"kv_protect": "system"} if named else {}
+    request = {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": CHAT,
+        "system": "Be.",
+        "stream": stream,
+        **fields,
+    }
+    for now in ("10:00", "10:00", "10:01", "11:59", "9:05"):
+        chat_templates.CLOCK[0] = now
+        response = await post(app, "/v1/messages", **request)
+        assert response.status_code == 200 and b"kv_cache" in response.content
+        protected = engine.seen[-1]["vllm_xargs"]["kv_protect"]
+        assert protected == len(f"<system>[{now}]Be.</><user>")
+
+
+async def test_before_a_clock_that_never_stands_still_all_is_protected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = itertools.count(100_000_000)
+    monkeypatch.setitem(
+        TEMPLATES, "chatml", lambda turns, tools: f"<system>{turns[0][1]} {next(ticks)}</><user>"
+    )
+    engine = Engine()
+    app = build(engine, serving_render=Rendering(TEMPLATES["chatml"]))
+    fields = {"kv_budget": 0.2, "kv_protect": "system", "system": "Be brief."}
+    for _ in range(3):
+        response = await post(app, "/v1/messages", model="m", max_tokens=9, messages=CHAT, **fields)
+        assert response.status_code == 200
+        protected = engine.seen[-1]["vllm_xargs"]["kv_protect"]
+        assert len("<system>Be brief. 10000000") <= protected < len("<system>Be brief. 100000000")
+
+
 async def test_default_of_the_server_protects_what_there_is() -> None:
     engine = Engine()
     config = H2OConfig(kv_budget=0.2, kv_protect="system")
     app = build(engine, config, serving_render=Rendering(TEMPLATES["chatml"]))
-    await post(app, "/v1/messages", model="m", messages=CHAT, system="Be brief.")
-    await post(app, "/v1/messages", model="m", messages=CHAT)
+    await post(app, "/v1/messages", model="m", max_tokens=9, messages=CHAT, system="Be brief.")
+    await post(app, "/v1/messages", model="m", max_tokens=9, messages=CHAT)
     await post(app)
     assert [seen["vllm_xargs"] for seen in engine.seen] == [
         {"kv_protect": len("<system>Be brief.</><user>")},

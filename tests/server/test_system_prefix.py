@@ -13,7 +13,8 @@ import pytest
 from h2o_vllm.server import system_prefix
 from h2o_vllm.server.system_part import SystemPart, system_parts
 from h2o_vllm.server.system_prefix import SystemPrefix, SystemPrefixes, vllm_render
-from tests.server.chat_templates import TEMPLATES, rendering, tokens
+from tests.server import chat_templates
+from tests.server.chat_templates import TEMPLATES, rendering, tokens, with_a_clock
 
 pytestmark = pytest.mark.asyncio
 
@@ -35,13 +36,12 @@ def part_of(path: str, body: Mapping[str, Any]) -> SystemPart:
     return part
 
 
-async def protected(template: str, path: str, body: Mapping[str, Any]) -> str | None:
+async def protected(template: str, path: str, body: Mapping[str, Any]) -> str:
     """The beginning of the body's prompt that is found to be its system part."""
     part = part_of(path, body)
     found = await SystemPrefixes(rendering(TEMPLATES[template])).find(part)
     prompt = tokens(TEMPLATES[template], part.kind, body)
-    length = found.length_in(prompt)
-    return None if length is None else bytes(prompt[:length].tolist()).decode()
+    return bytes(prompt[: found.length_in(prompt)].tolist()).decode()
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,15 @@ async def protected(template: str, path: str, body: Mapping[str, Any]) -> str | 
         ("without_tools", {"tools": [TOOL]}, "<system>Be brief.</><user>"),
         ("merged", {}, "<user>Be brief.\n\n"),
         ("merged", {"tools": [TOOL]}, "<user>add:Adds.;Be brief.\n\n"),
-        ("dropped", {}, None),
-        ("moved", {}, None),
+        # What all prompts of such a template begin with.
+        ("dropped", {}, "<user>"),
+        ("moved", {}, "<user>"),
         ("tools_last", {}, "<system>Be brief.</><user>"),
-        # With one user turn the tools would stand first, in this chat they do not.
-        ("tools_last", {"tools": [TOOL]}, None),
+        # With one user turn the tools would stand here, in this chat they do not.
+        ("tools_last", {"tools": [TOOL]}, "<system>Be brief.</>"),
     ],
 )
-async def test_chat(template: str, fields: dict[str, Any], expected: str | None) -> None:
+async def test_chat(template: str, fields: dict[str, Any], expected: str) -> None:
     got = await protected(template, CHAT, {"messages": [SYSTEM, *TURNS], **fields})
     assert got == expected
 
@@ -91,7 +92,7 @@ async def test_system_messages(head: list[dict[str, Any]], expected: str) -> Non
 )  # fmt: skip
 async def test_messages(fields: dict[str, Any]) -> None:
     got = await protected("chatml", "/v1/messages", {"messages": TURNS, **fields})
-    assert got is not None and got.endswith("<user>")
+    assert got.endswith("<user>")
     assert ("Be brief." if "system" in fields else "[add:Adds.;]") in got
 
 
@@ -143,10 +144,10 @@ async def test_many_who_ask_at_once_are_one_measurement() -> None:
     prefixes = SystemPrefixes(render)
     bodies: list[dict[str, Any]] = [{"messages": [SYSTEM, turn]} for turn in TURNS] * 4
     found = await asyncio.gather(*(prefixes.find(part_of(CHAT, body)) for body in bodies))
-    assert render.calls == 3
+    assert render.calls == 2
     assert all(one is found[0] for one in found)
     await prefixes.find(part_of(CHAT, {"messages": [SYSTEM], "chat_template_kwargs": {"a": 1}}))
-    assert render.calls == 6
+    assert render.calls == 4
 
 
 async def test_one_who_leaves_takes_nothing_away() -> None:
@@ -171,14 +172,14 @@ async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(prefixes._known) == 1
     assert prefixes._tokens <= 100
     await prefixes.find(parts[-1])
-    assert render.calls == 12
+    assert render.calls == 8
     await prefixes.find(parts[0])
-    assert render.calls == 15
+    assert render.calls == 10
 
 
 async def test_parts_that_have_no_tokens_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system_prefix, "MAX_PARTS", 3)
-    render = rendering(TEMPLATES["dropped"])
+    render = rendering(lambda turns, tools: turns[-1][1])
     prefixes = SystemPrefixes(render)
     parts = [part_of(CHAT, {"messages": [{"role": "system", "content": f"{i}"}]}) for i in range(9)]
     for part in parts:
@@ -200,7 +201,7 @@ async def test_what_cannot_be_rendered_says_why_and_is_tried_again() -> None:
     for _ in range(2):
         found = await prefixes.find(part_of(CHAT, {"messages": [SYSTEM]}))
         assert found.failure == "no such model"
-        assert found.length_in([1, 2]) is None
+        assert found.length_in([1, 2]) == 0
     assert len(calls) == 2
     failure = (
         await SystemPrefixes(vllm_render(None)).find(part_of(CHAT, {"messages": [SYSTEM]}))
@@ -218,9 +219,24 @@ async def test_nesting_without_end_is_no_key() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "length"),
-    [([1, 2, 3, 4, 9], 4), ([1, 2, 3, 9], 3), ([1, 2, 3], 3), ([1, 2, 9], None), ([], None)],
+    [([1, 2, 3, 4, 9], 4), ([1, 2, 3, 9], 3), ([1, 2, 3], 3), ([9, 1, 2], 0), ([], 0)],
 )
-async def test_a_prompt_needs_the_part_but_not_what_stands_around_it(
-    prompt: list[int], length: int | None
+async def test_what_a_prompt_has_in_common_counts(prompt: list[int], length: int) -> None:
+    assert SystemPrefix(array("i", [1, 2, 3, 4])).length_in(prompt) == length
+
+
+async def test_a_prefix_that_is_out_of_date_is_measured_once_more(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert SystemPrefix(array("i", [1, 2, 3, 4]), needed=3).length_in(prompt) == length
+    monkeypatch.setattr(chat_templates, "CLOCK", ["10:00"])
+    render = rendering(with_a_clock())
+    prefixes, part = SystemPrefixes(render), part_of(CHAT, {"messages": [SYSTEM]})
+    old = await prefixes.find(part)
+    assert await prefixes.find(part) is old
+    chat_templates.CLOCK[0] = "10:01"
+    new = await asyncio.gather(*[prefixes.find(part, outdated=old) for _ in range(8)])
+    assert {bytes(each.tokens.tolist()) for each in new} == {b"<system>[10:01]Be brief.</><user>"}
+    # Another request that had the old one finds the new one measured.
+    assert await prefixes.find(part, outdated=old) is new[0] is await prefixes.find(part)
+    assert render.calls == 4
+    assert prefixes._tokens == len(new[0].tokens)

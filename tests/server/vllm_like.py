@@ -43,16 +43,17 @@ class Engine:
         self.errored = True
 
     async def generate(
-        self, prompt: Any, request: dict[str, Any], request_id: str
+        self, prompt: Any, sampling_params: dict[str, Any], request_id: str
     ) -> AsyncGenerator[Any, None]:
-        self.seen.append(dict(request))
-        n = request.get("n") or 1
+        self.seen.append(dict(sampling_params))
+        n = sampling_params.get("n") or 1
+        length = len(prompt["prompt_token_ids"])
         try:
             for token in range(self.tokens):
                 while token >= self.allowed:  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(0)
                 last = token == self.tokens - 1
-                reports = {str(i): engine_report(tokens_seen=len(prompt) + i) for i in range(n)}
+                reports = {str(i): engine_report(tokens_seen=length + i) for i in range(n)}
                 yield SimpleNamespace(
                     token=token,
                     finished=last,
@@ -85,6 +86,8 @@ class Parameters(dict[str, Any]):
     @property
     def extra_args(self) -> Any:
         return self.get("vllm_xargs")
+
+    n, max_tokens, stop = 1, 1, ()
 
     @extra_args.setter
     def extra_args(self, values: Any) -> None:
@@ -163,7 +166,8 @@ def build(
         body = Parameters(request.model_dump(exclude_unset=True))
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         client = raw_request.app.state.engine_client
-        calls = [client.generate(p, body, f"id-{i}") for i, p in enumerate(prompts)]
+        tokenized = [{"type": "token", "prompt_token_ids": list(p.encode())} for p in prompts]
+        calls = [client.generate(p, body, f"id-{i}") for i, p in enumerate(tokenized)]
         if request.stream:
             return StreamingResponse(_events(calls, body), media_type="text/event-stream")
         outputs = [[output async for output in call][-1] for call in calls]

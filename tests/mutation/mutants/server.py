@@ -9,9 +9,9 @@ __all__ = ["MUTANTS"]
 MUTANTS = (
     Mutant(
         "server-nobody-asks-whether-it-fits",
-        "schedule.check_fits(pool, params.max_tokens, length)",
+        "schedule.check_fits(self._pool, params.max_tokens, self._model.max_model_len)",
         "pass",
-        ("tests/server/test_fitting.py",),
+        ("tests/server/test_admission.py",),
     ),
     Mutant(
         "metrics-evictions-instead-of-blocks",
@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "server-any-prompt-is-taken-to-begin-with-the-system-part",
-        "return length if length >= self.needed else None",
+        'return common_tokens(self.tokens, array("i", prompt[: len(self.tokens)]))',
         "return len(self.tokens)",
         ("tests/server/test_system_prefix.py",),
     ),

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one step between vLLM's server and its engine client. API-server process.
+
+A prompt's tokens and its sampling parameters exist only when vLLM calls ``generate`` of the engine client.
+That method is wrapped, on the one client of this process; no class of vLLM's is changed.
+
+Before the call the prompt is counted, ``kv_protect: "system"`` becomes a number, and what the engine cannot
+serve becomes a 400, as it has to be before a streamed answer begins. During the answer the scheduler's
+reports, which vLLM carries as ``kv_transfer_params`` but writes into no streamed chunk, are taken off the
+outputs and noted for the HTTP request. A client of a KV connector sees its own parameters only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.inputs.preprocess import extract_prompt_components
+
+from h2o_vllm.blocks.schedule import EvictionSchedule
+from h2o_vllm.blocks.trace import check_traceable
+from h2o_vllm.config.keys import REPORT_KEY
+from h2o_vllm.config.resolve import for_prompt, resolve
+from h2o_vllm.errors import BudgetError
+from h2o_vllm.server.report import Reports
+from h2o_vllm.server.system_prefix import SystemTokens
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from h2o_vllm.config.options import H2OConfig
+    from h2o_vllm.config.request_budget import RequestBudget
+
+__all__ = ["HTTPRequest", "http_request", "install"]
+
+PROTECT, SYSTEM, TRACE = "kv_protect", "system", "kv_trace"
+_MARK = "_h2o_admission"
+"""Attribute of a ``generate`` that is wrapped already."""
+
+
+@dataclass
+class HTTPRequest:
+    """One HTTP request, which may be several calls of the engine.
+
+    Attributes:
+        reports: what the engine reports for it.
+        budget: as its body asks, before its prompts are known; ``None``: it cannot ask.
+        names_protect: whether its body names ``kv_protect``.
+        system: the system part of each of its chats, if it protects them.
+    """
+
+    reports: Reports = field(default_factory=Reports)
+    budget: RequestBudget | None = None
+    names_protect: bool = False
+    system: list[SystemTokens] = field(default_factory=list)
+    _calls: int = 0
+
+    def next_system(self) -> SystemTokens | None:
+        """The system part of the next call; an agent's later calls begin as its last chat does."""
+        call, self._calls = self._calls, self._calls + 1
+        return self.system[min(call, len(self.system) - 1)] if self.system else None
+
+
+_current: ContextVar[HTTPRequest | None] = ContextVar("h2o_vllm_request", default=None)
+
+
+@contextmanager
+def http_request() -> Iterator[HTTPRequest]:
+    """Within this block, and in tasks started in it, calls of the engine belong to the yielded request."""
+    request = HTTPRequest()
+    token = _current.set(request)
+    try:
+        yield request
+    finally:
+        _current.reset(token)
+
+
+def install(
+    engine_client: Any,
+    engine: VllmConfig,
+    config: H2OConfig,
+    count_refusal: Callable[[str], None],
+) -> None:
+    """Wrap ``engine_client.generate``, on this object only. Twice is the same as once.
+
+    Raises:
+        TypeError: the object has no ``generate``.
+    """
+    generate = getattr(engine_client, "generate", None)
+    if not callable(generate):
+        raise TypeError(f"{type(engine_client).__name__} has no generate() to take reports from")
+    if hasattr(generate, _MARK):
+        return
+    step = _Step(engine, config)
+
+    @functools.wraps(generate)
+    def admitting(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        # Read here, not while iterating: vLLM may iterate in another task.
+        request = _current.get()
+        try:
+            renew = step.admit(prompt, sampling_params, request)
+        except BudgetError as error:
+            count_refusal("value")
+            raise VLLMValidationError(str(error), parameter=error.parameter) from None
+        reports = request.reports if request is not None else Reports()
+        begin = functools.partial(generate, prompt, sampling_params, *args, **kwargs)
+        return _answer(begin, renew, reports, reports.open_call())
+
+    setattr(admitting, _MARK, True)
+    engine_client.generate = admitting
+
+
+class _Step:
+    """What happens to each call before the engine hears of it."""
+
+    def __init__(self, engine: VllmConfig, config: H2OConfig) -> None:
+        self._config = config
+        self._model = engine.model_config
+        self._block_size = engine.cache_config.block_size
+        # vLLM sums them over the data-parallel engines, of which each keeps a block for itself.
+        blocks = engine.cache_config.num_gpu_blocks or 0
+        self._pool = blocks // engine.parallel_config.data_parallel_size - 1
+        # Else it holds a request of the model's length, and no prompt is longer.
+        self._is_small = self._pool * self._block_size < self._model.max_model_len - 1
+
+    def admit(
+        self, prompt: Any, params: Any, request: HTTPRequest | None
+    ) -> Callable[[], Awaitable[None]] | None:
+        """Check a call, and put numbers in the place of words.
+
+        Returns:
+            What is to be awaited before the engine is called, if anything is.
+
+        Raises:
+            BudgetError: the engine cannot serve it.
+        """
+        if isinstance(prompt, AsyncGenerator):
+            # A session whose prompt is still to come: the scheduler evicts nothing of it.
+            return None
+        tokens, length = self._measured(prompt)
+        renew = None
+        if request is None or request.budget is None:
+            asked = params.extra_args if isinstance(params.extra_args, Mapping) else {}
+            budget, named = resolve(self._config, asked), asked.get(PROTECT) is not None
+        else:
+            budget, named = request.budget, request.names_protect
+            if budget.protect == SYSTEM:
+                limit = self._config.protect_limit
+                most, renew = _number_protected(params, request.next_system(), tokens, limit)
+                budget = replace(budget, protect=most)
+        budget = for_prompt(self._config, budget, length, named=named)
+        if budget.trace:
+            self._check_trace(params, tokens)
+        if self._is_small:
+            schedule = EvictionSchedule.of(budget, self._block_size, length)
+            schedule.check_fits(self._pool, params.max_tokens, self._model.max_model_len)
+        return renew
+
+    def _measured(self, prompt: Any) -> tuple[list[int] | None, int]:
+        """The tokens of a prompt, ``None`` for embeddings, and how many there are."""
+        found = extract_prompt_components(self._model, prompt)
+        known = found.token_ids if found.token_ids is not None else found.embeds
+        if known is None:
+            raise BudgetError("prompt", "a text", "tokens or embeddings when it gets to the engine")
+        return found.token_ids, len(known)
+
+    def _check_trace(self, params: Any, tokens: list[int] | None) -> None:
+        if params.n != 1:
+            accepted = f"left out of requests with n above 1 (here {params.n})"
+            raise BudgetError(TRACE, True, accepted)
+        if tokens is None:
+            raise BudgetError(TRACE, True, "left out of requests whose prompt is no tokens")
+        longest = min(len(tokens) + params.max_tokens, self._model.max_model_len)
+        check_traceable(longest, stops=bool(params.stop))
+
+
+def _number_protected(
+    params: Any, system: SystemTokens | None, tokens: list[int] | None, limit: int | None
+) -> tuple[int, Callable[[], Awaitable[None]] | None]:
+    """Replace ``"system"`` by how many first tokens of the prompt are the system part.
+
+    Returns:
+        The largest number that it may become, and what finds the part anew if the prompt begins otherwise.
+    """
+
+    def put(number: int) -> None:
+        params.extra_args = {**(params.extra_args or {}), PROTECT: number}
+
+    if system is None or tokens is None:
+        put(0)
+        return 0, None
+    most = len(system.prefix.tokens) if limit is None else min(len(system.prefix.tokens), limit)
+    number = min(system.prefix.length_in(tokens), most)
+    put(number)
+    if number == most:
+        return most, None
+
+    async def renew() -> None:
+        # A clock in the chat template, for one: what was remembered may be out of date.
+        now = (await system.found_anew()).length_in(tokens)
+        put(max(number, min(now, most)))
+
+    return most, renew
+
+
+async def _answer(
+    begin: Callable[[], AsyncGenerator[Any, None]],
+    renew: Callable[[], Awaitable[None]] | None,
+    reports: Reports,
+    call: int,
+) -> AsyncGenerator[Any, None]:
+    """The outputs of one call of ``generate``, without our reports."""
+    if renew is not None:
+        await renew()
+    async with aclosing(begin()) as outputs:
+        async for output in outputs:
+            params = output.kv_transfer_params
+            if params and (by_index := params.get(REPORT_KEY)) is not None:
+                reports.record(call, by_index)
+                # A new dict: vLLM may share the old one between outputs.
+                rest = {key: value for key, value in params.items() if key != REPORT_KEY}
+                output.kv_transfer_params = rest or None
+            yield output

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step in front of the engine: words become numbers, and what cannot be served is a 400."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.server import admission
+from h2o_vllm.server.admission import HTTPRequest, http_request
+from h2o_vllm.server.protocol import RefusalError, admit
+from h2o_vllm.server.routes import Rule
+from h2o_vllm.server.system_prefix import SystemPrefixes
+from tests.server.admitting import body
+from tests.server.chat_templates import TEMPLATES, rendering, tokens
+
+LENGTH = 1024
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+CHATS = {"messages": MESSAGES}
+PROMPT = tokens(TEMPLATES["chatml"], "chat", CHATS).tolist()
+SYSTEM_LENGTH = len("<system>Be brief.</><user>")
+
+
+class Client:
+    """An engine client that notes the parameters of each call."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str = ""
+    ) -> AsyncGenerator[Any, None]:
+        self.seen.append(sampling_params.extra_args)
+        yield SimpleNamespace(kv_transfer_params=None)
+
+
+def serving(blocks: int = 1000, engines: int = 1, **options: Any) -> tuple[Client, list[str]]:
+    """A client whose engines have so many blocks together, and the refusals that are counted."""
+    client, refusals = Client(), []
+    engine: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=LENGTH, is_encoder_decoder=False),
+        cache_config=SimpleNamespace(num_gpu_blocks=blocks, block_size=16),
+        parallel_config=SimpleNamespace(data_parallel_size=engines),
+    )
+    config = H2OConfig(kv_min_tokens=16, **options)
+    for _ in range(2):
+        admission.install(client, engine, config, refusals.append)
+    return client, refusals
+
+
+def embeddings(length: int) -> dict[str, Any]:
+    return {"prompt_embeds": torch.zeros(length, 4)}
+
+
+def ids(length: int) -> dict[str, Any]:
+    return {"prompt_token_ids": [7] * length}
+
+
+def ask(
+    client: Any, prompt: Any, max_tokens: int = 8, n: int = 1, stop: Any = None, **fields: Any
+) -> int:
+    """How many outputs came."""
+    params = SamplingParams(max_tokens=max_tokens, n=n, stop=stop, extra_args=fields or None)
+
+    async def outputs() -> int:
+        return len([one async for one in client.generate(prompt, params, "id")])
+
+    return asyncio.run(outputs())
+
+
+@pytest.mark.parametrize("prompt", [ids, embeddings])
+def test_what_fits_passes_and_what_does_not_is_a_400_with_the_numbers(prompt: Any) -> None:
+    client, refusals = serving(20, kv_budget=0.2, kv_prefill_tokens=256)
+    assert ask(client, prompt(900)) == 1
+    with pytest.raises(VLLMValidationError) as caught:
+        ask(client, prompt(900), kv_prefill_tokens=0)
+    message = str(caught.value)
+    assert "at most 304 tokens" in message and "prompt of 900" in message and "up to 8" in message
+    assert caught.value.parameter == "kv_prefill_tokens"
+    with pytest.raises(VLLMValidationError, match="up to 700 may hold"):
+        ask(client, prompt(100), max_tokens=700, kv_budget=1.0)
+    assert ask(client, prompt(100), max_tokens=100, kv_budget=1.0) == 1
+    assert len(client.seen) == 2
+    assert refusals == ["value", "value"]
+
+
+def test_engines_are_not_added_up() -> None:
+    client, _ = serving(40, engines=2, kv_budget=0.2, kv_prefill_tokens=256)
+    with pytest.raises(VLLMValidationError, match="at most 304 tokens"):
+        ask(client, ids(900), kv_prefill_tokens=0)
+    assert ask(serving(130, engines=2)[0], ids(900)) == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_budget": 0.2}, {"kv_protect": "prompt"}])
+def test_a_prompt_of_unknown_length_gets_nowhere(fields: dict[str, Any]) -> None:
+    client, _ = serving()
+    with pytest.raises(VLLMValidationError, match="tokens or embeddings") as caught:
+        ask(client, "a text", **fields)
+    assert caught.value.parameter == "prompt" and client.seen == []
+
+
+@pytest.mark.parametrize("prompt", [ids, embeddings])
+def test_a_prompt_too_long_to_protect_is_refused_whatever_it_is_made_of(prompt: Any) -> None:
+    client, _ = serving(kv_protect_max=8)
+    with pytest.raises(VLLMValidationError, match=r"at most 8 tokens here \(the prompt has 9\)"):
+        ask(client, prompt(9), kv_protect="prompt")
+    assert ask(client, prompt(8), kv_protect="prompt") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"prompt": ids(100), "n": 2}, "n above 1"),
+        ({"prompt": ids(100), "stop": ["end"]}, "stop strings"),
+        (
+            {"prompt": ids(1000), "max_tokens": 5000},
+            "more than 4096 tokens (this one's prompt and max_tokens are 6000)",
+        ),
+        ({"prompt": embeddings(100)}, "no tokens"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_before_the_answer_begins(
+    given: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.server.test_admission.LENGTH", 8192)
+    client, _ = serving(kv_trace=True)
+    with pytest.raises(VLLMValidationError) as caught:
+        ask(client, kv_trace=True, **given)
+    assert says in str(caught.value) and caught.value.parameter == "kv_trace"
+    assert ask(client, **given) == 1
+    assert ask(client, ids(100), max_tokens=3996, kv_trace=True) == 1
+
+
+SYSTEM = {"kv_protect": "system"}
+
+
+def protected(
+    asked: dict[str, Any],
+    prompts: list[Any],
+    request: dict[str, Any] = CHATS,
+    path: str = CHAT,
+    render: Any = None,
+    **config: Any,
+) -> list[Any]:
+    """``kv_protect`` of each prompt as it reaches the engine."""
+    client, _ = serving(**config)
+    settings = H2OConfig(kv_min_tokens=16, **config)
+    render = render or rendering(TEMPLATES["chatml"])
+    admitted = admit(body(**{"kv_budget": 0.2, **request, **asked}), path, Rule.LIFT, settings)
+    assert admitted.budget is not None and admitted.request is not None
+
+    async def answer() -> None:
+        named = "kv_protect" in admitted.asked
+        with http_request() as current:
+            current.budget, current.names_protect = admitted.budget, named
+            if admitted.budget.protect == "system":
+                current.system = await SystemPrefixes(render).of_request(
+                    path, admitted.request, admitted.budget, settings.protect_limit, named=named
+                )
+            for prompt in prompts:
+                params = SamplingParams(extra_args=dict(admitted.asked) | {"mine": 1})
+                async for _ in client.generate(
+                    {"prompt_token_ids": prompt}, sampling_params=params
+                ):
+                    pass
+
+    asyncio.run(answer())
+    assert all(seen["mine"] == 1 for seen in client.seen)
+    return [seen.get("kv_protect") for seen in client.seen]
+
+
+def test_system_is_the_number_of_its_tokens() -> None:
+    assert protected(SYSTEM, [PROMPT]) == [SYSTEM_LENGTH]
+    assert protected({}, [PROMPT], kv_protect="system") == [SYSTEM_LENGTH]
+
+
+@pytest.mark.parametrize("number", [0, 7, "prompt"])
+def test_what_is_no_word_for_the_server_is_left_to_the_engine(number: Any) -> None:
+    render = rendering(TEMPLATES["chatml"])
+    got = protected({"kv_protect": number}, [PROMPT], render=render, kv_protect="system")
+    assert got == [number] and render.calls == 0
+    assert protected({}, [PROMPT], render=render) == [None] and render.calls == 0
+
+
+@pytest.mark.parametrize("asked", [{"kv_budget": 1.0}, {"kv_budget": 1.0, "kv_policy": "full"}])
+def test_where_nothing_is_evicted_nothing_is_rendered(asked: dict[str, Any]) -> None:
+    render = rendering(TEMPLATES["chatml"])
+    assert protected(SYSTEM | asked, [PROMPT], render=render) == [0]
+    assert render.calls == 0
+
+
+def test_each_chat_of_a_batch_has_its_own() -> None:
+    chats = [MESSAGES, [{"role": "system", "content": "Be very brief."}, MESSAGES[1]]]
+    prompts = [tokens(TEMPLATES["chatml"], "chat", {"messages": chat}).tolist() for chat in chats]
+    got = protected(SYSTEM, prompts, {"messages": chats}, f"{CHAT}/batch")
+    assert got == [SYSTEM_LENGTH, SYSTEM_LENGTH + 5]
+
+
+def test_the_calls_of_an_agent_have_one_beginning() -> None:
+    prompts = [PROMPT + [1] * more for more in range(3)]
+    assert protected(SYSTEM, prompts) == [SYSTEM_LENGTH] * 3
+
+
+@pytest.mark.parametrize(
+    ("request_body", "path", "reason", "by_default"),
+    [
+        ({"messages": MESSAGES[1:]}, CHAT, "value", 0),
+        ({"messages": [MESSAGES, MESSAGES[1:]]}, f"{CHAT}/batch", "value", SYSTEM_LENGTH),
+        ({"messages": []}, f"{CHAT}/batch", "value", 0),
+        ({"prompt": "Hi"}, "/v1/completions", "unsupported", 0),
+        ({"prompt": "Hi"}, "/invocations", "unsupported", 0),
+    ],
+)
+def test_no_system_part_is_a_400_for_a_request_that_names_it(
+    request_body: dict[str, Any], path: str, reason: str, by_default: int
+) -> None:
+    with pytest.raises(RefusalError, match="kv_protect: 'system' ") as caught:
+        protected(SYSTEM, [PROMPT], request_body, path)
+    assert (caught.value.param, caught.value.reason) == ("kv_protect", reason)
+    # A server's default protects what there is.
+    got = protected({}, [PROMPT, PROMPT], request_body, path, kv_protect="system")
+    assert got == [by_default, 0]
+
+
+def test_a_prompt_that_begins_otherwise_is_protected_as_far_as_it_is_the_same() -> None:
+    assert protected(SYSTEM, [[1, *PROMPT]]) == [0]
+    assert protected(SYSTEM, [[*PROMPT[:9], 1, *PROMPT[9:]]]) == [9]
+
+
+def test_a_part_that_cannot_be_rendered_is_a_400_for_a_request_that_names_it() -> None:
+    async def render(kind: str, request: Any) -> Any:
+        raise ValueError("no such model")
+
+    with pytest.raises(RefusalError, match=r"kv_protect must be .*: no such model, got 'system'"):
+        protected(SYSTEM, [PROMPT], render=render)
+    assert protected({}, [PROMPT], render=render, kv_protect="system") == [0]
+
+
+def test_limit_of_the_operator() -> None:
+    with pytest.raises(RefusalError, match=f"at most 8 tokens here .* have {SYSTEM_LENGTH}\\)"):
+        protected(SYSTEM, [PROMPT], kv_protect_max=8)
+    assert protected(SYSTEM, [PROMPT], kv_protect_max=SYSTEM_LENGTH) == [SYSTEM_LENGTH]
+    assert protected({}, [PROMPT], kv_protect="system", kv_protect_max=8) == [8]
+
+
+def test_the_word_means_nothing_outside_of_a_request_with_roles() -> None:
+    client, _ = serving()
+    with pytest.raises(VLLMValidationError, match="only a chat on a server"):
+        ask(client, ids(9), **SYSTEM)
+    assert HTTPRequest().next_system() is None

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from loadtest.common.child import Child
 from loadtest.common.machine import describe_run
 from loadtest.common.results import Measured, Row, append_rows, read_rows
 
-__all__ = ["SideBySide", "carry_out", "missing"]
+__all__ = ["carry_out", "missing"]
 
 M = TypeVar("M", bound=Measured)
 
@@ -51,25 +50,3 @@ def carry_out(
         rows.append(row)
         append_rows(path, [row])
     return rows
-
-
-class SideBySide(ExitStack):
-    """Measuring processes that live beside each other, one for each variant, from when it is first wanted.
-
-    Args:
-        module: what they run. first: what they are told beside the variant.
-    """
-
-    def __init__(self, module: str, first: dict[str, Any]) -> None:
-        super().__init__()
-        self._module = module
-        self._first = first
-        self._live: dict[str, Child] = {}
-
-    def get(self, variant: str) -> Child:
-        """The process of ``variant``."""
-        if variant not in self._live:
-            print(f"starting {variant}", flush=True)
-            child = Child(self._module, {**self._first, "variant": variant})
-            self._live[variant] = self.enter_context(child)
-        return self._live[variant]

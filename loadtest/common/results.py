@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,6 @@ __all__ = [
     "numbered_rows",
     "publish",
     "read_rows",
-    "result_file",
     "result_path",
 ]
 
@@ -42,17 +40,6 @@ def result_path(kind: str, folder: Path = RESULTS, name: str | None = None) -> P
     """``NAME.jsonl`` in ``folder``; without a name ``KIND-DATE-TIME.jsonl``, UTC."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M%S")
     return folder / f"{name or f'{kind}-{stamp}'}.jsonl"
-
-
-def result_file(text: str) -> Path:
-    """The value of an ``--out`` that names a file of rows, as argparse reads it.
-
-    Raises:
-        argparse.ArgumentTypeError: it is a folder.
-    """
-    if (path := Path(text)).is_dir():
-        raise argparse.ArgumentTypeError(f"got the folder {text}, wanted a file such as rows.jsonl")
-    return path
 
 
 def publish(path: Path, text: str, picture: Path | None = None) -> None:

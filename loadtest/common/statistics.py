@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Estimate", "difference", "mean", "percentile", "quartiles", "ratio"]
+__all__ = ["Estimate", "mean", "percentile", "quartiles", "ratio"]
 
 DRAWS = 4000
 LEVEL = 0.95
@@ -57,11 +57,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def mean(values: Sequence[float]) -> Estimate:
     """The mean of ``values``."""
     return _estimate(float(np.mean(values)), _drawn(values).mean(axis=1), len(values))
-
-
-def difference(values: Sequence[float], base: Sequence[float]) -> Estimate:
-    """Mean of ``values`` minus mean of ``base``; item ``i`` of both is the same sample."""
-    return mean(np.subtract(values, base).tolist())
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> Estimate:

@@ -3,7 +3,7 @@
 
     python -m loadtest.engine [--workloads tight ample ...] [--rounds 3] [--out loadtest/results]
     python -m loadtest.engine --device cuda [--shape 8b] [--workloads 2k-tight ...]
-    python -m loadtest.engine --variants h2o --fields kv_policy=repeat-keydiff    # what another policy costs
+    python -m loadtest.engine --variants h2o --fields kv_policy=keydiff    # what another policy costs
 
 Each variant is an engine in a process of its own, warmed up and with an empty prefix cache for each
 measurement. On CPU those of one setting live side by side, and only one works at a time; on a GPU each has
@@ -94,7 +94,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_parser("loadtest.engine", __doc__, [device])
     add = parser.add_argument
     workloads, variants = list(suite.workloads), list(suite.variants)
-    add("--workloads", nargs="+", choices=workloads, default=workloads, help="what to serve")
+    add("--workloads", nargs="+", choices=workloads, default=[*suite.usual], help="what to serve")
     add("--variants", nargs="+", choices=variants, default=variants, help="by what")
     add("--rounds", type=int, default=3, help="how often; variants alternate")
     add("--scale", type=float, default=1.0, help="multiplies all lengths and pools; to rehearse")

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
+import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psutil
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from h2o_vllm.config.keys import CONFIG_KEY, REPORT_KEY
 from h2o_vllm.plugin import engine_args
 from loadtest.common.child import answer
+from loadtest.common.forced_names import FORCED_FIELD
 from loadtest.common.statistics import percentile
-from loadtest.engine.workloads import Start, Workload, suite_of
+from loadtest.engine.workloads import Chat, Start, Workload, suite_of
 
 
 class Recorder(StatLoggerBase):
@@ -105,20 +110,19 @@ class MeasuredEngine:
     Args:
         model: a directory.
         options: engine arguments, our switch not included.
-        ours: whether it is h2o_vllm; to stock vLLM budgets mean nothing.
+        ours: options of h2o_vllm; ``None``: it is stock vLLM, to which budgets mean nothing.
         budgets: whether requests of ours ask for theirs. fields: what those ask for beside.
-        calibration: of the model, for those that ask for a policy which wants it.
     """
 
     def __init__(
-        self, model: str, options: dict[str, Any], *, ours: bool, budgets: bool = True,
-        fields: Mapping[str, Any] | None = None, calibration: str | None = None,
+        self, model: str, options: dict[str, Any], *, ours: Mapping[str, Any] | None,
+        budgets: bool = True, fields: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.memory = Memory()
         self.memory.start()
-        self.budgets = ours and budgets
+        self.budgets = ours is not None and budgets
         self.fields = dict(fields or {})
-        switch = engine_args(kv_calibration=calibration) if ours else {}
+        switch = {} if ours is None else engine_args(**ours)
         args = EngineArgs(model=model, **{**switch, **options})
         started = time.perf_counter()
         self.engine = LLMEngine.from_engine_args(
@@ -126,18 +130,21 @@ class MeasuredEngine:
         )
         self.start_s = time.perf_counter() - started
 
-    def measure(self, workload: Workload, batch: list[list[int]]) -> dict[str, Any]:
-        """Warm up, empty the prefix cache, run the prompts of ``batch`` once."""
-        asked = [workload.fields(i) if self.budgets else None for i in range(len(batch))]
-        fields = [one and {**one, **self.fields} for one in asked]
+    def measure(self, workload: Workload, chats: list[Chat]) -> dict[str, Any]:
+        """Warm up, empty the prefix cache, serve the chats once."""
+        for chat in chats:
+            fields = chat.fields if self.budgets else None
+            chat.fields = fields and {**fields, **self.fields}
         # Every code path once, with text that shares no prefix with the workload.
-        serve(self.engine, [prompt[::-1][:2048] for prompt in batch[:4]], fields[:4], 32)
+        warm_up = [Chat(c.prompt[::-1][:2048], [], c.forced[:32], c.fields) for c in chats[:4]]
+        serve(self.engine, warm_up, workload, 32)
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("requests of the warm-up are still running")
         settle()
         self.memory.restart()
         num_blocks = self.engine.vllm_config.cache_config.num_gpu_blocks or 0
-        result = serve(self.engine, batch, fields, workload.output_tokens)
+        with busy(workload.busy):
+            result = serve(self.engine, chats, workload, workload.output_tokens)
         return {
             "workload": workload.name,
             **result,
@@ -148,44 +155,106 @@ class MeasuredEngine:
         }
 
 
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """While this lasts, as many processes as asked for compute and do nothing else, on any core."""
+    with ExitStack() as running:
+        for _ in range(processes):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            running.callback(process.wait)
+            running.callback(process.kill)
+        if processes:
+            # Until our threads have noticed.
+            time.sleep(2.0)
+        yield
+
+
+def ask(engine: LLMEngine, name: str, chat: Chat, workload: Workload, output_tokens: int) -> None:
+    """Begin a turn of a chat."""
+    extra = {**(chat.fields or {}), **({FORCED_FIELD: chat.forced} if chat.forced else {})}
+    scored = {"logprobs": 0, "flat_logprobs": True} if chat.forced else {}
+    params = SamplingParams(
+        # Several answers must be able to differ.
+        temperature=0.8 if workload.answers > 1 else 0.0,
+        seed=0 if workload.answers > 1 else None,
+        n=workload.answers,
+        max_tokens=output_tokens,
+        ignore_eos=True,
+        extra_args=extra or None,
+        **scored,
+    )
+    engine.add_request(name, {"prompt_token_ids": chat.prompt}, params)
+
+
 def serve(
-    engine: LLMEngine, batch: list[list[int]], fields: list[Any], output_tokens: int
+    engine: LLMEngine, chats: list[Chat], workload: Workload, output_tokens: int
 ) -> dict[str, Any]:
-    """All requests at once, to the end; ``fields`` are their budgets."""
-    arrivals: dict[str, list[float]] = defaultdict(list)
-    tokens: dict[str, list[int]] = {}
+    """All requests at once, to the end of their chats; a turn begins when the answer before has ended."""
     # Keeps the engine busy until all requests are there. Else the first batches, and with them the rounding
     # of bfloat16, would depend on when each request arrives.
     first = SamplingParams(max_tokens=1)
-    engine.add_request("first", {"prompt_token_ids": batch[0][::-1][:1024]}, first)
-    for i, (prompt, extra) in enumerate(zip(batch, fields, strict=True)):
-        params = SamplingParams(
-            temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra
-        )
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    engine.add_request("first", {"prompt_token_ids": chats[0].prompt[::-1][:1024]}, first)
+    for number, chat in enumerate(chats):
+        ask(engine, f"{number}-0", chat, workload, output_tokens)
     while not any(output.finished for output in engine.step()):
         pass
     Recorder.steps.clear()
     started = time.perf_counter()
+    asked = {f"{number}-0": started for number in range(len(chats))}
+    arrivals: dict[str, list[float]] = defaultdict(list)
+    ended: dict[str, Any] = {}
+    prompts = 0
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
             arrivals[output.request_id].append(now)
-            if output.finished:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
+            if not output.finished:
+                continue
+            ended[output.request_id] = output
+            number, _, turn = output.request_id.partition("-")
+            chat = chats[int(number)]
+            prompts += len(chat.prompt)
+            if chat.later:
+                chat.prompt = [*chat.prompt, *output.outputs[0].token_ids, *chat.later.pop(0)]
+                name = f"{number}-{int(turn) + 1}"
+                asked[name] = now
+                ask(engine, name, chat, workload, output_tokens)
     wall = time.perf_counter() - started
-    ttft = [times[0] - started for times in arrivals.values()]
+    tokens = [[*reply.token_ids] for name in sorted(ended) for reply in ended[name].outputs]
+    ttft = [times[0] - asked[name] for name, times in arrivals.items()]
     itl = [b - a for times in arrivals.values() for a, b in itertools.pairwise(times)]
     return {
-        "tok_per_s": sum(map(len, tokens.values())) / wall,
+        "tok_per_s": sum(map(len, tokens)) / wall,
         "wall_s": wall,
         # All prompts are computed when the last request has its first token.
-        "prompts_s": max(ttft),
+        "prompts_s": max(times[0] for times in arrivals.values()) - started,
         "ttft_s": percentiles(ttft),
         "itl_s": percentiles(itl),
-        "tokens_hash": hash(tuple(tuple(tokens[str(i)]) for i in range(len(batch)))),
+        "tokens_hash": hash(tuple(map(tuple, tokens))),
+        "cached_share": sum(one.num_cached_tokens or 0 for one in ended.values()) / prompts,
+        "lossless": statistics.fmean(map(lossless, ended.values())),
+        **({"nll": nll(ended, chats)} if workload.forced else {}),
     }
+
+
+def lossless(output: Any) -> bool:
+    """Whether nothing was evicted of what an output was computed with."""
+    reports = ((output.kv_transfer_params or {}).get(REPORT_KEY) or {}).values()
+    return all(report["tokens_evicted"] == 0 for report in reports)
+
+
+def nll(ended: Mapping[str, Any], chats: list[Chat]) -> float:
+    """Negative log-likelihood of the forced answers, nats per token."""
+    total, count = 0.0, 0
+    for number, chat in enumerate(chats):
+        (choice,) = ended[f"{number}-0"].outputs
+        given = chat.forced[: len(choice.token_ids)]
+        if list(choice.token_ids)[: len(given)] != given:
+            raise RuntimeError("tokens were not forced")
+        total -= math.fsum(choice.logprobs.logprobs[: len(given)])
+        count += len(given)
+    return total / count
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -221,19 +290,18 @@ def main() -> None:
     setting = suite.settings[start["setting"]].scaled(scale)
     variant = start["variant"]
     options = suite.engine_options(setting, variant) | start["engine"]
-    ours, budgets = variant in suite.own, variant == "h2o"
+    ours = (
+        {"kv_calibration": start["calibration"], **setting.config} if variant in suite.own else None
+    )
+    if ours is not None and "additional_config" in options:
+        ours |= options.pop("additional_config")[CONFIG_KEY]
     engine = MeasuredEngine(
-        start["model"],
-        options,
-        ours=ours,
-        budgets=budgets,
-        fields=start["fields"],
-        calibration=start["calibration"],
+        start["model"], options, ours=ours, budgets=variant == "h2o", fields=start["fields"]
     )
     answer({"start_s": engine.start_s})
     for line in sys.stdin:
         workload = suite.workloads[line.strip()].scaled(scale)
-        answer(engine.measure(workload, suite.prompts(workload, engine.engine)))
+        answer(engine.measure(workload, suite.chats(workload, engine.engine)))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ def decode_ms(row: Row) -> float:
     return float(steps[max(steps, key=int)]) if steps else float("nan")
 
 
+NOTHING = float("nan")
+"""Where a row lacks a figure: not measured, or written before there was one."""
+
 COLUMNS = (
     Column("tok/s", lambda row: row["tok_per_s"], "{:.1f}"),
     Column("running", lambda row: row["running_mean"], "{:.1f}"),
@@ -31,6 +34,8 @@ COLUMNS = (
     Column("p99", lambda row: row["ttft_s"]["p99"], "{:.2f}"),
     Column("ITL p50 ms", lambda row: row["itl_s"]["p50"] * 1e3, "{:.1f}"),
     Column("p99", lambda row: row["itl_s"]["p99"] * 1e3, "{:.1f}"),
+    Column("cached", lambda row: 100 * row.get("cached_share", NOTHING), "{:.0f} %"),
+    Column("lossless", lambda row: 100 * row.get("lossless", NOTHING), "{:.0f} %"),
     Column("RSS MiB", lambda row: row["peak_rss_mib"], "{:.0f}"),
     Column("start s", lambda row: row["start_s"], "{:.0f}"),
 )
@@ -39,6 +44,9 @@ RATIOS: tuple[tuple[str, Callable[[Row], float]], ...] = (
     ("tok/s", lambda row: row["tok_per_s"]),
     ("decode step", decode_ms),
     ("prompts", lambda row: row["prompts_s"]),
+    ("first token", lambda row: row["ttft_s"]["p50"]),
+    ("peak blocks", lambda row: row["blocks_peak"]),
+    ("NLL", lambda row: row.get("nll", NOTHING)),
 )
 
 
@@ -59,7 +67,7 @@ def measured_table(rows: list[Row]) -> str:
 def ratio_table(rows: list[Row], suite: Suite) -> str:
     """Ours over each baseline of the same round: median (smallest-largest). Markdown.
 
-    Whoever serves without budgets was measured once per traffic. Full KV on our kernel stands on both sides.
+    What serves without budgets was measured once per traffic. Full KV on our kernel stands on both sides.
     """
     lines = []
     served = dict.fromkeys((row["workload"], row["variant"]) for row in rows)

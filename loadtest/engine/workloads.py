@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured on each device: prompts, lengths, budgets, pools. Same prompts for every variant."""
+"""The table of workloads of each device: prompts, lengths, budgets, pools. Same prompts for every variant."""
 
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypedDict
 
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.plugin import CPU_EXECUTOR
+from loadtest.common.forced_names import PROCESSOR
 from loadtest.common.texts import documentation
 
-__all__ = ["SUITES", "Engine", "Setting", "Start", "Suite", "Workload", "suite_of"]
+__all__ = ["SUITES", "Chat", "Engine", "Setting", "Start", "Suite", "Workload", "suite_of"]
 
 STOCK_CPU_BLOCK_SIZE = 128
 """vLLM's default on CPU."""
@@ -25,23 +26,37 @@ class Setting:
 
     Attributes:
         pool_tokens: KV memory in tokens; ``None`` is ample.
+        forces: whether outputs may be given, see :attr:`Workload.forced`.
+        config: server options of ours, without which it could not start with so small a pool; stock vLLM
+            cannot.
     """
 
     max_model_len: int
     pool_tokens: int | None = None
+    forces: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
 
-    def pool(self, block_size: int) -> dict[str, Any]:
-        """The engine arguments that make a pool of this size."""
-        if self.pool_tokens is None:
-            return {}
-        # One more: the null block is nobody's.
-        return {"num_gpu_blocks_override": self.pool_tokens // block_size + 1}
+    def options(self, block_size: int) -> dict[str, Any]:
+        """The engine arguments that every engine of the setting gets."""
+        found: dict[str, Any] = {"max_model_len": self.max_model_len}
+        if self.pool_tokens is not None:
+            # One more: the null block holds nothing.
+            found["num_gpu_blocks_override"] = self.pool_tokens // block_size + 1
+        if self.forces:
+            # The log-probability of a forced token is wanted as the model gave it.
+            found |= {
+                "logits_processors": [PROCESSOR],
+                "logprobs_mode": "raw_logprobs",
+                "max_logprobs": 1,
+            }
+        return found
 
     def scaled(self, by: float) -> Setting:
         """The pool that scaled traffic finds as tight."""
         if self.pool_tokens is None or by == 1:
             return self
-        return replace(self, pool_tokens=max(12_288, round(self.pool_tokens * by)))
+        least = 256 if self.config else self.max_model_len + 256
+        return replace(self, pool_tokens=max(least, round(self.pool_tokens * by)))
 
 
 class Engine(TypedDict):
@@ -71,13 +86,18 @@ class Start(Engine):
 
 @dataclass(frozen=True)
 class Workload:
-    """One traffic pattern; all requests are there at the start (closed loop, throughput).
+    """One traffic pattern: a row of the table. All requests are there at the start (closed loop, throughput).
 
     Attributes:
-        requests, prompt_tokens, output_tokens: how many and how long; prompt lengths vary by 10 %.
-        budgets: ``kv_budget`` of request i is ``budgets[i % len(budgets)]``; ``None`` asks for nothing.
+        requests, prompt_tokens, output_tokens: how many and how long; prompt lengths vary by 10 % unless they
+            share a beginning.
+        fields: request i asks for ``fields[i % len(fields)]``; ``None`` asks for nothing.
         setting: key of its suite's settings.
-        prefill: ``kv_prefill_tokens`` of all requests.
+        turns: of a chat: each prompt is the one before with its answer and so many new tokens.
+        shared: tokens that all prompts begin with.
+        answers: to each request (``n``).
+        forced: outputs are the text that follows the prompt, and rows say its negative log-likelihood.
+        busy: other processes that keep a core busy meanwhile.
     """
 
     name: str
@@ -85,40 +105,78 @@ class Workload:
     requests: int
     prompt_tokens: int
     output_tokens: int
-    budgets: tuple[float | None, ...]
+    fields: tuple[Mapping[str, Any] | None, ...]
     setting: str = "ample"
-    prefill: int = 0
+    turns: int = 1
+    shared: int = 0
+    answers: int = 1
+    forced: bool = False
+    busy: int = 0
 
-    def fields(self, number: int) -> dict[str, Any] | None:
+    def asked(self, number: int) -> dict[str, Any] | None:
         """What request ``number`` asks of us; ``None``: nothing."""
-        budget = self.budgets[number % len(self.budgets)]
-        bound = {"kv_prefill_tokens": self.prefill} if self.prefill else {}
-        return None if budget is None else {"kv_budget": budget, **bound}
+        fields = self.fields[number % len(self.fields)]
+        return None if fields is None else dict(fields)
 
     def prompt_lengths(self) -> list[int]:
-        """Tokens of each request's prompt."""
-        last = max(1, self.requests - 1)
-        return [round(self.prompt_tokens * (0.9 + 0.2 * i / last)) for i in range(self.requests)]
+        """Tokens of each request's first prompt."""
+        last, spread = max(1, self.requests - 1), 0.0 if self.shared or self.turns > 1 else 0.1
+        return [
+            round(self.prompt_tokens * (1 - spread + 2 * spread * i / last))
+            for i in range(self.requests)
+        ]
 
     @property
     def traffic(self) -> tuple[object, ...]:
-        """What is left without budgets: stock vLLM serves workloads of equal traffic alike."""
-        return (self.setting, self.requests, self.prompt_tokens, self.output_tokens)
+        """What is left without fields: stock vLLM serves workloads of equal traffic alike."""
+        return (self.setting, self.requests, self.prompt_tokens, self.output_tokens, self.turns, self.shared,
+                self.answers, self.forced, self.busy)  # fmt: skip
 
     def scaled(self, by: float) -> Workload:
         """The same traffic with shorter texts and fewer requests, to rehearse."""
         if by == 1:
             return self
+        shared = round(self.shared * by)
         return replace(
             self,
-            requests=max(4, round(self.requests * by)),
+            requests=min(self.requests, max(4, round(self.requests * by))),
             prompt_tokens=max(64, round(self.prompt_tokens * by)),
             output_tokens=max(24, round(self.output_tokens * by)),
+            turns=min(self.turns, 2),
+            shared=shared,
+            fields=tuple(
+                fields and {**fields, **({"kv_protect": shared} if _protects(fields) else {})}
+                for fields in self.fields
+            ),
         )
+
+
+def _protects(fields: Mapping[str, Any]) -> bool:
+    """Whether a number of first tokens is protected: that of the shared ones."""
+    return isinstance(fields.get("kv_protect"), int)
+
+
+_FIFTH = {"kv_budget": 0.2}
+_ENDLESS = {"kv_budget_tokens": 512, "kv_prefill_tokens": 512}
 
 
 def _by_name(*workloads: Workload) -> dict[str, Workload]:
     return {workload.name: workload for workload in workloads}
+
+
+@dataclass
+class Chat:
+    """One request, or several turns of one chat.
+
+    Attributes:
+        prompt: token ids of the turn that is asked. later: what the user says in each later turn.
+        forced: the answer, if it is given. fields: of the request, if there are any.
+    """
+
+    prompt: list[int]
+    later: list[list[int]]
+    forced: list[int]
+    fields: dict[str, Any] | None
 
 
 class Suite(ABC):
@@ -129,6 +187,7 @@ class Suite(ABC):
         own: those of them that are h2o_vllm.
         side_by_side: whether the engines of a setting live side by side, one working at a time; otherwise
             each is started anew and has the device to itself.
+        usual: what is measured where no workload is named.
         together: whether those are also started at once, and not each when it is first wanted.
     """
 
@@ -137,6 +196,7 @@ class Suite(ABC):
     side_by_side: ClassVar[bool]
     together: ClassVar[bool] = False
     settings: ClassVar[Mapping[str, Setting]]
+    usual: ClassVar[Sequence[str]]
     workloads: ClassVar[Mapping[str, Workload]]
 
     @abstractmethod
@@ -144,13 +204,35 @@ class Suite(ABC):
         """Engine arguments of a variant, our switch not included."""
 
     @abstractmethod
-    def prompts(self, workload: Workload, engine: Any) -> list[list[int]]:
-        """Token ids of each request's prompt, without a shared beginning."""
+    def text(self, engine: Any, length: int) -> list[int]:
+        """At least ``length`` token ids, of which prompts are stretches."""
+
+    def chats(self, workload: Workload, engine: Any) -> list[Chat]:
+        """The requests of a workload: stretches of one text."""
+        lengths, own = workload.prompt_lengths(), workload.prompt_tokens - workload.shared
+        # What each takes behind its shared beginning.
+        most = (
+            max(lengths)
+            + (workload.turns - 1) * own
+            + (workload.output_tokens if workload.forced else 0)
+        )
+        tokens = self.text(engine, workload.requests * most)
+        last_start = len(tokens) - most
+        chats = []
+        for number, length in enumerate(lengths):
+            at = number * last_start // workload.requests
+            prompt = [*tokens[: workload.shared], *tokens[at + workload.shared : at + length]]
+            at += length
+            later = [tokens[at + own * turn :][:own] for turn in range(workload.turns - 1)]
+            forced = tokens[at : at + workload.output_tokens] if workload.forced else []
+            chats.append(Chat(prompt, later, forced, workload.asked(number)))
+        return chats
 
     def to_measure(self, names: Sequence[str], variant: str) -> list[str]:
-        """The workloads to run: without budgets, equal traffic is measured once."""
+        """The workloads to run: without budgets, equal traffic is measured once, and what fits at all."""
         if variant == "h2o":
             return list(names)
+        names = [name for name in names if not self.settings[self.workloads[name].setting].config]
         found = {self.workloads[name].traffic: name for name in reversed(names)}
         return [name for name in names if name in found.values()]
 
@@ -162,21 +244,40 @@ class CPUSuite(Suite):
     """vLLM with its defaults, vLLM with exactly our flags, full KV on our kernel, and ours with budgets."""
     own = ("full-kernel", "h2o")
     side_by_side = True
+    usual = ("tight", "mixed", "ample", "idle", "long-0.2")
     settings: ClassVar = {
         "tight": Setting(1700, pool_tokens=6400),
         "ample": Setting(7000),
         "long-tight": Setting(7000, pool_tokens=12_800),
+        "forced": Setting(1700, pool_tokens=6400, forces=True),
+        "chats": Setting(2400),
+        "chats-tight": Setting(2400, pool_tokens=3200),
+        "endless": Setting(8192, 1024, config=_ENDLESS),
     }
     workloads: ClassVar = _by_name(
-        Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (0.2,), "tight"),
-        Workload("mixed", "half full, half 0.2, tight pool", 32, 1000, 512, (None, 0.2), "tight"),
-        Workload("ample", "no memory pressure, budget 0.2", 16, 1000, 512, (0.2,)),
-        Workload("peers", "beside other systems, budget 0.2", 8, 1000, 256, (0.2,)),
+        Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (_FIFTH,), "tight"),
+        Workload("mixed", "half full, half 0.2, tight pool", 32, 1000, 512, (None, _FIFTH), "tight"),
+        Workload("ample", "no memory pressure, budget 0.2", 16, 1000, 512, (_FIFTH,)),
         Workload("idle", "no request has a budget", 16, 1000, 512, (None,)),
-        Workload("long-0.2", "6,000-token prompts, budget 0.2", 4, 6000, 256, (0.2,)),
-        Workload("long-0.1", "6,000-token prompts, budget 0.1", 4, 6000, 256, (0.1,)),
+        Workload("long-0.2", "6,000-token prompts, budget 0.2", 4, 6000, 256, (_FIFTH,)),
+        Workload("long-0.1", "6,000-token prompts, budget 0.1", 4, 6000, 256, ({"kv_budget": 0.1},)),
         Workload("bounded", "6,000-token prompts, budget 0.2, 1,024 in prefill, pool of two prompts",
-                 16, 6000, 256, (0.2,), "long-tight", prefill=1024),
+                 16, 6000, 256, ({**_FIFTH, "kv_prefill_tokens": 1024},), "long-tight"),
+        Workload("fixed-16", "texts that are forced, pool of four, budget 0.2", 16, 1000, 512, (_FIFTH,),
+                 "forced", forced=True),
+        *(Workload(f"elastic-{n}", f"{n} texts that are forced, pool of four, elastic", n, 1000, 512,
+                   ({**_FIFTH, "kv_elastic": True},), "forced", forced=True) for n in (4, 16, 32)),
+        *(row for pool in ("", "-tight") for row in (
+            Workload(f"system{pool}", "24 requests share a system prompt, protected", 24, 1700, 256,
+                     ({**_FIFTH, "kv_protect": 1500},), f"chats{pool}", shared=1500),
+            Workload(f"chats{pool}", "8 chats of 6 turns, prompts protected", 8, 420, 160,
+                     ({**_FIFTH, "kv_protect": "prompt"},), f"chats{pool}", shared=300, turns=6),
+        )),
+        Workload("answers", "8 answers to one question, prompt protected", 1, 1000, 512,
+                 ({**_FIFTH, "kv_protect": "prompt"},), "chats", answers=8),
+        Workload("quiet", "short requests, no other process computes", 16, 256, 256, (_FIFTH,)),
+        Workload("busy", "the same, another process keeps a core busy", 16, 256, 256, (_FIFTH,), busy=1),
+        Workload("endless", "one request, 8 times longer than the pool", 1, 4000, 4192, (None,), "endless"),
     )  # fmt: skip
 
     def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
@@ -186,23 +287,23 @@ class CPUSuite(Suite):
         options: dict[str, Any] = {
             **({} if stock else {"distributed_executor_backend": CPU_EXECUTOR}),
             "dtype": "bfloat16",
-            "max_model_len": setting.max_model_len,
             "block_size": block_size,
             "kv_cache_memory_bytes": 4 << 30,
             "seed": 0,
         }
+        if setting.config:
+            # No step computes more of a prompt than the pool has room for.
+            options["max_num_batched_tokens"] = 256
         if variant == "full-kernel":
             options["additional_config"] = {CONFIG_KEY: {"kv_full_kernel": "h2o"}}
-        return options | setting.pool(block_size)
+        return options | setting.options(block_size)
 
-    def prompts(self, workload: Workload, engine: Any) -> list[list[int]]:
-        """Stretches of Python's own documentation."""
+    def text(self, engine: Any, length: int) -> list[int]:
+        """Python's own documentation; it is longer than any ``length``."""
+        del length
         # Not through the tokenizer's length check: the text is longer than any model's context.
         tokens: list[int] = engine.get_tokenizer().encode(documentation(), verbose=False)
-        lengths = workload.prompt_lengths()
-        last_start = len(tokens) - max(lengths)
-        starts = [i * last_start // workload.requests for i in range(workload.requests)]
-        return [tokens[a : a + length] for a, length in zip(starts, lengths, strict=True)]
+        return tokens
 
 
 class CUDASuite(Suite):
@@ -211,6 +312,7 @@ class CUDASuite(Suite):
     variants = ("stock", "h2o")
     """We change none of vLLM's defaults on GPUs: stock with our flags is stock."""
     side_by_side = False
+    usual = ("2k-tight", "8k-tight", "2k-mixed", "2k-ample", "2k-idle")
     settings: ClassVar = {
         # The KV-bound regime: about 42 requests of 2k + 1k, 14 of 8k + 1k. The same length for all, so that
         # one engine can serve several workloads.
@@ -218,17 +320,17 @@ class CUDASuite(Suite):
         "ample": Setting(10_240),
     }
     workloads: ClassVar = _by_name(
-        Workload("2k-tight", "KV-bound, budget 0.2", 128, 2048, 1024, (0.2,), "tight"),
+        Workload("2k-tight", "KV-bound, budget 0.2", 128, 2048, 1024, (_FIFTH,), "tight"),
         Workload(
-            "2k-fits", "as many as the pool holds, budget 0.2", 32, 2048, 1024, (0.2,), "tight"
+            "2k-fits", "as many as the pool holds, budget 0.2", 32, 2048, 1024, (_FIFTH,), "tight"
         ),
         Workload(
-            "8k-fits", "as many as the pool holds, budget 0.2", 12, 8192, 1024, (0.2,), "tight"
+            "8k-fits", "as many as the pool holds, budget 0.2", 12, 8192, 1024, (_FIFTH,), "tight"
         ),
-        Workload("8k-tight", "KV-bound, budget 0.2", 96, 8192, 1024, (0.2,), "tight"),
-        Workload("2k-mixed", "half full, half 0.2", 256, 2048, 1024, (None, 0.2), "tight"),
-        Workload("2k-ample", "no memory pressure, budget 0.2", 64, 2048, 1024, (0.2,)),
-        Workload("8k-ample", "no memory pressure, budget 0.2", 32, 8192, 1024, (0.2,)),
+        Workload("8k-tight", "KV-bound, budget 0.2", 96, 8192, 1024, (_FIFTH,), "tight"),
+        Workload("2k-mixed", "half full, half 0.2", 256, 2048, 1024, (None, _FIFTH), "tight"),
+        Workload("2k-ample", "no memory pressure, budget 0.2", 64, 2048, 1024, (_FIFTH,)),
+        Workload("8k-ample", "no memory pressure, budget 0.2", 32, 8192, 1024, (_FIFTH,)),
         Workload("2k-idle", "no request has a budget", 64, 2048, 1024, (None,)),
     )
 
@@ -238,17 +340,15 @@ class CUDASuite(Suite):
             "dtype": "bfloat16",
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "max_model_len": setting.max_model_len,
             "max_num_seqs": 256,
             "seed": 0,
-        } | setting.pool(16)
+        } | setting.options(16)
 
-    def prompts(self, workload: Workload, engine: Any) -> list[list[int]]:
+    def text(self, engine: Any, length: int) -> list[int]:
         """Random tokens."""
         rng = random.Random(0)
         vocabulary = engine.vllm_config.model_config.get_vocab_size()
-        draw: Callable[[], int] = lambda: rng.randrange(3, vocabulary)  # noqa: E731
-        return [[draw() for _ in range(length)] for length in workload.prompt_lengths()]
+        return [rng.randrange(3, vocabulary) for _ in range(length)]
 
 
 class SharedCUDASuite(CUDASuite):

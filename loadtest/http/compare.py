@@ -2,17 +2,12 @@
 """Full KV against a budget, on live servers under Locust: tokens per second, latencies, and a report.
 
     python -m loadtest.http.compare [--budgets 1.0 0.2] [--vllm] [--rounds 3] [--out loadtest/results]
-    python -m loadtest.http.compare --playground --budgets none 0.2 [--blocks 1601]
-    python -m loadtest.http.compare --vllm --budgets 0.2 0.2+elastic --rates 0.1 0.2 0.4 --forced
 
 Starts ``h2o-serve`` with a pool of KV blocks that is too small for all users (or takes ``--url``), and lets
 Locust send the same prompts once for each budget. With ``--vllm`` plain vLLM with the same flags is a third
-variant, one server at a time. With ``--playground`` each budget is also asked of a server that has the page
-``/h2o/`` and allows traces, though nobody opens the one or asks for the other: what that costs. Rounds
-alternate the order, so that a slow minute of the machine hits all; each run has its own ``cache_salt``, so
-that none finds the prompts of another in the prefix cache. With ``--rates`` requests come at random times
-(open loop), at each rate in turn; with ``--forced`` answers are given texts, and the report says what they
-lost in likelihood. Writes JSON lines, Markdown and PNG.
+variant, one server at a time. Rounds alternate the order, so that a slow minute of the
+machine hits all; each run has its own ``cache_salt``, so that none finds the prompts of another in the prefix
+cache. Writes JSON lines and Markdown.
 """
 
 from __future__ import annotations
@@ -29,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.common.command import command_parser
-from loadtest.common.forced_names import PROCESSOR
 from loadtest.common.machine import describe_run
 from loadtest.common.prometheus import Sampler
 from loadtest.common.results import RESULTS, result_path
@@ -38,8 +32,8 @@ from loadtest.http.headless import LocustError, locust_running
 from loadtest.http.records import ALL, Run, read_runs, summarise, write_runs
 from loadtest.http.report import write_report
 
-OURS, PAGED, VLLM = "h2o-serve", "h2o-serve --kv-playground", "vllm"
-PROGRAMS = {OURS: H2O_SERVE, PAGED: (*H2O_SERVE, "--kv-playground"), VLLM: VLLM_SERVE}
+OURS, VLLM = "h2o-serve", "vllm"
+PROGRAMS = {OURS: H2O_SERVE, VLLM: VLLM_SERVE}
 
 
 @dataclass(frozen=True)
@@ -48,30 +42,13 @@ class ServerConfig:
 
     Attributes:
         name: how it is called in tables and pictures.
-        server: ``OURS``, ``PAGED`` or ``VLLM``.
+        server: ``OURS`` or ``VLLM``.
         budget: as ``--budgets`` of the load test takes it.
     """
 
     name: str
     server: str
     budget: str
-
-
-@dataclass(frozen=True)
-class Load:
-    """One of the loads that every configuration gets.
-
-    Attributes:
-        turn: the round, from 0.
-        rate: requests per second, open loop; ``None``: so many users, closed loop.
-    """
-
-    turn: int
-    rate: float | None = None
-
-    def __str__(self) -> str:
-        rate = "" if self.rate is None else f" {self.rate:g} per second"
-        return f"round {self.turn + 1}{rate}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -88,45 +65,31 @@ def run_rounds(args: argparse.Namespace, path: Path) -> None:
     """Measure every configuration in every round; rows go to ``path`` run by run."""
     description = describe_run("loadtest.http.compare")
     with tempfile.TemporaryDirectory() as folder, Servers(args, Path(folder)) as servers:
-        for load, config in alternating(configurations(args), loads(args)):
+        for turn, config in alternating(configurations(args), args.rounds):
             url, command = servers.get(config.server)
-            run = run_locust(args, config, load, url, Path(folder))
+            run = run_locust(args, config, turn, url, Path(folder))
             run.description = {
                 **description, **run.description, "versions": description["versions"],
-                "variant": config.name, "round": load.turn, "rate": load.rate, "server_command": command,
+                "variant": config.name, "round": turn, "server_command": command,
             }  # fmt: skip
             # Whole runs only: what is interrupted leaves no half one behind.
             write_runs(path, [run])
             speed = summarise(run.records)[ALL].tok_per_s
-            print(f"{load} {config.name}: {speed:.1f} tok/s", flush=True)
+            print(f"round {turn + 1} {config.name}: {speed:.1f} tok/s", flush=True)
 
 
 def configurations(args: argparse.Namespace) -> list[ServerConfig]:
     """What is compared; the first is the baseline."""
     configs = [ServerConfig(label(budget), OURS, budget) for budget in args.budgets]
-    if args.playground:
-        configs += [
-            ServerConfig(f"{label(budget)}, page", PAGED, budget) for budget in args.budgets
-        ]
-    if not (args.vllm or args.vllm_url):
-        return configs
-    plain = ServerConfig("vLLM", VLLM, "none")
-    # Over rates the question is what a server gains that so far was plain vLLM.
-    return [plain, *configs] if args.rates else [*configs, plain]
+    plain = [ServerConfig("vLLM", VLLM, "none")] if args.vllm or args.vllm_url else []
+    return [*configs, *plain]
 
 
-def loads(args: argparse.Namespace) -> list[Load]:
-    """All rates in each round."""
-    return [Load(turn, rate) for turn in range(args.rounds) for rate in args.rates or [None]]
-
-
-def alternating(
-    configs: Sequence[ServerConfig], loads: Sequence[Load]
-) -> Iterator[tuple[Load, ServerConfig]]:
-    """All configurations under each load, forwards and backwards in turn."""
-    for place, load in enumerate(loads):
-        for config in configs if place % 2 == 0 else reversed(configs):
-            yield load, config
+def alternating(configs: Sequence[ServerConfig], rounds: int) -> Iterator[tuple[int, ServerConfig]]:
+    """All configurations in each round, forwards and backwards in turn."""
+    for turn in range(rounds):
+        for config in configs if turn % 2 == 0 else reversed(configs):
+            yield turn, config
 
 
 def label(budget: str) -> str:
@@ -145,21 +108,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     load.add_argument("--rounds", type=int, default=3, help="runs of each variant")
     load.add_argument("--users", type=int, default=32, help="requests at once (closed loop)")
     load.add_argument("--requests", type=int, default=32, help="requests of a run")
-    load.add_argument("--rates", nargs="+", type=float, default=[], metavar="RATE",
-                      help="requests per second, open loop (Poisson), in place of --users and --requests; "
-                      "with --vllm plain vLLM is the baseline")  # fmt: skip
-    load.add_argument("--seconds", type=float, default=150.0,
-                      help="with --rates: how long requests are sent")  # fmt: skip
-    load.add_argument("--forced", action="store_true",
-                      help="answers are given texts; the report says their likelihood")  # fmt: skip
     load.add_argument("--prompt-tokens", type=int, default=1000, help="mean length of prompts")
     load.add_argument("--output-tokens", type=int, default=256, help="length of answers")
     server = parser.add_argument_group("servers")
     server.add_argument("--url", help="of a running h2o-serve; otherwise one is started")
     server.add_argument("--vllm", action="store_true", help="compare plain vLLM as well")
     server.add_argument("--vllm-url", help="of a running vLLM; otherwise one is started")
-    server.add_argument("--playground", action="store_true",
-                        help="compare servers with --kv-playground, too")  # fmt: skip
     server.add_argument("--model", help="to serve; otherwise the embedded one")
     server.add_argument("--blocks", type=int, default=201,
                         help="KV blocks of the pool, the null block included")  # fmt: skip
@@ -172,10 +126,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.rounds, args.users, args.requests) < 1:
         parser.error("--rounds, --users and --requests must be at least 1")
-    if args.url and args.playground:
-        parser.error("--playground starts its servers: leave --url out")
-    if any(rate <= 0 or rate * args.seconds < 1 for rate in args.rates):
-        parser.error("--rates must be above 0, and so high that --seconds see a request")
     return args
 
 
@@ -186,7 +136,7 @@ class Servers(contextlib.ExitStack):
         super().__init__()
         self._args = args
         self._folder = folder
-        self._given = {OURS: args.url, VLLM: args.vllm_url, PAGED: None}
+        self._given = {OURS: args.url, VLLM: args.vllm_url}
         self._name = ""
         self._live: Server | None = None
 
@@ -214,33 +164,28 @@ def server_options(args: argparse.Namespace) -> list[str]:
     model = ["--model", args.model] if args.model else ["--model", str(default_model_dir()),
              "--served-model-name", DEFAULT_MODEL_NAME]  # fmt: skip
     length = args.prompt_tokens + args.prompt_tokens // 5 + args.output_tokens + 64
-    forced = ["--logits-processors", PROCESSOR] if args.forced else []
-    return [*model, *forced, "--block-size", str(args.block_size),
+    return [*model, "--block-size", str(args.block_size),
             "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(length),
             *shlex.split(args.server_args)]  # fmt: skip
 
 
 def run_locust(
-    args: argparse.Namespace, config: ServerConfig, load: Load, url: str, folder: Path
+    args: argparse.Namespace, config: ServerConfig, turn: int, url: str, folder: Path
 ) -> Run:
     """One run of Locust, in a process of its own.
 
     Raises:
         SystemExit: Locust failed, or requests did.
     """
-    file = folder / f"{load.turn}-{len(list(folder.iterdir()))}.jsonl"
+    file = folder / f"{turn}-{len(list(folder.iterdir()))}.jsonl"
     options: dict[str, Any] = {
         "--host": url, "--budgets": config.budget, "--prompt-tokens": args.prompt_tokens,
-        "--output-tokens": args.output_tokens, "--salt": load.turn, "--jsonl": file,
-        "--cache-salt": f"{config.name}, {load}",
+        "--output-tokens": args.output_tokens, "--salt": turn, "--jsonl": file,
+        "--cache-salt": f"{config.name}, round {turn + 1}",
+        "-u": args.users, "-r": args.users, "--requests": args.requests,
     }  # fmt: skip
-    if load.rate is None:
-        options |= {"-u": args.users, "-r": args.users, "--requests": args.requests}
-    else:
-        requests = round(load.rate * args.seconds)
-        options |= {"-u": 1, "--arrival": "open", "--rate": load.rate, "--requests": requests}
     try:
-        with Sampler(url) as sampler, locust_running(options, ["--forced"] * args.forced):
+        with Sampler(url) as sampler, locust_running(options):
             pass
     except LocustError as error:
         sys.exit(f"{config.name}: {error}")

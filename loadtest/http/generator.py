@@ -13,17 +13,13 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from loadtest.common.client import Client, HTTPStatusError
-from loadtest.common.forced_names import FORCED_FIELD
-from loadtest.common.settings import SettingsError
 from loadtest.common.texts import CHARS_PER_TOKEN, LENGTH, Prompts, documentation, read_jsonl
-from loadtest.http.arrivals import Stages
 from loadtest.http.budgets import Budget, Mix
 from loadtest.http.measure import StreamMeter
-from loadtest.http.options import PATHS, LoadSettings
+from loadtest.http.options import PATHS, LoadSettings, SettingsError
 from loadtest.http.records import Record
 from loadtest.http.slo import parse_slo
 
@@ -49,7 +45,7 @@ class Generator:
         client: to send with; a new one for ``base_url`` if none is given.
 
     Raises:
-        SettingsError, MixError, StagesError, SLOError, ValueError: a setting cannot be used.
+        SettingsError, MixError, SLOError, ValueError: a setting cannot be used.
     """
 
     def __init__(
@@ -64,7 +60,6 @@ class Generator:
         self.settings = settings
         self.url = base_url
         self.mix = Mix(settings.budgets)
-        self.stages = Stages(settings.stages) if settings.stages else None
         self.objectives = parse_slo(settings.slo)
         self.records: list[Record] = []
         self.in_flight = 0
@@ -77,13 +72,7 @@ class Generator:
         self._clock = clock
         self._begin = clock()
         self._taken = self._kept = 0
-        if settings.forced and (settings.endpoint != "completions" or not settings.prompt_tokens):
-            raise SettingsError(
-                "--forced: needs --endpoint completions and --prompt-tokens above 0"
-            )
         self._documents = _documents(settings)
-        if settings.report and not settings.jsonl:
-            raise SettingsError("--report needs --jsonl, beside which it is written")
         if settings.jsonl and Path(settings.jsonl).exists():
             raise SettingsError(f"--jsonl: {settings.jsonl} exists")
 
@@ -113,7 +102,7 @@ class Generator:
         self.server = {"model": model, "server_version": self._version()}
         self._prompts = Prompts(
             self._documents,
-            self._text_tokens(),
+            self.settings.prompt_tokens,
             self._count,
             self.settings.prompt_jitter,
             self.settings.salt,
@@ -209,26 +198,11 @@ class Generator:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt
-            if settings.forced:
-                self._force(body)
         if settings.ignore_eos:
             body["ignore_eos"] = True
         if settings.cache_salt:
             body["cache_salt"] = settings.cache_salt
         return {**body, **budget.fields, **self._extra}
-
-    def _text_tokens(self) -> int:
-        """Length of the text that a request needs: its prompt's, and its answer's if that is given, too."""
-        settings = self.settings
-        return settings.prompt_tokens + (settings.output_tokens if settings.forced else 0)
-
-    def _force(self, body: dict[str, Any]) -> None:
-        """The end of the text becomes the answer, in place; what is left is the prompt."""
-        asked = {"model": body["model"], "prompt": body["prompt"]}
-        tokens = self._client.post_json("/tokenize", asked)["tokens"]
-        answer = min(body["max_tokens"], len(tokens) - 1)
-        body["prompt"], body["max_tokens"], body["logprobs"] = tokens[:-answer], answer, 0
-        body["vllm_xargs"] = {FORCED_FIELD: tokens[-answer:]}
 
     def _count(self, text: str) -> int:
         """Tokens of ``text``; a guess where the server cannot be asked, which it is only once."""
@@ -266,8 +240,6 @@ def _fill(record: Record, meter: StreamMeter, now: float) -> None:
     record.output_tokens = meter.output_tokens
     record.finish = meter.finish
     record.kv_cache = meter.kv_cache
-    if meter.logprobs:
-        record.nll = -fmean(meter.logprobs)
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,18 @@ class LocustError(Exception):
 
 
 @contextmanager
-def locust_running(options: Mapping[str, Any], flags: Sequence[str] = ()) -> Iterator[None]:
+def locust_running(options: Mapping[str, Any]) -> Iterator[None]:
     """A load test without a page, which goes on during the block. Waits for its end, unless the block fails.
 
     Args:
-        options: of Locust and of ours, with their values. flags: those that have none.
+        options: of Locust and of ours, with their values.
 
     Raises:
         LocustError: its exit code is not 0.
     """
     words = [str(word) for pair in options.items() for word in pair]
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless",
-               "--only-summary", "--loglevel", "WARNING", *words, *flags]  # fmt: skip
+               "--only-summary", "--loglevel", "WARNING", *words]  # fmt: skip
     root = str(LOCUSTFILE.parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with subprocess.Popen(

@@ -24,7 +24,6 @@ class StreamMeter:
         times: when each token event came, in the caller's clock.
         usage, kv_cache: the objects of those names, if the server sent them.
         finish: ``finish_reason`` of the first choice.
-        logprobs: of the tokens, one by one, if the request asked for them.
         error: what the server said went wrong inside the stream.
         done: whether ``[DONE]`` came.
     """
@@ -34,7 +33,6 @@ class StreamMeter:
         self.usage: dict[str, Any] | None = None
         self.kv_cache: dict[str, Any] | None = None
         self.finish: str | None = None
-        self.logprobs: list[float] = []
         self.error: str | None = None
         self.done = False
         self._parser = Parser()
@@ -86,7 +84,6 @@ class StreamMeter:
             self.times.append(now)
         for choice in choices:
             self.finish = self.finish or choice.get("finish_reason")
-            self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

@@ -1,132 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load test is told: its options beside Locust's own, each also a variable ``LOADTEST_...``."""
+"""Options of the load test beside Locust's own, each also an environment variable ``LOADTEST_...``."""
 
 from __future__ import annotations
 
-from typing import Literal
+import argparse
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
-
-from loadtest.common.settings import Settings
-
-__all__ = ["PATHS", "LoadSettings"]
+__all__ = ["PATHS", "LoadSettings", "SettingsError", "add_options", "read_options"]
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
-class LoadSettings(Settings):
-    """Options of the load test beside Locust's own."""
+class SettingsError(ValueError):
+    """An option has a value that cannot be used; the message names the option."""
 
-    model_config = SettingsConfigDict(env_prefix="LOADTEST_")
 
-    model: str = Field(
-        default="", description="Model to ask for; empty: the first that /v1/models names."
+def _option(default: Any, text: str, **limits: Any) -> Any:
+    """A field: its default, its help, its smallest and largest value, or its choices."""
+    return field(default=default, metadata={"help": text, **limits})
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """Options of the load test beside Locust's own.
+
+    Raises:
+        SettingsError: a value lies outside of its range.
+    """
+
+    model: str = _option("", "model to ask for; empty: the first that /v1/models names")
+    endpoint: Literal["completions", "chat"] = _option(
+        "completions", "route to load", choices=[*PATHS]
     )
-    endpoint: Literal["completions", "chat"] = Field(
-        default="completions", description="Route to load."
+    api_key: str = _option("", "sent as a bearer token")
+    budgets: str = _option(
+        "none", "KV budgets and their weights, SHARE or TOKENSt or none, then optionally +elastic, /POLICY "
+        "and :WEIGHT, as in 1.0:1,0.2:3. none sends no field: all that plain vLLM takes",
+    )  # fmt: skip
+    arrival: Literal["closed", "open"] = _option(
+        "closed", "closed: each user waits for its answer before it sends again. open: each user is a "
+        "Poisson process of --rate requests per second and never waits", choices=["closed", "open"],
+    )  # fmt: skip
+    rate: float = _option(1.0, "open loop: requests per second of each user", low=1e-3)
+    max_in_flight: int = _option(
+        4096, "open loop: requests that may be unanswered; one more fails", low=1
     )
-    api_key: str = Field(
-        default="", exclude=True, repr=False, description="Sent as a bearer token."
+    think: float = _option(
+        0.0, "closed loop: seconds between an answer and the next request", low=0
     )
-    budgets: str = Field(
-        default="none",
-        description="KV budgets and their weights, SHARE or TOKENSt or none, optionally /POLICY and :WEIGHT, "
-        "e.g. 1.0:1,0.2:3. none sends no field: the server's default, and all that plain vLLM takes.",
+    requests: int = _option(0, "stop after this many requests; 0: when --run-time ends", low=0)
+    prompt_tokens: int = _option(
+        1000,
+        "length of the prompts, as the server's /tokenize counts; 0: whole documents of --prompts",
+        low=0,
     )
-    arrival: Literal["closed", "open"] = Field(
-        default="closed",
-        description="closed: each user waits for its answer before it sends again. open: each user is a "
-        "Poisson process of --rate requests per second and never waits.",
+    prompt_jitter: float = _option(0.1, "prompt lengths vary evenly by this share", low=0, high=1)
+    prompts: str = _option("", "JSON lines to take prompts from; empty: Python's documentation")
+    prompts_key: str = _option("article", "key of the text in a line of --prompts")
+    output_tokens: int = _option(256, "max_tokens of a request", low=1)
+    output_jitter: float = _option(0.0, "output lengths vary evenly by this share", low=0, high=1)
+    ignore_eos: bool = _option(True, "generate all of --output-tokens (a field of vLLM)")
+    body: str = _option("{}", "JSON object to merge into every request")
+    salt: int = _option(0, "another number gives other prompts, and other random arrivals", low=0)
+    cache_salt: str = _option(
+        "", "cache_salt of vLLM: set it per run where the same prompts are sent twice"
     )
-    rate: float = Field(
-        default=1.0, ge=1e-3, description="Open loop: requests per second of each user."
+    warmup: int = _option(2, "requests before the test, one after the other, not counted", low=0)
+    timeout: float = _option(
+        600.0, "seconds without a byte after which a request has failed", low=1
     )
-    max_in_flight: int = Field(
-        default=4096,
-        ge=1,
-        description="Open loop: requests that may be unanswered; one more counts as failed.",
-    )
-    think: float = Field(
-        default=0.0,
-        ge=0,
-        description="Closed loop: seconds between an answer and the next request.",
-    )
-    requests: int = Field(
-        default=0,
-        ge=0,
-        description="Stop after this many requests; 0: until --run-time or the last stage ends.",
-    )
-    stages: str = Field(
-        default="",
-        description="Users over time as TIME:USERS,... (in place of -u, -r, -t), "
-        "e.g. 30s:16,2m:16,0s:32,1m:32.",
-    )
-    prompt_tokens: int = Field(
-        default=1000,
-        ge=0,
-        description="Length of the prompts in tokens, in the server's own counting where it has /tokenize; "
-        "0: whole documents of --prompts.",
-    )
-    prompt_jitter: float = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        description="Prompt lengths vary evenly by this share up and down.",
-    )
-    prompts: str = Field(
-        default="",
-        description="JSON lines to take prompts from; empty: Python's documentation.",
-    )
-    prompts_key: str = Field(
-        default="article", description="Key of the text in a line of --prompts."
-    )
-    output_tokens: int = Field(default=256, ge=1, description="max_tokens of a request.")
-    output_jitter: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Output lengths vary evenly by this share up and down.",
-    )
-    ignore_eos: bool = Field(
-        default=True,
-        description="Generate all of --output-tokens (a field of vLLM); otherwise as the model likes.",
-    )
-    forced: bool = Field(
-        default=False,
-        description="Answers are the text that follows the prompt; records say what the model thought of it. "
-        "For servers with --logits-processors loadtest.common.forced:ForcedTokens.",
-    )
-    body: str = Field(default="{}", description="JSON object to merge into every request.")
-    salt: int = Field(
-        default=0,
-        ge=0,
-        description="Another number gives other prompts, and other random arrivals.",
-    )
-    cache_salt: str = Field(
-        default="",
-        description="cache_salt of vLLM: requests hit the prefix cache only of requests with the same; "
-        "set it per run where the same prompts are sent twice. Empty: none.",
-    )
-    warmup: int = Field(
-        default=2,
-        ge=0,
-        description="Requests before the test, one after the other, not counted.",
-    )
-    timeout: float = Field(
-        default=600.0,
-        ge=1,
-        description="Seconds without a byte after which a request has failed.",
-    )
-    slo: str = Field(
-        default="",
-        description="Objectives; if one is not met the exit code is 3. "
-        "E.g. ttft_p99=2.0,itl_p95[kv=0.2]=0.05,tok_per_s=100,error_rate=0.",
-    )
-    jsonl: str = Field(
-        default="",
-        description="Write every request to this file; must not exist yet. Empty: nowhere.",
-    )
-    report: bool = Field(
-        default=False, description="Beside --jsonl, write the report as Markdown and PNG."
-    )
+    slo: str = _option(
+        "", "objectives; if one is not met the exit code is 3, as in "
+        "ttft_p99=2.0,itl_p95[kv=0.2]=0.05,tok_per_s=100,error_rate=0",
+    )  # fmt: skip
+    jsonl: str = _option("", "write every request to this file, which must not exist yet")
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, low, high = (getattr(self, one.name), *map(one.metadata.get, ("low", "high")))
+            if (low is not None and value < low) or (high is not None and value > high):
+                limits = " and ".join(
+                    f"{sign} {limit:g}"
+                    for sign, limit in ((">=", low), ("<=", high))
+                    if limit is not None
+                )
+                raise SettingsError(f"{_name(one.name)}: got {value!r}, wanted a number {limits}")
+
+    def public(self) -> dict[str, Any]:
+        """By name, without the key and without what is done with the numbers."""
+        hidden = ("api_key", "jsonl", "slo")
+        return {name: value for name, value in asdict(self).items() if name not in hidden}
+
+
+def add_options(parser: Any) -> None:
+    """Add the options to Locust's parser, which reads environment variables, too."""
+    for one in fields(LoadSettings):
+        kind = type(one.default)
+        named: dict[str, Any] = {"type": kind}
+        if kind is bool:
+            named = {"action": argparse.BooleanOptionalAction}
+        elif "choices" in one.metadata:
+            named["choices"] = one.metadata["choices"]
+        parser.add_argument(_name(one.name), default=one.default, env_var=f"LOADTEST_{one.name.upper()}",
+                            help=one.metadata["help"], **named)  # fmt: skip
+
+
+def read_options(parsed: argparse.Namespace) -> LoadSettings:
+    """What the parser has found. Raises what :class:`LoadSettings` raises."""
+    return LoadSettings(**{one.name: getattr(parsed, one.name) for one in fields(LoadSettings)})
+
+
+def _name(field_name: str) -> str:
+    return f"--{field_name.replace('_', '-')}"

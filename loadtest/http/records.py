@@ -35,7 +35,6 @@ class Record:
         ttft, latency: from ``at`` to the first token, and to the end.
         gaps_ms: milliseconds between token events.
         output_tokens: from ``usage``; token events if the stream broke off before that.
-        nll: negative log-likelihood per token of an answer that was forced, in nats.
         cut: whether the end of the run cut it off; then it is neither a success nor a failure.
         id: sent as ``X-Request-Id``: servers and routers call the request by it.
         server: version of the ``h2o-serve`` that answered, by its header; empty: it was none.
@@ -51,7 +50,6 @@ class Record:
     output_tokens: int = 0
     finish: str | None = None
     kv_cache: dict[str, Any] | None = None
-    nll: float | None = None
     error: str | None = None
     cut: bool = False
     id: str = ""
@@ -90,8 +88,9 @@ class Record:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Record:
-        """The inverse of :meth:`row`."""
-        return cls(**{key: value for key, value in row.items() if key != "kind"})
+        """The inverse of :meth:`row`; fields that are gone are left out."""
+        known = {one.name for one in dataclasses.fields(cls)}
+        return cls(**{key: value for key, value in row.items() if key in known})
 
 
 @dataclass
@@ -112,7 +111,6 @@ class Summary:
         tok_per_s: output tokens of the group per second of the run.
         held: KV tokens held at the end over tokens seen, by the server's reports.
         lossless: share of the reports that say that nothing was evicted.
-        nll: of forced answers, nats per token.
     """
 
     requests: int
@@ -123,7 +121,6 @@ class Summary:
     output_tokens: int
     held: float | None
     lossless: float | None
-    nll: float | None
     samples: dict[str, list[float]]
 
     @property
@@ -173,7 +170,6 @@ def _summary(group: list[Record], seconds: float) -> Summary:
         lossless=fmean(report["tokens_held"] == report["tokens_seen"] for report in reports)
         if reports
         else None,
-        nll=_mean_nll(whole),
         samples={
             "ttft": _present(record.ttft for record in whole),
             "itl": [gap / 1000 for record in whole for gap in record.gaps_ms],
@@ -182,13 +178,6 @@ def _summary(group: list[Record], seconds: float) -> Summary:
             "tok_per_s_request": _present(record.tok_per_s for record in whole),
         },
     )
-
-
-def _mean_nll(records: list[Record]) -> float | None:
-    """Over the tokens of all forced answers."""
-    forced = [(one.nll, one.output_tokens) for one in records if one.nll is not None]
-    tokens = sum(count for _, count in forced)
-    return sum(nll * count for nll, count in forced) / tokens if tokens else None
 
 
 def _present(values: Iterable[float | None]) -> list[float]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of load test files, as Markdown and PNG.
+"""The report of load test files, as Markdown.
 
     python -m loadtest.http.report RUN.jsonl [--slo OBJECTIVES] [--out DIRECTORY]
 
-Writes ``RUN.md`` and ``RUN.png``. With ``--slo`` the exit code is 3 if an objective is not met. A file of one
+Writes ``RUN.md``. With ``--slo`` the exit code is 3 if an objective is not met. A file of one
 run gives a row per budget, a file of a comparison a row per variant: medians over its rounds.
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 from loadtest.common.statistics import percentile
 from loadtest.common.tables import markdown_table, median_range, number
 from loadtest.http.options import LoadSettings
-from loadtest.http.rates import rates_of, rates_table
 from loadtest.http.records import (
     ALL,
     Record,
@@ -69,27 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_report(runs: Sequence[Run], results: Sequence[SLOResult], path: Path) -> str:
-    """Write Markdown and PNG beside ``path``; returns the tables."""
-    from loadtest.http.pictures import draw_rates, draw_runs
-
-    draw = draw_rates if rates_of(runs) else draw_runs
-    image = draw(runs, path.with_suffix(".png"))
+    """Write Markdown beside ``path``; returns the tables."""
     tables = markdown(runs, results)
-    head = f"# {path.stem}\n\n![tokens per second and latencies]({image.name})"
-    path.with_suffix(".md").write_text(f"{head}\n\n{tables}")
-    print(f"report: {path.with_suffix('.md')}, {image}")
+    path.with_suffix(".md").write_text(f"# {path.stem}\n\n{tables}")
+    print(f"report: {path.with_suffix('.md')}")
     return tables
 
 
 def markdown(runs: Sequence[Run], results: Sequence[SLOResult]) -> str:
     """Tables of figures and of what the SLO gate found, and what the runs were."""
     compared = runs_by_variant(runs)
-    if rates_of(runs):
-        parts = [rates_table(runs)]
-    elif compared:
-        parts = [_comparison(compared)]
-    else:
-        parts = [_figures(run) for run in runs]
+    parts = [_comparison(compared)] if compared else [_figures(run) for run in runs]
     if results:
         parts.append(_objectives(results))
     parts.append(_facts(runs[0].description))
@@ -159,7 +148,7 @@ def _facts(description: dict[str, Any]) -> str:
 
 def _load(description: dict[str, Any]) -> str:
     """The settings that are not what they are by default."""
-    usual = {name: field.default for name, field in LoadSettings.model_fields.items()}
+    usual = LoadSettings().public()
     usual |= dict.fromkeys(ALWAYS, object())
     # In a comparison these are each run's own.
     own = ("budgets", "salt", "cache_salt") if "variant" in description else ()

@@ -3,9 +3,9 @@
 
     python -m loadtest.http.start [--servers h2o-serve vllm] [--rounds 5] [-- OPTIONS]
 
-Servers take turns, h2o_vllm's and vLLM's own of the same model with the same options (by default those of the
-quickstart); so do scripts with an offline ``LLM(...)``, until it can be asked. The first round fills caches
-and does not count. Writes a JSONL row per start as soon as it is made, and prints medians with their range.
+Servers take turns, ours and vLLM's own of the same model with the same options (by default those of the
+quickstart). The first round fills caches and does not count. Writes a JSONL row per start as soon as it is
+made, and prints medians with their range.
 """
 
 from __future__ import annotations
@@ -16,27 +16,22 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from h2o_vllm.models import default_model_dir
-from loadtest.common.child import Child
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
 from loadtest.common.results import RESULTS, Row, append_rows, result_path
 from loadtest.common.servers import H2O_SERVE, VLLM_SERVE, Server
 from loadtest.common.tables import markdown_table, median_range, pick
 
-__all__ = ["OFFLINE", "SERVERS", "main", "planned", "table"]
+__all__ = ["SERVERS", "main", "planned", "table"]
 
 SERVERS = {
     "h2o-serve": (H2O_SERVE, ["--kv-budget", "0.2"]),
     "vllm": (VLLM_SERVE, []),
 }
 """Command, and options of its own."""
-
-OFFLINE = {"offline-h2o": True, "offline-vllm": False}
-"""Whether ``engine_args`` are among its arguments."""
 
 OPTIONS = ["--enforce-eager", "--dtype", "float32"]
 
@@ -71,21 +66,12 @@ def start(name: str, options: Sequence[str], model: str | None) -> Row:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        with _started(name, model, options, Path(folder) / "log"):
+        program, own = SERVERS[name]
+        with Server(program, ["--model", model, *own, *options], Path(folder) / "log", name=name):
             start_s = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"start_s": start_s, "cpu_s": cpu}
-
-
-def _started(
-    name: str, model: str, options: Sequence[str], log: Path
-) -> AbstractContextManager[object]:
-    if name in OFFLINE:
-        first = {"model": model, "options": [*options], "ours": OFFLINE[name]}
-        return Child("loadtest.http.start_offline", first)
-    program, own = SERVERS[name]
-    return Server(program, ["--model", model, *own, *options], log, name=name)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -101,7 +87,7 @@ def table(rows: Sequence[Row]) -> str:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_parser("loadtest.http.start", __doc__)
-    add, names = parser.add_argument, [*SERVERS, *OFFLINE]
+    add, names = parser.add_argument, [*SERVERS]
     add("--servers", nargs="+", choices=names, default=names, help="which")
     add("--rounds", type=int, default=5, help="how often; they alternate")
     add("--kv-gib", type=int, default=4, help="size of the KV pool in GiB")

@@ -27,7 +27,7 @@ from triton import knobs
 
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_host
-from loadtest.common.results import Row, append_rows, publish, result_file, result_path
+from loadtest.common.results import Row, append_rows, publish, result_path
 from loadtest.common.tables import markdown_table, provenance
 from loadtest.kernels.forms import Form, Launch, Shape, compiled, launch_everything, launches
 
@@ -81,9 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=len(_SHAPES),
         help="so many of the shapes, the most usual first",
     )
-    add(
-        "--out", type=result_file, help="file of the rows; by default a new one in loadtest/results"
-    )
+    add("--out", type=Path, help="file of the rows; by default a new one in loadtest/results")
     return parser.parse_args(argv)
 
 

@@ -1,142 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many GPUs does this traffic need, with which budgets, at what cost? Simulated.
+"""How many requests fit into a GPU's KV memory at each budget, and what throughput? Simulated.
 
-python -m loadtest.plan --model 70b --gpu h100 --tensor-parallel 4 --gpus 8,64,1000
-python -m loadtest.plan --model 8b --gpu l4 --rate 100 --mixes "none 0.2+elastic"
-python -m loadtest.plan --calibration calibration.json --pool-tokens 6400 --traffic 1000+512 --gpus 1
+    python -m loadtest.plan --model 8b --gpu h100 --traffic 1000+512 --budgets 1 0.5 0.2
+    python -m loadtest.plan --model 70b --gpu h100 --gpus 4 --traffic 8000+1000 --requests 512
+    python -m loadtest.plan --model DIRECTORY --gpu l4 --pool-tokens 20000
+
+Nothing runs: a server is simulated by counts, with step times by the GPU's datasheet. Read ratios; the
+absolute figures rest on assumptions that ``loadtest/plan/cost.py`` names.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import argparse
+import re
+from collections.abc import Sequence
 
-from loadtest.common.results import append_rows, result_path
-from loadtest.common.settings import parse
+from loadtest.common.command import command_parser
+from loadtest.common.tables import markdown_table
+from loadtest.plan.cost import Server
+from loadtest.plan.gpus import GPUS
+from loadtest.plan.shapes import ShapeError, load_shape
+from loadtest.plan.simulate import Load, Pool, Request, held_tokens, simulate
 
-if TYPE_CHECKING:
-    from loadtest.plan.fleet import Server
-    from loadtest.plan.planned import Plan
-    from loadtest.plan.search import Found
-
-__all__ = ["main", "rows_of"]
-
-PROG = "python -m loadtest.plan"
+__all__ = ["main", "planned"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Simulate, then write rows, report and picture.
-
-    Raises:
-        SystemExit: with code 2 and one line, if an option cannot be used.
-    """
-    from loadtest.plan.errors import PLAN_ERRORS
-    from loadtest.plan.planned import Plan
-    from loadtest.plan.report import write_report
-    from loadtest.plan.settings import PlanSettings
-
-    # A scheduler is made for every simulation; vLLM has something to say about each.
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    settings = parse(PlanSettings, PROG, argv)
-    path = result_path("plan", settings.out, settings.name or None)
-    if path.exists():
-        raise SystemExit(f"--name: {path} exists")
+    """Simulate, print."""
+    args = parse_arguments(argv)
     try:
-        plan = Plan(settings)
-        rows = []
-        for row in rows_of(plan):
-            print(f"{row['mix']}: {row['gpus']} GPUs, {row['rate']:.3g} requests/s", flush=True)
-            append_rows(path, [row])
-            rows.append(row)
-    except PLAN_ERRORS as error:
-        raise SystemExit(f"{PROG}: error: {error}") from None
-    print(f"\n{write_report(rows, path)}")
+        print(planned(args))
+    except (ShapeError, ValueError) as error:
+        raise SystemExit(f"python -m loadtest.plan: error: {error}") from error
 
 
-def rows_of(plan: Plan) -> Iterator[dict[str, Any]]:
-    """A row per mix and size of the fleet: one that meets the objective, or none."""
-    from loadtest.common.machine import describe_run
-    from loadtest.plan.figures import figures_of
-    from loadtest.plan.fleet import serve
-    from loadtest.plan.search import carried_rate, needed_replicas
-
-    about = {"kind": "simulated", **describe_run("loadtest.plan"), **assumptions(plan)}
-    for mix in plan.mixes:
-        server = plan.server(mix)
-        guess = plan.guess_rate(server)
-
-        def simulate(rate: float, replicas: int, server: Server = server) -> Any:
-            return figures_of(serve(server, plan.traffic, plan.load(server, rate, replicas)))
-
-        if plan.settings.rate:
-            first = max(1, round(plan.settings.rate / guess))
-            found = needed_replicas(simulate, plan.objective, plan.settings.rate, first)
-            yield about | row_of(plan, server, found, 0)
-            continue
-        for gpus in plan.settings.gpus:
-            replicas = gpus // server.gpus
-            found = carried_rate(simulate, plan.objective, replicas, guess * replicas)
-            yield about | row_of(plan, server, found, gpus)
-
-
-def row_of(plan: Plan, server: Server, found: Found | None, gpus: int) -> dict[str, Any]:
-    """What was found; ``gpus`` were given, or 0."""
-    from loadtest.plan.figures import dollars_per_million
-
-    row: dict[str, Any] = {
-        "mix": server.name,
-        "pool_tokens": server.settings.pool_tokens,
-        "scheduling": {
-            name: getattr(server.settings, name)
-            for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "pipelined")
-        },
-        "met": found is not None,
-        "gpus": gpus,
-        "rate": 0.0,
-    }
-    if found is None:
-        return row
-    used = found.replicas * server.gpus
-    tok_per_s = found.figures.tok_per_s * found.replicas
-    return (
-        row
-        | found.figures.row()
-        | {
-            "gpus": gpus or used,
-            "replicas": found.replicas,
-            "simulated_replicas": plan.load(server, found.rate, found.replicas).simulated,
-            "rate": found.rate,
-            "tok_per_s": tok_per_s,
-            "tok_per_s_gpu": tok_per_s / used,
-            "dollars_per_million": dollars_per_million(gpus or used, plan.dollars, tok_per_s),
-        }
+def planned(args: argparse.Namespace) -> str:
+    """A line per budget. Markdown."""
+    shape, gpu = load_shape(args.model), GPUS[args.gpu]
+    prompt, output = args.traffic
+    lines, base = [], 0.0
+    for budget in args.budgets:
+        server = Server(shape, gpu, args.gpus, scored=budget < 1)
+        tokens = args.pool_tokens or server.pool_tokens
+        load = Load(budget, args.delay, prefill=args.prefill_tokens if budget < 1 else 0)
+        held = held_tokens(prompt, output, load, args.block_size)
+        pool = Pool(
+            tokens // args.block_size,
+            args.block_size,
+            args.max_num_seqs,
+            args.max_num_batched_tokens,
+        )
+        requests = [Request(prompt, output, load) for _ in range(args.requests)]
+        found = simulate(requests, pool, server.seconds)
+        base = base or found.tok_per_s
+        lines.append([
+            f"{budget:g}", f"{tokens:,}", f"{tokens / held:.0f}", f"{found.running_mean:.0f}",
+            f"{found.tok_per_s:,.0f}", f"{found.tok_per_s / base:.2f}", f"{found.tok_per_s / output:.2f}",
+            f"{found.first_token_s:.1f}", f"{found.preemptions}",
+        ])  # fmt: skip
+    head = ["kv_budget", "pool, tokens", "requests that fit", "running, mean", "tok/s", "over the first",
+            "requests/s", "first token p50 s", "preempted"]  # fmt: skip
+    about = (
+        f"{shape.name} on {args.gpus} {gpu.name}, bf16; {args.requests} requests of {prompt:,} + {output:,} "
+        "tokens, all there at the start. Simulated."
     )
+    return f"{about}\n\n{markdown_table(head, lines)}"
 
 
-def assumptions(plan: Plan) -> dict[str, Any]:
-    """What every figure is to be read with."""
-    import dataclasses
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_parser("loadtest.plan", __doc__)
+    add = parser.add_argument
+    add(
+        "--model",
+        default="8b",
+        help="8b or 70b (Llama 3.1's shapes), or a directory with a config.json",
+    )
+    add("--gpu", choices=GPUS, default="h100", help="by its datasheet")
+    add("--gpus", type=_positive, default=1, help="that share the model")
+    add(
+        "--traffic",
+        type=_traffic,
+        default="1000+512",
+        metavar="PROMPT+OUTPUT",
+        help="tokens of a request",
+    )
+    add("--requests", type=_positive, default=256, help="at once")
+    add("--budgets", nargs="+", type=_budget, default=[1.0, 0.5, 0.2], help="kv_budget; 1 is vLLM")
+    add("--delay", type=int, default=16, help="kv_delay")
+    add("--prefill-tokens", type=int, default=0, help="kv_prefill_tokens; 0: no bound")
+    add("--pool-tokens", type=int, default=0, help="KV memory; 0: what the GPUs have room for")
+    add("--block-size", type=_positive, default=16, help="as vLLM's")
+    add("--max-num-seqs", type=_positive, default=256, help="as vLLM's")
+    add("--max-num-batched-tokens", type=_positive, default=8192, help="as vLLM's")
+    return parser.parse_args(argv)
 
-    calibration = plan.calibration
-    if calibration is not None:
-        time: dict[str, Any] = {
-            "kind": "calibrated", "about": calibration.about,
-            "residual": {name: dataclasses.asdict(one.residual) for name, one in calibration.engines.items()},
-        }  # fmt: skip
-    else:
-        time = {
-            "kind": "roofline", "gpu": dataclasses.asdict(plan.gpu), "model": dataclasses.asdict(plan.shape),
-            "parameters": plan.shape.parameters,
-            "efficiency": dataclasses.asdict(plan.roofline.efficiency),
-        }  # fmt: skip
-    return {
-        "settings": plan.settings.model_dump(mode="json", exclude={"out"}),
-        "traffic": plan.traffic.about,
-        "cv": plan.cv,
-        "dollars_per_hour": plan.dollars,
-        "step_time": time,
-    }
+
+def _traffic(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, wanted PROMPT+OUTPUT tokens such as 1000+512"
+        )
+    return int(found[1]), int(found[2])
+
+
+def _budget(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted a number in (0, 1]")
+    return value
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted an integer from 1")
+    return value
 
 
 if __name__ == "__main__":

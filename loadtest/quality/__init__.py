@@ -6,12 +6,12 @@
     generation, lines    what a model is asked for, and what came back; policies and budgets
     sizes, passages      how much, and real texts
     ruler                RULER's tasks
-    measures             one file each: samples, and figures of one output (rouge)
-    offline, live        who generates: vLLM in this process, a server
+    measures             one file each: samples, and figures of one output
+    offline              what generates: vLLM in this process
     rows, runner         the file of results; what is left to measure, in order
     figures              rows to numbers with intervals
     tables, plot         numbers to Markdown and PNG
 
-Beside it, without an engine: ``cadence`` and ``foresight`` (``reference_run``, ``*_report``); the room
-ladder compares what might be built. ``trace`` draws what one answer of a server kept.
+Beside it: ``assumptions`` measures what the paper's theorem assumes, without an engine, and ``trace`` draws
+what one answer of a server kept.
 """

@@ -13,7 +13,7 @@ from loadtest.quality.lines import AGAIN, FULL
 from loadtest.quality.measures import Metric
 from loadtest.quality.rows import Row, latest
 
-__all__ = ["Figures", "better_on"]
+__all__ = ["Figures"]
 
 Values = dict[str, float]
 """A metric's value by sample."""
@@ -85,9 +85,3 @@ class Figures:
             if (row.measure, row.budget) == (measure, budget) and row.budget < 1.0
         ]
         return statistics.median(shares) if shares else None
-
-
-def better_on(values: Values, others: Values) -> tuple[int, int]:
-    """On how many samples ``values`` are lower than ``others``, of how many that both have."""
-    both = [name for name in values if name in others]
-    return sum(values[name] < others[name] for name in both), len(both)

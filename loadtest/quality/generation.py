@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["TOP", "GenerationOutput", "GenerationRequest", "Model", "Tag", "Task"]
-
-TOP = 50
-"""The most likely tokens that can be reported of each place."""
+__all__ = ["GenerationOutput", "GenerationRequest", "Model", "Tag", "Task"]
 
 Tag = TypeVar("Tag")
 
@@ -22,21 +19,17 @@ class GenerationRequest:
 
     Attributes:
         prompt: text, or token ids where a measure has to know them.
-        chat: whether ``prompt`` is a user's message, to be put into the model's chat template.
         max_tokens: how many tokens to generate at most, ``forced`` ones included.
         forced: the first tokens of the output, whatever the model would have generated.
-        stop: texts that end the output.
         ignore_eos: whether to go on to ``max_tokens`` in any case.
-        logprobs: how many of the most likely tokens to report at each place.
+        logprobs: whether to report the log-probability of each token.
     """
 
     prompt: str | tuple[int, ...]
     max_tokens: int
-    chat: bool = False
     forced: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,17 +38,13 @@ class GenerationOutput:
 
     Attributes:
         text: the output without the forced tokens.
-        tokens: how many were generated, the forced ones included.
-        ended: whether the model ended by itself: its end token or a stop text.
         held: KV tokens held at the end over tokens seen.
-        steps: for each generated token the log-probability of it (first) and of the most likely ones.
+        logprobs: of each generated token, if they were asked for.
     """
 
     text: str
-    tokens: int
-    ended: bool
     held: float
-    steps: tuple[dict[int, float], ...] = ()
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines of the picture: a policy with what else a request says of it. Points: a line at a budget.
 
-A line is written ``POLICY[+EXTRA...]``: ``h2o+sinks4`` is the policy ``h2o`` with ``kv_sinks`` 4,
-``tova+recent0.2`` the policy ``tova`` with ``kv_recent`` 0.2, ``caote+shared`` one whose ``kv_heads`` are
-"shared". Which ones exist is the server's business.
+A line is written ``POLICY[,FIELD=VALUE...]``: ``h2o,delay=8`` is the policy ``h2o`` with ``kv_delay`` 8,
+``caote,heads=shared`` one with ``kv_heads`` "shared".
 """
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_vllm.config.policies import REPEAT_POLICIES, ZAP_POLICIES
+from h2o_vllm.config.request_fields import REQUEST_FIELDS
 
-__all__ = ["AGAIN", "FULL", "Line", "Point", "default_lines", "parse_line", "points"]
+__all__ = ["AGAIN", "FULL", "USUAL", "Line", "Point", "parse_line", "points"]
 
-_EXTRA = re.compile(r"([a-z_]+?)(\d+(?:\.\d+)?)")
+USUAL = ("h2o", "h2o-norm", "caote", "snapkv", "keydiff", "window", "random")
+"""What is compared where no line is named: policies that need no calibration."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Line:
     """A policy and what is asked of it besides a budget.
 
     Attributes:
-        name: as written. policy: ``kv_policy``. extras: other request fields, in order.
+        name: as written. policy: ``kv_policy``; empty: full KV. extras: other request fields, in order.
     """
 
     name: str
@@ -43,62 +43,41 @@ class Point:
     @property
     def fields(self) -> dict[str, Any]:
         """The request fields. A line without a delay has none, whatever the server's default is."""
-        if self.line.policy == "full":
-            return {"kv_policy": "full"}
+        if not self.line.policy:
+            return {}
         asked = {"kv_policy": self.line.policy, "kv_budget": self.budget, "kv_delay": 0}
         return {**asked, **dict(self.line.extras)}
 
 
-FULL = Point(Line("full", "full"), 1.0)
+FULL = Point(Line("full", ""), 1.0)
 """What all others are compared with."""
 
-AGAIN = Point(Line("full-again", "full"), 1.0)
+AGAIN = Point(Line("full-again", ""), 1.0)
 """Full KV among the evicting requests: what differs from :data:`FULL` is not the eviction's doing."""
 
 
-def parse_line(text: str, policies: Sequence[str], recent: float | None = None) -> Line:
+def parse_line(text: str, recent: float | None = None) -> Line:
     """A line as written; ``recent`` is added unless the line has its own.
 
     Raises:
-        ValueError: it is no policy, or an extra cannot be read.
+        ValueError: a field cannot be read. Which policies exist is the engine's business.
     """
-    policy, *rest = text.split("+")
-    if policy not in policies:
-        raise ValueError(
-            f"--policies: {text!r}: got {policy!r}, wanted one of {', '.join(policies)}"
-        )
-    extras: dict[str, float | str] = {}
-    if recent is not None and policy != "full":
-        extras["kv_recent"] = recent
+    policy, *rest = text.split(",")
+    extras: dict[str, float | str] = {} if recent is None else {"kv_recent": recent}
     for extra in rest:
-        if extra == "shared":
-            extras["kv_heads"] = extra
-            continue
-        match = _EXTRA.fullmatch(extra)
-        if not match:
+        name, _, value = extra.partition("=")
+        if f"kv_{name}" not in REQUEST_FIELDS or not value:
             raise ValueError(
-                f"--policies: {text!r}: got {extra!r}, wanted such as sinks4, recent0.25, shared"
+                f"--policies: {text!r}: got {extra!r}, wanted FIELD=VALUE such as delay=8, heads=shared, of "
+                f"{', '.join(field.removeprefix('kv_') for field in REQUEST_FIELDS)}"
             )
-        name, value = match.groups()
-        extras[f"kv_{name}"] = float(value) if "." in value or name == "recent" else int(value)
+        try:
+            extras[f"kv_{name}"] = json.loads(value)
+        except ValueError:
+            extras[f"kv_{name}"] = value
     return Line(text, policy, tuple(extras.items()))
-
-
-def default_lines(policies: Sequence[str], fields: Sequence[str]) -> list[str]:
-    """Every policy but full, which is always there; with protected first tokens where that can be asked.
-
-    Those that repeat prompts, and want room behind each, have to be named; so those that want a calibration.
-    """
-    named = ("full", *REPEAT_POLICIES, *ZAP_POLICIES)
-    lines = [policy for policy in policies if policy not in named]
-    return [*lines, "h2o+sinks4"] if "kv_sinks" in fields and "h2o" in lines else lines
 
 
 def points(lines: Sequence[Line], budgets: Sequence[float]) -> list[Point]:
     """Lines at budgets, budget by budget in the given order. At 1 every line is full KV: left out."""
-    return [
-        Point(line, budget)
-        for budget in budgets
-        for line in lines
-        if budget < 1.0 and line.policy != "full"
-    ]
+    return [Point(line, budget) for budget in budgets for line in lines if budget < 1.0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from loadtest.quality.generation import TOP, GenerationOutput, GenerationRequest, Model, Tag, Task
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model, Tag, Task
 
 __all__ = ["FLOOR", "Offline"]
 
@@ -73,7 +73,7 @@ class Offline(Model):
             "max_num_seqs": running,
             "max_num_batched_tokens": 2048,
             "enforce_eager": eager,
-            "max_logprobs": TOP,
+            "max_logprobs": 1,
             "logprobs_mode": "raw_logprobs",
             "seed": 0,
         }
@@ -141,14 +141,6 @@ class Offline(Model):
     def _prompt(self, request: GenerationRequest) -> list[int]:
         if not isinstance(request.prompt, str):
             return list(request.prompt)
-        if request.chat and self._tokenizer.chat_template:
-            messages = [{"role": "user", "content": request.prompt}]
-            text = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-            # The template writes the special tokens itself.
-            tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-            return tokens
         return self.encode(request.prompt)
 
     def _answer(self, request: GenerationRequest, output: Any) -> GenerationOutput:
@@ -164,10 +156,8 @@ class Offline(Model):
         report = ((output.kv_transfer_params or {}).get("h2o") or {}).get("0")
         return GenerationOutput(
             text=text,
-            tokens=len(tokens),
-            ended=choice.finish_reason == "stop",
             held=report["tokens_held"] / report["tokens_seen"] if report else 1.0,
-            steps=_steps(choice.logprobs) if choice.logprobs else (),
+            logprobs=tuple(choice.logprobs.logprobs) if request.logprobs else (),
         )
 
 
@@ -181,18 +171,9 @@ def _params(task: Task[Tag]) -> Any:
     return SamplingParams(
         temperature=0,
         max_tokens=request.max_tokens,
-        stop=list(request.stop) or None,
         ignore_eos=request.ignore_eos,
-        logprobs=request.logprobs,
-        flat_logprobs=request.logprobs is not None,
+        logprobs=0 if request.logprobs else None,
+        flat_logprobs=request.logprobs,
         detokenize=not request.forced,
         extra_args={**task.fields, **forced},
-    )
-
-
-def _steps(flat: Any) -> tuple[dict[int, float], ...]:
-    """Of vLLM's ``FlatLogprobs``: one dictionary per token, the chosen token first."""
-    return tuple(
-        dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
-        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
     )

@@ -2,13 +2,13 @@
 """Everything that is left to measure, in order: full KV first, because the others are compared with it.
 
 Then budget by budget, and within a budget sample by sample, so that a batch holds all policies and an
-interrupted run has whole budgets. An answer is left out if all of its rows exist.
+interrupted run has whole budgets. An answer is left out if its row exists.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,29 +32,22 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One answer to generate, and the measures that judge it."""
+    """One answer to generate, and the measure that judges it."""
 
     point: Point
     sample: Sample
-    measures: tuple[Measure, ...]
+    measure: Measure
     cost: float
 
     @property
-    def keys(self) -> list[Key]:
-        """Of the rows it gives."""
-        return [
-            (self.point.line.name, self.point.budget, m.name, self.sample.name)
-            for m in self.measures
-        ]
+    def key(self) -> Key:
+        """Of the row it gives."""
+        return (self.point.line.name, self.point.budget, self.measure.name, self.sample.name)
 
-    def rows(
-        self, output: GenerationOutput, full: GenerationOutput, *, texts: bool
-    ) -> Iterator[Row]:
-        """What its measures find in ``output``, against full KV's; with ``texts`` the text as well."""
+    def row(self, output: GenerationOutput, *, texts: bool) -> Row:
+        """What its measure finds in ``output``; with ``texts`` the text as well."""
         description = self.sample.description | ({"text": output.text} if texts else {})
-        for measure, key in zip(self.measures, self.keys, strict=True):
-            values = measure.values(self.sample, output, full)
-            yield Row(*key, values, output.held, description)
+        return Row(*self.key, self.measure.values(self.sample, output), output.held, description)
 
 
 @dataclass(frozen=True)
@@ -94,19 +87,16 @@ class Plan:
         """
         from tqdm import tqdm
 
-        full: dict[str, GenerationOutput] = {}
         changed = 0
         began = time.monotonic()
 
         def done(one: Evaluation, output: GenerationOutput) -> None:
             nonlocal changed
-            if one.point is FULL:
-                full[one.sample.name] = output
-            for row in one.rows(output, full[one.sample.name], texts=texts):
-                if row.key not in known:
-                    write(row)
-                elif one.point is FULL:
-                    changed += _differ(row.values, known[row.key].values)
+            row = one.row(output, texts=texts)
+            if row.key not in known:
+                write(row)
+            elif one.point is FULL:
+                changed += _differ(row.values, known[row.key].values)
             # Sums of fractions end a little beside their total.
             bar.update(min(one.cost, self.cost - bar.n))
 
@@ -135,23 +125,18 @@ def plan(
     """What is left.
 
     Args:
-        samples: by generation. control: whether to measure full KV twice.
+        samples: by measure. control: whether to measure full KV twice.
     """
     everything = [
-        Evaluation(
-            point,
-            sample,
-            tuple(m for m in measures if m.generation == generation),
-            token_cost(sample),
-        )
+        Evaluation(point, sample, measure, token_cost(sample))
         for budget_points in _in_order(points, control)
-        for generation, some in samples.items()
-        for sample in some
+        for measure in measures
+        for sample in samples[measure.name]
         for point in budget_points
     ]
-    left = [one for one in everything if any(key not in known for key in one.keys)]
+    left = [one for one in everything if one.key not in known]
     others = [one for one in left if one.point is not FULL]
-    # Answers to compare with are kept nowhere: they are generated again.
+    # Full KV again, too: it shows whether anything but the policies has changed since.
     needed = {one.sample.name for one in left}
     full = [one for one in everything if one.point is FULL and one.sample.name in needed]
     return Plan(full, others)

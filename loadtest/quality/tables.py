@@ -8,12 +8,10 @@ from typing import Any
 
 from loadtest.common.statistics import DRAWS, LEVEL, Estimate
 from loadtest.common.tables import interval, markdown_table
-from loadtest.quality.figures import Figures, better_on
+from loadtest.quality.figures import Figures
 from loadtest.quality.measures import MEASURES, Metric
 
-__all__ = ["cell", "checks", "markdown"]
-
-WINDOW, RANDOM, H2O = "window", "random", "h2o"
+__all__ = ["cell", "markdown"]
 
 
 def markdown(figures: Figures, runs: list[dict[str, Any]]) -> str:
@@ -22,8 +20,6 @@ def markdown(figures: Figures, runs: list[dict[str, Any]]) -> str:
     for name, measure in MEASURES.items():
         if name in figures.measures:
             parts += [_table(figures, name, metric) for metric in measure.metrics]
-    parts.append(_wins(figures))
-    parts.append("\n".join(f"* {line}" for line in checks(figures)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -34,24 +30,6 @@ def cell(figure: Estimate | None, digits: int) -> str:
     if figure.low == figure.high == figure.value:
         return f"{figure.value:.{digits}f}"
     return interval(figure, f"{{:.{digits}f}}")
-
-
-def checks(figures: Figures) -> list[str]:
-    """Sentences about the harness and the paper's claim, from NLL: who loses less on each budget."""
-    found = []
-    for low, high in ((H2O, RANDOM), (H2O, WINDOW)):
-        counts = []
-        for budget in figures.budgets:
-            one = figures.values("nll", "nll", low, budget)
-            other = figures.values("nll", "nll", high, budget)
-            count, total = better_on(one, other)
-            if total:
-                counts.append(f"{budget:g}: {count} of {total}")
-        if counts:
-            found.append(
-                f"texts on which {low} has a lower NLL than {high}, at {', '.join(counts)}"
-            )
-    return found
 
 
 def _head(runs: list[dict[str, Any]]) -> str:
@@ -102,24 +80,6 @@ def _table(figures: Figures, measure: str, metric: Metric) -> str:
     better = f", {metric.better} is good" if metric.better else ""
     title = f"**{metric.title}** ({samples} samples{better})"
     return _grid(title, ["policy", *(f"{budget:g}" for budget in figures.budgets)], rows)
-
-
-def _wins(figures: Figures) -> str:
-    """The target is every text: means hide one that is lost."""
-    budgets = [b for b in figures.budgets if figures.values("nll", "nll", WINDOW, b)]
-    rows = []
-    for line in figures.lines:
-        counts = [
-            better_on(
-                figures.values("nll", "nll", line, budget),
-                figures.values("nll", "nll", WINDOW, budget),
-            )
-            for budget in budgets
-        ]
-        if line != WINDOW and any(total for _, total in counts):
-            rows.append([line, *(f"{won} of {total}" if total else "" for won, total in counts)])
-    title = "**Texts with a lower NLL than under `window`**"
-    return _grid(title, ["policy", *(f"{budget:g}" for budget in budgets)], rows)
 
 
 def _grid(title: str, head: list[str], rows: list[list[str]]) -> str:

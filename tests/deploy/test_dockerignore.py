@@ -25,7 +25,7 @@ KEPT_OUT = (
     "h2o_vllm/kernels/__pycache__/reference.cpython-311.pyc",
     "h2o_vllm/.mypy_cache/3.11/cache.json",
     "h2o_vllm.egg-info/PKG-INFO",
-    "loadtest/results/bench-cpu-2026-11-20-tight.jsonl",
+    "loadtest/results/published.csv",
     "tests/run",
     "deploy/.env",
     "notes.txt",

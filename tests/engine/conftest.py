@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,10 +67,10 @@ def calibration(model_dir: str) -> str:
 
 @pytest.fixture(scope="session")
 def tokenized(model_dir: str) -> Any:
-    """What the quality ladder's prompts want to know of a model."""
+    """Its tokenizer."""
     from transformers import AutoTokenizer
 
-    return SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(model_dir))
+    return AutoTokenizer.from_pretrained(model_dir)
 
 
 @pytest.fixture(scope="session")

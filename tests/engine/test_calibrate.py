@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from h2o_vllm.calibrate import __main__ as command
 from h2o_vllm.calibrate.run import calibrate
 from h2o_vllm.calibrate.texts import SOURCES, pieces, read_texts
+from h2o_vllm.calibration.features import features
 from h2o_vllm.calibration.file import Calibration
+from h2o_vllm.calibration.regression import foretold
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.errors import ConfigError
-from loadtest.quality.ladder.model import LadderModel
-from loadtest.quality.ladder.prompts import encode, repetition
-from loadtest.quality.ladder.reading import read_prompt, repeat_prompt
-from loadtest.quality.ladder.zap import Zap
 from tests.engine.conftest import ENGINE, started
+from tests.reference.repeating import most_attended, repetition
 
 MISSING = "no-such-model"
 
@@ -36,17 +36,16 @@ def test_a_real_model_is_learned_and_foretold(embedded_dir: str, tmp_path: Path)
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         arguments = ["--model", embedded_dir, "--output", str(file), "--pieces", "1"]
         assert command.main([*arguments, "--dtype", "float32"]) == 0
-    about = Calibration.load(file).about
+    made = Calibration.load(file)
     # All but the first token, and the newest block, which is never ranked.
-    assert about["pieces"] == len(SOURCES) and about["tokens"] >= 900 * len(SOURCES)
-    model = LadderModel(embedded_dir, torch.float32)
-    zap = Zap.load(file, 30, 3)
-    text = encode(model, Path(str(torch.nn.modules.rnn.__file__)).read_text())[:600]
-    (prompt,) = read_prompt(model, [text])
-    repeated = repeat_prompt(prompt, repetition(model, text))
+    assert made.about["pieces"] == len(SOURCES) and made.about["tokens"] >= 900 * len(SOURCES)
+    tokenizer = AutoTokenizer.from_pretrained(embedded_dir)
+    source = Path(str(torch.nn.modules.rnn.__file__)).read_text()
+    text = tokenizer.encode(source, add_special_tokens=False, verbose=False)[:600]
     found = []
-    for layer, (kv, most) in enumerate(zip(repeated.layers, repeated.most, strict=True)):
-        scores = zap.scores(layer, kv.keys, kv.values)
+    layers = most_attended(embedded_dir, text, repetition(tokenizer, text))
+    for weights, (keys, values, most) in zip(made.weights, layers, strict=True):
+        scores = foretold(weights, features(keys, values, made.traits.rotation))
         best = [set(one.flatten().topk(450).indices.tolist()) for one in (scores, most)]
         found.append(len(best[0] & best[1]) / 450)
     # By chance a quarter.

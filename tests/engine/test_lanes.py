@@ -22,7 +22,6 @@ from h2o_vllm.config.policies import (
     ZAP_POLICIES,
 )
 from h2o_vllm.kernels.cpu.batch import key_value_views
-from loadtest.quality.ladder.prompts import repetition
 from tests.calibration.made import make_calibration
 from tests.engine.conftest import (
     BLOCK_SIZE,
@@ -39,6 +38,7 @@ from tests.engine.test_policies import assert_keeps_as, watch
 from tests.engine.test_policies import live_keys as equal_live_keys
 from tests.engine.test_trace import assert_sound, held
 from tests.reference.policies import PolicyModel, load
+from tests.reference.repeating import repetition
 
 pytestmark = pytest.mark.e2e
 

@@ -23,7 +23,6 @@ from h2o_vllm.config.policies import (
     ZAP_POLICIES,
 )
 from h2o_vllm.kernels.cpu.batch import key_value_views
-from loadtest.quality.ladder.prompts import repetition
 from tests.engine.conftest import (
     BLOCK_SIZE,
     FLOOR,
@@ -34,6 +33,7 @@ from tests.engine.conftest import (
     tokens_of,
 )
 from tests.reference.policies import PolicyModel, load
+from tests.reference.repeating import repetition
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

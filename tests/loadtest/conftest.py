@@ -38,7 +38,7 @@ def start_mock() -> Iterator[StartMock]:
 
     def start(*options: str) -> str:
         if options not in servers:
-            command = [sys.executable, "-m", "loadtest.http.mock_server", "--port", "0", *options]
+            command = [sys.executable, "-m", "tests.loadtest.http.mock_server", *options]
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
             assert process.stdout is not None
             # Listening before it says so: connections wait in the queue until it accepts them.

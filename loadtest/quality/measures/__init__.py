@@ -2,16 +2,11 @@
 """What is measured, one file each."""
 
 from loadtest.quality.measures.base import Measure, Metric, Sample
-from loadtest.quality.measures.drift import Drift
-from loadtest.quality.measures.long import Long
 from loadtest.quality.measures.nll import NLL
 from loadtest.quality.measures.retrieval import Retrieval
 from loadtest.quality.measures.ruler import Ruler
-from loadtest.quality.measures.xsum import XSum
 
 __all__ = ["MEASURES", "Measure", "Metric", "Sample"]
 
-MEASURES: dict[str, Measure] = {
-    measure.name: measure for measure in (NLL(), Drift(), XSum(), Retrieval(), Long(), Ruler())
-}
+MEASURES: dict[str, Measure] = {measure.name: measure for measure in (NLL(), Retrieval(), Ruler())}
 """By name, in the order of tables."""

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a measure: what it asks, and what one answer is worth.
-
-A *generation* is a set of samples, named. Measures of the same generation judge the same answers: each is
-generated once.
-"""
+"""The contract of a measure: what it asks, and what one answer is worth."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ class Sample:
     """One thing to request.
 
     Attributes:
-        name: the same in every run of the same sizes; no two of any generation are equal.
+        name: the same in every run of the same sizes; no two are equal.
         secret: what the measure needs to judge the answer; never written.
         description: what kind of sample it is; written into its rows.
     """
@@ -60,26 +56,21 @@ class Measure(ABC):
     """What is asked and how it is judged. Stateless."""
 
     name: ClassVar[str]
-    generation: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]
     forces: ClassVar[bool] = False
     """Whether it needs :attr:`Model.forces`."""
-    usual: ClassVar[bool] = True
-    """Whether it is measured where nobody says which."""
 
     @abstractmethod
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
-        """What to ask; the same list for every measure of the generation.
+        """What to ask.
 
         Raises:
             ValueError: something it needs is missing.
         """
 
     @abstractmethod
-    def values(
-        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
-    ) -> dict[str, float]:
-        """Figures of one answer; ``full`` is full KV's to the same request."""
+    def values(self, sample: Sample, answer: GenerationOutput) -> dict[str, float]:
+        """Figures of one answer."""
 
 
 def asked_later(model: Model, text: str, question: str, answer_tokens: int) -> GenerationRequest:

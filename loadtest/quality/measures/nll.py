@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from loadtest.quality.generation import TOP, GenerationOutput, GenerationRequest, Model
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.passages import passages
 from loadtest.quality.sizes import Sizes
@@ -34,19 +34,19 @@ def forced_samples(model: Model, sizes: Sizes) -> list[Sample]:
     length = sizes.prompt_tokens + sizes.forced_tokens
     texts = [(name, model.encode(text)) for name, text in passages()]
     samples: list[Sample] = []
-    for part in range(sizes.forced):
+    for part in range(sizes.nll):
         for name, tokens in texts:
             # A part is wanted whole; short texts are used up first.
             piece = tokens[part * length : (part + 1) * length]
-            if len(piece) == length and len(samples) < sizes.forced:
+            if len(piece) == length and len(samples) < sizes.nll:
                 prompt, forced = piece[: sizes.prompt_tokens], piece[sizes.prompt_tokens :]
                 request = GenerationRequest(
-                    tuple(prompt), len(forced), forced=tuple(forced), ignore_eos=True, logprobs=TOP
+                    tuple(prompt), len(forced), forced=tuple(forced), ignore_eos=True, logprobs=True
                 )
                 samples.append(Sample(f"{name}-{part}", request))
-    if len(samples) < sizes.forced:
+    if len(samples) < sizes.nll:
         raise ValueError(
-            f"--samples: {sizes.forced} texts of {length} tokens wanted, {len(samples)} found"
+            f"--samples: {sizes.nll} texts of {length} tokens wanted, {len(samples)} found"
         )
     return samples
 
@@ -64,7 +64,6 @@ class NLL(Measure):
     """How likely the model finds the text."""
 
     name = "nll"
-    generation = "forced"
     forces = True
     metrics: ClassVar = (
         Metric(
@@ -89,8 +88,5 @@ class NLL(Measure):
         return forced_samples(model, sizes)
 
     @override
-    def values(
-        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
-    ) -> dict[str, float]:
-        forced = sample.request.forced
-        return in_bins("nll", [-s[t] for s, t in zip(answer.steps, forced, strict=True)])
+    def values(self, sample: Sample, answer: GenerationOutput) -> dict[str, float]:
+        return in_bins("nll", [-one for one in answer.logprobs])

@@ -55,7 +55,6 @@ class Retrieval(Measure):
     """Whether hidden facts are found."""
 
     name = "retrieval"
-    generation = "retrieval"
     metrics: ClassVar = (
         *(
             Metric(way, f"fact found, question {where}, %", "mean", "high", 100, 0, pictured=True)
@@ -88,9 +87,7 @@ class Retrieval(Measure):
         return samples
 
     @override
-    def values(
-        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
-    ) -> dict[str, float]:
+    def values(self, sample: Sample, answer: GenerationOutput) -> dict[str, float]:
         found = float(first_number(answer.text) == sample.secret)
         return {sample.description["way"]: found, sample.description["kind"]: found}
 

@@ -26,8 +26,6 @@ class Ruler(Measure):
     """Whether what is asked for is found."""
 
     name = "ruler"
-    generation = "ruler"
-    usual = False
     metrics: ClassVar = (
         Metric("known", "RULER, question known, %", "mean", "high", 100, 1, pictured=True),
         Metric("known", "RULER, question known, % of full KV's", "ratio", "high", 100, 1),
@@ -61,8 +59,6 @@ class Ruler(Measure):
         return found
 
     @override
-    def values(
-        self, sample: Sample, answer: GenerationOutput, full: GenerationOutput
-    ) -> dict[str, float]:
+    def values(self, sample: Sample, answer: GenerationOutput) -> dict[str, float]:
         found = match_all(answer.text, sample.secret)
         return {sample.description["way"]: found, sample.description["task"]: found}

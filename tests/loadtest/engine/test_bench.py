@@ -176,7 +176,8 @@ def test_full_kv_on_our_kernel_is_compared_with_stock_and_ours_with_it() -> None
 
 
 def test_each_device_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_arguments([]).workloads == list(CPU.workloads)
+    assert parse_arguments([]).workloads == list(CPU.usual)
+    assert all(set(suite.usual) <= set(suite.workloads) for suite in SUITES.values())
     args = parse_arguments(["--device", "cuda", "--shape", "tiny", "--scale", "0.1"])
     assert (args.shape, args.variants) == ("tiny", ["stock", "h2o"])
     with pytest.raises(SystemExit):
@@ -214,4 +215,44 @@ def test_scaled_traffic_is_shorter_and_its_pool_smaller() -> None:
     assert (workload.requests, workload.prompt_tokens, workload.output_tokens) == (13, 205, 102)
     assert CUDA.settings["tight"].scaled(0.1).pool_tokens == 13_107
     assert CUDA.settings["ample"].scaled(0.1) == CUDA.settings["ample"]
-    assert CPU.settings["tight"].pool(32) == {"num_gpu_blocks_override": 201}
+    assert CPU.settings["tight"].options(32)["num_gpu_blocks_override"] == 201
+    # What is protected is what is shared, however short.
+    row = CPU.workloads["system"].scaled(0.1)
+    assert row.asked(0) == {"kv_budget": 0.2, "kv_protect": row.shared}
+
+
+class Tokens:
+    """An engine whose text is numbers."""
+
+    def get_tokenizer(self) -> Tokens:
+        return self
+
+    def encode(self, text: str, verbose: bool) -> list[int]:
+        return list(range(100_000))
+
+
+@pytest.mark.parametrize("name", CPU.workloads)
+def test_every_row_of_the_table_is_stretches_of_one_text(name: str) -> None:
+    workload = CPU.workloads[name]
+    chats = CPU.chats(workload, Tokens())
+    assert [len(chat.prompt) for chat in chats] == workload.prompt_lengths()
+    starts = {tuple(chat.prompt[: workload.shared]) for chat in chats}
+    assert len(starts) == 1, "all begin alike as far as they share"
+    behind = [chat.prompt[workload.shared] for chat in chats]
+    assert len(set(behind)) == len(chats), "and go on differently"
+    for chat in chats:
+        assert len(chat.later) == workload.turns - 1
+        assert len(chat.forced) == (workload.output_tokens if workload.forced else 0)
+        # What comes next is what the text says next.
+        rest = [token for part in (*chat.later, chat.forced) for token in part]
+        assert rest == list(range(chat.prompt[-1] + 1, chat.prompt[-1] + 1 + len(rest)))
+    longest = workload.prompt_lengths()[-1] + workload.output_tokens
+    longest += (workload.turns - 1) * (
+        workload.prompt_tokens - workload.shared + workload.output_tokens
+    )
+    assert longest <= CPU.settings[workload.setting].max_model_len
+
+
+def test_stock_serves_only_what_it_can_start_with() -> None:
+    assert CPU.to_measure(["endless", "tight"], "stock") == ["tight"]
+    assert CPU.to_measure(["endless", "tight"], "h2o") == ["endless", "tight"]

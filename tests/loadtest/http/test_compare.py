@@ -45,82 +45,7 @@ def test_rounds_alternate_and_are_reported(
     prompts = [[one.prompt_tokens for one in run.records] for run in runs]
     assert sorted(prompts[0]) == sorted(prompts[1])
     assert "| full KV | 2 |" in (tmp_path / "try.md").read_text()
-    assert (tmp_path / "try.png").exists()
     assert "round 2 full KV" in capsys.readouterr().out
-
-
-def test_rates_are_open_loops_with_the_same_requests_for_all(
-    start_mock: StartMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compare, "describe_run", lambda module: dict(ABOUT))
-    url = start_mock(*FAST)
-    compare.main(
-        ["--url", url, "--vllm-url", url, "--rounds", "1", "--rates", "20", "40", "--seconds", "0.2",
-         "--budgets", "0.2", "0.2+elastic", "--forced", "--output-tokens", "8",
-         "--out", str(tmp_path), "--name", "try"]
-    )  # fmt: skip
-    runs = read_runs(tmp_path / "try.jsonl")
-    variants = ["vLLM", "kv_budget 0.2", "kv_budget 0.2, elastic"]
-    order = [(run.description["rate"], run.description["variant"]) for run in runs]
-    assert order == [(20, name) for name in variants] + [(40, name) for name in variants[::-1]]
-    assert [len(run.records) for run in runs] == [4] * 3 + [8] * 3
-    assert {run.description["settings"]["arrival"] for run in runs} == {"open"}
-    due = [[round(one.at, 1) for one in run.records] for run in runs[:3]]
-    assert due[0] == pytest.approx(due[1], abs=0.2)
-    text = (tmp_path / "try.md").read_text()
-    assert "| 20 | kv_budget 0.2, elastic |" in text
-    assert "| 40 | vLLM |" in text
-    assert (tmp_path / "try.png").exists()
-
-
-def test_rate_that_sends_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare.main(["--rates", "0.1", "--seconds", "5"])
-    assert "--rates" in capsys.readouterr().err
-
-
-def test_a_server_with_the_page_is_compared_for_each_budget() -> None:
-    args = compare.parse_arguments(["--playground", "--budgets", "none", "0.2"])
-    configs = compare.configurations(args)
-    assert [(config.name, config.server, config.budget) for config in configs] == [
-        ("no budget", "h2o-serve", "none"),
-        ("kv_budget 0.2", "h2o-serve", "0.2"),
-        ("no budget, page", "h2o-serve --kv-playground", "none"),
-        ("kv_budget 0.2, page", "h2o-serve --kv-playground", "0.2"),
-    ]
-    with_page, without = (compare.PROGRAMS[config.server] for config in (configs[2], configs[0]))
-    assert with_page == (*without, "--kv-playground")
-
-
-def test_a_running_server_gets_no_page(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare.main(["--playground", "--url", "http://127.0.0.1:1"])
-    assert "--playground" in capsys.readouterr().err
-
-
-def rated() -> list[Run]:
-    """Two rates. Plain vLLM: 100 tokens per second, NLL 2; a budget: 200 and 300, NLL 2.1 and 2.2."""
-    found = []
-    for rate, name, speed, nll, held in (
-        (1.0, "vLLM", 100, 2.0, None),
-        (1.0, "kv_budget 0.2", 200, 2.1, 10),
-        (2.0, "vLLM", 100, 2.0, None),
-        (2.0, "kv_budget 0.2", 300, 2.2, 5),
-    ):
-        report = None if held is None else {"tokens_seen": 10, "tokens_held": held}
-        record = Record("kv=0.2", 0.0, ttft=0.1, latency=1.0, gaps_ms=[10.0], output_tokens=speed,
-                        nll=nll, kv_cache=report)  # fmt: skip
-        found.append(Run({**ABOUT, "variant": name, "round": 0, "rate": rate}, [record]))
-    return found
-
-
-def test_rates_are_compared_at_the_same_rate() -> None:
-    text = report.markdown(rated(), [])
-    assert "| 1 | vLLM | 100.0 |  | 0.10 / 0.10 |" in text
-    assert "| 1 | kv_budget 0.2 | 200.0 | **2.00** |" in text
-    assert "| 100 % | 5.0 | 0 |" in text
-    assert "| 2 | kv_budget 0.2 | 300.0 | **3.00** |" in text
-    assert "| 0 % | 10.0 | 0 |" in text
 
 
 def compared() -> list[Run]:
@@ -185,7 +110,7 @@ def test_summary_covers_the_busy_time() -> None:
 
 
 def test_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "loadtest.http.mock_server"]
+    command = [sys.executable, "-m", "tests.loadtest.http.mock_server"]
     with Server(command, [], tmp_path / "log") as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 200
     with pytest.raises(httpx.ConnectError):

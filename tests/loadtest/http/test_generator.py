@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest.common.client import Client, HTTPStatusError
-from loadtest.common.settings import SettingsError
 from loadtest.common.statistics import percentile
 from loadtest.http.generator import Generator
-from loadtest.http.mock_server import MockSettings, build_app
-from loadtest.http.options import LoadSettings
+from loadtest.http.options import LoadSettings, SettingsError
 from loadtest.http.records import ALL, Summary, summarise
 from tests.loadtest.conftest import BROKEN, FAST, TIMED, StartMock
+from tests.loadtest.http.mock_server import MockSettings, build_app
 from tests.loadtest.http.virtual_time import VirtualServer
 
 SETTINGS = LoadSettings(prompt_tokens=400, output_tokens=25, warmup=0)
@@ -36,15 +36,15 @@ def send_all(generator: Generator, count: int) -> Generator:
     return generator
 
 
-def run(url: str, count: int = 8, **changes: object) -> Generator:
+def run(url: str, count: int = 8, **changes: Any) -> Generator:
     """To a real server."""
-    return send_all(Generator(SETTINGS.model_copy(update=changes), url), count)
+    return send_all(Generator(replace(SETTINGS, **changes), url), count)
 
 
-def run_virtually(count: int = 8, mock: dict[str, Any] | None = None, **changes: object) -> Summary:
+def run_virtually(count: int = 8, mock: dict[str, Any] | None = None, **changes: Any) -> Summary:
     """The figures of requests to a mock server in virtual time, in which all are sent at 0."""
-    server: Any = VirtualServer(build_app(MOCK.model_copy(update=mock)), at_once=count)
-    settings = SETTINGS.model_copy(update=changes)
+    server: Any = VirtualServer(build_app(replace(MOCK, **(mock or {}))), at_once=count)
+    settings = replace(SETTINGS, **changes)
     generator = Generator(settings, "http://virtual", clock=server.clock, client=server)
     return figures(send_all(generator, count))
 
@@ -109,31 +109,14 @@ def test_prompt_lengths_are_those_asked_for_in_the_servers_own_tokens(
     assert 430 < max(lengths) < 490
 
 
-def test_forced_answer_is_the_text_behind_the_prompt() -> None:
-    server: Any = VirtualServer(build_app(MOCK), at_once=2)
-    sent: list[dict[str, Any]] = []
-    stream = server.stream
-    server.stream = lambda path, body, *rest, **more: (
-        sent.append(body),
-        stream(path, body, *rest, **more),
-    )[1]
-    settings = SETTINGS.model_copy(update={"forced": True})
-    generator = send_all(
-        Generator(settings, "http://virtual", clock=server.clock, client=server), 2
-    )
-    for body in sent:
-        forced = body["vllm_xargs"]["forced_token_ids"]
-        # The mock numbers the tokens of a text.
-        assert [*body["prompt"], *forced] == list(range(len(body["prompt"]) + 25))
-        assert len(forced) == body["max_tokens"] == 25
-    assert [one.nll for one in generator.records] == [1.5, 1.5]
-    assert figures(generator).nll == 1.5
-
-
-@pytest.mark.parametrize("changes", [{"endpoint": "chat"}, {"prompt_tokens": 0}])
-def test_forced_answers_need_a_text_to_go_on_with(changes: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match="--forced"):
-        Generator(SETTINGS.model_copy(update={"forced": True} | changes), "http://virtual")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"prompt_jitter": 1.5}, "--prompt-jitter: got 1.5, wanted a number >= 0 and <= 1"),
+     ({"output_tokens": 0}, "--output-tokens: got 0, wanted a number >= 1")],
+)  # fmt: skip
+def test_a_value_out_of_range_names_its_option(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        replace(SETTINGS, **changes)
 
 
 def test_failures_are_counted_and_give_no_latencies(start_mock: StartMock) -> None:
@@ -152,7 +135,7 @@ def test_failures_are_counted_and_give_no_latencies(start_mock: StartMock) -> No
 
 def test_late_request_is_measured_from_when_it_was_due() -> None:
     server: Any = VirtualServer(build_app(MOCK))
-    settings = SETTINGS.model_copy(update={"output_tokens": 2})
+    settings = replace(SETTINGS, output_tokens=2)
     generator = Generator(settings, "http://virtual", clock=server.clock, client=server)
     generator.prepare()
     record = generator.send(0, -1.0)
@@ -176,7 +159,7 @@ def test_request_too_many_fails_without_being_sent() -> None:
             generator.send(generator.in_flight, 0.0)
 
     server: Any = Busy(build_app(MOCK))
-    settings = SETTINGS.model_copy(update={"max_in_flight": 3})
+    settings = replace(SETTINGS, max_in_flight=3)
     generator = Generator(settings, "http://virtual", clock=server.clock, client=server)
     generator.prepare()
     generator.send(0, 0.0)

@@ -45,15 +45,6 @@ def test_completion_stream() -> None:
     assert got.problem is None
 
 
-def test_logprobs_come_one_by_one_or_not_at_all() -> None:
-    chunks = [
-        event({"choices": [{"text": "a", "logprobs": {"token_logprobs": values}}]})
-        for values in ([-1.0], [-2.0, -3.0])
-    ]
-    assert meter((1, chunks[0]), (2, chunks[1]), (3, DONE)).logprobs == [-1.0, -2.0, -3.0]
-    assert meter((1, text("a")), (2, DONE)).logprobs == []
-
-
 def test_role_of_a_chat_is_no_token_but_thoughts_and_tools_are() -> None:
     got = meter(
         (1, delta(role="assistant", content="")),

@@ -49,20 +49,18 @@ def test_held_share_comes_from_the_reports() -> None:
     assert summarise([record(kv_cache=one) for one in reports])[ALL].held == 0.5
 
 
-def test_lossless_share_counts_reports_and_likelihood_counts_tokens() -> None:
+def test_lossless_share_counts_reports() -> None:
     kept, lost = {"tokens_seen": 9, "tokens_held": 9}, {"tokens_seen": 9, "tokens_held": 3}
     got = summarise(
         [
-            record(kv_cache=kept, nll=1.0, output_tokens=30),
-            record(kv_cache=lost, nll=2.0, output_tokens=10),
-            record(kv_cache=lost, nll=99.0, error="cut off"),
+            record(kv_cache=kept, output_tokens=30),
+            record(kv_cache=lost, output_tokens=10),
+            record(kv_cache=lost, error="cut off"),
             record(),
         ]
     )[ALL]
     assert got.lossless == 0.5
-    assert got.nll == 1.25
     assert summarise([record()])[ALL].lossless is None
-    assert summarise([record()])[ALL].nll is None
 
 
 def test_file_gives_back_runs_and_records(tmp_path: Path) -> None:

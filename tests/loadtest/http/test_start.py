@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from loadtest.http.start import OFFLINE, OPTIONS, SERVERS, parse_arguments, planned, start, table
+from loadtest.http.start import OPTIONS, SERVERS, parse_arguments, planned, table
 
 
 def test_servers_take_turns_and_the_first_round_is_extra() -> None:
@@ -30,24 +28,6 @@ def test_options_of_the_servers_stand_behind_two_dashes() -> None:
     assert parse_arguments([]).options == []
     args = parse_arguments(["--rounds", "1", "--", "--dtype", "bfloat16"])
     assert args.options == ["--dtype", "bfloat16"]
-    assert args.servers == [*SERVERS, *OFFLINE]
+    assert args.servers == [*SERVERS]
     # Both are given the same: what one of them alone knows would end the other.
     assert not any("kv-budget" in option for option in OPTIONS)
-
-
-@pytest.mark.e2e
-@pytest.mark.long
-@pytest.mark.parametrize("name", OFFLINE)
-def test_an_offline_engine_is_up_when_it_says_so(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    row = start(name, OPTIONS, None)
-    # It has imported, read a model, made a pool: seconds of work, though nobody asks for how many.
-    assert row["start_s"] > 1 and row["cpu_s"] > 1
-
-
-@pytest.mark.slow
-def test_an_engine_that_cannot_start_is_no_result() -> None:
-    with pytest.raises(SystemExit, match="/nowhere"):
-        start("offline-vllm", ["--dtype", "float32"], "/nowhere")

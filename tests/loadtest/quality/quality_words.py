@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from h2o_vllm.config.policies import POLICIES
 from loadtest.common.results import append_rows
 from loadtest.quality.generation import GenerationOutput, Model, Tag, Task
 from loadtest.quality.lines import parse_line, points
@@ -17,9 +16,7 @@ from loadtest.quality.rows import latest, read_rows
 from loadtest.quality.runner import plan
 from loadtest.quality.sizes import Sizes
 
-SIZES = Sizes(
-    forced=3, xsum=2, retrieval=12, long=2, prompt_tokens=40, forced_tokens=8, lengths=(80,)
-)
+SIZES = Sizes(nll=3, retrieval=12, prompt_tokens=40, forced_tokens=8, lengths=(80,))
 
 
 class Words(Model):
@@ -41,19 +38,19 @@ class Words(Model):
     ) -> None:
         for task in tasks:
             self.requests.append(task)
-            loss = 0.0 if task.fields["kv_policy"] == "full" else 1 - task.fields["kv_budget"]
-            loss *= {"random": 3.0, "window": 2.0}.get(task.fields["kv_policy"], 1.0)
-            steps = tuple({token: -1.0 - loss, -1: -2.0} for token in task.request.forced)
-            done(task.tag, GenerationOutput("a b c", 3, True, 1 - loss / 3, steps))
+            loss = 0.0 if not task.fields else 1 - task.fields["kv_budget"]
+            loss *= {"random": 3.0, "window": 2.0}.get(task.fields.get("kv_policy", ""), 1.0)
+            logprobs = (-1.0 - loss,) * len(task.request.forced)
+            done(task.tag, GenerationOutput("a b c", 1 - loss / 3, logprobs))
 
 
 def run(path: Path, model: Words, lines: list[str], budgets: tuple[float, ...]) -> None:
     """A whole run, as ``__main__`` does it."""
-    measures = [MEASURES[name] for name in ("nll", "drift", "retrieval", "long")]
-    samples = {m.generation: m.samples(model, SIZES) for m in measures}
+    measures = [MEASURES[name] for name in ("nll", "retrieval")]
+    samples = {m.name: m.samples(model, SIZES) for m in measures}
     _, rows = read_rows([path] if path.exists() else [])
     known = latest(rows)
-    wanted = points([parse_line(line, POLICIES) for line in lines], budgets)
+    wanted = points([parse_line(line) for line in lines], budgets)
     append_rows(path, [{"kind": "run", "command": "c", "settings": {"model": "words"}}])
     changed = plan(wanted, samples, measures, known).run(
         model, lambda row: append_rows(path, [row.to_json()]), known

@@ -19,7 +19,7 @@ from loadtest.quality.sizes import QUICK
 ROOT = Path(__file__).parents[3]
 # Float32: in bfloat16 two right answers differ in the second digit.
 OPTIONS = ("--quick", "--dtype", "float32", "--policies", "h2o", "random", "--budgets", "0.2",
-           "--measures", "nll", "drift", "retrieval", "--samples", "retrieval=3")  # fmt: skip
+           "--measures", "nll", "retrieval", "--samples", "retrieval=3")  # fmt: skip
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -62,14 +62,10 @@ def test_full_kv_finds_a_text_as_likely_as_transformers_does(rows: dict[Key, Row
 
 def test_full_kv_once_more_loses_nothing(rows: dict[Key, Row]) -> None:
     again = [row for row in rows.values() if row.line == "full-again"]
-    assert {row.measure for row in again} == {"nll", "drift", "retrieval"}
+    assert {row.measure for row in again} == {"nll", "retrieval"}
     for row in again:
-        if row.measure == "drift":
-            assert row.values["kl"] == pytest.approx(0, abs=1e-6)
-            assert row.values["agree"] == 1.0
-        else:
-            full = rows["full", 1.0, row.measure, row.sample]
-            assert row.values == pytest.approx(full.values, rel=1e-4)
+        full = rows["full", 1.0, row.measure, row.sample]
+        assert row.values == pytest.approx(full.values, rel=1e-4)
 
 
 def test_random_eviction_costs_more_than_h2o(rows: dict[Key, Row]) -> None:
@@ -79,7 +75,6 @@ def test_random_eviction_costs_more_than_h2o(rows: dict[Key, Row]) -> None:
         )
 
     assert total("random", "nll", "nll") > total("h2o", "nll", "nll") > total("full", "nll", "nll")
-    assert total("random", "drift", "kl") > total("h2o", "drift", "kl") > 0
 
 
 def test_evicting_requests_held_their_share(rows: dict[Key, Row]) -> None:

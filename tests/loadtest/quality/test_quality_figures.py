@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from loadtest.common.statistics import Estimate
-from loadtest.quality.figures import Figures, better_on
+from loadtest.quality.figures import Figures
 from loadtest.quality.measures import MEASURES
 from loadtest.quality.rows import read_rows
-from loadtest.quality.tables import cell, checks, markdown
+from loadtest.quality.tables import cell, markdown
 from tests.loadtest.quality.quality_words import Words, run
 
 
@@ -29,9 +29,6 @@ def test_full_kv_against_itself_loses_nothing(measured: Any) -> None:
     loss, *_ = MEASURES["nll"].metrics
     for line in ("full", "full-again"):
         assert figures.figure("nll", loss, line, 1.0)[:3] == (0, 0, 0)
-    kl, same = MEASURES["drift"].metrics
-    assert figures.figure("drift", kl, "full-again", 1.0).value == 0
-    assert figures.figure("drift", same, "full-again", 1.0).value == 100
 
 
 def test_a_figure_is_what_the_samples_say(measured: Any) -> None:
@@ -41,7 +38,6 @@ def test_a_figure_is_what_the_samples_say(measured: Any) -> None:
     assert figures.figure("nll", loss, "h2o", 0.2).value == pytest.approx(80)
     assert figures.figure("nll", loss, "window", 0.5).value == pytest.approx(100)
     assert figures.figure("nll", loss, "h2o", 1.0) is None
-    assert better_on({"a": 1, "b": 2}, {"a": 2, "b": 1, "c": 0}) == (1, 2)
 
 
 def test_the_report_has_a_table_per_metric_and_every_policy(measured: Any) -> None:
@@ -50,11 +46,7 @@ def test_the_report_has_a_table_per_metric_and_every_policy(measured: Any) -> No
     assert "| policy | 0.2 | 0.5 | 1 |" in text
     assert "| h2o | 80.00 | 50.00 |  |" in text
     assert "| full |  |  | 0.00 |" in text
-    assert text.count("**") == 2 * (1 + 6 + 2 + 5 + 6 + 1)
-    assert checks(figures) == [
-        "texts on which h2o has a lower NLL than random, at 0.2: 3 of 3, 0.5: 3 of 3",
-        "texts on which h2o has a lower NLL than window, at 0.2: 3 of 3, 0.5: 3 of 3",
-    ]
+    assert text.count("**") == 2 * (1 + 6 + 5)
 
 
 def test_a_cell_shows_the_interval() -> None:

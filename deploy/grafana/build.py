@@ -96,10 +96,9 @@ PANELS = (
     ),
     Panel(
         "Token Throughput",
-        "Tokens computed per second; repetition: to repeat the prompts of requests that have ended.",
+        "Tokens computed per second.",
         {
             "Prompt": per_second("vllm:prompt_tokens_total"),
-            "Repetition": per_second("h2o:repeated_tokens_total"),
             "Generation": per_second("vllm:generation_tokens_total"),
         },
         unit="ops",

@@ -2,7 +2,7 @@
 """Make ``dashboard.png`` from a real run: ``python deploy/grafana/demo.py`` (three minutes).
 
 Starts ``h2o-serve`` with the embedded model and a tight KV pool, and a Prometheus that scrapes it;
-sends mixed load, 50 s of it with full KV, then 50 s at mostly a fifth, some of them elastic, repeated or
+sends mixed load, 50 s of it with full KV, then 50 s at mostly a fifth, some of them elastic or
 with a protected prefix; draws the dashboard. Needs ``prometheus`` in PATH (Debian: package prometheus) and
 the test tools.
 """
@@ -43,7 +43,6 @@ PHASES: tuple[Sequence[dict[str, object]], ...] = (
         {"kv_budget_tokens": 150},
         *[{"kv_budget": 0.2, "kv_elastic": True}] * 2,
         {"kv_budget": 0.2, "kv_protect": 200},
-        {"kv_budget": 0.2, "kv_policy": "repeat"},
         {"kv_budget": 1.0},
         {"kv_budget": 7},
         {"kv_bugdet": 0.2},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from h2o_vllm.blocks.repetition import Repetition
 from h2o_vllm.blocks.report import budget_values, request_report
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.schedule import EvictionSchedule
@@ -71,8 +70,6 @@ class EvictionState:
     """Tokens below which none is due."""
     _untouched: int
     """First blocks that nobody writes, ever, nor will rank by scores of theirs."""
-    repeated: bool
-    """Whether nothing has to be repeated any more before an eviction may rank."""
 
     def __init__(
         self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
@@ -95,7 +92,7 @@ class EvictionState:
         last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)
         self.evicts = self.schedule.can_evict(last)
         """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
-        self._promised = self.schedule.promised_tokens(last + 1) if self.evicts else 0
+        self.promised_tokens = self.schedule.promised_tokens(last + 1) if self.evicts else 0
         self._last = last
         lossless = budget.elastic and self.schedule.first is None
         self._evict_from = None if lossless else self.schedule.earliest
@@ -103,56 +100,12 @@ class EvictionState:
         self.peak_blocks = 0
         self._squeezed_at: int | None = None
         self._cached: int | None = None
-        self.repetition: Repetition | None = None
-        """How the prompt is repeated, if it is."""
-        self.repeated_tokens = 0
-        """Computed for that so far."""
         self.release()
-
-    def repeat(self, repetition: Repetition) -> None:
-        """Have the prompt repeated so. Must precede the request's first allocation."""
-        if repetition.shared <= self.pinned_tokens:
-            # Nobody ranks what readers would read.
-            return
-        self.repetition, self.repeated = repetition, False
 
     @property
     def pinned_tokens(self) -> int:
         """Tokens in pinned blocks."""
         return self.pinned * self.block_size
-
-    @property
-    def held_unranked(self) -> int:
-        """Tokens seen at the first eviction; where the budget may begin to rule, if others decide that.
-
-        So many the request holds while its prompt is repeated.
-        """
-        due = self._first_due
-        return self.schedule.earliest if due is None else due
-
-    @property
-    def pause_at(self) -> int | None:
-        """Tokens seen at which the request waits until its prompt is repeated; ``None``: it waits nowhere.
-
-        An elastic one that nobody has squeezed just goes on. One that has been, and was preempted, waits
-        where it could have been first: beside what it holds at its squeeze point there may be no room.
-        """
-        if self.repeated or self.repetition is None or self._evict_from is None:
-            return None
-        return self.repetition.held
-
-    @property
-    def scored_from(self) -> int:
-        """The prompt's length, as queries are counted that are scored: less where it is repeated."""
-        return self.prompt_tokens if self.repetition is None else self.repetition.shared
-
-    @property
-    def promised_tokens(self) -> int:
-        """What it must be able to hold if its prompt has a bound, or is still to be repeated; else 0."""
-        if self.repeated or self.repetition is None:
-            return self._promised
-        blocks = math.ceil(self.repetition.held / self.block_size) + self.repetition.reader_blocks
-        return blocks * self.block_size
 
     @property
     def squeezable(self) -> bool:
@@ -212,7 +165,7 @@ class EvictionState:
         whose tokens have come of KV that was whole.
         """
         earliest = max(self.schedule.earliest, self.counts.num_tokens - 1)
-        if not (self.squeezable and self.repeated) or computed < earliest:
+        if not self.squeezable or computed < earliest:
             return None
         num_doomed = self.schedule.freed(computed, computed)
         if num_doomed <= 0:
@@ -270,15 +223,10 @@ class EvictionState:
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """How many of ``num_tokens`` to compute now so that no eviction point is skipped.
 
-        None at one that has to wait for the prompt's repetition.
-
         Only bounded prompts are evicted from, and only a resumed request has several known tokens behind
         its own. Replaying them between the same evictions as the first time makes a preemption invisible
         in the output.
         """
-        pause_at = self.pause_at
-        if pause_at is not None:
-            num_tokens = max(0, min(num_tokens, pause_at - computed))
         if num_tokens <= 1 or self._evict_from is None:
             return num_tokens
         until = computed + num_tokens
@@ -327,7 +275,6 @@ class EvictionState:
         self._candidates = []
         self._next_index, self._untouched = self.pinned, self._readable
         self._next_due = math.inf if self._begin is None else self._begin
-        self.repeated = self.repetition is None
 
     def report(self) -> dict[str, object]:
         """The ``kv_cache`` report of this request, as of now."""
@@ -337,11 +284,10 @@ class EvictionState:
         """What :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report of."""
         return (*self._budget_values, *self._counts())
 
-    def _counts(self) -> tuple[int, int, int, int, int | None, int]:
+    def _counts(self) -> tuple[int, int, int, int, int | None]:
         # The last sampled token has no KV yet, and async scheduling counts steps in flight.
         seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
-        counts = (seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at)
-        return (*counts, self.repeated_tokens)
+        return seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at
 
     def _set_next_due(self, computed: int) -> None:
         # A horizon instead of infinity: the search is then cheap and repeated rarely.

@@ -22,8 +22,6 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.ledger import check_pool, check_private
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.blocks.readers import Readers
-from h2o_vllm.blocks.repetition import Repetition
 from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
 from h2o_vllm.config.request_budget import RequestBudget
 
@@ -49,8 +47,6 @@ class H2OBlockManager(FullAttentionManager):
         self._final_reports: dict[str, dict[str, object]] = {}
         self._elastic: dict[str, EvictionState] = {}
         self._promising: dict[str, EvictionState] = {}
-        self.readers = Readers(self)
-        """Who begins in the blocks of others, to repeat their prompts. Nothing of theirs is published."""
         self._running: tuple[str, ...] = ()
         self._rules = SqueezeRules()
         self._beside: tuple[SingleTypeKVCacheManager, ...] = ()
@@ -76,13 +72,6 @@ class H2OBlockManager(FullAttentionManager):
         if state.promised_tokens:
             self._promising[request.request_id] = state
         return state
-
-    def repeat(self, request_id: str, repetition: Repetition) -> None:
-        """Have the prompt of a tracked request repeated. Must precede its first allocation."""
-        state = self._eviction_states[request_id]
-        state.repeat(repetition)
-        if state.promised_tokens:
-            self._promising[request_id] = state
 
     def eviction_state(self, request_id: str) -> EvictionState | None:
         """A request's state, if it is tracked."""
@@ -151,8 +140,7 @@ class H2OBlockManager(FullAttentionManager):
         asked = super().get_num_blocks_to_allocate(
             request_id, held, new_computed_blocks, *counts, **options
         )
-        if options.get("apply_admission_cap") and request_id not in self.readers:
-            # What a reader needs was promised to its owner.
+        if options.get("apply_admission_cap"):
             asked += self._promised_blocks(request_id)
         if not self._elastic:
             return asked
@@ -175,28 +163,25 @@ class H2OBlockManager(FullAttentionManager):
         return asked
 
     def _promised_blocks(self, request_id: str) -> int:
-        """Blocks that the others' prompts do not hold yet, and will: bounded ones, and those to be repeated.
+        """Blocks that the others' bounded prompts do not hold yet, and will.
 
-        They hold little for as long as they are computed: who comes meanwhile would have them preempted, and
-        all of a prompt computed again. And who waits for its repetition holds what it has until there is room
-        for it: without a promise several could wait for ever.
+        They hold little for as long as they are computed: a request that comes meanwhile would have them
+        preempted, and all of a prompt computed again.
         """
         promised = 0
         for other, state in self._promising.items():
             if other != request_id and (table := self.req_to_blocks.get(other)):
-                live = len(table) - state.holes + self.readers.own_blocks(other)
+                live = len(table) - state.holes
                 promised += max(0, self._promise(state) - live)
         return promised
 
     def _promise(self, state: EvictionState) -> int:
-        # vLLM wants the watermark's blocks free before it admits a reader.
-        watermark = 0 if state.repeated else self._rules.watermark_blocks
-        return -(-state.promised_tokens // self.block_size) + watermark
+        return -(-state.promised_tokens // self.block_size)
 
     def _victims(self, request_id: str, hits: Sequence[KVCacheBlock]) -> list[Victim]:
         """Who can be squeezed for ``request_id``, which is about to share ``hits``."""
         by_priority = self._rules.by_priority
-        least = self._eviction_states[self.readers.owner_of(request_id)].counts.priority
+        least = self._eviction_states[request_id].counts.priority
         wanted = {block.block_id for block in hits}
         read = frozenset[int]().union(*(one.ranked_blocks for one in self._evictions.values()))
         victims = []
@@ -317,8 +302,6 @@ class H2OBlockManager(FullAttentionManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         """As the base class, for the part of the sequence that may be shared."""
-        if request.request_id in self.readers:
-            return
         state = self._eviction_states.get(request.request_id)
         if state is not None:
             num_tokens = state.publishable_tokens(num_tokens)
@@ -332,7 +315,6 @@ class H2OBlockManager(FullAttentionManager):
         Who was never squeezed publishes what it has computed: nobody will rank it any more.
         """
         self._evictions.pop(request_id, None)
-        self.readers.leave(request_id)
         state = self._eviction_states.get(request_id)
         if state is not None:
             if state.counts.is_finished():

@@ -21,8 +21,7 @@ class EvictionParams:
 
     Attributes:
         policy: name of its policy.
-        prompt_tokens: length of its prompt at admission; the same after a preemption. Where prompts are
-            repeated: position of the first query that is scored.
+        prompt_tokens: length of its prompt at admission; the same after a preemption.
         sinks: first tokens that are never evicted.
         pinned: tokens in pinned blocks, which others may read from the prefix cache: without scores.
         traced: whether the worker notes which tokens go, see :mod:`h2o_vllm.engine.trace`.

@@ -28,7 +28,6 @@ def request_report(
     peak_blocks: int,
     cached: int,
     squeezed_at: int | None,
-    repeated: int = 0,
 ) -> dict[str, object]:
     """The report of a request.
 
@@ -40,7 +39,6 @@ def request_report(
         seen: tokens whose KV has been computed. holes: blocks evicted so far.
         cached: tokens of the prompt that were read from the prefix cache.
         squeezed_at: tokens seen when evictions began; ``None``: the answer is lossless.
-        repeated: tokens computed to repeat the prompt.
     """
     evicted = holes * block_size
     return {
@@ -57,7 +55,6 @@ def request_report(
         "tokens_seen": seen,
         "tokens_cached": cached,
         "tokens_protected": protected_tokens(budget, seen),
-        "tokens_repeated": repeated,
         "tokens_held": seen - evicted,
         "tokens_evicted": evicted,
         "blocks_freed": holes,

@@ -2,7 +2,7 @@
 """``python -m h2o_vllm.calibrate``: learn a model for policy ``zap``. Minutes, once, on a CPU.
 
     texts         what is read, unless somebody has their own
-    run           an engine reads them, has them repeated, and learns from what is looked at
+    run           an engine reads each twice, and learns from the attention of the second reading
 
 What is learned, and how it is kept: :mod:`h2o_vllm.calibration`.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m h2o_vllm.calibrate --model DIR --output FILE: learn a model for --kv-policy zap and zap-keydiff.
 
-It reads some texts, has each repeated, and learns from a token's key and value how much is looked at it then.
+The model reads some texts twice. Learned: how much attention a token gets then, from its key and value.
 Serve with: h2o-serve --model DIR --kv-calibration FILE --kv-policy zap-keydiff
 """
 

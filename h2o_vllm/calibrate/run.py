@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of ours reads texts, has them repeated, and learns from what is looked at."""
+"""An engine reads texts, each twice in one request, and learns from the attention of the second reading."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from h2o_vllm.calibrate.texts import pieces
+from h2o_vllm.calibrate.texts import instruction, pieces
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.plugin import CPU_BLOCK_SIZE, engine_args
+from h2o_vllm.plugin import engine_args
 
 __all__ = ["LENGTH", "PIECES", "calibrate"]
 
@@ -21,10 +20,10 @@ LENGTH = 1024
 """Tokens of a piece."""
 
 PIECES = 2
-"""Of a text, unless somebody says otherwise."""
+"""Of a text, by default."""
 
-TOGETHER = 4
-"""Pieces read at once."""
+BETWEEN = 254
+"""Most tokens of the instruction and what the chat template has around it."""
 
 LEAST = 2 * LENGTH
 """Tokens to learn from at least: a head has hundreds of weights."""
@@ -61,34 +60,39 @@ def calibrate(
             f"--output {output}: vLLM would load it as weights; wanted another suffix, say .h2o"
         )
     began = time.monotonic()
-    # A prompt, and behind it an instruction and the prompt again.
-    length = 2 * LENGTH + 256
-    ours = engine_args(
-        kv_policy="repeat", kv_budget=0.01, kv_min_tokens=1, kv_delay=0, kv_recent=0.0, kv_heads="equal"
-    )  # fmt: skip
-    llm = LLM(**{
-        **ours, "max_model_len": length, "max_num_seqs": 2 * TOGETHER, "enforce_eager": True,
-        "num_gpu_blocks_override": 2 * TOGETHER * math.ceil(length / CPU_BLOCK_SIZE) + 2, **engine,
-    })  # fmt: skip
-    llm.collective_rpc("learn")
-    encode = partial(llm.get_tokenizer().encode, add_special_tokens=False)
+    length = 2 * LENGTH + BETWEEN + 2
+    # Each request is one step, and nothing of it comes from a cache.
+    whole = {
+        "max_num_seqs": 1, "max_num_batched_tokens": length, "enable_prefix_caching": False,
+        "enforce_eager": True,
+    }  # fmt: skip
+    llm = LLM(**{**engine_args(), "max_model_len": length, **engine, **whole})
+    tokenizer = llm.get_tokenizer()
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    between = instruction(tokenizer)
+    if len(between) > BETWEEN:
+        raise ConfigError(
+            f"the chat template makes the instruction {len(between)} tokens long, wanted at most {BETWEEN}"
+        )
+    llm.collective_rpc("learn", args=(LENGTH, 2 * LENGTH + len(between)))
     wanted = list(pieces(texts, encode, LENGTH, most))
     if len(wanted) * LENGTH < LEAST:
         raise ConfigError(
             f"--texts: {len(wanted)} pieces of {LENGTH} tokens, wanted at least {LEAST // LENGTH}; "
             "a text counts in whole pieces"
         )
-    # The eviction comes with the first generated token, whose KV is the next step's.
-    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
-    for at in range(0, len(wanted), TOGETHER):
-        some = [{"prompt_token_ids": tokens} for tokens in wanted[at : at + TOGETHER]]
-        llm.generate(some, params, use_tqdm=False)
+    params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+    for done, piece in enumerate(wanted, start=1):
+        llm.generate({"prompt_token_ids": [*piece, *between, *piece]}, params, use_tqdm=False)
         seconds = time.monotonic() - began
         print(
-            f"calibrate: {min(at + TOGETHER, len(wanted))} of {len(wanted)} pieces, {seconds:.0f} s",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            f"calibrate: {done} of {len(wanted)} pieces, {seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     (tokens,) = llm.collective_rpc("tokens_learned")
+    # The first token of a piece is no example.
+    assert tokens == len(wanted) * (LENGTH - 1), "vLLM computed a request in several steps"
     about = {
         "model": Path(engine["model"]).name, "tokens": tokens, "pieces": len(wanted),
         "h2o_vllm": h2o_vllm.__version__,

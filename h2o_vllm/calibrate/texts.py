@@ -14,10 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["PYTHONS", "SOURCES", "pieces", "read_texts"]
+__all__ = ["PYTHONS", "SOURCES", "instruction", "pieces", "read_texts"]
+
+INSTRUCTION = "\n\nRepeat the previous context exactly."
+"""KVzip's (arXiv 2505.23416)."""
+
+SEPARATOR = "<separator>"
 
 TOPICS = ("formatstrings", "string-methods", "debugger", "typesseq")
 MODULES = (difflib, optparse, textwrap)
@@ -57,6 +63,22 @@ PYTHONS: tuple[Callable[[], str], ...] = (
 
 SOURCES = (*PYTHONS, _records)
 """What is learned from, unless somebody has their own texts."""
+
+
+def instruction(tokenizer: Any) -> list[int]:
+    """Token ids between a text and its repetition: :data:`INSTRUCTION`, then the opening of an answer.
+
+    The chat template's; a line break where there is no template, or where it does more with a user's message
+    than put something around it.
+    """
+    opening = "\n"
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": SEPARATOR}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        _, found, after = text.partition(SEPARATOR)
+        opening = after if found and SEPARATOR not in after else opening
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return [*encode(INSTRUCTION), *encode(opening)]
 
 
 def read_texts(paths: Iterable[Path]) -> list[str]:

@@ -19,13 +19,13 @@ from h2o_vllm.config.policies import (
     EQUAL_HEADS_POLICIES,
     POLICIES,
     RECENT_SHARES,
-    REPEAT_POLICIES,
     ZAP_POLICIES,
 )
 from h2o_vllm.config.request_fields import (
     MAX_DELAY,
     MAX_SINKS,
     check_heads,
+    check_policy,
     check_prefill,
     check_protect,
 )
@@ -68,8 +68,6 @@ class H2OConfig:
         kv_prefill_tokens: default number of unprotected tokens that a prompt may hold while it is computed;
             0: all it has. Raised to four blocks and twice ``kv_min_tokens``.
         kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
-        kv_repeat: whether requests may ask for one of :data:`~h2o_vllm.config.policies.REPEAT_POLICIES`,
-            which compute each prompt about twice.
         kv_calibration: file that :mod:`h2o_vllm.calibrate` has made of this model; ``None``: nobody may ask
             for one of :data:`~h2o_vllm.config.policies.ZAP_POLICIES`. For CPUs.
         kv_full_kernel: one of :data:`FULL_KERNELS`. ``h2o`` is for CPUs, and nothing is lost with it: the
@@ -100,7 +98,6 @@ class H2OConfig:
     kv_elastic_admission: str = "squeeze"
     kv_prefill_tokens: int = 0
     kv_trace: bool = False
-    kv_repeat: bool = True
     kv_calibration: str | None = None
     kv_full_kernel: str = "auto"
     kv_heads: str | None = None
@@ -111,10 +108,6 @@ class H2OConfig:
             self._check_values()
         except BudgetError as error:
             raise ConfigError(f"--{error.parameter.replace('_', '-')}: {error}") from None
-        if self.default_policy in REPEAT_POLICIES and not self.kv_repeat:
-            raise ConfigError(
-                f"--kv-policy {self.default_policy} repeats prompts, and --no-kv-repeat lets nobody do so"
-            )
         limit = self.kv_protect_max
         if limit is not None and isinstance(self.kv_protect, int) and self.kv_protect > limit:
             raise ConfigError(
@@ -127,7 +120,7 @@ class H2OConfig:
             check_fraction(name, getattr(self, name), 0.0, 1.0, low_open=True)
         if self.kv_recent is not None:
             check_fraction("kv_recent", self.kv_recent, 0.0, 1.0)
-        check_choice("kv_policy", self.default_policy, POLICIES)
+        check_policy(self.default_policy, POLICIES)
         check_integer("kv_sinks", self.kv_sinks, 0, MAX_SINKS)
         if self.kv_budget_tokens is not None:
             check_integer("kv_budget_tokens", self.kv_budget_tokens)
@@ -140,7 +133,6 @@ class H2OConfig:
         check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
         check_prefill(self.kv_prefill_tokens, self.default_policy)
         check_flag("kv_trace", self.kv_trace)
-        check_flag("kv_repeat", self.kv_repeat)
         if self.kv_calibration is not None and not isinstance(self.kv_calibration, str):
             raise BudgetError("kv_calibration", self.kv_calibration, "the path of a file")
         check_choice("kv_full_kernel", self.kv_full_kernel, FULL_KERNELS)
@@ -198,10 +190,7 @@ class H2OConfig:
     @property
     def policies(self) -> tuple[str, ...]:
         """The :data:`~h2o_vllm.config.policies.POLICIES` that requests may ask for, ``full`` last."""
-        missing = {
-            *(() if self.kv_repeat else REPEAT_POLICIES),
-            *(() if self.kv_calibration else ZAP_POLICIES),
-        }
+        missing = () if self.kv_calibration else ZAP_POLICIES
         return tuple(name for name in POLICIES if name not in missing)
 
     def recent_of(self, policy: str) -> float:
@@ -211,13 +200,13 @@ class H2OConfig:
     def heads_of(self, policy: str) -> str:
         """Who shares slots if a request does not say: nobody, unless this server does.
 
-        What repeating a prompt looks at lies in few heads: with equal ones half of it would go.
+        What predicted scores find lies in few heads: with equal ones half of it would go.
         """
         if self.kv_heads_equal_because or policy in EQUAL_HEADS_POLICIES:
             return "equal"
         if self.kv_heads is not None:
             return self.kv_heads
-        return "shared" if policy in (*REPEAT_POLICIES, *ZAP_POLICIES) else "equal"
+        return "shared" if policy in ZAP_POLICIES else "equal"
 
     @property
     def protect_limit(self) -> int | None:

@@ -12,7 +12,7 @@ __all__ = [
     "POLICIES",
     "PROMPT_END_POLICIES",
     "RECENT_SHARES",
-    "REPEAT_POLICIES",
+    "REMOVED_POLICIES",
     "ZAP_POLICIES",
 ]
 
@@ -26,8 +26,6 @@ POLICIES = (
     "caote-keydiff",
     "snapkv-keydiff",
     "caote-snapkv-keydiff",
-    "repeat",
-    "repeat-keydiff",
     "zap",
     "zap-keydiff",
     "zap-snapkv-keydiff",
@@ -52,8 +50,6 @@ RECENT_SHARES = {
     "caote-keydiff": 0.25,
     "snapkv-keydiff": 0.25,
     "caote-snapkv-keydiff": 0.25,
-    "repeat": 0.1,
-    "repeat-keydiff": 0.1,
     "zap": 0.1,
     "zap-keydiff": 0.1,
     "zap-snapkv-keydiff": 0.25,
@@ -61,17 +57,17 @@ RECENT_SHARES = {
 }
 """Share of the newest tokens, of those for which it is not the paper's half.
 
-Who ranks in several ways has too few tokens for each left by then. Who has seen the prompt repeated, or
-foretells that, knows what of it will be needed, the newest included.
+A policy with several ranks has few tokens for each. Predicted scores know what will be needed, the newest
+tokens included.
 """
 
-REPEAT_POLICIES = ("repeat", "repeat-keydiff")
-"""Have the model repeat the prompt, and rank by what that attends to; see :mod:`h2o_vllm.policy.repeat`."""
-
 ZAP_POLICIES = ("zap", "zap-keydiff", "zap-snapkv-keydiff", "zap-caote-snapkv-keydiff")
-"""Foretell what those would rank by, in an engine with a calibration; see :mod:`h2o_vllm.policy.zap`."""
+"""Predict the scores of tokens, in an engine with a calibration; see :mod:`h2o_vllm.policy.zap`."""
 
-PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff", *REPEAT_POLICIES)
+REMOVED_POLICIES = {"repeat": "zap", "repeat-keydiff": "zap-keydiff"}
+"""Policies of earlier releases, and what replaces each."""
+
+PROMPT_END_POLICIES = ("snapkv", "snapkv-keydiff")
 """Have nothing to rank by before the prompt's end."""
 
 EQUAL_HEADS_POLICIES = {

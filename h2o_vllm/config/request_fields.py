@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from h2o_vllm.checks import check_choice, check_integer
-from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, PROMPT_END_POLICIES
+from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, PROMPT_END_POLICIES, REMOVED_POLICIES
 from h2o_vllm.errors import BudgetError
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "REQUEST_FIELDS",
     "TESTING_FIELDS",
     "check_heads",
+    "check_policy",
     "check_prefill",
     "check_protect",
 ]
@@ -76,6 +77,18 @@ def check_heads(value: Any, policy: str, equal_because: str) -> str:
         accepted = f"equal with kv_policy {policy}, {EQUAL_HEADS_POLICIES[policy]}"
         raise BudgetError("kv_heads", heads, accepted)
     return heads
+
+
+def check_policy(value: Any, accepted: tuple[str, ...]) -> str:
+    """One of the ``accepted`` policies; the error of a removed one names what replaces it."""
+    instead = REMOVED_POLICIES.get(value) if isinstance(value, str) else None
+    if instead is not None:
+        raise BudgetError(
+            "kv_policy",
+            value,
+            f"{instead!r}, which predicts what {value!r} measured; it needs --kv-calibration",
+        )
+    return check_choice("kv_policy", value, accepted)
 
 
 def check_prefill(value: Any, policy: str) -> int:

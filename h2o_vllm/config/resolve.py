@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
+from h2o_vllm.checks import MAX_TOKENS, check_flag, check_fraction, check_integer
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.policies import ZAP_POLICIES
 from h2o_vllm.config.request_budget import RequestBudget
@@ -20,6 +20,7 @@ from h2o_vllm.config.request_fields import (
     MAX_SINKS,
     REQUEST_FIELDS,
     check_heads,
+    check_policy,
     check_prefill,
     check_protect,
 )
@@ -108,7 +109,7 @@ def _policy(config: H2OConfig, given: Mapping[str, Any]) -> str:
             f"one of {', '.join(config.policies)} on this server (started without --kv-calibration)"
         )
         raise BudgetError("kv_policy", asked, accepted)
-    return check_choice("kv_policy", asked, config.policies)
+    return check_policy(asked, config.policies)
 
 
 def _budget(config: H2OConfig, given: Mapping[str, Any], policy: str) -> tuple[float, int | None]:

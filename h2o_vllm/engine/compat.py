@@ -44,19 +44,7 @@ class LimitingScheduler(AsyncScheduler):
     ``Scheduler._get_local_prefix_cache_hit`` (0.32) is where every waiting request, also a preempted one,
     looks into the prefix cache. A request can only be told to read all or nothing
     (``skip_reading_prefix_cache``); goes when it can be told how much.
-
-    ``Scheduler._handle_blocked_waiting_request`` (0.32) is asked of every waiting request before anything
-    else; who is not ready is skipped in this step, and those behind it are not. Goes when vLLM offers a hook
-    at admission.
     """
-
-    def may_start(self, request: Request) -> bool:
-        """Whether a waiting request may be admitted in this step; if not, others may."""
-        del request
-        return True
-
-    def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        return super()._handle_blocked_waiting_request(request) and self.may_start(request)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """At most ``num_tokens``, at least 1 if ``num_tokens`` is."""

@@ -29,7 +29,6 @@ _BY_CODE: tuple[Policy | None, ...] = (None, *(get_policy(name) for name in POLI
 _SCORES = np.array([policy is not None and policy.scores_attention for policy in _BY_CODE])
 _MOVES = np.array([policy is not None and policy.moves_tokens for policy in _BY_CODE])
 _LAST_QUERY_ONLY = np.array([policy is not None and policy.last_query_only for policy in _BY_CODE])
-_MOST = np.array([policy is not None and policy.repeats_prompt for policy in _BY_CODE])
 _ALL = np.iinfo(np.int32).max
 _LATE_QUERIES = np.array(
     [_ALL if policy is None or policy.late_prompt_queries is None else policy.late_prompt_queries
@@ -38,8 +37,7 @@ _LATE_QUERIES = np.array(
 )  # fmt: skip
 _PROMPT_QUERIES = np.array(
     [
-        0 if policy is not None and policy.repeats_prompt
-        else _ALL if policy is None or policy.scored_prompt_queries is None
+        _ALL if policy is None or policy.scored_prompt_queries is None
         else policy.scored_prompt_queries
         for policy in _BY_CODE
     ],
@@ -106,11 +104,6 @@ class StepRows:
         most = np.where(_LAST_QUERY_ONLY[codes], np.minimum(self.query_lens, 1), self.query_lens)
         counts: NDArray[np.int32] = np.minimum(np.maximum(self.seq_lens - first, 0), most)
         return counts * _SCORES[codes]
-
-    @property
-    def most(self) -> NDArray[np.bool_]:
-        """[B]: rows whose scores are maxima of what their queries give, not sums."""
-        return _MOST[self.codes]
 
     @cached_property
     def crossing(self) -> NDArray[np.intp]:

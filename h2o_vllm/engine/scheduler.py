@@ -8,7 +8,6 @@ precede, and attaches what was kept to the request's outputs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -18,21 +17,16 @@ from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.blocks.plan import EvictionParams, StepPlan
-from h2o_vllm.blocks.repetition import Repetition
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config.keys import METRICS_KEY, REPORT_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import REPEAT_POLICIES
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.orphan import end_with_parent
-from h2o_vllm.engine.repeat_text import RepeatText, repeat_text
-from h2o_vllm.engine.repeatable import cannot_repeat, check_repeatable
-from h2o_vllm.engine.repetitions import Repetitions
 from h2o_vllm.engine.siblings import SiblingReports
 from h2o_vllm.engine.support import check_supported, config_of
 from h2o_vllm.engine.timing import eviction_seconds
@@ -87,14 +81,6 @@ class H2OScheduler(LimitingScheduler):
         self._reports: dict[str, dict[str, object]] = {}
         self._siblings: SiblingReports[_Report] = SiblingReports()
         self._traces = self._made_traces() if self.h2o_config.kv_trace else None
-        self._repetitions = Repetitions(
-            self.blocks,
-            add=super().add_request,
-            end=partial(super().finish_requests, finished_status=RequestStatus.FINISHED_ABORTED),
-        )
-        default = self.h2o_config.default_policy
-        if default in REPEAT_POLICIES and isinstance(self._repeat_text, str):
-            raise ConfigError(f"--kv-policy {default}: {self._repeat_text}")
 
     def _bound_manager(self) -> H2OBlockManager:
         """The block manager vLLM built; law 9: anything but ours ends the start-up."""
@@ -116,12 +102,6 @@ class H2OScheduler(LimitingScheduler):
             len(group.layer_names), heads.distinct_ranks * group.kv_cache_spec.num_kv_heads
         )
 
-    @cached_property
-    def _repeat_text(self) -> RepeatText | str:
-        """What prompts are repeated by, or why none can be. Found when first asked for: it takes a while."""
-        reason = cannot_repeat(self.vllm_config, groups=len(block_managers(self)))
-        return reason or repeat_text(self.vllm_config.model_config)
-
     def add_request(self, request: Request) -> None:
         """Track the request, then queue it. Never raises for what a client sent."""
         if request.request_id not in self.requests:
@@ -130,8 +110,6 @@ class H2OScheduler(LimitingScheduler):
                 self._traces.follow(request.request_id, self._most_tokens(request))
             state = self.blocks.track(request, budget, self.max_model_len)
             self._check_fits(request, state)
-            if state.evicts and state.policy.repeats_prompt:
-                self._repeat(request, state)
             if not state.readable_tokens(request.num_tokens):
                 # Not looked up, and not counted as a miss.
                 request.skip_reading_prefix_cache = True
@@ -141,14 +119,9 @@ class H2OScheduler(LimitingScheduler):
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """End chunks where an eviction is due."""
         state = self.blocks.eviction_state(request.request_id)
-        if state is None:
-            return self._repetitions.chunk_limit(request.request_id, computed, num_tokens)
-        return state.chunk_limit(computed, num_tokens) if state.evicts else num_tokens
-
-    def may_start(self, request: Request) -> bool:
-        """Not who would wait for its prompt's repetition, and leave no seat to it."""
-        seats = self.scheduler_config.max_num_seqs
-        return self._repetitions.may_start(request.request_id, self.running, seats)
+        if state is None or not state.evicts:
+            return num_tokens
+        return state.chunk_limit(computed, num_tokens)
 
     def limit_cache_hit(self, request: Request, cached: int) -> int:
         """Read what no eviction of the request will rank, and nothing from behind its first one."""
@@ -157,23 +130,18 @@ class H2OScheduler(LimitingScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
-        self._repetitions.begin_step()
         self.blocks.begin_step(self.running)
         output = super().schedule(*args, **kwargs)
-        self._repetitions.count(output.num_scheduled_tokens)
         policies = {}
         for started in output.scheduled_new_reqs:
             state = self.blocks.eviction_state(started.req_id)
             if state is None:
-                reader = self._repetitions.params_of(started.req_id)
-                if reader is not None:
-                    policies[started.req_id] = reader
                 continue
             state.admitted(started.num_computed_tokens)
             if state.evicts:
                 policies[started.req_id] = EvictionParams(
                     state.budget.policy,
-                    state.scored_from,
+                    state.prompt_tokens,
                     state.budget.sinks,
                     state.budget.trace,
                     state.budget.heads == "shared",
@@ -196,43 +164,17 @@ class H2OScheduler(LimitingScheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._rejected:
             self._end_rejected(outputs)
-        self._repetitions.end_step(outputs.values())
         self._collect_reports()
         for client_outputs in outputs.values():
             self._attach_reports(client_outputs.outputs)
         self._reports.clear()
         return outputs
 
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
-        """As the base class; who repeats their prompts ends with them."""
-        ended = super().finish_requests(request_ids, finished_status)
-        self._repetitions.forget_finished()
-        return ended
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
-    ) -> bool:
-        """As the base class; with the running requests those that begin in their blocks give them back.
-
-        The base class preempts who runs. A reader that waits holds blocks, too.
-        """
-        if reset_running_requests:
-            self._repetitions.stop()
-        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
-
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """As the base class; carries our counts to :mod:`h2o_vllm.metrics.stat_logger`."""
         stats = super().make_stats(*args, **kwargs)
         meter = self._meter
-        if stats is None:
-            return stats
-        # Nobody has sent the requests that repeat prompts.
-        running, waiting = self._repetitions.counts()
-        stats.num_running_reqs -= running
-        stats.num_waiting_reqs -= waiting
-        if meter is None:
+        if stats is None or meter is None:
             return stats
         self._collect_reports()
         meter.squeezed(self.blocks.take_squeezes())
@@ -253,7 +195,7 @@ class H2OScheduler(LimitingScheduler):
             self._meter.ended(ended.values())
 
     def _running_counts(self) -> Iterator[tuple[int, int]]:
-        for request in self._repetitions.without_readers(self.running):
+        for request in self.running:
             state = self.blocks.eviction_state(request.request_id)
             yield request.num_computed_tokens, state.holes if state is not None else 0
 
@@ -282,31 +224,6 @@ class H2OScheduler(LimitingScheduler):
             state.schedule.check_fits(pool, request.max_tokens, self.max_model_len)
         except BudgetError as error:
             self._rejected.setdefault(request.request_id, str(error))
-
-    def _repeat(self, request: Request, state: EvictionState) -> None:
-        """Have the prompt repeated before anything of it is evicted."""
-        policy, prompt = state.budget.policy, request.prompt_token_ids
-        try:
-            text = self._repeat_text
-            check_repeatable(
-                policy,
-                text if isinstance(text, str) else None,
-                has_tokens=prompt is not None and request.prompt_embeds is None,
-                has_media=bool(request.mm_features),
-            )
-            assert prompt is not None and not isinstance(text, str)
-            pool = self.blocks.block_pool.num_gpu_blocks - 1
-            pool -= self.kv_cache_manager.watermark_blocks
-            repetition = Repetition.of(
-                policy, text.repeated(prompt), state.held_unranked, self.blocks.block_size, text.tokens, pool,
-                self.max_model_len,
-            )  # fmt: skip
-        except BudgetError as error:
-            self._rejected.setdefault(request.request_id, str(error))
-            return
-        self.blocks.repeat(request.request_id, repetition)
-        if state.repetition is not None:
-            self._repetitions.follow(request, state, text)
 
     def _most_tokens(self, request: Request) -> int:
         return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)

@@ -15,7 +15,7 @@ B requests, MB blocks per table row, R listed rows, L layers, S live length.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ __all__ = [
     "key_likeness",
     "live_slots",
     "log_sum_exp",
-    "raise_to_probabilities",
     "reset_scores",
     "select_keep",
     "split_scores",
@@ -96,13 +95,6 @@ def add_probabilities(scores: Tensor, where: Slots, prob: Tensor) -> None:
     scores[blocks, :, offsets] += prob.sum((0, 2)).T.float()
 
 
-def raise_to_probabilities(scores: Tensor, where: Slots, prob: Tensor) -> None:
-    """As :func:`add_probabilities`, with maxima in the place of all sums."""
-    blocks, offsets = where
-    most = prob.amax((0, 2)).T.float()
-    scores[blocks, :, offsets] = torch.maximum(scores[blocks, :, offsets], most)
-
-
 def attend_decode(
     query: Tensor,
     key_cache: Tensor,
@@ -116,13 +108,8 @@ def attend_decode(
     value_scale: float = 1.0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    maxima: Collection[int] = (),
 ) -> None:
-    """See :func:`h2o_vllm.kernels.triton.attend_decode`; scales of query and key are part of ``scale``.
-
-    Args:
-        maxima: the rows that keep maxima.
-    """
+    """See :func:`h2o_vllm.kernels.triton.attend_decode`; scales of query and key are part of ``scale``."""
     for row, length in enumerate(seq_lens.tolist()):
         first, end = query_start_loc[row : row + 2].tolist()
         if length <= 0 or end - first != 1:
@@ -132,8 +119,7 @@ def attend_decode(
             query[first:end], key_cache, value_cache, where, scale, softcap, sinks
         )
         out[first] = (attended[0] * value_scale).to(out.dtype)
-        keep = raise_to_probabilities if row in maxima else add_probabilities
-        keep(scores, where, prob)
+        add_probabilities(scores, where, prob)
 
 
 def add_prompt_scores(
@@ -147,13 +133,8 @@ def add_prompt_scores(
     scored_from: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    maxima: Collection[int] = (),
 ) -> None:
-    """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed.
-
-    Args:
-        maxima: the rows that keep maxima.
-    """
+    """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed."""
     for row, length in enumerate(seq_lens.tolist()):
         first, end = query_start_loc[row : row + 2].tolist()
         if length <= 0 or end - first < 2:
@@ -162,8 +143,7 @@ def add_prompt_scores(
             first = int(scored_from[row])
         where = live_slots(block_table[row], length, key_cache.shape[1])
         prob, _, _ = attend(query[first:end], key_cache, key_cache, where, scale, softcap, sinks)
-        keep = raise_to_probabilities if row in maxima else add_probabilities
-        keep(scores, where, prob)
+        add_probabilities(scores, where, prob)
 
 
 def log_sum_exp(

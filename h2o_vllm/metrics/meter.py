@@ -32,7 +32,7 @@ class Meter:
         self._clock = clock
         self._next_hand_over = clock()
         self._freed_blocks = 0
-        self._cached_tokens = self._protected_tokens = self._repeated_tokens = 0
+        self._cached_tokens = self._protected_tokens = 0
         self._squeezes = SqueezeCounts()
         self._elastic_answers = self._lossless_answers = 0
         self._eviction_seconds: list[float] = []
@@ -55,13 +55,12 @@ class Meter:
             self._eviction_seconds.append(seconds)
 
     def ended(self, reports: Iterable[Mapping[str, Any]]) -> None:
-        """Note budgets and repetitions of requests that ended, and what those with a budget shared."""
+        """Note budgets of requests that ended, and what those with a budget shared."""
         for report in reports:
             budget = kv_budget_of(report)
             lossless = report["elastic"] and report["squeezed_at"] is None
             self._elastic_answers += report["elastic"]
             self._lossless_answers += lossless
-            self._repeated_tokens += report["tokens_repeated"]
             self._budgets.append(1.0 if lossless else budget)
             if budget < 1.0:
                 self._cached_tokens += report["tokens_cached"]
@@ -87,7 +86,6 @@ class Meter:
             "freed_blocks": self._freed_blocks,
             "cached_tokens": self._cached_tokens,
             "protected_tokens": self._protected_tokens,
-            "repeated_tokens": self._repeated_tokens,
             "kv_tokens_full": full,
             "kv_tokens_held": full - holes * self._block_size,
             "squeezed_requests": self._squeezes.requests,
@@ -99,7 +97,7 @@ class Meter:
             "eviction_seconds": self._eviction_seconds,
         }
         self._freed_blocks, self._budgets, self._eviction_seconds = 0, [], []
-        self._cached_tokens = self._protected_tokens = self._repeated_tokens = 0
+        self._cached_tokens = self._protected_tokens = 0
         self._squeezes = SqueezeCounts()
         self._elastic_answers = self._lossless_answers = 0
         return stats

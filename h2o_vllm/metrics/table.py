@@ -71,11 +71,6 @@ TABLE = (
         "First tokens that kv_protect has kept out of eviction, of ended requests with a kv_budget below 1.",
     ),
     Metric(
-        "h2o:repeated_tokens",
-        "counter",
-        "Tokens computed to repeat the prompts of ended requests. vllm:prompt_tokens leaves them out.",
-    ),
-    Metric(
         "h2o:squeezed_requests",
         "counter",
         "Elastic requests that had to fall back to their budgets because blocks were missing.",

@@ -8,7 +8,6 @@ from h2o_vllm.policy.baselines import FullPolicy, RandomPolicy, WindowPolicy
 from h2o_vllm.policy.best_rank import (
     CAOTEKeyDiffPolicy,
     CAOTESnapKVKeyDiffPolicy,
-    RepeatKeyDiffPolicy,
     SnapKVKeyDiffPolicy,
     ZapCAOTESnapKVKeyDiffPolicy,
     ZapKeyDiffPolicy,
@@ -19,7 +18,6 @@ from h2o_vllm.policy.caote import CAOTEPolicy
 from h2o_vllm.policy.h2o import H2OPolicy
 from h2o_vllm.policy.h2o_norm import H2ONormPolicy
 from h2o_vllm.policy.keydiff import KeyDiffPolicy
-from h2o_vllm.policy.repeat import RepeatPolicy
 from h2o_vllm.policy.snapkv import SnapKVPolicy
 from h2o_vllm.policy.tova import TOVAPolicy
 from h2o_vllm.policy.zap import ZapPolicy
@@ -43,8 +41,6 @@ _POLICIES: dict[str, Policy] = {
         CAOTEKeyDiffPolicy(),
         SnapKVKeyDiffPolicy(),
         CAOTESnapKVKeyDiffPolicy(),
-        RepeatPolicy(),
-        RepeatKeyDiffPolicy(),
         ZapPolicy(),
         ZapKeyDiffPolicy(),
         ZapSnapKVKeyDiffPolicy(),

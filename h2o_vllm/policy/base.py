@@ -65,13 +65,6 @@ class Policy(ABC):
     """With how many of the prompt's last queries those begin whose attention :attr:`.Candidates.late` tells
     apart from the scores; ``None``: nobody asks. Counted in positions."""
 
-    repeats_prompt: ClassVar[bool] = False
-    """Whether the prompt is read again, behind itself, before anything is evicted; see
-    :mod:`h2o_vllm.blocks.repetition`. Only queries that come behind what is repeated are then scored, and a
-    token's score is the largest probability it has received, in place of the sum. Of tokens at the prompt's
-    end, of less than a block and the template's last words, the repetition has no say: there these are all
-    queries from where it began."""
-
     last_query_only: ClassVar[bool] = False
     """Whether only the newest query counts: the scores of all live tokens fall to zero before it."""
 

@@ -6,10 +6,9 @@ a distinctive key may be what is asked later. None of them knows what the others
 
 Ranks of different evictions cannot be compared. So when a token is ranked for the first time, its score
 becomes the largest of its own, by the first way, and of the scores, by the first way, of the newcomers that
-have its ranks in the others. That gives the same order, and is a sum of attention to which later queries add,
-or a maximum which they raise.
+have its ranks in the others. That gives the same order, and is a sum of attention to which later queries add.
 
-Two tokens that have one rank in different ways would so have one score, and maxima leave it so. Between
+Two tokens that have one rank in different ways would so have one score. Between
 those that stay and those that go many borders would cut such a pair, and where the two happen to lie would
 decide. So the score of another way's rank is less by :data:`BEHIND` of its size, that of a third way's by
 twice as much: at one rank the first way's token comes first, then the second way's, in the order of the
@@ -24,7 +23,6 @@ import torch
 
 from h2o_vllm.policy.caote import CAOTEPolicy
 from h2o_vllm.policy.keydiff import KeyDiffPolicy
-from h2o_vllm.policy.repeat import RepeatPolicy
 from h2o_vllm.policy.snapkv import WINDOW, SnapKVPolicy, pooled
 from h2o_vllm.policy.zap import ZapPolicy, foretold
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CAOTEKeyDiffPolicy",
     "CAOTESnapKVKeyDiffPolicy",
-    "RepeatKeyDiffPolicy",
     "SnapKVKeyDiffPolicy",
     "ZapCAOTESnapKVKeyDiffPolicy",
     "ZapKeyDiffPolicy",
@@ -101,25 +98,8 @@ class CAOTESnapKVKeyDiffPolicy(CAOTEPolicy):
         return _raised(scores, candidates, *_looks(candidates), _distinctions(candidates))
 
 
-class RepeatKeyDiffPolicy(RepeatPolicy):
-    """Keep what repeating the prompt looks at, and the tokens with the most distinctive keys.
-
-    KVzip (https://arxiv.org/abs/2505.23416) and KeyDiff (https://arxiv.org/abs/2504.15364).
-    """
-
-    name: ClassVar[str] = "repeat-keydiff"
-    scores_at_eviction: ClassVar[bool] = True
-
-    def eviction_scores(self, candidates: Candidates) -> Tensor | None:
-        """Raise the fresh tokens with distinctive keys."""
-        scores = candidates.scores
-        if scores.shape[-1] == candidates.known:
-            return None
-        return _raised(scores, candidates, _distinctions(candidates))
-
-
 class ZapKeyDiffPolicy(ZapPolicy):
-    """Keep what repeating the prompt is expected to look at, and the tokens with the most distinctive keys.
+    """Keep what a calibration predicts, and the tokens with the most distinctive keys.
 
     KVzap (https://arxiv.org/abs/2601.07891) and KeyDiff (https://arxiv.org/abs/2504.15364).
     """
@@ -133,7 +113,7 @@ class ZapKeyDiffPolicy(ZapPolicy):
 
 
 class ZapSnapKVKeyDiffPolicy(SnapKVPolicy):
-    """Keep what repeating is expected to look at, what the prompt's end looks at, and distinctive keys.
+    """Keep what a calibration predicts, what the prompt's end looks at, and distinctive keys.
 
     KVzap (https://arxiv.org/abs/2601.07891), SnapKV (https://arxiv.org/abs/2404.14469) and KeyDiff
     (https://arxiv.org/abs/2504.15364). Until a token is ranked its score is what late queries give it, as
@@ -154,7 +134,7 @@ class ZapSnapKVKeyDiffPolicy(SnapKVPolicy):
 
 
 class ZapCAOTESnapKVKeyDiffPolicy(CAOTEPolicy):
-    """Keep what repeating is expected to look at, and what each way of ``caote-snapkv-keydiff`` would keep.
+    """Keep what a calibration predicts, and what each way of ``caote-snapkv-keydiff`` would keep.
 
     KVzap (https://arxiv.org/abs/2601.07891), CAOTE (https://arxiv.org/abs/2504.14051), SnapKV
     (https://arxiv.org/abs/2404.14469) and KeyDiff (https://arxiv.org/abs/2504.15364). Attention is collected

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zap: what repeating the prompt would look at, foretold (Jegou et al., KVzap, arXiv 2601.07891)."""
+"""Zap: predicted attention to a token when the prompt is repeated (Jegou et al., KVzap, arXiv 2601.07891)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ was foretold, 6 % in 8,192 tokens."""
 
 
 class ZapPolicy(H2OPolicy):
-    """Keep the tokens that :class:`~h2o_vllm.policy.repeat.RepeatPolicy` is expected to keep.
+    """Keep the tokens that the model would attend to if it repeated the prompt.
 
-    KVzap (https://arxiv.org/abs/2601.07891) foretells the attention that a token would get when the model
-    repeats the prompt, in place of having it repeated. Ours does so from the token's own keys and values
-    (:mod:`h2o_vllm.calibration`), when it is ranked for the first time; later evictions know what it was.
+    KVzip (https://arxiv.org/abs/2505.23416) has the model do so, and scores a token by the largest attention
+    it gets. KVzap (https://arxiv.org/abs/2601.07891) predicts that attention. Ours does so from the token's
+    own key and value (:mod:`h2o_vllm.calibration`), when it is ranked for the first time; later evictions
+    know what it was.
 
     The first four tokens, attention's sinks, come first: what they are looked at for is not in their KV. They
     count as heavy ones, unlike ``kv_sinks``.

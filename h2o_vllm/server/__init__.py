@@ -17,7 +17,6 @@
 ``system_part``        the system messages and tools of a request, and bodies that tell their tokens
 ``system_prefix``      the tokens they become, whatever the chat template
 ``admission``          the one step before vLLM's engine client: checks, counts, takes the reports
-``repeating``          a prompt that cannot be repeated, for policies that do, is one as well
 ``report``             the ``kv_cache`` object: from the engine's reports to what a client reads
 ``report_injection``   puts that object into a JSON body or an event stream
 ``openapi``            the budget fields on the server's API page

@@ -166,16 +166,16 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_recent",
         float,
         "SHARE",
-        "Share of the budget for the newest, 0 to 1; else 0.5, ...-keydiff 0.25, repeat and zap 0.1.",
+        "Share of the budget for the newest, 0 to 1; else 0.5, ...-keydiff 0.25, zap 0.1.",
     )
     group.add_argument(
         "--kv-policy",
         choices=POLICIES,
         default=_DEFAULTS.kv_policy,
         help="Which tokens stay beside the newest. h2o: most attention so far; h2o-norm: per query that saw "
-        "them; caote: weighed by values; snapkv: from the prompt's end on; tova: from the newest; repeat: "
-        "as it is said again; zap: that, foretold; keydiff: odd keys; ...-keydiff: best by any; window: "
-        "first; random: any; full: all. Else caote-snapkv-keydiff, with a calibration zap-caote-....",
+        "them; caote: weighed by values; snapkv: from the prompt's end on; tova: from the newest; zap: as a "
+        "calibration predicts; keydiff: odd keys; ...-keydiff: best by any; window: first; random: any; "
+        "full: all. Else caote-snapkv-keydiff, with a calibration zap-caote-....",
     )
     group.add_argument(
         "--kv-heads",
@@ -244,12 +244,6 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         default=_DEFAULTS.kv_trace,
         help="Let requests ask what was kept. CPU.",
-    )
-    group.add_argument(
-        "--kv-repeat",
-        action=argparse.BooleanOptionalAction,
-        default=_DEFAULTS.kv_repeat,
-        help="Let requests repeat prompts.",
     )
     add("kv_calibration", _file, "FILE", "From python -m h2o_vllm.calibrate.")
     group.add_argument(

@@ -21,7 +21,7 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.support import config_of
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
-from h2o_vllm.server import admission, config_route, engine_death, playground, repeating
+from h2o_vllm.server import admission, config_route, engine_death, playground
 from h2o_vllm.server.access import Access
 from h2o_vllm.server.admission import HTTPRequest
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
@@ -121,7 +121,6 @@ class KVCacheMiddleware:
             config = config_of(state.vllm_config)
             client, engine = state.engine_client, state.vllm_config
             self._count_refusal = stat_logger.install(client, engine)
-            repeating.install(client, engine, config, self._count_refusal)
             admission.install(client, engine, config, self._count_refusal)
             self._prefixes = SystemPrefixes(vllm_render(getattr(state, "serving_render", None)))
             self._access = Access(application)

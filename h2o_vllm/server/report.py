@@ -18,7 +18,6 @@ SUMMED = (
     "tokens_seen",
     "tokens_cached",
     "tokens_protected",
-    "tokens_repeated",
     "tokens_held",
     "tokens_evicted",
     "blocks_freed",

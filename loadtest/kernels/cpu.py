@@ -30,12 +30,11 @@ REQUESTS = (1, 4, 16, 32)
 PROMPTS = (512, 1024, 2048, 4096, 8192)
 MAX_CACHE = 2 << 30  # bytes; larger configurations are left out
 CALLS = {
-    "decode": ("attend_decode", "most_decode", "full_decode", "lanes_decode"),
-    "prompt": ("attend_prompt", "most_prompt", "full_prompt", "score_prompt"),
+    "decode": ("attend_decode", "full_decode", "lanes_decode"),
+    "prompt": ("attend_prompt", "full_prompt", "score_prompt"),
 }
 """``full`` is attention alone, as stock's: rows without a budget, ``--kv-full-kernel h2o``. ``lanes`` is
-``attend`` of rows whose heads share the slots of half of their blocks, ``--kv-heads shared``. ``most`` keeps
-maxima in place of sums: the policies ``repeat...``."""
+``attend`` of rows whose heads share the slots of half of their blocks, ``--kv-heads shared``."""
 
 
 @dataclass
@@ -109,19 +108,16 @@ class Case:
     def ours(self, impl: Any) -> dict[str, Call]:
         """The calls to time, by name."""
         batch = kernels.PagedBatch(self.query, self.kv_cache, self.scores, self.table, self.lens)
-        most = {"most": self.requests}
         if self.kind == "decode":
             rows, shared = (self.rows, self.rows, self.scale), batch._replace(lanes=self.lanes())
             return {
                 "attend_decode": lambda: impl.attend_decode(batch, *rows, self.out),
-                "most_decode": lambda: impl.attend_decode(batch, *rows, self.out, **most),
                 "full_decode": lambda: impl.attend_decode(batch, *rows, self.out, scored=0),
                 "lanes_decode": lambda: impl.attend_decode(shared, *rows, self.out),
             }
         rows = (self.starts, self.rows, self.scale)
         return {
             "attend_prompt": lambda: impl.attend_prompt(batch, *rows, self.out),
-            "most_prompt": lambda: impl.attend_prompt(batch, *rows, self.out, **most),
             "full_prompt": lambda: impl.attend_prompt(batch, *rows, self.out, scored=0),
             "score_prompt": lambda: impl.score_prompt(batch, *rows),
         }
@@ -236,10 +232,6 @@ class CPUBench(DeviceBench):
         case.build()
         lanes = {"": None} | ({"lanes": case.lanes()} if case.kind == "decode" else {})
         wanted = {name: self._expected(case, one) for name, one in lanes.items()}
-        largest = torch.zeros_like(case.scores)
-        batch = kernels.PagedBatch(case.query, case.kv_cache, largest, case.table, case.lens)
-        rows = (case.starts, case.rows, case.scale)
-        reference.score_prompt(batch, *rows, most=case.requests)
         for name, call in self._contestants(case).items():
             case.out.fill_(float("nan"))
             case.scores.zero_()
@@ -248,7 +240,6 @@ class CPUBench(DeviceBench):
             right = "score_prompt" in name or torch.allclose(case.out, out, rtol=0.02, atol=0.02)
             # Stock's kernel knows no scores, and ours shall leave them alone where nobody wants them.
             kept = torch.zeros_like(scores) if name == "stock" or ".full_" in name else scores
-            kept = largest if ".most_" in name else kept
             right &= torch.allclose(case.scores, kept, rtol=1e-3, atol=1e-4)
             if not right:
                 sys.exit(f"{name} is wrong for {case.shape}, {case.queries} queries; nothing timed")

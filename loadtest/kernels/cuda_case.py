@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from h2o_vllm.kernels.triton import (
-    MAXIMA,
     DecodeWorkspace,
     LaneTables,
     PromptSegments,
@@ -55,9 +54,8 @@ class Case:
         self.heads, self.kv_heads, self.size = SHAPES[self.shape]
         self.scale = self.size**-0.5
         self.kv_bytes = self.requests * self.length * self.kv_heads * 4 * self.size
-        # Read; sums are written as well, maxima where they rise.
-        self.maxima_bytes = 4 * self.requests * self.length * self.kv_heads
-        self.sum_bytes = 2 * self.maxima_bytes
+        # Read and written.
+        self.sum_bytes = 8 * self.requests * self.length * self.kv_heads
         self.layers = max(2, min(32, -(-_ROTATED // self.kv_bytes)))
 
     def build(self) -> None:
@@ -129,7 +127,7 @@ class Case:
             softmax_segm_output=parts, softmax_segm_max=highest, softmax_segm_expsum=sums,
         )  # fmt: skip
 
-    def ours(self, *, maxima: bool = False, shared: bool = False) -> LayerCall:
+    def ours(self, *, shared: bool = False) -> LayerCall:
         """Attention with scores of one token; of prompts the scores alone, after stock's attention.
 
         Args:
@@ -138,14 +136,14 @@ class Case:
         if self.queries > 1:
             prompts = PromptSegments.cut(
                 range(self.requests), self.starts[:-1].tolist(), self.starts[1:].tolist(),
-                self.lens.tolist(), self.lens.tolist(), self.kv_heads, "cuda", maxima=maxima,
+                self.lens.tolist(), self.lens.tolist(), self.kv_heads, "cuda",
             )  # fmt: skip
             return lambda layer: add_prompt_scores(
                 self.query, self.keys[layer], self.scores[layer], self.table, self.starts,
                 self.lens, self.lse, self.scale, prompts,
             )  # fmt: skip
         workspace, lanes = self._workspace(shared=shared)
-        self._plan(workspace, lanes, maxima=maxima)
+        self._plan(workspace, lanes)
         return lambda layer: attend_decode(
             self.query, self.keys[layer], self.values[layer], self.scores[layer], self.table,
             self.scale, self.out, workspace, lanes=lanes, layer=layer,
@@ -165,18 +163,16 @@ class Case:
         lanes = half_shared(self.table, self.layers, blocks, self.kv_heads) if shared else None
         return workspace, lanes
 
-    def _plan(
-        self, workspace: DecodeWorkspace, lanes: LaneTables | None, *, maxima: bool = False
-    ) -> None:
-        flags = torch.full_like(self.lens, MAXIMA if maxima else 0)
+    def _plan(self, workspace: DecodeWorkspace, lanes: LaneTables | None) -> None:
+        flags = torch.zeros_like(self.lens)
         workspace.plan(self.starts, self.lens, flags, lanes, self.table, BLOCK_SIZE)
 
     def contestants(self) -> dict[str, LayerCall]:
         """Stock first: others are given as multiples of it.
 
-        ``most`` keeps maxima in place of sums; in ``lanes`` KV heads share slots.
+        In ``lanes`` KV heads share slots.
         """
-        ours = {"ours": self.ours(), "most": self.ours(maxima=True)}
+        ours = {"ours": self.ours()}
         if self.queries > 1:
             return {"fa3": self.flash(), **ours}
         ours["lanes"] = self.ours(shared=True)

@@ -66,14 +66,6 @@ def calibration(model_dir: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def tokenized(model_dir: str) -> Any:
-    """Its tokenizer."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_dir)
-
-
-@pytest.fixture(scope="session")
 def text_tokens(model_dir: str) -> list[int]:
     """Real English: Python's own documentation."""
     from transformers import AutoTokenizer

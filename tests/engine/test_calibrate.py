@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from h2o_vllm.calibrate import __main__ as command
-from h2o_vllm.calibrate.run import calibrate
-from h2o_vllm.calibrate.texts import SOURCES, pieces, read_texts
-from h2o_vllm.calibration.features import features
+from h2o_vllm.calibrate.run import LENGTH, calibrate
+from h2o_vllm.calibrate.texts import SOURCES, instruction, pieces, read_texts
+from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.file import Calibration
-from h2o_vllm.calibration.regression import foretold
+from h2o_vllm.calibration.regression import Sums, foretold
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.errors import ConfigError
 from tests.engine.conftest import ENGINE, started
@@ -37,8 +39,8 @@ def test_a_real_model_is_learned_and_foretold(embedded_dir: str, tmp_path: Path)
         arguments = ["--model", embedded_dir, "--output", str(file), "--pieces", "1"]
         assert command.main([*arguments, "--dtype", "float32"]) == 0
     made = Calibration.load(file)
-    # All but the first token, and the newest block, which is never ranked.
-    assert made.about["pieces"] == len(SOURCES) and made.about["tokens"] >= 900 * len(SOURCES)
+    assert made.about["pieces"] == len(SOURCES)
+    assert made.about["tokens"] == (LENGTH - 1) * len(SOURCES)
     tokenizer = AutoTokenizer.from_pretrained(embedded_dir)
     source = Path(str(torch.nn.modules.rnn.__file__)).read_text()
     text = tokenizer.encode(source, add_special_tokens=False, verbose=False)[:600]
@@ -50,6 +52,30 @@ def test_a_real_model_is_learned_and_foretold(embedded_dir: str, tmp_path: Path)
         found.append(len(best[0] & best[1]) / 450)
     # By chance a quarter.
     assert sum(found) / len(found) > 0.5
+
+
+@pytest.mark.e2e
+def test_the_weights_are_those_of_an_independent_model(model_dir: str, tmp_path: Path) -> None:
+    """Transformers reads the same texts, repeats them from its own KV, and the same regression solves."""
+    file, source = tmp_path / "model.h2o", Path(str(torch.nn.modules.rnn.__file__))
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
+    learned: dict[int, Sums] = defaultdict(Sums)
+    for text in pieces([source.read_text()], encode, LENGTH, 2):
+        again = repetition(tokenizer, text)
+        assert again == [*instruction(tokenizer), *text]
+        for layer, (keys, values, most) in enumerate(most_attended(model_dir, text, again)):
+            known = features(keys, values, Rotation(keys.shape[2]))
+            learned[layer].add(known[:, 1:], most[:, 1:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
+        arguments = ["--model", model_dir, "--output", str(file), "--texts", str(source)]
+        assert command.main([*arguments, "--dtype", "float32"]) == 0
+    found = Calibration.load(file)
+    assert found.about["tokens"] == learned[0].tokens == 2 * (LENGTH - 1)
+    expected = torch.stack([sums.solve() for _, sums in sorted(learned.items())])
+    torch.testing.assert_close(found.weights, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.e2e
@@ -71,7 +97,6 @@ def test_the_worker_refuses_another_models_calibration(
 
 def test_nothing_was_learned(tmp_path: Path) -> None:
     worker: Any = object.__new__(H2OCPUWorker)
-    worker._state = type("State", (), {"learner": None})()
     assert worker.tokens_learned() == 0
     with pytest.raises(ValueError, match="nothing was learned"):
         worker.save_calibration(str(tmp_path / "x"), {})

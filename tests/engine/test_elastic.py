@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import POLICIES
 from tests.engine.scheduling import Rig
 
 PROMPT = list(range(1000, 1200))
@@ -38,7 +38,7 @@ def test_a_server_with_memory_to_spare_loses_nothing(model_dir: str) -> None:
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("policy", [one for one in POLICIES[:-1] if one not in REPEAT_POLICIES])
+@pytest.mark.parametrize("policy", POLICIES[:-1])
 def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
     model_dir: str, policy: str, pipelined: bool
 ) -> None:
@@ -54,7 +54,6 @@ def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
     )
     for number in range(3):
         rig.add(f"{number}", other(number), asked, max_tokens=60)
-    # Who repeats a prompt needs blocks as well, and squeezes sooner: see ``test_repeat_pressure.py``.
     rig.run()
     assert rig.preemptions == 0
     squeezed = [number for number in range(3) if report(rig, f"{number}")["squeezed_at"]]

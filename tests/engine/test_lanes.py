@@ -18,7 +18,6 @@ from h2o_vllm.config.policies import (
     EQUAL_HEADS_POLICIES,
     POLICIES,
     PROMPT_END_POLICIES,
-    REPEAT_POLICIES,
     ZAP_POLICIES,
 )
 from h2o_vllm.kernels.cpu.batch import key_value_views
@@ -38,7 +37,6 @@ from tests.engine.test_policies import assert_keeps_as, watch
 from tests.engine.test_policies import live_keys as equal_live_keys
 from tests.engine.test_trace import assert_sound, held
 from tests.reference.policies import PolicyModel, load
-from tests.reference.repeating import repetition
 
 pytestmark = pytest.mark.e2e
 
@@ -130,8 +128,6 @@ CASES = {
     "snapkv-many-sinks": ({"kv_recent": 0.25, "kv_sinks": 70}, 530),
     "tova": ({"kv_recent": 0.25}, 330),
     "caote-snapkv-keydiff": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
-    "repeat": ({"kv_recent": 0.1, "kv_delay": 2}, 530),
-    "repeat-keydiff": ({"kv_recent": 0.1}, 400),
     "zap": ({"kv_recent": 0.1, "kv_sinks": 4, "kv_delay": 2}, 530),
     "zap-keydiff": ({"kv_recent": 0.1, "kv_protect": 50}, 400),
     "zap-snapkv-keydiff": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
@@ -148,7 +144,6 @@ CASES = {
 def test_law04_the_kept_set_equals_that_of_a_plain_model(
     clean: Engine,
     plain_model: torch.nn.Module,
-    tokenized: Any,
     text_tokens: list[int],
     calibrated: str,
     name: str,
@@ -160,7 +155,7 @@ def test_law04_the_kept_set_equals_that_of_a_plain_model(
     prompt = text_tokens[300 : 300 + length]
     foretelling = policy in ZAP_POLICIES
     weights = Calibration.load(Path(calibrated)).weights if foretelling else None
-    assert_kept_as_shared(clean, plain_model, prompt, asked, tokenized, weights)
+    assert_kept_as_shared(clean, plain_model, prompt, asked, weights)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "zap-caote-snapkv-keydiff"])
@@ -202,23 +197,24 @@ DRAWS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 2 else []) for s
 def test_law04_tokens_of_one_rank_do_not_tie(
     clean: Engine,
     plain_model: torch.nn.Module,
-    tokenized: Any,
     text_tokens: list[int],
+    calibrated: str,
     heads: str,
     seed: int,
 ) -> None:
-    """Whatever the prompt: who of two tokens of one rank stays is no matter of where they lie.
+    """Whatever the prompt: which of two tokens of one rank stays does not depend on where they lie.
 
-    Maxima leave equal scores equal, so that such pairs would still be there at a second eviction, whose
+    Predicted scores stay as they are, so that such pairs would still be there at a second eviction, whose
     candidates lie in any order.
     """
     chance = random.Random(seed)
     length = chance.choice([330, 400, 460, 530])
     at = chance.randrange(len(text_tokens) - length)
     sinks = 4 * (seed % 2)
-    asked = {"kv_budget": 0.4, "kv_policy": "repeat-keydiff", "kv_heads": heads,
+    asked = {"kv_budget": 0.4, "kv_policy": "zap-keydiff", "kv_heads": heads,
              "kv_recent": 0.1, "kv_sinks": sinks}  # fmt: skip
-    assert_kept_as_shared(clean, plain_model, text_tokens[at : at + length], asked, tokenized)
+    weights = Calibration.load(Path(calibrated)).weights
+    assert_kept_as_shared(clean, plain_model, text_tokens[at : at + length], asked, weights)
 
 
 def assert_kept_as_shared(
@@ -226,7 +222,6 @@ def assert_kept_as_shared(
     plain_model: torch.nn.Module,
     prompt: list[int],
     asked: dict[str, Any],
-    tokenized: Any,
     calibration: torch.Tensor | None = None,
 ) -> None:
     """The engine says and keeps what a plain model does that shares, or does not, as ``asked``."""
@@ -236,8 +231,6 @@ def assert_kept_as_shared(
         asked.get("kv_sinks", 0), asked.get("kv_protect", 0), asked.get("kv_delay", 0),
         bound=asked.get("kv_prefill_tokens", 0), shared=shares, calibration=calibration,
     )  # fmt: skip
-    if policy in REPEAT_POLICIES:
-        model.repeats, model.text = [repetition(tokenized, prompt)], len(prompt)
     ours = watch(engine, prompt, asked, STEPS, live_keys if shares else equal_live_keys)
     assert ours["heads"] == asked["kv_heads"]
     tokens, logprobs = model.generate(prompt, STEPS)

@@ -19,7 +19,6 @@ from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.config.policies import (
     POLICIES,
     PROMPT_END_POLICIES,
-    REPEAT_POLICIES,
     ZAP_POLICIES,
 )
 from h2o_vllm.kernels.cpu.batch import key_value_views
@@ -33,7 +32,6 @@ from tests.engine.conftest import (
     tokens_of,
 )
 from tests.reference.policies import PolicyModel, load
-from tests.reference.repeating import repetition
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -49,8 +47,6 @@ KEPT = {
     "caote-keydiff": (4, 0.25, 540),
     "snapkv-keydiff": (4, 0.25, 530),
     "caote-snapkv-keydiff": (4, 0.25, 530),
-    "repeat": (4, 0.1, 540),
-    "repeat-keydiff": (4, 0.1, 530),
     "zap": (4, 0.1, 540),
     "zap-keydiff": (4, 0.1, 530),
     "zap-snapkv-keydiff": (4, 0.25, 530),
@@ -121,7 +117,6 @@ def test_the_kept_set_equals_that_of_a_plain_model(
     clean: Engine,
     plain_model: torch.nn.Module,
     text_tokens: list[int],
-    tokenized: Any,
     calibration: str,
     policy: str,
     protect: int,
@@ -134,8 +129,6 @@ def test_the_kept_set_equals_that_of_a_plain_model(
         "kv_protect": protect, "kv_delay": delay, "kv_heads": "equal",
     }  # fmt: skip
     model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks, protect, delay)
-    if policy in REPEAT_POLICIES:
-        model.repeats, model.text = [repetition(tokenized, prompt)], length
     if policy in ZAP_POLICIES:
         model.calibration = Calibration.load(Path(calibration)).weights
     assert_kept_as_by(model, clean, prompt, asked)
@@ -246,14 +239,13 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", [one for one in MATRIX if one not in REPEAT_POLICIES])
+@pytest.mark.parametrize("policy", MATRIX)
 def test_a_preempted_request_is_replayed_to_the_same_tokens(
     clean: Engine, text_tokens: list[int], policy: str
 ) -> None:
     """A replay computes many generated tokens in one step; each counts as it did.
 
-    The short form of this law is ``tests/engine/cuda/test_policies.py``. Who repeats its prompt is promised
-    more at admission, and is not preempted here: ``test_repeat_tokens.py``.
+    The short form of this law is ``tests/engine/cuda/test_policies.py``.
     """
     asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_sinks": 3}
     prompt = text_tokens[100:320]

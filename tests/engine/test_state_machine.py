@@ -42,7 +42,7 @@ def test_any_order_of_events_keeps_the_laws(
         f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, "
         f"{Traffic.doomed_hits} behind it, {Traffic.meetings} pairs that free the same, "
         f"{Traffic.squeezes} squeezes, {Traffic.crowds} large crowds, {Traffic.bounded} times in a bounded "
-        f"prompt, {Traffic.repeated} in a repetition"
+        "prompt"
     )
     # Far below what was seen: which events are drawn changes with every number in the code that is loaded, of
     # which hypothesis makes use. There were 142 to 797 squeezes, 11 doomed hits and more, 0 to 31 meetings.
@@ -55,7 +55,6 @@ def test_any_order_of_events_keeps_the_laws(
     assert Traffic.squeezes > 50
     assert Traffic.crowds > 40
     assert Traffic.bounded > 100
-    assert Traffic.repeated > 100
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,21 +166,9 @@ def squeezed_blocks_stay_published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "evict_blocks", lambda self, block_ids: None)
 
 
-def nobody_waits_for_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evictions rank, and write, what readers still read."""
-    monkeypatch.setattr(EvictionState, "pause_at", None)
-
-
-def readers_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader takes its owner's blocks without counting as an owner of them."""
-    monkeypatch.setattr(BlockPool, "touch", lambda self, blocks: None)
-
-
 @pytest.mark.parametrize(
     "plant",
     [
-        nobody_waits_for_a_repetition,
-        readers_hold_nothing,
         squeezed_twice,
         who_was_squeezed_stands_still,
         squeezed_blocks_stay_published,

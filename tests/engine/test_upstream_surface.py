@@ -49,10 +49,7 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
     (KVCacheManager.create_kv_cache_blocks, "self blocks"),
     (UnitaryKVCacheCoordinator.find_longest_cache_hit, "self block_hashes max_cache_hit_length"),
-    (Scheduler._handle_blocked_waiting_request, "self request"),
-    (BlockPool.touch, "self blocks"),
     (Scheduler.add_request, "self request"),
-    (Scheduler.finish_requests, "self request_ids finished_status"),
     (Scheduler.update_from_output, "self scheduler_output model_runner_output"),
     (KVCacheSpecRegistry.register, "kvcache_spec_cls manager_class uniform_type_base_spec"),
     (KVCacheSpecRegistry.check_kv_cache_spec_registry, "kv_cache_spec"),
@@ -141,23 +138,6 @@ def test_every_look_into_the_prefix_cache_can_be_limited() -> None:
     assert "get_computed_blocks(" in inspect.getsource(Scheduler._get_local_prefix_cache_hit)
     looks = inspect.getsource(KVCacheManager.get_computed_blocks)
     assert "num_new_computed_tokens + num_uncached if num_uncached else 0" in looks
-
-
-def test_every_waiting_request_is_asked_for_first() -> None:
-    """Who is not ready is skipped; before anything is looked up or allocated for it."""
-    source = inspect.getsource(Scheduler.schedule)
-    assert source.count("_handle_blocked_waiting_request(") == 1
-    asked = source.index("_handle_blocked_waiting_request(")
-    assert asked < source.index("_get_local_prefix_cache_hit(")
-    assert "skip_request(request_queue)" in source[asked : asked + 200]
-
-
-def test_who_holds_kv_before_it_is_admitted_comes_first() -> None:
-    """Requests that repeat a prompt do: as those whose KV was transferred."""
-    assert "request.num_computed_tokens > 0" in inspect.getsource(Scheduler._holds_kv_blocks)
-    schedule = inspect.getsource(Scheduler.schedule)
-    assert "request_queue = self.kv_holding_waiting" in schedule
-    assert "num_computed_tokens = request.num_computed_tokens" in schedule
 
 
 def test_reports_have_a_way_out() -> None:

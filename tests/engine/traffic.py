@@ -24,7 +24,7 @@ from h2o_vllm.blocks.budget import blocks_freed, budget_tokens
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.config.options import ADMISSIONS
 from tests.engine.scheduling import Rig
-from tests.engine.traffic_fields import bounds, budgets, elastic, protects, repeating
+from tests.engine.traffic_fields import bounds, budgets, elastic, protects
 
 __all__ = ["Traffic"]
 
@@ -37,11 +37,11 @@ class Traffic(RuleBasedStateMachine):
 
     model_dir: str
     steps = evictions = preemptions = both = pinned_hits = 0
-    squeezes = crowds = bounded = repeated = doomed_hits = meetings = 0
+    squeezes = crowds = bounded = doomed_hits = meetings = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
     ``doomed_hits``: behind it, what they will free; ``meetings``: pairs of one step that free the same;
     ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
-    which it had evicted; ``repeated``: in the midst of its prompt's repetition; ``both``: preempted in the
+    which it had evicted; ``both``: preempted in the
     step that had already evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has a
     script for it."""
     live = RequestIds("live")
@@ -93,16 +93,6 @@ class Traffic(RuleBasedStateMachine):
     )
     def admit_bounded(self, family: range, length: int, asked: Any, priority: int) -> str:
         return self.add(family[:length], asked, 60, priority)
-
-    @rule(
-        target=live,
-        family=st.sampled_from(FAMILIES),
-        length=st.integers(30, 110),
-        asked=repeating,
-        priority=st.integers(0, 2),
-    )
-    def admit_repeating(self, family: range, length: int, asked: Any, priority: int) -> str:
-        return self.add(family[:length], asked, 50, priority)
 
     @rule(
         target=live,
@@ -209,9 +199,7 @@ class Traffic(RuleBasedStateMachine):
         blocks = self.rig.blocks
         for request in self.rig.scheduler.running:
             state = blocks.eviction_state(request.request_id)
-            if state is None or not state.repeated:
-                self.check_repetition(state, blocks.req_to_blocks[request.request_id])
-                continue
+            assert state is not None
             seen = request.num_computed_tokens
             if not state.evicts:
                 # Served as by stock vLLM: nothing may ever have become due, before its last token was.
@@ -243,14 +231,6 @@ class Traffic(RuleBasedStateMachine):
             elif hashed := [i for i, block in enumerate(table) if block.block_hash is not None]:
                 # What was computed before the first eviction is everybody's, be it of the answer.
                 assert (max(hashed) + 1) * self.rig.block_size <= first_eviction(state, seen)
-
-    def check_repetition(self, state: EvictionState | None, table: Any) -> None:
-        """Nothing goes before its end; what a reader has of its own nobody can find."""
-        if state is None:
-            assert all(block.block_hash is None for block in table if block.ref_cnt == 1)
-            return
-        assert not state.holes, "evicted from a prompt that is still to be repeated"
-        Traffic.repeated += 1
 
     def check_private(self, state: EvictionState, table: Any) -> None:
         """Law 6: nobody scores what is still to be ranked, nor can find it.

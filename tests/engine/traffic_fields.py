@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES
+from h2o_vllm.config.policies import POLICIES
 
-__all__ = ["bounds", "budgets", "elastic", "protects", "repeating"]
+__all__ = ["bounds", "budgets", "elastic", "protects"]
 
 protects = st.one_of(st.just("prompt"), st.sampled_from([50, 100]), st.integers(0, 250))
 
@@ -19,8 +19,7 @@ budgets = st.one_of(
         {"kv_budget": st.floats(0.05, 1.0)},
         optional={
             "kv_recent": st.floats(0.0, 1.0),
-            # Policies that repeat have a rule of their own: for most of these prompts the pool has no room.
-            "kv_policy": st.sampled_from([p for p in POLICIES if p not in REPEAT_POLICIES]),
+            "kv_policy": st.sampled_from(POLICIES),
             "kv_sinks": st.integers(0, 100),
             "kv_protect": protects,
             "kv_delay": st.integers(0, 40),
@@ -52,17 +51,4 @@ elastic = st.fixed_dictionaries(
         "kv_policy": st.sampled_from(["h2o", "zap-keydiff", "window"]),
     },
     optional={"kv_protect": protects, "kv_sinks": st.integers(0, 60)},
-)
-
-repeating = st.fixed_dictionaries(
-    {
-        "kv_budget": st.sampled_from([0.1, 0.4]),
-        "kv_policy": st.sampled_from(REPEAT_POLICIES),
-    },
-    optional={
-        "kv_protect": st.integers(0, 60),
-        "kv_sinks": st.integers(0, 40),
-        "kv_delay": st.integers(0, 20),
-        "kv_elastic": st.booleans(),
-    },
 )

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,18 +21,13 @@ from tests.kernels.triton.cases import (
     DTYPES,
     Batch,
     bits,
-    exact_prompt,
-    lend,
-    low,
     make_batch,
 )
 from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
 from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
 from tests.kernels.triton.prompt_laws import (
-    add_scores,
     check_prompt,
     check_prompt_alone,
-    segments_of,
 )
 from tests.kernels.triton.rescore_laws import ADJUSTING, check_rescore
 from tests.kernels.triton.table_laws import check_tables
@@ -203,46 +196,6 @@ def test_a_prompt_does_not_depend_on_how_it_is_launched() -> None:
             device="cuda",
         )
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "heads", "size", "block_size", "layout"), SHAPES, ids=IDS)
-def test_scores_are_raised_as_the_reference_does(
-    group: int, heads: int, size: int, block_size: int, layout: str, dtype: str
-) -> None:
-    """Rows of maxima beside those of sums; some share their first blocks."""
-    shape: dict[str, Any] = {
-        "group": group, "kv_heads": heads, "size": size, "block_size": block_size, "layout": layout,
-        "dtype": DTYPES[dtype], "strided": True, "device": "cuda",
-    }  # fmt: skip
-    decodes = low(make_batch([4000, 16, 0, 5000, 300, 6000, 65], **shape), 0, 3, 4, 5)
-    decodes = lend(lend(decodes, 0, 3, 3000 // block_size), 0, 5, 3000 // block_size)
-    check_decode(decodes, workspace_for(decodes, spare=None, tokens=30_000))
-    prompts = low(make_batch([3000, 2, 3500, 900], [1000, 2, 2500, 900], **shape), 0, 1, 2)
-    check_prompt(lend(prompts, 0, 2, 1000 // block_size))
-
-
-def test_maxima_are_the_same_each_time() -> None:
-    """Hundreds of programs raise the same scores at once."""
-    shape: dict[str, Any] = {
-        "group": 4, "kv_heads": 2, "size": 128, "dtype": torch.bfloat16, "device": "cuda",
-    }  # fmt: skip
-    decodes = low(make_batch([5000 + 16 * row for row in range(32)], **shape), *range(32))
-    prompts = low(make_batch([3000] * 8, [2000] * 8, **shape), *range(8))
-    for row in range(1, 32):
-        decodes = lend(decodes, 0, row, 300)
-    for row in range(1, 8):
-        prompts = lend(prompts, 0, row, 60)
-    lse, _ = exact_prompt(prompts)
-    found = []
-    for _ in range(10):
-        by_decodes, by_prompts = decodes.scores.clone(), prompts.scores.clone()
-        workspace = workspace_for(decodes, spare=None, tokens=200_000)
-        decode(decodes, decodes.out(), by_decodes, workspace)
-        add_scores(prompts, by_prompts, lse, segments_of(prompts, maxima=True))
-        found.append((by_decodes, by_prompts))
-    for again in found[1:]:
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(again, found[0], strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

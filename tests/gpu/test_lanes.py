@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.kernels.triton import DecodeWorkspace, LaneTables, SharedEviction
-from tests.kernels.triton.cases import DTYPES, Batch, bits, lend, low, make_batch
+from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
 from tests.kernels.triton.evict_laws import SPECIAL, make_layers
 from tests.kernels.triton.lane_cases import lanes_for
 from tests.kernels.triton.lane_evict_laws import (
@@ -106,14 +106,13 @@ def test_pinned_tokens_are_not_scored() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_maxima_soft_caps_and_sinks_are_those_of_each_head(dtype: torch.dtype) -> None:
-    """Two rows begin in the same pinned blocks."""
+def test_soft_caps_and_sinks_are_those_of_each_head(dtype: torch.dtype) -> None:
     sinks = torch.linspace(-3, 5, 32, device=DEVICE)
-    decodes = low(make_batch(LENGTHS, dtype=dtype, spread=4.0, **LLAMA), 0, 4, 5)
-    decodes = dataclasses.replace(lend(decodes, 4, 5, 128 // 16), softcap=6.0, sinks=sinks)
+    decodes = make_batch(LENGTHS, dtype=dtype, spread=4.0, **LLAMA)
+    decodes = dataclasses.replace(decodes, softcap=6.0, sinks=sinks)
     check_decode(decodes, sharing(decodes))
     lengths, queries = [4096, 300, 2049], [100, 60, 256]
-    chunks = low(make_batch(lengths, queries, dtype=dtype, spread=4.0, **LLAMA), 0, 2)
+    chunks = make_batch(lengths, queries, dtype=dtype, spread=4.0, **LLAMA)
     chunks = dataclasses.replace(chunks, softcap=6.0, sinks=sinks)
     check_lane_chunks(chunks, lanes_for(chunks, [200, 8, 64], (40, 4, 0)))
 

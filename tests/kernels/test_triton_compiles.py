@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-import re
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ STACK = {
     ("_select_shared", 80): 24, ("_attend_shared_prompts", 90): 16,
 }  # fmt: skip
 """Bytes per thread that forms of a kernel take with Triton 3.7.1, two registers to twelve; all others none.
-On sm_80 and sm_100 it is the form of maxima under a soft cap; no model is known that needs it. On sm_90 it is
+On sm_90 it is
 the form for chunks of heads that share slots, of a float32 cache."""
 
 REGISTERS, SHARED, WARPS = 65536, 227 << 10, 64
@@ -117,25 +116,6 @@ def test_programs_of_decodes_share_a_processor(size: int) -> None:
     for launch in plain:
         row = taken(compiled(launch, 90))
         assert row["stack_bytes"] == 0 and programs(row) >= 4, row
-
-
-def test_maxima_are_settled_by_the_cache() -> None:
-    """Not by a store after a load: the interpreter, in which programs take turns, cannot tell."""
-    with launches(run=False) as noted:
-        launch_everything(Shape(4, 64, 16, torch.float16))
-    raising = {}
-    for form, launch in noted.items():
-        if form.kernel == "_add_prompt_scores" and launch.signature["cap"] == "constexpr":
-            raising[form] = launch.constant("MAXIMA")
-        elif form.kernel == "finish":
-            raising[form] = True
-    # Without lanes and with them: sums, maxima, and decodes of both.
-    assert sorted(raising.values()) == [False] * 2 + [True] * 4
-    for form, raises in raising.items():
-        launch = noted[form]
-        atomics = re.findall(r"(?:atom|red)\S*\.max\S*", compiled(launch, 90).asm["ptx"])
-        assert bool(atomics) == raises
-        assert all("relaxed" in one and one.endswith("s32") for one in atomics)
 
 
 @pytest.mark.slow

@@ -154,14 +154,13 @@ class Worker:
             lengths = [4 * tokens] * rows
             cut = (range(rows), borders[:-1], borders[1:], lengths, lengths, KV_HEADS, "cpu")
             prompts = kernels.PromptSegments.cut(*cut)
-            maxima = kernels.PromptSegments.cut(*cut, maxima=True)
             # As FlashAttention returns it, and as it would be after a transposition.
             for lse in (torch.zeros(self.heads, tokens), torch.zeros(tokens, self.heads).T):
                 for layer, keys in enumerate(self.layers.key_caches):
                     for fused in (True, False):
                         query = self.query(tokens, fused=fused)
                         scores, early = self.planes
-                        planes = (scores, prompts), (scores, maxima), (early, prompts)
+                        planes = (scores, prompts), (early, prompts)
                         for (plane, given), lanes in product(planes, (None, self.lanes)):
                             kernels.add_prompt_scores(
                                 query, keys, plane[layer], self.table[:rows], *batch, lse, 0.125,

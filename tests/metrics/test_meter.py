@@ -25,7 +25,7 @@ def eviction(holes: int) -> Eviction:
 
 
 def report(budget: float | None, budget_tokens: int = 100, seen: int = 400) -> dict[str, Any]:
-    counts = {"tokens_cached": 96, "tokens_protected": 128, "tokens_repeated": 7}
+    counts = {"tokens_cached": 96, "tokens_protected": 128}
     own = {"budget": budget, "budget_tokens": budget_tokens, "tokens_seen": seen}
     return {**own, **counts, "elastic": False, "squeezed_at": None}
 
@@ -45,7 +45,6 @@ def test_what_happened_is_handed_over_once() -> None:
         "freed_blocks": 5,
         "cached_tokens": 3 * 96,
         "protected_tokens": 3 * 128,
-        "repeated_tokens": 4 * 7,
         "kv_tokens_full": 500,
         "kv_tokens_held": 420,
         "squeezed_requests": 2,
@@ -61,7 +60,6 @@ def test_what_happened_is_handed_over_once() -> None:
         "freed_blocks": 0,
         "cached_tokens": 0,
         "protected_tokens": 0,
-        "repeated_tokens": 0,
         "kv_tokens_full": 0,
         "kv_tokens_held": 0,
         "squeezed_requests": 0,

@@ -129,7 +129,7 @@ def test_two_api_servers_make_one_scrape(tmp_path: Path) -> None:
             logger = H2OStatLogger(Bag(model_config=Bag(served_model_name="m")), [0, 1])
             counts = {"evicted_tokens": 16 * blocks, "freed_blocks": blocks, "kv_tokens_held": held,
                       "kv_tokens_full": 500, "request_kv_budget": [0.2], "eviction_seconds": [0.1],
-                      "cached_tokens": 64, "protected_tokens": 96, "repeated_tokens": 40,
+                      "cached_tokens": 64, "protected_tokens": 96,
                       "squeezed_requests": 1, "squeezed_blocks": 5, "preemptions_avoided": 1,
                       "elastic_answers": 3, "lossless_answers": 2}
             stats = Bag(kv_connector_stats={METRICS_KEY: counts})
@@ -162,7 +162,6 @@ def test_two_api_servers_make_one_scrape(tmp_path: Path) -> None:
         'h2o:evicted_tokens_total{engine="1",model_name="m"} 112.0',
         'h2o:cached_tokens_total{engine="1",model_name="m"} 128.0',
         'h2o:protected_tokens_total{engine="1",model_name="m"} 192.0',
-        'h2o:repeated_tokens_total{engine="1",model_name="m"} 80.0',
         'h2o:squeezed_blocks_total{engine="1",model_name="m"} 10.0',
         'h2o:lossless_answers_total{engine="1",model_name="m"} 4.0',
         'h2o:kv_tokens_held{engine="1",model_name="m"} 200.0',

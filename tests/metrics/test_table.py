@@ -35,7 +35,6 @@ def test_the_metrics_that_were_promised_exist() -> None:
         ("h2o:freed_blocks", "counter"),
         ("h2o:cached_tokens", "counter"),
         ("h2o:protected_tokens", "counter"),
-        ("h2o:repeated_tokens", "counter"),
         ("h2o:squeezed_requests", "counter"),
         ("h2o:squeezed_blocks", "counter"),
         ("h2o:preemptions_avoided", "counter"),

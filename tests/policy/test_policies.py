@@ -11,7 +11,6 @@ from h2o_vllm.config.policies import (
     POLICIES,
     PROMPT_END_POLICIES,
     RECENT_SHARES,
-    REPEAT_POLICIES,
     ZAP_POLICIES,
 )
 from h2o_vllm.policy import Candidates, best_rank, get_policy
@@ -31,14 +30,9 @@ def test_who_scores_the_prompts_end_alone_is_listed_for_the_configuration() -> N
     ends = [
         name
         for name, policy in policies.items()
-        if (policy.scored_prompt_queries is not None or policy.repeats_prompt)
-        and name not in ZAP_POLICIES
+        if policy.scored_prompt_queries is not None and name not in ZAP_POLICIES
     ]
     assert ends == [*PROMPT_END_POLICIES]
-
-
-def test_who_repeats_the_prompt_is_listed_for_the_configuration() -> None:
-    assert [name for name in POLICIES if get_policy(name).repeats_prompt] == [*REPEAT_POLICIES]
 
 
 def test_who_foretells_is_listed_for_the_configuration() -> None:
@@ -56,7 +50,7 @@ def test_who_foretells_is_listed_for_the_configuration() -> None:
 def test_who_ranks_in_several_ways_leaves_less_to_the_newest() -> None:
     """And so does who knows what of the prompt is needed."""
     several = [name for name in POLICIES if type(get_policy(name)).__module__ == best_rank.__name__]
-    assert RECENT_SHARES.keys() == {*several, *REPEAT_POLICIES, *ZAP_POLICIES}
+    assert RECENT_SHARES.keys() == {*several, *ZAP_POLICIES}
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -118,9 +112,6 @@ def test_what_a_policy_says_of_itself_fits_together(name: str) -> None:
     assert policy.scores_attention or policy.scored_prompt_queries is None
     assert policy.scores_attention or not policy.last_query_only
     assert policy.scored_prompt_queries is None or policy.scored_prompt_queries > 0
-    if policy.repeats_prompt:
-        assert policy.scores_attention and policy.moves_tokens and policy.needs_scores
-        assert not policy.last_query_only and policy.late_prompt_queries is None
     if policy.late_prompt_queries is not None:
         assert policy.scores_attention and policy.scores_at_eviction and not policy.last_query_only
         assert policy.scored_prompt_queries is None

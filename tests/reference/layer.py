@@ -21,21 +21,18 @@ class Layer:
     """What one layer has computed.
 
     ``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
-    gave to the S tokens so far, [KH, T, S]; ``most``: the same, the largest of a group's query heads in place
-    of their sum; ``repeated``: the most that repeating queries gave, [KH, shared]; ``weights``,
-    ``distinctions``: per eviction, CAOTE's and KeyDiff's of all tokens before the recent ones, [KH, until or
-    more]; ``ranks``: of policies that rank in several ways, whose best rank each token has: those of an
-    eviction that have one rank have one number, [KH, S]; ``margins``: how near each token came, in any
-    eviction, to the fate of those on the other side of its head's border, by its score and relative to it,
-    [KH][position]; ``calibration``: of the layer, if there is one, [KH, F + 1].
+    gave to the S tokens so far, [KH, T, S]; ``weights``, ``distinctions``: per eviction, CAOTE's and
+    KeyDiff's of all tokens before the recent ones, [KH, until or more]; ``ranks``: of policies that rank in
+    several ways, whose best rank each token has: those of an eviction that have one rank have one number,
+    [KH, S]; ``margins``: how near each token came, in any eviction, to the fate of those on the other side of
+    its head's border, by its score and relative to it, [KH][position]; ``calibration``: of the layer, if
+    there is one, [KH, F + 1].
     """
 
     keys: Tensor
     values: Tensor
     alive: Tensor
     seen: list[Tensor]
-    most: list[Tensor] = field(default_factory=list)
-    repeated: Tensor | None = None
     weights: list[Tensor] = field(default_factory=list)
     distinctions: list[Tensor] = field(default_factory=list)
     ranks: Tensor | None = None
@@ -44,15 +41,8 @@ class Layer:
 
     def rows(self) -> Tensor:
         """The attention matrix, [KH, Q, S], its groups of query heads summed."""
-        return self._joined(self.seen)
-
-    def most_rows(self) -> Tensor:
-        """The same, of each group the largest query head's."""
-        return self._joined(self.most)
-
-    def _joined(self, passes: list[Tensor]) -> Tensor:
         count = self.keys.shape[1]
-        return torch.cat([pad(rows, (0, count - rows.shape[2])) for rows in passes], 1)
+        return torch.cat([pad(rows, (0, count - rows.shape[2])) for rows in self.seen], 1)
 
 
 def note_margins(

@@ -34,8 +34,6 @@ class PolicyModel:
         shared: whether the heads of a layer share what they keep beside the newest tokens, in whole blocks.
         bound: unprotected tokens, whole blocks, that a longer prompt may hold while it is computed: a quarter
             of them goes whenever there are as many; 0: no bound.
-        repeats: what policies that repeat read behind the first ``text`` tokens of a prompt, one after the
-            other; each begins anew.
         calibration: for policies that foretell, [L, KH, F + 1].
     """
 
@@ -50,15 +48,12 @@ class PolicyModel:
     delay: int = 0
     bound: int = 0
     shared: bool = False
-    repeats: list[list[int]] = field(default_factory=list)
-    text: int = 0
     calibration: Tensor | None = None
     running: ClassVar[PolicyModel | None] = None
     """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
     prompt: int = 0
     evicted: int = 0
-    repeating: bool = False
     ranked: list[tuple[int, int, int]] = field(default_factory=list)
     """Per eviction: tokens seen, and the positions that it ranked for the first time, from .. to."""
 
@@ -90,18 +85,7 @@ class PolicyModel:
             self._forward(prompt[start:point], start)
             self._evict(point)
             start = point
-        logits = self._forward(prompt[start:], start)
-        if self._shared > self.protected:
-            self.repeating = True
-            for tokens in self.repeats:
-                self._forward(tokens, self.text)
-            self.repeating = False
-        return logits
-
-    @property
-    def _shared(self) -> int:
-        """Tokens in whole blocks that are repeated; those behind are scored by all queries from there on."""
-        return self.text // self.block * self.block
+        return self._forward(prompt[start:], start)
 
     def _points(self) -> range:
         """Tokens seen at each eviction inside of the prompt."""
@@ -133,9 +117,7 @@ class PolicyModel:
         self.ranked.append((seen, fresh, max(fresh, until)))
         # Of equal scores, those survive that are not copied: see h2o_vllm/kernels/reference.py.
         copied = self.protected + excess if len(self.ranked) == 1 else 0
-        formula = ReferenceScores(
-            self.policy, self.sinks, self.protected, self.prompt, self._shared, self.ranked
-        )
+        formula = ReferenceScores(self.policy, self.sinks, self.protected, self.prompt, self.ranked)
         for layer in self.layers.values():
             ranks = formula.of(layer).tolist()
             candidates = []
@@ -188,8 +170,6 @@ class PolicyModel:
     ) -> tuple[Tensor, None]:
         """query: [1, H, T, D]; key, value: [1, KH, T, D], rotated. Returns [1, T, H, D]."""
         heads, new = key.shape[1], key.shape[2]
-        if self.repeating:
-            return self._attend_repeating(self.layers[module.layer_idx], query, key, value, scaling)
         nothing = torch.zeros(heads, 0)
         layer = self.layers.setdefault(
             module.layer_idx,
@@ -206,23 +186,8 @@ class PolicyModel:
         visible = visible[None] & layer.alive[:, None]
         prob = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
         layer.seen.append(prob.sum(1))
-        layer.most.append(prob.amax(1))
         mixed = prob @ layer.values[:, None]
         return mixed.flatten(0, 1).transpose(0, 1)[None].contiguous(), None
-
-    def _attend_repeating(
-        self, layer: Layer, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> tuple[Tensor, None]:
-        """As :meth:`attend`, behind the prompt's text, which is whole; nothing is kept but maxima."""
-        heads, new = key.shape[1], key.shape[2]
-        keys = torch.cat([layer.keys[:, : self.text], key[0]], 1)
-        values = torch.cat([layer.values[:, : self.text], value[0]], 1)
-        logits = query[0].unflatten(0, (heads, -1)) @ keys[:, None].mT * scaling
-        future = torch.ones(new, keys.shape[1], dtype=torch.bool).triu(self.text + 1)
-        prob = logits.masked_fill(future, float("-inf")).softmax(-1)
-        given = prob.amax((1, 2))[:, : self._shared]
-        layer.repeated = given if layer.repeated is None else torch.maximum(layer.repeated, given)
-        return (prob @ values[:, None]).flatten(0, 1).transpose(0, 1)[None].contiguous(), None
 
 
 def _attend(

@@ -37,7 +37,6 @@ class ReferenceScores:
     Attributes:
         policy: value of ``kv_policy``. sinks: first tokens that stay. protected: first tokens that are never
             ranked. prompt: its tokens.
-        repeated: those of the prompt's first tokens, whole blocks, that are repeated.
         ranked: per eviction so far, this one last: tokens seen, and the positions that it ranked for the
             first time, from .. to.
     """
@@ -46,15 +45,12 @@ class ReferenceScores:
     sinks: int
     protected: int
     prompt: int
-    repeated: int
     ranked: list[tuple[int, int, int]]
 
     def of(self, layer: Layer) -> Tensor:
         """[KH, S]: what the policy thinks of each token, the evicted ones included."""
         if self.policy == "keydiff":
             return self._distinction(layer)
-        if self.policy.startswith("repeat"):
-            return self._repeat_scores(layer)
         if self.policy in ("zap", "zap-keydiff"):
             return self._zap_scores(layer)
         rows = layer.rows()
@@ -85,28 +81,6 @@ class ReferenceScores:
             if self.policy == "zap-snapkv-keydiff":
                 since = max(when, self.prompt - WINDOW)
             scores[:, start:end] = first + rows[:, since:, start:end].sum(1)
-        return scores
-
-    def _repeat_scores(self, layer: Layer) -> Tensor:
-        """KVzip's, [KH, S]: the most attention of repeating queries, and of those behind what is repeated."""
-        repeated = self.repeated > self.protected
-        queries = layer.most_rows().clone()
-        queries[:, : self.repeated if repeated else self.prompt] = 0.0
-        known = torch.zeros(queries.shape[0], queries.shape[2])
-        if layer.repeated is not None:
-            known[:, : layer.repeated.shape[1]] = layer.repeated
-        layer.distinctions.append(self._distinction(layer))
-        scores = torch.zeros_like(known)
-        for number, (when, start, end) in enumerate(self.ranked):
-            if start == end:
-                continue
-            first = torch.maximum(known, queries[:, :when].amax(1))[:, start:end]
-            first[:, : max(0, self.sinks - start)] = 0.0
-            if self.policy == "repeat-keydiff":
-                distinctions = layer.distinctions[number][:, start:end]
-                first = self._by_the_best_rank(layer, number, first, distinctions)
-            later = queries[:, when:, start:end]
-            scores[:, start:end] = torch.maximum(first, later.amax(1)) if later.shape[1] else first
         return scores
 
     def _zap_scores(self, layer: Layer) -> Tensor:

@@ -30,7 +30,6 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "tokens_seen": 100,
         "tokens_cached": 0,
         "tokens_protected": 0,
-        "tokens_repeated": 0,
         "tokens_held": 32,
         "tokens_evicted": 68,
         "blocks_freed": 2,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, REPEAT_POLICIES, ZAP_POLICIES
+from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, POLICIES, REMOVED_POLICIES, ZAP_POLICIES
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
@@ -81,9 +81,22 @@ def test_foretelling_wants_a_calibration(config: H2OConfig, policy: str) -> None
         H2OConfig(kv_calibration=3)  # type: ignore[arg-type]
 
 
-def test_heads_share_where_prompts_are_repeated_unless_somebody_says_otherwise() -> None:
+@pytest.mark.parametrize("policy", REMOVED_POLICIES)
+def test_a_removed_policy_is_refused_and_the_refusal_names_what_replaces_it(policy: str) -> None:
+    instead = REMOVED_POLICIES[policy]
+    assert instead in POLICIES and policy not in POLICIES
+    for server in (H2OConfig(), H2OConfig(kv_calibration="unread")):
+        refusal = refused(server, body(kv_policy=policy))
+        assert (refusal.param, refusal.reason) == ("kv_policy", "value")
+        assert f"kv_policy must be '{instead}'" in refusal.message
+        assert "--kv-calibration" in refusal.message
+    with pytest.raises(ConfigError, match=f"--kv-policy: .*'{instead}'"):
+        H2OConfig(kv_policy=policy)
+
+
+def test_heads_share_with_predicted_scores_unless_a_request_says_otherwise() -> None:
     server = H2OConfig(kv_calibration="unread")
-    for policy in (*REPEAT_POLICIES, *ZAP_POLICIES):
+    for policy in ZAP_POLICIES:
         assert resolve(server, {"kv_policy": policy}).heads == "shared"
         assert resolve(server, {"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
         equal = H2OConfig(kv_heads="equal", kv_calibration="unread")

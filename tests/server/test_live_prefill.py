@@ -77,20 +77,6 @@ def test_what_cannot_be_held_is_a_400_with_the_numbers(
     assert answer(client, 100).usage.completion_tokens == 40
 
 
-def test_a_prompt_is_repeated_or_refused_with_the_numbers(client: openai.OpenAI) -> None:
-    asked = {"kv_policy": "repeat-keydiff", "kv_prefill_tokens": 0}
-    response: Any = answer(client, 200, 100, **asked)
-    assert response.usage.completion_tokens == 100 and len(response.choices) == 1
-    report = response.kv_cache
-    assert report["policy"] == "repeat-keydiff" and report["recent"] == 0.1
-    assert report["tokens_repeated"] > 200 and report["tokens_evicted"] > 0
-    with pytest.raises(openai.BadRequestError, match=f"{POOL} tokens of KV") as caught:
-        answer(client, 350, 100, **asked)
-    assert caught.value.param == "kv_policy"
-    with pytest.raises(openai.BadRequestError, match="before the prompt's end"):
-        answer(client, 200, kv_policy="repeat")
-
-
 def test_server_says_what_it_bounds(server: LiveServer) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     config = httpx.get(f"{server.url}/plugins/h2o/config", headers=headers).json()

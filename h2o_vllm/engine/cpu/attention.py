@@ -172,7 +172,6 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             output,
             split.decode_scored,
             *softmax,
-            split.decode_most,
         )
         kernels.attend_prompt(
             ours,
@@ -182,14 +181,11 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             output,
             split.prompt_scored,
             *softmax,
-            split.prompt_most,
         )
         for scores, last in ((self._scores, split.last), (self._early, split.late)):
             if last.tokens.numel():
                 gathered = ours._replace(query=query[last.tokens], scores=scores)
-                kernels.score_prompt(
-                    gathered, last.starts, last.rows, self.scale, *softmax, last.most
-                )
+                kernels.score_prompt(gathered, last.starts, last.rows, self.scale, *softmax)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):

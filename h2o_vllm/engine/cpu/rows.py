@@ -42,21 +42,18 @@ class LastQueries:
     Attributes:
         rows: [R], int32. starts: where these queries of every row of the batch start once gathered (most have
             none), and the end of the last one; [B + 1], int32. tokens: their positions in the batch; int64.
-        most: so many of the rows, the first ones, keep maxima.
     """
 
     rows: torch.Tensor
     starts: torch.Tensor
     tokens: torch.Tensor
-    most: int = 0
 
     @classmethod
     def of(cls, rows: StepRows, chosen: NDArray[np.intp], counts: NDArray[np.int32]) -> LastQueries:
         """The last ``counts`` ones of the ``chosen`` rows, some of which may be none."""
         chosen, counts = chosen[counts > 0], counts[counts > 0]
         starts, tokens = _gathered(rows, chosen, counts, whole_batch=True)
-        most = rows.most[chosen]
-        return cls(_int32(_first(chosen, most)), starts, tokens, int(most.sum()))
+        return cls(_int32(chosen), starts, tokens)
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,9 @@ class RowSplit:
 
     Attributes:
         decode_rows, decode_tokens: our rows with one query, and where that query is; int32.
-        decode_scored: so many of them, the first ones, are scored; decode_most: of these the first ones by
-            maxima.
+        decode_scored: so many of them, the first ones, are scored.
         prompt_rows: our rows with several queries; int32.
-        prompt_scored: so many of them, the first ones, are scored, with all queries; prompt_most: as above.
+        prompt_scored: so many of them, the first ones, are scored, with all queries.
         rest_rows, rest_starts: rows left to vLLM, and their query starts once gathered; int32.
         rest_tokens: their queries' positions in the batch; int64.
         last: the last queries of rows that do not score all of theirs.
@@ -78,10 +74,8 @@ class RowSplit:
     decode_rows: torch.Tensor
     decode_tokens: torch.Tensor
     decode_scored: int
-    decode_most: int
     prompt_rows: torch.Tensor
     prompt_scored: int
-    prompt_most: int
     rest_rows: torch.Tensor
     rest_starts: torch.Tensor
     rest_tokens: torch.Tensor
@@ -104,8 +98,8 @@ def split_rows(rows: StepRows, *, full: bool, shared: SharedRows | None = None) 
         unreadable[list(shared.heavy_blocks)] = True
     whole = (scored == lens) & (lens > 0)
     ours = whole | ((full | unreadable) & (lens > 0))
-    decode, decode_scored, decode_most = _scored_first(ours & (lens == 1), whole, rows.most)
-    prompt, prompt_scored, prompt_most = _scored_first(ours & (lens > 1), whole, rows.most)
+    decode, decode_scored = _scored_first(ours & (lens == 1), whole)
+    prompt, prompt_scored = _scored_first(ours & (lens > 1), whole)
     rest = np.flatnonzero(~ours & (not full))
     last = np.flatnonzero(~whole & (scored > 0))
     rest_starts, rest_tokens = _gathered(rows, rest, lens[rest])
@@ -113,10 +107,8 @@ def split_rows(rows: StepRows, *, full: bool, shared: SharedRows | None = None) 
         decode_rows=_int32(decode),
         decode_tokens=_int32(rows.starts[decode]),
         decode_scored=decode_scored,
-        decode_most=decode_most,
         prompt_rows=_int32(prompt),
         prompt_scored=prompt_scored,
-        prompt_most=prompt_most,
         rest_rows=_int32(rest),
         rest_starts=rest_starts,
         rest_tokens=rest_tokens,
@@ -126,18 +118,11 @@ def split_rows(rows: StepRows, *, full: bool, shared: SharedRows | None = None) 
 
 
 def _scored_first(
-    chosen: NDArray[np.bool_], scored: NDArray[np.bool_], most: NDArray[np.bool_]
-) -> tuple[NDArray[np.intp], int, int]:
-    """The ``chosen`` rows, scored ones first, of these those by maxima; and how many these are."""
+    chosen: NDArray[np.bool_], scored: NDArray[np.bool_]
+) -> tuple[NDArray[np.intp], int]:
+    """The ``chosen`` rows, scored ones first; and how many these are."""
     first = np.flatnonzero(chosen & scored)
-    by_most = most[first]
-    ordered = np.concatenate([_first(first, by_most), np.flatnonzero(chosen & ~scored)])
-    return ordered, first.size, int(by_most.sum())
-
-
-def _first(rows: NDArray[np.intp], which: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """``rows`` with ``which`` of them first."""
-    return np.concatenate([rows[which], rows[~which]])
+    return np.concatenate([first, np.flatnonzero(chosen & ~scored)]), first.size
 
 
 def _gathered(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from h2o_vllm.engine.cpu.foretelling import Learner, foretold
+from h2o_vllm.engine.cpu.foretelling import foretold
 from h2o_vllm.engine.cpu.lanes import LaneStore
 from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.eviction_scores import (
@@ -53,7 +53,6 @@ class CPUState(WorkerState):
         full_kernel: whether our kernels also serve rows without scores.
         sharing: ids of the requests whose heads share slots. lanes: whose is what, once they have evicted.
         calibration: what is known of the model, if somebody has calibrated it.
-        learner: learns that, while somebody does.
     """
 
     kv_caches: list[torch.Tensor]
@@ -63,7 +62,6 @@ class CPUState(WorkerState):
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
     calibration: Calibration | None = None
-    learner: Learner | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,8 +114,6 @@ class CPUState(WorkerState):
 
     def compact(self, evictions: Sequence[Eviction]) -> None:
         """As the base class; a request of which nothing is left to rank has no lanes either."""
-        if self.learner is not None:
-            self.learner.learn(evictions, self.scores, self.kv_caches)
         super().compact(evictions)
         self.lanes.drop(one.request_id for one in evictions if not one.heavy_blocks)
 

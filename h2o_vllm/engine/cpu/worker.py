@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from h2o_vllm.calibration.features import Rotation
 from h2o_vllm.calibration.file import Calibration, Traits
+from h2o_vllm.calibration.learner import Learner, Softmax
 from h2o_vllm.engine.compat import (
     model_norms,
     model_rotation,
@@ -22,7 +24,6 @@ from h2o_vllm.engine.compat import (
 from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
 from h2o_vllm.engine.cpu.compiled import find_compiled_again
-from h2o_vllm.engine.cpu.foretelling import Learner
 from h2o_vllm.engine.cpu.heap import keep_freed_memory
 from h2o_vllm.engine.cpu.huge import collapse
 from h2o_vllm.engine.cpu.pages import ZeroPages, in_background
@@ -34,7 +35,7 @@ from h2o_vllm.kernels.cpu.checks import check_cache
 from h2o_vllm.kernels.cpu.fallback import COST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -78,6 +79,9 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
 
     builder_cls = H2OMetadataBuilder
     impl_cls = H2OAttentionImpl
+    _layers: Sequence[Any] = ()
+    """The evictable ones."""
+    _learner: Learner | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         keep_freed_memory()
@@ -129,6 +133,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         return layer
 
     def _make_state(self, layers: list[Any], group: Any) -> CPUState:
+        self._layers = layers
         kv_caches = [layer.kv_cache for layer in layers]
         num_heads = layers[0].impl.num_heads
         planes = torch.zeros(2, len(layers), *kv_caches[0].shape[:3])
@@ -160,16 +165,32 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         rotation = Rotation(*model_rotation(model))
         return Traits(layers, heads, size, size, rotation, model_norms(model))
 
-    def learn(self) -> None:
-        """For :mod:`h2o_vllm.calibrate`: from now on, from every eviction."""
-        state = self._bound_state()
-        traits = self._traits(state)
-        state.learner = Learner(traits.layers, traits.rotation)
+    def learn(self, text: int, request: int) -> None:
+        """For :mod:`h2o_vllm.calibrate`: from now on, from every step of ``request`` tokens.
+
+        Args:
+            text: so many of a request's first tokens are the text that it repeats.
+        """
+        traits = self._traits(self._bound_state())
+        self._learner = learner = Learner(traits.layers, traits.rotation, text, request)
+
+        def look(index: int, layer: Any, given: tuple[torch.Tensor, ...]) -> None:
+            query, key, value = given[:3]
+            impl = layer.impl
+            learner.look(
+                index,
+                query.view(-1, layer.num_heads, layer.head_size),
+                key.view(-1, layer.num_kv_heads, layer.head_size),
+                value.view(-1, layer.num_kv_heads, layer.head_size_v),
+                Softmax(impl.scale, impl.logits_soft_cap, impl.sinks),
+            )
+
+        for index, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(partial(look, index))
 
     def tokens_learned(self) -> int:
         """Of how many tokens so far."""
-        learner = self._bound_state().learner
-        return 0 if learner is None else learner.tokens
+        return 0 if self._learner is None else self._learner.tokens
 
     def save_calibration(self, path: str, about: dict[str, object]) -> None:
         """Write what was learned.
@@ -178,10 +199,11 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             ConfigError: it cannot be written.
             ValueError: nothing was learned.
         """
-        state = self._bound_state()
-        if state.learner is None:
+        if self._learner is None:
             raise ValueError("nothing was learned")
-        Calibration(state.learner.weights(), self._traits(state), about).save(Path(path))
+        Calibration(self._learner.weights(), self._traits(self._bound_state()), about).save(
+            Path(path)
+        )
 
     def _bind_builder(self, builder: Any, state: CPUState) -> None:
         super()._bind_builder(builder, state)

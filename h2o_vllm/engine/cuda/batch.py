@@ -20,12 +20,11 @@ class ScoredPrompts:
     """The scored queries of rows with several.
 
     Attributes:
-        sums: of rows whose scores are sums, or ``None``. maxima: of those whose scores are maxima.
+        every: of all rows, or ``None``.
         late: the late queries, of these, of rows that get to theirs in this step, or ``None``.
     """
 
-    sums: PromptSegments | None = None
-    maxima: PromptSegments | None = None
+    every: PromptSegments | None = None
     late: PromptSegments | None = None
 
 

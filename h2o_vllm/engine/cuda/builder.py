@@ -145,13 +145,11 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
     ) -> ScoredPrompts:
         """The scored queries of rows with several, ``among`` some rows, none of which has more keys."""
         prompts = np.flatnonzero(rows.prompts & among)
-        by_sums, by_maxima = prompts[~rows.most[prompts]], prompts[rows.most[prompts]]
         counts = rows.scored_queries
         late = np.isin(rows.crossing, np.flatnonzero(among))
         crossing, late_counts = rows.crossing[late], rows.late_queries[late]
         return ScoredPrompts(
-            sums=self._segments(rows, by_sums, counts[by_sums], most_keys),
-            maxima=self._segments(rows, by_maxima, counts[by_maxima], most_keys, maxima=True),
+            every=self._segments(rows, prompts, counts[prompts], most_keys),
             late=self._segments(rows, crossing, late_counts, most_keys),
         )
 
@@ -161,8 +159,6 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         chosen: NDArray[np.intp],
         counts: NDArray[np.int32],
         most_keys: NDArray[np.int32],
-        *,
-        maxima: bool = False,
     ) -> kernels.PromptSegments | None:
         """The last ``counts`` queries of the ``chosen`` rows, unless all counts are 0."""
         chosen, counts = chosen[counts > 0], counts[counts > 0]
@@ -178,7 +174,6 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             most_keys[chosen].tolist(),
             self._state.scores.shape[2],
             self._live.device,
-            maxima=maxima,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:

@@ -187,11 +187,7 @@ class CudaScoringImpl(ScoringImpl):
         scales: Scales,
         lanes: kernels.LaneTables | None = None,
     ) -> None:
-        for scores, prompts in (
-            (self._scores, scored.sums),
-            (self._scores, scored.maxima),
-            (self._early, scored.late),
-        ):
+        for scores, prompts in ((self._scores, scored.every), (self._early, scored.late)):
             if prompts is not None:
                 kernels.add_prompt_scores(
                     query,

@@ -21,7 +21,6 @@ _HOW: dict[str, Op] = {
     "keydiff": Op.KEY,
     "snapkv": Op.END,
     "snapkv-keydiff": Op.END | Op.KEY,
-    "repeat-keydiff": Op.ATTENTION | Op.KEY,
     "caote-snapkv-keydiff": Op.VALUE | Op.END | Op.KEY,
 }
 """Of every policy with ``scores_at_eviction``."""

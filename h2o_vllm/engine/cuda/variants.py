@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from h2o_vllm.kernels.triton import EVICTING, MAXIMA, SCORED
+from h2o_vllm.kernels.triton import EVICTING, SCORED
 from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
@@ -108,7 +108,6 @@ def row_flags(rows: StepRows, shared: NDArray[np.bool_] | None = None) -> NDArra
     """
     ours = rows.decodes if shared is None else rows.decodes | shared
     flags = np.where(rows.codes > 0, EVICTING, 0) | np.where(ours, SCORED, 0)
-    flags |= np.where(rows.most, MAXIMA, 0)
     return flags.astype(np.int32)
 
 

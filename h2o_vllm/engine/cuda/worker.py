@@ -93,7 +93,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         tokens, rows = blocks * spec.block_size, self.scheduler_config.max_num_seqs
         workspace = kernels.DecodeWorkspace(
             rows,
-            self._scored_tokens(tokens),
+            tokens,
             self.model_config.get_num_attention_heads(self.parallel_config),
             spec.num_kv_heads,
             self.model_config.dtype,
@@ -109,11 +109,6 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
     def _may_share(self) -> bool:
         """Whether requests may let KV heads share slots."""
         return not config_of(self.vllm_config).kv_heads_equal_because
-
-    def _scored_tokens(self, tokens: int) -> int:
-        """The most that rows can have among them whose scores come of one launch; ``tokens``: of the pool."""
-        # Whoever repeats a prompt reads it in its owner's blocks, while the owner goes on.
-        return 2 * tokens if self._h2o_config().kv_repeat else tokens
 
     def _scratch_bytes(self, kv_heads: int) -> int:
         """Of compaction and rescoring: room for the longest prompt's first eviction, a layer at a time."""
@@ -168,7 +163,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             kv_layers=kv_layers,
             workspace=kernels.DecodeWorkspace(
                 slots,
-                self._scored_tokens(num_blocks * block_size),
+                num_blocks * block_size,
                 num_heads,
                 num_kv_heads,
                 self.model_config.dtype,

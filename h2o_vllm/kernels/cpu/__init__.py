@@ -12,7 +12,7 @@ per process, at the first call or by :func:`load`. Environment variables:
 * ``H2O_CPU_CHECK=1`` checks every call's tensors first (see :mod:`~h2o_vllm.kernels.cpu.checks`).
 
 Rows that share a block add to the same slots: with several threads, in no fixed order, and one may lose what
-another adds. Maxima (``most``) are safe.
+another adds.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ def attend_decode(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """Attention of one query per listed row; its probabilities are added to ``batch.scores``.
 
@@ -118,14 +117,11 @@ def attend_decode(
         softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
         sinks: [H], float32, contiguous: logits that belong to no key and join the softmax's denominator.
             What they get of the attention is in nobody's score.
-        most: so many of the scored rows, the first ones, raise a score to the largest probability that one of
-            their queries, of any q head of the group, gives the key, in place of adding. Such rows may share
-            blocks: what comes out depends on no order.
     """
     if _CHECK:
-        checks.check_batch(batch, rows, out, scored, most)
+        checks.check_batch(batch, rows, out, scored)
         checks.check_softmax(batch, softcap, sinks)
-    load().attend_decode(batch, tokens, rows, scale, out, scored, softcap, sinks, most)
+    load().attend_decode(batch, tokens, rows, scale, out, scored, softcap, sinks)
 
 
 def score_prompt(
@@ -135,7 +131,6 @@ def score_prompt(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """Column sums of the causal softmax of each listed row's queries, added to ``batch.scores``.
 
@@ -146,9 +141,9 @@ def score_prompt(
         query_start_loc: [B + 1], int32. The others are those of :func:`attend_decode`.
     """
     if _CHECK:
-        checks.check_batch(batch, rows, most=most)
+        checks.check_batch(batch, rows)
         checks.check_softmax(batch, softcap, sinks)
-    load().score_prompt(batch, query_start_loc, rows, scale, softcap, sinks, most)
+    load().score_prompt(batch, query_start_loc, rows, scale, softcap, sinks)
 
 
 def attend_prompt(
@@ -160,17 +155,16 @@ def attend_prompt(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """:func:`score_prompt` that also writes the attention output of the same queries to ``out``.
 
     Args:
-        scored, softcap, sinks, most: as for :func:`attend_decode`.
+        scored, softcap, sinks: as for :func:`attend_decode`.
     """
     if _CHECK:
-        checks.check_batch(batch, rows, out, scored, most)
+        checks.check_batch(batch, rows, out, scored)
         checks.check_softmax(batch, softcap, sinks)
-    load().attend_prompt(batch, query_start_loc, rows, scale, out, scored, softcap, sinks, most)
+    load().attend_prompt(batch, query_start_loc, rows, scale, out, scored, softcap, sinks)
 
 
 def compact(

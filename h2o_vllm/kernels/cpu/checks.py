@@ -75,7 +75,6 @@ def check_batch(
     rows: Tensor,
     out: Tensor | None = None,
     scored: int | None = None,
-    most: int = 0,
 ) -> None:
     """Check one call's tensors: shapes, dtypes, and that every index stays inside its tensor.
 
@@ -101,11 +100,8 @@ def check_batch(
         if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
             raise ValueError(f"{name} must be int32 and contiguous in its last axis")
     adding = rows.numel() if scored is None else scored
-    if not 0 <= most <= adding <= rows.numel():
-        raise ValueError(
-            f"scored must be 0 to {rows.numel()}, the listed rows, and most up to scored; got {adding} "
-            f"and {most}"
-        )
+    if not 0 <= adding <= rows.numel():
+        raise ValueError(f"scored must be 0 to {rows.numel()}, the listed rows; got {adding}")
     _check_rows(batch, rows)
 
 

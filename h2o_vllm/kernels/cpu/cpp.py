@@ -40,7 +40,7 @@ class _Call(ctypes.Structure):
     _pointers = ("query", "cache", "scores", "table", "lens", "starts", "rows", "out", "sinks",
                  "lane_rows", "lane_pages", "lane_counts", "lane_heavy")  # fmt: skip
     _strides = ("query_stride", "out_stride", "table_stride", "lane_stride")
-    _numbers = ("count", "scored", "heads", "group", "size", "block", "dtype", "prompt", "most")
+    _numbers = ("count", "scored", "heads", "group", "size", "block", "dtype", "prompt")
     _fields_ = [
         *((name, c_void_p) for name in _pointers),
         *((name, c_int64) for name in _strides),
@@ -85,10 +85,9 @@ def attend_decode(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
-    _run(batch, tokens, rows, scale, out, scored, softcap, sinks, most, prompt=False)
+    _run(batch, tokens, rows, scale, out, scored, softcap, sinks, prompt=False)
 
 
 def score_prompt(
@@ -98,10 +97,9 @@ def score_prompt(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    _run(batch, query_start_loc, rows, scale, None, None, softcap, sinks, most, prompt=True)
+    _run(batch, query_start_loc, rows, scale, None, None, softcap, sinks, prompt=True)
 
 
 def attend_prompt(
@@ -113,10 +111,9 @@ def attend_prompt(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
-    _run(batch, query_start_loc, rows, scale, out, scored, softcap, sinks, most, prompt=True)
+    _run(batch, query_start_loc, rows, scale, out, scored, softcap, sinks, prompt=True)
 
 
 def compact(
@@ -219,7 +216,6 @@ def _run(
     scored: int | None,
     softcap: float,
     sinks: Tensor | None,
-    most: int,
     *,
     prompt: bool,
 ) -> None:
@@ -236,6 +232,6 @@ def _run(
         query.stride(0), 0 if out is None else out.stride(0), block_table.stride(0),
         0 if lanes is None else lanes.pages.stride(1),
         count, count if scored is None else scored, heads, query.shape[1] // heads, width // 2, block,
-        _DTYPES[query.dtype], prompt, most, scale, softcap,
+        _DTYPES[query.dtype], prompt, scale, softcap,
     )  # fmt: skip
     _attend(byref(call))

@@ -65,14 +65,11 @@ def attend_decode(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
     for i, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
         scores = scored is None or i < scored
-        _attend(
-            batch, row, token, token + 1, scale, out, softcap, sinks, scores=scores, most=i < most
-        )
+        _attend(batch, row, token, token + 1, scale, out, softcap, sinks, scores=scores)
 
 
 def score_prompt(
@@ -82,10 +79,9 @@ def score_prompt(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks, most)
+    attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks)
 
 
 def attend_prompt(
@@ -97,14 +93,13 @@ def attend_prompt(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
     starts = query_start_loc.tolist()
     for i, row in enumerate(rows.tolist()):
         scores = scored is None or i < scored
         tokens = (starts[row], starts[row + 1])
-        _attend(batch, row, *tokens, scale, out, softcap, sinks, scores=scores, most=i < most)
+        _attend(batch, row, *tokens, scale, out, softcap, sinks, scores=scores)
 
 
 def _attend(
@@ -118,7 +113,6 @@ def _attend(
     sinks: Tensor | None,
     *,
     scores: bool,
-    most: bool,
 ) -> None:
     """Queries ``first`` to ``end`` of the batch, the last ones of ``row``, over the row's keys."""
     length, block_size = int(batch.seq_lens[row]), batch.kv_cache.shape[2]
@@ -128,7 +122,7 @@ def _attend(
         for head, (mine, alone) in enumerate(heads_apart(batch, row)):
             sink = None if sinks is None else sinks.unflatten(0, (-1, mine.stop - mine.start))[head]
             to = None if out is None else out[:, mine]
-            _attend(alone, 0, first, end, scale, to, softcap, sink, scores=scores, most=most)
+            _attend(alone, 0, first, end, scale, to, softcap, sink, scores=scores)
         return
     blocks = batch.block_table[row, : -(-length // block_size)].long()
     keys, values = key_value_views(batch.kv_cache)
@@ -158,14 +152,14 @@ def _attend(
             prob = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
         if scores:
             given = received[:, :seen]
-            given.copy_(torch.maximum(given, prob.amax(1)) if most else given + prob.sum(1))
+            given += prob.sum(1)
         if out is not None:
             attended = (prob @ value[:, :seen]).view(heads, count, -1, size).transpose(0, 1)
             out[tokens] = attended.flatten(1, 2).to(out.dtype)
     if scores:
         # Whole blocks: slots behind the end receive zero.
         whole, old = received.unflatten(1, (-1, block_size)).transpose(0, 1), batch.scores[blocks]
-        batch.scores[blocks] = torch.maximum(old, whole) if most else old + whole
+        batch.scores[blocks] = old + whole
 
 
 def compact(

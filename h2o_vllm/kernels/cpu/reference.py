@@ -49,13 +49,12 @@ def attend_decode(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
     for i, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
         scores = scored is None or i < scored
         query = slice(token, token + 1)
-        _attend(batch, row, query, scale, out, softcap, sinks, scores=scores, most=i < most)
+        _attend(batch, row, query, scale, out, softcap, sinks, scores=scores)
 
 
 def score_prompt(
@@ -65,10 +64,9 @@ def score_prompt(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks, most)
+    attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks)
 
 
 def attend_prompt(
@@ -80,13 +78,12 @@ def attend_prompt(
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    most: int = 0,
 ) -> None:
     """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
     for i, row in enumerate(rows.tolist()):
         tokens = slice(int(query_start_loc[row]), int(query_start_loc[row + 1]))
         scores = scored is None or i < scored
-        _attend(batch, row, tokens, scale, out, softcap, sinks, scores=scores, most=i < most)
+        _attend(batch, row, tokens, scale, out, softcap, sinks, scores=scores)
 
 
 def compact(
@@ -154,7 +151,6 @@ def _attend(
     sinks: Tensor | None,
     *,
     scores: bool,
-    most: bool,
 ) -> None:
     length = int(batch.seq_lens[row])
     if length <= 0 or tokens.start >= tokens.stop:  # padding
@@ -163,7 +159,7 @@ def _attend(
         for head, (mine, alone) in enumerate(heads_apart(batch, row)):
             sink = None if sinks is None else sinks.unflatten(0, (-1, mine.stop - mine.start))[head]
             to = None if out is None else out[:, mine]
-            _attend(alone, 0, tokens, scale, to, softcap, sink, scores=scores, most=most)
+            _attend(alone, 0, tokens, scale, to, softcap, sink, scores=scores)
         return
     where = reference.live_slots(batch.block_table[row], length, batch.kv_cache.shape[2])
     keys, values = _token_views(batch.kv_cache)
@@ -172,8 +168,7 @@ def _attend(
     if out is not None:
         out[tokens] = attended.to(out.dtype)
     if scores:
-        add = reference.raise_to_probabilities if most else reference.add_probabilities
-        add(batch.scores, where, prob)
+        reference.add_probabilities(batch.scores, where, prob)
 
 
 def _token_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ take for granted, :func:`warm_up` compiles them all. Each step, in this order:
     attend_decode       per layer, in or out of a CUDA graph             2 launches
     prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch
     add_prompt_scores   per layer, if there are prompt rows              eager, 2 launches; 1 if no row is cut
-                        once for sums, once for maxima (1 launch), each if there are any
                         again for the late queries of prompts that get there, for a policy that asks
     split_scores        after it, for these                              eager, 1 launch
 
@@ -23,10 +22,9 @@ beside compact (5 launches), the plan (a second launch, which lists keys) and wh
 these tables, and several queries of such a row are attended by ``attend_shared_prompts`` (per layer, eager,
 1 launch).
 
-Nothing here waits for the GPU, and nothing in a graph allocates. Rows whose scores are sums share no block
-that is ranked: that is the design's law (a policy that moves tokens reads no cached blocks but pinned ones),
-so sums need no atomics. Rows whose scores are maxima may share them, as those do that repeat a prompt:
-:mod:`~h2o_vllm.kernels.triton.maxima`.
+Nothing here waits for the GPU, and nothing in a graph allocates. Scored rows share no block that is ranked:
+that is the design's law (a policy that moves tokens reads no cached blocks but pinned ones), so sums need no
+atomics.
 """
 
 from __future__ import annotations
@@ -54,13 +52,12 @@ from h2o_vllm.kernels.triton.rescores import (
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import PromptSegments
 from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
-from h2o_vllm.kernels.triton.tables import EVICTING, MAXIMA, PINNED, SCORED, compact_tables
+from h2o_vllm.kernels.triton.tables import EVICTING, PINNED, SCORED, compact_tables
 from h2o_vllm.kernels.triton.warmup import warm_up
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 
 __all__ = [
     "EVICTING",
-    "MAXIMA",
     "PINNED",
     "SCORED",
     "SCRATCH_BYTES",

@@ -8,7 +8,7 @@ it: for tests and debugging.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -91,12 +91,10 @@ def check_rows(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     out: Tensor | None = None,
-    maxima: Collection[int] = (),
 ) -> None:
     """Check one call's tensors: shapes, dtypes, indices inside their tensors, no block in two scored rows.
 
-    Args: those of :func:`.decode.attend_decode`; ``seq_lens``: live lengths of the scored rows, else 0;
-        ``maxima``: the rows that keep maxima, which may share blocks with each other.
+    Args: those of :func:`.decode.attend_decode`; ``seq_lens``: live lengths of the scored rows, else 0.
 
     Raises:
         ValueError: naming what does not fit.
@@ -117,7 +115,6 @@ def check_rows(
     if starts != sorted(starts) or starts[0] < 0 or starts[-1] > query.shape[0]:
         raise ValueError(f"query_start_loc must ascend within the {query.shape[0]} queries")
     seen: set[int] = set()
-    raised: set[int] = set()
     for row, length in enumerate(seq_lens.tolist()):
         if length <= 0:
             continue
@@ -128,10 +125,9 @@ def check_rows(
         table = block_table[row, : -(-length // block_size)].tolist()
         if not all(0 < block < blocks for block in table):
             raise ValueError(f"row {row}: block table has ids outside 1..{blocks - 1}")
-        others = seen if row in maxima else seen | raised
-        if len(set(table)) != len(table) or not others.isdisjoint(table):
+        if len(set(table)) != len(table) or not seen.isdisjoint(table):
             raise ValueError(f"row {row}: a block is in two scored places, sums would race")
-        (raised if row in maxima else seen).update(table)
+        seen.update(table)
 
 
 def _check_heads(name: str, tensor: Tensor, key_cache: Tensor) -> None:

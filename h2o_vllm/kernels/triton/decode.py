@@ -11,7 +11,7 @@ programs keep the memory busy; rows of several pieces are finished by a second l
 Bytes per live key and kv head, 16-bit cache:
 
     K and V              4 * D         512 at D = 128, what stock attention reads
-    scores               4 + 4         read and written; of maxima, few are written
+    scores               4 + 4         read and written
     scratch              2 * G + 2 * G written and read; at G = 4 it is 16 bytes
 
 That is 1.6 % above stock while the scratch of one layer stays in the L2 cache, and 4.7 % at G = 4, D = 128 if
@@ -59,16 +59,14 @@ def attend_decode(
 ) -> None:
     """Attention of the planned rows' single queries; their probabilities are added to ``scores``.
 
-    Which rows, how long they are, and which of them keep maxima instead, is what the last
-    :meth:`.DecodeWorkspace.plan` was told. Output and
+    Which rows, and how long they are, is what the last :meth:`.DecodeWorkspace.plan` was told. Output and
     scores of all other rows stay as they are. May be captured in a CUDA graph: the grid depends on B alone.
 
     Args:
         query: [T, H, D]; may be strided along T.
         key_cache, value_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``, or
             float8_e4m3fn (then ``query`` may be as well), multiplied as ``out``'s dtype.
-        scores: [N, KH, BS], float32, contiguous; receives probabilities summed over the q heads of a group,
-            or the largest of them.
+        scores: [N, KH, BS], float32, contiguous; receives probabilities summed over the q heads of a group.
         block_table: [B, MB], int32, without holes. May be strided along B.
         scale: factor on q.k before the softmax.
         out: [T, H, D]; only the planned rows' tokens are written. May be strided along T.
@@ -196,7 +194,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     row = tl.load(words)
     if row < 0:
         return
-    token, start, end, base, first, count, raises, scored_from = load_piece(words, TILE)
+    token, start, end, base, first, count, scored_from = load_piece(words, TILE)
     pinned = 0
     if lane_keys is not None:
         kv_head, pinned, lane_keys = of_head(words, lane_keys, layer, stride_keys)
@@ -281,7 +279,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         tl.debug_barrier()
         highest, weight = row_totals(part_max, part_sum, item, 1, own, PARTS_APART, G, GS, 1)
         add_scores(
-            scores, probs, tile_max, table, lane_keys, pinned, kv_head, start, end, base, scored_from, raises,
+            scores, probs, tile_max, table, lane_keys, pinned, kv_head, start, end, base, scored_from,
             highest, weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
     else:

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from h2o_vllm.kernels.triton.lanes import locate_listed
-from h2o_vllm.kernels.triton.maxima import raise_scores
 from h2o_vllm.kernels.triton.paged import locate
 from h2o_vllm.kernels.triton.plan import cut_pieces, fits, load_piece, of_head
 
@@ -67,15 +66,12 @@ def _page_of(table, lane_keys, pinned, position, live, kv_head, KH: tl.constexpr
 
 @triton.jit
 def add_scores(
-    scores, probs, tile_max, table, lane_keys, pinned, kv_head, start, end, base, scored_from, raises, top,
-    weight, num_tiles,
+    scores, probs, tile_max, table, lane_keys, pinned, kv_head, start, end, base, scored_from, top, weight,
+    num_tiles,
     KH: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Add the probabilities of a piece's keys to their scores, if they fitted the scratch.
-
-    Or, where it ``raises`` them, make each at least the largest that a q head gives.
-    """
+    """Add the probabilities of a piece's keys to their scores, if they fitted the scratch."""
     if fits(base):
         start = tl.multiple_of(tl.maximum(start, scored_from), TILE)
         heads = tl.arange(0, GS)
@@ -99,10 +95,7 @@ def add_scores(
             prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
             tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
             share = prob * tl.exp2(tops - top[:, None]) * weight[:, None]
-            if raises:
-                raise_scores(target, score, tl.max(share, 0), live)
-            else:
-                tl.store(target, score + tl.sum(share, 0), mask=live)
+            tl.store(target, score + tl.sum(share, 0), mask=live)
 
 
 @triton.jit(do_not_specialize=["stride_table", "num_tiles", *OF_LAYER])
@@ -148,7 +141,7 @@ def finish(
     ):
         words = pieces + item * FIELDS
         row = tl.load(words)
-        token, start, end, base, first, count, raises, scored_from = load_piece(words, TILE)
+        token, start, end, base, first, count, scored_from = load_piece(words, TILE)
         pinned, listed = 0, lane_keys
         if lane_keys is not None:
             kv_head, pinned, listed = of_head(words, lane_keys, layer, stride_keys)
@@ -157,8 +150,8 @@ def finish(
         top, weight = row_totals(part_max, part_sum, first, count, own, PARTS_APART, G, GS, PARTS)
         table = block_table + row.to(tl.int64) * stride_table
         add_scores(
-            scores, probs, tile_max, table, listed, pinned, kv_head, start, end, base, scored_from, raises,
-            top, weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
+            scores, probs, tile_max, table, listed, pinned, kv_head, start, end, base, scored_from, top,
+            weight, num_tiles, KH, G, GS, BS, TILE, SPAN,
         )  # fmt: skip
 
         heads = tl.arange(0, GS)

@@ -32,8 +32,8 @@ __all__ = ["FIELDS", "HEAD_FIELDS", "cut_pieces", "fits", "load_piece", "of_head
 
 FIELDS = 9
 """Words of one piece: row, token, first key, end, the tile of the scratch where the row's first one is or
-would be, the row's first piece, its number of pieces, negative where its scores are maxima; how many pieces
-are those of rows that are cut; the row's first key that is in the scratch. Row -1 = no piece.
+would be, the row's first piece, its number of pieces; how many pieces are those of rows that are cut; the
+row's first key that is in the scratch. Row -1 = no piece.
 
 Of plans of heads "row" means a head of one, and three more words are its number, the row's pinned blocks, or
 :data:`.lanes.EVERYWHERE` if its heads share nothing, and where its list of keys would begin with these."""
@@ -47,8 +47,8 @@ are left out, and a number of 32 bits in keys as well."""
 def load_piece(words, TILE: tl.constexpr):
     """The words of a piece behind its row, in their order; see :data:`FIELDS`.
 
-    The row is the caller's to load: most programs of a frozen grid have none and leave at once. The last are
-    whether its scores are maxima, and its first key that is in the scratch.
+    The row is the caller's to load: most programs of a frozen grid have none and leave at once. The last is
+    its first key that is in the scratch.
     """
     token = tl.load(words + 1).to(tl.int64)
     start = tl.multiple_of(tl.load(words + 2), TILE)
@@ -57,7 +57,7 @@ def load_piece(words, TILE: tl.constexpr):
     first = tl.load(words + 5)
     count = tl.load(words + 6)
     scored_from = tl.multiple_of(tl.load(words + 8), TILE)
-    return token, start, end, base, first, tl.abs(count), count < 0, scored_from
+    return token, start, end, base, first, count, scored_from
 
 
 @triton.jit
@@ -166,7 +166,6 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
     MIN_PIECE: tl.constexpr,
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
-    RAISES: tl.constexpr,
     PINNED: tl.constexpr,
     KH: tl.constexpr,
     BS: tl.constexpr,
@@ -216,11 +215,9 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
     first_cut = tl.sum(cut_before, 0) + tl.cumsum(cut, 0) - cut
     first_whole = num_cut + tl.sum(whole_before, 0) + tl.cumsum(whole, 0) - whole
     first = tl.where(parts > 1, first_cut, first_whole)
-    flag = _flags_of(flags, row, num_rows, KH)
-    tiles, left_out = _scratch_tiles(length, flag, TILE, PINNED)
+    tiles, left_out = _scratch_tiles(length, _flags_of(flags, row, num_rows, KH), TILE, PINNED)
     base = tl.sum(tiles_before, 0) + tl.cumsum(tiles, 0) - tiles
     base = tl.where(base + tiles <= max_tiles, base - left_out, _NOWHERE)
-    count = tl.where((flag & RAISES) != 0, -parts, parts)
     if lane_rows is not None:
         listed = _listed_blocks(length, pinned, BS)
         begin = tl.sum(listed_before, 0) + tl.cumsum(listed, 0) - listed - pinned
@@ -233,7 +230,7 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
         tl.store(words + 3, tl.minimum((part + 1) * piece, length), mask=real)
         tl.store(words + 4, base, mask=real)
         tl.store(words + 5, first, mask=real)
-        tl.store(words + 6, count, mask=real)
+        tl.store(words + 6, parts, mask=real)
         tl.store(words + 7, num_cut, mask=real)
         tl.store(words + 8, left_out * TILE, mask=real)
         if lane_rows is not None:

@@ -6,9 +6,6 @@ The attention itself stays with vLLM's kernel, which knows the log-sum-exp of ea
 probability needs no second pass: one program owns a tile of keys of one kv head and a segment of a row's
 queries (:mod:`.segments`), walks over those of all q heads of its group, and sums ``exp(logit - lse)``. Half
 of attention's operations (no P.V), causal tiles only, each sum written once by one program.
-
-Where the largest probability is wanted in place of the sum, its logarithm will do: of one exponential per
-query and key one per key and segment is left, and the tensor cores wait for nothing but queries.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, in_layer, lanes_of, locate_page
-from h2o_vllm.kernels.triton.maxima import raise_scores
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.partial_sums import SUMMED_KEYS, add_partial_sums
 from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
@@ -48,7 +44,7 @@ def add_prompt_scores(
     lanes: LaneTables | None = None,
     layer: int = 0,
 ) -> None:
-    """Add the probabilities that each key receives from its row's queries, or keep their maximum. Eager.
+    """Add the probabilities that each key receives from its row's queries. Eager.
 
     The queries of a row are the last positions of its live sequence; there may be context before them
     (chunked prefill, prefix-cache hit). Rows of live length 0 are left alone.
@@ -105,7 +101,6 @@ def add_prompt_scores(
             KEYS=keys,
             QUERIES=queries,
             FIELDS=FIELDS,
-            MAXIMA=prompts.maxima,
             num_warps=warps,
             num_stages=stages,
         )
@@ -151,24 +146,18 @@ def _log_probabilities(
 
 
 @triton.jit
-def _joined(total, log, visible, MAXIMA: tl.constexpr):
-    """Sums with the probabilities of a tile of queries, or the larger logarithms; of the ``visible`` keys."""
-    if MAXIMA:
-        if visible is not None:
-            log = tl.where(visible, log, float("-inf"))
-        total = tl.maximum(total, log)
-    else:
-        prob = tl.exp2(log)
-        if visible is not None:
-            # Not before the exponential: that takes more instructions.
-            prob = tl.where(visible, prob, 0.0)
-        total += prob
-    return total
+def _joined(total, log, visible):
+    """Sums with the probabilities of a tile of queries, of the ``visible`` keys."""
+    prob = tl.exp2(log)
+    if visible is not None:
+        # Not before the exponential: that takes more instructions.
+        prob = tl.where(visible, prob, 0.0)
+    return total + prob
 
 
 # Not specialised: strides that change with the batch would compile in the middle of serving.
 @triton.jit(do_not_specialize=["stride_table", "stride_lh", "stride_lt", *LANES])
-def _add_prompt_scores(  # noqa: PLR0912, PLR0915 - one kernel; what others do as well is in functions
+def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is in functions
     query,
     key_cache,
     scores,
@@ -205,7 +194,6 @@ def _add_prompt_scores(  # noqa: PLR0912, PLR0915 - one kernel; what others do a
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
     FIELDS: tl.constexpr,
-    MAXIMA: tl.constexpr,
 ):
     """One tile of keys of one kv head, and the queries of one segment."""
     words = segments + tl.program_id(2) * FIELDS
@@ -270,25 +258,22 @@ def _add_prompt_scores(  # noqa: PLR0912, PLR0915 - one kernel; what others do a
     all_seeing = tl.maximum(first_key + KEYS - 1 - context, 0)
     all_seeing = seeing + (tl.maximum(all_seeing - seeing, 0) + TOKENS - 1) // TOKENS * TOKENS
     # Reduced over queries at the end only: a sum across warps costs more than the additions.
-    total = tl.full([QUERIES, KEYS], float("-inf") if MAXIMA else 0.0, tl.float32)
+    total = tl.zeros([QUERIES, KEYS], tl.float32)
     for at in range(seeing, tl.minimum(all_seeing, tokens), TOKENS):
         log = _log_probabilities(
             query + at * stride_qt, q_rows, lse + at * stride_lt, lse_rows, k, ahead, tokens - at,
             scale_log2, cap, wide, TOKENS,
         )  # fmt: skip
         visible = position[None, :] <= (context + at + ahead)[:, None]
-        total = _joined(total, log, visible, MAXIMA)
+        total = _joined(total, log, visible)
     for at in range(all_seeing, tokens, TOKENS):
         log = _log_probabilities(
             query + at * stride_qt, q_rows, lse + at * stride_lt, lse_rows, k, ahead, tokens - at,
             scale_log2, cap, wide, TOKENS,
         )  # fmt: skip
-        total = _joined(total, log, None, MAXIMA)
+        total = _joined(total, log, None)
     score = scores + (block * KH + lane) * BS + slot
-    if MAXIMA:
-        column = tl.exp2(tl.max(total, 0))
-        raise_scores(score, tl.load(score, mask=live, other=0.0), column, live)
-    elif offset < 0:
+    if offset < 0:
         column = tl.sum(total, 0)
         tl.store(score, tl.load(score, mask=live) + column, mask=live)
     else:

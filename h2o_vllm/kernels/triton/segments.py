@@ -10,8 +10,7 @@ others have summed is added by a second launch, in their order, without atomics:
 These are the sums that the segments would give one after the other, each in a call of its own. Where a row is
 cut depends on the logical positions of its queries alone: not on the batch, not on the GPU, not on where its
 chunks begin and end. A chunk that ends at a cut changes no bit; one that ends elsewhere, or a prefix that is
-read from the cache, regroups float32 sums, as it did when rows were whole. Maxima know no order: their
-segments raise the scores themselves, and leave nothing.
+read from the cache, regroups float32 sums, as it did when rows were whole.
 
 Segments are 256 queries long, and from position 4,096 on between a 32nd and a 16th of what lies before them:
 the longer a prompt, the fewer of them does it need to fill a GPU, and the partial sums of a chunk take about
@@ -36,7 +35,7 @@ SCRATCH_BYTES = 32 << 20
 """The most that the partial sums of one launch take."""
 FIELDS = 8
 """Words of one segment: row, its first query and the end of its queries in the batch, offset of its partial
-sums in the scratch or -1 for a row's first and for maxima, keys that they have room for, how many segments
+sums in the scratch or -1 for a row's first, keys that they have room for, how many segments
 follow a first and are summed, two unused. With eight a launch's first segment is aligned like any other:
 Triton compiles for alignment."""
 _ROOM = 128
@@ -89,15 +88,13 @@ class PromptSegments:
         segments: [I, 8], int32, on the device; what the words are, says ``FIELDS``.
         launches: segments of each launch, from .. to, and how many partial sums per kv head they leave.
         max_keys: no row has more.
-        partial: float32, the partial sums of one launch; ``None`` if all rows are whole, or maxima.
-        maxima: whether scores are raised to the largest probability, not added to.
+        partial: float32, the partial sums of one launch; ``None`` if all rows are whole.
     """
 
     segments: Tensor
     launches: tuple[tuple[int, int, int], ...]
     max_keys: int
     partial: Tensor | None
-    maxima: bool = False
 
     @classmethod
     def cut(
@@ -110,8 +107,6 @@ class PromptSegments:
         kv_heads: int,
         device: torch.device | str,
         scratch_bytes: int = SCRATCH_BYTES,
-        *,
-        maxima: bool = False,
     ) -> PromptSegments:
         """Divide the rows' queries; one asynchronous copy.
 
@@ -123,21 +118,19 @@ class PromptSegments:
             live: no row's live length is larger; host numbers, they size grid and scratch.
             kv_heads: KH of this rank.
             scratch_bytes: see :data:`SCRATCH_BYTES`.
-            maxima: whether these rows keep maxima. Such rows may share blocks.
         """
         most = scratch_bytes // (4 * kv_heads)
         words: list[list[int]] = []
         launches: list[tuple[int, int, int]] = []
         begun = used = 0
         for number, start, end, length, keys in zip(rows, starts, ends, lengths, live, strict=True):
-            row = _Row.cut(start, end, length, 0 if maxima else keys, most)
+            row = _Row.cut(start, end, length, keys, most)
             if used + row.sums > most:
                 launches.append((begun, len(words), used))
                 begun, used = len(words), 0
             for at, (first, last) in enumerate(row.segments):
-                alone = maxima or not at
-                offset = -1 if alone else (used + (at - 1) * row.keys) * kv_heads
-                follow = 0 if maxima or at else len(row.segments) - 1
+                offset = -1 if not at else (used + (at - 1) * row.keys) * kv_heads
+                follow = 0 if at else len(row.segments) - 1
                 words.append([number, first, last, offset, row.keys, follow, 0, 0])
             used += row.sums
         launches.append((begun, len(words), used))
@@ -150,5 +143,4 @@ class PromptSegments:
             launches=tuple(launch for launch in launches if launch[1] > launch[0]),
             max_keys=max(live, default=0),
             partial=torch.empty(largest, device=device) if largest else None,
-            maxima=maxima,
         )

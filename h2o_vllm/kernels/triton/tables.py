@@ -8,15 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["EVICTING", "MAXIMA", "PINNED", "SCORED", "compact_tables"]
+__all__ = ["EVICTING", "PINNED", "SCORED", "compact_tables"]
 
 EVICTING = 1
 """Flag of a row whose table may have holes: ids 0 in its used part are dropped."""
 SCORED = 2
 """Flag of a row whose attention is scored: ours, not vLLM's."""
-MAXIMA = 4
-"""Flag of a row whose scores are maxima: for ``DecodeWorkspace.plan``."""
-PINNED = 8
+PINNED = 4
 """For ``DecodeWorkspace.plan``: so many times the row's first tokens whose scores nobody wants."""
 
 _WIDTH = 512

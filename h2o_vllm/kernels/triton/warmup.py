@@ -65,11 +65,10 @@ def warm_up(
     lse = torch.zeros(query.shape[1], 2, device=device)
     # Two positions, and a cut between them: both launches of sums.
     rows = ([0], [0], [2], [SHORTEST + 1], [block_size])
-    for maxima in (False, True):
-        prompts = PromptSegments.cut(*rows, scores.shape[2], device, maxima=maxima)
-        given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
-        for shared in forms:
-            add_prompt_scores(*given, *scales, softcap=softcap, lanes=shared)
+    prompts = PromptSegments.cut(*rows, scores.shape[2], device)
+    given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
+    for shared in forms:
+        add_prompt_scores(*given, *scales, softcap=softcap, lanes=shared)
     clear_scores(scores, table, nothing, nothing, block_size)
     split_scores(scores, early, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)

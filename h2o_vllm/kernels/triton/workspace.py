@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.lanes import LaneTables, LayerLanes, list_keys
 from h2o_vllm.kernels.triton.plan import FIELDS, HEAD_FIELDS, plan_pieces
-from h2o_vllm.kernels.triton.tables import MAXIMA, PINNED
+from h2o_vllm.kernels.triton.tables import PINNED
 
 __all__ = ["SPAN", "DecodeWorkspace"]
 
@@ -71,9 +71,8 @@ class DecodeWorkspace:
 
         Args:
             max_batch: the largest number of rows B of any batch, padding included.
-            max_tokens: N * BS of the pool: rows whose scores are sums share no block but pinned ones, so
-                behind these never more are live. Twice as many where prompts are repeated: beside each owner
-                there may be a reader. Rows that do not fit are attended, but their probabilities are dropped.
+            max_tokens: N * BS of the pool: scored rows share no block but pinned ones, so behind these never
+                more are live. Rows that do not fit are attended, but their probabilities are dropped.
             num_heads: H of this rank. num_kv_heads: KH of this rank.
             dtype: of query and output. head_size: D.
             spare: pieces beyond one per row; by default, what keeps this GPU's processors busy.
@@ -139,10 +138,8 @@ class DecodeWorkspace:
         Args:
             query_start_loc: [B + 1], int32. seq_lens: [B], int32: live lengths of the rows to attend here;
                 0 = not ours, or padding. Rows with another number of queries than one are left out as well.
-            flags: [B], int32: where :data:`.MAXIMA` is set, a row raises scores to the largest probability
-                that a q head of the group gives, in place of adding. Such rows may share blocks. As many
-                first tokens as it has times :data:`.PINNED`, rounded down to tiles, are attended without
-                scores: any rows may share their blocks.
+            flags: [B], int32. As many of a row's first tokens as it has times :data:`.PINNED`, rounded down
+                to tiles, are attended without scores: any rows may share their blocks.
             lanes: for :func:`.decode.attend_decode` with lanes: whose heads share slots of blocks of
                 ``block_size``, among these rows. Their keys are listed in it.
             block_table: given with ``lanes``, as the attention is.
@@ -176,7 +173,6 @@ class DecodeWorkspace:
             MIN_PIECE=self.min_piece,
             ROWS=_ROWS,
             FIELDS=pieces.shape[1],
-            RAISES=MAXIMA,
             PINNED=PINNED,
             KH=heads,
             BS=block_size,

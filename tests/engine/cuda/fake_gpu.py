@@ -159,7 +159,7 @@ class FakeGPU:
             planes=torch.zeros(2, LAYERS, num_blocks, len(self.kv_heads), self.block_size),
             workspace=kernels.DecodeWorkspace(
                 rows,
-                self.worker._scored_tokens(num_blocks * self.block_size),
+                num_blocks * self.block_size,
                 len(self.q_heads),
                 len(self.kv_heads),
                 torch.float32,

@@ -141,16 +141,14 @@ def test_the_runner_captures_for_the_servers_default_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(GPUModelRunner, "__init__", lambda self, config, device: None)
-    for policy, ranks in (("h2o", 1), ("window", 1), ("repeat", 1), ("h2o", 2)):
+    for policy, ranks in (("h2o", 1), ("window", 1), ("h2o", 2)):
         config: Any = SimpleNamespace(
             additional_config={CONFIG_KEY: {"kv_policy": policy}},
             device_config=SimpleNamespace(device_type="cuda"),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         )
         runner = H2OModelRunner(config, torch.device("cpu"))
-        assert runner.step_variant.captured == variants_for(
-            policy, may_share=ranks == 1, shares=policy == "repeat"
-        )
+        assert runner.step_variant.captured == variants_for(policy, may_share=ranks == 1)
 
 
 def test_holes_are_staged_in_runs() -> None:

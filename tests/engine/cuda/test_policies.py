@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.config.policies import POLICIES, REPEAT_POLICIES, ZAP_POLICIES
+from h2o_vllm.config.policies import POLICIES, ZAP_POLICIES
 from h2o_vllm.engine.cuda.rescoring import _HOW
 from h2o_vllm.policy import get_policy
 from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
@@ -24,9 +24,9 @@ FLOOR = 32
 MOVING = [
     name
     for name in POLICIES[:-1]
-    if get_policy(name).moves_tokens and name not in (*REPEAT_POLICIES, *ZAP_POLICIES, "random")
+    if get_policy(name).moves_tokens and name not in (*ZAP_POLICIES, "random")
 ]
-"""Those that repeat prompts: ``test_repeat.py``. Those that want a calibration are refused on GPUs."""
+"""Those that want a calibration are refused on GPUs."""
 REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     f"{policy}-{sinks}": (
         70 + 11 * row,

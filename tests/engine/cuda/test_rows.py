@@ -11,13 +11,11 @@ from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of, variants_for
 from h2o_vllm.engine.rows import StepRows
-from h2o_vllm.kernels.triton import EVICTING, MAXIMA, SCORED
+from h2o_vllm.kernels.triton import EVICTING, SCORED
 from h2o_vllm.policy import get_policy
 
 H2O, WINDOW, RANDOM, FULL = (POLICIES.index(n) + 1 for n in ("h2o", "window", "random", "full"))
-SNAPKV, TOVA, KEYDIFF, REPEAT = (
-    POLICIES.index(n) + 1 for n in ("snapkv", "tova", "keydiff", "repeat")
-)
+SNAPKV, TOVA, KEYDIFF = (POLICIES.index(n) + 1 for n in ("snapkv", "tova", "keydiff"))
 
 
 def step(
@@ -88,7 +86,7 @@ def test_a_server_captures_as_many_variants_whatever_its_policy() -> None:
 
 def test_rows_whose_heads_share_have_a_graph_of_their_own() -> None:
     assert variants_for("h2o", may_share=True) == (*variants_for("h2o"), Variant.SHARED)
-    by_default = variants_for("repeat", may_share=True, shares=True)
+    by_default = variants_for("h2o", may_share=True, shares=True)
     assert by_default == (Variant.STOCK, Variant.MIXED, Variant.SHARED)
     rows = step([H2O, RANDOM, H2O, 0], [1, 1, 7, 1, 0], [90, 80, 70, 60, 0])
     assert variant_of(rows, by_default, shares=True) is Variant.SHARED
@@ -117,15 +115,6 @@ def test_only_scored_decodes_are_ours_to_attend() -> None:
     rows = step([H2O, H2O, 0, WINDOW, RANDOM], [1, 4, 1, 1, 1, 0], [9, 4, 7, 8, 9, 0])
     assert row_flags(rows).tolist() == [EVICTING | SCORED, EVICTING, 0, EVICTING, EVICTING, 0]
     assert rows.prompts.tolist() == [False, True, False, False, False, False]
-
-
-def test_rows_that_keep_maxima_are_told_from_those_of_sums() -> None:
-    rows = step(
-        [H2O, REPEAT, 0, REPEAT, REPEAT], [1, 1, 1, 9, 1, 0], [9, 9, 7, 9, 4, 0], [0, 8, 0, 4, 5]
-    )
-    marked = EVICTING | MAXIMA
-    assert row_flags(rows).tolist() == [EVICTING | SCORED, marked | SCORED, 0, marked, marked, 0]
-    assert rows.prompts.tolist() == [False, False, False, True, False, False]
 
 
 def test_new_tokens_come_with_their_logical_positions() -> None:
@@ -193,8 +182,6 @@ def one_row(params: EvictionParams, first: int, end: int) -> tuple[int, list[int
 
 def scored_from(params: EvictionParams) -> int:
     policy = get_policy(params.policy)
-    if policy.repeats_prompt:
-        return params.prompt_tokens
     queries = policy.scored_prompt_queries
     return 0 if queries is None else params.prompt_tokens - queries
 

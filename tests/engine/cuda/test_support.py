@@ -12,14 +12,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
-from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import REPEAT_POLICIES
 from h2o_vllm.engine import binding, support
 from h2o_vllm.engine.cuda import backends, start_notes
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
-from h2o_vllm.engine.repeatable import cannot_repeat
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 
@@ -84,20 +81,6 @@ def test_unsupported_options_are_refused_by_name(change: dict[str, Any], says: s
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "bfloat16"])
 def test_kv_that_our_kernels_read_is_served(name: str) -> None:
     assert not reasons(make_config(cache_dtype=name))
-
-
-@pytest.mark.parametrize("policy", REPEAT_POLICIES)
-def test_prompts_are_repeated(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    import vllm.platforms
-
-    config = make_config(additional_config={"h2o": {"kv_policy": policy}})
-    assert not reasons(config)
-    config.device_config = SimpleNamespace(device_type="cuda")
-    config.scheduler_config = SimpleNamespace(max_num_seqs=8)
-    config.model_config = SimpleNamespace(hf_text_config=None, skip_tokenizer_init=False)
-    assert cannot_repeat(config) is None
-    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(device_type="cuda"))
-    assert policy in H2OConfig.from_mapping(engine_args()["additional_config"]["h2o"]).policies
 
 
 def test_scales_per_head_are_refused() -> None:
@@ -247,14 +230,6 @@ def test_the_longest_prompts_first_eviction_fits_the_scratch(kv_heads: int, long
     # By scores, keys and late queries: three numbers per token and their places.
     assert held // 4 >= 6 * kv_heads * longest
     assert held == 32 << 20 or held == 4 * 6 * kv_heads * longest
-
-
-def test_the_scratch_has_room_for_readers_beside_their_owners() -> None:
-    """Where several rows hold the same blocks more tokens are attended than the pool has."""
-    for repeat, room in ((True, 200), (False, 100)):
-        config = {"h2o": H2OConfig(kv_repeat=repeat).to_mapping()}
-        worker = bare_worker(vllm_config=SimpleNamespace(additional_config=config))
-        assert worker._scored_tokens(100) == room
 
 
 def test_layers_that_need_other_kernels_than_the_first_are_refused() -> None:

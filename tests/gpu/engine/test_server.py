@@ -53,17 +53,6 @@ def test_requests_with_and_without_budgets_run_together(server: LiveServer) -> N
     server.wait_for("vllm:kv_cache_usage_perc", 0)
 
 
-def test_a_prompt_is_repeated(server: LiveServer) -> None:
-    """Beside others; where kernels compute nothing, a prompt of whole blocks has no chunk without a query."""
-    asked: list[dict[str, Any]] = [{}, {"kv_policy": "repeat"}, {"kv_policy": "repeat-keydiff"}] * 4
-    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
-        jobs = [pool.submit(complete, server, 192 + 16 * i, **a) for i, a in enumerate(asked)]
-        reports = [job.result()["kv_cache"] for job in jobs]
-    assert all(report["blocks_freed"] > 0 for report in reports)
-    assert [report["tokens_repeated"] > 192 for report in reports] == [False, True, True] * 4
-    server.wait_for("vllm:kv_cache_usage_perc", 0)
-
-
 def test_bad_budgets_do_not_reach_the_engine(server: LiveServer) -> None:
     body = {"model": "llama", "prompt": [5], "max_tokens": 1, "kv_budget": 7}
     response = server.post("/v1/completions", body)

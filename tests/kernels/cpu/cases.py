@@ -98,12 +98,8 @@ def make_batch(
     )  # fmt: skip
 
 
-def plain_torch(batch: Batch, most: int = 0) -> tuple[Tensor, Tensor]:
-    """Output and scores as plain torch computes them in the cache's own dtype: the yardstick of error.
-
-    Args:
-        most: so many of the rows, the first ones, keep maxima in place of sums.
-    """
+def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Output and scores as plain torch computes them in the cache's own dtype: the yardstick of error."""
     exact = key_value_views(batch.kv_cache)
     out, scores = batch.out(), batch.scores.clone()
     block_size = batch.kv_cache.shape[2]
@@ -126,11 +122,7 @@ def plain_torch(batch: Batch, most: int = 0) -> tuple[Tensor, Tensor]:
         out[start:end] = (prob @ value.repeat_interleave(group, 0)).transpose(0, 1)
         slots = torch.arange(length)
         where = (blocks[slots // block_size], slice(None), slots % block_size)
-        given = prob.float().unflatten(0, (-1, group))
-        if row < most:
-            scores[where] = torch.maximum(scores[where], given.amax((1, 2)).T)
-        else:
-            scores[where] += given.sum((1, 2)).T
+        scores[where] += prob.float().unflatten(0, (-1, group)).sum((1, 2)).T
     return out, scores
 
 
@@ -146,15 +138,13 @@ def assert_no_worse(got: Tensor, exact: Tensor, plain: Tensor, floor: float) -> 
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
 
-def check(
-    batch: Batch, out: Tensor | None, scores: Tensor, scored: int | None = None, most: int = 0
-) -> None:
+def check(batch: Batch, out: Tensor | None, scores: Tensor, scored: int | None = None) -> None:
     """Output and scores against the reference. Only the first ``scored`` rows may have changed their scores;
-    by default all. The first ``most`` keep maxima."""
+    by default all."""
     exact, exact_scores = batch.out(), batch.scores.clone()
     arguments = (batch.query_start_loc, batch.rows, batch.scale, exact)
-    reference.attend_prompt(batch.paged(exact_scores), *arguments, **batch.softmax, most=most)
-    plain, plain_scores = plain_torch(batch, most)
+    reference.attend_prompt(batch.paged(exact_scores), *arguments, **batch.softmax)
+    plain, plain_scores = plain_torch(batch)
     for row in batch.rows.tolist()[len(batch.rows) if scored is None else scored :]:
         mine = batch.block_table[row, : -(-int(batch.seq_lens[row]) // batch.kv_cache.shape[2])]
         assert torch.equal(scores[mine].nan_to_num(-1), batch.scores[mine].nan_to_num(-1))

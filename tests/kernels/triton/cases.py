@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import MAXIMA, PINNED
+from h2o_vllm.kernels.triton import PINNED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAN = float("nan")
@@ -41,7 +41,6 @@ class Batch:
     scales: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of an 8-bit query, key, value
     softcap: float = 0.0
     sinks: Tensor | None = None
-    maxima: frozenset[int] = frozenset()  # rows that keep these in place of sums
     pinned: tuple[int, ...] = ()  # first tokens of each row whose scores nobody wants
 
     def out(self) -> Tensor:
@@ -58,8 +57,7 @@ class Batch:
     @property
     def flags(self) -> Tensor:
         """As the plan takes them."""
-        rows = [MAXIMA if row in self.maxima else 0 for row in range(len(self.seq_lens))]
-        flags = torch.tensor(rows, dtype=torch.int32, device=self.query.device)
+        flags = torch.zeros_like(self.seq_lens)
         if self.pinned:
             flags += PINNED * torch.tensor(self.pinned, dtype=torch.int32, device=flags.device)
         return flags
@@ -173,8 +171,7 @@ def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
         out[tokens] = (prob @ value).transpose(0, 1) * batch.scales[2]
         given = prob.float().unflatten(0, (-1, group))
         old = scores[where[0], :, where[1]]
-        most = torch.maximum(old, given.amax((1, 2)).T)
-        scores[where[0], :, where[1]] = most if row in batch.maxima else old + given.sum((1, 2)).T
+        scores[where[0], :, where[1]] = old + given.sum((1, 2)).T
     return out, scores
 
 
@@ -184,7 +181,7 @@ def exact(batch: Batch) -> tuple[Tensor, Tensor]:
     reference.attend_decode(
         batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table,
         batch.query_start_loc, batch.seq_lens, batch.logit_scale, out, batch.scales[2],
-        softcap=batch.softcap, sinks=batch.sinks, maxima=batch.maxima,
+        softcap=batch.softcap, sinks=batch.sinks,
     )  # fmt: skip
     return out, scores
 
@@ -196,23 +193,15 @@ def exact_prompt(batch: Batch, scored_from: Tensor | None = None) -> tuple[Tenso
     softmax = (batch.softcap, batch.sinks)
     lse = reference.log_sum_exp(batch.query, batch.key_cache, *given, batch.logit_scale, *softmax)
     reference.add_prompt_scores(
-        batch.query, batch.key_cache, scores, *given, batch.logit_scale, scored_from, *softmax, batch.maxima
+        batch.query, batch.key_cache, scores, *given, batch.logit_scale, scored_from, *softmax
     )  # fmt: skip
     return lse, scores
 
 
-def low(batch: Batch, *rows: int) -> Batch:
-    """The same with ``rows`` keeping maxima; half of all old scores are lower than most probabilities."""
-    gen = torch.Generator().manual_seed(1)
-    fallen = torch.rand(batch.scores.shape, generator=gen).to(batch.scores.device) < 0.5
-    scores = torch.where(fallen, 1e-3 * batch.scores, batch.scores)
-    return dataclasses.replace(batch, scores=scores, maxima=frozenset(rows))
-
-
-def lend(batch: Batch, owner: int, reader: int, blocks: int) -> Batch:
-    """The same, where a row begins in another's blocks, as those do that repeat prompts."""
+def lend(batch: Batch, owner: int, other: int, blocks: int) -> Batch:
+    """The same, where a row begins in another's blocks, as those do that read one prefix."""
     table = batch.block_table.clone()
-    table[reader, :blocks] = table[owner, :blocks]
+    table[other, :blocks] = table[owner, :blocks]
     return dataclasses.replace(batch, block_table=table)
 
 
@@ -226,11 +215,8 @@ def row_slots(batch: Batch, row: int) -> Tensor:
 
 
 def touched(batch: Batch, want: Tensor) -> Tensor:
-    """[N, KH, BS], bool: slots whose score differs in ``want``, or might: a maximum by a rounding."""
-    slots = bits(want) != bits(batch.scores)
-    for row in batch.maxima:
-        slots |= row_slots(batch, row)
-    return slots
+    """[N, KH, BS], bool: slots whose score differs in ``want``."""
+    return bits(want) != bits(batch.scores)
 
 
 def bits(tensor: Tensor) -> Tensor:

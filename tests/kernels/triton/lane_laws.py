@@ -224,9 +224,7 @@ def _expected_chunks(batch: Batch, lanes: LaneTables, layer: int, rows: list[int
             )  # fmt: skip
             want.out[tokens, queries] = out * batch.scales[2]
             want.lse[queries, tokens] = lse.flatten(1).T.float()
-            most = row in batch.maxima
-            keep = reference.raise_to_probabilities if most else reference.add_probabilities
-            keep(scores, where, prob)
+            reference.add_probabilities(scores, where, prob)
         want.set_scores(alone, queries, scores)
     return want
 
@@ -246,16 +244,13 @@ def check_lane_chunks(batch: Batch, lanes: LaneTables) -> None:
             torch.tensor(rows, dtype=torch.int32, device=device), lanes, layer, *batch.device_scales,
             batch.softcap, batch.sinks,
         )  # fmt: skip
-        for maxima in (False, True):
-            mine = [row for row in rows if (row in batch.maxima) == maxima]
-            if mine:
-                prompts = lane_segments(batch, lanes, mine, maxima=maxima)
-                if prompts.partial is not None:
-                    prompts.partial.fill_(float("nan"))
-                add_prompt_scores(
-                    batch.query, batch.key_cache, scores, *given, lse, batch.scale, prompts,
-                    *batch.device_scales[:2], batch.softcap, lanes, layer,
-                )  # fmt: skip
+        prompts = lane_segments(batch, lanes, rows)
+        if prompts.partial is not None:
+            prompts.partial.fill_(float("nan"))
+        add_prompt_scores(
+            batch.query, batch.key_cache, scores, *given, lse, batch.scale, prompts,
+            *batch.device_scales[:2], batch.softcap, lanes, layer,
+        )  # fmt: skip
         want = _expected_chunks(batch, lanes, layer, rows)
         low = out.dtype != torch.float32
         want.check_out(out, asked, 2e-3 if low else 4e-6)

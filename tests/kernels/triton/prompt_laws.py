@@ -23,11 +23,10 @@ def segments_of(
     holes: list[int] | None = None,
     **options: Any,
 ) -> PromptSegments:
-    """As the metadata builder makes them, of rows that keep sums or ``maxima``; see :func:`check_prompt`."""
+    """As the metadata builder makes them, see :func:`check_prompt`."""
     lengths = batch.lengths
     if rows is None:
         rows = [row for row, (length, count) in enumerate(lengths) if length and count > 1]
-    rows = [row for row in rows if (row in batch.maxima) == options.get("maxima", False)]
     ends = batch.query_start_loc[1:].tolist()
     counts = [count for _, count in lengths] if last is None else last
     return PromptSegments.cut(
@@ -80,10 +79,6 @@ def check_prompt(
     scores = batch.scores.clone()
     prompts = segments_of(batch, rows, last, **options)
     add_scores(batch, scores, lse, prompts)
-    if batch.maxima:
-        maxima = segments_of(batch, rows, last, maxima=True, **options)
-        assert maxima.partial is None and len(maxima.launches) <= 1
-        add_scores(batch, scores, lse, maxima)
     scored = touched(batch, want)
     assert torch.equal(bits(scores[~scored]), bits(batch.scores[~scored]))
     if last is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.triton import checks
-from tests.kernels.triton.cases import halves, lend, make_batch
+from tests.kernels.triton.cases import halves, make_batch
 
 
 def cache(
@@ -54,16 +54,6 @@ def test_misaligned_keys_are_refused() -> None:
     keys, values = halves(flat[1:].view(4, 2, 16, 128))
     with pytest.raises(ConfigError, match="aligned"):
         checks.check_layers([keys], [values], GOOD, 6)
-
-
-def test_rows_of_maxima_may_share_blocks_with_each_other_alone() -> None:
-    batch = lend(make_batch([40, 70, 9]), 0, 1, 2)
-    names = ("query", "key_cache", "block_table", "query_start_loc", "seq_lens")
-    arguments = {name: getattr(batch, name) for name in names}
-    checks.check_rows(**arguments, maxima=(0, 1))
-    for maxima in ((), (0,), (1,), (2,)):
-        with pytest.raises(ValueError, match="race"):
-            checks.check_rows(**arguments, maxima=maxima)
 
 
 @pytest.mark.parametrize(

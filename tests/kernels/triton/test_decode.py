@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
-from tests.kernels.triton.cases import DTYPES, bits, exact, lend, low, make_batch, row_slots, shapes
+from tests.kernels.triton.cases import DTYPES, bits, exact, lend, make_batch, row_slots, shapes
 from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
 
 ALL = shapes(  # (group, head size, block size, layout): all groups, sizes and block sizes that are promised
@@ -105,7 +105,7 @@ def test_rows_that_do_not_fit_the_scratch_are_attended_without_scores() -> None:
 def test_pinned_tokens_take_no_scratch(spare: int, pinned: int) -> None:
     """Any number of rows may begin in the same blocks: what lies behind them fits, and is scored."""
     lengths = [pinned + more for more in (1, 40, 130, 70, 64, 300, 16, 17)]
-    batch = low(make_batch(lengths, dtype=torch.bfloat16), 2, 5)
+    batch = make_batch(lengths, dtype=torch.bfloat16)
     for row in range(1, len(lengths)):
         batch = lend(batch, 0, row, pinned // 16)
     batch.pinned = (pinned,) * len(lengths)

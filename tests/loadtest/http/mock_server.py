@@ -132,7 +132,6 @@ class Generation:
             "elastic": budget.elastic, "prefill_tokens": budget.prefill,
             "squeezed_at": self.prompt_tokens + budget.delay if freed else None,
             "tokens_seen": seen, "tokens_cached": 0, "tokens_protected": protected,
-            "tokens_repeated": 0,
             "tokens_held": seen - freed * BLOCK_SIZE,
             "tokens_evicted": freed * BLOCK_SIZE, "blocks_freed": freed,
             "peak_blocks": -(-self.prompt_tokens // BLOCK_SIZE), "block_size": BLOCK_SIZE,

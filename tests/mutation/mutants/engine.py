@@ -82,18 +82,6 @@ MUTANTS = (
         CUDA,
     ),
     Mutant(
-        "engine-prompts-of-maxima-are-not-scored-on-gpus",
-        "(self._scores, scored.maxima),",
-        "(self._scores, None),",
-        CUDA,
-    ),
-    Mutant(
-        "engine-flags-of-maxima-are-lost-on-gpus",
-        "flags |= np.where(rows.most, MAXIMA, 0)",
-        "flags |= 0",
-        CUDA,
-    ),
-    Mutant(
         "engine-cuda-prompts-are-scored-from-their-start",
         "counts = rows.scored_queries",
         "counts = rows.query_lens",
@@ -149,10 +137,10 @@ MUTANTS = (
         "engine/cpu/foretelling.py",
     ),
     Mutant(
-        "engine-learns-from-the-first-token",
-        "skip = 1 if eviction.fresh_from == 0 else 0",
-        "skip = 0",
-        FORETELLING,
+        "calibration-learns-from-the-first-token",
+        "self._sums[layer].add(known[:, 1:], wanted[:, 1:])",
+        "self._sums[layer].add(known, wanted)",
+        ("tests/calibration/test_learner.py",),
     ),
     Mutant(
         "trace-ranks-by-other-tokens-scores",

@@ -76,30 +76,6 @@ MUTANTS = (
         "triton/decode.py",
     ),
     Mutant(
-        "kernels-triton-maxima-are-written-over-each-other",
-        'tl.atomic_max(at, new.to(tl.int32, bitcast=True), mask=live & (new > old), sem="relaxed")',
-        "tl.store(at, new.to(tl.int32, bitcast=True), mask=live & (new > old))",
-        TRITON,
-    ),
-    Mutant(
-        "kernels-triton-segments-of-maxima-wait-to-be-summed",
-        "alone = maxima or not at",
-        "alone = not at",
-        TRITON,
-    ),
-    Mutant(
-        "kernels-triton-decodes-of-maxima-are-summed",
-        "count = tl.where((flag & RAISES) != 0, -parts, parts)",
-        "count = parts",
-        (*TRITON, *CUDA),
-    ),
-    Mutant(
-        "kernels-triton-later-queries-raise-scores",
-        'tl.where(visible, log, float("-inf"))',
-        "log",
-        TRITON,
-    ),
-    Mutant(
         "kernels-triton-pinned-tokens-fill-the-scratch",
         "left_out = tl.minimum(flag // (PINNED * TILE), tiles)",
         "left_out = tl.minimum(0, tiles)",

@@ -32,7 +32,6 @@ struct Call {
   const int32_t* lane_heavy;         // [S] so many first blocks of the row's table hold its lanes
   int64_t query_stride, out_stride, table_stride, lane_stride;
   int32_t count, scored, heads, group, size, block, dtype, prompt;
-  int32_t most;                      // the first `most` of the scored rows keep maxima in place of sums
   float scale, softcap;              // softcap: 0 for none
 };
 
@@ -58,7 +57,7 @@ int threads_available() {
 struct Task {
   int r, row, head;    // listed row, batch row, kv head
   int split, splits;   // of this (row, kv head)
-  bool scored, most;
+  bool scored;
   size_t part;         // where in `joint` what it leaves for join() lies
 };
 
@@ -170,7 +169,7 @@ struct Attend {
       tile.logits(queries(token, here, task.head, memory), e);
       tile.exponentials(e, top, sum);
       for (int m = 0; m < tile.rows; ++m) inverse[m] = 1 / (sum[m] + sink(task, m, top[m]));
-      tile.normalise(e, inverse, call.out ? (Prob*)e : nullptr, span * PROBS, sums, task.most);
+      tile.normalise(e, inverse, call.out ? (Prob*)e : nullptr, span * PROBS, sums);
       if (!call.out) continue;
       std::fill_n(out, int64_t(tile.rows) * call.size, 0.f);
       tile.values((Prob*)e, span * PROBS, out);
@@ -200,7 +199,7 @@ struct Attend {
         const Tile<K> tile{layer, all.from(k / call.block), rows, first_limit - k, span, int(span)};
         tile.logits(q, e);
         tile.exponentials(e, top, sum, out);
-        if (!as_is) tile.normalise(e, factor, (Prob*)e, span * PROBS, nullptr, false);
+        if (!as_is) tile.normalise(e, factor, (Prob*)e, span * PROBS, nullptr);
         tile.values((Prob*)e, span * PROBS, out);
       }
       for (int m = 0; m < rows; ++m) factor[m] = 1 / (sum[m] + sink(task, m, top[m]));
@@ -232,8 +231,7 @@ struct Attend {
         K::place_query(query(token, task.head, m), q, m, call.size);
       rows.attend(q);
       for (int m = 0; m < rows.rows; ++m) inverse[m] = 1 / (rows.sum[m] + sink(task, m, rows.top[m]));
-      if (task.scored && task.most) rows.template add_columns<true>(inverse, sums);
-      else if (task.scored) rows.template add_columns<false>(inverse, sums);
+      if (task.scored) rows.add_columns(inverse, sums);
       for (int m = 0; m < rows.rows && call.out; ++m)
         rows.write(m, inverse[m], output(token, task.head, m));
     }
@@ -241,7 +239,7 @@ struct Attend {
   }
 #endif
   void prompt_join(const Task& task, const float* sums) const {
-    Tile<K>{layer, pages(task), call.group, length(task), 0}.add_scores(sums, task.most);
+    Tile<K>{layer, pages(task), call.group, length(task), 0}.add_scores(sums);
   }
 
   // ---- decode: a split is a run of the row's blocks, attended to as if there were no others.
@@ -279,12 +277,12 @@ struct Attend {
     for (int m = 0; m < g; ++m) inverse[m] = 1 / (sum[m] + (part ? 0 : sink(task, m, top[m])));
     const bool adds = task.scored && !part;
     if (adds) std::fill_n(sums, tile.span, 0.f);
-    if (task.scored || !as_is) tile.normalise(e, inverse, (Prob*)prob, tile.span * PROBS, adds ? sums : nullptr, task.most);
+    if (task.scored || !as_is) tile.normalise(e, inverse, (Prob*)prob, tile.span * PROBS, adds ? sums : nullptr);
     std::fill_n(out, int64_t(g) * call.size, 0.f);
     tile.values((Prob*)prob, tile.span * PROBS, out);
     if (!task.scored && as_is) multiply(out, g, inverse);
     if (part) return;
-    if (adds) tile.add_scores(sums, task.most);
+    if (adds) tile.add_scores(sums);
     write(token, 1, task.head, out);
   }
 
@@ -317,8 +315,8 @@ struct Attend {
       const Tile<K> tile = decode_tile(task);
       float* sums = own.get(tile.span);
       std::fill_n(sums, tile.span, 0.f);
-      tile.normalise(shared + task.part, factor.data(), nullptr, 0, sums, task.most);
-      tile.add_scores(sums, task.most);
+      tile.normalise(shared + task.part, factor.data(), nullptr, 0, sums);
+      tile.add_scores(sums);
     }
     if (task.split) return;
     for (int s = 0; s < task.splits; ++s)
@@ -355,7 +353,7 @@ struct Attend {
       const bool scored = r < call.scored;
       for (int head = 0; head < call.heads; ++head)
         for (int s = 0, n = splits(row, head, threads); s < n; ++s) {
-          tasks.push_back({r, row, head, s, n, scored, r < call.most, shared});
+          tasks.push_back({r, row, head, s, n, scored, shared});
           if (n == 1 || (call.prompt && !scored)) continue;
           const int64_t span = call.prompt ? blocks(tasks.back()) * call.block : decode_tile(tasks.back()).span;
           const int64_t floats = call.prompt ? span : call.group * ((scored ? span : 0) + call.size + 2);
@@ -425,8 +423,7 @@ void Attend<Amx>::decode_by_matrices(const Task& task, float* part) const {
   tile.exponentials(e, top, sum);
   // A part knows its own keys only; the sink is for the whole row.
   for (int m = 0; m < g; ++m) inverse[m] = 1 / (sum[m] + (part ? 0 : sink(task, m, top[m])));
-  if (task.most) rows.probabilities<true>(e, inverse, prob, adds);
-  else rows.probabilities<false>(e, inverse, prob, adds);
+  rows.probabilities(e, inverse, prob, adds);
   rows.values(prob, out);
   if (!part) write(token, 1, task.head, out);
 }

@@ -62,8 +62,7 @@ class FewRows {
   }
 
   // Of exponentials e: to prob, [ROWS, padded(span)] words, what they are times by[m]; their column sums are
-  // added to the scores, if these are wanted; with MAXIMA scores are raised to their column maxima.
-  template <bool MAXIMA>
+  // added to the scores, if these are wanted.
   void probabilities(const float* e, const float* by, uint16_t* prob, bool scored) const {
     const int64_t span = tile.span, words = padded(span);
     const int whole = (tile.length() + W - 1) / W * W, block = tile.layer.block;
@@ -72,14 +71,12 @@ class FewRows {
       for (int m = 0; m < tile.rows; ++m) {
         const vf x = i < whole ? load(e + m * span + i) * by[m] : (vf){};
         Amx::put_halves(prob + m * words + i, prob + (MOST + m) * words + i, x);
-        column = MAXIMA ? vmax(x, column) : column + x;
+        column += x;
       }
       if (!scored || i >= whole) continue;
       // Zero is added to what lies behind the last token of a vector.
       float* to = tile.score_page(i / block) + i % block;
-      if (!MAXIMA) store(to, load(to) + column);
-      else
-        for (int j = 0; j < W; ++j) tile.raise(to + j, column[j]);
+      store(to, load(to) + column);
     }
   }
 

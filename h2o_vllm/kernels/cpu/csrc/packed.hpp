@@ -97,9 +97,7 @@ class PackedRows {
     }
   }
 
-  // Adds to sums [whole blocks] what the rows give to each key: exponentials times by[m]. With MAXIMA, raises them to
-  // the largest of it.
-  template <bool MAXIMA>
+  // Adds to sums [whole blocks] what the rows give to each key: exponentials times by[m].
   void add_columns(const float* by, float* sums) const {
     constexpr int PART = 256, N = PART / W;
     const int keys = first_limit + rows / layer.group - 1;
@@ -111,10 +109,7 @@ class PackedRows {
       for (int m = first_seeing(begin); m < rows; ++m) {
         const vf factor = splat(std::exp2(tops[m] - top[m]) * by[m]);
 #pragma GCC unroll 16
-        for (int i = 0; i < N; ++i) {
-          const vf x = load(from + m * RUN + i * W) * factor;
-          column[i] = MAXIMA ? vmax(x, column[i]) : column[i] + x;
-        }
+        for (int i = 0; i < N; ++i) column[i] += load(from + m * RUN + i * W) * factor;
       }
       // Zeros where a part ends behind the keys.
       const int here = std::min(PART, keys - begin);
@@ -122,7 +117,7 @@ class PackedRows {
       for (int i = 0; i < N; ++i)
         if (i * W < here) {
           float* to = sums + begin + i * W;
-          store(to, MAXIMA ? vmax(load(to), column[i]) : load(to) + column[i]);
+          store(to, load(to) + column[i]);
         }
     }
   }

@@ -197,9 +197,8 @@ struct Tile {
   }
 
   // prob = e * factor[m] in the type V is multiplied with (may overlay e), and its column sums added to
-  // sums, unless that is null. With MOST its column maxima, and sums raised to them.
-  template <bool MOST>
-  void normalise_as(const float* e, const float* factor, Prob* prob, int64_t prob_span, float* sums) const {
+  // sums, unless that is null.
+  void normalise(const float* e, const float* factor, Prob* prob, int64_t prob_span, float* sums) const {
     const int end = round_up(length());
     auto some = [&](auto count, int m) {
       constexpr int N = decltype(count)::value;
@@ -207,9 +206,9 @@ struct Tile {
         vf column = {}, p[N];
         for (int n = 0; n < N; ++n) {
           p[n] = load(e + (m + n) * span + i) * factor[m + n];
-          column = MOST ? vmax(p[n], column) : column + p[n];
+          column += p[n];
         }
-        if (sums) store(sums + i, MOST ? vmax(load(sums + i), column) : load(sums + i) + column);
+        if (sums) store(sums + i, load(sums + i) + column);
         if (prob)
           for (int n = 0; n < N; ++n) K::put(prob + (m + n) * prob_span, i, p[n]);
       }
@@ -218,10 +217,6 @@ struct Tile {
     for (; m + 4 <= rows; m += 4) some(std::integral_constant<int, 4>(), m);
     for (; m + 3 <= rows; m += 3) some(std::integral_constant<int, 3>(), m);
     for (; m < rows; ++m) some(std::integral_constant<int, 1>(), m);
-  }
-  void normalise(const float* e, const float* factor, Prob* prob, int64_t prob_span, float* sums, bool most) const {
-    if (most) normalise_as<true>(e, factor, prob, prob_span, sums);
-    else normalise_as<false>(e, factor, prob, prob_span, sums);
   }
 
   // out [M, D] += prob . V, columns in the order of column().
@@ -260,25 +255,15 @@ struct Tile {
     }
   }
 
-  void add_scores(const float* sums, bool most) const {
+  void add_scores(const float* sums) const {
     const int block = layer.block;
     for (int t = 0; t < length(); t += block) {
       float* to = score_page(t / block);
       const int here = std::min(block, length() - t);
       int i = 0;
-      if (!most)
-        for (; i + W <= here; i += W) store(to + i, load(to + i) + load(sums + t + i));
-      for (; i < here; ++i)
-        if (most) raise(to + i, sums[t + i]);
-        else to[i] += sums[t + i];
+      for (; i + W <= here; i += W) store(to + i, load(to + i) + load(sums + t + i));
+      for (; i < here; ++i) to[i] += sums[t + i];
     }
-  }
-  // Rows that share ranked blocks (a prompt and its repetition) do this at once: none may lose what another has
-  // given, and which is first does not matter.
-  static void raise(float* to, float value) {
-    float old;
-    __atomic_load(to, &old, __ATOMIC_RELAXED);
-    while (value > old && !__atomic_compare_exchange(to, &old, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   }
 
   static int round_up(int n) { return (n + W - 1) / W * W; }

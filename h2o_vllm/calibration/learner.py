@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Learn from a model that repeats texts. Worker process; plain torch, any device.
+
+One long request holds a text, the instruction to repeat it, and the text again::
+
+    | text ............... | instruction | text ............... |
+      the examples: each    \____ the largest attention that ____/
+      token's key, value          any of these queries gives it
+
+The target is KVzip's score (https://arxiv.org/abs/2505.23416). The whole request has to be one step, so that
+its queries and keys are at hand: nothing is read from the KV cache, and nothing is evicted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.calibration.features import Rotation, features
+from h2o_vllm.calibration.regression import Sums
+
+__all__ = ["Learner", "Softmax", "largest_attention"]
+
+CHUNK = 128
+"""Queries at a time: their logits are what memory is needed for."""
+
+
+class Softmax(NamedTuple):
+    """How a layer turns products into probabilities.
+
+    Attributes:
+        scale: factor on q.k. softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
+        sinks: [H], logits that belong to no key and join the denominator, or ``None``.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+class Learner:
+    """Adds up the examples of each request.
+
+    Args:
+        rotation: how the model turns keys.
+        text: tokens of a text. request: tokens of a request; steps of another size are not looked at.
+    """
+
+    def __init__(self, layers: int, rotation: Rotation, text: int, request: int) -> None:
+        self._sums = [Sums() for _ in range(layers)]
+        self._rotation, self._text, self._request = rotation, text, request
+
+    @property
+    def tokens(self) -> int:
+        """Examples so far."""
+        return self._sums[0].tokens
+
+    def look(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> None:
+        """Learn from one layer's attention in one step.
+
+        Args:
+            layer: index among the evictable layers.
+            query: [T, H, D]. key, value: [T, KH, D], after rotation.
+        """
+        if len(query) != self._request:
+            return
+        wanted = largest_attention(query, key, softmax, self._text)
+        keys, values = (one[: self._text].transpose(0, 1) for one in (key, value))
+        known = features(keys, values, self._rotation)
+        # The first token takes what no other token gets: it is no example.
+        self._sums[layer].add(known[:, 1:], wanted[:, 1:])
+
+    def weights(self) -> Tensor:
+        """[L, KH, F + 1], float32.
+
+        Raises:
+            ValueError: nothing was learned.
+        """
+        return torch.stack([sums.solve() for sums in self._sums])
+
+
+def largest_attention(query: Tensor, key: Tensor, softmax: Softmax, text: int) -> Tensor:
+    """The largest probability that the first ``text`` keys get from any query behind them, [KH, text].
+
+    Of any query head of a KV head's group; float32.
+
+    Args:
+        query: [T, H, D], of all positions. key: [T, KH, D].
+    """
+    tokens, heads = key.shape[:2]
+    keys, every = key.float().transpose(0, 1), torch.arange(tokens, device=key.device)
+    most = key.new_full((heads, text), float("-inf"), dtype=torch.float32)
+    for begin in range(text, tokens, CHUNK):
+        end = min(begin + CHUNK, tokens)
+        q = query[begin:end].float().unflatten(1, (heads, -1)).transpose(0, 1)
+        # [KH, t, G, end]
+        logits = torch.einsum("ktgd,ksd->ktgs", q, keys[:, :end]) * softmax.scale
+        if softmax.softcap:
+            logits = softmax.softcap * (logits / softmax.softcap).tanh()
+        future = every[:end] > every[begin:end, None]
+        logits = logits.masked_fill(future[:, None], float("-inf"))
+        total = logits.logsumexp(-1, keepdim=True)
+        if softmax.sinks is not None:
+            total = total.logaddexp(softmax.sinks.float().view(heads, 1, -1, 1))
+        most = most.maximum((logits[..., :text] - total).amax((1, 2)))
+    return most.exp()

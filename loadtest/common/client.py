@@ -92,7 +92,7 @@ class Client:
             # Not done by read1; until it is, the connection refuses the next request.
             response.close()
         except BaseException:
-            # Also where a greenlet is killed: the server must see that nobody listens any more.
+            # Also where a greenlet is killed: the server must see that the client is gone.
             connection.close()
             raise
         if response.will_close:
@@ -123,7 +123,7 @@ class Client:
                 return connection, connection.getresponse()
             except (ConnectionError, http.client.RemoteDisconnected):
                 connection.close()
-                # The server may close a connection that idles; that is nobody's failure.
+                # The server may close a connection that idles; that is no failure.
                 if not kept:
                     raise
             except BaseException:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What :mod:`.forced` is called, for those who ask for it over HTTP: imports nothing, least of all vLLM."""
+"""What :mod:`.forced` is called, for HTTP clients: imports nothing, least of all vLLM."""
 
 from __future__ import annotations
 

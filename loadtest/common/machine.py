@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["describe_gpu", "describe_host", "describe_run", "shown_command"]
 
 MASKED = {"--api-key": "KEY", "--hf-token": "KEY", "--url": "URL", "--vllm-url": "URL"}
-"""Options whose value nobody needs to know, and what stands in its place."""
+"""Options with values that are not shown, and what stands in its place."""
 
 _URL = re.compile(r"https?://\S+")
 # Not behind a word: `owner/model` is a name, and so is 0.2/window.

@@ -35,7 +35,7 @@ def carry_out(
     """Measure what ``path`` lacks, appending to it; returns all rows.
 
     Args:
-        module: whose command the rows name.
+        module: the command that the rows name.
         about: what all rows say beside their measurement.
         engine_of: the process that measures it, which may have to be started.
         line: what it is asked. shown, said: what is printed before and after.

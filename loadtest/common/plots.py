@@ -75,7 +75,7 @@ def save(figure: Figure, path: Path, title: str = "") -> Path:
 
 
 def colours(names: Iterable[str], known: dict[str, str] | None = None) -> dict[str, str]:
-    """A colour for each name: its own, or the next one that is nobody's."""
+    """A colour for each name: its own, or the next unused one."""
     known = known or {}
     # Grey is the baseline's.
     usual = COLOURS[1:] if known else COLOURS

@@ -141,7 +141,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now."""
+    """A TCP port that is free now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

@@ -183,7 +183,7 @@ class Suite(ABC):
     """What a device is measured with.
 
     Attributes:
-        variants: who serves, baselines first.
+        variants: what serves, baselines first.
         own: those of them that are h2o_vllm.
         side_by_side: whether the engines of a setting live side by side, one working at a time; otherwise
             each is started anew and has the device to itself.

@@ -38,7 +38,7 @@ PROGRAMS = {OURS: H2O_SERVE, VLLM: VLLM_SERVE}
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What one bar of the picture is: who serves, and which budget is asked for.
+    """What one bar of the picture is: what serves, and which budget is asked for.
 
     Attributes:
         name: how it is called in tables and pictures.

@@ -87,7 +87,7 @@ class Generator:
         return 0 < self.settings.requests <= self._kept
 
     def prepare(self, lane: int = 0) -> None:
-        """Ask the server who it is, measure its tokenizer, warm it up, start the clock.
+        """Ask the server for its model and version, measure its tokenizer, warm it up, start the clock.
 
         Args:
             lane: number of this process among those that load the server: each has prompts of its own.

@@ -40,7 +40,7 @@ class Objective:
     Attributes:
         metric: one of ``SAMPLED`` or ``COUNTED``.
         stat: ``p99``, ``mean``, ``max``; empty for counted metrics.
-        label: whose requests, ``kv=0.2``; ``all`` for everybody's.
+        label: of which requests, ``kv=0.2``; ``all`` for all of them.
     """
 
     metric: str

@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_parser("loadtest.kernels", __doc__)
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="whose kernels")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="the kernels of which")
     add("--quick", action="store_true", help="a few small configurations")
     add("--threads", type=int, default=1, help="cpu: of each contestant")
     add("--impls", default="cpp", help="cpu: which of ours, separated by commas")

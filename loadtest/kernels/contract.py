@@ -20,7 +20,7 @@ class DeviceBench(ABC):
         """Every contestant must reproduce the reference before it is timed.
 
         Raises:
-            SystemExit: naming who did not.
+            SystemExit: naming the contestant that did not.
         """
 
     @cached_property

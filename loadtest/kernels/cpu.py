@@ -238,7 +238,7 @@ class CPUBench(DeviceBench):
             call()
             out, scores = wanted["lanes" if ".lanes_" in name else ""]
             right = "score_prompt" in name or torch.allclose(case.out, out, rtol=0.02, atol=0.02)
-            # Stock's kernel knows no scores, and ours shall leave them alone where nobody wants them.
+            # Stock's kernel knows no scores, and ours must leave them alone where they are not wanted.
             kept = torch.zeros_like(scores) if name == "stock" or ".full_" in name else scores
             right &= torch.allclose(case.scores, kept, rtol=1e-3, atol=1e-4)
             if not right:

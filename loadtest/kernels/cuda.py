@@ -153,7 +153,7 @@ def _check(case: Case) -> None:
     """Each contestant's output and, of ours, scores.
 
     Raises:
-        SystemExit: naming who is wrong.
+        SystemExit: naming the contestant that is wrong.
     """
     case.build()
     out, want = torch.empty_like(case.out), {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on a GPU as its benchmarks time it: a batch of one shape, and who attends to it. bfloat16."""
+"""Attention on a GPU as its benchmarks time it: a batch of one shape, and the kernels for it. bfloat16."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "rows", nargs="+", type=Path, help="files of loadtest.engine, one machine's"
     )
-    parser.add_argument("--variant", default="h2o", help="whose rows")
+    parser.add_argument("--variant", default="h2o", help="the rows of which")
     return parser.parse_args(argv)
 
 

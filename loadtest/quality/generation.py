@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measure wants generated, what came back, and who can generate. Imports nothing of ours."""
+"""What a measure wants generated, what came back, and what can generate. Imports nothing of ours."""
 
 from __future__ import annotations
 

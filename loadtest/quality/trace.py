@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds what, as a picture for notebooks and papers: the playground's, drawn from a response.
+"""Which heads hold which tokens, as a picture: the playground's, drawn from a response.
 
     python -m loadtest.quality.trace --url http://127.0.0.1:8000 --kv-budget 0.2 --out trace.png
     python -m loadtest.quality.trace --response answer.json --out trace.png

@@ -105,7 +105,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mixes", nargs="+", choices=MIXES, default=list(MIXES), help="kinds, a round each in turn; "
         "mixed: prompts of up to 200 tokens; growing: short prompts and long outputs, so that many run and "
         "then take each other's blocks; default: both")  # fmt: skip
-    add("--kv-full-kernel", choices=FULL_KERNELS, default="vllm", help="who attends for rows without scores "
+    add("--kv-full-kernel", choices=FULL_KERNELS, default="vllm", help="kernel for rows without scores "
         "(%(default)s)")  # fmt: skip
     add("--threads", type=int, default=1, help="threads that compute (%(default)s)")
     add("--model", help="a directory, or 'embedded'; a tiny one of random weights if not given")

@@ -67,7 +67,7 @@ class CorruptionCheck:
     """An engine of its own, its poison, and what its requests generate alone.
 
     Args:
-        full_kernel: who attends for rows without scores, as ``--kv-full-kernel``.
+        full_kernel: kernel for rows without scores, as ``--kv-full-kernel``.
 
     Attributes:
         worker: the engine's, for bugs to be planted in.
@@ -201,7 +201,7 @@ class CorruptionCheck:
         return answers
 
     def _squeezed_at(self, name: str) -> int | None:
-        """Of a request that is about to be aborted: nobody gets its report."""
+        """Of a request that is about to be aborted: its report goes nowhere."""
         for request_id in self._scheduler.requests:
             # The engine makes the names of its clients unique.
             if request_id.partition("-")[0] == name:

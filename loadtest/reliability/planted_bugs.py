@@ -35,7 +35,7 @@ def _survivors_are_lost(worker: Any) -> Any:
 
 @contextlib.contextmanager
 def _compaction_is_late(worker: Any) -> Iterator[None]:
-    """Compaction after the forward pass, when doomed blocks may belong to somebody else."""
+    """Compaction after the forward pass, when doomed blocks may belong to another request."""
     late: list[Any] = []
     state, runner = worker._state, worker.model_runner
     compact, execute_model = state.compact, runner.execute_model
@@ -51,12 +51,12 @@ def _compaction_is_late(worker: Any) -> Iterator[None]:
 
 
 def _scores_are_stale(worker: Any) -> Any:
-    """New tokens inherit the scores of whoever had the block before."""
+    """New tokens inherit the scores of the request that had the block before."""
     return replaced(worker._state, "start_scores", lambda *_: None)
 
 
 def _nobody_takes_turns(_: Any) -> Any:
-    """Evictions that rank the same blocks in one step rank by the scores of whoever comes last."""
+    """Evictions that rank the same blocks in one step rank by the scores of the last one."""
     from h2o_vllm.engine import state
 
     return replaced(state, "waves", lambda evictions: [list(evictions)])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poison for an in-process engine: whoever reads a block that is not his shows at once.
+"""Poison for an in-process engine: a read of a block that is not the request's own shows at once.
 
 Hung onto the objects of one running engine; production code knows nothing of it. Each step, after the
 compaction and before the forward pass::
 
     owned blocks, and free ones the prefix cache can still find    left alone: their KV is valid
-    free blocks nobody can find, and the null block (the holes)    NaN: nobody may read them
+    free blocks that no request can find, and the null block (the holes)    NaN: nothing may read them
     blocks handed out in this step                                 1e4, scores 1e30: not written yet
 
 A block handed out is read beyond its live length by vLLM's kernels, which mask what they read: there a

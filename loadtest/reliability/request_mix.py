@@ -86,7 +86,7 @@ class TimedRequest:
 def make_alike(rng: random.Random) -> list[TimedRequest]:
     """Requests with one beginning that evict in one step, and rank what all of them free.
 
-    By scores of their own: they differ in what else they rank, and in whose first tokens stay.
+    By scores of their own: they differ in what else they rank, and in which first tokens stay.
     """
     # All but the first read most of it: what is left to compute for all is less than a chunk.
     beginning = [rng.randrange(VOCABULARY) for _ in range(90)]

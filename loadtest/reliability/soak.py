@@ -174,7 +174,7 @@ def gauges(url: str) -> dict[str, float]:
 
 
 def idle_share(url: str) -> float:
-    """Share of the pool in use with nobody asking for anything; the engine reports with a delay."""
+    """Share of the pool in use without any request; the engine reports with a delay."""
     for _ in range(100):
         now = gauges(url)
         if not now["running"] and not now["waiting"] and not now["blocks_used"]:

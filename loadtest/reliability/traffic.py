@@ -70,7 +70,7 @@ class Traffic:
         self._client.close()
 
     def probe(self) -> float:
-        """Seconds of one request of always the same shape, whose prompt nobody has sent before."""
+        """Seconds of one request of always the same shape, with a prompt that was never sent before."""
         prompt = [random.randrange(1000, 40000) for _ in range(PROBE_TOKENS)]
         started = time.monotonic()
         body = {"prompt": prompt, "max_tokens": 16, "ignore_eos": True, "kv_budget": 0.5}

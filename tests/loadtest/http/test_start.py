@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long servers take to start: who starts when, and what the table says."""
+"""How long servers take to start: which starts when, and what the table says."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Call:
         self.ended = asyncio.get_running_loop().time()
 
     async def _receive(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        # Nobody disconnects.
+        # No client disconnects.
         return parts.pop() if parts else await asyncio.Future()
 
     async def _send(self, message: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Call:
 class VirtualServer:
     """Takes the place of a ``Client``: ``at_once`` threads send, and are answered in virtual time.
 
-    The last one to send lets the loop run. Whoever was answered has the time of the end of its own answer.
+    The last one to send lets the loop run. Each thread has the time of the end of its own answer.
     """
 
     def __init__(self, app: Any, at_once: int = 1) -> None:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the pictures of the page, from a server started with ``--kv-playground``.
 
-    python deploy/playground/render.py http://127.0.0.1:8000 deploy/playground/playground.png --load
+    python deploy/playground/render.py http://127.0.0.1:8000 deploy/playground/playground.png \\
+        --then "Describe the town in winter." --load
     python deploy/playground/render.py http://127.0.0.1:8000 deploy/playground/readme.png \\
-        --kv-policy snapkv --width 1000 --scale 2 --answers 700
+        --kv-policy snapkv --kv-delay 0 --width 1000 --scale 2 --answers 700
 
 Asks the sample question in Debian's Chromium and takes the page as it is then. The first is the whole page,
-the second what the README shows: the answers and the text below them, as wide as a README is on GitHub.
+with the server's own defaults and a second question, as the first answer is over within the server's delay.
+The second is what the README shows: the answers and the text below them, as wide as a README is on GitHub.
 Needs playwright (extra ``test``) and ``apt install chromium``.
 """
 
@@ -43,6 +45,8 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("out", type=Path)
     parser.add_argument("--kv-policy", help="the server's default if left out")
+    parser.add_argument("--kv-delay", help="the server's default if left out")
+    parser.add_argument("--then", metavar="QUESTION", help="to ask in the same chats afterwards")
     parser.add_argument("--width", type=int, default=1100, help="of the window, in CSS pixels")
     parser.add_argument("--scale", type=int, default=1, help="device pixels of a CSS pixel")
     parser.add_argument(
@@ -68,9 +72,15 @@ def main() -> None:
         if args.kv_policy:
             page.select_option("#policy", args.kv_policy)
         page.fill("#max-tokens", "60")
+        if args.kv_delay:
+            page.fill("#delay", args.kv_delay)
         page.click("#find")
         page.wait_for_selector("#picture:not([hidden])")
         page.wait_for_selector("#ask:enabled")
+        if args.then:
+            page.fill("#question", args.then)
+            page.click("#ask")
+            page.wait_for_selector("#ask:enabled")
         for number, button in enumerate(("#load-full", "#load-low") if args.load else (), start=1):
             page.click(button)
             page.wait_for_selector(f"#loads tbody tr:nth-child({number})")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -94,9 +95,7 @@ def test_both_answers_stand_with_what_the_server_reports(
 def test_it_says_whether_the_code_was_found(visit: Visit, report: dict[str, Any]) -> None:
     """The tiny model does not know it; whoever does is said to."""
     note = visit.page.locator("#kept-side .note")
-    assert note.inner_text().startswith(
-        "The code is 4821: not found. Try the kv_delay of 16 that requests have here"
-    )
+    assert note.inner_text().startswith("The code is 4821: not found. Try a longer kv_delay")
     answer = {"choices": [{"delta": {"content": "It is 4821."}}]}
     with Routed(visit, f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"):
         visit.page.click("#find")
@@ -107,13 +106,14 @@ def test_it_says_whether_the_code_was_found(visit: Visit, report: dict[str, Any]
 def test_short_answers_are_evicted_from_unless_they_say_why_not(
     browser: Any, server: LiveServer
 ) -> None:
-    """The server delays evictions by 16 tokens; the page has none of it, or there would be nothing to see."""
+    """The page asks with the server's own delay, which here is 16 tokens."""
     visit = Visit(browser, server).ready()
-    assert visit.ask(8)["tokens_evicted"] > 500
-    assert "Nothing was evicted" not in visit.page.inner_text("#kept-side")
-    visit.page.fill("#delay", "16")
+    assert visit.page.input_value("#delay") == "16"
     assert visit.ask(8)["tokens_evicted"] == 0
     assert "Nothing was evicted: the answer ended" in visit.page.inner_text("#kept-side")
+    visit.page.fill("#delay", "0")
+    assert visit.ask(8)["tokens_evicted"] > 500
+    assert "Nothing was evicted" not in visit.page.inner_text("#kept-side")
     visit.page.fill("#text", "")
     visit.page.click("#clear")
     visit.page.click("#ask")
@@ -197,8 +197,12 @@ def test_arrow_keys_move_from_token_to_token(visit: Visit, report: dict[str, Any
     assert "secret" in before or "code" in before
 
 
-def test_sixteen_requests_leave_a_row(visit: Visit) -> None:
-    visit.page.click("#load-low")
+def test_sixteen_requests_leave_a_row_and_say_what_the_budget_gains(visit: Visit) -> None:
+    with visit.page.expect_request("**/v1/completions") as sent:
+        visit.page.click("#load-low")
+    block_size = re.search(r"blocks of (\d+) tokens", visit.page.inner_text("#server")).group(1)
+    fields = {name for name in sent.value.post_data_json if name.startswith("kv_")}
+    assert fields == {"kv_budget"}, "all else is the server's own"
     visit.page.wait_for_selector("#loads tbody tr")
     budget, _, _, seen, held, peak, fit = visit.page.locator("#loads tbody td").all_inner_texts()
     # A tiny model on a busy core may be done before the page has read the metrics.
@@ -206,8 +210,23 @@ def test_sixteen_requests_leave_a_row(visit: Visit) -> None:
     assert 0 < int(held) < int(seen) / 2
     gauges = visit.page.locator("#gauges div").all_inner_texts()
     (pool,) = (row.split("\n")[1] for row in gauges if row.startswith("blocks in the pool"))
-    blocks = int(pool.replace(",", ""))
-    assert fit == ("-" if peak == "-" else str(16 * blocks // int(peak)))
+    # One block is never used.
+    tokens = (int(pool.replace(",", "")) - 1) * int(block_size)
+    assert int(fit) == 16 * tokens // int(held)
+    # With all of their KV they fit, too.
+    assert "frees memory here and saves no time" in visit.page.inner_text("#load-note")
+
+
+@pytest.mark.parametrize(
+    ("pool", "says"), [(560_800, "saves no time"), (8192, "2.0 times the tokens per second")]
+)
+def test_it_says_whether_a_budget_saves_time_and_why(visit: Visit, pool: int, says: str) -> None:
+    script = """async pool => {
+        const { explain } = await import('./load.js');
+        const results = [{ budget: 1, speed: 100, seen: 14000 }, { budget: 0.2, speed: 200, seen: 14000 }];
+        return explain(results, { num_tokens: pool });
+    }"""
+    assert says in visit.page.evaluate(script, pool)
 
 
 def test_a_larger_budget_holds_more(visit: Visit, report: dict[str, Any]) -> None:

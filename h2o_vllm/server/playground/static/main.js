@@ -30,7 +30,7 @@ async function begin() {
   element("server").textContent =
     `${config.models[0]}, vLLM ${versions.vllm}, blocks of ${config.kv_cache.block_size} tokens. ` +
     `No budget falls below ${limits.kv_min_tokens} tokens. ` +
-    (defaults.kv_delay ? `Who asks for no kv_delay has one of ${defaults.kv_delay} tokens; this page asks for 0.` : "");
+    (defaults.kv_delay ? `Nothing is evicted within the first ${defaults.kv_delay} tokens of an answer (kv_delay).` : "");
   element("policy").replaceChildren(
     ...limits.kv_policies.filter((name) => name !== "full").map((name) => new Option(name)),
   );
@@ -38,8 +38,7 @@ async function begin() {
   element("budget").min = Math.max(0.05, limits.kv_budget_min);
   element("budget").max = limits.kv_budget_max;
   element("budget").value = defaults.kv_budget < 1 ? defaults.kv_budget : 0.2;
-  // The server's may be longer than an answer, of which nothing would be evicted then.
-  element("delay").value = 0;
+  element("delay").value = defaults.kv_delay;
   element("delay").max = limits.kv_delay_max;
   element("protect").value = defaults.kv_protect === "prompt" ? "prompt" : "0";
   element("load-full").disabled = limits.kv_budget_max < MAX_FULL;
@@ -130,9 +129,7 @@ async function askOne(side, content, budget) {
 function verdict({ text, report }) {
   if (text.includes(CODE)) return `The code is ${CODE}: found.`;
   if (!report?.tokens_evicted) return `The code is ${CODE}: not found.`;
-  const { kv_delay: own } = config.defaults;
-  const delay = own > report.delay ? `the kv_delay of ${own} that requests have here if they name none` : "a kv_delay";
-  return `The code is ${CODE}: not found. Try ${delay}, kv_policy snapkv, kv_protect the prompt or a larger budget.`;
+  return `The code is ${CODE}: not found. Try a longer kv_delay, kv_policy snapkv, kv_protect the prompt or a larger budget.`;
 }
 
 /** Why both sides hold the same. */
@@ -140,7 +137,8 @@ function whyNothing({ tokens_seen: seen }, { kv_delay: delay }) {
   const least = config.limits.kv_min_tokens;
   const short = `no budget falls below ${least} tokens, and there were ${seen}`;
   const early = `the answer ended before a block was in excess${delay ? `, or within its kv_delay of ${delay}` : ""}`;
-  return `Nothing was evicted: ${seen <= least ? short : early}.`;
+  const next = delay ? " Ask for more in this chat, or set kv_delay to 0, to see what the budget keeps." : "";
+  return `Nothing was evicted: ${seen <= least ? short : early}.${seen <= least ? "" : next}`;
 }
 
 /** An answer does not fail because its trace is refused: too long, or too many at a time. */
@@ -192,7 +190,7 @@ async function load(button, budget) {
   button.disabled = true;
   complain(null);
   try {
-    await send(config.models[0], budget, config.kv_cache.num_blocks);
+    await send(config.models[0], budget, config.kv_cache);
   } catch (error) {
     complain(error);
   }

@@ -37,9 +37,9 @@ def register() -> None:
 
     In a process that ``h2o-serve`` started, also record why it cannot start, should it be so.
     """
-    from h2o_vllm.blocks.spec import register_spec
+    from h2o_vllm.blocks.spec import register_specs
 
-    register_spec()
+    register_specs()
     if START_RECORD in os.environ:
         from h2o_vllm.engine import start_record
 

@@ -8,7 +8,7 @@ objects by duck typing, so it needs no import of vLLM.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from h2o_vllm.errors import AccountingError
@@ -16,12 +16,14 @@ from h2o_vllm.errors import AccountingError
 __all__ = ["check_pool", "check_private"]
 
 
-def check_pool(pool: Any, tables: Mapping[str, Sequence[Any]], *, idle: bool = False) -> None:
+def check_pool(
+    pool: Any, tables: Iterable[tuple[str, Sequence[Any]]], *, idle: bool = False
+) -> None:
     """Check that pool and block tables tell the same story.
 
     Args:
         pool: vLLM's ``BlockPool``.
-        tables: request id -> its ``KVCacheBlock`` s, null blocks included; every table of every
+        tables: request ids and their ``KVCacheBlock`` s, null blocks included; every table of every
             manager that shares the pool.
         idle: also check that no block is in use.
 
@@ -29,7 +31,7 @@ def check_pool(pool: Any, tables: Mapping[str, Sequence[Any]], *, idle: bool = F
         AccountingError: a block is leaked, owned twice by one request, or miscounted.
     """
     owners: Counter[int] = Counter()
-    for request_id, table in tables.items():
+    for request_id, table in tables:
         live = [block.block_id for block in table if not block.is_null]
         if len(live) != len(set(live)):
             raise AccountingError(f"request {request_id} holds a block twice: {sorted(live)}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from h2o_vllm.blocks.beside import LimitedManager
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.ledger import check_pool, check_private
 from h2o_vllm.blocks.plan import Eviction
@@ -49,14 +50,14 @@ class H2OBlockManager(FullAttentionManager):
         self._promising: dict[str, EvictionState] = {}
         self._running: tuple[str, ...] = ()
         self._rules = SqueezeRules()
-        self._beside: tuple[SingleTypeKVCacheManager, ...] = ()
+        self._beside: tuple[LimitedManager, ...] = ()
         self._squeezes = SqueezeCounts()
 
-    def follow_rules(
-        self, rules: SqueezeRules, beside: Sequence[SingleTypeKVCacheManager] = ()
-    ) -> None:
+    def follow_rules(self, rules: SqueezeRules, beside: Sequence[LimitedManager] = ()) -> None:
         """Say when to squeeze; ``beside``: the other managers, which take blocks from the same pool."""
         self._rules, self._beside = rules, tuple(beside)
+        for manager in self._beside:
+            manager.limit(self._has_evicted)
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """Who may be squeezed in this step: ``running`` ones, whose tables the workers have."""
@@ -77,6 +78,10 @@ class H2OBlockManager(FullAttentionManager):
         """A request's state, if it is tracked."""
         return self._eviction_states.get(request_id)
 
+    def _has_evicted(self, request_id: str) -> bool:
+        state = self._eviction_states.get(request_id)
+        return state is not None and state.holes > 0
+
     def take_evictions(self) -> tuple[Eviction, ...]:
         """Drain this step's evictions: at most one per request."""
         evictions, self._evictions = tuple(self._evictions.values()), {}
@@ -93,8 +98,10 @@ class H2OBlockManager(FullAttentionManager):
         return reports
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """See :func:`h2o_vllm.blocks.ledger.check_pool`. Assumes no other manager in the pool."""
-        check_pool(self.block_pool, self.req_to_blocks, idle=idle)
+        """See :func:`h2o_vllm.blocks.ledger.check_pool`."""
+        managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self._beside)
+        tables = [table for manager in managers for table in manager.req_to_blocks.items()]
+        check_pool(self.block_pool, tables, idle=idle)
 
     def remove_skipped_blocks(
         self,
@@ -192,6 +199,8 @@ class H2OBlockManager(FullAttentionManager):
             indices = state.excess(state.counts.num_computed_tokens)
             if indices is None or not self._yields(state, indices, table, wanted, read):
                 continue
+            if not self._yields_beside(other, state, wanted):
+                continue
             gain = sum(table[index].ref_cnt == 1 for index in indices.doomed)
             if gain:
                 priority = state.counts.priority if by_priority else 0
@@ -219,6 +228,20 @@ class H2OBlockManager(FullAttentionManager):
         lost = (*withdrawn, *(table[index] for index in indices.doomed))
         return wanted.isdisjoint(block.block_id for block in lost)
 
+    def _yields_beside(self, request_id: str, state: EvictionState, wanted: set[int]) -> bool:
+        """The same of the other groups: others hold, or may be about to hold, what this step fills."""
+        filled = self._published_beside(request_id, state)
+        return not filled or not (wanted or any(block.ref_cnt > 1 for block in filled))
+
+    def _published_beside(self, request_id: str, state: EvictionState) -> list[KVCacheBlock]:
+        """What the other groups have published of this step's tokens."""
+        computed = state.counts.num_computed_tokens
+        return [
+            block
+            for manager in self._beside
+            for block in manager.published_from(request_id, computed)
+        ]
+
     def _withdrawn(
         self, state: EvictionState, indices: EvictionIndices, table: Sequence[KVCacheBlock]
     ) -> list[KVCacheBlock]:
@@ -238,11 +261,12 @@ class H2OBlockManager(FullAttentionManager):
         was_stock = state.stock
         indices = state.squeeze(state.counts.num_computed_tokens)
         assert indices is not None
+        withdrawn = self._published_beside(request_id, state)
         if was_stock:
-            withdrawn = self._withdrawn(state, indices, self.req_to_blocks[request_id])
-            self.block_pool.evict_blocks(
-                {block.block_id for block in withdrawn if block.block_hash is not None}
-            )
+            withdrawn += self._withdrawn(state, indices, self.req_to_blocks[request_id])
+        self.block_pool.evict_blocks(
+            {block.block_id for block in withdrawn if block.block_hash is not None}
+        )
         self._evict(request_id, state, indices)
         self._squeezes.requests += 1
         self._squeezes.blocks += victim.gain

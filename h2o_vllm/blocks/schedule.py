@@ -16,9 +16,10 @@ bound took does not come back.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 from h2o_vllm.blocks.budget import blocks_freed, budget_tokens, next_eviction, recent_from
 from h2o_vllm.config.options import H2OConfig
@@ -26,10 +27,26 @@ from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError
 
-__all__ = ["EvictionSchedule", "default_blocks"]
+__all__ = ["EvictionSchedule", "GroupBeside", "default_blocks"]
 
 LEAST_BOUND_BLOCKS = 4
 """A quarter of a bound is a block at least."""
+
+
+class GroupBeside(NamedTuple):
+    """What layers that are not evicted (windows, chunks, states) take of the pool for one request.
+
+    Attributes:
+        block_size: tokens per block; 1 where the number of blocks does not depend on the request's length.
+        most: blocks that one request never exceeds.
+    """
+
+    block_size: int
+    most: int
+
+    def needed(self, tokens: int) -> int:
+        """Blocks that so many tokens take at most."""
+        return min(-(-tokens // self.block_size), self.most)
 
 
 @dataclass(frozen=True)
@@ -110,21 +127,33 @@ class EvictionSchedule:
         """Whether anything is ever given back before the token at position ``last`` is computed."""
         return self.freed(last, self.earliest) > 0
 
-    def check_fits(self, pool: int, max_tokens: int | None, max_model_len: int) -> None:
+    def check_fits(
+        self,
+        pool: int,
+        max_tokens: int | None,
+        max_model_len: int,
+        beside: Sequence[GroupBeside] = (),
+    ) -> None:
         """Whether a pool of so many blocks can ever hold the request.
+
+        Args:
+            beside: groups of other layers, which take their blocks of the same pool.
 
         Raises:
             BudgetError: it cannot; a smaller budget, bound or answer might.
         """
         most = max_model_len if max_tokens is None else max_tokens
         needed = self.needed_blocks(most, max_model_len)
-        if needed > pool:
+        tokens = min(self.prompt_tokens + most, max_model_len)
+        room = max(0, pool - sum(group.needed(tokens) for group in beside))
+        if needed > room:
             size, answer = self.block_size, min(most, max_model_len - self.prompt_tokens)
+            others = " beside that of its other layers" if beside else ""
             raise BudgetError(
                 "kv_prefill_tokens",
                 self.budget.prefill,
-                f"such that at most {pool * size} tokens of KV are held at once, all there is room for "
-                f"(a prompt of {self.prompt_tokens} tokens and an answer of up to {answer} may hold "
+                f"such that at most {room * size} tokens of KV are held at once, all there is room for"
+                f"{others} (a prompt of {self.prompt_tokens} tokens and an answer of up to {answer} may hold "
                 f"{needed * size}; a smaller kv_budget or max_tokens helps, too)",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec, score_bytes_per_block
 from h2o_vllm.errors import ConfigError
@@ -13,9 +13,48 @@ from h2o_vllm.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-__all__ = ["evictable_group", "evictable_layer", "memory_less_scores"]
+__all__ = [
+    "check_evictable",
+    "evictable_group",
+    "evictable_layer",
+    "leave_out_idle_windows",
+    "memory_less_scores",
+]
+
+
+def leave_out_idle_windows(config: VllmConfig) -> None:
+    """Make layers whose window no sequence leaves what they are: full attention. Before the model is built.
+
+    It is what ``--disable-sliding-window`` does (``ModelConfig.__post_init__``, 0.32), where it changes no
+    token. Some models (Phi-4-mini) have windows as long as the model.
+    """
+    model, text = config.model_config, config.model_config.hf_text_config
+    window = getattr(text, "sliding_window", None)
+    if isinstance(window, int) and window >= model.max_model_len:
+        model.disable_sliding_window, text.sliding_window = True, None
+        config.cache_config.sliding_window = None
+
+
+def check_evictable(specs: Iterable[KVCacheSpec]) -> None:
+    """Check that there is something to evict in a model of these layers.
+
+    Raises:
+        ConfigError: nothing is. vLLM frees what leaves a window by itself.
+    """
+    kinds = list(specs)
+    if any(isinstance(spec, FullAttentionSpec) for spec in kinds):
+        return
+    windows = {spec.sliding_window for spec in kinds if isinstance(spec, SlidingWindowSpec)}
+    spans = (
+        f"sliding windows of {', '.join(map(str, sorted(windows)))} tokens" if windows else "states"
+    )
+    raise ConfigError(
+        f"h2o_vllm has nothing to evict from this model: all its layers have {spans}, which forget by "
+        "themselves. Serve it with: vllm serve"
+    )
 
 
 def memory_less_scores(available: int, specs: Iterable[KVCacheSpec]) -> int:

@@ -15,9 +15,10 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
+from h2o_vllm.blocks.beside import LimitedManager
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.blocks.plan import EvictionParams, StepPlan
-from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.blocks.spec import H2OAttentionSpec, groups_beside
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config.keys import METRICS_KEY, REPORT_KEY
@@ -70,8 +71,9 @@ class H2OScheduler(LimitingScheduler):
                 watermark_blocks=self.kv_cache_manager.watermark_blocks,
                 by_priority=self.policy == SchedulingPolicy.PRIORITY,
             ),
-            beside=[manager for manager in block_managers(self) if manager is not self.blocks],
+            beside=self._bound_beside(),
         )
+        self._beside = groups_beside(self.kv_cache_config, self.vllm_config)
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
         # Without a server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
@@ -92,6 +94,19 @@ class H2OScheduler(LimitingScheduler):
                 "Evictions would silently not happen; refusing to start."
             )
         return ours[0]
+
+    def _bound_beside(self) -> list[LimitedManager]:
+        """The managers of the other groups; law 9: they know of evictions, or have nothing to publish."""
+        beside = []
+        for manager in block_managers(self):
+            if isinstance(manager, LimitedManager):
+                beside.append(manager)
+            elif manager is not self.blocks:
+                raise ConfigError(
+                    f"h2o_vllm cannot serve this model: beside evictable layers vLLM built a "
+                    f"{type(manager).__name__}, which would publish KV that depends on evictions"
+                )
+        return beside
 
     def _made_traces(self) -> Traces:
         groups = self.kv_cache_config.kv_cache_groups
@@ -221,7 +236,7 @@ class H2OScheduler(LimitingScheduler):
         """Who needs more blocks than there are would be preempted and begun anew for ever."""
         pool = self.blocks.block_pool.num_gpu_blocks - 1
         try:
-            state.schedule.check_fits(pool, request.max_tokens, self.max_model_len)
+            state.schedule.check_fits(pool, request.max_tokens, self.max_model_len, self._beside)
         except BudgetError as error:
             self._rejected.setdefault(request.request_id, str(error))
 

@@ -147,6 +147,9 @@ class WorkerState(ABC):
         """Have ``call`` made once this step's attention is computed, or on its way, in all layers."""
         self._at_end = call
 
+    def expect(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - GPUs ask their slots
+        """A step begins that computes tokens of these requests."""
+
     def finish_step(self) -> None:
         """After the forward pass."""
         call, self._at_end = self._at_end, None

@@ -95,6 +95,11 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             f"--worker-cls {parallel.worker_cls}: tokens are compacted in our worker",
         ),
         (
+            model.is_attention_free,
+            "models without attention: their states never grow, so there is nothing to evict. Serve them "
+            "with: vllm serve",
+        ),
+        (
             model.use_mla,
             "multi-head latent attention (MLA): heads share one latent vector per token, so no "
             "head can keep its own set of tokens",

@@ -18,10 +18,16 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
-from h2o_vllm.blocks.spec import register_spec
+from h2o_vllm.blocks.spec import groups_beside, limited_spec, register_specs
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.binding import evictable_group, evictable_layer, memory_less_scores
+from h2o_vllm.engine.binding import (
+    check_evictable,
+    evictable_group,
+    evictable_layer,
+    leave_out_idle_windows,
+    memory_less_scores,
+)
 from h2o_vllm.engine.compat import runner_metadata_builders
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.engine.support import check_supported
@@ -34,9 +40,10 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from h2o_vllm.blocks.plan import Eviction
+    from h2o_vllm.blocks.schedule import GroupBeside
     from h2o_vllm.engine.attention import ScoringImpl
 
 # Below "vllm", so that vLLM's logging configuration applies.
@@ -56,6 +63,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
     """The attention that vLLM must have bound."""
 
     _state: State | None = None
+    _groups_beside: tuple[GroupBeside, ...] = ()
     _serving = True
     """Whether steps come from our scheduler, and not from vLLM's warm-up."""
 
@@ -63,7 +71,8 @@ class EvictingWorker(WorkerBase, Generic[State]):
         check_supported(vllm_config)
         # Here and not in the plugin: a plain ``vllm serve`` in this environment keeps its backend.
         self._register_backend(vllm_config)
-        register_spec()
+        register_specs()
+        leave_out_idle_windows(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         self._timer = self._make_timer()
 
@@ -81,10 +90,21 @@ class EvictingWorker(WorkerBase, Generic[State]):
         available = int(super().determine_available_memory())
         return memory_less_scores(available, self.get_kv_cache_spec().values())
 
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """As the base class; the managers of layers that are not evicted learn of evictions beside them."""
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
+        check_evictable(specs.values())
+        return {layer: limited_spec(spec) for layer, spec in specs.items()}
+
+    def groups_beside(self) -> list[tuple[int, int]]:
+        """For the server: :class:`.GroupBeside` of each group of layers that is not evicted."""
+        return [(group.block_size, group.most) for group in self._groups_beside]
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """As the base class; then allocates the scores and binds every part (law 9)."""
         super().initialize_from_config(kv_cache_config)
         self._state = self._bind(kv_cache_config)
+        self._groups_beside = groups_beside(kv_cache_config, self.vllm_config)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -110,6 +130,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
             for eviction in plan.evictions:
                 self._punch_holes(state, eviction)
         state.in_step = True
+        state.expect(scheduler_output.num_scheduled_tokens)
         try:
             output = super().execute_model(scheduler_output)
             state.finish_step()

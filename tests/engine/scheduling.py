@@ -21,22 +21,39 @@ from vllm.config import (
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.blocks.spec import H2OAttentionSpec, limited_spec
 from h2o_vllm.config.keys import METRICS_KEY
+from h2o_vllm.engine.compat import block_managers
 from h2o_vllm.engine.scheduler import H2OScheduler
 from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args, register
 from h2o_vllm.policy import get_policy
+from tests.engine.ghost import GhostWorker, layers_of
 from tests.published import PUBLISHED
 
-__all__ = ["Rig", "check_commuting"]
+__all__ = ["CHUNKS", "STATES", "WINDOW", "Rig", "check_commuting"]
+
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+WINDOW = SlidingWindowSpec(block_size=16, sliding_window=40, **HEADS)
+CHUNKS = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **HEADS)
+STATES = MambaSpec(
+    block_size=16, shapes=((16, 16),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+"""Groups beside ours, of small spans."""
 
 
 def check_commuting(evictions: Sequence[Eviction]) -> None:
@@ -58,7 +75,8 @@ class Rig:
 
     Every step checks the books (law 2) and that no eviction writes what others can see (law 6).
     ``pipelined`` schedules a step before the previous one's tokens are known, as asynchronous
-    scheduling does.
+    scheduling does. ``beside``: other groups in the same pool; ``retention``: how often these publish;
+    ``ghost``: play the workers on hashes, and check what each token came of.
     """
 
     def __init__(
@@ -73,6 +91,9 @@ class Rig:
         pipelined: bool = False,
         metered: bool = False,
         watermark: float = 0.0,
+        beside: Sequence[KVCacheSpec] = (),
+        retention: int | None = 0,
+        ghost: bool = False,
         **h2o: Any,
     ) -> None:
         register()
@@ -103,21 +124,26 @@ class Rig:
             additional_config=args["additional_config"] | ({METRICS_KEY: True} if metered else {}),
         )
         self.config.cache_config.num_gpu_blocks = num_blocks
-        spec = H2OAttentionSpec(
-            block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
-        )
+        if any(isinstance(one, MambaSpec) for one in beside):
+            self.config.cache_config.mamba_cache_mode = "align"
+        spec = H2OAttentionSpec(block_size=block_size, **HEADS)
+        groups = [limited_spec(other) for other in beside] + [spec]
         self.scheduler = H2OScheduler(
             vllm_config=self.config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=num_blocks,
                 kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+                kv_cache_groups=[
+                    KVCacheGroupSpec([f"layer{i}"], group) for i, group in enumerate(groups)
+                ],
+                prefix_cache_retention_interval=retention if beside else 0,
             ),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=block_size,
             log_stats=True,
         )
         self.blocks = self.scheduler.blocks
+        self.ghost = GhostWorker(layers_of(groups), num_blocks, block_size) if ghost else None
         self.pipelined = pipelined
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._hasher = get_request_block_hasher(block_size, sha256)
@@ -159,6 +185,9 @@ class Rig:
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)
+        state = self.blocks.eviction_state(request_id)
+        if self.ghost is not None and state is not None:
+            self.ghost.follow(request_id, prompt, state)
         self.tokens.setdefault(request_id, [])
         return request
 
@@ -171,6 +200,8 @@ class Rig:
         self.blocks.check_integrity()
         self.evictions.extend(output.h2o.evictions)
         self._check_plan(output)
+        if self.ghost is not None:
+            self._play(self.ghost, output)
         ids = list(output.num_scheduled_tokens)
         sampled = [[] if self.scheduler.requests[i].is_prefill_chunk else [7] for i in ids]
         result = ModelRunnerOutput(
@@ -183,6 +214,19 @@ class Rig:
             self._update(*self._in_flight.popleft())
         self.blocks.check_integrity()
         return output
+
+    def _play(self, ghost: GhostWorker, output: SchedulerOutput) -> None:
+        computed = {
+            name: (self.scheduler.requests[name].num_computed_tokens - count,
+                   self.scheduler.requests[name].num_computed_tokens)
+            for name, count in output.num_scheduled_tokens.items()
+        }  # fmt: skip
+
+        def tables(name: str) -> list[list[int]]:
+            managers = block_managers(self.scheduler)
+            return [[block.block_id for block in m.req_to_blocks[name]] for m in managers]
+
+        ghost.step(output.h2o.evictions, computed, tables)
 
     def settle(self) -> None:
         """Let the steps in flight come back."""
@@ -203,6 +247,8 @@ class Rig:
         for count in range(limit):
             if not self.scheduler.has_unfinished_requests():
                 self.blocks.check_integrity(idle=True)
+                if self.ghost is not None:
+                    self.ghost.check()
                 return count
             self.step()
         raise AssertionError(f"not done after {limit} steps")

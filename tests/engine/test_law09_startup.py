@@ -13,17 +13,19 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from h2o_vllm import plugin
+from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine import compat, support, version
-from h2o_vllm.engine.binding import evictable_group
+from h2o_vllm.engine.binding import check_evictable, evictable_group, leave_out_idle_windows
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
+from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.engine.scheduler import H2OScheduler
 from h2o_vllm.engine.support import check_supported
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
-from tests.engine.scheduling import Rig
+from tests.engine.scheduling import STATES, WINDOW, Rig
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +237,65 @@ def test_sliding_windows_are_left_alone() -> None:
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
     )
     assert evictable_spec(window) is window
+
+
+def test_a_model_of_which_nothing_can_be_evicted_is_refused_with_the_reason(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_evictable([WINDOW, spec()])
+    for kind, reason in (
+        (WINDOW, "sliding windows of 40 tokens, which forget by themselves"),
+        (STATES, "states, which forget by themselves"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            check_evictable([kind, kind])
+    monkeypatch.setattr(type(rig.config.model_config), "is_attention_free", True)
+    with pytest.raises(ConfigError, match="models without attention"):
+        check_supported(rig.config)
+
+
+@pytest.mark.parametrize(("window", "acts"), [(4095, True), (4096, False), (None, False)])
+def test_windows_that_no_sequence_leaves_are_full_attention(
+    rig: Rig, window: int | None, acts: bool
+) -> None:
+    model, cache = copy.copy(rig.config.model_config), copy.copy(rig.config.cache_config)
+    text = SimpleNamespace(sliding_window=window)
+    model.hf_text_config = cache.sliding_window = text
+    config: Any = SimpleNamespace(model_config=model, cache_config=cache)
+    leave_out_idle_windows(config)
+    assert text.sliding_window == (window if acts else None)
+    assert (cache.sliding_window is None) == (window == 4096)
+
+
+def test_a_batch_that_evicts_never_falls_back_to_one_that_does_not() -> None:
+    """Blocks are gone then: attention would read the null block for each, at full length."""
+    planes = torch.zeros(2, 1, 2, 1, 16)
+    state = CPUState(
+        planes=planes, kv_cache_group=0, first_kv_head=0, kv_caches=[], in_step=True,
+        row_request_ids=lambda: ["somebody"],
+    )  # fmt: skip
+    common: Any = SimpleNamespace(num_reqs=1)
+    state.start({"evicting": EvictionParams("h2o", 16)})
+    state.expect({"somebody": 1})
+    assert state.rows(common) is None
+    state.finish_step()
+    state.expect({"evicting": 1})
+    assert state.rows(common) is None
+    with pytest.raises(RuntimeError, match="evicting"):
+        state.finish_step()
+
+
+def test_a_group_that_would_publish_what_depends_on_evictions_is_refused(rig: Rig) -> None:
+    groups = [KVCacheGroupSpec([str(i)], one) for i, one in enumerate((WINDOW, spec()))]
+    with pytest.raises(ConfigError, match="a SlidingWindowManager, which would publish KV"):
+        H2OScheduler(
+            vllm_config=rig.config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=20, kv_cache_tensors=[], kv_cache_groups=groups
+            ),
+            structured_output_manager=rig.scheduler.structured_output_manager,
+            block_size=16,
+        )
 
 
 @pytest.mark.parametrize("kind", [FullAttentionSpec, H2OAttentionSpec])

@@ -23,7 +23,7 @@ from vllm.v1.request import RequestStatus
 from h2o_vllm.blocks.budget import blocks_freed, budget_tokens
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.config.options import ADMISSIONS
-from tests.engine.scheduling import Rig
+from tests.engine.scheduling import CHUNKS, STATES, WINDOW, Rig
 from tests.engine.traffic_fields import bounds, budgets, elastic, protects
 
 __all__ = ["Traffic"]
@@ -62,12 +62,19 @@ class Traffic(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         batched_tokens=st.sampled_from([16, 64, 512]),
         watermark=st.sampled_from([0.0, 0.2]),
+        beside=st.sampled_from([(), (), (WINDOW,), (CHUNKS,), (STATES,)]),
+        retention=st.sampled_from([None, 0]),
         kv_elastic_admission=st.sampled_from(ADMISSIONS),
     )
-    def start(self, batched_tokens: int, **options: Any) -> None:
+    def start(self, batched_tokens: int, num_blocks: int, beside: Any, **options: Any) -> None:
+        # As many more as other layers take of the longest request.
+        more = min(22, 2 * batched_tokens // 16 + 5) * len(beside)
         self.rig = Rig(
             self.model_dir,
+            num_blocks + more,
             max_num_batched_tokens=batched_tokens,
+            beside=beside,
+            ghost=True,
             kv_min_tokens=16,
             max_num_seqs=8,
             **options,

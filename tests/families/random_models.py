@@ -27,6 +27,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
         | {"num_attention_heads": 8, "num_key_value_heads": 2},
     ),
+    # As in Phi-4-mini, its window is as long as the model, and never acts.
+    "mistral": (
+        "mistral",
+        {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "sliding_window": 2048}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
     "opt": (
         "opt",
         {"hidden_size": 320, "word_embed_proj_dim": 320, "ffn_dim": 320}

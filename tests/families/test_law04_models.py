@@ -5,15 +5,18 @@ Llama stands for rotary positions with and without grouped queries, OPT for lear
 a head size outside of vLLM's 32-wide kernels, GPT-NeoX for partly rotated keys. vLLM 0.32 has no GPT-NeoX of
 its own any more and serves it through its Transformers backend. Gemma 2 stands for a soft cap on logits,
 gpt-oss for attention sinks; in both every other layer has a sliding window, which nothing is evicted from.
+Mistral stands for windows that no sequence is long enough to leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from h2o_vllm.errors import ConfigError
 from tests.engine.conftest import ENGINE, FLOOR, Engine, started
 from tests.engine.fidelity import Case, assert_as_expected, expect
 from tests.families.random_models import MODELS, one_thread, random_prompt, save_random_model
@@ -58,3 +61,13 @@ def served(
 @pytest.mark.parametrize("budget", list(BUDGETS))
 def test_kept_tokens_scores_and_logits_equal_the_papers(served: Served, budget: str) -> None:
     assert_as_expected(served.engine, served.cases[budget])
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_model_of_windows_alone_is_refused_with_the_reason(tmp_path: Path) -> None:
+    save_random_model("mistral", str(tmp_path), sliding_window=64)
+    options = {**ENGINE, "skip_tokenizer_init": True}
+    reason = "nothing to evict from this model: all its layers have sliding windows of 64 tokens"
+    with pytest.raises(ConfigError, match=reason), started(str(tmp_path), options):
+        pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 1, 2, 5 and 6 where sliding-window layers lie beside evictable ones: a tiny Gemma 2 of random weights.
+"""Laws 1, 2, 5, 6 and 7 where sliding-window layers lie beside evictable ones: a tiny random Gemma 2.
 
 vLLM gives each kind a KV cache group of its own, on the blocks of one pool. Windows forget by themselves;
 only full attention is evicted. Law 4 of the same model: ``test_law04_models.py``.
@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.blocks.spec import H2OAttentionSpec, H2OSlidingWindowSpec
 from tests.engine.conftest import (
     ENGINE,
     FLOOR,
@@ -82,7 +81,7 @@ def engine(request: pytest.FixtureRequest, directory: str) -> Iterator[Engine]:
 def test_each_kind_of_layer_has_its_own_blocks(engine: Engine) -> None:
     groups = engine.scheduler.kv_cache_config.kv_cache_groups
     kinds = {type(group.kv_cache_spec): group.layer_names for group in groups}
-    assert set(kinds) == {SlidingWindowSpec, H2OAttentionSpec}
+    assert set(kinds) == {H2OSlidingWindowSpec, H2OAttentionSpec}
     assert len(kinds[H2OAttentionSpec]) == len(engine.worker._state.kv_caches) == 2
     # No layer but the evictable ones knows of scores.
     layers = engine.worker.compilation_config.static_forward_context
@@ -136,3 +135,23 @@ def test_law06_evictions_leave_shared_prefixes_as_they_are(engine: Engine) -> No
         after = whole()
         assert tokens_of(after) == tokens_of(before)
         assert report_of(after)["tokens_cached"] > 0
+
+
+def test_law07_others_do_not_read_what_windows_computed_after_an_eviction(engine: Engine) -> None:
+    """A prompt gives back blocks while it is computed; the same text without a budget comes behind it."""
+    text = random_prompt(600)
+
+    def logprobs(more: int) -> list[float]:
+        prompt = [*text, *random_prompt(more)]
+        (output,) = engine.generate([prompt], None, max_tokens=1, logprobs=5, detokenize=False)
+        return sorted(one.logprob for one in output.outputs[0].logprobs[0].values())
+
+    cold = {}
+    for more in (60, 70):
+        assert engine.llm.reset_prefix_cache()
+        cold[more] = logprobs(more)
+    assert engine.llm.reset_prefix_cache()
+    asked = {"kv_budget": 0.2, "kv_prefill_tokens": 128}
+    engine.generate([text], asked, max_tokens=8, detokenize=False)
+    for more, expected in cold.items():
+        assert logprobs(more) == pytest.approx(expected, abs=1e-4), "rounding is 1e-6"

@@ -197,6 +197,12 @@ class Reference:
 
         ``softcap`` is Gemma 2's; ``s_aux`` [H] are gpt-oss' sinks, a logit per q head that nobody has.
         """
+        if (
+            sliding_window is not None
+            and sliding_window >= self.model.config.max_position_embeddings
+        ):
+            # No sequence leaves it.
+            sliding_window = None
         sequences, heads, new = key.shape[:3]
         nothing = torch.zeros(sequences, heads, 0)
         cache = self.layers.setdefault(

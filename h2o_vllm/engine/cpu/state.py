@@ -61,6 +61,7 @@ class CPUState(WorkerState):
     full_kernel: bool = False
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
+    _expected: set[str] = field(default_factory=set, init=False)
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
@@ -117,6 +118,23 @@ class CPUState(WorkerState):
         super().compact(evictions)
         self.lanes.drop(one.request_id for one in evictions if not one.heavy_blocks)
 
+    def expect(self, request_ids: Iterable[str]) -> None:
+        """As the base class; those that evict have to be met in :meth:`rows`."""
+        self._expected = {name for name in request_ids if name in self.policies}
+
+    def finish_step(self) -> None:
+        """As the base class.
+
+        Raises:
+            RuntimeError: attention took a request that evicts for one that does not.
+        """
+        if self._expected:
+            raise RuntimeError(
+                f"h2o: attention did not meet {sorted(self._expected)}, of which blocks are gone: its "
+                "answer would come of null blocks"
+            )
+        super().finish_step()
+
     def shared_rows(self, common: CommonAttentionMetadata) -> SharedRows | None:
         """The rows of this batch whose heads share slots, if there are any."""
         if not len(self.lanes):
@@ -132,6 +150,7 @@ class CPUState(WorkerState):
         if not self.in_step or not (self.policies or self.full_kernel):
             return None
         ids = self.row_request_ids()[: common.num_reqs]
+        self._expected.difference_update(ids)
         known = [self.policies.get(request_id, _NEVER) for request_id in ids]
         if not self.full_kernel and all(one is _NEVER for one in known):
             return None

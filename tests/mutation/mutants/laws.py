@@ -117,8 +117,8 @@ MUTANTS = (
     ),
     Mutant(
         "law10-the-plugin-takes-the-backend",
-        "    register_spec()\n    if START_RECORD",
-        "    register_spec()\n"
+        "    register_specs()\n    if START_RECORD",
+        "    register_specs()\n"
         "    from h2o_vllm.engine.cpu.attention import register_backend\n\n    register_backend()\n"
         "    if START_RECORD",
         ("tests/engine/test_law10_inert.py",),

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 1, 5, 6 and 7 on ghost memory: what each token comes of, for every kind of layer beside ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import (
+    KVCacheSpec,
+)
+
+from tests.engine.scheduling import CHUNKS, STATES, WINDOW, Rig
+
+BESIDE: dict[str, tuple[KVCacheSpec, ...]] = {
+    "alone": (), "window": (WINDOW,), "chunks": (CHUNKS,), "states": (STATES,),
+    "all": (WINDOW, CHUNKS, STATES),
+}  # fmt: skip
+PROMPT = list(range(1000, 1600))
+
+
+@pytest.fixture(params=BESIDE)
+def beside(request: pytest.FixtureRequest) -> tuple[KVCacheSpec, ...]:
+    return BESIDE[request.param]
+
+
+@pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"kv_budget": 0.2, "kv_prefill_tokens": 128},
+        {"kv_budget": 0.2},
+        {"kv_budget": 0.2, "kv_policy": "keydiff"},
+        {"kv_budget": 0.2, "kv_policy": "window"},
+        {"kv_budget": 0.2, "kv_protect": 64},
+    ],
+    ids=str,
+)
+def test_law07_others_do_not_read_what_was_computed_after_an_eviction(
+    model_dir: str, beside: tuple[KVCacheSpec, ...], asked: dict[str, Any], retention: int | None
+) -> None:
+    rig = Rig(
+        model_dir, 800, beside=beside, retention=retention, ghost=True, max_num_batched_tokens=512
+    )
+    rig.add("evicting", PROMPT, asked, max_tokens=120)
+    rig.run()
+    assert rig.evictions
+    history = [*PROMPT, *[7] * 100]
+    for name, longer in (("first", 0), ("second", 50)):
+        rig.add(name, [*history, *range(longer)], max_tokens=4)
+        rig.run()
+
+
+def test_law08_what_never_fits_beside_others_ends_and_holds_nobody_up(
+    model_dir: str, beside: tuple[KVCacheSpec, ...]
+) -> None:
+    """In a pool that holds bounded prompts only, an unbounded one would wait for ever, and all behind it."""
+    default = {"kv_budget": 0.2, "kv_prefill_tokens": 128}
+    rig = Rig(model_dir, 36, beside=beside, ghost=True, kv_min_tokens=16, **default)
+    fits = 35 - sum(group.needed(600) for group in rig.scheduler._beside)
+    rig.add("endless", PROMPT, {"kv_budget": 1.0, "kv_prefill_tokens": 0}, max_tokens=8)
+    rig.add(
+        "exact", PROMPT[: fits * 16 - 7], {"kv_budget": 1.0, "kv_prefill_tokens": 0}, max_tokens=8
+    )
+    rig.add("behind", PROMPT, max_tokens=8)
+    rig.run()
+    assert not rig.tokens["endless"]
+    assert len(rig.tokens["exact"]) == len(rig.tokens["behind"]) == 8
+
+
+@pytest.mark.parametrize("policy", ["h2o", "keydiff", "window"])
+def test_law07_a_squeeze_takes_back_what_other_layers_publish_in_its_step(
+    model_dir: str, beside: tuple[KVCacheSpec, ...], policy: str
+) -> None:
+    """The step that fills a block also admits a request for which this one is squeezed."""
+    rig = Rig(
+        model_dir, 100, beside=beside, retention=None, ghost=True, kv_min_tokens=16,
+        max_num_batched_tokens=512,
+    )  # fmt: skip
+    asked = {"kv_elastic": True, "kv_budget": 0.1, "kv_policy": policy}
+    elastic = rig.add("elastic", PROMPT[:300], asked, max_tokens=200)
+    while elastic.num_computed_tokens != 300 + 51:
+        rig.step()
+    free, beside_it = rig.blocks.block_pool.get_num_free_blocks(), rig.scheduler._beside
+    needed = {n: n + sum(group.needed(16 * n) for group in beside_it) for n in range(1, free + 3)}
+    blocks = next(n for n in needed if needed[n] > free + 1)
+    rig.add("squeezing", range(5000, 5000 + 16 * blocks), max_tokens=4)
+    rig.step()
+    assert rig.blocks.eviction_state("elastic").squeezed_at == 300 + 51, "in the step that fills it"
+    rig.run()
+    history = [*PROMPT[:300], *[7] * 68]
+    for tail in (PROMPT[:10], PROMPT[10:20]):
+        rig.add(str(tail[0]), [*history, *tail], max_tokens=4)
+        rig.run()

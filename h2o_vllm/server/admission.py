@@ -13,7 +13,7 @@ outputs and noted for the HTTP request. A client of a KV connector sees its own 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 
-from h2o_vllm.blocks.schedule import EvictionSchedule
+from h2o_vllm.blocks.schedule import EvictionSchedule, GroupBeside
 from h2o_vllm.blocks.trace import check_traceable
 from h2o_vllm.config.keys import REPORT_KEY
 from h2o_vllm.config.resolve import for_prompt, resolve
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from h2o_vllm.config.options import H2OConfig
     from h2o_vllm.config.request_budget import RequestBudget
 
-__all__ = ["HTTPRequest", "http_request", "install"]
+__all__ = ["HTTPRequest", "groups_beside", "http_request", "install"]
 
 PROTECT, SYSTEM, TRACE = "kv_protect", "system", "kv_trace"
 _MARK = "_h2o_admission"
@@ -80,13 +80,23 @@ def http_request() -> Iterator[HTTPRequest]:
         _current.reset(token)
 
 
+async def groups_beside(engine_client: Any) -> tuple[GroupBeside, ...]:
+    """What the layers that are not evicted take of the pool for one request; the workers know."""
+    first_rank, *_ = await engine_client.collective_rpc("groups_beside")
+    return tuple(GroupBeside(*group) for group in first_rank)
+
+
 def install(
     engine_client: Any,
     engine: VllmConfig,
     config: H2OConfig,
     count_refusal: Callable[[str], None],
+    beside: Sequence[GroupBeside] = (),
 ) -> None:
     """Wrap ``engine_client.generate``, on this object only. Twice is the same as once.
+
+    Args:
+        beside: what :func:`groups_beside` says.
 
     Raises:
         TypeError: the object has no ``generate``.
@@ -96,7 +106,7 @@ def install(
         raise TypeError(f"{type(engine_client).__name__} has no generate() to take reports from")
     if hasattr(generate, _MARK):
         return
-    step = _Step(engine, config)
+    step = _Step(engine, config, beside)
 
     @functools.wraps(generate)
     def admitting(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,15 +128,22 @@ def install(
 class _Step:
     """What happens to each call before the engine hears of it."""
 
-    def __init__(self, engine: VllmConfig, config: H2OConfig) -> None:
-        self._config = config
-        self._model = engine.model_config
-        self._block_size = engine.cache_config.block_size
+    def __init__(
+        self, engine: VllmConfig, config: H2OConfig, beside: Sequence[GroupBeside]
+    ) -> None:
+        self._config, self._beside = config, beside
+        self._model, cache = engine.model_config, engine.cache_config
+        # That of full attention; the other number is the smallest of all groups.
+        self._block_size = (
+            getattr(cache, "effective_attention_block_size", None) or cache.block_size
+        )
         # vLLM sums them over the data-parallel engines, of which each keeps a block for itself.
-        blocks = engine.cache_config.num_gpu_blocks or 0
+        blocks = cache.num_gpu_blocks or 0
         self._pool = blocks // engine.parallel_config.data_parallel_size - 1
         # Else it holds a request of the model's length, and no prompt is longer.
-        self._is_small = self._pool * self._block_size < self._model.max_model_len - 1
+        longest = self._model.max_model_len
+        room = self._pool - sum(group.needed(longest) for group in beside)
+        self._is_small = room * self._block_size < longest - 1
 
     def admit(
         self, prompt: Any, params: Any, request: HTTPRequest | None
@@ -158,7 +175,8 @@ class _Step:
             self._check_trace(params, tokens)
         if self._is_small:
             schedule = EvictionSchedule.of(budget, self._block_size, length)
-            schedule.check_fits(self._pool, params.max_tokens, self._model.max_model_len)
+            longest = self._model.max_model_len
+            schedule.check_fits(self._pool, params.max_tokens, longest, self._beside)
         return renew
 
     def _measured(self, prompt: Any) -> tuple[list[int] | None, int]:

@@ -16,6 +16,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 import h2o_vllm
+from h2o_vllm.blocks.schedule import GroupBeside
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.support import config_of
@@ -64,6 +65,7 @@ class KVCacheMiddleware:
         self._config: H2OConfig | None = None
         self._access: Access | None = None
         self._prefixes = SystemPrefixes(vllm_render(None))
+        self._beside: tuple[GroupBeside, ...] = ()
         self._count_refusal: CountRefusal = _not_bound
         self._slots = TraceSlots()
 
@@ -93,8 +95,9 @@ class KVCacheMiddleware:
         """Bind before the first request, so that a failure ends the start instead of a request."""
         global _startup_error  # noqa: PLW0603 - vLLM builds the application: ``serve`` never meets it
         try:
-            self._bind(scope["app"])
             client = scope["app"].state.engine_client
+            self._beside = await admission.groups_beside(client)
+            self._bind(scope["app"])
             engine_death.watch(client)
         except (ConfigError, TypeError, AttributeError) as error:
             _startup_error = f"h2o_vllm cannot serve this application: {error}"
@@ -121,7 +124,7 @@ class KVCacheMiddleware:
             config = config_of(state.vllm_config)
             client, engine = state.engine_client, state.vllm_config
             self._count_refusal = stat_logger.install(client, engine)
-            admission.install(client, engine, config, self._count_refusal)
+            admission.install(client, engine, config, self._count_refusal, self._beside)
             self._prefixes = SystemPrefixes(vllm_render(getattr(state, "serving_render", None)))
             self._access = Access(application)
             config_route.attach(application, config, documents_key=bool(self._access.keys))

@@ -13,6 +13,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from h2o_vllm.blocks.schedule import GroupBeside
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server import admission
 from h2o_vllm.server.admission import HTTPRequest, http_request
@@ -43,7 +44,9 @@ class Client:
         yield SimpleNamespace(kv_transfer_params=None)
 
 
-def serving(blocks: int = 1000, engines: int = 1, **options: Any) -> tuple[Client, list[str]]:
+def serving(
+    blocks: int = 1000, engines: int = 1, beside: tuple[GroupBeside, ...] = (), **options: Any
+) -> tuple[Client, list[str]]:
     """A client whose engines have so many blocks together, and the refusals that are counted."""
     client, refusals = Client(), []
     engine: Any = SimpleNamespace(
@@ -53,7 +56,7 @@ def serving(blocks: int = 1000, engines: int = 1, **options: Any) -> tuple[Clien
     )
     config = H2OConfig(kv_min_tokens=16, **options)
     for _ in range(2):
-        admission.install(client, engine, config, refusals.append)
+        admission.install(client, engine, config, refusals.append, beside)
     return client, refusals
 
 
@@ -98,6 +101,21 @@ def test_engines_are_not_added_up() -> None:
     with pytest.raises(VLLMValidationError, match="at most 304 tokens"):
         ask(client, ids(900), kv_prefill_tokens=0)
     assert ask(serving(130, engines=2)[0], ids(900)) == 1
+
+
+def test_blocks_of_other_layers_count() -> None:
+    """A window of at most 20 blocks leaves ours 24 of 44, of requests that are long enough to fill it."""
+    beside, whole = (GroupBeside(16, 20),), {"kv_budget": 1.0, "kv_prefill_tokens": 0}
+    client, _ = serving(45, beside=beside, kv_budget=0.2, kv_prefill_tokens=256)
+    assert ask(client, ids(320), **whole) == 1
+    with pytest.raises(
+        VLLMValidationError, match=r"at most 384 tokens .* that of its other layers"
+    ):
+        ask(client, ids(400), **whole)
+    assert ask(client, ids(400)) == 1
+    client, _ = serving(75, beside=beside)
+    with pytest.raises(VLLMValidationError, match="at most 864 tokens"):
+        ask(client, ids(900))
 
 
 @pytest.mark.parametrize("fields", [{}, {"kv_budget": 0.2}, {"kv_protect": "prompt"}])

@@ -279,7 +279,9 @@ async def test_start_fails_loudly_on_an_application_that_cannot_be_served(
     if broken == "config":
         app.state.vllm_config.additional_config["h2o"]["kv_budget"] = 7
     elif broken == "client":
-        app.state.engine_client = SimpleNamespace(logger_manager=None)
+        app.state.engine_client = SimpleNamespace(
+            logger_manager=None, collective_rpc=Engine().collective_rpc
+        )
     else:
         app.state.vllm_config.additional_config = {}
     sent: list[Any] = []

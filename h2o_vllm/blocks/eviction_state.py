@@ -1,182 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eviction state of one request: which of its blocks live, die, and may be published.
+"""The eviction state of one request: what it may read from the prefix cache and publish, and its report.
 
 Runs in the engine core. No vLLM: it sees block-table indices, never blocks.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from h2o_vllm.blocks.report import budget_values, request_report
 from h2o_vllm.blocks.request_counts import RequestCounts
-from h2o_vllm.blocks.schedule import EvictionSchedule
+from h2o_vllm.blocks.timeline import EvictionIndices, Timeline
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.policy import BlockSplit, get_policy
 
 __all__ = ["EvictionIndices", "EvictionState"]
 
 
-class EvictionIndices(NamedTuple):
-    """Table indices of one eviction, each ascending.
+class EvictionState(Timeline):
+    """A request's timeline, and what others may see of its blocks.
 
-    ``heavy`` and ``doomed`` are those of :class:`h2o_vllm.policy.BlockSplit`; ``fresh`` are the ones
-    among them that no earlier eviction has ranked, always neighbours.
-    """
-
-    heavy: tuple[int, ...]
-    doomed: tuple[int, ...]
-    fresh: range
-
-
-class EvictionState:
-    """What a request holds and what it has given back.
-
-    ::
-
-        | pinned: protected, never ranked | candidates: doomed, heavy | recent |
-        0                              pinned                   recent_from
-
-    By causality a token behind the pinned blocks gets attention from tokens behind them only, so KV of
-    pinned blocks may come from the prefix cache, whatever the policy: nobody wants its scores. The first
+    By causality a token behind the pinned blocks gets attention from tokens behind them only. So KV of pinned
+    blocks may come from the prefix cache, whatever the policy: no eviction ranks it by its scores. The first
     eviction's doomed blocks follow at once, and counts tell how many they will be. They are only read: if the
-    policy needs no scores, they come from the cache as well, and others may find them there.
-
-    Evictions begin ``delay`` tokens behind the prompt, or behind ``evict_from`` tokens; those of an elastic
-    request where :meth:`squeeze` says so behind its delay, once and for all: a preemption changes nothing
-    about it. What a request generates is thus a function of the request and of the tokens seen when its
-    evictions began.
-
-    A prompt that is longer than its bound gives back blocks while it is computed. Such a request is not
-    lossless: it is elastic no more, its budget rules as soon as it may.
-
-    Args:
-        counts: the request; read, never written.
-        budget: what it may keep; ``protect`` is a number. :class:`EvictionSchedule` rounds it to blocks.
-        block_size: tokens per block.
-        max_model_len: tokens no sequence exceeds.
+    policy needs no scores, they come from the cache as well, and other requests may find them there.
     """
 
-    holes: int
-    """Blocks given back."""
-    _evicted_at: int | None
-    """Tokens seen at the first eviction."""
-    _candidates: list[int]
-    """Blocks that evictions have ranked and spared."""
-    _next_index: int
-    """The first block that none has ranked."""
-    _next_due: float
-    """Tokens below which none is due."""
     _untouched: int
-    """First blocks that nobody writes, ever, nor will rank by scores of theirs."""
+    """First blocks that no eviction writes, ever, nor will rank by scores of theirs."""
 
     def __init__(
         self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
     ) -> None:
-        self.counts = counts
-        self.block_size = block_size
-        self.prompt_tokens = counts.num_prompt_tokens
-        """Fixed at admission: also after a preemption, all that was known before the answer."""
-        self.schedule = EvictionSchedule.of(budget, block_size, self.prompt_tokens)
-        self.budget = self.schedule.budget
-        """Rounded to blocks."""
-        self.pinned = int(self.budget.protect) // block_size
-        """Blocks of the protected tokens: the first of the table, in the end all of them full."""
-        self._sink_blocks = max(self.pinned, math.ceil(budget.sinks / block_size))
-        """Blocks that hold the first tokens which must stay, while they lie where they were written."""
-        self._budget_values = budget_values(self.budget, block_size)
-        self.policy = get_policy(budget.policy)
-        # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
-        # in excess never falls as a sequence grows, so the last count tells for all of them.
-        last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)
-        self.evicts = self.schedule.can_evict(last)
-        """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
-        self.promised_tokens = self.schedule.promised_tokens(last + 1) if self.evicts else 0
-        self._last = last
-        lossless = budget.elastic and self.schedule.first is None
-        self._evict_from = None if lossless else self.schedule.earliest
-        """Tokens seen before which the budget takes nothing; ``None``: nobody has squeezed it yet."""
-        self.peak_blocks = 0
-        self._squeezed_at: int | None = None
         self._cached: int | None = None
-        self.release()
-
-    @property
-    def pinned_tokens(self) -> int:
-        """Tokens in pinned blocks."""
-        return self.pinned * self.block_size
-
-    @property
-    def squeezable(self) -> bool:
-        """Whether this request keeps everything until it is squeezed, which may happen once."""
-        return self.evicts and self._evict_from is None
+        super().__init__(counts, budget, block_size, max_model_len)
+        self._budget_values = budget_values(self.budget, block_size)
 
     @property
     def stock(self) -> bool:
         """Whether nobody has to know anything of its tokens: it uses the prefix cache as in stock vLLM."""
         return not self.evicts or (self._evict_from is None and not self.policy.needs_scores)
 
-    @property
-    def squeezed_at(self) -> int | None:
-        """Tokens seen when evictions began; ``None`` as long as no token of the answer came after one.
-
-        Asynchronous scheduling may evict from a request whose last token is being computed.
-        """
-        at = self._squeezed_at
-        return at if at is not None and self.counts.num_tokens > at + 1 else None
-
     def evict(self, computed: int) -> EvictionIndices | None:
-        """Choose the blocks to give back before the token at position ``computed`` is computed.
-
-        The caller must free what is doomed: they count as gone here. Depends on ``computed``
-        alone, hence not on the batch, on timing, or on the tensor-parallel rank.
-
-        Args:
-            computed: tokens whose KV exists.
-
-        Returns:
-            Table indices, or ``None`` when nothing is due.
-        """
-        if computed < self._next_due:
-            return None
-        num_doomed = self.schedule.freed(computed, self._evict_from) - self.holes
-        if num_doomed <= 0:
-            self._set_next_due(computed)
-            return None
-        split, fresh = self._split(computed, num_doomed)
-        doomed = frozenset(split.doomed)
-        self._candidates = [i for i in (*self._candidates, *fresh) if i not in doomed]
-        self._next_index = max(self._next_index, fresh.stop)
-        self.holes += num_doomed
-        if self._evicted_at is None:
-            self._evicted_at = computed
+        """As the base class."""
+        first = self._evicted_at is None
+        indices = super().evict(computed)
+        if first and indices is not None:
             # The first ones behind the pinned blocks: never written, and ranked no more.
-            self._untouched = self.pinned + num_doomed
-            if self._squeezed_at is None:
-                self._squeezed_at = computed
-        self._set_next_due(computed)
-        return EvictionIndices(split.heavy, split.doomed, fresh)
+            self._untouched = self.pinned + len(indices.doomed)
+        return indices
 
-    def excess(self, computed: int) -> EvictionIndices | None:
-        """What :meth:`squeeze` would choose now, if it may. Changes nothing.
-
-        Not from a request that is still computing known tokens: its prompt, or after a preemption an answer
-        whose tokens have come of KV that was whole.
-        """
-        earliest = max(self.schedule.earliest, self.counts.num_tokens - 1)
-        if not self.squeezable or computed < earliest:
-            return None
-        num_doomed = self.schedule.freed(computed, computed)
-        if num_doomed <= 0:
-            return None
-        split, fresh = self._split(computed, num_doomed)
-        return EvictionIndices(split.heavy, split.doomed, fresh)
-
-    def squeeze(self, computed: int) -> EvictionIndices | None:
-        """Evictions begin here: as :meth:`evict`, for a request of which there is an :meth:`excess`."""
-        self._evict_from = self._next_due = computed
-        return self.evict(computed)
+    def release(self) -> None:
+        """As the base class."""
+        super().release()
+        self._untouched = self._readable
 
     def private(self, evicted: EvictionIndices) -> tuple[int, ...]:
         """Of what has just been evicted, the blocks that nobody else may see.
@@ -188,19 +64,6 @@ class EvictionState:
         return (*evicted.heavy, *(index for index in evicted.doomed if index >= self._untouched))
 
     @property
-    def _begin(self) -> int | None:
-        """Tokens seen before which nothing is evicted."""
-        return self._evict_from if self.schedule.first is None else self.schedule.first
-
-    @property
-    def _first_due(self) -> int | None:
-        """Tokens seen at the first eviction; ``None``: there is none, or nobody knows yet."""
-        begin = self._begin
-        if begin is None:
-            return None
-        return self.schedule.next_due(begin - 1, begin, max(self._last, begin))
-
-    @property
     def _readable(self) -> int:
         """First blocks that may come from the prefix cache, if the request is not stock."""
         begin, due = self._begin, self._first_due
@@ -210,36 +73,6 @@ class EvictionState:
             return self.pinned + self.schedule.freed(due, self._evict_from)
         # Less than that: an eviction that is due right there would be skipped.
         return max(self.pinned, (begin - 1) // self.block_size)
-
-    def _split(self, computed: int, num_doomed: int) -> tuple[BlockSplit, range]:
-        until = self.schedule.recent_from(computed)
-        # As many heavy blocks as the first tokens need come before recent ones.
-        until = max(until, self.holes + num_doomed + self._sink_blocks)
-        fresh = range(self._next_index, until)
-        first, protected = self._evicted_at is None, self._sink_blocks
-        candidates = [*self._candidates, *fresh]
-        return self.policy.split(candidates, num_doomed, first=first, protected=protected), fresh
-
-    def chunk_limit(self, computed: int, num_tokens: int) -> int:
-        """How many of ``num_tokens`` to compute now so that no eviction point is skipped.
-
-        Only bounded prompts are evicted from, and only a resumed request has several known tokens behind
-        its own. Replaying them between the same evictions as the first time makes a preemption invisible
-        in the output.
-        """
-        if num_tokens <= 1 or self._evict_from is None:
-            return num_tokens
-        until = computed + num_tokens
-        if computed < self._evict_from:
-            until = min(until, self._evict_from)
-        due = self.schedule.next_due(computed, self._evict_from, until)
-        return (until if due is None else due) - computed
-
-    def peak_tokens(self, total: int) -> int:
-        """Most tokens that are held at once while ``total`` are computed, if nobody squeezes the request."""
-        if not self.evicts or self._evict_from is None:
-            return total
-        return self.schedule.peak_tokens(total, self._evict_from)
 
     def publishable_tokens(self, computed: int) -> int:
         """How many leading tokens' KV may be hashed into the prefix cache.
@@ -268,14 +101,6 @@ class EvictionState:
         if self._cached is None:
             self._cached = cached
 
-    def release(self) -> None:
-        """Nothing is held any more: the request was preempted or has finished."""
-        self.holes = 0
-        self._evicted_at = None
-        self._candidates = []
-        self._next_index, self._untouched = self.pinned, self._readable
-        self._next_due = math.inf if self._begin is None else self._begin
-
     def report(self) -> dict[str, object]:
         """The ``kv_cache`` report of this request, as of now."""
         return request_report(self.budget, self.block_size, *self._counts())
@@ -288,9 +113,3 @@ class EvictionState:
         # The last sampled token has no KV yet, and async scheduling counts steps in flight.
         seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
         return seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at
-
-    def _set_next_due(self, computed: int) -> None:
-        # A horizon instead of infinity: the search is then cheap and repeated rarely.
-        horizon = computed + 4096
-        due = self.schedule.next_due(computed, self._evict_from, horizon)
-        self._next_due = horizon if due is None else due

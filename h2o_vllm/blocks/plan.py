@@ -20,16 +20,18 @@ class EvictionParams:
     """What a worker has to know of a request that evicts.
 
     Attributes:
-        policy: name of its policy.
-        prompt_tokens: length of its prompt at admission; the same after a preemption.
-        sinks: first tokens that are never evicted.
+        first_scored: position of the first query whose attention is added to the scores; ``NEVER``
+            (:mod:`h2o_vllm.policy.ranks`): none. The same after a preemption.
+        late_from: position of the first query whose attention is also kept apart from the earlier ones';
+            ``NEVER``: it is not.
+        sinks: first tokens that are never evicted, if tokens move.
         pinned: tokens in pinned blocks, which others may read from the prefix cache: without scores.
         traced: whether the worker notes which tokens go, see :mod:`h2o_vllm.engine.trace`.
         shares_heads: whether a layer's KV heads share its heavy slots, see :mod:`h2o_vllm.kernels.lanes`.
     """
 
-    policy: str
-    prompt_tokens: int
+    first_scored: int
+    late_from: int
     sinks: int = 0
     traced: bool = False
     shares_heads: bool = False
@@ -46,25 +48,23 @@ class Eviction:
         doomed_blocks: physical ids that are freed. Read if there are heavy ones, never written: they may
             still be valid prefix-cache entries, or belong to another request from this step on.
         holes: block-table indices of ``doomed_blocks``, which now hold the null block.
-        policy: name of the request's policy.
+        ranks: by which tokens are ranked, as indices into :data:`h2o_vllm.policy.ranks.RANKS`.
         fresh_blocks: those of the heavy and doomed blocks that no eviction has ranked before, in
             table order. Their tokens lie where they were written, all others where they were moved.
         fresh_from: logical position of the first token in ``fresh_blocks``; the others follow.
         seen: tokens computed so far, which is the number of queries so far.
         sinks: first tokens that are never evicted.
-        in_prompt: whether tokens of the prompt are still to be computed.
     """
 
     request_id: str
     heavy_blocks: tuple[int, ...]
     doomed_blocks: tuple[int, ...]
     holes: tuple[int, ...]
-    policy: str = "h2o"
+    ranks: tuple[int, ...] = ()
     fresh_blocks: tuple[int, ...] = ()
     fresh_from: int = 0
     seen: int = 0
     sinks: int = 0
-    in_prompt: bool = False
 
     @property
     def ranked_blocks(self) -> frozenset[int]:

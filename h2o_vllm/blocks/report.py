@@ -9,15 +9,16 @@ last ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, fields
+from dataclasses import fields
 from typing import Any
 
 from h2o_vllm.blocks.budget import budget_tokens, protected_tokens
 from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.policy.policy import Policy
 
 __all__ = ["budget_values", "report_from_values", "request_report"]
 
-_BUDGET_FIELDS = len(fields(RequestBudget))
+_BUDGET_FIELDS = tuple(field.name for field in fields(RequestBudget))
 
 
 def request_report(
@@ -46,7 +47,7 @@ def request_report(
         "budget_tokens": budget_tokens(budget, seen),
         "recent": budget.recent,
         "sinks": budget.sinks,
-        "policy": budget.policy,
+        "policy": budget.policy.name,
         "heads": budget.heads,
         "delay": budget.delay,
         "elastic": budget.elastic,
@@ -65,9 +66,12 @@ def request_report(
 
 def budget_values(budget: RequestBudget, block_size: int) -> tuple[Any, ...]:
     """The first values of a report, which stay as they are while the request runs."""
-    return (*astuple(budget), block_size)
+    values = vars(budget) | {"policy": budget.policy.name}
+    return (*values.values(), block_size)
 
 
 def report_from_values(values: Sequence[Any]) -> dict[str, object]:
     """The report made of :func:`budget_values`, and what :func:`request_report` takes from ``seen`` on."""
-    return request_report(RequestBudget(*values[:_BUDGET_FIELDS]), *values[_BUDGET_FIELDS:])
+    given = dict(zip(_BUDGET_FIELDS, values, strict=False))
+    given["policy"] = Policy.parse(given["policy"], calibrated=True)
+    return request_report(RequestBudget(**given), *values[len(_BUDGET_FIELDS) :])

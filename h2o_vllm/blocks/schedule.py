@@ -71,7 +71,7 @@ class EvictionSchedule:
         sinks = math.ceil(budget.sinks / block_size)
         floor = max(budget.floor, (sinks - protect) * block_size)
         prefill = 0
-        if budget.prefill and budget.policy != "full":
+        if budget.prefill:
             # Three quarters of the bound have to hold the floor.
             least = max(LEAST_BOUND_BLOCKS, 2 * math.ceil(floor / block_size))
             prefill = max(budget.prefill // block_size, least) * block_size

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.schedule import EvictionSchedule
+from h2o_vllm.blocks.split import BlockSplit, drop_oldest, rank_all
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.policy import BlockSplit, get_policy
 
 __all__ = ["EvictionIndices", "Timeline"]
 
@@ -20,7 +20,7 @@ __all__ = ["EvictionIndices", "Timeline"]
 class EvictionIndices(NamedTuple):
     """Table indices of one eviction, each ascending.
 
-    ``heavy`` and ``doomed`` are those of :class:`h2o_vllm.policy.BlockSplit`; ``fresh`` are the ones
+    ``heavy`` and ``doomed`` are those of :class:`.BlockSplit`; ``fresh`` are the ones
     among them that no earlier eviction has ranked, always neighbours.
     """
 
@@ -77,7 +77,7 @@ class Timeline:
         """Blocks of the protected tokens: the first of the table, in the end all of them full."""
         self._sink_blocks = max(self.pinned, math.ceil(budget.sinks / block_size))
         """Blocks that hold the first tokens which must stay, while they lie where they were written."""
-        self.policy = get_policy(budget.policy)
+        self.policy = budget.policy
         # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
         # in excess never falls as a sequence grows, so the last count tells for all of them.
         last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)
@@ -179,9 +179,10 @@ class Timeline:
         # As many heavy blocks as the first tokens need come before recent ones.
         until = max(until, self.holes + num_doomed + self._sink_blocks)
         fresh = range(self._next_index, until)
-        first, protected = self._evicted_at is None, self._sink_blocks
         candidates = [*self._candidates, *fresh]
-        return self.policy.split(candidates, num_doomed, first=first, protected=protected), fresh
+        if not self.policy.moves_tokens:
+            return drop_oldest(candidates, num_doomed, self._sink_blocks), fresh
+        return rank_all(candidates, num_doomed, first=self._evicted_at is None), fresh
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """How many of ``num_tokens`` to compute now so that no eviction point is skipped.

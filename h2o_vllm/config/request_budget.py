@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request may keep, once every default is filled in. Every process; imports nothing of ours."""
+"""What one request may keep, once every default is filled in. Every process; imports the policies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from h2o_vllm.policy.policy import Policy
 
 __all__ = ["RequestBudget"]
 
@@ -19,7 +21,7 @@ class RequestBudget:
         floor: budgets never fall below this many tokens.
         recent: share of the budget given to the newest tokens, in [0, 1].
         sinks: first tokens that are never evicted; no budget falls below them.
-        policy: one of :data:`~h2o_vllm.config.policies.POLICIES`.
+        policy: which tokens stay beside the newest.
         protect: first tokens that are neither ranked nor evicted; the budget applies to those behind
             them. A number, or one of :data:`~h2o_vllm.config.request_fields.PROTECT_WORDS` as long as the
             prompt is not known.
@@ -39,7 +41,7 @@ class RequestBudget:
     max_fraction: float
     floor: int
     recent: float
-    policy: str
+    policy: Policy
     sinks: int = 0
     protect: int | str = 0
     delay: int = 0
@@ -52,5 +54,4 @@ class RequestBudget:
     @property
     def evicts(self) -> bool:
         """Whether this request can ever give up a token. If not, it is served by stock vLLM."""
-        bounded = self.tokens is not None or self.fraction < 1.0 or self.prefill > 0
-        return self.policy != "full" and bounded
+        return self.tokens is not None or self.fraction < 1.0 or self.prefill > 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget fields of a request: their names, and the values of those that are also a server's defaults.
 
-Runs in every process; imports :mod:`h2o_vllm.checks`, :mod:`h2o_vllm.errors` and the policies' names. The
+Runs in every process; imports :mod:`h2o_vllm.checks`, :mod:`h2o_vllm.errors` and the policies. The
 checks here know more than a value's type and range; each returns the value.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from h2o_vllm.checks import check_choice, check_integer
-from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, PROMPT_END_POLICIES, REMOVED_POLICIES
 from h2o_vllm.errors import BudgetError
+from h2o_vllm.policy.policy import Policy
 
 __all__ = [
     "HEADS",
@@ -22,7 +22,6 @@ __all__ = [
     "REQUEST_FIELDS",
     "TESTING_FIELDS",
     "check_heads",
-    "check_policy",
     "check_prefill",
     "check_protect",
 ]
@@ -64,7 +63,7 @@ MAX_TRACE_TOKENS = 4096
 KV head while the request runs, and is read by people."""
 
 
-def check_heads(value: Any, policy: str, equal_because: str) -> str:
+def check_heads(value: Any, policy: Policy, equal_because: str) -> str:
     """One of :data:`HEADS`; ``equal`` only with some policies, or if ``equal_because`` says why.
 
     Raises:
@@ -73,30 +72,18 @@ def check_heads(value: Any, policy: str, equal_because: str) -> str:
     heads = check_choice("kv_heads", value, HEADS)
     if heads == "shared" and equal_because:
         raise BudgetError("kv_heads", heads, f"equal on this server ({equal_because})")
-    if heads == "shared" and policy in EQUAL_HEADS_POLICIES:
-        accepted = f"equal with kv_policy {policy}, {EQUAL_HEADS_POLICIES[policy]}"
+    if heads == "shared" and policy.equal_because:
+        accepted = f"equal with kv_policy {policy.name}, {policy.equal_because}"
         raise BudgetError("kv_heads", heads, accepted)
     return heads
 
 
-def check_policy(value: Any, accepted: tuple[str, ...]) -> str:
-    """One of the ``accepted`` policies; the error of a removed one names what replaces it."""
-    instead = REMOVED_POLICIES.get(value) if isinstance(value, str) else None
-    if instead is not None:
-        raise BudgetError(
-            "kv_policy",
-            value,
-            f"{instead!r}, which predicts what {value!r} measured; it needs --kv-calibration",
-        )
-    return check_choice("kv_policy", value, accepted)
-
-
-def check_prefill(value: Any, policy: str) -> int:
-    """Tokens that a prompt may hold while it is computed; 0, no bound, with :data:`PROMPT_END_POLICIES`."""
+def check_prefill(value: Any, policy: Policy) -> int:
+    """Tokens that a prompt may hold while it is computed; 0, no bound, where ``policy`` needs its end."""
     tokens = check_integer("kv_prefill_tokens", value, 0)
-    if tokens and policy in PROMPT_END_POLICIES:
+    if tokens and not policy.may_bound:
         accepted = (
-            f"0 with kv_policy {policy}, which has nothing to rank by before the prompt's end"
+            f"0 with kv_policy {policy.name}, which has nothing to rank by before the prompt's end"
         )
         raise BudgetError("kv_prefill_tokens", tokens, accepted)
     return tokens

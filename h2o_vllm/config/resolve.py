@@ -13,18 +13,17 @@ from typing import Any
 
 from h2o_vllm.checks import MAX_TOKENS, check_flag, check_fraction, check_integer
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import ZAP_POLICIES
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import (
     MAX_DELAY,
     MAX_SINKS,
     REQUEST_FIELDS,
     check_heads,
-    check_policy,
     check_prefill,
     check_protect,
 )
 from h2o_vllm.errors import BudgetError
+from h2o_vllm.policy.policy import Policy
 
 __all__ = ["for_prompt", "resolve", "resolve_for"]
 
@@ -42,9 +41,10 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         BudgetError: a field has the wrong type, is out of range, or contradicts another.
     """
     given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
-    policy = _policy(config, given)
+    bounded = bool(given.get("kv_prefill_tokens", config.kv_prefill_tokens))
+    policy = config.policy_of(given.get("kv_policy"), bounded=bounded)
     recent = given.get("kv_recent", config.recent_of(policy))
-    fraction, tokens = _budget(config, given, policy)
+    fraction, tokens = _budget(config, given)
     elastic, evict_from = _begin(config, given)
     return RequestBudget(
         fraction=fraction,
@@ -55,7 +55,9 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         recent=check_fraction("kv_recent", recent, 0.0, 1.0),
         policy=policy,
         sinks=check_integer("kv_sinks", given.get("kv_sinks", config.kv_sinks), 0, MAX_SINKS),
-        protect=check_protect(given.get("kv_protect", config.kv_protect), _most_protected(config)),
+        protect=check_protect(
+            given.get("kv_protect", config.protect_of(policy)), _most_protected(config)
+        ),
         delay=check_integer("kv_delay", given.get("kv_delay", config.kv_delay), 0, MAX_DELAY),
         elastic=elastic,
         evict_from=evict_from,
@@ -101,18 +103,7 @@ def for_prompt(
     return replace(budget, protect=min(int(protect), prompt_tokens))
 
 
-def _policy(config: H2OConfig, given: Mapping[str, Any]) -> str:
-    bounded = bool(given.get("kv_prefill_tokens", config.kv_prefill_tokens))
-    asked = given.get("kv_policy", config.default_policy_of(bounded=bounded))
-    if asked in ZAP_POLICIES and asked not in config.policies:
-        accepted = (
-            f"one of {', '.join(config.policies)} on this server (started without --kv-calibration)"
-        )
-        raise BudgetError("kv_policy", asked, accepted)
-    return check_policy(asked, config.policies)
-
-
-def _budget(config: H2OConfig, given: Mapping[str, Any], policy: str) -> tuple[float, int | None]:
+def _budget(config: H2OConfig, given: Mapping[str, Any]) -> tuple[float, int | None]:
     """``fraction`` and ``tokens`` of a :class:`RequestBudget`."""
     if "kv_budget" in given and "kv_budget_tokens" in given:
         accepted = "left out when kv_budget_tokens is given"
@@ -123,13 +114,7 @@ def _budget(config: H2OConfig, given: Mapping[str, Any], policy: str) -> tuple[f
         fraction, tokens = check_fraction("kv_budget", given["kv_budget"], low, high), None
     elif "kv_budget_tokens" in given:
         tokens = check_integer("kv_budget_tokens", given["kv_budget_tokens"])
-    if policy != "full":
-        return fraction, tokens
-    if config.kv_budget_max < 1.0:
-        others = ", ".join(config.policies[:-1])
-        accepted = f"one of {others} {_bounded_server(config)}"
-        raise BudgetError("kv_policy", policy, accepted)
-    return 1.0, None
+    return fraction, tokens
 
 
 def _begin(config: H2OConfig, given: Mapping[str, Any]) -> tuple[bool, int]:
@@ -156,7 +141,7 @@ def _bounded_server(config: H2OConfig) -> str:
     return f"on this server (its kv_budget_max is {config.kv_budget_max})"
 
 
-def _heads(config: H2OConfig, given: Mapping[str, Any], policy: str) -> str:
+def _heads(config: H2OConfig, given: Mapping[str, Any], policy: Policy) -> str:
     if "kv_heads" in given:
         return check_heads(given["kv_heads"], policy, config.kv_heads_equal_because)
     return config.heads_of(policy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a policy for new scores just before an eviction ranks by them. Worker process.
+"""Make new scores just before an eviction ranks by them. Worker process.
 
 CPU workers do; on GPUs :func:`h2o_vllm.kernels.triton.rescore` does the same, for all evictions of a step at
 once, and is tested against this. No vLLM.
@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from h2o_vllm.policy import Candidates, Policy
+from h2o_vllm.policy.candidates import Candidates
+from h2o_vllm.policy.formulas import new_scores
+from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.ranks import Collects
 
 if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction
 
 __all__ = [
     "candidate_blocks",
-    "cleared",
     "early_part",
     "eviction_scores",
     "known_blocks",
@@ -39,7 +41,6 @@ def known_blocks(eviction: Eviction) -> list[int]:
 
 
 def eviction_scores(
-    policy: Policy,
     eviction: Eviction,
     scores: torch.Tensor,
     early: torch.Tensor,
@@ -47,29 +48,30 @@ def eviction_scores(
     key_likeness: Callable[[], torch.Tensor],
     value_distances: Callable[[], torch.Tensor],
     foretold: Callable[[], torch.Tensor] | None = None,
+    first_kv_head: int = 0,
 ) -> None:
-    """Let ``policy`` adjust the scores of one eviction's candidates, in place.
+    """Adjust the scores of one eviction's candidates, in place.
 
     Args:
         scores: [L, N, KH, BS], float32. early: the same, see :class:`h2o_vllm.engine.state.WorkerState`.
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
-        key_likeness, value_distances, foretold: see :class:`.Candidates`; of ``blocks``, in that order.
+        key_likeness, value_distances, foretold, first_kv_head: see :class:`.Candidates`; of ``blocks``, in
+            that order.
     """
     new = _new_scores(
-        policy,
         eviction,
         scores.index_select(1, blocks).transpose(1, 2),
         lambda: early.index_select(1, blocks).transpose(1, 2),
         key_likeness,
         value_distances,
         foretold,
+        first_kv_head=first_kv_head,
     )
     if new is not None:
         scores.index_copy_(1, blocks, new.transpose(1, 2))
 
 
 def shared_eviction_scores(
-    policy: Policy,
     eviction: Eviction,
     scores: torch.Tensor,
     early: torch.Tensor,
@@ -91,8 +93,7 @@ def shared_eviction_scores(
 
     counts = there.sum(2, keepdim=True) * scores.shape[3]
     new = _new_scores(
-        policy, eviction, of_pages(scores), lambda: of_pages(early), key_likeness, value_distances, foretold,
-        counts,
+        eviction, of_pages(scores), lambda: of_pages(early), key_likeness, value_distances, foretold, counts
     )  # fmt: skip
     if new is not None:
         layer, _, _ = there.nonzero(as_tuple=True)
@@ -100,7 +101,6 @@ def shared_eviction_scores(
 
 
 def _new_scores(
-    policy: Policy,
     eviction: Eviction,
     old: torch.Tensor,
     early: Callable[[], torch.Tensor],
@@ -108,12 +108,15 @@ def _new_scores(
     value_distances: Callable[[], torch.Tensor],
     foretold: Callable[[], torch.Tensor] | None,
     counts: torch.Tensor | None = None,
+    first_kv_head: int = 0,
 ) -> torch.Tensor | None:
-    """What ``policy`` makes of its candidates' scores, [L, KH, n, BS], of which the fresh ones are last.
+    """New scores of the candidates with the ``old`` ones, [L, KH, n, BS], of which the fresh ones are last.
 
     Args:
-        early: their part in the other plane, which few policies want. counts: see :class:`.Candidates`.
+        early: their part in the other plane, which few policies want.
+        counts, first_kv_head: see :class:`.Candidates`.
     """
+    policy = Policy.of(eviction.ranks)
     layers, heads, count, block_size = old.shape
     # Protected tokens: not to be spread over their neighbours, not to be lost.
     protected = old == float("inf")
@@ -128,9 +131,11 @@ def _new_scores(
         return scores.masked_fill(protected, 0.0).reshape(layers, heads, -1)
 
     late = None
-    if policy.late_prompt_queries is not None and not eviction.in_prompt:
-        late = of_tokens(old - early())
-    new = policy.eviction_scores(
+    if any(rank.collects is Collects.END for rank in policy.ranks):
+        # Where nothing but late attention is collected, all of a score is late.
+        late = of_tokens(old - early() if policy.collects is Collects.ALL else old)
+    new = new_scores(
+        eviction.ranks,
         Candidates(
             scores=of_tokens(old),
             known=(count - len(eviction.fresh_blocks)) * block_size,
@@ -139,17 +144,12 @@ def _new_scores(
             key_likeness=key_likeness,
             value_distances=value_distances,
             foretold=foretold,
-            in_prompt=eviction.in_prompt,
             late=late,
             counts=counts,
-        )
+            first_kv_head=first_kv_head,
+        ),
     )
     return None if new is None else new.view(old.shape).masked_fill(protected, float("inf"))
-
-
-def cleared(scores: torch.Tensor) -> torch.Tensor:
-    """Zero, but for protected tokens: what a step starts with if the newest query alone counts."""
-    return torch.where(scores == float("inf"), scores, 0.0)
 
 
 def early_part(scores: torch.Tensor, late: torch.Tensor) -> torch.Tensor:

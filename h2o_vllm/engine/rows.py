@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a batch, from counts alone: who evicts, whose queries are scored, which tokens are new.
+"""The rows of a batch, from counts alone: which evict, which queries are scored, which tokens are new.
 
 Worker process, any device. Numpy on the host: no vLLM, no torch.
 """
@@ -12,37 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o_vllm.config.policies import POLICIES
-from h2o_vllm.policy import Policy, get_policy
+from h2o_vllm.policy.ranks import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
-__all__ = ["POLICY_CODES", "StepRows"]
+__all__ = ["StepRows"]
 
-POLICY_CODES = {name: code for code, name in enumerate(POLICIES, start=1)}
-"""Policy name -> its code in :class:`StepRows`; code 0 is a request that never evicts."""
-
-_BY_CODE: tuple[Policy | None, ...] = (None, *(get_policy(name) for name in POLICIES))
-_SCORES = np.array([policy is not None and policy.scores_attention for policy in _BY_CODE])
-_MOVES = np.array([policy is not None and policy.moves_tokens for policy in _BY_CODE])
-_LAST_QUERY_ONLY = np.array([policy is not None and policy.last_query_only for policy in _BY_CODE])
-_ALL = np.iinfo(np.int32).max
-_LATE_QUERIES = np.array(
-    [_ALL if policy is None or policy.late_prompt_queries is None else policy.late_prompt_queries
-     for policy in _BY_CODE],
-    dtype=np.int32,
-)  # fmt: skip
-_PROMPT_QUERIES = np.array(
-    [
-        _ALL if policy is None or policy.scored_prompt_queries is None
-        else policy.scored_prompt_queries
-        for policy in _BY_CODE
-    ],
-    dtype=np.int32,
-)  # fmt: skip
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
@@ -51,36 +27,44 @@ class StepRows:
     """One batch.
 
     Attributes:
-        codes: policy code per row, [B], int; padding rows have 0.
+        evicts: rows of requests that can evict, [B]; padding rows cannot.
         query_lens: [B], int32. seq_lens: logical lengths, this step's tokens included, [B], int32.
-        prompt_tokens: [B], int32. sinks: protected first tokens, [B], int32.
+        first_scored, late_from: see :class:`h2o_vllm.blocks.plan.EvictionParams`; [B], int32.
+        sinks: protected first tokens, [B], int32.
     """
 
-    codes: NDArray[Any]
+    evicts: NDArray[np.bool_]
     query_lens: NDArray[np.int32]
     seq_lens: NDArray[np.int32]
-    prompt_tokens: NDArray[np.int32]
+    first_scored: NDArray[np.int32]
+    late_from: NDArray[np.int32]
     sinks: NDArray[np.int32]
 
     @classmethod
     def of(
         cls,
-        codes: NDArray[Any],
+        evicts: NDArray[np.bool_],
         starts: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
-        prompt_tokens: NDArray[np.int32],
+        first_scored: NDArray[np.int32],
+        late_from: NDArray[np.int32],
         sinks: NDArray[np.int32],
     ) -> StepRows:
         """From what is known of the real rows, and ``starts``, [B + 1], which may have padding rows."""
         rows = len(starts) - 1
 
-        def padded(values: NDArray[Any]) -> NDArray[Any]:
-            if len(values) == rows:
-                return values
-            return np.concatenate([values, np.zeros(rows - len(values), dtype=values.dtype)])
+        def padded(values: NDArray[Any], empty: int) -> NDArray[Any]:
+            missing = rows - len(values)
+            return np.pad(values, (0, missing), constant_values=empty) if missing else values
 
-        query_lens = starts[1:] - starts[:-1]
-        return cls(padded(codes), query_lens, seq_lens, padded(prompt_tokens), padded(sinks))
+        return cls(
+            padded(evicts, 0),
+            starts[1:] - starts[:-1],
+            seq_lens,
+            padded(first_scored, NEVER),
+            padded(late_from, NEVER),
+            padded(sinks, 0),
+        )
 
     @cached_property
     def computed(self) -> NDArray[np.int32]:
@@ -99,29 +83,19 @@ class StepRows:
         By position and never by chunk, so that neither the batch, nor a preemption, whose replay
         computes many generated tokens at once, has a say.
         """
-        codes = self.codes
-        first = np.maximum(self.prompt_tokens - _PROMPT_QUERIES[codes], 0)
-        most = np.where(_LAST_QUERY_ONLY[codes], np.minimum(self.query_lens, 1), self.query_lens)
-        counts: NDArray[np.int32] = np.minimum(np.maximum(self.seq_lens - first, 0), most)
-        return counts * _SCORES[codes]
+        return np.minimum(np.maximum(self.seq_lens - self.first_scored, 0), self.query_lens)
 
     @cached_property
     def crossing(self) -> NDArray[np.intp]:
         """The rows whose early queries end in this step, ascending: with it, their scores are split."""
-        return np.flatnonzero(
-            (self.computed < self._late_from) & (self._late_from <= self.seq_lens)
-        )
+        late_from = self.late_from
+        return np.flatnonzero((self.computed < late_from) & (late_from <= self.seq_lens))
 
     @property
     def late_queries(self) -> NDArray[np.int32]:
         """Of each row in :attr:`crossing`: how many of its queries, the last ones, are late already."""
-        counts: NDArray[np.int32] = (self.seq_lens - self._late_from)[self.crossing]
+        counts: NDArray[np.int32] = (self.seq_lens - self.late_from)[self.crossing]
         return counts
-
-    @cached_property
-    def _late_from(self) -> NDArray[np.int32]:
-        """[B]: position of the first late query; 0 where all are, or nobody asks."""
-        return np.maximum(self.prompt_tokens - _LATE_QUERIES[self.codes], 0)
 
     @cached_property
     def decodes(self) -> NDArray[np.bool_]:
@@ -134,14 +108,9 @@ class StepRows:
         return (self.scored_queries > 0) & (self.query_lens > 1)
 
     @property
-    def last_query_rows(self) -> NDArray[np.intp]:
-        """The scored rows of a policy that counts the newest query alone, ascending."""
-        return np.flatnonzero(_LAST_QUERY_ONLY[self.codes] & (self.scored_queries > 0))
-
-    @property
     def protected_tokens(self) -> NDArray[np.int64]:
         """Positions in the batch of the first tokens that must stay."""
-        rows = np.flatnonzero(_MOVES[self.codes] & (self.computed < self.sinks))
+        rows = np.flatnonzero(self.computed < self.sinks)
         if not rows.size:
             return _NO_TOKENS
         counts = np.minimum(self.query_lens, self.sinks - self.computed)
@@ -152,23 +121,16 @@ class StepRows:
             ]
         )
 
-    def new_tokens(self) -> Iterator[tuple[Policy, NDArray[np.int64] | None, NDArray[np.int64]]]:
-        """The tokens of this step whose evictions will rank them, together for all rows of a policy.
+    def new_tokens(self, *, apart: bool) -> NDArray[np.int64] | slice:
+        """Positions in the batch of the tokens whose attention will be collected.
 
-        Yields:
-            policy; positions in the batch, ``None`` for all of it; logical positions in their
-            sequences; int64.
+        Args:
+            apart: those of rows whose late attention is also kept apart, or of the others.
         """
-        num_tokens = int(self.query_lens.sum())
-        positions = np.arange(num_tokens) + np.repeat(self.computed - self.starts, self.query_lens)
-        # Padding rows and rows without a budget have no part in it.
-        tokens_of = np.bincount(self.codes, weights=self.query_lens)
-        for code in np.flatnonzero(tokens_of):
-            policy = _BY_CODE[code]
-            if policy is None or not policy.moves_tokens:
-                continue
-            if tokens_of[code] == num_tokens:
-                yield policy, None, positions
-            else:
-                tokens = np.flatnonzero(np.repeat(self.codes == code, self.query_lens))
-                yield policy, tokens, positions[tokens]
+        chosen = (self.first_scored < NEVER) & ((self.late_from < NEVER) == apart)
+        if not chosen.any():
+            return _NO_TOKENS
+        if (chosen | (self.query_lens == 0)).all():
+            # All of the batch: nothing has to be copied to the device.
+            return slice(int(self.query_lens.sum()))
+        return np.flatnonzero(np.repeat(chosen, self.query_lens))

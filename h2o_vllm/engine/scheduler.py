@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.beside import LimitedManager
 from h2o_vllm.blocks.manager import H2OBlockManager
-from h2o_vllm.blocks.plan import EvictionParams, StepPlan
+from h2o_vllm.blocks.plan import StepPlan
 from h2o_vllm.blocks.spec import H2OAttentionSpec, groups_beside
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
@@ -78,7 +78,7 @@ class H2OScheduler(LimitingScheduler):
         # Without a server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
         self._meter = Meter(self.blocks.block_size) if metered else None
-        self._full = resolve(H2OConfig(kv_policy="full"), None)
+        self._full = resolve(H2OConfig(), None)
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
         self._siblings: SiblingReports[_Report] = SiblingReports()
@@ -154,14 +154,7 @@ class H2OScheduler(LimitingScheduler):
                 continue
             state.admitted(started.num_computed_tokens)
             if state.evicts:
-                policies[started.req_id] = EvictionParams(
-                    state.budget.policy,
-                    state.prompt_tokens,
-                    state.budget.sinks,
-                    state.budget.trace,
-                    state.budget.heads == "shared",
-                    state.pinned_tokens,
-                )
+                policies[started.req_id] = state.params()
         evictions = self.blocks.take_evictions()
         output.h2o = StepPlan(policies=policies, evictions=evictions)
         if self._meter is not None and evictions:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from h2o_vllm.engine.waves import waves
-from h2o_vllm.policy import get_policy
+from h2o_vllm.policy.policy import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
     from h2o_vllm.engine.rows import StepRows
     from h2o_vllm.engine.trace import TraceRecorder
-    from h2o_vllm.policy import Policy
 
 __all__ = ["WorkerState"]
 
@@ -37,9 +36,9 @@ class WorkerState(ABC):
     Attributes:
         planes: ``[2, L, N, KH, BS]``, float32: ``scores``, see :mod:`h2o_vllm.kernels`, and ``early``.
         scores: what a token's KV is ranked by.
-        early: how much of a score the queries have given that come before those that its policy wants to know
-            apart (:attr:`.Policy.late_prompt_queries`), of a token that was never ranked. The step that
-            computes the first late queries puts their part here, and takes it from the scores at its end.
+        early: the part of a score that queries before the late ones have given (:meth:`.Policy.late_from`),
+            of a token that was never ranked. The step that computes the first late queries puts their part
+            here, and takes it from the scores at its end.
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
         first_kv_head: global index of this rank's first KV head.
         in_step: whether a real step (not a warm-up) is being executed.
@@ -87,7 +86,7 @@ class WorkerState(ABC):
         """
         for wave in waves(evictions):
             moving = [eviction for eviction in wave if eviction.heavy_blocks]
-            adjusted = [one for one in moving if get_policy(one.policy).scores_at_eviction]
+            adjusted = [one for one in moving if Policy.of(one.ranks).adjusts]
             if adjusted:
                 self._adjust_scores(adjusted)
             if self.recorder is not None:
@@ -97,47 +96,26 @@ class WorkerState(ABC):
                 self._move_tokens(moving)
 
     def start_tokens(self, rows: StepRows, slot_mapping: torch.Tensor) -> None:
-        """Give this step's tokens the scores they start with.
+        """Let the scores of this step's tokens, where attention is collected, begin at zero.
 
         Args:
             slot_mapping: where the batch's KV goes, ``block_id * BS + offset``, int64, on the device.
         """
-        for policy, tokens, positions in rows.new_tokens():
-            self.start_scores(policy, positions, slot_mapping, tokens)
+        for apart in (False, True):
+            tokens = rows.new_tokens(apart=apart)
+            if isinstance(tokens, slice) or tokens.size:
+                places = tokens if isinstance(tokens, slice) else self._to_device(tokens)
+                scores = self.planes.flatten(0, 1) if apart else self.scores
+                self._reset(scores, slot_mapping[places], None)
         protected = rows.protected_tokens
         if protected.size:
             self.protect(slot_mapping, protected)
-
-    def start_scores(
-        self,
-        policy: Policy,
-        positions: NDArray[np.int64],
-        slot_mapping: torch.Tensor,
-        tokens: NDArray[np.int64] | None,
-    ) -> None:
-        """Give new tokens the score they start with.
-
-        Args:
-            positions: logical positions, [T]. tokens: their places in the batch, [T], or ``None`` for
-                its first T, which saves a copy to the device.
-            slot_mapping: as for :meth:`start_tokens`.
-        """
-        layers, _, heads, _ = self.scores.shape
-        values = policy.initial_scores(
-            torch.from_numpy(positions), layers, heads, self.first_kv_head
-        )
-        if values is not None:
-            values = self._to_device(values)
-        places = slice(len(positions)) if tokens is None else self._to_device(tokens)
-        both = policy.late_prompt_queries is not None
-        scores = self.planes.flatten(0, 1) if both else self.scores
-        self._reset(scores, slot_mapping[places], values)
 
     def protect(self, slot_mapping: torch.Tensor, tokens: NDArray[np.int64]) -> None:
         """Rank first tokens above all others, for as long as they live.
 
         Args:
-            slot_mapping, tokens: as for :meth:`start_scores`.
+            slot_mapping: as for :meth:`start_tokens`. tokens: their places in the batch.
         """
         layers, _, heads, _ = self.scores.shape
         highest = self.scores.new_full((layers, heads, len(tokens)), float("inf"))

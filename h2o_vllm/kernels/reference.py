@@ -25,7 +25,6 @@ __all__ = [
     "add_prompt_scores",
     "attend",
     "attend_decode",
-    "clear_scores",
     "compact",
     "compact_tables",
     "foretell",
@@ -279,15 +278,6 @@ def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) ->
     block, offset = slots[live] // scores.shape[3], slots[live] % scores.shape[3]
     # Advanced indices around a slice: the result is [n, L, KH].
     scores[:, block, :, offset] = 0.0 if values is None else values[:, :, live].permute(2, 0, 1)
-
-
-def clear_scores(scores: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor) -> None:
-    """See :func:`h2o_vllm.kernels.triton.clear_scores`."""
-    for row in rows.tolist():
-        used = -(-int(seq_lens[row]) // scores.shape[3])
-        blocks = block_table[row, :used].long()
-        old = scores[:, blocks]
-        scores[:, blocks] = torch.where(old == float("inf"), old, 0.0)
 
 
 def split_scores(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens one eviction ranks, as :meth:`h2o_vllm.policy.base.Policy.eviction_scores` sees them. Worker."""
+"""The tokens that one eviction ranks, as :mod:`h2o_vllm.policy.formulas` see them. Worker process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ class Candidates:
         key_likeness: computes the cosine of each token's key (rotated, where the model does so) and the mean
             of all candidates' keys, each of length 1; [L, KH, C], float32.
         value_distances: computes how far each token's value lies from the mean of all candidates'; the same.
-        in_prompt: whether tokens of the prompt are still to be computed.
-        late: [L, KH, C], float32: how much of the scores the queries have given that the policy wants to know
-            apart, :attr:`.Policy.late_prompt_queries` and all behind them; 0 for protected tokens, undefined
-            for known ones. ``None`` if it does not, and inside of a prompt, whose end is still to come.
+        late: [L, KH, C], float32: how much of the scores the prompt's last queries and all behind them have
+            given; 0 for protected tokens, undefined for known ones. ``None`` if no rank wants it.
         counts: [L, KH, 1]: how many candidates each head has, where heads share slots. Those with fewer begin
             with padding, of which everything is 0. ``None``: each has all C.
         foretold: computes the attention that each fresh token is expected to get, [L, KH, C - known],
@@ -50,7 +48,6 @@ class Candidates:
     late: Tensor | None = None
     counts: Tensor | None = None
     foretold: Callable[[], Tensor] | None = None
-    in_prompt: bool = False
     first_kv_head: int = 0
 
     @property

@@ -161,12 +161,12 @@ def new_scores(ranks: Sequence[int], candidates: Candidates) -> Tensor | None:
     Returns:
         ``[L, KH, C]``, float32, or ``None``: they stay as they are.
     """
-    policy = Policy.of(ranks).ranks
-    formulas = [FORMULAS[rank.name] for rank in policy]
-    if len(policy) == 1 and policy[0].anew:
+    policy = Policy.of(ranks)
+    formulas = [FORMULAS[rank.name] for rank in policy.ranks]
+    if len(formulas) == 1 and policy.ranks[0].anew:
         return formulas[0](candidates)
     fresh = candidates.scores.shape[-1] - candidates.known
-    if not fresh or formulas == [attention]:
+    if not (fresh and policy.adjusts):
         return None
     scores = [formula(candidates)[..., -fresh:] for formula in formulas]
     return candidates.with_fresh(merge_ranks(*scores))

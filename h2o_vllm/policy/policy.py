@@ -14,10 +14,10 @@ from functools import cache
 from typing import Any
 
 from h2o_vllm.errors import BudgetError
-from h2o_vllm.policy.presets import ALIASES, PRESETS
+from h2o_vllm.policy.presets import ALIASES, PRESETS, REMOVED
 from h2o_vllm.policy.ranks import END_QUERIES, NEVER, RANKS, Collects, Rank
 
-__all__ = ["Policy", "accepted_policies", "policy_names"]
+__all__ = ["Policy", "accepted_policies", "joinable_ranks", "policy_names", "policy_pattern"]
 
 JOINED_RECENT = 0.25
 """Share of the newest tokens of policies with several ranks, which leaves each rank enough slots."""
@@ -41,24 +41,26 @@ class Policy:
         """The policy that ``kv_policy`` names: a preset, or ranks joined by ``+``.
 
         Args:
-            calibrated: whether the engine has a calibration.
+            calibrated: whether the engine has a calibration: presets then stand for more.
             bounded: whether the prompt is bounded while it is computed (``kv_prefill_tokens``).
 
         Raises:
-            BudgetError: ``text`` names no policy, or one that needs a calibration where there is none.
+            BudgetError: ``text`` names no policy.
         """
         if not isinstance(text, str):
             raise BudgetError("kv_policy", text, accepted_policies(calibrated=calibrated))
-        name = _current(text)
+        if text in REMOVED:
+            raise BudgetError("kv_policy", text, REMOVED[text])
+        name = text
+        if text in ALIASES:
+            _warn_of(text)
+            name = ALIASES[text]
         preset = next((one for one in PRESETS if one.name == name), None)
         if preset is not None:
             name = preset.ranks_for(calibrated=calibrated, bounded=bounded)
         policy = cls(tuple(rank for part in name.split("+") for rank in RANKS if rank.name == part))
-        if policy.name != name:
+        if not policy.ranks or policy.name != name:
             raise BudgetError("kv_policy", text, accepted_policies(calibrated=calibrated))
-        if policy.calibrated and not calibrated:
-            why = "on this server (started without --kv-calibration)"
-            raise BudgetError("kv_policy", text, f"{accepted_policies(calibrated=False)} {why}")
         return policy._checked(text)
 
     @classmethod
@@ -130,9 +132,14 @@ class Policy:
         return any(rank.calibrated for rank in self.ranks)
 
     @property
-    def may_share(self) -> bool:
-        """Whether the KV heads of a layer may share slots."""
-        return self.ranks[0].comparable
+    def adjusts(self) -> bool:
+        """Whether an eviction changes scores before it ranks by them."""
+        return len(self.ranks) > 1 or not self.ranks[0].as_collected
+
+    @property
+    def equal_because(self) -> str:
+        """Why the KV heads of a layer cannot share slots; empty: they can."""
+        return self.ranks[0].equal_because
 
     @property
     def shares(self) -> bool:
@@ -160,29 +167,38 @@ class Policy:
         return "prompt" if any(rank.protects_prompt for rank in self.ranks) else 0
 
 
+def joinable_ranks(*, calibrated: bool) -> tuple[str, ...]:
+    """Ranks that may be joined, in their order."""
+    return tuple(rank.name for rank in RANKS if rank.joins and (calibrated or not rank.calibrated))
+
+
 def policy_names(*, calibrated: bool) -> tuple[str, ...]:
-    """Presets, and ranks, that requests may name."""
-    ranks = (rank.name for rank in RANKS if calibrated or not rank.calibrated)
-    return (*(preset.name for preset in PRESETS), *ranks)
+    """Presets, and single ranks, that requests may name."""
+    return (*(preset.name for preset in PRESETS), *joinable_ranks(calibrated=calibrated))
 
 
 def accepted_policies(*, calibrated: bool) -> str:
     """What ``kv_policy`` may be, in words."""
-    ranks = [rank for rank in RANKS if calibrated or not rank.calibrated]
-    alone = [*(preset.name for preset in PRESETS), *(rank.name for rank in ranks if not rank.joins)]
-    joined = "+".join(rank.name for rank in ranks if rank.joins)
-    return f"one of {', '.join(alone)}, or one or more of {joined} in this order"
+    presets = ", ".join(preset.name for preset in PRESETS)
+    joined = "+".join(joinable_ranks(calibrated=calibrated))
+    return f"one of {presets}, or one or more of {joined} in this order"
+
+
+def policy_pattern(*, calibrated: bool) -> str:
+    """What ``kv_policy`` may be, as a regular expression."""
+    ranks = joinable_ranks(calibrated=calibrated)
+    joins = [
+        first + "".join(rf"(\+{other})?" for other in ranks[place + 1 :])
+        for place, first in enumerate(ranks)
+    ]
+    return f"^({'|'.join([*(preset.name for preset in PRESETS), *joins])})$"
 
 
 @cache
-def _current(name: str) -> str:
-    """The name that has replaced ``name``, or ``name`` itself."""
-    current = ALIASES.get(name)
-    if current is None:
-        return name
+def _warn_of(old: str) -> None:
+    """Once per process."""
     logger.warning(
         "h2o: kv_policy %r is now called %r; the next release does not know the old name",
-        name,
-        current,
+        old,
+        ALIASES[old],
     )
-    return current

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ALIASES", "PRESETS", "Preset"]
+__all__ = ["ALIASES", "PRESETS", "REMOVED", "Preset"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ PRESETS = (
     Preset("later", "questions that come later", "key", calibrated="predicted+key"),
     Preset("h2o", "H2O as published", "attention"),
     Preset("snapkv", "SnapKV as published", "end"),
+    Preset("random", "long reasoning", "random"),
+    Preset("window", "the least work", "window"),
 )
-"""``random`` and ``window``, ranks that stand alone, are their own presets."""
+"""Ranks that join no other are presets of their own name."""
 
 ALIASES = {
     "h2o-norm": "mean",
@@ -61,3 +63,12 @@ ALIASES = {
     "zap-caote-snapkv-keydiff": "predicted+value+end+key",
 }
 """Names of the last release, for one more."""
+
+_PREDICTS = "which predicts what it measured (needs --kv-calibration)"
+REMOVED = {
+    "full": "left out with kv_budget 1, which keeps everything",
+    "tova": "'attention' or another rank; the newest query alone ranks no more",
+    "repeat": f"'predicted', {_PREDICTS}",
+    "repeat-keydiff": f"'predicted+key', {_PREDICTS}",
+}
+"""Policies of the last release that are gone, and what is there in the place of each."""

@@ -52,9 +52,10 @@ class Rank:
         op: what the GPU does for it; ``None``: GPUs cannot compute it, and refuse it by name.
         collects: whose attention it needs.
         recent: share of a budget for the newest tokens, if it ranks alone and nobody says otherwise.
-        comparable: whether its scores compare between the KV heads of a layer, which may then share slots.
+        equal_because: why the KV heads of a layer cannot share slots by its scores; empty: they can.
         calibrated: whether it needs a calibration of the model (``--kv-calibration``).
         joins: whether it may be joined with others.
+        as_collected: whether its scores are the attention as it was collected, which no eviction changes.
         anew: whether it ranks all tokens anew at each eviction if it ranks alone; else a token's score is
             made when it is ranked for the first time, and later attention adds to it.
         moves: whether the best tokens of freed blocks move into kept ones; if not, whole blocks go.
@@ -67,9 +68,10 @@ class Rank:
     op: Op | None
     collects: Collects = Collects.NOTHING
     recent: float = 0.5
-    comparable: bool = True
+    equal_because: str = ""
     calibrated: bool = False
     joins: bool = True
+    as_collected: bool = False
     anew: bool = False
     moves: bool = True
     protects_prompt: bool = False
@@ -91,6 +93,7 @@ RANKS = (
         "https://arxiv.org/abs/2306.14048",
         Op.ATTENTION,
         Collects.ALL,
+        as_collected=True,
     ),
     Rank(
         "mean",
@@ -118,7 +121,7 @@ RANKS = (
         "the keys least similar to the others",
         "https://arxiv.org/abs/2504.15364",
         Op.KEY,
-        comparable=False,
+        equal_because="which measures how similar a key is to the others of its head: no measure of need",
         anew=True,
     ),
     Rank(
@@ -128,7 +131,7 @@ RANKS = (
         Op.RANDOM,
         # Of 1,024 to 4,096 tokens the authors keep the newest 64.
         recent=0.05,
-        comparable=False,
+        equal_because="which draws as many tokens for each head",
         joins=False,
         anew=True,
         protects_prompt=True,
@@ -138,7 +141,7 @@ RANKS = (
         "the first block and the newest ones",
         "https://arxiv.org/abs/2309.17453",
         Op.NOTHING,
-        comparable=False,
+        equal_because="which drops whole blocks",
         joins=False,
         moves=False,
     ),

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm.config.options import ADMISSIONS, FULL_KERNELS, H2OConfig
-from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.config.request_fields import HEADS
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.policy.policy import joinable_ranks
+from h2o_vllm.policy.presets import PRESETS
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -166,16 +167,15 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_recent",
         float,
         "SHARE",
-        "Share of the budget for the newest, 0 to 1; else 0.5, ...-keydiff 0.25, zap 0.1.",
+        "Share of the budget for the newest, 0 to 1; else the policy's, 0.05 to 0.5.",
     )
-    group.add_argument(
-        "--kv-policy",
-        choices=POLICIES,
-        default=_DEFAULTS.kv_policy,
-        help="Which tokens stay beside the newest. h2o: most attention so far; h2o-norm: per query that saw "
-        "them; caote: weighed by values; snapkv: from the prompt's end on; tova: from the newest; zap: as a "
-        "calibration predicts; keydiff: odd keys; ...-keydiff: best by any; window: first; random: any; "
-        "full: all. Else caote-snapkv-keydiff, with a calibration zap-caote-....",
+    add(
+        "kv_policy",
+        str,
+        "POLICY",
+        "Which tokens stay beside the newest. "
+        + "; ".join(f"{preset.name}: {preset.use}" for preset in PRESETS)
+        + f". Or ranks, joined by +: {'+'.join(joinable_ranks(calibrated=True))}.",
     )
     group.add_argument(
         "--kv-heads",
@@ -193,7 +193,7 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "kv_protect",
         _tokens_or_word,
         "TOKENS|prompt|system",
-        "First tokens the budget leaves alone: a number, the prompt, or a chat's system part.",
+        "First tokens the budget leaves alone: a number, the prompt, a chat's system part; else by policy.",
     )
     add(
         "kv_protect_max",

@@ -29,6 +29,7 @@ from h2o_vllm.config.request_fields import (
     REQUEST_FIELDS,
 )
 from h2o_vllm.engine.version import supported_versions
+from h2o_vllm.policy.policy import joinable_ranks, policy_names
 from h2o_vllm.server.openapi import describe_fields
 from h2o_vllm.server.routes import LIFTED, REFUSED
 
@@ -86,7 +87,10 @@ class Limits(BaseModel):
     kv_trace_tokens_max: int = Field(
         description="Most tokens, prompt and answer, of one that does."
     )
-    kv_policies: list[str] = Field(description="Accepted kv_policy values.")
+    kv_policies: list[str] = Field(
+        description="Accepted kv_policy values: presets, and single ranks."
+    )
+    kv_ranks: list[str] = Field(description="Ranks that kv_policy joins with '+', in this order.")
     kv_heads: list[str] = Field(description="Accepted kv_heads values.")
     request_fields: list[str] = Field(description="Budget fields of a request body.")
 
@@ -178,13 +182,14 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     cache, parallel = engine.cache_config, engine.parallel_config
     device = engine.device_config.device_type
     low, high = supported_versions(device)
-    policies = [p for p in config.policies if p != "full" or config.kv_budget_max >= 1.0]
+    policy = config.default_policy
     # vLLM sums them over the data-parallel engines.
     blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size
     values = config.to_mapping() | {
-        "kv_policy": config.default_policy,
-        "kv_recent": config.recent_of(config.default_policy),
-        "kv_heads": config.heads_of(config.default_policy),
+        "kv_policy": policy.name,
+        "kv_recent": config.recent_of(policy),
+        "kv_protect": config.protect_of(policy),
+        "kv_heads": config.heads_of(policy),
     }
     return H2OServerConfig(
         models=[engine.model_config.served_model_name],
@@ -199,7 +204,8 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_elastic_admission=config.kv_elastic_admission,
             kv_trace=config.kv_trace,
             kv_trace_tokens_max=MAX_TRACE_TOKENS,
-            kv_policies=policies,
+            kv_policies=list(policy_names(calibrated=config.calibrated)),
+            kv_ranks=list(joinable_ranks(calibrated=config.calibrated)),
             kv_heads=list(HEADS[:1] if config.kv_heads_equal_because else HEADS),
             request_fields=list(REQUEST_FIELDS),
         ),

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, create_model
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import HEADS, MAX_DELAY, MAX_SINKS, PROTECT_WORDS
+from h2o_vllm.policy.policy import policy_pattern
 from h2o_vllm.server.routes import LIFTED
 
 __all__ = ["describe_fields", "fields_of"]
@@ -22,7 +23,7 @@ __all__ = ["describe_fields", "fields_of"]
 def fields_of(config: H2OConfig) -> dict[str, Any]:
     """JSON schema of each budget field, with this server's ranges and defaults."""
     low, high = config.kv_budget_min, config.kv_budget_max
-    most = config.protect_limit
+    most, policy = config.protect_limit, config.default_policy
     fields: dict[str, Any] = {
         "kv_budget": _field(
             float, config.kv_budget, "Share of its tokens the request keeps.", ge=low, le=high
@@ -31,12 +32,15 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
             int, config.kv_budget_tokens, "A number of tokens to keep instead.", ge=1
         ),
         "kv_recent": _field(
-            float, config.recent_of(config.default_policy), "Share of the budget for the newest tokens.",
+            float, config.recent_of(policy), "Share of the budget for the newest tokens.",
             ge=0, le=1,
         ),
-        "kv_policy": _field(Literal[config.policies], config.default_policy, "Which tokens stay."),
+        "kv_policy": _field(
+            str, policy.name, "Which tokens stay beside the newest: a preset, or ranks joined by '+'.",
+            pattern=policy_pattern(calibrated=config.calibrated),
+        ),
         "kv_heads": _field(
-            Literal[HEADS], config.heads_of(config.default_policy),
+            Literal[HEADS], config.heads_of(policy),
             "Whether all KV heads of a layer keep as many tokens, or share its slots by need."
             + (f" Here equal: {config.kv_heads_equal_because}." if config.kv_heads_equal_because else ""),
         ),
@@ -44,7 +48,7 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
             int, config.kv_sinks, "First tokens that are never evicted.", ge=0, le=MAX_SINKS
         ),
         "kv_protect": _field(
-            int | Literal[PROTECT_WORDS], config.kv_protect,
+            int | Literal[PROTECT_WORDS], config.protect_of(policy),
             "First tokens that the budget leaves alone, shared and read from the prefix cache: a number"
             f"{'' if most is None else f' up to {most}'}, the whole prompt, or system messages and tools.",
         ),
@@ -85,9 +89,10 @@ def describe_fields(application: FastAPI, config: H2OConfig) -> None:
 
 
 def _field(
-    kind: Any, default: Any, text: str, ge: float | None = None, le: float | None = None
-) -> Any:
-    return kind | None, Field(default, description=text, ge=ge, le=le)
+    kind: Any, default: Any, text: str, ge: float | None = None, le: float | None = None,
+    pattern: str | None = None,
+) -> Any:  # fmt: skip
+    return kind | None, Field(default, description=text, ge=ge, le=le, pattern=pattern)
 
 
 def _bodies(page: dict[str, Any]) -> list[dict[str, Any]]:

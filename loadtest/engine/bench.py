@@ -3,7 +3,7 @@
 
     python -m loadtest.engine [--workloads tight ample ...] [--rounds 3] [--out loadtest/results]
     python -m loadtest.engine --device cuda [--shape 8b] [--workloads 2k-tight ...]
-    python -m loadtest.engine --variants h2o --fields kv_policy=keydiff    # what another policy costs
+    python -m loadtest.engine --variants h2o --fields kv_policy=key    # what another policy costs
 
 Each variant is an engine in a process of its own, warmed up and with an empty prefix cache for each
 measurement. On CPU those of one setting live side by side, and only one works at a time; on a GPU each has
@@ -99,7 +99,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="how often; variants alternate")
     add("--scale", type=float, default=1.0, help="multiplies all lengths and pools; to rehearse")
     add("--fields", nargs="+", type=_field, default=[], metavar="NAME=VALUE",
-        help="what requests with a budget ask for beside it, such as kv_policy=caote")  # fmt: skip
+        help="what requests with a budget ask for beside it, such as kv_policy=value")  # fmt: skip
     add(
         "--calibration",
         type=Path,

@@ -14,7 +14,7 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.eviction_scores import candidate_blocks, eviction_scores
 from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
-from h2o_vllm.policy import get_policy
+from h2o_vllm.policy.policy import Policy
 from loadtest.kernels.compaction import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, LAYERS
 from loadtest.kernels.timing import Call
 
@@ -42,15 +42,16 @@ class Rescoring:
         early = scores * torch.rand_like(scores)
         layers = KVLayers(list(keys), list(values))
         rows = (torch.randperm(blocks - 1) + 1).view(self.requests, per_row).tolist()
+        ranks = Policy.parse(self.policy).indices()
         evictions = [
             Eviction(
-                str(at), tuple(row[1:]), tuple(row[:1]), (), self.policy, tuple(row[-self.fresh :]),
+                str(at), tuple(row[1:]), tuple(row[:1]), (), ranks, tuple(row[-self.fresh :]),
                 fresh_from=self.length, seen=4 * self.length,
             )
             for at, row in enumerate(rows)
         ]  # fmt: skip
         packed = Rescores.pack([rescore_of(one) for one in evictions], "cuda")
-        policy, before = get_policy(self.policy), scores.clone()
+        before = scores.clone()
 
         def ours() -> None:
             scores.copy_(before)
@@ -61,16 +62,16 @@ class Rescoring:
             for one in evictions:
                 mine = torch.tensor(candidate_blocks(one), device="cuda")
                 measures = partial(_likeness, keys, mine), partial(_distances, values, mine)
-                eviction_scores(policy, one, scores, early, mine, *measures)
+                eviction_scores(one, scores, early, mine, *measures)
 
         return {"ours": ours, "torch": in_torch, "reset alone": lambda: scores.copy_(before)}
 
     def moved_bytes(self) -> dict[str, int]:
         """The least that each call has to read and write: keys, values or both once, and scores."""
-        vectors = 1 if self.policy in ("keydiff", "caote") else 2
+        vectors = 1 if self.policy in ("key", "value") else 2
         tokens = self.requests * self.length * LAYERS * KV_HEADS
         fresh = self.requests * self.fresh * BLOCK_SIZE * LAYERS * KV_HEADS
-        written = tokens if self.policy == "keydiff" else fresh
+        written = tokens if self.policy == "key" else fresh
         reset = 2 * 4 * (tokens + LAYERS * KV_HEADS * BLOCK_SIZE)
         least = vectors * tokens * 2 * HEAD_SIZE + 2 * 4 * written + reset
         return {"ours": least, "torch": least, "reset alone": reset}
@@ -93,6 +94,6 @@ def _tokens(cache: Tensor, blocks: Tensor) -> Tensor:
 
 RESCORINGS = tuple(
     Rescoring(policy, *sizes)
-    for policy in ("keydiff", "caote", "caote-keydiff", "caote-snapkv-keydiff")
+    for policy in ("key", "value", "value+key", "value+end+key")
     for sizes in ((1, 1024, 1), (16, 1024, 1), (1, 8192, 512))
 )

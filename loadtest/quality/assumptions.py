@@ -34,7 +34,7 @@ __all__ = ["FIGURES", "Reader", "measure"]
 FIGURES = {
     "held": "attention of later queries that the most attended tokens so far get",
     "future_h2o": "of the tokens most attended later, found by the sum of scores so far (`h2o`)",
-    "future_norm": "the same, by the mean per query that saw the token (`h2o-norm`)",
+    "future_norm": "the same, by the mean per query that saw the token (`mean`)",
     "future_recent": "the same, by recency",
     "future_chance": "the same, by chance",
     "local": "of the heavy tokens by full attention's scores, chosen by those of the cut cache",

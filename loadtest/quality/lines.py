@@ -2,7 +2,7 @@
 """Lines of the picture: a policy with what else a request says of it. Points: a line at a budget.
 
 A line is written ``POLICY[,FIELD=VALUE...]``: ``h2o,delay=8`` is the policy ``h2o`` with ``kv_delay`` 8,
-``caote,heads=shared`` one with ``kv_heads`` "shared".
+``value,heads=shared`` one with ``kv_heads`` "shared".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from h2o_vllm.config.request_fields import REQUEST_FIELDS
 
 __all__ = ["AGAIN", "FULL", "USUAL", "Line", "Point", "parse_line", "points"]
 
-USUAL = ("h2o", "h2o-norm", "caote", "snapkv", "keydiff", "window", "random")
+USUAL = ("h2o", "mean", "value", "snapkv", "key", "auto", "window", "random")
 """What is compared where no line is named: policies that need no calibration."""
 
 

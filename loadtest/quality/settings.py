@@ -40,7 +40,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--eager", action="store_true", help="start the engine without compiling the model")
     add = parser.add_argument_group("what is compared").add_argument
     add("--policies", nargs="+", metavar="LINE",
-        help="policies, with request fields as in snapkv,recent=0.25 or caote,heads=shared; default: "
+        help="policies, with request fields as in snapkv,recent=0.25 or value,heads=shared; default: "
         f"{_list(USUAL)}")  # fmt: skip
     add("--budgets", nargs="+", type=_budget, help=f"in this order; default: {_list(BUDGETS)}")
     add("--measures", nargs="+", choices=MEASURES, default=["nll", "retrieval"], help="which")

@@ -15,7 +15,6 @@ from h2o_vllm.blocks.budget import (
     recent_tokens,
 )
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import RECENT_SHARES
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve
 
@@ -48,7 +47,7 @@ def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() ->
     ours, theirs = (
         H2OConfig(kv_calibration="unread"), H2OConfig(kv_recent=0.7, kv_calibration="unread")
     )  # fmt: skip
-    for policy, share in (("h2o", 0.5), ("keydiff", 0.5), *RECENT_SHARES.items()):
+    for policy, share in (("h2o", 0.5), ("value+key", 0.25), ("random", 0.05)):
         asked = {"kv_policy": policy}
         assert resolve(ours, asked).recent == share
         assert resolve(theirs, asked).recent == 0.7
@@ -58,22 +57,22 @@ def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() ->
 
 def test_who_names_no_policy_has_the_servers_or_the_best_that_it_can_rank_by() -> None:
     for config, policy, heads in (
-        (H2OConfig(), "caote-snapkv-keydiff", "equal"),
-        (H2OConfig(kv_calibration="unread"), "zap-caote-snapkv-keydiff", "shared"),
-        (H2OConfig(kv_calibration="unread", kv_heads="equal"), "zap-caote-snapkv-keydiff", "equal"),
-        (H2OConfig(kv_calibration="unread", kv_policy="h2o"), "h2o", "equal"),
+        (H2OConfig(), "value+end+key", "equal"),
+        (H2OConfig(kv_calibration="unread"), "predicted+value+end+key", "shared"),
+        (H2OConfig(kv_calibration="unread", kv_heads="equal"), "predicted+value+end+key", "equal"),
+        (H2OConfig(kv_calibration="unread", kv_policy="h2o"), "attention", "equal"),
     ):
         budget = resolve(config, {"kv_budget": 0.2})
-        assert (budget.policy, budget.heads) == (policy, heads)
-        assert config.default_policy == policy
-        assert resolve(config, {"kv_policy": "keydiff"}).policy == "keydiff"
-        named = policy == "h2o" or config.kv_calibration is None
+        assert (budget.policy.name, budget.heads) == (policy, heads)
+        assert config.default_policy.name == policy
+        assert resolve(config, {"kv_policy": "key"}).policy.name == "key"
+        named = policy == "attention" or config.kv_calibration is None
         bounded = resolve(config, {"kv_budget": 0.2, "kv_prefill_tokens": 1024})
-        assert bounded.policy == (policy if named else "zap-keydiff")
+        assert bounded.policy.name == (policy if named else "predicted+key")
         server = replace(config, kv_prefill_tokens=1024)
         assert server.default_policy == bounded.policy == resolve(server, None).policy
-        assert resolve(server, {"kv_prefill_tokens": 0}).policy == policy
-        assert H2OConfig.from_mapping(config.to_mapping()).default_policy == policy
+        assert resolve(server, {"kv_prefill_tokens": 0}).policy.name == policy
+        assert H2OConfig.from_mapping(config.to_mapping()).default_policy.name == policy
 
 
 def test_operator_limits_bound_absolute_budgets_as_well() -> None:

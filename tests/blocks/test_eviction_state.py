@@ -206,10 +206,10 @@ def test_what_may_be_read_from_the_cache() -> None:
     # Less than the prompt, that an eviction due right behind it is not skipped.
     assert make_state(400, kv_budget=0.2, kv_policy="window").readable_tokens(500) == 384
     # 400 tokens less 80.
-    assert make_state(400, kv_budget=0.2, kv_policy="keydiff").readable_tokens(500) == 320
-    assert make_state(400, kv_budget=0.2, kv_policy="keydiff").readable_tokens(200) == 200
+    assert make_state(400, kv_budget=0.2, kv_policy="key").readable_tokens(500) == 320
+    assert make_state(400, kv_budget=0.2, kv_policy="key").readable_tokens(200) == 200
     # Nobody knows yet: stock.
-    elastic = make_state(400, kv_budget=0.2, kv_policy="keydiff", kv_elastic=True)
+    elastic = make_state(400, kv_budget=0.2, kv_policy="key", kv_elastic=True)
     assert elastic.readable_tokens(500) == 500
 
 
@@ -235,7 +235,7 @@ def test_without_scores_what_the_first_eviction_frees_is_read_and_published(
 ) -> None:
     """No more and no less, from the start; and whoever begins behind it evicts as whoever begins before."""
     asked = {
-        "kv_policy": "keydiff",
+        "kv_policy": "key",
         **({} if "kv_budget_tokens" in asked else {"kv_budget": 0.2}),
         **asked,
     }

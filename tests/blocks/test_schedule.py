@@ -64,7 +64,6 @@ def test_bound_is_rounded_and_has_room_for_the_floor() -> None:
 
     assert [bound(tokens) for tokens in (1, 64, 79, 80, 1000)] == [64, 64, 64, 80, 992]
     assert bound(64, kv_sinks=40) == 2 * 48
-    assert bound(64, kv_policy="full") == 0
 
 
 LATE = {"kv_budget": 0.1, "kv_delay": 10, "kv_sinks": 0, "kv_recent": 0.0}

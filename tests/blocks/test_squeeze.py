@@ -8,9 +8,9 @@ import pytest
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.squeeze import Victim, choose_victims
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.config.resolve import resolve_for
 from tests.blocks.test_eviction_state import Counts, make_state
+from tests.served import SERVED, policy_of
 
 
 def victim(name: str, gain: int, priority: int = 0, arrived: float = 0.0) -> Victim:
@@ -55,9 +55,9 @@ def grown(state: EvictionState, tokens: int) -> EvictionState:
     return state
 
 
-@pytest.mark.parametrize("policy", POLICIES[:-1])
+@pytest.mark.parametrize("policy", SERVED)
 def test_nothing_is_evicted_before_the_squeeze_and_all_that_is_due_with_it(policy: str) -> None:
-    one = elastic(400, kv_policy=policy)
+    one = elastic(400, kv_policy=policy, kv_protect=0)
     assert one.squeezable
     assert [one.evict(seen) for seen in range(400, 600)] == [None] * 200
     assert one.squeezed_at is None
@@ -72,7 +72,7 @@ def test_nothing_is_evicted_before_the_squeeze_and_all_that_is_due_with_it(polic
     assert one.squeezed_at == one.report()["squeezed_at"] == 600
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keydiff", "window"])
+@pytest.mark.parametrize("policy", ["h2o", "key", "window"])
 def test_evict_from_replays_a_squeeze(policy: str) -> None:
     """The same evictions at the same counts, in small steps and in chunks, also after a preemption."""
     one = elastic(400, kv_policy=policy)
@@ -166,11 +166,11 @@ def test_an_answer_whose_last_token_was_under_way_is_lossless() -> None:
     assert one.squeezed_at == 601
 
 
-@pytest.mark.parametrize("policy", POLICIES[:-1])
+@pytest.mark.parametrize("policy", SERVED)
 def test_a_policy_without_scores_is_stock_until_it_is_squeezed(policy: str) -> None:
     one = elastic(400, kv_policy=policy, kv_protect=40)
-    keyed = policy in ("keydiff", "zap", "zap-keydiff")
-    scoreless = keyed or policy == "window"
+    scoreless = not policy_of(policy).needs_scores
+    keyed = scoreless and policy != "window"
     assert one.stock is scoreless
     assert one.readable_tokens(399) == (399 if scoreless else 48)
     assert one.publishable_tokens(590) == (590 if scoreless else 48)

@@ -41,7 +41,7 @@ from h2o_vllm.engine.compat import block_managers
 from h2o_vllm.engine.scheduler import H2OScheduler
 from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args, register
-from h2o_vllm.policy import get_policy
+from h2o_vllm.policy.policy import Policy
 from tests.engine.ghost import GhostWorker, layers_of
 from tests.published import PUBLISHED
 
@@ -66,7 +66,7 @@ def check_commuting(evictions: Sequence[Eviction]) -> None:
         assert touched.isdisjoint(one.heavy_blocks), "one writes what another reads or writes"
         shared = touched.intersection(one.doomed_blocks)
         if shared:
-            assert not get_policy(one.policy).needs_scores, "others may rescore what is ranked"
+            assert not Policy.of(one.ranks).needs_scores, "others may rescore what is ranked"
             assert shared <= {*one.fresh_blocks}, "others hold what an eviction has written"
 
 

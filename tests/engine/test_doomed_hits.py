@@ -16,7 +16,7 @@ from tests.engine.scheduling import Rig
 
 BLOCK = 16
 PROMPT = list(range(1000, 1200))
-KEYDIFF = {"kv_budget": 0.2, "kv_policy": "keydiff"}
+KEYDIFF = {"kv_budget": 0.2, "kv_policy": "key"}
 READABLE = (200 - 40) // BLOCK * BLOCK
 """Of the prompt, at a budget of 0.2."""
 
@@ -110,12 +110,12 @@ def test_law06_a_prompt_is_published_while_it_is_computed(model_dir: str) -> Non
         ]
     rig = rig_of(model_dir)
     rig.add("computes", PROMPT, KEYDIFF, max_tokens=40)
-    rig.add("keydiff", PROMPT, KEYDIFF | {"kv_budget": 0.4}, max_tokens=40)
+    rig.add("key", PROMPT, KEYDIFF | {"kv_budget": 0.4}, max_tokens=40)
     rig.add("full", PROMPT, max_tokens=40)
     rig.add("ranks", PROMPT, {"kv_budget": 0.2}, max_tokens=40)
     rig.add("protects", PROMPT, {"kv_budget": 0.2, "kv_protect": 50}, max_tokens=40)
     assert rig.step().num_scheduled_tokens == {
-        "computes": 200, "keydiff": 200 - 112, "full": 200 - READABLE, "ranks": 512 - 200 - 88 - 40,
+        "computes": 200, "key": 200 - 112, "full": 200 - READABLE, "ranks": 512 - 200 - 88 - 40,
     }  # fmt: skip
     rig.run()
     assert cached(rig, "ranks") == 0 and cached(rig, "protects") == 64

@@ -20,8 +20,8 @@ from tests.engine.fidelity import Seen, run_to_the_end
 pytestmark = pytest.mark.e2e
 
 LENGTH = 330
-KEYDIFF = {"kv_budget": 0.3, "kv_policy": "keydiff"}
-ZAP = {"kv_budget": 0.3, "kv_policy": "zap-keydiff"}
+KEYDIFF = {"kv_budget": 0.3, "kv_policy": "key"}
+ZAP = {"kv_budget": 0.3, "kv_policy": "predicted+key"}
 ASKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "sinks": {"kv_sinks": 40},
@@ -34,7 +34,7 @@ OTHERS: list[dict[str, Any] | None] = [
     KEYDIFF | {"kv_sinks": 4},
     KEYDIFF | {"kv_budget": 0.5},
     {"kv_budget": 0.1, "kv_protect": 100},
-    {"kv_budget": 0.1, "kv_protect": 200, "kv_policy": "tova"},
+    {"kv_budget": 0.1, "kv_protect": 200, "kv_policy": "mean"},
     {"kv_budget": 0.1},
     {"kv_budget": 0.1, "kv_policy": "window"},
 ]
@@ -120,7 +120,7 @@ def test_law05_readers_of_one_prompt_do_not_see_each_other(
         assert kept_of(output) == kept_of(reference), one[1]
         report = report_of(output)
         assert report["tokens_cached"] == output.num_cached_tokens
-        if report["policy"] in ("keydiff", "zap-keydiff"):
+        if report["policy"] in ("key", "predicted+key"):
             cached.append(report["tokens_cached"])
     assert sum(hit > 0 for hit in cached) >= 9
     assert meetings.count >= 3

@@ -9,8 +9,8 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.config.policies import POLICIES
 from tests.engine.scheduling import Rig
+from tests.served import SERVED
 
 PROMPT = list(range(1000, 1200))
 ELASTIC = {"kv_budget": 0.2, "kv_elastic": True}
@@ -38,7 +38,7 @@ def test_a_server_with_memory_to_spare_loses_nothing(model_dir: str) -> None:
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("policy", POLICIES[:-1])
+@pytest.mark.parametrize("policy", SERVED)
 def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
     model_dir: str, policy: str, pipelined: bool
 ) -> None:
@@ -161,7 +161,7 @@ def test_priorities_mean_nothing_where_vllm_ignores_them(model_dir: str) -> None
     assert {e.request_id for e in rig.evictions} == {"shielded"}
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keydiff", "window"])
+@pytest.mark.parametrize("policy", ["h2o", "key", "window"])
 def test_law05_a_preemption_keeps_the_squeeze_point(model_dir: str, policy: str) -> None:
     """And a replay alone with ``kv_evict_from`` evicts the same."""
 
@@ -192,7 +192,7 @@ def test_law05_a_preemption_keeps_the_squeeze_point(model_dir: str, policy: str)
     assert evictions(preempt=False, kv_evict_from=270) == calm
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "window"])
+@pytest.mark.parametrize("policy", ["key", "window"])
 def test_law06_who_needs_no_scores_is_stock_until_squeezed(model_dir: str, policy: str) -> None:
     """It reads and publishes the cache in full; squeezed, what it may write is nobody else's any more."""
     rig = Rig(model_dir, 60, max_num_batched_tokens=1024, kv_min_tokens=16)
@@ -213,7 +213,7 @@ def test_law06_who_needs_no_scores_is_stock_until_squeezed(model_dir: str, polic
     assert squeeze.request_id == "one" and squeeze.seen == 255
     live = {i: block for i, block in enumerate(table) if not block.is_null}
     hashed = [i for i, block in live.items() if block.block_hash is not None]
-    if policy == "keydiff":
+    if policy == "key":
         assert hashed == []
     else:
         assert hashed == [i for i in live if i < 15], "all but the one whose last token came after"
@@ -229,7 +229,7 @@ def test_law06_shared_blocks_save_a_keydiff_request_from_the_squeeze(model_dir: 
     both = {"one", "two"}
     for budget, protect, squeezed in ((150, 0, set()), (16, 200, both), (16, 0, both)):
         rig = Rig(model_dir, 40, max_num_batched_tokens=1024, kv_min_tokens=16)
-        asked = {"kv_budget_tokens": budget, "kv_elastic": True, "kv_policy": "keydiff"}
+        asked = {"kv_budget_tokens": budget, "kv_elastic": True, "kv_policy": "key"}
         for name in ("one", "two"):
             rig.add(name, PROMPT, asked | {"kv_protect": protect}, max_tokens=150)
         for _ in range(100):
@@ -245,7 +245,7 @@ def test_law06_shared_blocks_save_a_keydiff_request_from_the_squeeze(model_dir: 
 def test_law06_what_a_window_still_holds_is_not_written(model_dir: str) -> None:
     """It has given back what the other would, and keeps a block that the other would write."""
     rig = Rig(model_dir, 40, max_num_batched_tokens=1024, kv_min_tokens=16)
-    asked = {"kv_budget": 0.5, "kv_policy": "keydiff", "kv_recent": 0.0}
+    asked = {"kv_budget": 0.5, "kv_policy": "key", "kv_recent": 0.0}
     rig.add("victim", PROMPT, asked | {"kv_elastic": True}, max_tokens=150)
     rig.step()
     rig.add("window", PROMPT, {"kv_budget": 0.2, "kv_policy": "window"}, max_tokens=30)
@@ -265,7 +265,7 @@ def test_law06_what_a_window_still_holds_is_not_written(model_dir: str) -> None:
 
 def test_law06_a_prompt_is_not_robbed_of_the_hit_it_came_for(model_dir: str) -> None:
     """It would squeeze the one whose blocks it is about to share; somebody else has to yield."""
-    for policy in ("keydiff", "window"):
+    for policy in ("key", "window"):
         rig = Rig(model_dir, 44, max_num_batched_tokens=1024, kv_min_tokens=16)
         asked = ELASTIC | {"kv_policy": policy}
         rig.add("owner", PROMPT, asked, max_tokens=100)
@@ -292,7 +292,7 @@ def test_law03_a_squeezed_request_is_at_its_floor_at_once(model_dir: str) -> Non
     rig.run()
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keydiff", "window"])
+@pytest.mark.parametrize("policy", ["h2o", "key", "window"])
 def test_one_eviction_per_request_and_step(model_dir: str, policy: str) -> None:
     """Also where the victim has had its turn already, and got a block, and is asked for more later."""
     rig = Rig(model_dir, 24, max_num_batched_tokens=512, kv_min_tokens=16, pipelined=True)

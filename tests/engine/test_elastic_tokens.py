@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config.policies import POLICIES
 from tests.engine.conftest import BLOCK_SIZE, Engine, kept_of, report_of, tokens_of
+from tests.served import SERVED
 
 pytestmark = pytest.mark.e2e
 
-MATRIX = POLICIES[:-1]
+MATRIX = SERVED
 NEW = 44
 """Generated tokens: enough for an eviction after the squeeze."""
 
@@ -139,7 +139,7 @@ def squeeze_late(
     ("policy", "idle"),
     [
         ("h2o", True),
-        ("keydiff", False),
+        ("key", False),
         pytest.param("h2o", False, marks=pytest.mark.slow),
         pytest.param("window", True, marks=pytest.mark.slow),
     ],
@@ -162,7 +162,7 @@ def test_keydiff_squeezed_out_of_cached_blocks_keeps_its_sinks_and_no_others(
     prompt, crowd = text_tokens[:230], text_tokens[1000:1540]
     clean.generate([prompt], max_tokens=1)
     clean.worker._state.scores.fill_(float("inf"))
-    asked = {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "keydiff", "kv_sinks": 5}
+    asked = {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "key", "kv_sinks": 5}
     victim = squeeze_late(clean, prompt, asked, crowd, idle=False)
     assert report_of(victim)["tokens_cached"] == 230 // BLOCK_SIZE * BLOCK_SIZE
     (at,) = assert_replays(clean, [prompt], [asked], [victim])

@@ -14,20 +14,22 @@ from torch import Tensor
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.waves import waves
+from h2o_vllm.policy.policy import Policy
 from tests.engine.scheduling import Rig, check_commuting
 
+H2O, KEY = (Policy.parse(name).indices() for name in ("h2o", "key"))
 NUM_BLOCKS, LAYERS, KV_HEADS, SIZE = 50, 2, 2, 16
 PROMPT = list(range(1000, 1200))
 POLICIES = (
     "h2o",
-    "caote",
+    "value",
     "snapkv",
-    "keydiff",
-    "caote-keydiff",
-    "snapkv-keydiff",
-    "caote-snapkv-keydiff",
+    "key",
+    "value+key",
+    "end+key",
+    "value+end+key",
     "window",
-    "tova",
+    "random",
 )
 
 
@@ -72,7 +74,7 @@ def given_on(model_dir: str) -> tuple[Eviction, ...]:
     window = {"kv_budget": 0.1, "kv_policy": "window", "kv_protect": 64}
     rig.add("gives", PROMPT[:126], window, max_tokens=40)
     rig.step()
-    elastic = {"kv_budget": 0.1, "kv_policy": "keydiff", "kv_protect": 64, "kv_elastic": True}
+    elastic = {"kv_budget": 0.1, "kv_policy": "key", "kv_protect": 64, "kv_elastic": True}
     rig.add("takes", PROMPT[:120], elastic, max_tokens=40)
     while rig.scheduler.has_unfinished_requests():
         evictions: tuple[Eviction, ...] = rig.step().h2o.evictions
@@ -84,7 +86,7 @@ def given_on(model_dir: str) -> tuple[Eviction, ...]:
 def one_beginning(model_dir: str) -> tuple[Eviction, ...]:
     """A plan in which five evict for the first time, and rank the same doomed blocks, some of them fewer."""
     rig = Rig(model_dir, NUM_BLOCKS, max_num_batched_tokens=1024, kv_min_tokens=16)
-    keydiff = {"kv_budget": 0.2, "kv_policy": "keydiff"}
+    keydiff = {"kv_budget": 0.2, "kv_policy": "key"}
     rig.add("ranks", PROMPT[::-1], {"kv_budget": 0.2}, max_tokens=40)
     for number, asked in enumerate(
         ({}, {"kv_sinks": 4}, {"kv_budget": 0.5}, {"kv_recent": 0.0}, {"kv_sinks": 4})
@@ -108,7 +110,7 @@ def state_before(sharing: Sequence[Eviction] = ()) -> CPUState:
         first_kv_head=0,
         kv_caches=kv,
         row_request_ids=list,
-        sharing={one.request_id for one in sharing if one.policy == "keydiff"},
+        sharing={one.request_id for one in sharing if one.ranks == KEY},
     )
 
 
@@ -176,20 +178,20 @@ def test_who_ranks_what_others_rank_does_so_as_if_alone(model_dir: str, sharing:
 
 def test_evictions_that_do_not_commute_are_noticed() -> None:
     """What an earlier one dooms must not be what a later one writes."""
-    first = Eviction("a", (1, 2), (3, 4), (0, 1))
+    first = Eviction("a", (1, 2), (3, 4), (0, 1), H2O)
     for later in (
-        Eviction("b", (3,), (5,), (0,)),
-        Eviction("b", (2,), (5,), (0,)),
-        Eviction("b", (6,), (4,), (0,)),
-        Eviction("a", (6,), (5,), (0,)),
+        Eviction("b", (3,), (5,), (0,), H2O),
+        Eviction("b", (2,), (5,), (0,), H2O),
+        Eviction("b", (6,), (4,), (0,), H2O),
+        Eviction("a", (6,), (5,), (0,), H2O),
     ):
         with pytest.raises(AssertionError):
             check_commuting([first, later])
     # Without scores blocks may be doomed by two, but none that either has written before.
-    unscored = Eviction("a", (1, 2), (3, 4), (0, 1), "keydiff", (1, 2, 3, 4))
-    check_commuting([unscored, Eviction("b", (6,), (4,), (0,), "keydiff", (4, 6))])
+    unscored = Eviction("a", (1, 2), (3, 4), (0, 1), KEY, (1, 2, 3, 4))
+    check_commuting([unscored, Eviction("b", (6,), (4,), (0,), KEY, (4, 6))])
     with pytest.raises(AssertionError):
-        check_commuting([unscored, Eviction("b", (6,), (4,), (0,), "keydiff", (6,))])
-    overlapping = [first, Eviction("b", (3,), (5,), (0,))]
+        check_commuting([unscored, Eviction("b", (6,), (4,), (0,), KEY, (6,))])
+    overlapping = [first, Eviction("b", (3,), (5,), (0,), H2O)]
     there, back = written(overlapping, one_by_one=True), written(overlapping[::-1], one_by_one=True)
     assert not all(torch.equal(a, b) for a, b in zip(there, back, strict=True))

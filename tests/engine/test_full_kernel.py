@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from h2o_vllm.config.options import FULL_KERNELS, H2OConfig
@@ -16,7 +15,7 @@ from h2o_vllm.engine.cpu import worker as cpu_worker
 from h2o_vllm.engine.cpu.attention import kernels
 from h2o_vllm.engine.cpu.rows import RowSplit, split_rows
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
-from h2o_vllm.engine.rows import POLICY_CODES, StepRows
+from h2o_vllm.policy.policy import Policy
 from tests.engine.conftest import (
     ENGINE,
     FLOOR,
@@ -26,6 +25,7 @@ from tests.engine.conftest import (
     started,
     tokens_of,
 )
+from tests.engine.rows import rows_of
 
 MODULES = {name: f"h2o_vllm.kernels.cpu.{name}" for name in ("cpp", "torch")}
 
@@ -35,12 +35,11 @@ ASKED: list[dict[str, Any] | None] = [
     {"kv_budget": 1.0},
     {"kv_budget": 0.2, "kv_policy": "snapkv"},
     None,
-    {"kv_budget": 0.3, "kv_policy": "tova"},
     {"kv_budget": 0.3, "kv_policy": "window"},
     {"kv_budget": 0.3, "kv_policy": "random"},
-    {"kv_budget": 0.3, "kv_policy": "keydiff"},
+    {"kv_budget": 0.3, "kv_policy": "key"},
     {"kv_budget": 0.2, "kv_elastic": True},
-    {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "keydiff"},
+    {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "key"},
     {"kv_budget": 0.2, "kv_protect": 100},
     {"kv_budget": 0.2, "kv_prefill_tokens": 160},
 ]
@@ -138,14 +137,6 @@ def test_by_default_our_kernels_serve_nobody_who_has_no_budget(
     clean.generate([text_tokens[:300], text_tokens[:40]], [None, {"kv_budget": 1.0}], max_tokens=3)
 
 
-def rows_of(codes: list[int], query_lens: list[int], seq_lens: list[int]) -> StepRows:
-    starts = np.cumsum([0, *query_lens], dtype=np.int32)
-    prompts = np.full(len(codes), 64, dtype=np.int32)
-    return StepRows.of(
-        np.array(codes, dtype=np.int32), starts, np.array(seq_lens, dtype=np.int32), prompts, 0 * prompts
-    )  # fmt: skip
-
-
 def served(split: RowSplit) -> list[int]:
     """The rows of all kinds, with repetitions."""
     kinds = (split.decode_rows, split.prompt_rows, split.rest_rows)
@@ -155,13 +146,14 @@ def served(split: RowSplit) -> list[int]:
 @pytest.mark.parametrize("full", [False, True])
 def test_every_row_has_one_kernel_and_the_scored_ones_come_first(full: bool) -> None:
     chance = random.Random(1)
-    kinds = [0, *(POLICY_CODES[name] for name in ("h2o", "snapkv", "tova", "window", "keydiff"))]
+    kinds = [None, *map(Policy.parse, ("h2o", "snapkv", "mean", "window", "key"))]
     mixed = 0
     for _ in range(300):
         count = chance.randint(1, 8)
         query_lens = [chance.choice([1, 1, 2, 40]) for _ in range(count)]
         seq_lens = [lens + chance.choice([0, 30, 200]) for lens in query_lens]
-        rows = rows_of([chance.choice(kinds) for _ in range(count)], query_lens, seq_lens)
+        policies = [chance.choice(kinds) for _ in range(count)]
+        rows = rows_of(policies, query_lens, seq_lens, [64] * count)
         split, scored = split_rows(rows, full=full), rows.scored_queries
         if split is None:
             assert not full and not scored.any()

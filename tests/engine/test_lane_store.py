@@ -11,7 +11,8 @@ import torch
 
 from h2o_vllm.engine.cpu.lanes import LaneStore
 from h2o_vllm.engine.cpu.rows import SharedRows, compact_tables, split_rows
-from h2o_vllm.engine.rows import POLICY_CODES, StepRows
+from h2o_vllm.policy.policy import Policy
+from tests.engine.rows import rows_of
 
 LAYERS, HEADS = 2, 3
 
@@ -103,18 +104,15 @@ def test_shared_blocks_come_first_in_their_rows_table(pinned: int) -> None:
 
 def test_rows_that_share_are_ours_scored_or_not() -> None:
     """A decode and a chunk of each: without a budget, unscored and shared, unscored, scored and shared."""
-    codes = np.repeat([0, POLICY_CODES["random"], POLICY_CODES["random"], POLICY_CODES["h2o"]], 2)
-    lens = np.array([1, 5] * 4, dtype=np.int32)
-    zeros = np.zeros(8, dtype=np.int32)
-    rows = StepRows(codes, lens, lens + 300, zeros + 200, zeros)
+    h2o, key = Policy.parse("h2o"), Policy.parse("key")
+    lens, seq_lens = [1, 5] * 4, [301, 305] * 4
+    rows = rows_of([None, None, key, key, key, key, h2o, h2o], lens, seq_lens)
     shared = SharedRows(dict.fromkeys((2, 3, 6, 7), (1,)), [])
     split = split_rows(rows, full=False, shared=shared)
     assert split is not None
     assert split.decode_rows.tolist() == [6, 2] and split.decode_scored == 1
     assert split.prompt_rows.tolist() == [7, 3] and split.prompt_scored == 1
     assert split.rest_rows.tolist() == [0, 1, 4, 5]
-    unscored = StepRows(
-        codes * (codes != POLICY_CODES["h2o"]), lens, lens + 300, zeros + 200, zeros
-    )
+    unscored = rows_of([None, None, *[key] * 6], lens, seq_lens)
     assert split_rows(unscored, full=False) is None
     assert split_rows(unscored, full=False, shared=shared) is not None

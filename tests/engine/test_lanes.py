@@ -14,12 +14,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from h2o_vllm.calibration.file import Calibration
-from h2o_vllm.config.policies import (
-    EQUAL_HEADS_POLICIES,
-    POLICIES,
-    PROMPT_END_POLICIES,
-    ZAP_POLICIES,
-)
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from tests.calibration.made import make_calibration
 from tests.engine.conftest import (
@@ -37,10 +31,10 @@ from tests.engine.test_policies import assert_keeps_as, watch
 from tests.engine.test_policies import live_keys as equal_live_keys
 from tests.engine.test_trace import assert_sound, held
 from tests.reference.policies import PolicyModel, load
+from tests.served import SERVED, SHARING, policy_of
 
 pytestmark = pytest.mark.e2e
 
-SHARING = [policy for policy in POLICIES if policy not in EQUAL_HEADS_POLICIES]
 KEEN = (0.1, 1.0, 0.3, 2.0)
 """Factors on the keys of the model's KV heads: one looks everywhere, one at few tokens."""
 STEPS = 60
@@ -123,21 +117,20 @@ def live_keys(engine: Engine, request_id: str, live: int) -> list[list[torch.Ten
 
 
 CASES = {
-    "h2o": ({"kv_recent": 0.25}, 400),
-    "caote-protected-delayed": ({"kv_recent": 0.25, "kv_protect": 50, "kv_delay": 2}, 390),
-    "snapkv-many-sinks": ({"kv_recent": 0.25, "kv_sinks": 70}, 530),
-    "tova": ({"kv_recent": 0.25}, 330),
-    "caote-snapkv-keydiff": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
-    "zap": ({"kv_recent": 0.1, "kv_sinks": 4, "kv_delay": 2}, 530),
-    "zap-keydiff": ({"kv_recent": 0.1, "kv_protect": 50}, 400),
-    "zap-snapkv-keydiff": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
-    "zap-caote-snapkv-keydiff": ({"kv_recent": 0.25, "kv_delay": 2}, 530),
-    "zap-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
-    "h2o-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384, "kv_protect": 50}, 545),
-    "tova-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
-    "caote-bounded": ({"kv_recent": 0.25, "kv_sinks": 4, "kv_prefill_tokens": 384}, 545),
+    "attention": ({"kv_recent": 0.25}, 400),
+    "value-protected-delayed": ({"kv_recent": 0.25, "kv_protect": 50, "kv_delay": 2}, 390),
+    "end-many-sinks": ({"kv_recent": 0.25, "kv_sinks": 70}, 530),
+    "mean": ({"kv_recent": 0.25}, 330),
+    "value+end+key": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
+    "predicted": ({"kv_recent": 0.1, "kv_sinks": 4, "kv_delay": 2}, 530),
+    "predicted+key": ({"kv_recent": 0.1, "kv_protect": 50}, 400),
+    "predicted+end+key": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
+    "predicted+value+end+key": ({"kv_recent": 0.25, "kv_delay": 2}, 530),
+    "predicted-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
+    "attention-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384, "kv_protect": 50}, 545),
+    "value-bounded": ({"kv_recent": 0.25, "kv_sinks": 4, "kv_prefill_tokens": 384}, 545),
 }
-"""The policy is the name's first word, but for those with hyphens."""
+"""The policy is what comes before a hyphen."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -150,15 +143,15 @@ def test_law04_the_kept_set_equals_that_of_a_plain_model(
 ) -> None:
     """In every layer each head keeps its own number of tokens; together as many as if all kept the same."""
     fields, length = CASES[name]
-    policy = name if name in POLICIES else name.partition("-")[0]
+    policy = name.partition("-")[0]
     asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_heads": "shared", **fields}
     prompt = text_tokens[300 : 300 + length]
-    foretelling = policy in ZAP_POLICIES
-    weights = Calibration.load(Path(calibrated)).weights if foretelling else None
+    predicts = policy_of(policy).calibrated
+    weights = Calibration.load(Path(calibrated)).weights if predicts else None
     assert_kept_as_shared(clean, plain_model, prompt, asked, weights)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "zap-caote-snapkv-keydiff"])
+@pytest.mark.parametrize("policy", ["attention", "predicted+value+end+key"])
 def test_law04_a_trace_says_what_each_head_keeps(
     clean: Engine,
     plain_model: torch.nn.Module,
@@ -169,7 +162,7 @@ def test_law04_a_trace_says_what_each_head_keeps(
     prompt = text_tokens[300:700]
     asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_heads": "shared", "kv_recent": 0.25}
     model = PolicyModel(plain_model, policy, 0.4, 0.25, BLOCK_SIZE, FLOOR, shared=True)
-    if policy in ZAP_POLICIES:
+    if policy_of(policy).calibrated:
         model.calibration = Calibration.load(Path(calibrated)).weights
     tokens, _ = model.generate(prompt, STEPS)
     (plain,) = clean.generate([prompt], asked, max_tokens=STEPS)
@@ -211,7 +204,7 @@ def test_law04_tokens_of_one_rank_do_not_tie(
     length = chance.choice([330, 400, 460, 530])
     at = chance.randrange(len(text_tokens) - length)
     sinks = 4 * (seed % 2)
-    asked = {"kv_budget": 0.4, "kv_policy": "zap-keydiff", "kv_heads": heads,
+    asked = {"kv_budget": 0.4, "kv_policy": "predicted+key", "kv_heads": heads,
              "kv_recent": 0.1, "kv_sinks": sinks}  # fmt: skip
     weights = Calibration.load(Path(calibrated)).weights
     assert_kept_as_shared(clean, plain_model, text_tokens[at : at + length], asked, weights)
@@ -250,12 +243,10 @@ def every_kind(text_tokens: list[int]) -> tuple[list[list[int]], list[dict[str, 
     asked += [
         {"kv_protect": 70},
         {"kv_sinks": 40},
-        {"kv_policy": "random", "kv_prefill_tokens": 160},
     ]
     asked += [
         {"kv_policy": policy, "kv_prefill_tokens": 160}
-        for policy in ("h2o", "tova", "caote", "zap-keydiff")
-        if policy not in PROMPT_END_POLICIES
+        for policy in ("attention", "mean", "value", "predicted+key")
     ]
     asked = [{"kv_budget": 0.3, "kv_heads": "shared"} | one for one in asked]
     return [text_tokens[900 + 40 * i : 1160 + 60 * i] for i in range(len(asked))], asked
@@ -286,7 +277,7 @@ def test_law05_tokens_depend_neither_on_the_batch_nor_on_whose_kernel_serves_oth
         assert len(engine.worker._state.lanes) == 0
 
 
-@pytest.mark.parametrize("policy", ["h2o", "random"])
+@pytest.mark.parametrize("policy", ["attention", "predicted+key"])
 def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int], policy: str
 ) -> None:
@@ -313,7 +304,7 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
 def test_law05_a_squeezed_request_is_its_replay(clean: Engine, text_tokens: list[int]) -> None:
     from tests.engine.test_elastic_tokens import NEW, assert_replays, left
 
-    policies = ("h2o", "caote-snapkv-keydiff", "random", "snapkv")
+    policies = ("h2o", "value+end+key", "mean", "snapkv")
     prompts = [text_tokens[i * 150 : i * 150 + 160] for i in range(4)]
     asked = [
         {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": policy, "kv_heads": "shared"}
@@ -329,7 +320,7 @@ def test_law08_what_cannot_be_shared_is_an_error_of_the_request(
     clean: Engine, text_tokens: list[int]
 ) -> None:
     """Offline; a server answers with a 400."""
-    bad = [{"kv_heads": "shared", "kv_policy": policy} for policy in EQUAL_HEADS_POLICIES]
+    bad = [{"kv_heads": "shared", "kv_policy": policy} for policy in {*SERVED} - {*SHARING}]
     bad += [{"kv_heads": "global"}]
     prompts = [text_tokens[:200]] * len(bad)
     asked = [{"kv_budget": 0.3} | one for one in bad]

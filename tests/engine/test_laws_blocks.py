@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from h2o_vllm.blocks.budget import budget_tokens
-from h2o_vllm.config.policies import POLICIES
 from tests.engine.scheduling import Rig
+from tests.served import SERVED
 
 PROMPT = list(range(1000, 1200))
 
@@ -67,7 +67,7 @@ def _aborted() -> Any:
         ({"kv_budget_tokens": 1, "kv_protect": "prompt"}, 13),
     ],
 )
-@pytest.mark.parametrize("policy", POLICIES[:-1])
+@pytest.mark.parametrize("policy", SERVED)
 def test_law03_live_blocks_stay_within_the_pinned_ones_and_the_budget_of_the_rest(
     model_dir: str, asked: dict[str, Any], pinned: int, policy: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_who_cannot_evict_is_told_at_admission(
     assert said[100]
 
 
-@pytest.mark.parametrize("policy", POLICIES[:-1])
+@pytest.mark.parametrize("policy", SERVED)
 def test_who_cannot_evict_reads_and_publishes_as_stock(model_dir: str, policy: str) -> None:
     """Scoring with one token, a short chat, each step of a beam search."""
     rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=128)
@@ -185,7 +185,7 @@ def test_law06_an_answer_up_to_its_first_eviction_is_shared(model_dir: str) -> N
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("protect", [0, 50, "prompt"])
-@pytest.mark.parametrize("policy", POLICIES[:-1])
+@pytest.mark.parametrize("policy", SERVED)
 def test_law07_kv_computed_after_an_eviction_is_never_hashed(
     model_dir: str, policy: str, protect: int | str, pipelined: bool
 ) -> None:

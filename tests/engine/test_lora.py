@@ -76,7 +76,7 @@ def test_law05_tokens_do_not_depend_on_other_adapters_in_the_batch(
     engine, everybody = adapters
     chance, budgets = (
         random.Random(5),
-        (None, H2O, {"kv_budget": 0.2, "kv_policy": "keydiff"}, PINNED),
+        (None, H2O, {"kv_budget": 0.2, "kv_policy": "key"}, PINNED),
     )
     (prompt,) = prompts(1, 400)
     asked = [(prompt, adapter, budget) for adapter in everybody for budget in budgets]

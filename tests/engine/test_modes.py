@@ -27,7 +27,7 @@ TRACED: dict[str, Any] = {"kv_budget": 0.3, "kv_trace": True}
 MORE: list[dict[str, Any]] = [
     {"kv_budget": 0.2, "kv_prefill_tokens": 160},
     {"kv_budget": 0.2, "kv_elastic": True},
-    {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "keydiff"},
+    {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "key"},
 ]
 
 

@@ -16,11 +16,6 @@ import pytest
 import torch
 
 from h2o_vllm.calibration.file import Calibration
-from h2o_vllm.config.policies import (
-    POLICIES,
-    PROMPT_END_POLICIES,
-    ZAP_POLICIES,
-)
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from tests.engine.conftest import (
     BLOCK_SIZE,
@@ -32,29 +27,27 @@ from tests.engine.conftest import (
     tokens_of,
 )
 from tests.reference.policies import PolicyModel, load
+from tests.served import SERVED, policy_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-MATRIX = POLICIES[:-1]
-OTHERS = ("h2o", "window", "random")
+OTHERS = ("attention", "window", "random")
 """Kept sets: ``test_law04_fidelity.py``; other batches: ``test_laws_tokens.py``."""
 KEPT = {
-    "h2o-norm": (0, 0.5, 260),
-    "caote": (4, 0.25, 250),
-    "snapkv": (70, 1.0, 530),
-    "tova": (0, 0.5, 230),
-    "keydiff": (4, 0.0, 200),
-    "caote-keydiff": (4, 0.25, 540),
-    "snapkv-keydiff": (4, 0.25, 530),
-    "caote-snapkv-keydiff": (4, 0.25, 530),
-    "zap": (4, 0.1, 540),
-    "zap-keydiff": (4, 0.1, 530),
-    "zap-snapkv-keydiff": (4, 0.25, 530),
-    "zap-caote-snapkv-keydiff": (4, 0.25, 530),
+    "mean": (0, 0.5, 260),
+    "value": (4, 0.25, 250),
+    "end": (70, 1.0, 530),
+    "key": (4, 0.0, 200),
+    "end+key": (4, 0.25, 530),
+    "value+end+key": (4, 0.25, 530),
+    "predicted": (4, 0.1, 540),
+    "predicted+key": (4, 0.1, 530),
+    "predicted+end+key": (4, 0.25, 530),
+    "predicted+value+end+key": (4, 0.25, 530),
 }
 """kv_sinks, kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
-BOUNDED = ("h2o", *(policy for policy in KEPT if policy not in PROMPT_END_POLICIES))
-PROTECTING = ("h2o", "tova", "window")
+BOUNDED = ("attention", *(policy for policy in KEPT if policy_of(policy).may_bound))
+PROTECTING = ("attention", "mean", "window", "random")
 STEPS = 36
 """Generated tokens: enough for an eviction after the first one."""
 NEARLY_TIED = 1e-4
@@ -108,7 +101,7 @@ def watch(
 
 
 def test_every_policy_has_a_row() -> None:
-    assert {*KEPT, *OTHERS} == set(MATRIX)
+    assert {*KEPT, *OTHERS} == {*SERVED}
 
 
 @pytest.mark.parametrize(("protect", "delay"), [(0, 0), (50, 2)])
@@ -129,7 +122,7 @@ def test_the_kept_set_equals_that_of_a_plain_model(
         "kv_protect": protect, "kv_delay": delay, "kv_heads": "equal",
     }  # fmt: skip
     model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks, protect, delay)
-    if policy in ZAP_POLICIES:
+    if policy_of(policy).calibrated:
         model.calibration = Calibration.load(Path(calibration)).weights
     assert_kept_as_by(model, clean, prompt, asked)
 
@@ -156,7 +149,7 @@ def test_the_kept_set_of_a_bounded_prompt_equals_that_of_a_plain_model(
     model = PolicyModel(
         plain_model, policy, fraction, recent, BLOCK_SIZE, FLOOR, sinks, protect, bound=bound
     )
-    if policy in ZAP_POLICIES:
+    if policy_of(policy).calibrated:
         model.calibration = Calibration.load(Path(calibration)).weights
     assert_kept_as_by(model, clean, prompt, asked, tolerance=1e-2)
     inside = [seen for seen, _, _ in model.ranked if seen < len(prompt)]
@@ -239,7 +232,7 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", MATRIX)
+@pytest.mark.parametrize("policy", SERVED)
 def test_a_preempted_request_is_replayed_to_the_same_tokens(
     clean: Engine, text_tokens: list[int], policy: str
 ) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config.policies import POLICIES, PROMPT_END_POLICIES
 from tests.engine.scheduling import Rig
+from tests.served import SERVED, policy_of
 
 BLOCK = 16
 BOUND = 128
 ASKED = {"kv_budget": 0.2, "kv_prefill_tokens": BOUND}
-MATRIX = tuple(policy for policy in POLICIES[:-1] if policy not in PROMPT_END_POLICIES)
+MATRIX = tuple(policy for policy in SERVED if policy_of(policy).may_bound)
 
 
 def prompt_of(number: int, length: int) -> list[int]:

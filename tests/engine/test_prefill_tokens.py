@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config.policies import POLICIES, PROMPT_END_POLICIES
 from tests.engine.conftest import BLOCK_SIZE, NUM_BLOCKS, Engine, kept_of, report_of, tokens_of
+from tests.served import SERVED, policy_of
 
 pytestmark = pytest.mark.e2e
 
 BOUND = 192
 LENGTH = 700
 NEW = 30
-MATRIX = tuple(policy for policy in POLICIES[:-1] if policy not in PROMPT_END_POLICIES)
+MATRIX = tuple(policy for policy in SERVED if policy_of(policy).may_bound)
 
 
 def asked_by(policy: str, **more: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def assert_same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        policy if policy == "h2o" else pytest.param(policy, marks=pytest.mark.slow)
+        policy if policy == "attention" else pytest.param(policy, marks=pytest.mark.slow)
         for policy in MATRIX
     ],
 )
@@ -46,12 +46,14 @@ def test_law05_alone_and_among_others_are_one(
     assert report_of(alone)["peak_blocks"] == (64 + BOUND) // BLOCK_SIZE
     assert clean.llm.reset_prefix_cache()
     others = [text_tokens[a : a + 333 + 41 * a // 400] for a in (900, 1300, 1700)]
-    budgets: list[dict[str, Any] | None] = [None, {"kv_budget": 0.3}, asked_by("keydiff")]
+    budgets: list[dict[str, Any] | None] = [None, {"kv_budget": 0.3}, asked_by("key")]
     crowd = clean.generate([*others, prompt], [*budgets, asked], max_tokens=NEW, logprobs=0)
     assert_same(crowd[-1], alone)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "tova", pytest.param("caote", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["attention", "random", pytest.param("value", marks=pytest.mark.slow)]
+)
 def test_law05_a_preempted_prompt_is_computed_anew_to_the_same_end(
     clean: Engine, text_tokens: list[int], policy: str
 ) -> None:

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from h2o_vllm.config.policies import POLICIES
 from tests.engine.scheduling import Rig
+from tests.served import SERVED, policy_of
 
 PROMPT = list(range(1000, 1200))
 
@@ -33,7 +33,7 @@ def test_law06_no_block_that_is_still_to_be_ranked_is_published(model_dir: str) 
     assert {e.request_id for e in rig.evictions} == {"ranks", "protects"}
 
 
-@pytest.mark.parametrize("policy", POLICIES[:-1])
+@pytest.mark.parametrize("policy", SERVED)
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_law06_hits_never_pass_the_pin(model_dir: str, policy: str, pipelined: bool) -> None:
     """Cached KV has no scores; a policy that needs none reads what its first eviction frees, or up to it."""
@@ -46,7 +46,8 @@ def test_law06_hits_never_pass_the_pin(model_dir: str, policy: str, pipelined: b
         rig.add(name, PROMPT, asked, max_tokens=60)
         doomed = (200 - pinned - max(16, math.ceil(0.2 * (200 - pinned)))) // 16
         hit = 192 if policy == "window" else pinned
-        hit += 16 * max(0, doomed) * (policy in ("keydiff", "zap", "zap-keydiff"))
+        reads = policy_of(policy).moves_tokens and not policy_of(policy).needs_scores
+        hit += 16 * max(0, doomed) * reads
         assert rig.step().num_scheduled_tokens[name] == len(PROMPT) - hit
         rig.run()
         report = rig.reports[name]["0"]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.config.policies import POLICIES
 from tests.engine.conftest import BLOCK_SIZE, Engine, kept_of, report_of, tokens_of
 from tests.engine.fidelity import Seen, run_to_the_end
+from tests.served import SERVED, policy_of
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +23,7 @@ PINNED = -(-PREFIX // BLOCK_SIZE) * BLOCK_SIZE
 READERS: list[dict[str, Any] | None] = [
     None,
     {"kv_budget": 0.1, "kv_protect": 100},
-    {"kv_budget": 0.1, "kv_protect": PREFIX, "kv_policy": "tova"},
+    {"kv_budget": 0.1, "kv_protect": PREFIX, "kv_policy": "mean"},
     {"kv_budget": 0.1, "kv_policy": "h2o"},
     {"kv_budget": 0.1, "kv_policy": "window"},
 ]
@@ -49,8 +49,8 @@ def assert_same(cold: Seen, warm: Seen, *, ranked: bool) -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        policy if policy == "h2o" else pytest.param(policy, marks=pytest.mark.slow)
-        for policy in POLICIES[:-1]
+        policy if policy == "attention" else pytest.param(policy, marks=pytest.mark.slow)
+        for policy in SERVED
     ],
 )
 def test_law05_cold_and_warm_runs_are_one(
@@ -66,9 +66,10 @@ def test_law05_cold_and_warm_runs_are_one(
     others = [(prompt[: 250 + 10 * i], budget) for i, budget in enumerate(READERS)]
     warm = run_to_the_end(clean, prompt, asked, others)
     # Without scores also what the first eviction frees, a block, or all that comes before it.
-    keyed = dict.fromkeys(("keydiff", "zap", "zap-keydiff"), BLOCK_SIZE)
-    more = keyed | {"window": LENGTH // BLOCK_SIZE * BLOCK_SIZE - PINNED}
-    read = PINNED + more.get(policy, 0)
+    more = 0 if policy_of(policy).needs_scores else BLOCK_SIZE
+    if policy == "window":
+        more = LENGTH // BLOCK_SIZE * BLOCK_SIZE - PINNED
+    read = PINNED + more
     assert warm.report == cold.report | {"tokens_cached": read}
     assert_same(cold, warm, ranked=policy != "window")
     clean.scheduler.blocks.check_integrity(idle=True)
@@ -81,8 +82,8 @@ def test_law05_readers_of_one_prefix_do_not_see_each_other(
     """All start at once, on an empty cache: the first computes the prefix while the others read it."""
     prompts = [text_tokens[400 : 400 + PREFIX] + text_tokens[a : a + 130] for a in (900, 1000)]
     asked = [
-        {"kv_budget": 0.2, "kv_policy": "h2o-norm", "kv_protect": PREFIX},
-        {"kv_budget": 0.2, "kv_policy": "caote", "kv_protect": PREFIX + 30},
+        {"kv_budget": 0.2, "kv_policy": "mean", "kv_protect": PREFIX},
+        {"kv_budget": 0.2, "kv_policy": "value", "kv_protect": PREFIX + 30},
         {"kv_budget": 0.2},
         None,
     ]

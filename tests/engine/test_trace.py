@@ -18,6 +18,8 @@ from h2o_vllm.engine import trace as trace_module
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
 from h2o_vllm.kernels.cpu.batch import key_value_views
+from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.ranks import NEVER
 from tests.engine.conftest import Engine, kept_of, report_of, tokens_of
 from tests.engine.fidelity import STEPS, expect
 from tests.engine.scheduling import Rig
@@ -75,10 +77,11 @@ def state_of_positions() -> CPUState:
     )  # fmt: skip
 
 
+H2O = Policy.parse("h2o").indices()
 EVICTIONS = [
-    Eviction("r", (1, 2), (3, 4, 5, 6), (3, 4, 5, 6), "h2o", (1, 2, 3, 4, 5, 6), 16, seen=112),
-    Eviction("r", (1, 2), (7,), (7,), fresh_blocks=(7,), fresh_from=112, seen=128),
-    Eviction("r", (1,), (2, 8), (2, 8), fresh_blocks=(8,), fresh_from=128, seen=144),
+    Eviction("r", (1, 2), (3, 4, 5, 6), (3, 4, 5, 6), H2O, (1, 2, 3, 4, 5, 6), 16, seen=112),
+    Eviction("r", (1, 2), (7,), (7,), H2O, fresh_blocks=(7,), fresh_from=112, seen=128),
+    Eviction("r", (1,), (2, 8), (2, 8), H2O, fresh_blocks=(8,), fresh_from=128, seen=144),
 ]  # fmt: skip
 
 
@@ -107,9 +110,9 @@ def test_a_trace_is_what_lies_in_the_blocks(
     assert recorder is not None
     # Otherwise all heads would want the same number of lanes.
     state.scores[:, 3:, 1] *= 1.5
-    traced = EvictionParams("h2o", 100, traced=True, shares_heads=shares)
+    traced = EvictionParams(0, NEVER, traced=True, shares_heads=shares)
     for learns in (recorder, state):
-        learns.start({"r": traced, "s": EvictionParams("h2o", 100)})
+        learns.start({"r": traced, "s": EvictionParams(0, NEVER)})
     gone = [[set[int]() for _ in range(HEADS)] for _ in range(LAYERS)]
     known: set[int] = set()
     for number, eviction in enumerate(EVICTIONS):
@@ -142,9 +145,9 @@ def test_a_trace_is_what_lies_in_the_blocks(
 
 def test_a_window_loses_whole_blocks_in_every_head() -> None:
     recorder = TraceRecorder(ALONE)
-    recorder.start({"r": EvictionParams("window", 100, traced=True)})
-    first = Eviction("r", (), (5, 6), (1, 2), "window", (4, 5, 6, 7), 0, seen=64)
-    for eviction in (first, Eviction("r", (), (7, 8), (3, 4), "window", (8,), 64, seen=80), first):
+    recorder.start({"r": EvictionParams(NEVER, NEVER, traced=True)})
+    first = Eviction("r", (), (5, 6), (1, 2), (), (4, 5, 6, 7), 0, seen=64)
+    for eviction in (first, Eviction("r", (), (7, 8), (3, 4), (), (8,), 64, seen=80), first):
         recorder.record(eviction, torch.zeros(LAYERS, BLOCKS, HEADS, BLOCK))
     assert [noted.first for noted in recorder._noted] == [True, False, True]
     for noted, lost in zip(recorder._noted, [(16, 48), (48, 80), (16, 48)], strict=True):
@@ -195,7 +198,7 @@ def test_what_a_trace_holds_is_what_the_reference_keeps(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("policy", ["snapkv", "keydiff", "window"])
+@pytest.mark.parametrize("policy", ["snapkv", "key", "window"])
 def test_every_policy_is_traced_also_among_others_and_preempted(
     clean: Engine, monkeypatch: pytest.MonkeyPatch, text_tokens: list[int], policy: str
 ) -> None:

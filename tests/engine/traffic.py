@@ -127,7 +127,7 @@ class Traffic(RuleBasedStateMachine):
         target=live,
         family=st.sampled_from(FAMILIES),
         lengths=st.tuples(st.integers(60, 200), st.integers(60, 200)),
-        policy=st.sampled_from(["h2o", "keydiff"]),
+        policy=st.sampled_from(["h2o", "key"]),
         protected=st.one_of(st.just(0), protects),
         steps=st.integers(0, 20),
     )

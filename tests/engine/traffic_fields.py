@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from h2o_vllm.config.policies import POLICIES
+from tests.served import SERVED
 
 __all__ = ["bounds", "budgets", "elastic", "protects"]
 
@@ -19,7 +19,7 @@ budgets = st.one_of(
         {"kv_budget": st.floats(0.05, 1.0)},
         optional={
             "kv_recent": st.floats(0.0, 1.0),
-            "kv_policy": st.sampled_from(POLICIES),
+            "kv_policy": st.sampled_from(SERVED),
             "kv_sinks": st.integers(0, 100),
             "kv_protect": protects,
             "kv_delay": st.integers(0, 40),
@@ -34,7 +34,7 @@ budgets = st.one_of(
 bounds = st.fixed_dictionaries(
     {
         "kv_budget": st.sampled_from([0.1, 0.4, 1.0]),
-        "kv_policy": st.sampled_from(["h2o", "keydiff", "zap", "window"]),
+        "kv_policy": st.sampled_from(["h2o", "key", "predicted", "random", "window"]),
         "kv_prefill_tokens": st.integers(1, 90),
     },
     optional={
@@ -48,7 +48,7 @@ elastic = st.fixed_dictionaries(
     {
         "kv_elastic": st.just(True),
         "kv_budget": st.sampled_from([0.1, 0.3]),
-        "kv_policy": st.sampled_from(["h2o", "zap-keydiff", "window"]),
+        "kv_policy": st.sampled_from(["h2o", "predicted+key", "window"]),
     },
     optional={"kv_protect": protects, "kv_sinks": st.integers(0, 60)},
 )

@@ -14,9 +14,9 @@ from h2o_vllm.kernels.triton import (
     EVICTING,
     SCORED,
     DecodeWorkspace,
-    clear_scores,
     reset_scores,
 )
+from h2o_vllm.policy.policy import Policy
 from tests.kernels.triton.cases import (
     DTYPES,
     Batch,
@@ -170,17 +170,6 @@ def test_only_the_last_queries_of_a_prompt_are_scored(last: int) -> None:
     check_prompt(batch, last=[last] * 3)
 
 
-def test_old_scores_are_forgotten() -> None:
-    batch = make_batch(LONG, kv_heads=3, device="cuda")
-    scores = batch.scores[None].repeat(2, 1, 1, 1)
-    scores[:, batch.block_table[3, 0], :, :5] = float("inf")
-    rows = torch.tensor([3, 5, 11], dtype=torch.int32, device="cuda")
-    want, given = scores.clone(), (batch.block_table, batch.seq_lens)
-    reference.clear_scores(want, *given, rows)
-    clear_scores(scores, *given, rows, max(LONG))
-    assert torch.equal(bits(scores), bits(want))
-
-
 def test_prompt_scores_of_a_long_prompt() -> None:
     check_prompt(
         make_batch(
@@ -232,14 +221,24 @@ def test_a_first_eviction_of_32k_tokens(block_size: int) -> None:
 def test_rescoring_equals_the_policies(policy: str) -> None:
     """A first eviction of 8K tokens beside forty later ones."""
     order = (torch.randperm(920, generator=torch.Generator().manual_seed(0)) + 1).tolist()
+    ranks = Policy.parse(policy).indices()
     evictions = [
-        Eviction("first", tuple(order[:100]), tuple(order[100:512]), (), policy, tuple(order[:512]),
+        Eviction("first", tuple(order[:100]), tuple(order[100:512]), (), ranks, tuple(order[:512]),
                  seen=8300, sinks=20)
     ]  # fmt: skip
     for at in range(512, 912, 10):
         mine = tuple(order[at : at + 10])
         evictions.append(
-            Eviction(f"{at}", mine[:9], mine[9:], (), policy, mine[8:], fresh_from=900, seen=1000)
+            Eviction(
+                f"{at}",
+                mine[:9],
+                mine[9:],
+                (),
+                ranks,
+                mine[8:],
+                fresh_from=900,
+                seen=1000,
+            )
         )
     caches, scores = make_layers(
         torch.bfloat16, 128, 16, layers=4, blocks=921, kv_heads=8, device="cuda"

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.kernels.triton import DecodeWorkspace, LaneTables, SharedEviction
+from h2o_vllm.policy.policy import Policy
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
 from tests.kernels.triton.evict_laws import SPECIAL, make_layers
 from tests.kernels.triton.lane_cases import lanes_for
@@ -239,13 +240,14 @@ def test_lanes_go_back_and_forth(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("policy", SHARING)
 def test_rescoring_equals_the_policies(policy: str) -> None:
     """Later evictions of many and few known blocks, beside the first one of a prompt."""
+    ranks = Policy.parse(policy).indices()
     counts = [(60, 20), (60, 1), (200, 40), (3, 1), (0, 100)]  # known and fresh blocks
     slots, evictions, at = [2, 0, 4, 3, -1], [], 1
     for known, fresh in counts:
         mine = tuple(range(at, at + known + fresh))
         heavy = len(mine) * 3 // 4
         evictions.append(
-            Eviction(f"{at}", mine[:heavy], mine[heavy:], (), policy, mine[known:], fresh_from=16 * known,
+            Eviction(f"{at}", mine[:heavy], mine[heavy:], (), ranks, mine[known:], fresh_from=16 * known,
                      seen=5000)
         )  # fmt: skip
         at += len(mine)

@@ -113,7 +113,6 @@ class Worker:
             for longest in (1, 16, 17, 640):
                 listed = torch.zeros(rows, dtype=torch.int32)
                 given = self.table, self.lens, listed, longest
-                kernels.clear_scores(self.scores, *given)
                 kernels.split_scores(self.scores, self.early, *given)
 
     def decode(self) -> None:

@@ -1,15 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates of an eviction, with random keys and values or with given ones."""
+"""Candidates of an eviction, with random keys and values or with given ones; sets of ranks."""
 
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 
 import torch
 
 from h2o_vllm.kernels import reference
-from h2o_vllm.policy import Candidates
+from h2o_vllm.policy.candidates import Candidates
+from h2o_vllm.policy.formulas import new_scores
+from h2o_vllm.policy.policy import Policy, joinable_ranks
 
-__all__ = ["candidates_of", "measures_of"]
+__all__ = ["JOINS", "candidates_of", "measures_of", "scored"]
+
+JOINS = [
+    "+".join(ranks)
+    for count in range(1, 7)
+    for ranks in combinations(joinable_ranks(calibrated=True), count)
+]
+"""Every set of ranks that may be joined, by name."""
+
+
+def scored(policy: str, candidates: Candidates) -> torch.Tensor:
+    """New scores of ``candidates``; the old ones where an eviction changes none."""
+    new = new_scores(Policy.parse(policy, calibrated=True).indices(), candidates)
+    return candidates.scores if new is None else new
 
 
 def candidates_of(

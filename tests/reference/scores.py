@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each policy that keeps single tokens thinks of them: one formula each, from the papers.
+"""What each rank says of tokens, one formula each from the papers, and how ranks are joined.
 
 Plain torch, over the whole attention matrix of a layer; nothing is accumulated or rescored. Imports nothing
 of h2o_vllm.
@@ -32,11 +32,11 @@ that has its rank in another way, for each way that comes before."""
 
 @dataclass(frozen=True)
 class ReferenceScores:
-    """One policy's formula for one sequence.
+    """One policy for one sequence.
 
     Attributes:
-        policy: value of ``kv_policy``. sinks: first tokens that stay. protected: first tokens that are never
-            ranked. prompt: its tokens.
+        policy: ranks joined by ``+``, in the table's order. sinks: first tokens that stay.
+        protected: first tokens that are never ranked. prompt: its tokens.
         ranked: per eviction so far, this one last: tokens seen, and the positions that it ranked for the
             first time, from .. to.
     """
@@ -49,53 +49,35 @@ class ReferenceScores:
 
     def of(self, layer: Layer) -> Tensor:
         """[KH, S]: what the policy thinks of each token, the evicted ones included."""
-        if self.policy == "keydiff":
-            return self._distinction(layer)
-        if self.policy in ("zap", "zap-keydiff"):
-            return self._zap_scores(layer)
+        ways = self.policy.split("+")
         rows = layer.rows()
-        if self.policy == "h2o":
+        if ways == ["attention"]:
             return rows.sum(1)
-        if self.policy == "tova":
-            return rows[:, -1]
-        ways = self.policy.split("-")
-        if "caote" in ways:
+        if "value" in ways:
             layer.weights.append(self._weights(layer))
-        if "keydiff" in ways:
+        if "key" in ways:
             layer.distinctions.append(self._distinction(layer))
+        if ways == ["key"]:
+            return layer.distinctions[-1]
+        # Whose attention is collected: from which query on.
+        first_query = rows.shape[1]
+        if "end" in ways:
+            first_query = max(0, self.prompt - WINDOW)
+        if {"attention", "mean", "value"} & {*ways}:
+            first_query = 0
         scores = torch.zeros(rows.shape[0], rows.shape[2])
         for number, (when, start, end) in enumerate(self.ranked):
             if start == end:
                 continue
             given = rows[:, :when, start:end]
-            first = self._first_scores(ways[0], layer, number, given)
-            if "keydiff" in ways:
-                others = [
-                    self._first_scores(way, layer, number, given)
-                    for way in ways[1:]
-                    # Inside of a bounded prompt nobody knows what its end will look at.
-                    if way != "snapkv" or when >= self.prompt
-                ]
-                first = self._by_the_best_rank(layer, number, first, *others)
-            since = when
-            if self.policy == "zap-snapkv-keydiff":
-                since = max(when, self.prompt - WINDOW)
+            # Inside of a bounded prompt nothing is known of what its end will look at.
+            known = [way for way in ways if way != "end" or when >= self.prompt]
+            ranked = [self._first_scores(way, layer, number, given) for way in known]
+            first = ranked[0]
+            if len(ranked) > 1:
+                first = self._by_the_best_rank(layer, number, *ranked)
+            since = max(when, first_query)
             scores[:, start:end] = first + rows[:, since:, start:end].sum(1)
-        return scores
-
-    def _zap_scores(self, layer: Layer) -> Tensor:
-        """KVzap's, [KH, S], by a calibration of pairs' lengths and of values, all heads' together."""
-        foretold = self._foretold(layer)
-        layer.distinctions.append(self._distinction(layer))
-        scores = torch.zeros_like(foretold)
-        for number, (_, start, end) in enumerate(self.ranked):
-            if start == end:
-                continue
-            first = foretold[:, start:end].clone()
-            if self.policy == "zap-keydiff":
-                distinctions = layer.distinctions[number][:, start:end]
-                first = self._by_the_best_rank(layer, number, first, distinctions)
-            scores[:, start:end] = first
         return scores
 
     def _foretold(self, layer: Layer) -> Tensor:
@@ -114,17 +96,19 @@ class ReferenceScores:
         when, start, end = self.ranked[number]
         # Protected tokens have no score that neighbours could share, nor a rank.
         sinks = max(0, self.sinks - start)
-        if way in ("h2o", "caote"):  # h2o-norm
-            mean = rows.sum(1) / (when - torch.arange(start, end))
-            if way == "caote":
-                mean *= layer.weights[number][:, start:end]
-            mean[:, :sinks] = 0.0
-            return mean * when
-        if way == "zap":
+        if way in ("attention", "mean", "value"):
+            given = rows.sum(1)
+            if way != "attention":
+                given = given / (when - torch.arange(start, end)) * when
+            if way == "value":
+                given = given * layer.weights[number][:, start:end]
+            given[:, :sinks] = 0.0
+            return given
+        if way == "predicted":
             return self._foretold(layer)[:, start:end].clone()
-        if way == "keydiff":
+        if way == "key":
             return layer.distinctions[number][:, start:end]
-        assert way == "snapkv", way
+        assert way == "end", way
         return self._late(number, rows)
 
     def _late(self, number: int, rows: Tensor) -> Tensor:

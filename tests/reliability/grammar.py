@@ -26,7 +26,8 @@ NUMBERS = (
 )  # fmt: skip
 
 STRINGS = (
-    '""', '"0.2"', '"h2o"', '"window"', '"random"', '"full"', '"prompt"', '"system"', '"H2O"', '"lru"',
+    '""', '"0.2"', '"h2o"', '"window"', '"random"', '"value+key"', '"key+value"',
+    '"prompt"', '"system"', '"H2O"', '"lru"',
     '"null"', '"\\u0000"', '"\\ud800"',
     '"\\ud83d\\ude00"', '"日本語"', '"é́́́"', '"\u202e0.2"', '"../../etc/passwd"',
     "\"'; DROP TABLE kv; --\"", '"{{7*7}}"', '"${jndi:ldap://x}"',

@@ -103,7 +103,7 @@ def test_no_request_gets_past_the_operators_limits(
 
 @pytest.mark.parametrize(
     "asked",
-    [{"kv_budget": 0.51}, {"kv_budget": 1.0}, {"kv_policy": "full"}, {"kv_budget": 0.19}, {"kv_budget": 1}],
+    [{"kv_budget": 0.51}, {"kv_budget": 1.0}, {"kv_budget": 0.19}, {"kv_budget": 1}],
 )  # fmt: skip
 def test_what_lies_outside_of_the_limits_is_refused(asked: dict[str, Any]) -> None:
     limits = H2OConfig(kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5)

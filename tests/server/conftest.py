@@ -21,7 +21,7 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "budget_tokens": 20,
         "recent": 0.5,
         "sinks": 0,
-        "policy": "h2o",
+        "policy": "attention",
         "heads": "equal",
         "delay": 0,
         "elastic": False,

@@ -209,7 +209,7 @@ def test_what_is_no_word_for_the_server_is_left_to_the_engine(number: Any) -> No
     assert protected({}, [PROMPT], render=render) == [None] and render.calls == 0
 
 
-@pytest.mark.parametrize("asked", [{"kv_budget": 1.0}, {"kv_budget": 1.0, "kv_policy": "full"}])
+@pytest.mark.parametrize("asked", [{"kv_budget": 1.0}, {"kv_budget": 1.0, "kv_policy": "random"}])
 def test_where_nothing_is_evicted_nothing_is_rendered(asked: dict[str, Any]) -> None:
     render = rendering(TEMPLATES["chatml"])
     assert protected(SYSTEM | asked, [PROMPT], render=render) == [0]

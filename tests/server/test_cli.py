@@ -216,9 +216,9 @@ class TestPrepare:
         assert calibration("--model", "some/model") is None
         assert calibration("--model", "some/model", "--kv-calibration", own) == own
         assert calibration("--tensor-parallel-size", "2") is None
-        assert calibration("--kv-policy", "zap") == str(default_calibration())
-        with pytest.raises(ConfigError, match="--kv-policy zap wants --kv-calibration FILE"):
-            calibration("--model", "some/model", "--kv-policy", "zap")
+        assert calibration("--kv-policy", "predicted") == str(default_calibration())
+        with pytest.raises(ConfigError, match="--kv-policy predicted needs --kv-calibration FILE"):
+            calibration("--model", "some/model", "--kv-policy", "predicted")
 
     def test_the_page_brings_traces(self) -> None:
         assert self.prepared().additional_config["h2o"]["kv_trace"] is False

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES, POLICIES, REMOVED_POLICIES, ZAP_POLICIES
-from h2o_vllm.config.resolve import resolve
+from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
+from h2o_vllm.policy.presets import REMOVED
+from tests.served import SERVED, SHARING, policy_of
 from tests.server.admitting import body, passed, refused
+
+PREDICTING = [name for name in SERVED if policy_of(name).calibrated]
 
 
 def test_delayed_and_elastic_exclude_each_other(config: H2OConfig) -> None:
@@ -22,7 +26,7 @@ def test_delayed_and_elastic_exclude_each_other(config: H2OConfig) -> None:
     assert (refusal.param, refusal.reason) == ("kv_evict_from", "conflict")
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "snapkv-keydiff"])
+@pytest.mark.parametrize("policy", ["end", "end+key"])
 def test_what_ranks_by_the_prompts_end_cannot_be_bounded_before(
     config: H2OConfig, policy: str
 ) -> None:
@@ -32,11 +36,13 @@ def test_what_ranks_by_the_prompts_end_cannot_be_bounded_before(
     server = H2OConfig(kv_budget=0.2, kv_prefill_tokens=512)
     assert refused(server, body(kv_policy=policy)).param == "kv_prefill_tokens"
     assert passed(server, body(kv_policy=policy, kv_prefill_tokens=0))
-    with pytest.raises(ConfigError, match=rf"--kv-prefill-tokens: .* 0 with kv_policy {policy}, "):
+    with pytest.raises(
+        ConfigError, match=rf"--kv-prefill-tokens: .* 0 with kv_policy {re.escape(policy)}, "
+    ):
         H2OConfig(kv_policy=policy, kv_prefill_tokens=512)
 
 
-@pytest.mark.parametrize("policy", EQUAL_HEADS_POLICIES)
+@pytest.mark.parametrize("policy", [name for name in SERVED if name not in SHARING])
 def test_heads_share_only_what_can_be_compared(config: H2OConfig, policy: str) -> None:
     refusal = refused(config, body(kv_heads="shared", kv_policy=policy))
     assert (refusal.param, refusal.reason) == ("kv_heads", "value")
@@ -67,36 +73,43 @@ def test_a_trace_changes_nothing_of_what_it_shows() -> None:
         assert traced == dataclasses.replace(plain, trace=True)
 
 
-@pytest.mark.parametrize("policy", ZAP_POLICIES)
+@pytest.mark.parametrize("policy", PREDICTING)
 def test_foretelling_wants_a_calibration(config: H2OConfig, policy: str) -> None:
     refusal = refused(config, body(kv_policy=policy))
     assert (refusal.param, refusal.reason) == ("kv_policy", "value")
     assert "started without --kv-calibration" in refusal.message
-    assert policy not in config.policies
     server = H2OConfig(kv_calibration="unread")
-    assert passed(server, body(kv_policy=policy)) and policy in server.policies
-    with pytest.raises(ConfigError, match=rf"--kv-policy {policy} wants --kv-calibration FILE"):
+    assert passed(server, body(kv_policy=policy))
+    with pytest.raises(
+        ConfigError, match=rf"--kv-policy {re.escape(policy)} needs --kv-calibration FILE"
+    ):
         engine_args(kv_policy=policy)
     with pytest.raises(ConfigError, match=r"--kv-calibration: .*the path of a file"):
         H2OConfig(kv_calibration=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", REMOVED_POLICIES)
+@pytest.mark.parametrize("policy", REMOVED)
 def test_a_removed_policy_is_refused_and_the_refusal_names_what_replaces_it(policy: str) -> None:
-    instead = REMOVED_POLICIES[policy]
-    assert instead in POLICIES and policy not in POLICIES
     for server in (H2OConfig(), H2OConfig(kv_calibration="unread")):
         refusal = refused(server, body(kv_policy=policy))
         assert (refusal.param, refusal.reason) == ("kv_policy", "value")
-        assert f"kv_policy must be '{instead}'" in refusal.message
-        assert "--kv-calibration" in refusal.message
-    with pytest.raises(ConfigError, match=f"--kv-policy: .*'{instead}'"):
+        assert REMOVED[policy] in refusal.message
+    with pytest.raises(ConfigError, match=f"--kv-policy: .*{re.escape(REMOVED[policy])}"):
         H2OConfig(kv_policy=policy)
+
+
+def test_random_protects_the_prompt_unless_somebody_says_otherwise() -> None:
+    asked = {"kv_budget": 0.2, "kv_policy": "random"}
+    assert resolve_for(H2OConfig(), asked, 500).protect == 500
+    assert resolve_for(H2OConfig(), asked | {"kv_protect": 30}, 500).protect == 30
+    assert resolve_for(H2OConfig(kv_protect=0), asked, 500).protect == 0
+    assert resolve_for(H2OConfig(kv_protect_max=64), asked, 500).protect == 64
+    assert resolve_for(H2OConfig(), {"kv_budget": 0.2}, 500).protect == 0
 
 
 def test_heads_share_with_predicted_scores_unless_a_request_says_otherwise() -> None:
     server = H2OConfig(kv_calibration="unread")
-    for policy in ZAP_POLICIES:
+    for policy in PREDICTING:
         assert resolve(server, {"kv_policy": policy}).heads == "shared"
         assert resolve(server, {"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
         equal = H2OConfig(kv_heads="equal", kv_calibration="unread")
@@ -147,9 +160,8 @@ def test_what_an_elastic_server_makes_of_requests() -> None:
     assert begin(kv_evict_from=300) == begin(kv_evict_from=300, kv_elastic=False) == (False, 300)
 
 
-def test_operator_limits_rule_over_the_full_policy() -> None:
+def test_operator_limits_rule() -> None:
     capped = H2OConfig(kv_budget=0.5, kv_budget_max=0.5)
-    assert refused(capped, body(kv_policy="full")).param == "kv_policy"
     assert refused(capped, body(kv_budget=0.6)).message.startswith(
         "kv_budget must be a number in [0.01, 0.5]"
     )

@@ -59,7 +59,17 @@ BAD_VALUES: dict[str, list[str]] = {
         *("0", "1", "true", "false", "NaN", "[]", '["shared"]', "{}", '{"a": 1}'),
     ],
     "kv_policy": [
-        *('""', '"H2O"', '"h2o "', '"lru"', '"none"', '"random\\u0000"', '"' + "h2o" * 3000 + '"'),
+        *(
+            '""',
+            '"H2O"',
+            '"h2o "',
+            '"lru"',
+            '"full"',
+            '"key+value"',
+            '"value+value"',
+            '"random\\u0000"',
+            '"' + "h2o" * 3000 + '"',
+        ),
         *("0", "1", "1.5", "true", "false", "NaN", "[]", '["h2o"]', "{}", '{"h2o": 1}'),
     ],
 }

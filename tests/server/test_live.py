@@ -59,7 +59,7 @@ def test_models_and_health(server: LiveServer, client: openai.OpenAI) -> None:
 def test_start_says_what_is_active(server: LiveServer) -> None:
     lines = [line for line in server.log.read_text().splitlines() if "H2O: kv_budget" in line]
     assert len(lines) == 1
-    for part in ("kv_budget=1.0", "kv_policy=h2o", "kv_recent=0.4", "block size 32"):
+    for part in ("kv_budget=1.0", "kv_policy=attention", "kv_recent=0.4", "block size 32"):
         assert part in lines[0]
 
 
@@ -71,7 +71,7 @@ def test_a_fifth_of_the_cache_is_held(client: openai.OpenAI) -> None:
     assert report["tokens_seen"] == 1500 + 200 - 1
     assert report["budget"] == 0.2
     assert report["recent"] == 0.4
-    assert report["policy"] == "h2o"
+    assert report["policy"] == "attention"
     budget = 0.2 * report["tokens_seen"]
     assert budget <= report["tokens_held"] <= budget + report["block_size"]
     assert report["tokens_held"] + report["tokens_evicted"] == report["tokens_seen"]
@@ -80,7 +80,7 @@ def test_a_fifth_of_the_cache_is_held(client: openai.OpenAI) -> None:
     assert answer.kv_transfer_params is None
 
 
-@pytest.mark.parametrize("fields", [{}, {"kv_budget": 1.0}, {"kv_policy": "full"}])
+@pytest.mark.parametrize("fields", [{}, {"kv_budget": 1.0}, {"kv_policy": "window"}])
 def test_full_budget_evicts_nothing(client: openai.OpenAI, fields: dict[str, Any]) -> None:
     report = complete(client, LONG[:600], **fields).kv_cache
     assert report["tokens_held"] == report["tokens_seen"] == 607
@@ -101,7 +101,7 @@ def test_every_field_has_an_effect(client: openai.OpenAI) -> None:
     ).kv_cache  # type: ignore[attr-defined]
     assert top == xargs
     assert (top["budget_tokens"], top["recent"]) == (200, 0.9)
-    assert (top["policy"], top["heads"], top["sinks"]) == ("snapkv", "shared", 4)
+    assert (top["policy"], top["heads"], top["sinks"]) == ("end", "shared", 4)
     assert 200 <= top["tokens_held"] <= 232
     assert nested["tokens_evicted"] == 0
 

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
-from h2o_vllm.config.policies import POLICIES
 from h2o_vllm.metrics.table import exposed_names
+from h2o_vllm.policy.policy import joinable_ranks, policy_names
 from tests.server.live_server import KEY, MODEL, LiveServer, live_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -137,7 +137,8 @@ def test_config_says_what_is_served(server: LiveServer) -> None:
     assert config["defaults"]["kv_recent"] == 0.5
     assert config["defaults"]["kv_sinks"] == 0 and config["limits"]["kv_sinks_max"] == 1024
     assert config["limits"]["kv_budget_max"] == 0.9
-    assert config["limits"]["kv_policies"] == [name for name in POLICIES if name != "full"]
+    assert config["limits"]["kv_policies"] == list(policy_names(calibrated=True))
+    assert config["limits"]["kv_ranks"] == list(joinable_ranks(calibrated=True))
     assert "/v1/responses" in config["routes"]["accepted"]
     assert "/v1/messages" in config["routes"]["accepted"]
     assert "/generative_scoring" in config["routes"]["refused"]

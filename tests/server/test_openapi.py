@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import re
+
 from fastapi import FastAPI
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.policies import POLICIES, ZAP_POLICIES
 from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from h2o_vllm.server.openapi import describe_fields, fields_of
 from tests.server.vllm_like import CompletionRequest
@@ -17,9 +18,15 @@ def test_every_field_is_described() -> None:
     assert tuple(fields) == REQUEST_FIELDS
     assert all(field["description"] for field in fields.values())
     assert fields["kv_budget"]["anyOf"][0] == {"type": "number", "minimum": 0.05, "maximum": 1.0}
-    assert fields["kv_policy"]["anyOf"][0]["enum"] == [
-        name for name in POLICIES if name not in ZAP_POLICIES
-    ]
+    assert fields["kv_policy"]["default"] == "value+end+key"
+    pattern = fields["kv_policy"]["anyOf"][0]["pattern"]
+    for name, accepted in (
+        ("auto", True),
+        ("value+key", True),
+        ("key+value", False),
+        ("predicted", False),
+    ):
+        assert bool(re.search(pattern, name)) == accepted
     assert "up to 64" in fields["kv_protect"]["description"]
     assert fields["kv_protect"]["default"] == "system"
     assert fields["kv_elastic"]["anyOf"][0] == {"type": "boolean"}

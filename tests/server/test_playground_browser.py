@@ -237,7 +237,7 @@ def test_a_larger_budget_holds_more(visit: Visit, report: dict[str, Any]) -> Non
 
 
 def test_a_policy_brings_its_own_recent_window(visit: Visit, report: dict[str, Any]) -> None:
-    visit.page.select_option("#policy", "caote-snapkv-keydiff")
+    visit.page.select_option("#policy", "auto")
     assert (report["recent"], visit.ask()["recent"]) == (0.5, 0.25)
     visit.page.fill("#recent", "0.4")
     assert visit.ask()["recent"] == 0.4

@@ -103,12 +103,9 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
         live, shared = common, state.shared_rows(common)
-        if rows.codes.any():
+        if rows.evicts.any():
             state.start_tokens(rows, common.slot_mapping)
-            live = compact_tables(common, rows.codes > 0, self.block_size, shared)
-            clearing = rows.last_query_rows
-            if clearing.size:
-                state.clear_scores(live.block_table_tensor, live.seq_lens, clearing)
+            live = compact_tables(common, rows.evicts, self.block_size, shared)
             crossing = rows.crossing
             if crossing.size:
                 tables = (live.block_table_tensor, live.seq_lens)

@@ -143,7 +143,7 @@ def _gathered(
     ends = (rows.starts + rows.query_lens)[chosen]
     tokens = np.arange(gathered[-1]) + np.repeat(ends - gathered, counts)
     if whole_batch:
-        every = np.zeros(len(rows.codes), dtype=np.int64)
+        every = np.zeros(len(rows.evicts), dtype=np.int64)
         every[chosen] = counts
         gathered = np.cumsum(every)
     starts = np.concatenate([[0], gathered])

@@ -15,17 +15,16 @@ from h2o_vllm.engine.cpu.lanes import LaneStore
 from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.eviction_scores import (
     candidate_blocks,
-    cleared,
     early_part,
     eviction_scores,
     known_blocks,
     shared_eviction_scores,
 )
-from h2o_vllm.engine.rows import POLICY_CODES, StepRows
+from h2o_vllm.engine.rows import StepRows
 from h2o_vllm.engine.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.lanes import own_lanes
-from h2o_vllm.policy import get_policy
+from h2o_vllm.policy.ranks import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CPUState"]
 
-_NEVER = (0, 0, 0)
-"""Policy code, prompt tokens and sinks of a request that never evicts."""
+_NEVER_EVICTS = (NEVER, NEVER, 0)
+"""First scored query, first late query and sinks of a request that never evicts."""
 
 
 @dataclass(kw_only=True)
@@ -49,7 +48,7 @@ class CPUState(WorkerState):
     Attributes:
         kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
         row_request_ids: gives the request id of each row of the batch being prepared.
-        policies: request id -> policy code, prompt tokens and sinks, for the requests that evict.
+        evicting: request id -> first scored query, first late query and sinks, for the requests that evict.
         full_kernel: whether our kernels also serve rows without scores.
         sharing: ids of the requests whose heads share slots. lanes: whose is what, once they have evicted.
         calibration: what is known of the model, if somebody has calibrated it.
@@ -57,7 +56,7 @@ class CPUState(WorkerState):
 
     kv_caches: list[torch.Tensor]
     row_request_ids: Callable[[], Sequence[str]]
-    policies: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    evicting: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     full_kernel: bool = False
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
@@ -96,8 +95,7 @@ class CPUState(WorkerState):
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Learn what the requests that evict and enter the batch depend on."""
         for request_id, params in policies.items():
-            code = POLICY_CODES[params.policy]
-            self.policies[request_id] = (code, params.prompt_tokens, params.sinks)
+            self.evicting[request_id] = (params.first_scored, params.late_from, params.sinks)
             if params.shares_heads:
                 self.sharing.add(request_id)
 
@@ -105,7 +103,7 @@ class CPUState(WorkerState):
         """Drop requests that leave the batch. Unknown ids are fine."""
         gone = list(request_ids)
         for request_id in gone:
-            self.policies.pop(request_id, None)
+            self.evicting.pop(request_id, None)
         self.sharing.difference_update(gone)
         self.lanes.drop(gone)
 
@@ -147,27 +145,16 @@ class CPUState(WorkerState):
 
     def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
         """The rows of this batch, or ``None`` if vLLM's kernel serves all: nobody in it evicts."""
-        if not self.in_step or not (self.policies or self.full_kernel):
+        if not self.in_step or not (self.evicting or self.full_kernel):
             return None
         ids = self.row_request_ids()[: common.num_reqs]
         self._expected.difference_update(ids)
-        known = [self.policies.get(request_id, _NEVER) for request_id in ids]
-        if not self.full_kernel and all(one is _NEVER for one in known):
+        known = [self.evicting.get(request_id, _NEVER_EVICTS) for request_id in ids]
+        evicts = np.array([one is not _NEVER_EVICTS for one in known])
+        if not (self.full_kernel or evicts.any()):
             return None
-        codes, prompt_tokens, sinks = np.array(known, dtype=np.int32).T
         starts, seq_lens = common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()
-        return StepRows.of(codes, starts, seq_lens, prompt_tokens, sinks)
-
-    def clear_scores(
-        self, table: torch.Tensor, seq_lens: torch.Tensor, rows: NDArray[np.intp]
-    ) -> None:
-        """Drop what earlier queries gave to some rows' tokens.
-
-        Args:
-            table: without holes, [B, MB], int32. seq_lens: live lengths, [B], int32.
-        """
-        blocks = self._blocks(table, seq_lens, rows)
-        self.scores[:, blocks] = cleared(self.scores[:, blocks])
+        return StepRows.of(evicts, starts, seq_lens, *np.array(known, dtype=np.int32).T)
 
     def split_scores(
         self, table: torch.Tensor, seq_lens: torch.Tensor, rows: NDArray[np.intp]
@@ -175,7 +162,7 @@ class CPUState(WorkerState):
         """Of some rows' tokens, make ``early`` what it is, now that it holds what late queries have given.
 
         Args:
-            table, seq_lens: as for :meth:`clear_scores`.
+            table: without holes, [B, MB], int32. seq_lens: live lengths, [B], int32.
         """
         blocks = self._blocks(table, seq_lens, rows)
         self.early[:, blocks] = early_part(self.scores[:, blocks], self.early[:, blocks])
@@ -196,17 +183,18 @@ class CPUState(WorkerState):
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:
-            policy, planes = get_policy(eviction.policy), (self.scores, self.early)
+            planes = self.scores, self.early
             foretold = self._foretold(eviction.fresh_blocks)
             if eviction.request_id in self.sharing:
                 known, fresh = known_blocks(eviction), eviction.fresh_blocks
                 pages = self.lanes.candidate_pages(eviction.request_id, known, fresh)
                 measures = self._measures(pages)
-                shared_eviction_scores(policy, eviction, *planes, pages, *measures, foretold)
+                shared_eviction_scores(eviction, *planes, pages, *measures, foretold)
             else:
                 blocks = torch.tensor(candidate_blocks(eviction))
                 measures = self._measures(blocks)
-                eviction_scores(policy, eviction, *planes, blocks, *measures, foretold)
+                head = self.first_kv_head
+                eviction_scores(eviction, *planes, blocks, *measures, foretold, head)
 
     def _measures(
         self, where: torch.Tensor

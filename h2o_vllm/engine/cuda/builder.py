@@ -85,14 +85,6 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         flags = row_flags(rows, sharing) + kernels.PINNED * pinned
         tables = (common.block_table_tensor, common.seq_lens, common.query_start_loc)
         self._drop_holes(*tables, flags.astype(np.int32), lanes)
-        if (clearing := rows.last_query_rows).size:
-            state.clear_scores(
-                self._table,
-                self._live,
-                self._to_device(clearing),
-                # Of a long sequence few tokens may live.
-                int(state.live_lens(common)[clearing].max()),
-            )
         if (crossing := rows.crossing).size:
             state.at_end(
                 partial(
@@ -100,6 +92,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                     self._table,
                     self._live,
                     self._to_device(crossing),
+                    # Of a long sequence few tokens may live.
                     int(state.live_lens(common)[crossing].max()),
                 )
             )

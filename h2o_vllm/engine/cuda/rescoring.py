@@ -1,48 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each policy's ``eviction_scores`` is to the GPU's kernel. Worker process; no vLLM."""
+"""What the GPU's kernel does before an eviction: the operations of its ranks. Worker process; no vLLM."""
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 from h2o_vllm.engine.eviction_scores import candidate_blocks
 from h2o_vllm.kernels.triton import Rescore
-from h2o_vllm.policy.ranks import Op
+from h2o_vllm.policy.ranks import RANKS, Op
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from h2o_vllm.blocks.plan import Eviction
 
-__all__ = ["rescore_of"]
-
-_HOW: dict[str, Op] = {
-    "h2o-norm": Op.MEAN,
-    "caote": Op.VALUE,
-    "caote-keydiff": Op.VALUE | Op.KEY,
-    "keydiff": Op.KEY,
-    "snapkv": Op.END,
-    "snapkv-keydiff": Op.END | Op.KEY,
-    "caote-snapkv-keydiff": Op.VALUE | Op.END | Op.KEY,
-}
-"""Of every policy with ``scores_at_eviction``."""
+__all__ = ["ops_of", "rescore_of"]
 
 
-def rescore_of(eviction: Eviction, slot: int = -1) -> Rescore:
-    """The kernel's part of an eviction whose policy adjusts scores.
+def ops_of(ranks: Sequence[int]) -> Op:
+    """The operations of some ranks, indices into :data:`~h2o_vllm.policy.ranks.RANKS`."""
+    ops = [RANKS[index].op for index in ranks]
+    missing = [RANKS[index].name for index in ranks if RANKS[index].op is None]
+    assert not missing, f"refused at start-up on GPUs: {missing}"
+    return reduce(or_, (op for op in ops if op is not None), Op.NOTHING)
+
+
+def rescore_of(eviction: Eviction, slot: int = -1, first_kv_head: int = 0) -> Rescore:
+    """The kernel's part of an eviction that changes scores.
 
     Args:
         slot: the request's, if its KV heads share the slots of the blocks that are ranked again; else -1.
+        first_kv_head: number of this worker's first KV head in the model.
     """
     blocks = candidate_blocks(eviction)
     known = len(blocks) - len(eviction.fresh_blocks)
-    ops = _HOW[eviction.policy]
-    if eviction.in_prompt:
-        ops &= ~Op.END
     return Rescore(
         known=blocks[:known],
         fresh=blocks[known:],
-        ops=ops,
+        ops=ops_of(eviction.ranks),
         fresh_from=eviction.fresh_from,
         seen=eviction.seen,
         protected=max(0, eviction.sinks - eviction.fresh_from),
+        first_kv_head=first_kv_head,
         slot=slot,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of the requests in model runner V2's request table, by slot. Worker process; no vLLM."""
+"""What is known of the requests in model runner V2's request table, by slot. Worker process; no vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from h2o_vllm.engine.rows import POLICY_CODES
+from h2o_vllm.policy.ranks import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ __all__ = ["PolicySlots"]
 
 
 class PolicySlots:
-    """Policies of the requests in the runner's request table, and what they depend on, by slot.
+    """What is known of the requests in the runner's request table, by slot.
 
     A request's slot exists only once the runner has added it, hence the two steps ``start`` (with
     the scheduler's plan) and ``place`` (when the batch is known).
@@ -30,8 +30,9 @@ class PolicySlots:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._codes: NDArray[np.int8] = np.zeros(num_slots, dtype=np.int8)
-        self._prompt_tokens: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+        self._evicts: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self._first_scored: NDArray[np.int32] = np.full(num_slots, NEVER, dtype=np.int32)
+        self._late_from: NDArray[np.int32] = np.full(num_slots, NEVER, dtype=np.int32)
         self._sinks: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._pinned: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._holes: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
@@ -49,15 +50,17 @@ class PolicySlots:
             self._waiting.pop(request_id, None)
             slot = slots.get(request_id)
             if slot is not None:
-                self._codes[slot] = self._pinned[slot] = self._shared[slot] = 0
+                self._evicts[slot] = False
+                self._first_scored[slot] = self._late_from[slot] = NEVER
+                self._sinks[slot] = self._pinned[slot] = self._shared[slot] = 0
                 self._placed.discard(slot)
 
     def place(self, slots: Mapping[str, int]) -> None:
         """Look up the slots of the requests that were started."""
         for request_id in [one for one in self._waiting if one in slots]:
             slot, params = slots[request_id], self._waiting.pop(request_id)
-            self._codes[slot] = POLICY_CODES[params.policy]
-            self._prompt_tokens[slot] = params.prompt_tokens
+            self._evicts[slot] = True
+            self._first_scored[slot], self._late_from[slot] = params.first_scored, params.late_from
             self._sinks[slot] = params.sinks
             self._pinned[slot] = params.pinned
             self._holes[slot] = self._shared[slot] = 0
@@ -71,27 +74,31 @@ class PolicySlots:
         """KV heads share the slots of the first ``count`` blocks behind the pinned ones, from now on."""
         self._shared[slot] = count
 
-    def codes(self, slots: NDArray[np.intp]) -> NDArray[np.int8] | None:
-        """Policy code per batch row, or ``None`` if nobody in the batch evicts."""
+    def evicts(self, slots: NDArray[np.intp]) -> NDArray[np.bool_] | None:
+        """Which batch rows can evict, or ``None`` if none can."""
         if not self._placed:
             return None
-        codes = self._codes[slots]
-        return codes if codes.any() else None
+        evicts = self._evicts[slots]
+        return evicts if evicts.any() else None
 
-    def prompt_tokens(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Per batch row, for the rows whose code is not 0."""
-        return self._prompt_tokens[slots]
+    def first_scored(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Position of the first scored query per batch row."""
+        return self._first_scored[slots]
+
+    def late_from(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Position of the first query per batch row whose attention is also kept apart."""
+        return self._late_from[slots]
 
     def sinks(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Protected first tokens per batch row, for the rows whose code is not 0."""
+        """Protected first tokens per batch row."""
         return self._sinks[slots]
 
     def pinned(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Tokens in pinned blocks per batch row, 0 for the rows whose code is 0."""
+        """Tokens in pinned blocks per batch row."""
         return self._pinned[slots]
 
     def holes(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Blocks evicted so far per batch row, for the rows whose code is not 0."""
+        """Blocks evicted so far per batch row."""
         return self._holes[slots]
 
     def shared(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:

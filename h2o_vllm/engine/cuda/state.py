@@ -82,16 +82,17 @@ class CudaState(WorkerState):
         rows = None
         if self.in_step and common.req_idx is not None:
             self.policies.place(self.request_slots)
-            codes = self.policies.codes(common.req_idx)
-            if codes is not None:
+            evicts = self.policies.evicts(common.req_idx)
+            if evicts is not None:
                 assert common.seq_lens_cpu_upper_bound is not None
                 # Exact without speculative decoding, which is refused.
                 seq_lens = common.seq_lens_cpu_upper_bound.numpy()
                 rows = StepRows.of(
-                    codes,
+                    evicts,
                     common.query_start_loc_cpu.numpy(),
                     seq_lens,
-                    self.policies.prompt_tokens(common.req_idx),
+                    self.policies.first_scored(common.req_idx),
+                    self.policies.late_from(common.req_idx),
                     self.policies.sinks(common.req_idx),
                 )
         shares = rows is not None and self.shared_blocks(common) is not None
@@ -140,12 +141,6 @@ class CudaState(WorkerState):
         pinned[: len(common.req_idx)] = self.policies.pinned(common.req_idx)
         return pinned
 
-    def clear_scores(
-        self, table: torch.Tensor, live: torch.Tensor, rows: torch.Tensor, max_len: int
-    ) -> None:
-        """Drop what earlier queries gave to some rows' tokens; see :func:`.kernels.clear_scores`."""
-        kernels.clear_scores(self.scores, table, live, rows, max_len)
-
     def split_scores(
         self, table: torch.Tensor, live: torch.Tensor, rows: torch.Tensor, max_len: int
     ) -> None:
@@ -170,7 +165,7 @@ class CudaState(WorkerState):
         kernels.reset_scores(scores, slots, values)
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
-        rescores = [rescore_of(one, self._lanes_slot(one)) for one in evictions]
+        rescores = [rescore_of(one, self._lanes_slot(one), self.first_kv_head) for one in evictions]
         packed = kernels.Rescores.pack(rescores, self.scores.device)
         kernels.rescore(self.kv_layers, self.scores, self.early, packed, self.lanes)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from h2o_vllm.kernels.triton import EVICTING, SCORED
-from h2o_vllm.policy import get_policy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from h2o_vllm.config.options import H2OConfig
     from h2o_vllm.engine.rows import StepRows
+    from h2o_vllm.policy.policy import Policy
 
 __all__ = ["StepVariant", "Variant", "row_flags", "variant_of", "variants_for", "variants_of"]
 
@@ -44,7 +44,7 @@ class Variant(Enum):
 
 
 def variants_for(
-    policy: str, *, may_share: bool = False, shares: bool = False
+    policy: Policy, *, may_share: bool = False, shares: bool = False
 ) -> tuple[Variant, ...]:
     """What a server captures for each batch size, by its default policy.
 
@@ -61,8 +61,7 @@ def variants_for(
         may_share: whether requests may ask for it. shares: whether they do if they say nothing; then its
             graph takes the place of the one that saves time.
     """
-    scored = policy == "full" or get_policy(policy).scores_attention
-    quicker = Variant.SCORED if scored else Variant.HOLES
+    quicker = Variant.SCORED if policy.needs_scores else Variant.HOLES
     if not may_share:
         return Variant.STOCK, Variant.MIXED, quicker
     if shares:
@@ -107,7 +106,7 @@ def row_flags(rows: StepRows, shared: NDArray[np.bool_] | None = None) -> NDArra
         shared: [B], rows that vLLM's kernels cannot read.
     """
     ours = rows.decodes if shared is None else rows.decodes | shared
-    flags = np.where(rows.codes > 0, EVICTING, 0) | np.where(ours, SCORED, 0)
+    flags = np.where(rows.evicts, EVICTING, 0) | np.where(ours, SCORED, 0)
     return flags.astype(np.int32)
 
 

@@ -9,7 +9,6 @@ take for granted, :func:`warm_up` compiles them all. Each step, in this order:
     compact             before the forward pass, if the step evicts      eager, 2 launches for all layers
     reset_scores        new tokens, all layers                           eager, 1 launch
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
-    clear_scores        rows of a policy that counts the newest query    eager, 1 launch
     DecodeWorkspace.plan  the metadata builder: who decodes, split how   eager, 1 launch
     attend_decode       per layer, in or out of a CUDA graph             2 launches
     prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch
@@ -29,7 +28,6 @@ atomics.
 
 from __future__ import annotations
 
-from h2o_vllm.kernels.triton.clear import clear_scores, split_scores
 from h2o_vllm.kernels.triton.compact import compact
 from h2o_vllm.kernels.triton.compact_shared import compact_shared
 from h2o_vllm.kernels.triton.decode import attend_decode
@@ -52,6 +50,7 @@ from h2o_vllm.kernels.triton.rescores import (
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import PromptSegments
 from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
+from h2o_vllm.kernels.triton.split import split_scores
 from h2o_vllm.kernels.triton.tables import EVICTING, PINNED, SCORED, compact_tables
 from h2o_vllm.kernels.triton.warmup import warm_up
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
@@ -73,7 +72,6 @@ __all__ = [
     "add_prompt_scores",
     "attend_decode",
     "attend_shared_prompts",
-    "clear_scores",
     "compact",
     "compact_shared",
     "compact_tables",

@@ -227,6 +227,17 @@ def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total
 
 
 @triton.jit
+def _keep_protected(
+    new, my_scores, block, slot, live, fresh, protected, KH: tl.constexpr, BS: tl.constexpr
+):
+    """Scores by a rank that ranks anew, infinite for protected tokens."""
+    # Fresh blocks from the prefix cache have scores of others: there, positions tell.
+    _, infinite = unprotected(my_scores, block, slot, live, KH, BS)
+    stays = ((fresh < 0) & infinite) | ((fresh >= 0) & (fresh < protected))
+    return tl.where(stays, float("inf"), new)
+
+
+@triton.jit
 def _mixed(bits):
     """MurmurHash3's finaliser, uint32."""
     bits = tl.mul(bits ^ (bits >> 16), 0x85EBCA6B, sanitize_overflow=False)
@@ -307,10 +318,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
             new = tl.sum(k * anchor[None, :], 1) * -_inverse_length(k)
             fresh = candidate - known
             if only_keys:
-                # Fresh blocks from the prefix cache have scores of others: there, positions tell.
-                _, infinite = unprotected(my_scores, block, slot, live, KH, BS)
-                stays = ((fresh < 0) & infinite) | ((fresh >= 0) & (fresh < protected))
-                new = tl.where(stays, float("inf"), new)
+                new = _keep_protected(new, my_scores, block, slot, live, fresh, protected, KH, BS)
                 tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
             else:
                 tl.store(staged + 2 * list_of(ops, _KEY) * room + fresh, new, mask=live)
@@ -321,6 +329,9 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
             live = candidate < total
             block, slot = place_of(entry, candidate, live, BS)
             new = _draws(layer, head + tl.load(entry + 6), seen, candidate)
+            new = _keep_protected(
+                new, my_scores, block, slot, live, candidate - known, protected, KH, BS
+            )
             tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
 
     if (ops & (_OF_ALL_ATTENTION | _END)) != 0:

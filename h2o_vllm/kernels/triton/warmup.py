@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.clear import clear_scores, split_scores
 from h2o_vllm.kernels.triton.compact import _CHUNKS, compact
 from h2o_vllm.kernels.triton.compact_shared import compact_shared
 from h2o_vllm.kernels.triton.decode import attend_decode
@@ -18,6 +17,7 @@ from h2o_vllm.kernels.triton.rescores import Rescore, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import SHORTEST, PromptSegments
 from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
+from h2o_vllm.kernels.triton.split import split_scores
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 
 __all__ = ["warm_up"]
@@ -69,7 +69,6 @@ def warm_up(
     given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
     for shared in forms:
         add_prompt_scores(*given, *scales, softcap=softcap, lanes=shared)
-    clear_scores(scores, table, nothing, nothing, block_size)
     split_scores(scores, early, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):

@@ -16,7 +16,7 @@ from tests.engine.cuda.fake_gpu import fake_gpu
 from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
 
 PROMPT, NEW = 140, 40
-KEYDIFF: dict[str, Any] = {"kv_budget": 0.4, "kv_policy": "keydiff", "kv_recent": 0.5}
+KEYDIFF: dict[str, Any] = {"kv_budget": 0.4, "kv_policy": "key", "kv_recent": 0.5}
 READERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "more": {"kv_budget": 0.6},

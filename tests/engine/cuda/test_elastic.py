@@ -15,7 +15,7 @@ from tests.engine.cuda.fake_gpu import fake_gpu
 
 FLOOR, NEW = 32, 40
 LENGTH = 100
-POLICIES = ("h2o", "keydiff", "tova", "window")
+POLICIES = ("attention", "key", "mean", "window")
 
 
 def asked_by(policy: str, **begin: Any) -> dict[str, Any]:
@@ -47,14 +47,14 @@ def test_law05_squeezed_rows_attend_like_their_replays(
             if count == 6:
                 # More than half of the pool, for which three have to yield; one of them is not in the step.
                 rig.add("crowd", [7] * 400, None, max_tokens=2)
-                held = {"tova+elastic"}
+                held = {"mean+elastic"}
             if not rig.scheduler.has_unfinished_requests():
                 break
             output = rig.step()
             gpu.worker.execute_model(output)
             if count == 6:
-                assert "tova+elastic" in {e.request_id for e in output.h2o.evictions}
-                assert "tova+elastic" not in output.num_scheduled_tokens
+                assert "mean+elastic" in {e.request_id for e in output.h2o.evictions}
+                assert "mean+elastic" not in output.num_scheduled_tokens
                 held = set()
         points = {
             policy: rig.reports[f"{policy}+elastic"]["0"]["squeezed_at"] for policy in POLICIES

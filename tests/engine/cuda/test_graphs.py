@@ -21,6 +21,7 @@ from h2o_vllm.engine.cuda.graphs import (
     captured_variants,
 )
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
+from h2o_vllm.policy.policy import Policy
 
 
 def make_manager(sizes: list[int], mode: CUDAGraphMode, policy: str = "h2o") -> VariantGraphManager:
@@ -43,13 +44,13 @@ def make_manager(sizes: list[int], mode: CUDAGraphMode, policy: str = "h2o") -> 
             "vllm.v1.worker.gpu.cudagraph_utils.current_platform",
             SimpleNamespace(get_global_graph_pool=lambda: None),
         )
-        variants = StepVariant(captured=variants_for(policy))
+        variants = StepVariant(captured=variants_for(Policy.parse(policy)))
         manager.__init__(variants, config, torch.device("cpu"), mode, decode_query_len=1)
     made: VariantGraphManager = manager
     return made
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keydiff"])
+@pytest.mark.parametrize("policy", ["h2o", "key"])
 @pytest.mark.parametrize(
     "mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY], ids=lambda m: m.name
 )
@@ -57,7 +58,7 @@ def test_every_full_graph_is_captured_once_per_variant(mode: CUDAGraphMode, poli
     manager = make_manager([1, 2, 4], mode, policy)
     full = manager._capture_descs[CUDAGraphMode.FULL]
     assert [(d.num_tokens, d.variant) for d in full] == [
-        (size, variant) for size in (4, 2, 1) for variant in variants_for(policy)
+        (size, variant) for size in (4, 2, 1) for variant in variants_for(Policy.parse(policy))
     ]
     piecewise = manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
     assert len(piecewise) == (3 if mode is CUDAGraphMode.FULL_AND_PIECEWISE else 0)
@@ -148,7 +149,9 @@ def test_the_runner_captures_for_the_servers_default_policy(
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         )
         runner = H2OModelRunner(config, torch.device("cpu"))
-        assert runner.step_variant.captured == variants_for(policy, may_share=ranks == 1)
+        assert runner.step_variant.captured == variants_for(
+            Policy.parse(policy), may_share=ranks == 1
+        )
 
 
 def test_holes_are_staged_in_runs() -> None:

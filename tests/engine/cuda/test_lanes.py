@@ -21,18 +21,23 @@ SHARED = {"kv_heads": "shared", "kv_budget": 0.4, "kv_recent": 0.25}
 REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     f"{UNEVEN}-{name}": (prompt, new, {**SHARED, **asked})
     for name, prompt, new, asked in (
-        ("h2o", 100, 60, {"kv_policy": "h2o"}),
-        ("tova", 75, 40, {"kv_policy": "tova", "kv_sinks": 5}),
-        ("caote", 130, 40, {"kv_policy": "caote", "kv_protect": 33, "kv_delay": 3}),
-        ("h2o-norm", 125, 40, {"kv_policy": "h2o-norm", "kv_sinks": 3}),
-        ("three", 117, 40, {"kv_policy": "caote-snapkv-keydiff"}),
-        ("h2o-bounded", 150, 30, {"kv_policy": "h2o", "kv_prefill_tokens": 64, "kv_protect": 20}),
-        ("tova-bounded", 150, 20, {"kv_policy": "tova", "kv_prefill_tokens": 64}),
-        ("three-bounded", 150, 20, {"kv_policy": "caote-snapkv-keydiff", "kv_prefill_tokens": 64}),
+        ("attention", 100, 60, {"kv_policy": "attention"}),
+        ("end", 75, 40, {"kv_policy": "end", "kv_sinks": 5}),
+        ("value", 130, 40, {"kv_policy": "value", "kv_protect": 33, "kv_delay": 3}),
+        ("mean", 125, 40, {"kv_policy": "mean", "kv_sinks": 3}),
+        ("three", 117, 40, {"kv_policy": "value+end+key"}),
+        (
+            "attention-bounded",
+            150,
+            30,
+            {"kv_policy": "attention", "kv_prefill_tokens": 64, "kv_protect": 20},
+        ),
+        ("mean-bounded", 150, 20, {"kv_policy": "mean", "kv_prefill_tokens": 64}),
+        ("three-bounded", 150, 20, {"kv_policy": "value+end+key", "kv_prefill_tokens": 64}),
     )
 }
-QUICK = [f"{UNEVEN}-{name}" for name in ("h2o", "three-bounded")]
-SOME = [*QUICK, f"{UNEVEN}-caote", f"{UNEVEN}-tova"]
+QUICK = [f"{UNEVEN}-{name}" for name in ("attention", "three-bounded")]
+SOME = [*QUICK, f"{UNEVEN}-value", f"{UNEVEN}-mean"]
 
 
 def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
@@ -72,14 +77,16 @@ def is_uneven(gpu: FakeGPU, name: str) -> bool:
     return bool((counts != counts[:, :1]).any())
 
 
-def shared_chunks(gpu: FakeGPU) -> set[str]:
+def shared_chunks(rig: Rig, gpu: FakeGPU) -> set[str]:
     """Fills with where chunks came from whose heads share slots: from a prompt, or from an answer."""
     found: set[str] = set()
     stock = gpu.builder._shared
 
     def shared(common: Any, rows: Any, blocks: Any) -> Any:
         for row in ((blocks > 0) & (rows.query_lens > 1)).nonzero()[0]:
-            inside = rows.seq_lens[row] <= rows.prompt_tokens[row]
+            names = {slot: name for name, slot in gpu.state.request_slots.items()}
+            request = rig.scheduler.requests[names[common.req_idx[row]]]
+            inside = rows.seq_lens[row] <= request.num_prompt_tokens
             found.add("prompt" if inside else "answer")
         return stock(common, rows, blocks)
 
@@ -110,7 +117,7 @@ def test_law04_attention_equals_a_plain_model_whose_heads_share(
     with fake_gpu(
         model_dir, 120, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False
     ) as (rig, gpu):
-        chunks = shared_chunks(gpu)
+        chunks = shared_chunks(rig, gpu)
         uneven = run(rig, gpu, names, preempt=preempt)
         assert uneven == set(names)
         # Of bounded prompts, and of what was generated before a preemption.
@@ -127,11 +134,11 @@ def test_law04_attention_equals_a_plain_model_whose_heads_share(
         rig.blocks.check_integrity(idle=True)
 
 
-def random_outputs(model_dir: str, names: list[str], *, preempt: bool) -> dict[str, torch.Tensor]:
-    """Of every computed token of requests that rank by chance, [positions, LAYERS, HEADS, SIZE]."""
-    asked = {**SHARED, "kv_policy": "random", "kv_sinks": 3}
+def computed_outputs(model_dir: str, names: list[str], *, preempt: bool) -> dict[str, torch.Tensor]:
+    """Of every computed token of some requests, [positions, LAYERS, HEADS, SIZE]."""
+    asked = {**SHARED, "kv_policy": "mean", "kv_sinks": 3}
     with fake_gpu(model_dir, 60, kv_min_tokens=FLOOR, caching=False) as (rig, gpu):
-        chunks = shared_chunks(gpu)
+        chunks = shared_chunks(rig, gpu)
         for count, name in enumerate(names):
             rig.add(name, [3 + count] * 120, asked, max_tokens=30)
         if len(names) > 1:
@@ -147,8 +154,8 @@ def random_outputs(model_dir: str, names: list[str], *, preempt: bool) -> dict[s
         return {name: torch.stack([gpu.outputs[name, at] for at in range(149)]) for name in names}
 
 
-def test_law05_an_unscored_request_is_the_same_alone_and_among_others(model_dir: str) -> None:
-    """Nobody scores it, and vLLM's kernel cannot read it: ours attends, preempted and in any batch."""
-    alone = random_outputs(model_dir, ["b"], preempt=False)
-    together = random_outputs(model_dir, ["a", "b"], preempt=True)
+def test_law05_a_request_that_shares_is_the_same_alone_and_among_others(model_dir: str) -> None:
+    """vLLM's kernel cannot read it: ours attends, preempted and in any batch."""
+    alone = computed_outputs(model_dir, ["b"], preempt=False)
+    together = computed_outputs(model_dir, ["a", "b"], preempt=True)
     torch.testing.assert_close(alone["b"], together["b"], rtol=1e-5, atol=1e-6)

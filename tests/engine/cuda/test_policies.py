@@ -13,20 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.config.policies import POLICIES, ZAP_POLICIES
-from h2o_vllm.engine.cuda.rescoring import _HOW
-from h2o_vllm.policy import get_policy
 from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
 from tests.engine.scheduling import Rig
 from tests.reference.policies import PolicyModel
+from tests.served import UNCALIBRATED, policy_of
 
 FLOOR = 32
-MOVING = [
-    name
-    for name in POLICIES[:-1]
-    if get_policy(name).moves_tokens and name not in (*ZAP_POLICIES, "random")
+MOVING = [name for name in UNCALIBRATED if policy_of(name).moves_tokens and name != "random"] + [
+    "attention+value+key",
+    "mean+end",
 ]
-"""Those that want a calibration are refused on GPUs."""
+"""GPUs refuse calibrations. Which tokens ``random`` draws: ``tests/kernels/triton/test_rescore.py``."""
 REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     f"{policy}-{sinks}": (
         70 + 11 * row,
@@ -34,7 +31,7 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
         {"kv_budget": 0.4, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent},
     )
     for row, (policy, sinks, recent) in enumerate(
-        [*[(policy, 0, 0.5) for policy in MOVING], ("tova", 20, 1.0), ("snapkv", 3, 0.0)]
+        [*[(policy, 0, 0.5) for policy in MOVING], ("attention", 20, 1.0), ("end", 3, 0.0)]
     )
 } | {
     f"{policy}-bounded": (
@@ -43,10 +40,10 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
         {"kv_budget": budget, "kv_policy": policy, "kv_prefill_tokens": 64, "kv_recent": 0.5},
     )
     for policy, budget in (
-        ("h2o", 0.2),
-        ("tova", 1.0),
-        ("keydiff", 0.2),
-        ("caote-snapkv-keydiff", 0.2),
+        ("attention", 0.2),
+        ("mean", 1.0),
+        ("key", 0.2),
+        ("value+end+key", 0.2),
     )
 }
 """Prompts are cut into chunks of at most 64 tokens, and where depends on the others."""
@@ -96,11 +93,6 @@ def outputs_of(model: PolicyModel, name: str, new: int) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[torch.Tensor]]:
     return {name: expected_outputs(name, 16) for name in REQUESTS}
-
-
-def test_every_policy_that_adjusts_scores_has_its_kernel() -> None:
-    rescored = {name for name in POLICIES if get_policy(name).scores_at_eviction}
-    assert set(_HOW) == rescored - {*ZAP_POLICIES}
 
 
 def run(rig: Rig, gpu: FakeGPU) -> None:

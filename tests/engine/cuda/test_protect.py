@@ -16,8 +16,13 @@ from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
 
 PREFIX, NEW = 70, 40
 PROMPT = [5] * 140
-READERS = ("h2o", "tova", "caote", "keydiff", "snapkv-keydiff", "caote-snapkv-keydiff")
-"""All queries counted, scores cleared, scores adjusted, none collected."""
+READERS = ("attention", "mean", "value", "key", "end+key", "value+end+key")
+"""All queries counted, scores adjusted, none collected."""
+
+
+def named(policy: str) -> str:
+    """A request's name: what is before the plus says its tokens' queries, keys and values."""
+    return f"one+{policy.replace('+', '-')}"
 
 
 def asked_by(policy: str) -> dict[str, Any]:
@@ -41,9 +46,8 @@ def test_readers_of_one_prefix_keep_what_they_would_alone(
         rig,
         gpu,
     ):
-        # Names share the text before the plus, and with it every token's query, key and value.
         for policy in READERS:
-            rig.add(f"one+{policy}", PROMPT, asked_by(policy), max_tokens=NEW)
+            rig.add(named(policy), PROMPT, asked_by(policy), max_tokens=NEW)
         rig.add("one+all", PROMPT, {"kv_budget": 0.4, "kv_protect": "prompt"}, max_tokens=NEW)
         rig.add("one+full", PROMPT, None, max_tokens=NEW)
         pinned = -(-PREFIX // rig.block_size) * rig.block_size
@@ -58,15 +62,15 @@ def test_readers_of_one_prefix_keep_what_they_would_alone(
         cached = {name: report["0"]["tokens_cached"] for name, report in rig.reports.items()}
         # One needs no scores: it also reads what its first eviction frees, once others have published it.
         freed = pinned + rig.block_size
-        assert cached.pop("one+keydiff") in (pinned, freed)
-        assert {cached[f"one+{one}"] for one in READERS if one != "keydiff"} == {0, pinned}
+        assert cached.pop(named("key")) in (pinned, freed)
+        assert {cached[named(one)] for one in READERS if one != "key"} == {0, pinned}
         assert bool(rig.preemptions) == (num_blocks == 14)
         for policy in READERS:
             for position, output in enumerate(expected_outputs(policy, rig.block_size)):
-                name = f"one+{policy}", position
+                name = named(policy), position
                 if name not in gpu.outputs:
                     # Read from the cache.
-                    assert position < (freed if policy == "keydiff" else pinned)
+                    assert position < (freed if policy == "key" else pinned)
                     continue
                 torch.testing.assert_close(
                     gpu.outputs[name], output, rtol=1e-4, atol=1e-5,

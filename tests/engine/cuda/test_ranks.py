@@ -13,10 +13,10 @@ FLOOR = 32
 
 @pytest.mark.parametrize(
     "policy",
-    ["h2o", *(pytest.param(policy, marks=pytest.mark.long) for policy in ("random", "keydiff"))],
+    ["h2o", *(pytest.param(policy, marks=pytest.mark.long) for policy in ("random", "key"))],
 )
 def test_law11_two_ranks_hold_what_one_holds_and_say_the_same(model_dir: str, policy: str) -> None:
-    asked = {"kv_budget": 0.4, "kv_policy": policy}
+    asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_protect": 0}
     with (
         pytest.MonkeyPatch.context() as patch,
         fake_gpu(model_dir, 40, kv_min_tokens=FLOOR, caching=False) as (rig, whole),

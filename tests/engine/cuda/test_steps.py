@@ -68,7 +68,7 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any] | None]] = {
     "full": (90, 40, None),
     "short": (5, 20, {"kv_budget": 0.2}),
     "heavy": (100, 50, {"kv_budget": 0.5, "kv_recent": 0.25}),
-    "random": (70, 40, {"kv_budget": 0.4, "kv_policy": "random"}),
+    "random": (70, 40, {"kv_budget": 0.4, "kv_policy": "random", "kv_protect": 0}),
     "window": (70, 40, {"kv_budget": 0.4, "kv_policy": "window"}),
     "late": (60, 40, {"kv_budget": 0.5, "kv_recent": 0.0}),
 }

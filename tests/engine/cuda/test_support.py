@@ -19,6 +19,7 @@ from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
+from h2o_vllm.policy.policy import Policy
 
 
 def make_config(**changes: Any) -> Any:
@@ -177,7 +178,7 @@ def graphs(
     state = SimpleNamespace(
         scores=torch.zeros(2, 1, 1, 1), layers_captured=lambda variant: layers[variant]
     )
-    captured = StepVariant(captured=variants_for(policy))
+    captured = StepVariant(captured=variants_for(Policy.parse(policy)))
     worker = bare_worker(
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
         model_config=SimpleNamespace(enforce_eager=False),
@@ -227,9 +228,9 @@ def test_the_longest_prompts_first_eviction_fits_the_scratch(kv_heads: int, long
     """Else the step that evicts would end the engine."""
     worker = bare_worker(model_config=SimpleNamespace(max_model_len=longest))
     held = worker._scratch_bytes(kv_heads)
-    # By scores, keys and late queries: three numbers per token and their places.
-    assert held // 4 >= 6 * kv_heads * longest
-    assert held == 32 << 20 or held == 4 * 6 * kv_heads * longest
+    # By five ranks: a score per token and its place by each.
+    assert held // 4 >= 10 * kv_heads * longest
+    assert held == 32 << 20 or held == 4 * 10 * kv_heads * longest
 
 
 def test_layers_that_need_other_kernels_than_the_first_are_refused() -> None:

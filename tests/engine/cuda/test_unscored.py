@@ -19,14 +19,14 @@ BUDGET: dict[str, Any] = {"kv_budget": 0.4, "kv_recent": 0.5}
 
 @pytest.fixture(scope="module")
 def expected() -> list[torch.Tensor]:
-    model = plain_model({"kv_policy": "keydiff", **BUDGET}, PROMPT, 16)
-    return outputs_of(model, "keydiff", NEW)
+    model = plain_model({"kv_policy": "key", **BUDGET}, PROMPT, 16)
+    return outputs_of(model, "key", NEW)
 
 
 @pytest.mark.parametrize(
     ("default", "graph"),
-    [("keydiff", Variant.HOLES), ("h2o", Variant.MIXED)],
-    ids=["keydiff", "h2o"],
+    [("key", Variant.HOLES), ("h2o", Variant.MIXED)],
+    ids=["key", "h2o"],
 )
 def test_a_graph_without_our_kernels_serves_whom_nobody_scores(
     model_dir: str,
@@ -48,17 +48,15 @@ def test_a_graph_without_our_kernels_serves_whom_nobody_scores(
         gpu,
     ):
         assert rig.block_size == 16
-        for number, (name, policy) in enumerate((("keydiff", "keydiff"), ("window", "window"))):
+        for number, (name, policy) in enumerate((("key", "key"), ("window", "window"))):
             asked = BUDGET | {"kv_policy": policy}
             rig.add(name, [3 + number] * PROMPT, asked, max_tokens=NEW)
         rig.add("full", [2] * 20, None, max_tokens=NEW)
         while rig.scheduler.has_unfinished_requests():
             gpu.worker.execute_model(rig.step())
         for position, output in enumerate(expected):
-            torch.testing.assert_close(
-                gpu.outputs["keydiff", position], output, rtol=1e-4, atol=1e-5
-            )
+            torch.testing.assert_close(gpu.outputs["key", position], output, rtol=1e-4, atol=1e-5)
         assert gpu.replays[graph] > 15
         assert {variant for variant in Variant if gpu.replays[variant]} <= {graph, Variant.STOCK}
         assert bool(ours) == (graph is Variant.MIXED)
-        assert {eviction.request_id for eviction in rig.evictions} == {"keydiff", "window"}
+        assert {eviction.request_id for eviction in rig.evictions} == {"key", "window"}

@@ -69,7 +69,7 @@ def test_vllms_check_sees_who_waits_in_an_eviction(
 
     with (
         warnings.catch_warnings(),
-        fake_gpu(model_dir, 40, kv_min_tokens=FLOOR, kv_policy="keydiff") as (rig, gpu),
+        fake_gpu(model_dir, 40, kv_min_tokens=FLOOR, kv_policy="key") as (rig, gpu),
     ):
         gpu.worker.__class__ = checked
         step = evicting_step(rig, gpu)

@@ -21,20 +21,20 @@ BUDGETS: list[dict[str, Any] | None] = [
     {"kv_budget_tokens": 100},
     {"kv_budget": 0.3, "kv_policy": "window"},
     {"kv_budget": 0.3, "kv_policy": "random"},
-    {"kv_budget": 0.3, "kv_policy": "h2o-norm"},
+    {"kv_budget": 0.3, "kv_policy": "mean"},
     {"kv_budget": 0.3, "kv_policy": "snapkv", "kv_sinks": 4},
-    {"kv_budget": 0.3, "kv_policy": "tova", "kv_sinks": 40},
-    {"kv_budget": 0.3, "kv_policy": "keydiff"},
-    {"kv_budget": 0.3, "kv_policy": "caote"},
-    {"kv_budget": 0.3, "kv_policy": "caote-keydiff"},
-    {"kv_budget": 0.3, "kv_policy": "snapkv-keydiff"},
-    {"kv_budget": 0.3, "kv_policy": "caote-snapkv-keydiff"},
+    {"kv_budget": 0.3, "kv_policy": "attention+end", "kv_sinks": 40},
+    {"kv_budget": 0.3, "kv_policy": "key"},
+    {"kv_budget": 0.3, "kv_policy": "value"},
+    {"kv_budget": 0.3, "kv_policy": "value+key"},
+    {"kv_budget": 0.3, "kv_policy": "end+key"},
+    {"kv_budget": 0.3, "kv_policy": "value+end+key"},
     {"kv_budget": 0.3, "kv_protect": 60},
-    {"kv_budget": 0.3, "kv_policy": "caote-snapkv-keydiff", "kv_heads": "shared"},
+    {"kv_budget": 0.3, "kv_policy": "value+end+key", "kv_heads": "shared"},
     # Where kernels compute nothing, prompts must not be chunked.
     {"kv_budget": 0.3, "kv_policy": "h2o", "kv_heads": "shared"}
     | ({} if REHEARSED else {"kv_prefill_tokens": 256}),
-    {"kv_budget": 0.3, "kv_policy": "random", "kv_heads": "shared", "kv_protect": 60},
+    {"kv_budget": 0.3, "kv_policy": "mean", "kv_heads": "shared", "kv_protect": 60},
 ]
 
 

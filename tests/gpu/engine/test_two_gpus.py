@@ -27,7 +27,7 @@ ASKED: list[dict[str, Any] | None] = [
     None,
     {"kv_budget": 0.4, "kv_policy": "random"},
     {"kv_budget_tokens": 150, "kv_protect": 60},
-    {"kv_budget": 0.3, "kv_policy": "keydiff"},
+    {"kv_budget": 0.3, "kv_policy": "key"},
     {"kv_budget": 0.2, "kv_prefill_tokens": 160},
     {"kv_budget": 0.2, "kv_elastic": True},
 ]

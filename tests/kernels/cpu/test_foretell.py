@@ -15,7 +15,7 @@ from h2o_vllm.calibration.regression import foretold
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import checks, reference
 from h2o_vllm.kernels.cpu.batch import key_value_views
-from h2o_vllm.policy.zap import NEWER
+from h2o_vllm.policy.formulas import NEWER
 from tests.kernels.cpu.test_evict import BLOCKS, HEADS, LAYERS, ids, make
 
 

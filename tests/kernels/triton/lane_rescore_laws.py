@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.config.policies import EQUAL_HEADS_POLICIES
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.eviction_scores import known_blocks, shared_eviction_scores
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import KVLayers, LaneTables, Rescores, rescore
-from h2o_vllm.policy import get_policy
+from h2o_vllm.policy.policy import Policy
 from tests.kernels.triton.cases import bits, halves
 from tests.kernels.triton.lane_cases import NOWHERE, pages_of, random_owners
 from tests.kernels.triton.rescore_laws import ADJUSTING, early_of, only_candidates
 
 __all__ = ["SHARING", "check_lane_rescore", "known_lanes"]
 
-SHARING = [name for name in ADJUSTING if name not in EQUAL_HEADS_POLICIES]
+SHARING = [name for name in ADJUSTING if not Policy.parse(name).equal_because]
 
 
 def known_lanes(
@@ -93,7 +92,7 @@ def _by_policies(
             return found.flatten(2)
 
         shared_eviction_scores(
-            get_policy(one.policy), one, scores, early, pages,
+            one, scores, early, pages,
             lambda measured=measured: measured(0, reference.key_likeness),  # type: ignore[misc]
             lambda measured=measured: measured(1, reference.value_distances),  # type: ignore[misc]
         )  # fmt: skip

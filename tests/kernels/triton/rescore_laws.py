@@ -3,24 +3,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.config.policies import POLICIES, ZAP_POLICIES
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.eviction_scores import candidate_blocks, eviction_scores
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import Evictions, KVLayers, Rescores, compact, rescore
-from h2o_vllm.policy import get_policy
+from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.ranks import RANKS
 from tests.kernels.triton.cases import NAN, bits, halves
 
+ON_GPUS = [rank.name for rank in RANKS if rank.op and rank.joins]
 ADJUSTING = [
-    name for name in POLICIES if get_policy(name).scores_at_eviction and name not in ZAP_POLICIES
+    *(name for name in ON_GPUS if Policy.parse(name).adjusts),
+    *("+".join(pair) for pair in itertools.combinations(ON_GPUS, 2)),
+    "value+end+key",
+    "+".join(ON_GPUS),
 ]
-"""GPUs refuse calibrations."""
+"""By what GPUs make new scores: each rank alone, every pair, and all at once."""
 
 
 def only_candidates(caches: list[Tensor], scores: Tensor, evictions: list[Eviction]) -> None:
@@ -32,7 +37,7 @@ def only_candidates(caches: list[Tensor], scores: Tensor, evictions: list[Evicti
     scores[:, others] = NAN
 
 
-def by_policies(
+def by_formulas(
     caches: list[Tensor], scores: Tensor, early: Tensor, evictions: list[Eviction]
 ) -> Tensor:
     """What plain torch makes of the scores."""
@@ -53,8 +58,7 @@ def by_policies(
         def value_distances(tokens: Callable[[int], Tensor] = tokens) -> Tensor:
             return reference.value_distances(tokens(1))
 
-        policy = get_policy(one.policy)
-        eviction_scores(policy, one, scores, early, blocks, key_likeness, value_distances)
+        eviction_scores(one, scores, early, blocks, key_likeness, value_distances)
     return scores
 
 
@@ -88,7 +92,7 @@ def check_rescore(
     rescore(
         layers, got, early, Rescores.pack([rescore_of(one) for one in evictions], scores.device)
     )
-    want = by_policies(caches, scores, early, evictions)
+    want = by_formulas(caches, scores, early, evictions)
     if exact:
         assert torch.equal(bits(got), bits(want))
     if kept:
@@ -102,7 +106,7 @@ def check_rescore(
         assert torch.equal(bits(before), bits(after))
     anew = {block for one in evictions for block in one.fresh_blocks}
     for one in evictions:
-        if not get_policy(one.policy).needs_scores:
+        if not Policy.of(one.ranks).needs_scores:
             anew.update(candidate_blocks(one))
     others = [block for block in range(scores.shape[1]) if block not in anew]
     assert torch.equal(bits(got[:, others]), bits(scores[:, others]))

@@ -11,7 +11,7 @@ from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.eviction_scores import eviction_scores, known_blocks
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
-from h2o_vllm.policy import get_policy
+from h2o_vllm.policy.policy import Policy
 from tests.kernels.triton.cases import DTYPES, NAN, halves
 from tests.kernels.triton.evict_laws import make_layers
 from tests.kernels.triton.lane_rescore_laws import SHARING, check_lane_rescore, known_lanes
@@ -30,9 +30,19 @@ SLOTS = [slot for *_, slot in SHAPES]
 
 def evictions_of(policies: list[str]) -> list[Eviction]:
     return [
-        Eviction(policy, heavy, doomed, (), policy, fresh, 160 if len(fresh) < 5 else 0, 1000, 0)
+        Eviction(
+            policy,
+            heavy,
+            doomed,
+            (),
+            Policy.parse(policy).indices(),
+            fresh,
+            160 if len(fresh) < 5 else 0,
+            1000,
+            0,
+        )
         for (heavy, doomed, fresh, _), policy in zip(SHAPES, policies, strict=False)
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", [*SHARING, "all"])
@@ -44,7 +54,7 @@ def test_scores_equal_the_policies(
     policy: str, dtype: str, kv_heads: int, size: int, block_size: int, layout: str
 ) -> None:
     caches, scores = make_layers(DTYPES[dtype], size, block_size, layout, 2, BLOCKS, kv_heads)
-    evictions = evictions_of([policy] * 5 if policy in SHARING else SHARING)
+    evictions = evictions_of([policy] * 5 if policy in SHARING else SHARING[-5:])
     # Protected tokens are known ones of the first request that shares.
     scores[:, 6, :, :3] = float("inf")
     check_lane_rescore(caches, scores, evictions, SLOTS[: len(evictions)])
@@ -53,7 +63,7 @@ def test_scores_equal_the_policies(
 def test_lanes_of_others_matter() -> None:
     """If a head looked at its own lanes of the known blocks in place of those it has, it would show."""
     caches, scores = make_layers(torch.float32, 16, 4, "NHD", 2, BLOCKS, 3)
-    both = evictions_of(["caote", "caote"])
+    both = evictions_of(["value", "value"])
     evictions = both[1:]
     results = []
     for shared in (True, False):
@@ -70,7 +80,7 @@ def test_lanes_of_others_matter() -> None:
         [halves(cache)[1][blocks].flatten(0, 1).transpose(0, 1) for cache in caches]
     )
     eviction_scores(
-        get_policy("caote"), evictions[0], want, scores, blocks,
+        evictions[0], want, scores, blocks,
         lambda: torch.full((), NAN), lambda: reference.value_distances(values.float()),
     )  # fmt: skip
     torch.testing.assert_close(results[1], want, rtol=1e-4, atol=1e-6)

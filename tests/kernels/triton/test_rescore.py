@@ -12,17 +12,20 @@ from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
-from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
-from h2o_vllm.policy import get_policy
+from h2o_vllm.kernels.triton import KVLayers, Rescore, Rescores, rescore
+from h2o_vllm.policy.candidates import Candidates
+from h2o_vllm.policy.formulas import random
+from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.ranks import Op
 from tests.kernels.triton.cases import DTYPES, NAN, halves
 from tests.kernels.triton.evict_laws import make_layers
-from tests.kernels.triton.rescore_laws import ADJUSTING, by_policies, check_rescore, early_of
+from tests.kernels.triton.rescore_laws import ADJUSTING, by_formulas, check_rescore, early_of
 
 MODULE = "h2o_vllm.kernels.triton.rescore"
 INF = float("inf")
 BLOCKS = 26
-THREE = "caote-snapkv-keydiff"
-EXACT = ("h2o-norm", "snapkv", "snapkv-keydiff")
+THREE = "value+end+key"
+EXACT = ("mean", "end", "end+key", "attention+mean", "mean+end")
 """Add nothing up, or only what ranks are made of."""
 
 
@@ -40,7 +43,7 @@ def evictions_of(policies: list[str], sinks: int = 0) -> list[Eviction]:
         first = len(fresh) == len(heavy) + len(doomed)
         evictions.append(
             Eviction(
-                policy, heavy, doomed, (), policy, fresh, 0 if first else 160, 1000,
+                policy, heavy, doomed, (), Policy.parse(policy).indices(), fresh, 0 if first else 160, 1000,
                 sinks if first else 0,
             )
         )  # fmt: skip
@@ -50,7 +53,7 @@ def evictions_of(policies: list[str], sinks: int = 0) -> list[Eviction]:
 def protect(scores: Tensor, evictions: list[Eviction]) -> None:
     """Infinite scores for the first tokens, where scores are kept."""
     for one in evictions:
-        if get_policy(one.policy).needs_scores:
+        if Policy.of(one.ranks).needs_scores:
             blocks = list(one.fresh_blocks)
             mine = scores[:, blocks].transpose(1, 2).flatten(2)
             mine[..., : one.sinks] = INF
@@ -88,10 +91,10 @@ def test_one_launch_takes_all_policies(block_size: int, monkeypatch: pytest.Monk
     for name in ("_rescore", "order_ranks", "settle_scores"):
         monkeypatch.setattr(sys.modules[MODULE], name, Counting(name))
     caches, scores = make_layers(torch.bfloat16, 64, block_size, layers=3, blocks=BLOCKS)
-    check_rescore(caches, scores.clone(), evictions_of(ADJUSTING))
+    check_rescore(caches, scores.clone(), evictions_of(ADJUSTING[:5]))
     assert launches == ["_rescore", "order_ranks", "settle_scores"]
     launches.clear()
-    check_rescore(caches, scores.clone(), evictions_of(["keydiff", "caote", "h2o-norm", "keydiff"]))
+    check_rescore(caches, scores.clone(), evictions_of(["key", "value", "mean", "key"]))
     assert launches == ["_rescore"]
     launches.clear()
     check_rescore(caches, scores, [])
@@ -112,7 +115,7 @@ def test_protected_tokens_stay(policy: str) -> None:
 def test_scores_of_others_do_not_protect() -> None:
     """What ranks by keys may have read its first blocks from the cache, with whatever scores they have."""
     caches, scores = make_layers(blocks=BLOCKS)
-    evictions = evictions_of(["keydiff"] * 2, sinks=3)
+    evictions = evictions_of(["key"] * 2, sinks=3)
     scores[:, evictions[0].fresh_blocks[1]] = INF
     scores[:, evictions[0].fresh_blocks[2]] = NAN
     # Known ones are our own.
@@ -139,6 +142,21 @@ def test_ties_are_broken_as_in_the_policies(policy: str, seed: int) -> None:
         assert len(fresh.unique()) < len(fresh)
 
 
+def test_random_draws_are_those_of_the_formula() -> None:
+    """Known and fresh tokens alike, whatever their scores, and the same from any first head on."""
+    caches, scores = make_layers(torch.bfloat16, 64, 16, layers=3, blocks=BLOCKS)
+    layers = KVLayers(*zip(*(halves(cache) for cache in caches), strict=True), 1 << 20)
+    for heads in (0, 6):
+        got = torch.full_like(scores, NAN)
+        one = Rescore((3, 5), (1, 2, 9), Op.RANDOM, 160, 1000, first_kv_head=heads)
+        rescore(layers, got, scores, Rescores.pack([one], "cpu"))
+        mine = got[:, [3, 5, 1, 2, 9]].transpose(1, 2).flatten(2)
+        nothing: Any = None
+        given = Candidates(mine, 32, 160, 1000, nothing, nothing, first_kv_head=heads)
+        assert torch.equal(mine, random(given))
+        assert got.isnan().sum() == 3 * 2 * 16 * (BLOCKS - 5)
+
+
 def test_keys_of_any_length_and_none() -> None:
     caches, scores = make_layers(blocks=BLOCKS)
     for cache in caches:
@@ -147,7 +165,7 @@ def test_keys_of_any_length_and_none() -> None:
     check_rescore(
         caches,
         scores,
-        evictions_of(["keydiff", "caote-keydiff", THREE, "snapkv-keydiff", "caote"]),
+        evictions_of(["key", "value+key", THREE, "end+key", "value"]),
     )
 
 
@@ -158,13 +176,13 @@ def test_tiles_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     check_rescore(
         caches,
         scores,
-        evictions_of([THREE, "snapkv", "snapkv-keydiff", THREE]),
+        evictions_of([THREE, "end", "end+key", THREE]),
     )
 
 
 def test_a_small_scratch_takes_more_launches() -> None:
     caches, scores = make_layers(torch.bfloat16, 64, 16, blocks=BLOCKS)
-    evictions = evictions_of(["snapkv-keydiff", "caote-keydiff", "keydiff"])
+    evictions = evictions_of(["end+key", "value+key", "key"])
     one_layer = 2 * 9 * 16 * 16  # bytes: heads, fresh tokens, four lists of four
     check_rescore(caches, scores.clone(), evictions, scratch_bytes=2 * one_layer)
     with pytest.raises(ValueError, match="do not fit"):
@@ -174,10 +192,10 @@ def test_a_small_scratch_takes_more_launches() -> None:
 def test_an_8_bit_cache_is_rescored() -> None:
     caches, scores = make_layers(torch.float8_e4m3fn, 80, 16, blocks=BLOCKS)
     wide = [cache.float() for cache in caches]
-    evictions = evictions_of(ADJUSTING)
+    evictions = evictions_of(ADJUSTING[-5:])
     got = scores.clone()
     layers = KVLayers(*zip(*(halves(cache) for cache in caches), strict=True))
     early = early_of(scores)
     rescore(layers, got, early, Rescores.pack([rescore_of(one) for one in evictions], "cpu"))
-    want = by_policies(wide, scores, early, evictions)
+    want = by_formulas(wide, scores, early, evictions)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

@@ -21,14 +21,14 @@ from loadtest.http.budgets import Mix, MixError
         ("512t", "kv=512t", {"kv_budget_tokens": 512}),
         ("none", "kv=none", {}),
         ("0.2/window", "kv=0.2/window", {"kv_budget": 0.2, "kv_policy": "window"}),
-        ("none/full:7", "kv=none/full", {"kv_policy": "full"}),
+        ("none/value+key:7", "kv=none/value+key", {"kv_policy": "value+key"}),
         ("0.2+elastic", "kv=0.2+elastic", {"kv_budget": 0.2, "kv_elastic": True}),
         (
             "64t+elastic/h2o:2",
             "kv=64t+elastic/h2o",
             {"kv_budget_tokens": 64, "kv_elastic": True, "kv_policy": "h2o"},
         ),
-        ("0.1/h2o-norm", "kv=0.1/h2o-norm", {"kv_budget": 0.1, "kv_policy": "h2o-norm"}),
+        ("0.1/mean", "kv=0.1/mean", {"kv_budget": 0.1, "kv_policy": "mean"}),
     ],
 )
 def test_entry_becomes_a_label_and_body_fields(text: str, label: str, fields: object) -> None:

@@ -17,9 +17,9 @@ MUTANTS = (
     ),
     Mutant(
         "engine-late-begins-a-query-early",
-        "self.prompt_tokens - _LATE_QUERIES[self.codes]",
-        "self.prompt_tokens - 1 - _LATE_QUERIES[self.codes]",
-        CUDA,
+        "return max(0, prompt_tokens - END_QUERIES) if apart",
+        "return max(0, prompt_tokens - 1 - END_QUERIES) if apart",
+        ("tests/policy/test_policy.py", *CUDA),
     ),
     Mutant(
         "engine-cuda-unscored-rows-that-share-go-to-vllms-kernel",
@@ -29,8 +29,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-a-second-eviction-rescores-own-lanes",
-        "rescore_of(one, self._lanes_slot(one))",
-        "rescore_of(one)",
+        "rescore_of(one, self._lanes_slot(one), self.first_kv_head)",
+        "rescore_of(one, -1, self.first_kv_head)",
         CUDA,
     ),
     Mutant(
@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine-old-scores-stay",
-        "self.start_scores(policy, positions, slot_mapping, tokens)",
+        "self._reset(scores, slot_mapping[places], None)",
         "pass",
         ("tests/engine/test_law04_fidelity.py", *TOKENS),
     ),

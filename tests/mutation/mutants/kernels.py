@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant("kernels-cpu-ties-go-to-the-last", "<< 32 | ~candidate", "<< 32 | candidate", EVICT),
     Mutant(
         "kernels-cpu-only-the-last-rows-are-summed",
-        "MOST ? vmax(load(sums + i), column) : load(sums + i) + column);",
-        "MOST ? vmax(load(sums + i), column) : column);",
+        "if (sums) store(sums + i, load(sums + i) + column);",
+        "if (sums) store(sums + i, column);",
         CPU,
     ),
     Mutant(
@@ -116,12 +116,6 @@ MUTANTS = (
         "live = length - holes * BS",
         "live = length",
         (*TRITON, *CUDA),
-    ),
-    Mutant(
-        "kernels-triton-protected-tokens-are-cleared",
-        "tl.where(protected, old, 0.0)",
-        "tl.zeros_like(old)",
-        TRITON,
     ),
     Mutant(
         "kernels-triton-late-scores-are-called-early",

@@ -13,14 +13,14 @@ MUTANTS = (
     Mutant("law01-lossy-by-default", "kv_budget: float = 1.0", "kv_budget: float = 0.5", TOKENS),
     Mutant(
         "law01-our-kernel-serves-nobody-who-has-no-budget",
-        "if not self.in_step or not (self.policies or self.full_kernel):",
-        "if not self.in_step or not self.policies:",
+        "if not self.in_step or not (self.evicting or self.full_kernel):",
+        "if not self.in_step or not self.evicting:",
         FULL,
     ),
     Mutant(
         "law01-our-kernel-skips-chunks-without-scores",
-        "_scored_first(ours & (lens > 1), whole, rows.most)",
-        "_scored_first(whole & (lens > 1), whole, rows.most)",
+        "_scored_first(ours & (lens > 1), whole)",
+        "_scored_first(whole & (lens > 1), whole)",
         FULL,
     ),
     Mutant(
@@ -55,9 +55,9 @@ MUTANTS = (
     ),
     Mutant(
         "law04-tokens-of-one-rank-tie",
-        "given = values * (1 - way * BEHIND)",
-        "given = values",
-        ("tests/engine/test_lanes.py",),
+        "given = in_order * (1 - place * BEHIND)",
+        "given = in_order",
+        ("tests/policy/test_joined_ranks.py", "tests/engine/test_lanes.py"),
     ),
     Mutant(
         "law05-a-replay-skips-evictions",

@@ -32,9 +32,9 @@ async function begin() {
     `No budget falls below ${limits.kv_min_tokens} tokens. ` +
     (defaults.kv_delay ? `Nothing is evicted within the first ${defaults.kv_delay} tokens of an answer (kv_delay).` : "");
   element("policy").replaceChildren(
-    ...limits.kv_policies.filter((name) => name !== "full").map((name) => new Option(name)),
+    ...[...new Set([defaults.kv_policy, ...limits.kv_policies])].map((name) => new Option(name)),
   );
-  element("policy").value = defaults.kv_policy === "full" ? "caote-snapkv-keydiff" : defaults.kv_policy;
+  element("policy").value = defaults.kv_policy;
   element("budget").min = Math.max(0.05, limits.kv_budget_min);
   element("budget").max = limits.kv_budget_max;
   element("budget").value = defaults.kv_budget < 1 ? defaults.kv_budget : 0.2;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Scores of whole rows: dropped, where the newest query alone counts; split, where late ones count apart."""
+"""Scores of whole rows, split where the attention of late queries is kept apart."""
 
 from __future__ import annotations
 
@@ -8,23 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["clear_scores", "split_scores"]
-
-
-def clear_scores(
-    scores: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor, max_len: int
-) -> None:
-    """Zero the scores of all tokens of some rows, in all layers and heads. Eager, one launch.
-
-    Infinite ones, those of protected tokens, stay.
-
-    Args:
-        scores: [L, N, KH, BS], float32, contiguous.
-        block_table: [B, MB], int32, without holes. seq_lens: [B], int32, live lengths.
-        rows: [R], int32: the rows to look at, each once.
-        max_len: no listed row is longer; a host number, it sizes the grid.
-    """
-    _launch(None, scores, block_table, seq_lens, rows, max_len)
+__all__ = ["split_scores"]
 
 
 def split_scores(
@@ -36,19 +20,11 @@ def split_scores(
     which late queries are, has been added to the scores, and that of the late ones to ``early``.
 
     Args:
-        early: as ``scores``. The others are those of :func:`clear_scores`.
+        scores: [L, N, KH, BS], float32, contiguous. early: the same.
+        block_table: [B, MB], int32, without holes. seq_lens: [B], int32, live lengths.
+        rows: [R], int32: the rows to look at, each once.
+        max_len: no listed row is longer; a host number, it sizes the grid.
     """
-    _launch(early, scores, block_table, seq_lens, rows, max_len)
-
-
-def _launch(
-    early: Tensor | None,
-    scores: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    rows: Tensor,
-    max_len: int,
-) -> None:
     layers, blocks, heads, block_size = scores.shape
     if rows.shape[0] == 0 or max_len < 1:
         return
@@ -90,8 +66,5 @@ def _each_block(
     page = (tl.program_id(2).to(tl.int64) * num_blocks + block) * PAGE + slot
     old = tl.load(scores + page, mask=slot < PAGE, other=0.0)
     protected = old == float("inf")
-    if early is None:
-        tl.store(scores + page, tl.where(protected, old, 0.0), mask=slot < PAGE)
-    else:
-        late = tl.load(early + page, mask=slot < PAGE, other=0.0)
-        tl.store(early + page, tl.where(protected, 0.0, old - late), mask=slot < PAGE)
+    late = tl.load(early + page, mask=slot < PAGE, other=0.0)
+    tl.store(early + page, tl.where(protected, 0.0, old - late), mask=slot < PAGE)

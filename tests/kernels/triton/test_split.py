@@ -1,28 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores are dropped or split in the listed rows only, and protected tokens keep theirs."""
+"""Scores are split in the listed rows only, and protected tokens keep theirs."""
 
 from __future__ import annotations
 
 import torch
 
 from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import clear_scores, split_scores
+from h2o_vllm.kernels.triton import split_scores
 from tests.kernels.triton.cases import bits, make_batch
-
-
-def test_forgetting_equals_the_reference() -> None:
-    batch = make_batch([40, 0, 70, 16, 33], [1, 0, 5, 1, 1], kv_heads=3, group=1)
-    scores = torch.stack([batch.scores, batch.scores * 2])
-    scores[:, batch.block_table[2, 0], :, :5] = float("inf")
-    want, given = scores.clone(), (batch.block_table, batch.seq_lens)
-    rows = torch.tensor([2, 3, 1], dtype=torch.int32)
-    reference.clear_scores(want, *given, rows)
-    clear_scores(scores, *given, rows, 70)
-    assert torch.equal(bits(scores), bits(want))
-    assert scores.isinf().sum() == 2 * 3 * 5
-    assert not torch.equal(
-        bits(scores[:, batch.block_table[2, 1].long()]), bits(batch.scores[None])
-    )
 
 
 def test_splitting_equals_the_reference() -> None:
@@ -47,7 +32,6 @@ def test_splitting_equals_the_reference() -> None:
 def test_no_rows_no_change() -> None:
     batch = make_batch([40])
     scores, nobody = batch.scores[None].clone(), torch.zeros(0, dtype=torch.int32)
-    clear_scores(scores, batch.block_table, batch.seq_lens, nobody, 40)
     early = scores / 2
     split_scores(scores, early, batch.block_table, batch.seq_lens, nobody, 40)
     assert torch.equal(bits(scores[0]), bits(batch.scores))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches for tests of what is read from counts alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from h2o_vllm.blocks.plan import EvictionParams
+from h2o_vllm.engine.rows import StepRows
+from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.ranks import NEVER
+
+__all__ = ["params_of", "rows_of"]
+
+
+def params_of(policy: Policy, prompt: int = 9, sinks: int = 0, **more: int) -> EvictionParams:
+    """What a worker is told of a request."""
+    sinks = sinks if policy.moves_tokens else 0
+    return EvictionParams(policy.first_scored(prompt), policy.late_from(prompt), sinks, **more)
+
+
+def rows_of(
+    policies: list[Policy | None],
+    query_lens: list[int],
+    seq_lens: list[int],
+    prompts: list[int] | None = None,
+    sinks: list[int] | None = None,
+) -> StepRows:
+    """Rows of requests that evict by these policies, or do not evict; ``query_lens`` may have padding."""
+    count = len(policies)
+    starts = np.array([0, *np.cumsum(query_lens)], dtype=np.int32)
+    known = [
+        EvictionParams(NEVER, NEVER) if one is None else params_of(one, prompt, first)
+        for one, prompt, first in zip(
+            policies, prompts or [0] * count, sinks or [0] * count, strict=True
+        )
+    ]
+    return StepRows.of(
+        np.array([one is not None for one in policies]),
+        starts,
+        np.array(seq_lens, dtype=np.int32),
+        np.array([one.first_scored for one in known], dtype=np.int32),
+        np.array([one.late_from for one in known], dtype=np.int32),
+        np.array([one.sinks for one in known], dtype=np.int32),
+    )

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every set of ranks against the formulas of the papers, and what holds for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from h2o_vllm.policy.candidates import Candidates
+from h2o_vllm.policy.formulas import FORMULAS, new_scores
+from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.ranks import RANKS, Collects
+from tests.policy.cases import JOINS, candidates_of, measures_of, scored
+from tests.reference.layer import Layer
+from tests.reference.scores import ReferenceScores
+
+HEADS, SIZE, QUERIES = 2, 8, 140
+EVICTIONS = [(100, 0, 48), (140, 48, 96)]
+"""Tokens seen, and the positions that are ranked for the first time, from .. to."""
+
+
+def history() -> Layer:
+    """One layer that has computed some tokens, of which none is gone."""
+    gen = torch.Generator().manual_seed(6)
+    keys, values = torch.randn(2, HEADS, QUERIES, SIZE, generator=gen)
+    logits = torch.randn(HEADS, QUERIES, QUERIES, generator=gen)
+    future = torch.ones(QUERIES, QUERIES, dtype=torch.bool).triu(1)
+    rows = logits.masked_fill(future, -torch.inf).softmax(-1)
+    calibration = torch.randn(HEADS, HEADS * (SIZE // 2 + SIZE) + 1, generator=gen) / 4
+    calibration[:, -1] -= 1.5
+    alive = torch.ones(HEADS, QUERIES, dtype=torch.bool)
+    return Layer(keys, values, alive, [rows], calibration=calibration)
+
+
+def predicted_by(layer: Layer, start: int, end: int) -> torch.Tensor:
+    """What the calibration says of some tokens, [1, KH, n]; a log-linear function of their KV."""
+    pairs = torch.view_as_complex(
+        torch.stack(layer.keys.chunk(2, -1), -1)[:, start:end].contiguous()
+    ).abs()
+    known = torch.cat([pairs, layer.values[:, start:end]], 2)
+    joined = torch.cat(list(known), 1)
+    assert layer.calibration is not None
+    weights, bias = layer.calibration[:, :-1], layer.calibration[:, -1:]
+    return (weights @ joined.T + bias).clamp(max=0.0).exp()[None]
+
+
+@pytest.mark.parametrize("prompt", [80, 150], ids=["behind-the-prompt", "inside"])
+@pytest.mark.parametrize("name", JOINS)
+def test_scores_are_those_of_the_papers(name: str, prompt: int) -> None:
+    """Over two evictions, with attention between them."""
+    layer, policy = history(), Policy.parse(name, calibrated=True)
+    if prompt > QUERIES and not policy.may_bound:
+        return
+    rows, first = layer.rows(), policy.first_scored(prompt)
+    late_from = policy.late_from(prompt) if policy.collects is Collects.ALL else first
+    scores, ranked, before = torch.zeros(1, HEADS, QUERIES), [], 0
+    for seen, start, end in EVICTIONS:
+        scores += rows[None, :, max(before, first) : seen].sum(2)
+        late = rows[None, :, late_from:seen].sum(2)
+        given = Candidates(
+            scores[..., :end], start, start, seen,
+            *measures_of(layer.keys[None, :, :end], layer.values[None, :, :end]),
+            late=late[..., :end], foretold=lambda at=(start, end): predicted_by(layer, *at),  # type: ignore[misc]
+        )  # fmt: skip
+        new = new_scores(policy.indices(in_prompt=seen < prompt), given)
+        if new is not None:
+            scores[..., :end] = new
+        ranked.append((seen, start, end))
+        want = ReferenceScores(name, 0, 0, prompt, ranked).of(layer)
+        before = seen
+    torch.testing.assert_close(scores[0, :, :end], want[:, :end], rtol=1e-5, atol=1e-6)
+
+
+def test_every_rank_that_moves_tokens_has_a_formula_and_a_paper() -> None:
+    assert [*FORMULAS] == [rank.name for rank in RANKS if rank.moves]
+    assert all(rank.paper.startswith("https://arxiv.org/abs/") for rank in RANKS)
+
+
+@pytest.mark.parametrize("name", [*JOINS, "random"])
+@pytest.mark.parametrize(("known", "count"), [(0, 40), (16, 48), (48, 48)])
+def test_scores_are_finite_and_made_head_by_head(name: str, known: int, count: int) -> None:
+    """The scores of some heads do not depend on the others (law 11), nor change the given ones."""
+    scores = torch.rand(2, 4, count, generator=torch.Generator().manual_seed(1))
+    given = candidates_of(scores.clone(), known, 100, 200)
+    new = scored(name, given)
+    assert torch.equal(given.scores, scores)
+    assert new.shape == scores.shape and new.dtype == torch.float32 and new.isfinite().all()
+    assert given.late is not None and given.foretold is not None
+    foretold = given.foretold()
+    part = Candidates(
+        scores[:, 1:3], known, 100, 200,
+        lambda: given.key_likeness()[:, 1:3], lambda: given.value_distances()[:, 1:3],
+        given.late[:, 1:3], foretold=lambda: foretold[:, 1:3], first_kv_head=1,
+    )  # fmt: skip
+    torch.testing.assert_close(scored(name, part), new[:, 1:3], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_what_is_ranked_first_is_ranked_once(name: str) -> None:
+    """Survivors keep their scores, but for a single rank that ranks anew."""
+    given = candidates_of(torch.rand(1, 2, 40), 8, 50, 100)
+    if name != "key":
+        assert torch.equal(scored(name, given)[..., :8], given.scores[..., :8])
+        assert torch.equal(scored(name, replace(given, known=40)), given.scores)
+
+
+@pytest.mark.parametrize(
+    "name", ["value+key", "end+key", "value+end+key", "predicted+value+end+key"]
+)
+def test_a_token_counts_by_its_best_rank_in_the_first_ones_unit(name: str) -> None:
+    given = candidates_of(
+        torch.rand(1, 1, 40, generator=torch.Generator().manual_seed(2)), 8, 50, 100
+    )
+    used, *others = (scored(one, given)[0, 0, 8:].tolist() for one in name.split("+"))
+    best = scored(name, given)[0, 0, 8:].tolist()
+    ordered = sorted(used, reverse=True)
+    for place, score in enumerate(best):
+        found = [
+            ordered[sum(x > way[place] for x in way)] * (1 - behind * 2.0**-20)
+            for behind, way in enumerate((used, *others))
+        ]
+        assert score == pytest.approx(max(found), rel=1e-7)
+    assert len(set(best)) == len(best), "tokens of one rank tie"
+    order = sorted(range(len(best)), key=lambda place: -best[place])
+    ranks = [[sum(x > one for x in way) for one in way] for way in (used, *others)]
+    assert order == sorted(order, key=lambda place: min((r[place], w) for w, r in enumerate(ranks)))
+
+
+def test_tokens_of_one_rank_stay_apart_in_sums() -> None:
+    """As long as all get the same, in float32."""
+    keys = torch.randn(1, 1, 64, 8, generator=torch.Generator().manual_seed(3))
+    scores = torch.linspace(30.0, 31.0, 64)[None, None].clone()
+    mixed = scored("end+key", Candidates(scores, 0, 0, 200, *measures_of(keys, keys), late=scores))
+    for _ in range(100):
+        mixed = mixed + torch.tensor(1e-3)
+    assert len(mixed[0, 0].unique()) == 64

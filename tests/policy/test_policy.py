@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``kv_policy`` may be, and what follows from the ranks it names."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from h2o_vllm.errors import BudgetError
+from h2o_vllm.policy import policy as module
+from h2o_vllm.policy.policy import Policy, policy_names, policy_pattern
+from h2o_vllm.policy.presets import ALIASES, PRESETS
+from h2o_vllm.policy.ranks import NEVER, RANKS, Collects
+from tests.policy.cases import JOINS
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_every_set_of_ranks_has_one_name(name: str) -> None:
+    policy = Policy.parse(name, calibrated=True)
+    assert policy.name == name
+    assert Policy.of(policy.indices()) == policy
+    assert re.fullmatch(policy_pattern(calibrated=True), name)
+    assert bool(re.fullmatch(policy_pattern(calibrated=False), name)) == (not policy.calibrated)
+
+
+@pytest.mark.parametrize("preset", [one.name for one in PRESETS])
+def test_every_preset_stands_for_ranks_anywhere(preset: str) -> None:
+    for calibrated in (False, True):
+        for bounded in (False, True):
+            policy = Policy.parse(preset, calibrated=calibrated, bounded=bounded)
+            assert calibrated or not policy.calibrated
+            assert re.fullmatch(policy_pattern(calibrated=calibrated), preset)
+    assert preset in policy_names(calibrated=False)
+
+
+def test_auto_knows_the_engine_and_the_prompt() -> None:
+    assert Policy.parse("auto").name == "value+end+key"
+    assert Policy.parse("auto", bounded=True).name == "value+end+key"
+    assert Policy.parse("auto", calibrated=True).name == "predicted+value+end+key"
+    assert Policy.parse("auto", calibrated=True, bounded=True).name == "predicted+key"
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        *((value, "one of auto, text, question") for value in (None, 3, True, [], "", "+", "h2o ", "H2O")),
+        ("valu", r"or one or more of attention\+mean\+value\+end\+key in this order, got 'valu'"),
+        ("value+", "one of auto"),
+        ("text+key", "one of auto"),
+        ("full", "left out with kv_budget 1, which keeps everything"),
+        ("tova", "'attention' or another rank"),
+        ("repeat-keydiff", r"'predicted\+key', which predicts"),
+        ("key+value", r"'value\+key': each rank once, in this order, got 'key\+value'"),
+        ("value+key+value", r"'value\+key': each rank once"),
+        ("value+random", "'random' alone, which joins no other rank"),
+        ("window+key", "'window' alone"),
+    ],
+)  # fmt: skip
+def test_errors_name_what_is_there(value: Any, says: str) -> None:
+    with pytest.raises(BudgetError, match=says) as raised:
+        Policy.parse(value)
+    assert raised.value.parameter == "kv_policy" and raised.value.value == value
+
+
+@pytest.mark.parametrize("old", ALIASES)
+def test_old_names_serve_for_one_release_and_say_so_once(
+    old: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module._warn_of.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="vllm.h2o_vllm.policy"):
+        policies = {Policy.parse(old, calibrated=True) for _ in range(3)}
+    assert {policy.name for policy in policies} == {ALIASES[old]}
+    assert len(caplog.records) == 1
+    assert old in caplog.text and ALIASES[old] in caplog.text
+
+
+@pytest.mark.parametrize("name", [*JOINS, "random", "window"])
+def test_what_workers_are_told_follows_from_the_ranks(name: str) -> None:
+    policy = Policy.parse(name, calibrated=True)
+    ranks = {*name.split("+")}
+    of_all, of_end = bool(ranks & {"attention", "mean", "value"}), "end" in ranks
+    for prompt in (1, 32, 33, 500):
+        end = max(0, prompt - 32)
+        assert policy.first_scored(prompt) == (0 if of_all else end if of_end else NEVER)
+        assert policy.late_from(prompt) == (end if of_all and of_end else NEVER)
+    assert policy.needs_scores == (of_all or of_end)
+    assert [RANKS[index].name for index in policy.indices()] == name.split("+")
+    inside = [RANKS[index].name for index in policy.indices(in_prompt=True)]
+    assert inside == [rank for rank in name.split("+") if rank != "end"]
+    assert policy.may_bound == (not name.startswith("end"))
+    assert policy.may_bound <= bool(inside), "something is left to rank by"
+
+
+@pytest.mark.parametrize(
+    ("name", "recent", "protect", "shares", "equal"),
+    [
+        ("attention", 0.5, 0, False, False),
+        ("key", 0.5, 0, False, True),
+        ("end", 0.5, 0, False, False),
+        ("value+key", 0.25, 0, False, False),
+        ("predicted", 0.1, 0, True, False),
+        ("predicted+key", 0.1, 0, True, False),
+        ("predicted+end", 0.25, 0, True, False),
+        ("predicted+value+end+key", 0.25, 0, True, False),
+        ("random", 0.05, "prompt", False, True),
+        ("window", 0.5, 0, False, True),
+    ],
+)
+def test_defaults_follow_from_the_ranks(
+    name: str, recent: float, protect: int | str, shares: bool, equal: bool
+) -> None:
+    policy = Policy.parse(name, calibrated=True)
+    assert (policy.recent, policy.protect, policy.shares) == (recent, protect, shares)
+    assert bool(policy.equal_because) == equal
+
+
+def test_the_table_fits_together() -> None:
+    for rank in RANKS:
+        assert rank.moves or not rank.joins
+        assert rank.joins or any(preset.name == rank.name for preset in PRESETS)
+        assert rank.collects is Collects.NOTHING or not rank.calibrated
+    ops = [rank.op for rank in RANKS if rank.op]
+    assert ops == sorted(set(ops)), "GPUs join ranks in the table's order"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A start that failed, in one line that says what to change. Runs in the process the user starts.
 
-What vLLM says of its options is written for people and kept, cut to its first paragraph. What libraries say,
-and what does not name the option at fault, is put into words here. Of an error that only a developer
-understands the last places are shown as well. The line names the file with everything.
+What vLLM and libraries say is kept, cut to its first paragraph, with options as the command line has them. Of
+an error that only a developer understands the last places are shown as well. The line names the file with
+everything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import signal
 import traceback
 from dataclasses import replace
-from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -33,6 +32,7 @@ FOR_USERS = {
     "NotImplementedError",
     "OSError",
     "RuntimeError",
+    "StoodStillError",
     "ValidationError",
     "ValueError",
 }
@@ -40,48 +40,6 @@ FOR_USERS = {
 
 ENGINE_GONE = re.compile(r"Failed core proc\(s\): \{.*?: (-?\d+)\}")
 """In what vLLM (0.32) says when its engine core has ended without a word: the exit code."""
-
-
-class Rule(NamedTuple):
-    """What to say of an error.
-
-    Attributes:
-        error: found in its class and message, "ValueError: ...".
-        says: what to say: ``{model}`` is the model, ``{message}`` what the error said.
-    """
-
-    error: re.Pattern[str]
-    says: str
-
-
-def _rule(error: str, says: str) -> Rule:
-    return Rule(re.compile(error, re.IGNORECASE), says)
-
-
-RULES = [
-    _rule(
-        r"SafetensorError|UnpicklingError|PytorchStreamReader|invalid load key",
-        "--model {model}: a file of weights cannot be read ({message}); fetch the model again",
-    ),
-    _rule(
-        r"valid model identifier|Invalid repository ID|LocalEntryNotFound|HFValidationError"
-        r"|RepositoryNotFound|couldn't connect to|ConnectError|OfflineModeIsEnabled|Max retries exceeded",
-        "--model {model}: no such directory, and no hub has it or can be reached ({message})",
-    ),
-    _rule(
-        r"MemoryError|can't allocate memory|Cannot allocate memory",
-        "not enough memory ({message}); take a smaller model, name less for the KV cache "
-        "(--kv-cache-memory-bytes), or end other processes",
-    ),
-    _rule(
-        r"larger than the available KV cache memory",
-        "{message} Or name a size: --kv-cache-memory-bytes, or a larger --num-gpu-blocks-override",
-    ),
-    _rule(
-        r"Not enough allowed NUMA nodes",
-        '{message} For two ranks, one core each: VLLM_CPU_OMP_THREADS_BIND="0|1"',
-    ),
-]
 
 
 def describe(error: Exception, args: argparse.Namespace) -> list[str]:
@@ -101,7 +59,7 @@ def describe(error: Exception, args: argparse.Namespace) -> list[str]:
         pass
     if not place:
         lines = [line.rstrip() for line in traceback.format_exception(error)]
-    elif _is_surprise(reason):
+    elif not (reason.loading or _is_for_users(reason)):
         lines = reason.last_lines
     return [*lines, f"{explain(reason, args)}{place}"]
 
@@ -120,25 +78,15 @@ def reason_of(error: Exception, recorded: Reason | None) -> Reason:
 def explain(reason: Reason, args: argparse.Namespace) -> str:
     """The reason in one line, with the options' names as the command line has them."""
     message = _first_paragraph(reason.message)
-    named = f"{reason.error}: {message}"
-    if (rule := _rule_for(reason)) is not None:
-        said = rule.says.format(model=args.model, message=message)
-    elif reason.loading:
-        said = f"--model {args.model}: its weights do not fit its config.json ({named})"
-    else:
-        said = named if _is_surprise(reason) else message
+    said = message if _is_for_users(reason) else f"{reason.error}: {message}"
+    if reason.loading:
+        said = f"--model {args.model}: its weights cannot be loaded ({reason.error}: {message})"
     # vLLM names options as its Python arguments: `max_model_len`.
     return re.sub(r"`-*([a-z0-9_-]+)`", lambda name: _as_option(name, args), said)
 
 
-def _rule_for(reason: Reason) -> Rule | None:
-    said = f"{reason.error}: {reason.message}"
-    return next((rule for rule in RULES if rule.error.search(said)), None)
-
-
-def _is_surprise(reason: Reason) -> bool:
-    known = reason.error in FOR_USERS and reason.message.strip()
-    return not known and _rule_for(reason) is None
+def _is_for_users(reason: Reason) -> bool:
+    return reason.error in FOR_USERS and bool(reason.message.strip())
 
 
 def _as_option(name: re.Match[str], args: argparse.Namespace) -> str:

@@ -155,10 +155,10 @@ def serve(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        pytest.param([], "a file of weights cannot be read", id="engine"),
+        pytest.param([], "its weights cannot be loaded", id="engine"),
         pytest.param(
             ["--distributed-executor-backend", "mp"],
-            "a file of weights cannot be read",
+            "its weights cannot be loaded",
             id="worker",
         ),
         pytest.param(["--max-model-len", "9999999"], "max_model_len (9999999)", id="server"),

@@ -92,7 +92,7 @@ def choose_backend(config: VllmConfig) -> type[AttentionBackend]:
         ConfigError: the override is unknown.
     """
     wanted = os.environ.get("H2O_CUDA_BACKEND")
-    if wanted is not None:
+    if wanted:
         if wanted not in _BACKENDS:
             raise ConfigError(
                 f"H2O_CUDA_BACKEND must be one of {', '.join(_BACKENDS)}, got {wanted!r}"

@@ -65,7 +65,7 @@ def load(name: str | None = None) -> ModuleType:
     Raises:
         ConfigError: the name is unknown, or the one asked for cannot be had.
     """
-    wanted = name or os.environ.get("H2O_CPU_KERNEL")
+    wanted = name or os.environ.get("H2O_CPU_KERNEL") or None
     if wanted is not None and wanted not in _MODULES:
         raise ConfigError(f"H2O_CPU_KERNEL must be one of {', '.join(_MODULES)}, got {wanted!r}")
     try:

@@ -34,15 +34,18 @@ CPU_BLOCK_SIZE = 32
 def register() -> None:
     """Entry point ``vllm.general_plugins``: teach the block-manager registry our spec.
 
-    In a process that ``h2o-serve`` started, also record why it cannot start, should it be so.
+    In a process that ``h2o-serve`` started, also record why it cannot start, or where it stands, should it be
+    so, and keep vLLM's lines about its start out of the log.
     """
     from h2o_vllm.blocks.spec import register_specs
 
     register_specs()
-    if START_RECORD in os.environ:
-        from h2o_vllm.engine import start_record
+    if os.environ.get(START_RECORD):
+        from h2o_vllm.engine import quiet, stacks, start_record
 
         start_record.install()
+        stacks.install()
+        quiet.begin()
 
 
 def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, Any]:

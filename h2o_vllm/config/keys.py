@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys by which our parts find each other's data in vLLM's objects. Every process; imports nothing."""
 
-__all__ = ["CONFIG_KEY", "METRICS_KEY", "REPORT_KEY", "START_RECORD"]
+__all__ = ["CONFIG_KEY", "METRICS_KEY", "QUIET", "REPORT_KEY", "START_RECORD"]
 
 CONFIG_KEY = "h2o"
 """Key of our part of vLLM's ``additional_config``."""
@@ -14,6 +14,10 @@ key of those counts."""
 REPORT_KEY = "h2o"
 """Key of our reports inside an output's ``kv_transfer_params``: choice index -> report, or, if a server reads
 them and the request may go on, the values to make one of; see :mod:`h2o_vllm.blocks.report`."""
+
+QUIET = "H2O_QUIET"
+"""Environment variable that ``h2o-serve`` sets where nothing asks for a log level; see
+:mod:`h2o_vllm.engine.quiet`."""
 
 START_RECORD = "H2O_START_RECORD"
 """Environment variable that ``h2o-serve`` sets: the file of :mod:`h2o_vllm.engine.start_record`."""

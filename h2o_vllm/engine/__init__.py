@@ -6,6 +6,9 @@
 ``siblings``          the reports of a request's choices (``n > 1``) travel together
 ``orphan``            the engine core ends when its server is gone
 ``start_record``      where a process that cannot start leaves its reason
+``stacks``            where a process stands, for a server that waits for it
+``quiet``             which of vLLM's lines about its start are not shown
+``preload``           what a fork server imports for engines
 ``support``           what we refuse at start-up, and why; ``version`` which vLLM
 ``worker``            what a worker does beside vLLM's: compact, punch holes, bind every part
 ``binding``           law 9: the parts that vLLM bound are ours

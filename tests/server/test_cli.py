@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import default_calibration
 from h2o_vllm.server import cli
+from h2o_vllm.server.still import LIMIT_SECONDS, StartWatch
 
 COMMAND = [sys.executable, "-m", "h2o_vllm.server.cli"]
 
@@ -104,6 +106,72 @@ def test_a_container_says_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("H2O_HOST", "0.0.0.0")
     assert cli.parse([])[0].host == "0.0.0.0"
     assert cli.parse(["--host", "::1"])[0].host == "::1"
+
+
+@pytest.mark.parametrize(
+    "name", ["H2O_HOST", "H2O_CPU_KERNEL", "H2O_CUDA_BACKEND", "H2O_STILL_SECONDS"]
+)
+def test_a_variable_that_is_empty_is_unset(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from h2o_vllm.engine.cuda.choice import choose_backend
+    from h2o_vllm.kernels import cpu
+
+    monkeypatch.setenv(name, "")
+    monkeypatch.setattr(cpu, "import_module", lambda module: module)
+    assert cli.parse([])[0].host == "127.0.0.1"
+    assert StartWatch()._limit == LIMIT_SECONDS
+    assert str(cpu.load.__wrapped__()) == "h2o_vllm.kernels.cpu.cpp"
+    with pytest.raises(AttributeError, match=r"model_config|parallel_config"):
+        # Not a complaint about the name of a backend.
+        choose_backend(argparse.Namespace())  # type: ignore[arg-type]
+
+
+PACKAGES = {
+    "torchvision": 'raise RuntimeError("operator torchvision::nms does not exist")',
+    "zmq": 'raise ImportError("libzmq.so.5: cannot open shared object file")',
+    "uvloop": 'raise OSError("undefined symbol: uv_x")',
+}
+
+
+@pytest.mark.parametrize("argument", ["--help", "--port=0"])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_dependency_that_cannot_be_imported_is_one_line(
+    package: str, argument: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "site-packages"
+    (folder / package).mkdir(parents=True)
+    (folder / package / "__init__.py").write_text(PACKAGES[package])
+    about = folder / f"{package}-9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9.9\n")
+    (about / "top_level.txt").write_text(package)
+    done = subprocess.run(
+        [*COMMAND, argument], env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    line = done.stderr.strip().splitlines()[-1]
+    assert f"h2o-serve: error: {package} 9.9 cannot be imported beside torch 2." in line
+    assert "Traceback" not in done.stderr
+    assert ("pip uninstall torchvision" if package == "torchvision" else "deploy/locks") in line
+
+
+def test_a_dependency_that_is_missing_is_one_line() -> None:
+    code = "import sys; sys.modules['msgspec'] = None; from h2o_vllm.server.cli import main; main(['--help'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert "h2o-serve: error: the package msgspec is missing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_a_port_that_cannot_be_is_refused_by_name(port: str) -> None:
+    from h2o_vllm.server.serve import prepare
+
+    args, parser = cli.parse(["some/model", "--port", port])
+    with pytest.raises(ConfigError, match=f"--port {port}: must be 0 to 65535"):
+        prepare(args, parser, cli.config_of(args))
 
 
 @pytest.mark.parametrize(("given", "value"), [("7", 7), ("prompt", "prompt"), ("system", "system")])
@@ -303,11 +371,13 @@ def test_port_in_use_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None
         taken.listen()
         port = taken.getsockname()[1]
         monkeypatch.setattr(
-            serve.launch, "run", lambda a: create_server_socket((a.host, a.port), reuse_port=False)
+            serve.launch,
+            "run",
+            lambda a, _: create_server_socket((a.host, a.port), reuse_port=False),
         )
         args, parser = cli.parse(["some/model", "--port", str(port)])
         with pytest.raises(ConfigError, match=f"--port {port}: already in use"):
-            serve.serve(args, parser, cli.config_of(args))
+            serve.serve(args, parser, cli.config_of(args), StartWatch(0))
 
 
 class TestShutdownFilter:

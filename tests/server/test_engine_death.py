@@ -12,6 +12,7 @@ import pytest
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server import engine_death, launch, serve
+from h2o_vllm.server.still import StartWatch
 from tests.server.vllm_like import Engine, build
 
 
@@ -59,8 +60,9 @@ async def test_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(serve, name, lambda *_: None)
     monkeypatch.setattr(serve, "prepare", lambda _args, _parser, config: config)
     monkeypatch.setattr(serve, "validate_parsed_serve_args", lambda _: None)
-    monkeypatch.setattr(launch, "run", lambda _: 0)
-    args = argparse.Namespace(block_size=32), argparse.ArgumentParser(), H2OConfig()
+    monkeypatch.setattr(launch, "run", lambda *_: 0)
+    given = argparse.Namespace(block_size=32, log_config_file=None)
+    args = given, argparse.ArgumentParser(), H2OConfig(), StartWatch(0)
     assert serve.serve(*args) == 0
     engine = Engine()
     engine.errored = True

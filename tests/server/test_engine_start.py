@@ -1,82 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an engine is forked, and what is right in it. That it serves is shown by the live tests."""
+"""The fork server, and what an engine from it has. That it serves is shown by the live tests."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
-import socket
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from h2o_vllm.engine.cpu import executor
-from h2o_vllm.plugin import CPU_EXECUTOR
-from h2o_vllm.server import engine_start
+from h2o_vllm.server import engine_start, fork_server
+
+SCRIPT = """
+import multiprocessing, os
+import torch
+from h2o_vllm.server import fork_server
+
+def engine(answer):
+    # With a team of threads that did not survive, this waits for ever.
+    torch.set_num_threads(2)
+    torch.zeros(1 << 22).add_(1)
+    answer.send((os.getppid(), os.environ.get("SET_LATER"), os.environ.get("TAKEN_OUT")))
+
+if __name__ == "__main__":
+    os.environ["TAKEN_OUT"] = "1"
+    fork_server.start()
+    torch.set_num_threads(2)
+    torch.zeros(1 << 22).add_(1)
+    os.environ["SET_LATER"] = os.environ.pop("TAKEN_OUT")
+    ours, theirs = multiprocessing.Pipe()
+    with fork_server.engine_from_fork_server():
+        process = multiprocessing.get_context("spawn").Process(target=engine, args=(theirs,))
+        process.start()
+    assert ours.poll(60), "the engine hangs"
+    parent, later, out = ours.recv()
+    process.join()
+    assert (process.exitcode, later, out) == (0, "1", None)
+    assert parent != os.getpid(), "forked from a process that has computed"
+    print("threads:", len(os.listdir(f"/proc/{parent}/task")))
+"""
+
+
+def test_engine_computes_though_the_server_has_computed_and_has_the_servers_environment(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(SCRIPT)
+    # A pool of numpy's own would be threads as well.
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # What is imported computes nothing, so the fork server has no team that could be missing in an engine.
+    assert done.stdout.endswith("threads: 1\n")
+
+
+def test_only_the_engine_comes_from_the_fork_server() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    usual = spawn.Process
+    with fork_server.engine_from_fork_server():
+        assert multiprocessing.get_context("spawn").Process is fork_server.PreloadedProcess
+    assert spawn.Process is usual
 
 
 @pytest.mark.parametrize(
-    ("executor_backend", "ranks", "preload", "forks"),
-    [
-        pytest.param(CPU_EXECUTOR, 1, "", True, id="plain"),
-        pytest.param(CPU_EXECUTOR, 1, "loaded", True, id="preloaded-here"),
-        pytest.param(CPU_EXECUTOR, 1, "loaded:/lib/libtcmalloc.so", False, id="another-allocator"),
-        pytest.param(CPU_EXECUTOR, 2, "", False, id="ranks"),
-        pytest.param("mp", 1, "", False, id="vllms-executor"),
-    ],
+    ("preload", "there"),
+    [("", True), ("loaded", True), ("loaded:/lib/libtcmalloc.so", False)],
 )
-def test_engine_is_forked_where_a_spawned_one_would_be_the_same(
-    executor_backend: str, ranks: int, preload: str, forks: bool, monkeypatch: pytest.MonkeyPatch
+def test_engine_is_spawned_where_a_library_is_to_be_preloaded(
+    preload: str, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torch's OpenMP is in this process.
     maps = Path("/proc/self/maps").read_text().splitlines()
     library = next(line.split()[-1] for line in maps if "libgomp" in line)
     monkeypatch.setenv("LD_PRELOAD", preload.replace("loaded", library))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    for name in executor.BINDING:
-        monkeypatch.delenv(name, raising=False)
-    parallel = SimpleNamespace(
-        distributed_executor_backend=executor_backend, world_size=ranks, data_parallel_size=1
-    )
-    config: Any = SimpleNamespace(parallel_config=parallel)
-    assert engine_start.may_fork(config) is forks
-
-
-def test_child_has_its_threads_and_neither_signals_nor_clients_of_its_parent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(engine_start.METHOD, "spawn")
-    listening, (wakeup, written) = socket.socket(), socket.socketpair()
-    written.setblocking(False)
-    before, old = torch.get_num_threads(), signal.set_wakeup_fd(written.fileno())
-    try:
-        torch.set_num_threads(3)
-        # Fewer where a vLLM worker lives in this process: it makes that call do nothing.
-        wanted = torch.get_num_threads()
-        engine_start._Fork(listening).prepare()
-        assert (os.environ[engine_start.METHOD], torch.get_num_threads()) == ("fork", 1)
-        child = os.fork()
-        if child == 0:
-            right = (
-                os.environ[engine_start.METHOD] == "spawn"
-                and torch.get_num_threads() == wanted
-                and signal.set_wakeup_fd(-1) == -1
-                and listening.fileno() == -1
-            )
-            os._exit(0 if right else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert os.environ[engine_start.METHOD] == "spawn"
-        assert listening.fileno() != -1
-        # A later fork is nobody's engine.
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if listening.fileno() != -1 else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        signal.set_wakeup_fd(old)
-        torch.set_num_threads(before)
-        for one in (listening, wakeup, written):
-            one.close()
+    assert engine_start._is_preloaded() is there

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server says when it is up: where it is, a first request, how to stop it. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+
+__all__ = ["greeting"]
+
+
+def greeting(args: argparse.Namespace, address: str) -> list[str]:
+    """Three lines for the reader of the terminal.
+
+    Args:
+        args: of the server.
+        address: where it listens, as vLLM says it: ``http://0.0.0.0:8000``, ``unix:/path``.
+    """
+    scheme, _, place = address.partition("://")
+    curl, url = "curl -s", f"{scheme}://{_reachable(place)}{args.root_path or ''}"
+    if args.uds:
+        curl, url = f"curl -s --unix-socket {shlex.quote(args.uds)}", "http://localhost"
+    names = args.served_model_name or [args.model]
+    body = {
+        "model": names[0] if isinstance(names, list) else names,
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+        "max_tokens": 50,
+    }
+    key = " -H 'Authorization: Bearer KEY'" if args.api_key else ""
+    page = f"{url}/h2o/" if args.kv_playground else f"{url}/docs"
+    return [
+        f"h2o-serve: ready. Page: {page}",
+        f"h2o-serve: ask:  {curl} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}",
+        "h2o-serve: stop: Ctrl-C",
+    ]
+
+
+def _reachable(place: str) -> str:
+    """All addresses are a place to listen at, not one to ask."""
+    host, _, port = place.rpartition(":")
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '') else host}:{port}"  # noqa: S104

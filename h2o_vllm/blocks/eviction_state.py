@@ -102,7 +102,6 @@ class EvictionState(Timeline):
         return EvictionParams(
             first_scored=self.policy.first_scored(self.prompt_tokens),
             late_from=self.policy.late_from(self.prompt_tokens),
-            sinks=self.budget.sinks if self.policy.moves_tokens else 0,
             traced=self.budget.trace,
             shares_heads=self.budget.heads == "shared",
             pinned=self.pinned_tokens,

@@ -175,7 +175,6 @@ class H2OBlockManager(SqueezingManager):
             fresh_blocks=fresh,
             fresh_from=indices.fresh.start * self.block_size,
             seen=computed,
-            sinks=state.budget.sinks,
         )
 
     def _publish(self, state: EvictionState) -> None:

@@ -24,7 +24,6 @@ class EvictionParams:
             (:mod:`h2o_vllm.policy.ranks`): none. The same after a preemption.
         late_from: position of the first query whose attention is also kept apart from the earlier ones';
             ``NEVER``: it is not.
-        sinks: first tokens that are never evicted, if tokens move.
         pinned: tokens in pinned blocks, which others may read from the prefix cache: without scores.
         traced: whether the worker notes which tokens go, see :mod:`h2o_vllm.engine.trace`.
         shares_heads: whether a layer's KV heads share its heavy slots, see :mod:`h2o_vllm.kernels.lanes`.
@@ -32,7 +31,6 @@ class EvictionParams:
 
     first_scored: int
     late_from: int
-    sinks: int = 0
     traced: bool = False
     shares_heads: bool = False
     pinned: int = 0
@@ -53,7 +51,6 @@ class Eviction:
             table order. Their tokens lie where they were written, all others where they were moved.
         fresh_from: logical position of the first token in ``fresh_blocks``; the others follow.
         seen: tokens computed so far, which is the number of queries so far.
-        sinks: first tokens that are never evicted.
     """
 
     request_id: str
@@ -64,7 +61,6 @@ class Eviction:
     fresh_blocks: tuple[int, ...] = ()
     fresh_from: int = 0
     seen: int = 0
-    sinks: int = 0
 
     @property
     def ranked_blocks(self) -> frozenset[int]:

@@ -46,7 +46,6 @@ def request_report(
         "budget": None if budget.tokens is not None else budget.fraction,
         "budget_tokens": budget_tokens(budget, seen),
         "recent": budget.recent,
-        "sinks": budget.sinks,
         "policy": budget.policy.name,
         "heads": budget.heads,
         "delay": budget.delay,

@@ -54,8 +54,7 @@ class EvictionSchedule:
     """The counts of one request.
 
     Attributes:
-        budget: its protected tokens fill whole blocks, as does the bound of its prompt, and its floor covers
-            the sinks behind them.
+        budget: its protected tokens fill whole blocks, as does the bound of its prompt.
         block_size: tokens per block.
         prompt_tokens: known before the answer.
     """
@@ -68,14 +67,12 @@ class EvictionSchedule:
     def of(cls, budget: RequestBudget, block_size: int, prompt_tokens: int) -> Self:
         """Round what ``budget`` says to whole blocks; ``budget.protect`` must be a number."""
         protect = math.ceil(int(budget.protect) / block_size)
-        sinks = math.ceil(budget.sinks / block_size)
-        floor = max(budget.floor, (sinks - protect) * block_size)
         prefill = 0
         if budget.prefill:
             # Three quarters of the bound have to hold the floor.
-            least = max(LEAST_BOUND_BLOCKS, 2 * math.ceil(floor / block_size))
+            least = max(LEAST_BOUND_BLOCKS, 2 * math.ceil(budget.floor / block_size))
             prefill = max(budget.prefill // block_size, least) * block_size
-        rounded = replace(budget, protect=protect * block_size, floor=floor, prefill=prefill)
+        rounded = replace(budget, protect=protect * block_size, prefill=prefill)
         return cls(rounded, block_size, prompt_tokens)
 
     @cached_property

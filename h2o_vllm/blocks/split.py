@@ -37,13 +37,11 @@ def rank_all(candidates: list[int], num_doomed: int, *, first: bool) -> BlockSpl
     return BlockSplit(tuple(candidates[:keep]), tuple(candidates[keep:]))
 
 
-def drop_oldest(candidates: list[int], num_doomed: int, protected: int) -> BlockSplit:
-    """Free the oldest blocks behind the first ones, in place; the first ones go only if they must.
+def drop_oldest(candidates: list[int], num_doomed: int) -> BlockSplit:
+    """Free the oldest blocks behind the sequence's first one, in place; the first one goes only if it must.
 
     Args:
         candidates, num_doomed: as for :func:`rank_all`.
-        protected: how many table indices, from 0, hold first tokens that must stay; at least one stays.
     """
-    stay = max(1, protected)
-    order = [i for i in candidates if i >= stay] + [i for i in candidates if i < stay]
+    order = [i for i in candidates if i > 0] + [i for i in candidates if i == 0]
     return BlockSplit((), tuple(sorted(order[:num_doomed])))

@@ -75,8 +75,6 @@ class Timeline:
         """Rounded to blocks."""
         self.pinned = int(self.budget.protect) // block_size
         """Blocks of the protected tokens: the first of the table, in the end all of them full."""
-        self._sink_blocks = max(self.pinned, math.ceil(budget.sinks / block_size))
-        """Blocks that hold the first tokens which must stay, while they lie where they were written."""
         self.policy = budget.policy
         # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
         # in excess never falls as a sequence grows, so the last count tells for all of them.
@@ -176,12 +174,12 @@ class Timeline:
 
     def _split(self, computed: int, num_doomed: int) -> tuple[BlockSplit, range]:
         until = self.schedule.recent_from(computed)
-        # As many heavy blocks as the first tokens need come before recent ones.
-        until = max(until, self.holes + num_doomed + self._sink_blocks)
+        # What is given back comes before what is recent.
+        until = max(until, self.holes + num_doomed + self.pinned)
         fresh = range(self._next_index, until)
         candidates = [*self._candidates, *fresh]
         if not self.policy.moves_tokens:
-            return drop_oldest(candidates, num_doomed, self._sink_blocks), fresh
+            return drop_oldest(candidates, num_doomed), fresh
         return rank_all(candidates, num_doomed, first=self._evicted_at is None), fresh
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 
 from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
 from h2o_vllm.config.request_fields import (
+    FEW_PROTECTED,
     MAX_DELAY,
-    MAX_SINKS,
+    REMOVED_FIELDS,
     check_heads,
     check_prefill,
     check_protect,
@@ -42,7 +43,6 @@ class H2OConfig:
         kv_recent: default share of a budget spent on the newest tokens, in [0, 1]; ``None``: see
             :meth:`recent_of`.
         kv_policy: default policy, see :meth:`.Policy.parse`. ``h2o`` is the paper's.
-        kv_sinks: default number of first tokens that are never evicted, 0 to 1024.
         kv_budget_min: smallest ``kv_budget`` a request may ask for.
         kv_budget_max: largest ``kv_budget`` a request may ask for.
         kv_min_tokens: no budget falls below this many tokens; short sequences stay whole.
@@ -77,7 +77,6 @@ class H2OConfig:
     kv_budget_tokens: int | None = None
     kv_recent: float | None = None
     kv_policy: str = "auto"
-    kv_sinks: int = 0
     kv_budget_min: float = 0.01
     kv_budget_max: float = 1.0
     kv_min_tokens: int = 128
@@ -111,7 +110,6 @@ class H2OConfig:
         if self.kv_recent is not None:
             check_fraction("kv_recent", self.kv_recent, 0.0, 1.0)
         default = self.default_policy
-        check_integer("kv_sinks", self.kv_sinks, 0, MAX_SINKS)
         if self.kv_budget_tokens is not None:
             check_integer("kv_budget_tokens", self.kv_budget_tokens)
         check_integer("kv_min_tokens", self.kv_min_tokens)
@@ -154,7 +152,11 @@ class H2OConfig:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ConfigError(f"unknown h2o option(s) {', '.join(unknown)}; known: {sorted(known)}")
+            removed = [
+                f"{name}: {REMOVED_FIELDS[name]}" for name in unknown if name in REMOVED_FIELDS
+            ]
+            hint = "; ".join(removed) or f"known: {sorted(known)}"
+            raise ConfigError(f"unknown h2o option(s) {', '.join(unknown)}; {hint}")
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -208,10 +210,10 @@ class H2OConfig:
         """Most tokens that a request may protect; ``None``: its whole prompt.
 
         Who bounds budgets and says nothing of protection does not expect prompts to stay whole: few tokens
-        then, as with sinks, unless the default protects more.
+        then, unless the default protects more.
         """
         if self.kv_protect_max is not None:
             return self.kv_protect_max
         if self.kv_budget_max == 1.0 or isinstance(self.kv_protect, str):
             return None
-        return max(MAX_SINKS, self.kv_protect or 0)
+        return max(FEW_PROTECTED, self.kv_protect or 0)

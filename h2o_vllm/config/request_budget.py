@@ -20,7 +20,6 @@ class RequestBudget:
         min_fraction, max_fraction: operator limits; they bound ``tokens`` as well.
         floor: budgets never fall below this many tokens.
         recent: share of the budget given to the newest tokens, in [0, 1].
-        sinks: first tokens that are never evicted; no budget falls below them.
         policy: which tokens stay beside the newest.
         protect: first tokens that are neither ranked nor evicted; the budget applies to those behind
             them. A number, or one of :data:`~h2o_vllm.config.request_fields.PROTECT_WORDS` as long as the
@@ -42,7 +41,6 @@ class RequestBudget:
     floor: int
     recent: float
     policy: Policy
-    sinks: int = 0
     protect: int | str = 0
     delay: int = 0
     elastic: bool = False

@@ -16,7 +16,6 @@ from h2o_vllm.policy.policy import Policy
 __all__ = [
     "HEADS",
     "MAX_DELAY",
-    "MAX_SINKS",
     "MAX_TRACE_TOKENS",
     "PROTECT_WORDS",
     "REQUEST_FIELDS",
@@ -32,7 +31,6 @@ REQUEST_FIELDS = (
     "kv_recent",
     "kv_policy",
     "kv_heads",
-    "kv_sinks",
     "kv_protect",
     "kv_delay",
     "kv_elastic",
@@ -52,8 +50,13 @@ PROTECT_WORDS = ("prompt", "system")
 """What ``kv_protect`` may be beside a number of first tokens: all of the prompt, or its system messages and
 tool definitions. Only a server knows roles: it puts a number in the place of ``"system"``."""
 
-MAX_SINKS = 1024
-"""Sinks come on top of an operator's ``kv_budget_max``, so they are few."""
+FEW_PROTECTED = 1024
+"""Tokens a request may protect where an operator bounds budgets and says nothing of protection."""
+
+REMOVED_FIELDS = {
+    "kv_sinks": "it was removed; kv_protect keeps a number of first tokens, in whole blocks beside the budget"
+}
+"""Fields and options of earlier releases, and what replaces each."""
 
 MAX_DELAY = 256
 """While an eviction is delayed, a request holds more than ``kv_budget_max`` says: not for long."""

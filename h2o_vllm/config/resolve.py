@@ -16,7 +16,7 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import (
     MAX_DELAY,
-    MAX_SINKS,
+    REMOVED_FIELDS,
     REQUEST_FIELDS,
     check_heads,
     check_prefill,
@@ -40,6 +40,9 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     Raises:
         BudgetError: a field has the wrong type, is out of range, or contradicts another.
     """
+    for name, instead in REMOVED_FIELDS.items():
+        if asked and asked.get(name) is not None:
+            raise BudgetError(name, asked[name], f"left out: {instead}")
     given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
     bounded = bool(given.get("kv_prefill_tokens", config.kv_prefill_tokens))
     policy = config.policy_of(given.get("kv_policy"), bounded=bounded)
@@ -54,7 +57,6 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         floor=config.kv_min_tokens,
         recent=check_fraction("kv_recent", recent, 0.0, 1.0),
         policy=policy,
-        sinks=check_integer("kv_sinks", given.get("kv_sinks", config.kv_sinks), 0, MAX_SINKS),
         protect=check_protect(
             given.get("kv_protect", config.protect_of(policy)), _most_protected(config)
         ),

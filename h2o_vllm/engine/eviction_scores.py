@@ -118,17 +118,9 @@ def _new_scores(
     """
     policy = Policy.of(eviction.ranks)
     layers, heads, count, block_size = old.shape
-    # Protected tokens: not to be spread over their neighbours, not to be lost.
-    protected = old == float("inf")
-    if not policy.needs_scores:
-        # Blocks from the prefix cache have scores of others, who may be about to rank them as well (see
-        # ``waves``): the first tokens are told by their positions. Known blocks are the request's own.
-        places = torch.arange(len(eviction.fresh_blocks) * block_size, device=old.device)
-        first = (places < eviction.sinks - eviction.fresh_from).view(-1, block_size)
-        protected[:, :, count - len(eviction.fresh_blocks) :] = first
 
     def of_tokens(scores: torch.Tensor) -> torch.Tensor:
-        return scores.masked_fill(protected, 0.0).reshape(layers, heads, -1)
+        return scores.reshape(layers, heads, -1)
 
     late = None
     if any(rank.collects is Collects.END for rank in policy.ranks):
@@ -149,9 +141,9 @@ def _new_scores(
             first_kv_head=first_kv_head,
         ),
     )
-    return None if new is None else new.view(old.shape).masked_fill(protected, float("inf"))
+    return None if new is None else new.view(old.shape)
 
 
 def early_part(scores: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
-    """What is left of scores without the late queries' part; 0 for protected tokens."""
-    return torch.where(scores == float("inf"), 0.0, scores - late)
+    """What is left of scores without the late queries' part."""
+    return scores - late

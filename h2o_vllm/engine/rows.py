@@ -30,7 +30,6 @@ class StepRows:
         evicts: rows of requests that can evict, [B]; padding rows cannot.
         query_lens: [B], int32. seq_lens: logical lengths, this step's tokens included, [B], int32.
         first_scored, late_from: see :class:`h2o_vllm.blocks.plan.EvictionParams`; [B], int32.
-        sinks: protected first tokens, [B], int32.
     """
 
     evicts: NDArray[np.bool_]
@@ -38,7 +37,6 @@ class StepRows:
     seq_lens: NDArray[np.int32]
     first_scored: NDArray[np.int32]
     late_from: NDArray[np.int32]
-    sinks: NDArray[np.int32]
 
     @classmethod
     def of(
@@ -48,7 +46,6 @@ class StepRows:
         seq_lens: NDArray[np.int32],
         first_scored: NDArray[np.int32],
         late_from: NDArray[np.int32],
-        sinks: NDArray[np.int32],
     ) -> StepRows:
         """From what is known of the real rows, and ``starts``, [B + 1], which may have padding rows."""
         rows = len(starts) - 1
@@ -63,7 +60,6 @@ class StepRows:
             seq_lens,
             padded(first_scored, NEVER),
             padded(late_from, NEVER),
-            padded(sinks, 0),
         )
 
     @cached_property
@@ -106,20 +102,6 @@ class StepRows:
     def prompts(self) -> NDArray[np.bool_]:
         """[B]: rows with several queries, scored ones among them."""
         return (self.scored_queries > 0) & (self.query_lens > 1)
-
-    @property
-    def protected_tokens(self) -> NDArray[np.int64]:
-        """Positions in the batch of the first tokens that must stay."""
-        rows = np.flatnonzero(self.computed < self.sinks)
-        if not rows.size:
-            return _NO_TOKENS
-        counts = np.minimum(self.query_lens, self.sinks - self.computed)
-        return np.concatenate(
-            [
-                np.arange(self.starts[row], self.starts[row] + counts[row], dtype=np.int64)
-                for row in rows
-            ]
-        )
 
     def new_tokens(self, *, apart: bool) -> NDArray[np.int64] | slice:
         """Positions in the batch of the tokens whose attention will be collected.

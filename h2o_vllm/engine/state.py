@@ -19,7 +19,6 @@ from h2o_vllm.policy.policy import Policy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
@@ -107,19 +106,6 @@ class WorkerState(ABC):
                 places = tokens if isinstance(tokens, slice) else self._to_device(tokens)
                 scores = self.planes.flatten(0, 1) if apart else self.scores
                 self._reset(scores, slot_mapping[places], None)
-        protected = rows.protected_tokens
-        if protected.size:
-            self.protect(slot_mapping, protected)
-
-    def protect(self, slot_mapping: torch.Tensor, tokens: NDArray[np.int64]) -> None:
-        """Rank first tokens above all others, for as long as they live.
-
-        Args:
-            slot_mapping: as for :meth:`start_tokens`. tokens: their places in the batch.
-        """
-        layers, _, heads, _ = self.scores.shape
-        highest = self.scores.new_full((layers, heads, len(tokens)), float("inf"))
-        self._reset(self.scores, slot_mapping[self._to_device(tokens)], highest)
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Have ``call`` made once this step's attention is computed, or on its way, in all layers."""

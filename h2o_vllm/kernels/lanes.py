@@ -18,10 +18,9 @@ What an eviction does, layer by layer, with ``nh`` heavy and ``nd`` doomed block
    blocks and lanes. In a block that was never ranked, lane h is head h's.
 2. All candidates of all heads are ranked together: the higher score first, NaN last; of equal ones the lower
    head, then the earlier candidate. The best ``nh * KH * BS`` are what the layer would keep.
-3. Each head starts with one lane. Each further one goes to the head with the most protected tokens (score
-   infinity) beyond the lanes that it has; where all have enough for theirs, to the one with the most of these
-   best tokens beyond them; of equal ones to the lower head. (That is each head's share, rounded to lanes by
-   the largest remainder.)
+3. Each head starts with one lane. Each further one goes to the head with the most of these best tokens beyond
+   the lanes that it has; of equal ones to the lower head. (That is each head's share, rounded to lanes by the
+   largest remainder.)
 4. Each head keeps as many of its best tokens as its lanes hold.
 5. It keeps the first of the lanes that it has; those that are given up go, in order of head, block and lane,
    to the heads that get more, in order of head.
@@ -53,13 +52,9 @@ def share_lanes(scores: Sequence[Tensor], lanes: int, block_size: int) -> list[i
     heads = torch.cat([torch.full((len(one),), head) for head, one in enumerate(scores)])
     best = torch.cat(list(scores)).argsort(descending=True, stable=True)[: lanes * block_size]
     wanted = heads[best].bincount(minlength=len(scores)).tolist()
-    protected = [int((one == float("inf")).sum()) for one in scores]
     given = [1] * len(scores)
     for _ in range(lanes - sum(given)):
-        needs = [
-            (max(0, stay - has * block_size), want - has * block_size)
-            for stay, want, has in zip(protected, wanted, given, strict=True)
-        ]
+        needs = [want - has * block_size for want, has in zip(wanted, given, strict=True)]
         given[needs.index(max(needs))] += 1
     return given
 

@@ -288,7 +288,7 @@ def split_scores(
         used = -(-int(seq_lens[row]) // scores.shape[3])
         blocks = block_table[row, :used].long()
         old, late = scores[:, blocks], early[:, blocks]
-        early[:, blocks] = torch.where(old == float("inf"), 0.0, old - late)
+        early[:, blocks] = old - late
 
 
 def compact_tables(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm.config.options import ADMISSIONS, FULL_KERNELS, H2OConfig
-from h2o_vllm.config.request_fields import HEADS
+from h2o_vllm.config.request_fields import HEADS, REMOVED_FIELDS
 from h2o_vllm.engine import quiet
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
@@ -35,8 +35,7 @@ GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
 GROUP_DESCRIPTION = """How much KV cache a request keeps: defaults and limits of its body fields kv_budget,
-kv_budget_tokens, kv_recent, kv_policy, kv_heads, kv_sinks, kv_protect, kv_delay, kv_elastic and
-kv_prefill_tokens."""
+kv_budget_tokens, kv_recent, kv_policy, kv_heads, kv_protect, kv_delay, kv_elastic and kv_prefill_tokens."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -208,17 +207,16 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         + "; ".join(f"{preset.name}: {preset.use}" for preset in PRESETS)
         + f". Or ranks, joined by +: {'+'.join(joinable_ranks(calibrated=True))}.",
     )
+    for name, instead in REMOVED_FIELDS.items():
+        # Known, so that the error says what replaces it.
+        flag = f"--{name.replace('_', '-')}"
+        hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        group.add_argument(flag, type=_removed(instead), **hidden)
     group.add_argument(
         "--kv-heads",
         choices=HEADS,
         default=_DEFAULTS.kv_heads,
         help="Tokens per head: equal, or by need.",
-    )
-    add(
-        "kv_sinks",
-        int,
-        "TOKENS",
-        "First tokens that are never evicted, 0 to 1024; no budget falls below them.",
     )
     add(
         "kv_protect",
@@ -283,6 +281,14 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         default=False,
         help="A page at /h2o/; brings --kv-trace.",
     )
+
+
+def _removed(instead: str) -> Callable[[str], NoReturn]:
+    def refuse(text: str) -> NoReturn:
+        del text
+        raise argparse.ArgumentTypeError(instead)
+
+    return refuse
 
 
 def _tokens_or_word(text: str) -> int | str:

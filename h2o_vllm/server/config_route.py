@@ -24,7 +24,6 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import (
     HEADS,
     MAX_DELAY,
-    MAX_SINKS,
     MAX_TRACE_TOKENS,
     REQUEST_FIELDS,
 )
@@ -53,7 +52,6 @@ class Defaults(BaseModel):
     kv_heads: Literal["equal", "shared"] = Field(
         description="Whether all KV heads of a layer keep as many tokens, or share its slots by need."
     )
-    kv_sinks: int = Field(description="First tokens that are never evicted.")
     kv_protect: int | Literal["prompt", "system"] = Field(
         description="First tokens that the budget leaves alone: a number, the whole prompt, or system "
         "messages and tool definitions."
@@ -74,7 +72,6 @@ class Limits(BaseModel):
     kv_budget_min: float = Field(description="Smallest kv_budget; bounds kv_budget_tokens too.")
     kv_budget_max: float = Field(description="Largest kv_budget.")
     kv_min_tokens: int = Field(description="No budget falls below this many tokens.")
-    kv_sinks_max: int = Field(description="Largest kv_sinks.")
     kv_delay_max: int = Field(description="Largest kv_delay.")
     kv_protect_max: int | None = Field(
         description="Largest kv_protect; null: as many tokens as the prompt has."
@@ -198,7 +195,6 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_budget_min=config.kv_budget_min,
             kv_budget_max=config.kv_budget_max,
             kv_min_tokens=config.kv_min_tokens,
-            kv_sinks_max=MAX_SINKS,
             kv_delay_max=MAX_DELAY,
             kv_protect_max=config.protect_limit,
             kv_elastic_admission=config.kv_elastic_admission,

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, Field, create_model
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.request_fields import HEADS, MAX_DELAY, MAX_SINKS, PROTECT_WORDS
+from h2o_vllm.config.request_fields import HEADS, MAX_DELAY, PROTECT_WORDS
 from h2o_vllm.policy.policy import policy_pattern
 from h2o_vllm.server.routes import LIFTED
 
@@ -43,9 +43,6 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
             Literal[HEADS], config.heads_of(policy),
             "Whether all KV heads of a layer keep as many tokens, or share its slots by need."
             + (f" Here equal: {config.kv_heads_equal_because}." if config.kv_heads_equal_because else ""),
-        ),
-        "kv_sinks": _field(
-            int, config.kv_sinks, "First tokens that are never evicted.", ge=0, le=MAX_SINKS
         ),
         "kv_protect": _field(
             int | Literal[PROTECT_WORDS], config.protect_of(policy),

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.config.request_fields import REQUEST_FIELDS
+from h2o_vllm.config.request_fields import REMOVED_FIELDS, REQUEST_FIELDS
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.misplaced import misplaced
@@ -235,6 +235,7 @@ def _refuse_unknown(place: Mapping[str, Any], known: frozenset[str]) -> None:
         shown = _shown(key)
         close = difflib.get_close_matches(key[:80].lower(), REQUEST_FIELDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(REQUEST_FIELDS)}"
+        hint = REMOVED_FIELDS.get(key, hint)
         raise RefusalError(
             f"{shown!r} is not a known request field; {hint}", shown, "unknown_field"
         )

@@ -32,7 +32,6 @@ REPORT_KEYS = (
     "budget",
     "budget_tokens",
     "recent",
-    "sinks",
     "policy",
     "heads",
     "delay",

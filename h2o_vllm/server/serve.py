@@ -66,15 +66,14 @@ def serve(
         start_record.begin()
     config = prepare(args, parser, config)
     logger.info(
-        "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_heads=%s kv_recent=%s kv_sinks=%s "
-        "kv_protect=%s kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask "
-        "for kv_budget %s to %s; block size %s",
+        "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_heads=%s kv_recent=%s "
+        "kv_protect=%s kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask for "
+        "kv_budget %s to %s; block size %s",
         config.kv_budget,
         config.kv_budget_tokens,
         config.default_policy.name,
         config.heads_of(config.default_policy),
         config.recent_of(config.default_policy),
-        config.kv_sinks,
         config.protect_of(config.default_policy),
         config.kv_delay,
         config.kv_elastic,

@@ -11,7 +11,7 @@ from typing import Any
 import schemathesis
 
 FIELDS = (
-    "kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_sinks", "kv_protect", "kv_delay",
+    "kv_budget", "kv_budget_tokens", "kv_recent", "kv_policy", "kv_protect", "kv_delay",
     "kv_elastic", "kv_evict_from",
 )  # fmt: skip
 REQUESTS = (

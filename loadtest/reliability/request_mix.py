@@ -29,7 +29,7 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 0.3, "kv_policy": "random"},
     {"kv_budget": 0.2, "kv_policy": "mean"},
     {"kv_budget": 0.2, "kv_policy": "value"},
-    {"kv_budget": 0.2, "kv_policy": "snapkv", "kv_sinks": 4},
+    {"kv_budget": 0.2, "kv_policy": "snapkv", "kv_protect": 4},
     {"kv_budget": 0.3, "kv_policy": "random", "kv_protect": 0},
     {"kv_budget": 0.3, "kv_policy": "key"},
     {"kv_budget": 0.2, "kv_policy": "value+key"},
@@ -45,7 +45,7 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 0.2, "kv_protect": 50, "kv_policy": "window"},
     {"kv_budget": 0.2, "kv_elastic": True},
     {"kv_budget": 0.1, "kv_elastic": True, "kv_protect": 30, "kv_policy": "value"},
-    {"kv_budget": 0.2, "kv_elastic": True, "kv_sinks": 4, "kv_policy": "key"},
+    {"kv_budget": 0.2, "kv_elastic": True, "kv_protect": 4, "kv_policy": "key"},
     {"kv_budget": 0.3, "kv_elastic": True, "kv_policy": "window"},
     {"kv_budget": 0.1, "kv_elastic": True, "kv_heads": "shared"},
     {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "end+key"},
@@ -92,7 +92,7 @@ def make_alike(rng: random.Random) -> list[TimedRequest]:
     beginning = [rng.randrange(VOCABULARY) for _ in range(90)]
     asked: tuple[dict[str, Any], ...] = (
         {},
-        {"kv_sinks": 4},
+        {"kv_protect": 4},
         {"kv_budget": 0.5},
         {"kv_recent": 0.0},
     )

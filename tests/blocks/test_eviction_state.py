@@ -132,46 +132,21 @@ def test_fresh_blocks_are_those_never_ranked() -> None:
     assert ranked == set(range(max(ranked) + 1))
 
 
-@pytest.mark.parametrize("policy", ["h2o", "window"])
-@pytest.mark.parametrize("recent", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("sinks", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (200, 13)])
-def test_there_is_always_room_for_protected_tokens(
-    sinks: int, blocks: int, recent: float, policy: str
-) -> None:
-    one = make_state(400, kv_budget_tokens=1, kv_recent=recent, kv_sinks=sinks, kv_policy=policy)
-    evictions = 0
-    for computed in range(400, 900):
-        evicted = one.evict(computed)
-        if evicted is None:
-            continue
-        evictions += 1
-        assert len(one._candidates) >= blocks
-        assert max((*evicted.heavy, *evicted.doomed)) < computed // 16
-        if policy == "window":
-            assert min(evicted.doomed) >= blocks
-        one.counts.num_computed_tokens = computed  # type: ignore[misc]
-        one.counts.num_tokens = computed + 1  # type: ignore[misc]
-        report = one.report()
-        assert report["sinks"] == sinks
-        assert report["budget_tokens"] == max(16, blocks * 16)
-    assert evictions > 10
-
-
 def run(one: EvictionState, until: int) -> list[tuple[int, EvictionIndices]]:
     """Every eviction while tokens are generated, with the tokens seen."""
     seen = range(one.prompt_tokens, until)
     return [(n, evicted) for n in seen if (evicted := one.evict(n)) is not None]
 
 
-@pytest.mark.parametrize("policy", ["h2o", "window"])
+@pytest.mark.parametrize("policy", ["h2o", "key"])
 @pytest.mark.parametrize(("protect", "pinned"), [(1, 1), (16, 1), (100, 7), ("prompt", 25)])
 def test_pinned_blocks_are_never_ranked_and_the_budget_is_of_the_rest(
     protect: int | str, pinned: int, policy: str
 ) -> None:
     """Behind the pinned blocks all is as in a sequence that begins there."""
     prompt, before, asked = 395, pinned * 16, {"kv_budget": 0.2, "kv_policy": policy}
-    one = make_state(prompt, **asked, kv_protect=protect, kv_sinks=before + 1)
-    rest = make_state(max(1, prompt - before), **asked, kv_sinks=1)
+    one = make_state(prompt, **asked, kv_protect=protect)
+    rest = make_state(max(1, prompt - before), **asked)
     assert one.pinned == pinned
     alike = [
         (seen - before, [[index - pinned for index in indices] for indices in evicted])
@@ -190,12 +165,6 @@ def test_the_last_pinned_block_fills_up_before_the_first_eviction() -> None:
         (seen, evicted), *_ = run(one, 200)
         assert seen >= (one.pinned + 1) * 16
         assert min(evicted.heavy + evicted.doomed) == one.pinned
-
-
-def test_sinks_inside_protected_tokens_change_nothing() -> None:
-    asked = {"kv_budget": 0.1, "kv_protect": 100}
-    assert run(make_state(400, **asked, kv_sinks=112), 900) == run(make_state(400, **asked), 900)
-    assert run(make_state(400, **asked, kv_sinks=400), 900) != run(make_state(400, **asked), 900)
 
 
 def test_what_may_be_read_from_the_cache() -> None:
@@ -218,8 +187,7 @@ SCORELESS: list[dict[str, object]] = [
     {"kv_delay": 37},
     {"kv_protect": 33},
     {"kv_protect": "prompt"},
-    {"kv_sinks": 50},
-    {"kv_sinks": 50, "kv_protect": 20, "kv_recent": 1.0},
+    {"kv_protect": 20, "kv_recent": 1.0},
     {"kv_recent": 0.0, "kv_budget_tokens": 1},
     {"kv_prefill_tokens": 100},
     {"kv_prefill_tokens": 100, "kv_protect": 20, "kv_delay": 30},

@@ -31,7 +31,6 @@ schedules = st.builds(
     block_size=st.sampled_from([4, 16]),
     kv_budget=st.sampled_from([0.1, 0.3, 1.0]),
     kv_protect=st.integers(0, 100),
-    kv_sinks=st.integers(0, 40),
     kv_delay=st.integers(0, 40),
     kv_recent=st.floats(0, 1),
     kv_prefill_tokens=st.one_of(st.just(0), st.integers(1, 400)),
@@ -63,10 +62,9 @@ def test_bound_is_rounded_and_has_room_for_the_floor() -> None:
         return schedule(4000, kv_prefill_tokens=tokens, **asked).budget.prefill
 
     assert [bound(tokens) for tokens in (1, 64, 79, 80, 1000)] == [64, 64, 64, 80, 992]
-    assert bound(64, kv_sinks=40) == 2 * 48
 
 
-LATE = {"kv_budget": 0.1, "kv_delay": 10, "kv_sinks": 0, "kv_recent": 0.0}
+LATE = {"kv_budget": 0.1, "kv_delay": 10, "kv_recent": 0.0}
 
 
 @given(schedules, st.integers(1, 200))
@@ -155,9 +153,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_rounding_twice_is_rounding_once() -> None:
-    budget = resolve_for(
-        H2OConfig(), {"kv_protect": 33, "kv_prefill_tokens": 500, "kv_sinks": 70}, 900
-    )
+    budget = resolve_for(H2OConfig(), {"kv_protect": 33, "kv_prefill_tokens": 500}, 900)
     once = EvictionSchedule.of(budget, BLOCK, 900).budget
     assert isinstance(once, RequestBudget)
     assert EvictionSchedule.of(once, BLOCK, 900).budget == once

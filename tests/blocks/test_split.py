@@ -11,7 +11,7 @@ from h2o_vllm.blocks.split import drop_oldest, rank_all
 def test_a_split_frees_what_it_was_asked_to(first: bool, num_doomed: int) -> None:
     candidates = [0, 1, 4, 5, 6, 9, 12]
     ranked = rank_all(candidates, num_doomed, first=first)
-    dropped = drop_oldest(candidates, num_doomed, 0)
+    dropped = drop_oldest(candidates, num_doomed)
     assert sorted(ranked.heavy + ranked.doomed) == candidates and dropped.heavy == ()
     for doomed in (ranked.doomed, dropped.doomed):
         assert len(doomed) == num_doomed
@@ -25,7 +25,7 @@ def test_ranking_frees_the_published_prompt_first_and_the_youngest_block_later()
 
 
 def test_dropping_keeps_the_first_block_while_it_can() -> None:
-    assert drop_oldest([0, 1, 2, 3], 2, 0).doomed == (1, 2)
-    assert drop_oldest([0, 7], 1, 0).doomed == (7,)
-    assert drop_oldest([0, 7], 2, 0).doomed == (0, 7)
-    assert drop_oldest([0, 1, 2, 3], 2, 2).doomed == (2, 3)
+    assert drop_oldest([0, 1, 2, 3], 2).doomed == (1, 2)
+    assert drop_oldest([0, 7], 1).doomed == (7,)
+    assert drop_oldest([0, 7], 2).doomed == (0, 7)
+    assert drop_oldest([2, 3, 4], 2).doomed == (2, 3)

@@ -13,10 +13,9 @@ from h2o_vllm.policy.ranks import NEVER
 __all__ = ["params_of", "rows_of"]
 
 
-def params_of(policy: Policy, prompt: int = 9, sinks: int = 0, **more: int) -> EvictionParams:
+def params_of(policy: Policy, prompt: int = 9, **more: int) -> EvictionParams:
     """What a worker is told of a request."""
-    sinks = sinks if policy.moves_tokens else 0
-    return EvictionParams(policy.first_scored(prompt), policy.late_from(prompt), sinks, **more)
+    return EvictionParams(policy.first_scored(prompt), policy.late_from(prompt), **more)
 
 
 def rows_of(
@@ -24,16 +23,13 @@ def rows_of(
     query_lens: list[int],
     seq_lens: list[int],
     prompts: list[int] | None = None,
-    sinks: list[int] | None = None,
 ) -> StepRows:
     """Rows of requests that evict by these policies, or do not evict; ``query_lens`` may have padding."""
     count = len(policies)
     starts = np.array([0, *np.cumsum(query_lens)], dtype=np.int32)
     known = [
-        EvictionParams(NEVER, NEVER) if one is None else params_of(one, prompt, first)
-        for one, prompt, first in zip(
-            policies, prompts or [0] * count, sinks or [0] * count, strict=True
-        )
+        EvictionParams(NEVER, NEVER) if one is None else params_of(one, prompt)
+        for one, prompt in zip(policies, prompts or [0] * count, strict=True)
     ]
     return StepRows.of(
         np.array([one is not None for one in policies]),
@@ -41,5 +37,4 @@ def rows_of(
         np.array(seq_lens, dtype=np.int32),
         np.array([one.first_scored for one in known], dtype=np.int32),
         np.array([one.late_from for one in known], dtype=np.int32),
-        np.array([one.sinks for one in known], dtype=np.int32),
     )

@@ -72,7 +72,7 @@ def test_law05_squeezed_requests_are_their_replays_and_lossless_ones_are_stock(
     prompts = [text_tokens[i * 150 : i * 150 + 150 + 7 * i] for i in range(len(MATRIX))]
     asked = [{"kv_budget": 0.2, "kv_elastic": True, "kv_policy": policy} for policy in MATRIX]
     asked[2] |= {"kv_protect": 40}
-    asked[5] |= {"kv_sinks": 4}
+    asked[5] |= {"kv_protect": 4}
     with left(clean, 46):
         outputs = clean.generate(prompts, asked, max_tokens=NEW, logprobs=0)
     points = assert_replays(clean, prompts, asked, outputs)
@@ -155,14 +155,14 @@ def test_law05_a_victim_need_not_be_in_the_step(
     assert at == 239
 
 
-def test_keydiff_squeezed_out_of_cached_blocks_keeps_its_sinks_and_no_others(
+def test_keydiff_squeezed_out_of_cached_blocks_ranks_by_no_score_of_others(
     clean: Engine, text_tokens: list[int]
 ) -> None:
-    """Blocks from the cache have scores of whoever computed them: here all are marked as first tokens."""
+    """Blocks from the cache have the scores of the request that computed them: here all are infinite."""
     prompt, crowd = text_tokens[:230], text_tokens[1000:1540]
     clean.generate([prompt], max_tokens=1)
     clean.worker._state.scores.fill_(float("inf"))
-    asked = {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "key", "kv_sinks": 5}
+    asked = {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "key"}
     victim = squeeze_late(clean, prompt, asked, crowd, idle=False)
     assert report_of(victim)["tokens_cached"] == 230 // BLOCK_SIZE * BLOCK_SIZE
     (at,) = assert_replays(clean, [prompt], [asked], [victim])

@@ -88,9 +88,7 @@ def one_beginning(model_dir: str) -> tuple[Eviction, ...]:
     rig = Rig(model_dir, NUM_BLOCKS, max_num_batched_tokens=1024, kv_min_tokens=16)
     keydiff = {"kv_budget": 0.2, "kv_policy": "key"}
     rig.add("ranks", PROMPT[::-1], {"kv_budget": 0.2}, max_tokens=40)
-    for number, asked in enumerate(
-        ({}, {"kv_sinks": 4}, {"kv_budget": 0.5}, {"kv_recent": 0.0}, {"kv_sinks": 4})
-    ):
+    for number, asked in enumerate(({}, {}, {"kv_budget": 0.5}, {"kv_recent": 0.0}, {})):
         # Each goes on in its own way.
         prompt = [*PROMPT[:160], *range(2000 * (number + 1), 2000 * (number + 1) + 40)]
         rig.add(f"{number}", prompt, keydiff | asked, max_tokens=40)
@@ -157,7 +155,7 @@ def test_who_moves_nothing_may_give_on_what_is_written_at_once(model_dir: str) -
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["equal-heads", "shared-heads"])
 def test_who_ranks_what_others_rank_does_so_as_if_alone(model_dir: str, sharing: bool) -> None:
-    """Different candidates give the same token different scores; and first tokens stay with those who ask."""
+    """Different candidates give the same token different scores."""
     evictions = one_beginning(model_dir)
     turns = waves(evictions)
     assert [len(wave) for wave in turns] == [2, 1, 1, 1, 1]
@@ -172,8 +170,6 @@ def test_who_ranks_what_others_rank_does_so_as_if_alone(model_dir: str, sharing:
         for layer, kept in enumerate(together.kv_caches):
             assert torch.equal(kept[blocks], alone.kv_caches[layer][blocks]), one.request_id
         assert torch.equal(together.scores[:, blocks], alone.scores[:, blocks]), one.request_id
-        first_tokens = together.scores[:, blocks] == float("inf")
-        assert int(first_tokens.sum()) == LAYERS * KV_HEADS * one.sinks
 
 
 def test_evictions_that_do_not_commute_are_noticed() -> None:

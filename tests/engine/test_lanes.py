@@ -119,16 +119,16 @@ def live_keys(engine: Engine, request_id: str, live: int) -> list[list[torch.Ten
 CASES = {
     "attention": ({"kv_recent": 0.25}, 400),
     "value-protected-delayed": ({"kv_recent": 0.25, "kv_protect": 50, "kv_delay": 2}, 390),
-    "end-many-sinks": ({"kv_recent": 0.25, "kv_sinks": 70}, 530),
+    "end-protected": ({"kv_recent": 0.25, "kv_protect": 70}, 530),
     "mean": ({"kv_recent": 0.25}, 330),
-    "value+end+key": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
-    "predicted": ({"kv_recent": 0.1, "kv_sinks": 4, "kv_delay": 2}, 530),
+    "value+end+key": ({"kv_recent": 0.25}, 530),
+    "predicted": ({"kv_recent": 0.1, "kv_delay": 2}, 530),
     "predicted+key": ({"kv_recent": 0.1, "kv_protect": 50}, 400),
-    "predicted+end+key": ({"kv_recent": 0.25, "kv_sinks": 4}, 530),
+    "predicted+end+key": ({"kv_recent": 0.25}, 530),
     "predicted+value+end+key": ({"kv_recent": 0.25, "kv_delay": 2}, 530),
     "predicted-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
     "attention-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384, "kv_protect": 50}, 545),
-    "value-bounded": ({"kv_recent": 0.25, "kv_sinks": 4, "kv_prefill_tokens": 384}, 545),
+    "value-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
 }
 """The policy is what comes before a hyphen."""
 
@@ -203,9 +203,8 @@ def test_law04_tokens_of_one_rank_do_not_tie(
     chance = random.Random(seed)
     length = chance.choice([330, 400, 460, 530])
     at = chance.randrange(len(text_tokens) - length)
-    sinks = 4 * (seed % 2)
     asked = {"kv_budget": 0.4, "kv_policy": "predicted+key", "kv_heads": heads,
-             "kv_recent": 0.1, "kv_sinks": sinks}  # fmt: skip
+             "kv_recent": 0.1}  # fmt: skip
     weights = Calibration.load(Path(calibrated)).weights
     assert_kept_as_shared(clean, plain_model, text_tokens[at : at + length], asked, weights)
 
@@ -221,7 +220,7 @@ def assert_kept_as_shared(
     policy, shares = asked["kv_policy"], asked["kv_heads"] == "shared"
     model = PolicyModel(
         plain_model, policy, asked["kv_budget"], asked["kv_recent"], BLOCK_SIZE, FLOOR,
-        asked.get("kv_sinks", 0), asked.get("kv_protect", 0), asked.get("kv_delay", 0),
+        asked.get("kv_protect", 0), asked.get("kv_delay", 0),
         bound=asked.get("kv_prefill_tokens", 0), shared=shares, calibration=calibration,
     )  # fmt: skip
     ours = watch(engine, prompt, asked, STEPS, live_keys if shares else equal_live_keys)
@@ -242,7 +241,6 @@ def every_kind(text_tokens: list[int]) -> tuple[list[list[int]], list[dict[str, 
     asked: list[dict[str, Any]] = [{"kv_policy": policy} for policy in SHARING]
     asked += [
         {"kv_protect": 70},
-        {"kv_sinks": 40},
     ]
     asked += [
         {"kv_policy": policy, "kv_prefill_tokens": 160}
@@ -282,7 +280,7 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int], policy: str
 ) -> None:
     """Its KV is computed anew: nobody may look for it in the lanes that it had."""
-    asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_heads": "shared", "kv_sinks": 3}
+    asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_heads": "shared"}
     prompt = text_tokens[100:320]
     (alone,) = clean.generate([prompt], asked, max_tokens=130)
     llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests

@@ -326,7 +326,7 @@ def test_marked_specs_merge_into_marked_specs() -> None:
         ({"kv_policy": "best"}, "--kv-policy"),
         ({"kv_recent": 2}, "--kv-recent"),
         ({"kv_min_tokens": 0}, "--kv-min-tokens"),
-        ({"kv_sinks": 1.5}, "--kv-sinks"),
+        ({"kv_sinks": 4}, "kv_sinks: it was removed; kv_protect"),
         ({"kv_budget_tokens": 1.5}, "--kv-budget-tokens"),
         ({"kv_protect": "question"}, "--kv-protect"),
         ({"kv_protect": 9, "kv_protect_max": 8}, "--kv-protect-max"),

@@ -62,7 +62,7 @@ def _aborted() -> Any:
     [
         ({"kv_budget": 0.2}, 0),
         ({"kv_budget": 0.5}, 0),
-        ({"kv_budget_tokens": 70, "kv_sinks": 100}, 0),
+        ({"kv_budget_tokens": 70}, 0),
         ({"kv_budget": 0.2, "kv_protect": 50}, 4),
         ({"kv_budget_tokens": 1, "kv_protect": "prompt"}, 13),
     ],
@@ -81,7 +81,7 @@ def test_law03_live_blocks_stay_within_the_pinned_ones_and_the_budget_of_the_res
         if seen >= len(PROMPT) and not request.is_finished():
             allowed = budget_tokens(state.budget, request.num_computed_tokens)
             assert allowed <= pinned * rig.block_size + max(
-                asked.get("kv_sinks", 0) + rig.block_size,
+                rig.block_size,
                 asked.get("kv_budget_tokens", 16),
                 math.ceil(asked.get("kv_budget", 0) * request.num_computed_tokens),
             )
@@ -214,10 +214,7 @@ BAD = [
     {"kv_policy": 3},
     {"kv_recent": "all"},
     {"kv_recent": 1.5},
-    {"kv_sinks": -1},
-    {"kv_sinks": 2000},
-    {"kv_sinks": "4"},
-    {"kv_sinks": True},
+    {"kv_sinks": 4},
     {"kv_protect": -1},
     {"kv_protect": 2**31},
     {"kv_protect": 0.5},

@@ -34,18 +34,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 OTHERS = ("attention", "window", "random")
 """Kept sets: ``test_law04_fidelity.py``; other batches: ``test_laws_tokens.py``."""
 KEPT = {
-    "mean": (0, 0.5, 260),
-    "value": (4, 0.25, 250),
-    "end": (70, 1.0, 530),
-    "key": (4, 0.0, 200),
-    "end+key": (4, 0.25, 530),
-    "value+end+key": (4, 0.25, 530),
-    "predicted": (4, 0.1, 540),
-    "predicted+key": (4, 0.1, 530),
-    "predicted+end+key": (4, 0.25, 530),
-    "predicted+value+end+key": (4, 0.25, 530),
+    "mean": (0.5, 260),
+    "value": (0.25, 250),
+    "end": (1.0, 530),
+    "key": (0.0, 200),
+    "end+key": (0.25, 530),
+    "value+end+key": (0.25, 530),
+    "predicted": (0.1, 540),
+    "predicted+key": (0.1, 530),
+    "predicted+end+key": (0.25, 530),
+    "predicted+value+end+key": (0.25, 530),
 }
-"""kv_sinks, kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
+"""kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
 BOUNDED = ("attention", *(policy for policy in KEPT if policy_of(policy).may_bound))
 PROTECTING = ("attention", "mean", "window", "random")
 STEPS = 36
@@ -115,13 +115,13 @@ def test_the_kept_set_equals_that_of_a_plain_model(
     protect: int,
     delay: int,
 ) -> None:
-    sinks, recent, length = KEPT[policy]
+    recent, length = KEPT[policy]
     prompt = text_tokens[300 : 300 + length]
     asked = {
-        "kv_budget": 0.2, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent,
+        "kv_budget": 0.2, "kv_policy": policy, "kv_recent": recent,
         "kv_protect": protect, "kv_delay": delay, "kv_heads": "equal",
     }  # fmt: skip
-    model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, sinks, protect, delay)
+    model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, protect, delay)
     if policy_of(policy).calibrated:
         model.calibration = Calibration.load(Path(calibration)).weights
     assert_kept_as_by(model, clean, prompt, asked)
@@ -139,15 +139,15 @@ def test_the_kept_set_of_a_bounded_prompt_equals_that_of_a_plain_model(
     protect: int,
 ) -> None:
     """Law 4. A budget of 1 keeps what the bound has left."""
-    sinks, recent, _ = KEPT.get(policy, (0, 0.5, 0))
+    recent, _ = KEPT.get(policy, (0.5, 0))
     # Evictions are few: each one meets near ties, in which rounding decides who stays.
     prompt, bound = text_tokens[400:945], 384
     asked = {
-        "kv_budget": fraction, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent,
+        "kv_budget": fraction, "kv_policy": policy, "kv_recent": recent,
         "kv_protect": protect, "kv_prefill_tokens": bound, "kv_heads": "equal",
     }  # fmt: skip
     model = PolicyModel(
-        plain_model, policy, fraction, recent, BLOCK_SIZE, FLOOR, sinks, protect, bound=bound
+        plain_model, policy, fraction, recent, BLOCK_SIZE, FLOOR, protect, bound=bound
     )
     if policy_of(policy).calibrated:
         model.calibration = Calibration.load(Path(calibration)).weights
@@ -171,7 +171,7 @@ def assert_kept_as_by(
     for step, entries in enumerate(ours["logprobs"]):
         for token, entry in entries.items():
             assert entry.logprob == pytest.approx(float(logprobs[step, token]), abs=tolerance)
-    assert_keeps_as(model, ours["keys"], max(asked["kv_sinks"], asked["kv_protect"]))
+    assert_keeps_as(model, ours["keys"], asked["kv_protect"])
 
 
 def assert_keeps_as(
@@ -209,8 +209,8 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
     """Alone, and among others whose prompts cut theirs into other chunks."""
     chance = random.Random(6)
     asked = [
-        {"kv_budget": 0.25, "kv_policy": policy, "kv_sinks": sinks}
-        for policy, sinks in [*((one, 0) for one in KEPT), *((one, 5) for one in PROTECTING)]
+        {"kv_budget": 0.25, "kv_policy": policy, "kv_protect": protect}
+        for policy, protect in [*((one, 0) for one in KEPT), *((one, 5) for one in PROTECTING)]
     ]
     prompts = [text_tokens[900 + 40 * i : 1160 + 60 * i] for i in range(len(asked))]
     alone = [
@@ -224,7 +224,7 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
         assert tokens_of(output) == tokens_of(reference), one
         report = report_of(output)
         assert kept_of(output) == kept_of(reference), one
-        assert report["policy"] == one["kv_policy"] and report["sinks"] == one["kv_sinks"]
+        assert report["policy"] == one["kv_policy"]
         assert report["tokens_evicted"] > 0
         assert report["tokens_held"] <= math.ceil(report["budget_tokens"] / BLOCK_SIZE + 1) * 32
     clean.scheduler.blocks.check_integrity(idle=True)
@@ -240,7 +240,7 @@ def test_a_preempted_request_is_replayed_to_the_same_tokens(
 
     The short form of this law is ``tests/engine/cuda/test_policies.py``.
     """
-    asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_sinks": 3}
+    asked = {"kv_budget": 0.35, "kv_policy": policy}
     prompt = text_tokens[100:320]
     (alone,) = clean.generate([prompt], asked, max_tokens=130)
     llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests

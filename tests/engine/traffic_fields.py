@@ -20,7 +20,6 @@ budgets = st.one_of(
         optional={
             "kv_recent": st.floats(0.0, 1.0),
             "kv_policy": st.sampled_from(SERVED),
-            "kv_sinks": st.integers(0, 100),
             "kv_protect": protects,
             "kv_delay": st.integers(0, 40),
             "kv_evict_from": st.integers(1, 300),
@@ -39,7 +38,6 @@ bounds = st.fixed_dictionaries(
     },
     optional={
         "kv_protect": st.integers(0, 60),
-        "kv_sinks": st.integers(0, 40),
         "kv_elastic": st.booleans(),
     },
 )
@@ -50,5 +48,5 @@ elastic = st.fixed_dictionaries(
         "kv_budget": st.sampled_from([0.1, 0.3]),
         "kv_policy": st.sampled_from(["h2o", "predicted+key", "window"]),
     },
-    optional={"kv_protect": protects, "kv_sinks": st.integers(0, 60)},
+    optional={"kv_protect": protects},
 )

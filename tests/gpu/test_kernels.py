@@ -224,7 +224,7 @@ def test_rescoring_equals_the_policies(policy: str) -> None:
     ranks = Policy.parse(policy).indices()
     evictions = [
         Eviction("first", tuple(order[:100]), tuple(order[100:512]), (), ranks, tuple(order[:512]),
-                 seen=8300, sinks=20)
+                 seen=8300)
     ]  # fmt: skip
     for at in range(512, 912, 10):
         mine = tuple(order[at : at + 10])

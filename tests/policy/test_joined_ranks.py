@@ -68,7 +68,7 @@ def test_scores_are_those_of_the_papers(name: str, prompt: int) -> None:
         if new is not None:
             scores[..., :end] = new
         ranked.append((seen, start, end))
-        want = ReferenceScores(name, 0, 0, prompt, ranked).of(layer)
+        want = ReferenceScores(name, 0, prompt, ranked).of(layer)
         before = seen
     torch.testing.assert_close(scores[0, :, :end], want[:, :end], rtol=1e-5, atol=1e-6)
 

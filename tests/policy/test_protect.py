@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.request_fields import MAX_SINKS
+from h2o_vllm.config.request_fields import FEW_PROTECTED
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.errors import BudgetError, ConfigError
 
@@ -86,7 +86,7 @@ def test_bad_options_end_the_start(options: dict[str, Any], flag: str) -> None:
     [
         ({}, None),
         ({"kv_protect_max": 7}, 7),
-        ({"kv_budget_max": 0.5, "kv_budget": 0.5}, MAX_SINKS),
+        ({"kv_budget_max": 0.5, "kv_budget": 0.5}, FEW_PROTECTED),
         ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": 5000}, 5000),
         ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": "prompt"}, None),
         ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect_max": 7}, 7),

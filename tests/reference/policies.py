@@ -29,7 +29,7 @@ class PolicyModel:
     Args:
         model: a transformers model whose attention is :meth:`attend`; see :func:`load`.
         policy: value of ``kv_policy``. fraction, recent, block, floor: as in ``h2o.py``.
-        sinks: first tokens that stay. protected: first tokens beside the budget, rounded up to blocks.
+        protected: first tokens beside the budget, rounded up to blocks.
         delay: generated tokens before the first eviction.
         shared: whether the heads of a layer share what they keep beside the newest tokens, in whole blocks.
         bound: unprotected tokens, whole blocks, that a longer prompt may hold while it is computed: a quarter
@@ -43,7 +43,6 @@ class PolicyModel:
     recent: float
     block: int
     floor: int
-    sinks: int = 0
     protected: int = 0
     delay: int = 0
     bound: int = 0
@@ -101,10 +100,8 @@ class PolicyModel:
         inside = seen in self._points()
         if not inside and seen < self.prompt + self.delay:
             return
-        sinks_end = max(self.protected, math.ceil(self.sinks / self.block) * self.block)
-        floor = max(self.floor, sinks_end - self.protected)
         rest = max(0, seen - self.protected)
-        budget = min(rest, max(floor, math.ceil(round(self.fraction * rest, 6))))
+        budget = min(rest, max(self.floor, math.ceil(round(self.fraction * rest, 6))))
         if inside:
             budget = self.bound - self._quarter
         excess = (rest - self.evicted - budget) // self.block * self.block
@@ -112,19 +109,19 @@ class PolicyModel:
             return
         exact = seen - round(self.recent * budget)
         until = min((exact + self.block // 2) // self.block, seen // self.block) * self.block
-        until = max(until, self.evicted + excess + sinks_end)
+        until = max(until, self.evicted + excess + self.protected)
         fresh = max((end for _, _, end in self.ranked), default=self.protected)
         self.ranked.append((seen, fresh, max(fresh, until)))
         # Of equal scores, those survive that are not copied: see h2o_vllm/kernels/reference.py.
         copied = self.protected + excess if len(self.ranked) == 1 else 0
-        formula = ReferenceScores(self.policy, self.sinks, self.protected, self.prompt, self.ranked)
+        formula = ReferenceScores(self.policy, self.protected, self.prompt, self.ranked)
         for layer in self.layers.values():
             ranks = formula.of(layer).tolist()
             candidates = []
             for head, scores in enumerate(ranks):
                 alive = layer.alive[head].nonzero().flatten().tolist()
                 old = [p for p in alive if self.protected <= p < until]
-                ranked = partial(_survival, scores=scores, sinks=self.sinks, copied=copied)
+                ranked = partial(_survival, scores=scores, copied=copied)
                 candidates.append(sorted(old, key=ranked))
             kept = [len(old) - excess for old in candidates]
             if self.shared:
@@ -142,21 +139,19 @@ class PolicyModel:
         """How many of its candidates, best first, each head keeps of ``room`` for all, whole blocks.
 
         As many blocks of the layer's best tokens as fall to it, rounded so that the largest remainders come
-        first; but one at least, and what its first tokens need.
+        first; but one at least.
         """
         best = sorted(
-            (position >= self.sinks, -scores[head][position], head, place)
+            (-scores[head][position], head, place)
             for head, mine in enumerate(candidates)
             for place, position in enumerate(mine)
         )[:room]
-        least, claims = [], []
-        for head, mine in enumerate(candidates):
-            stay = sum(position < self.sinks for position in mine)
-            least.append(max(1, math.ceil(stay / self.block)))
-            wanted = sum(one[2] == head for one in best)
-            claims += [(blocks * self.block - wanted, head) for blocks in range(least[-1], room)]
-        more = [head for _, head in sorted(claims)[: room // self.block - sum(least)]]
-        return [(count + more.count(head)) * self.block for head, count in enumerate(least)]
+        heads, claims = len(candidates), []
+        for head in range(heads):
+            wanted = sum(one[1] == head for one in best)
+            claims += [(blocks * self.block - wanted, head) for blocks in range(1, room)]
+        more = [head for _, head in sorted(claims)[: room // self.block - heads]]
+        return [(1 + more.count(head)) * self.block for head in range(heads)]
 
     def _forward(self, tokens: list[int], position: int) -> Tensor:
         positions = torch.arange(position, position + len(tokens))[None]
@@ -198,11 +193,9 @@ def _attend(
     return PolicyModel.running.attend(module, query, key, value, scaling)
 
 
-def _survival(
-    position: int, *, scores: list[float], sinks: int, copied: int
-) -> tuple[bool, float, bool, int]:
-    """Sorts first what stays first: protected, then high scores, then what need not be copied."""
-    return position >= sinks, -scores[position], position < copied, position
+def _survival(position: int, *, scores: list[float], copied: int) -> tuple[float, bool, int]:
+    """Sorts first what stays first: high scores, then what need not be copied."""
+    return -scores[position], position < copied, position
 
 
 def load(model_dir: str) -> torch.nn.Module:

@@ -35,14 +35,13 @@ class ReferenceScores:
     """One policy for one sequence.
 
     Attributes:
-        policy: ranks joined by ``+``, in the table's order. sinks: first tokens that stay.
+        policy: ranks joined by ``+``, in the table's order.
         protected: first tokens that are never ranked. prompt: its tokens.
         ranked: per eviction so far, this one last: tokens seen, and the positions that it ranked for the
             first time, from .. to.
     """
 
     policy: str
-    sinks: int
     protected: int
     prompt: int
     ranked: list[tuple[int, int, int]]
@@ -94,15 +93,12 @@ class ReferenceScores:
     def _first_scores(self, way: str, layer: Layer, number: int, rows: Tensor) -> Tensor:
         """[KH, N]: of tokens at their first ranking, to which ``rows``, [KH, queries, N], attended."""
         when, start, end = self.ranked[number]
-        # Protected tokens have no score that neighbours could share, nor a rank.
-        sinks = max(0, self.sinks - start)
         if way in ("attention", "mean", "value"):
             given = rows.sum(1)
             if way != "attention":
                 given = given / (when - torch.arange(start, end)) * when
             if way == "value":
                 given = given * layer.weights[number][:, start:end]
-            given[:, :sinks] = 0.0
             return given
         if way == "predicted":
             return self._foretold(layer)[:, start:end].clone()
@@ -115,7 +111,6 @@ class ReferenceScores:
         """As :meth:`_first_scores`, by SnapKV."""
         _, start, end = self.ranked[number]
         sums = rows[:, max(0, self.prompt - WINDOW) :].sum(1)
-        sums[:, : max(0, self.sinks - start)] = 0.0
         # Of those around one hit, itself counts first, then the token behind it, the one before it, ...
         places = torch.arange(end - start)
         away = places - places[:, None]

@@ -97,7 +97,7 @@ def is_sound(xargs: dict[str, Any], limits: H2OConfig) -> bool:
         value = xargs.get(name, low)
         return type(value) in (int, float) and low <= value <= high and math.isfinite(value)
 
-    tokens, sinks = xargs.get("kv_budget_tokens", 1), xargs.get("kv_sinks", 0)
+    tokens = xargs.get("kv_budget_tokens", 1)
     protect = xargs.get("kv_protect", 0)
     elastic, evict_from = xargs.get("kv_elastic", False), xargs.get("kv_evict_from", 1)
     return (
@@ -105,8 +105,6 @@ def is_sound(xargs: dict[str, Any], limits: H2OConfig) -> bool:
         and number("kv_recent", 0, 1)
         and type(tokens) is int
         and 1 <= tokens < 2**31
-        and type(sinks) is int
-        and 0 <= sinks <= 1024
         # Roles are the server's business: "system" is a number by now.
         and (protect == "prompt" or (type(protect) is int and 0 <= protect < 2**31))
         and (type(elastic) is bool or (type(elastic) is int and 0 <= elastic <= 1))

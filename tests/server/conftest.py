@@ -20,7 +20,6 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "budget": 0.2,
         "budget_tokens": 20,
         "recent": 0.5,
-        "sinks": 0,
         "policy": "attention",
         "heads": "equal",
         "delay": 0,

@@ -11,7 +11,7 @@ import pytest
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve, resolve_for
-from h2o_vllm.errors import ConfigError
+from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.policy.presets import REMOVED
 from tests.served import SERVED, SHARING, policy_of
@@ -165,3 +165,17 @@ def test_operator_limits_rule() -> None:
     assert refused(capped, body(kv_budget=0.6)).message.startswith(
         "kv_budget must be a number in [0.01, 0.5]"
     )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_removed_field_is_refused_and_the_refusal_names_what_replaces_it(
+    config: H2OConfig, nested: bool
+) -> None:
+    fields = {"vllm_xargs": {"kv_sinks": 4}} if nested else {"kv_sinks": 4}
+    refusal = refused(config, body(**fields))
+    assert (refusal.param, refusal.reason) == ("kv_sinks", "unknown_field")
+    assert "it was removed; kv_protect keeps a number of first tokens" in refusal.message
+    with pytest.raises(BudgetError, match=r"kv_sinks must be left out: .*kv_protect"):
+        resolve(config, {"kv_sinks": 4})
+    with pytest.raises(ConfigError, match="kv_sinks: it was removed; kv_protect"):
+        engine_args(kv_sinks=4)

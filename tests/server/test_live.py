@@ -88,7 +88,7 @@ def test_full_budget_evicts_nothing(client: openai.OpenAI, fields: dict[str, Any
 
 
 def test_every_field_has_an_effect(client: openai.OpenAI) -> None:
-    fields = {"kv_budget_tokens": 200, "kv_recent": 0.9, "kv_policy": "snapkv", "kv_sinks": 4}
+    fields = {"kv_budget_tokens": 200, "kv_recent": 0.9, "kv_policy": "snapkv", "kv_protect": 4}
     fields |= {"kv_heads": "shared"}
     top = complete(client, LONG[:600], **fields).kv_cache
     nested = complete(client, LONG[:600], kv_budget=None).kv_cache
@@ -101,7 +101,7 @@ def test_every_field_has_an_effect(client: openai.OpenAI) -> None:
     ).kv_cache  # type: ignore[attr-defined]
     assert top == xargs
     assert (top["budget_tokens"], top["recent"]) == (200, 0.9)
-    assert (top["policy"], top["heads"], top["sinks"]) == ("end", "shared", 4)
+    assert (top["policy"], top["heads"], top["tokens_protected"]) == ("end", "shared", 32)
     assert 200 <= top["tokens_held"] <= 232
     assert nested["tokens_evicted"] == 0
 
@@ -186,7 +186,7 @@ def test_stop_string_ends_with_a_report(client: openai.OpenAI, stream: bool) -> 
         ({"kv_policy": "lru"}, "kv_policy"),
         ({"kv_heads": "layer"}, "kv_heads"),
         ({"kv_heads": "shared", "kv_policy": "window"}, "kv_heads"),
-        ({"kv_sinks": 1025}, "kv_sinks"),
+        ({"kv_sinks": 4}, "kv_sinks"),
         ({"kv_buget": 0.2}, "kv_buget"),
         ({"vllm_xargs": {"kv_budget": "0.2"}}, "kv_budget"),
         ({"vllm_xargs": {"kv_transfer_params": "x"}}, "kv_transfer_params"),

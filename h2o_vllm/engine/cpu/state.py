@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CPUState"]
 
-_NEVER_EVICTS = (NEVER, NEVER, 0)
-"""First scored query, first late query and sinks of a request that never evicts."""
+_NEVER_EVICTS = (NEVER, NEVER)
+"""First scored and first late query of a request that never evicts."""
 
 
 @dataclass(kw_only=True)
@@ -48,7 +48,7 @@ class CPUState(WorkerState):
     Attributes:
         kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
         row_request_ids: gives the request id of each row of the batch being prepared.
-        evicting: request id -> first scored query, first late query and sinks, for the requests that evict.
+        evicting: request id -> first scored and first late query, for the requests that evict.
         full_kernel: whether our kernels also serve rows without scores.
         sharing: ids of the requests whose heads share slots. lanes: whose is what, once they have evicted.
         calibration: what is known of the model, if somebody has calibrated it.
@@ -56,7 +56,7 @@ class CPUState(WorkerState):
 
     kv_caches: list[torch.Tensor]
     row_request_ids: Callable[[], Sequence[str]]
-    evicting: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    evicting: dict[str, tuple[int, int]] = field(default_factory=dict)
     full_kernel: bool = False
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
@@ -95,7 +95,7 @@ class CPUState(WorkerState):
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Learn what the requests that evict and enter the batch depend on."""
         for request_id, params in policies.items():
-            self.evicting[request_id] = (params.first_scored, params.late_from, params.sinks)
+            self.evicting[request_id] = (params.first_scored, params.late_from)
             if params.shares_heads:
                 self.sharing.add(request_id)
 

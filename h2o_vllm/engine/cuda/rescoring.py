@@ -42,7 +42,6 @@ def rescore_of(eviction: Eviction, slot: int = -1, first_kv_head: int = 0) -> Re
         ops=ops_of(eviction.ranks),
         fresh_from=eviction.fresh_from,
         seen=eviction.seen,
-        protected=max(0, eviction.sinks - eviction.fresh_from),
         first_kv_head=first_kv_head,
         slot=slot,
     )

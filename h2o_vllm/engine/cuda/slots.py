@@ -33,7 +33,6 @@ class PolicySlots:
         self._evicts: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
         self._first_scored: NDArray[np.int32] = np.full(num_slots, NEVER, dtype=np.int32)
         self._late_from: NDArray[np.int32] = np.full(num_slots, NEVER, dtype=np.int32)
-        self._sinks: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._pinned: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._holes: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._shared: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
@@ -52,7 +51,7 @@ class PolicySlots:
             if slot is not None:
                 self._evicts[slot] = False
                 self._first_scored[slot] = self._late_from[slot] = NEVER
-                self._sinks[slot] = self._pinned[slot] = self._shared[slot] = 0
+                self._pinned[slot] = self._shared[slot] = 0
                 self._placed.discard(slot)
 
     def place(self, slots: Mapping[str, int]) -> None:
@@ -61,7 +60,6 @@ class PolicySlots:
             slot, params = slots[request_id], self._waiting.pop(request_id)
             self._evicts[slot] = True
             self._first_scored[slot], self._late_from[slot] = params.first_scored, params.late_from
-            self._sinks[slot] = params.sinks
             self._pinned[slot] = params.pinned
             self._holes[slot] = self._shared[slot] = 0
             self._placed.add(slot)
@@ -88,10 +86,6 @@ class PolicySlots:
     def late_from(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """Position of the first query per batch row whose attention is also kept apart."""
         return self._late_from[slots]
-
-    def sinks(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Protected first tokens per batch row."""
-        return self._sinks[slots]
 
     def pinned(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """Tokens in pinned blocks per batch row."""

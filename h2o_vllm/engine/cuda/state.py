@@ -93,7 +93,6 @@ class CudaState(WorkerState):
                     seq_lens,
                     self.policies.first_scored(common.req_idx),
                     self.policies.late_from(common.req_idx),
-                    self.policies.sinks(common.req_idx),
                 )
         shares = rows is not None and self.shared_blocks(common) is not None
         self.step_variant.current = variant_of(rows, self.step_variant.captured, shares=shares)

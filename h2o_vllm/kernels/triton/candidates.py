@@ -15,8 +15,8 @@ __all__ = [
     "list_of",
     "my_part",
     "place_of",
+    "scores_of",
     "shared_place_of",
-    "unprotected",
 ]
 
 SIZES = ["first_unit", "num_layers", "num_blocks", "stride_table", "room", "lists"]
@@ -48,7 +48,7 @@ def place_of(entry, candidate, live, BS: tl.constexpr):
 @triton.jit
 def known_lanes(entry, offsets, layer, num_slots, head, KH: tl.constexpr):
     """A head's first entry in the request's list, -1 if known blocks are not shared; its lanes of them."""
-    slot = tl.load(entry + 7)
+    slot = tl.load(entry + 6)
     at = offsets + (layer * num_slots + tl.maximum(slot, 0)) * (KH + 1) + head
     first = tl.load(at, mask=slot >= 0, other=-1)
     end = tl.load(at + 1, mask=slot >= 0, other=0)
@@ -86,8 +86,6 @@ def list_of(ops, op: tl.constexpr):
 
 
 @triton.jit
-def unprotected(my_scores, block, slot, live, KH: tl.constexpr, BS: tl.constexpr):
-    """Scores of candidates, those of protected ones as 0; and who is protected."""
-    old = tl.load(my_scores + block * (KH * BS) + slot, mask=live, other=0.0)
-    protected = old == float("inf")
-    return tl.where(protected, 0.0, old), protected
+def scores_of(my_scores, block, slot, live, KH: tl.constexpr, BS: tl.constexpr):
+    """Scores of candidates."""
+    return tl.load(my_scores + block * (KH * BS) + slot, mask=live, other=0.0)

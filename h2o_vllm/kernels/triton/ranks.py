@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from h2o_vllm.kernels.triton.candidates import SIZES, list_of, my_part, place_of, unprotected
+from h2o_vllm.kernels.triton.candidates import SIZES, list_of, my_part, place_of
 from h2o_vllm.policy.ranks import Op
 
 __all__ = ["order_ranks", "settle_scores"]
@@ -107,5 +107,4 @@ def settle_scores(
         there = tl.load(staged + room + place, mask=live, other=0.0)
         new = tl.maximum(new, there * less)
     block, slot = place_of(entry, known + mine, live, BS)
-    _, infinite = unprotected(my_scores, block, slot, live, KH, BS)
-    tl.store(my_scores + block * (KH * BS) + slot, new, mask=live & (infinite == 0))
+    tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)

@@ -21,8 +21,8 @@ from h2o_vllm.kernels.triton.candidates import (
     list_of,
     my_part,
     place_of,
+    scores_of,
     shared_place_of,
-    unprotected,
 )
 from h2o_vllm.kernels.triton.evictions import KVLayers
 from h2o_vllm.kernels.triton.lanes import LaneTables
@@ -59,7 +59,6 @@ def rescore(
     """Adjust the scores of a step's candidates, in place. Eager, before :func:`.compact`.
 
     As :func:`h2o_vllm.policy.formulas.new_scores`, up to the order in which keys and values are added up.
-    Protected tokens keep infinite scores.
 
     Args:
         layers: see there; the scratch is used. scores: [L, N, KH, BS], float32, contiguous.
@@ -215,26 +214,15 @@ def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total
         other = candidate + away
         there = (candidate < total) & (other >= known) & (other < total)
         block, slot = place_of(entry, other, there, BS)
-        score, protected = unprotected(my_scores, block, slot, there, KH, BS)
+        score = scores_of(my_scores, block, slot, there, KH, BS)
         if by_late:
             at = my_early + block * (KH * BS) + slot
-            score -= tl.load(at, mask=there & (protected == 0), other=0.0)
+            score -= tl.load(at, mask=there, other=0.0)
         offset = other - candidate
         steps = tl.maximum(2 * offset, -2 * offset - 1)
         score *= 1.0 - steps.to(tl.float32) * _NEARER
         highest = tl.where(there, tl.maximum(highest, score), highest)
     return highest
-
-
-@triton.jit
-def _keep_protected(
-    new, my_scores, block, slot, live, fresh, protected, KH: tl.constexpr, BS: tl.constexpr
-):
-    """Scores by a rank that ranks anew, infinite for protected tokens."""
-    # Fresh blocks from the prefix cache have scores of others: there, positions tell.
-    _, infinite = unprotected(my_scores, block, slot, live, KH, BS)
-    stays = ((fresh < 0) & infinite) | ((fresh >= 0) & (fresh < protected))
-    return tl.where(stays, float("inf"), new)
 
 
 @triton.jit
@@ -293,7 +281,6 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     ops = tl.load(entry + 2)
     fresh_from = tl.load(entry + 3)
     seen = tl.load(entry + 4)
-    protected = tl.load(entry + 5)
     only_keys = ops == _KEY
     # Else nothing but late attention has been collected.
     by_late = (ops & _OF_ALL_ATTENTION) != 0
@@ -318,7 +305,6 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
             new = tl.sum(k * anchor[None, :], 1) * -_inverse_length(k)
             fresh = candidate - known
             if only_keys:
-                new = _keep_protected(new, my_scores, block, slot, live, fresh, protected, KH, BS)
                 tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
             else:
                 tl.store(staged + 2 * list_of(ops, _KEY) * room + fresh, new, mask=live)
@@ -328,10 +314,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
             candidate = at + tl.arange(0, TILE)
             live = candidate < total
             block, slot = place_of(entry, candidate, live, BS)
-            new = _draws(layer, head + tl.load(entry + 6), seen, candidate)
-            new = _keep_protected(
-                new, my_scores, block, slot, live, candidate - known, protected, KH, BS
-            )
+            new = _draws(layer, head + tl.load(entry + 5), seen, candidate)
             tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
 
     if (ops & (_OF_ALL_ATTENTION | _END)) != 0:
@@ -345,7 +328,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
             candidate = at + tl.arange(0, TILE)
             live = candidate < total
             block, slot = place_of(entry, candidate, live, BS)
-            new, infinite = unprotected(my_scores, block, slot, live, KH, BS)
+            new = scores_of(my_scores, block, slot, live, KH, BS)
             fresh = candidate - known
             if (ops & _END) != 0:
                 nearby = _highest_nearby(
@@ -366,4 +349,4 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
                     tl.store(staged + 2 * list_of(ops, _VALUE) * room + fresh, new, mask=live)
             if in_stages == 0:
                 at_slot = my_scores + block * (KH * BS) + slot
-                tl.store(at_slot, new, mask=live & (infinite == 0))
+                tl.store(at_slot, new, mask=live)

@@ -15,7 +15,7 @@ __all__ = ["HEADER", "Rescore", "Rescores", "scratch_bytes"]
 
 MOST_RANKS = 5
 """Ranks that may be joined: of ``Op``, attention, mean, value, end and key."""
-HEADER = 8
+HEADER = 7
 """Numbers before an entry's block ids: known blocks, all blocks, then as in :class:`Rescore`."""
 
 
@@ -33,8 +33,6 @@ class Rescore:
         fresh: ids of the others, in the order of their tokens' positions.
         ops: those of the policy's ranks, or none: nothing changes. Several are joined.
         fresh_from: position of the first fresh token. seen: queries so far.
-        protected: how many fresh tokens, the first ones, are protected, if ``ops`` is a rank that ranks anew:
-            whatever their scores, which may be others'. All other protected tokens have infinite ones.
         first_kv_head: number of this worker's first KV head in the model.
         slot: the request's, if its KV heads share the slots of known blocks; else -1.
     """
@@ -44,7 +42,6 @@ class Rescore:
     ops: Op = Op.NOTHING
     fresh_from: int = 0
     seen: int = 0
-    protected: int = 0
     first_kv_head: int = 0
     slot: int = -1
 
@@ -78,7 +75,7 @@ class Rescores:
         for one in rescores:
             blocks = [*one.known, *one.fresh]
             header = [len(one.known), len(blocks), int(one.ops), one.fresh_from, one.seen]
-            header += [one.protected, one.first_kv_head, one.slot]
+            header += [one.first_kv_head, one.slot]
             rows.append([*header, *blocks, *[0] * (width - len(blocks))])
         packed = torch.tensor(
             rows, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda"

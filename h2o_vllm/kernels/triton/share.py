@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from h2o_vllm.kernels.triton.survivors import PROTECTED, lowest_survivor, ranks_of
+from h2o_vllm.kernels.triton.survivors import lowest_survivor, ranks_of
 
 __all__ = ["SIZES", "field", "list_lanes", "of_place", "share_lanes", "unit_words"]
 
@@ -149,11 +149,10 @@ def share_lanes(
     threshold, above = lowest_survivor(
         my_scores, mine, keep, keep + doomed * KH * BS, 1, BS, CHUNK, ONE_CHUNK=False
     )  # fmt: skip
-    # Of each head: tokens above the threshold, at it, and protected ones.
+    # Of each head: tokens above the threshold, and at it.
     heads = tl.arange(0, KHP)
     better = tl.zeros([KHP], tl.int32)
     ties = tl.zeros([KHP], tl.int32)
-    stay = tl.zeros([KHP], tl.int32)
     for head in range(KH):
         first = tl.load(field(mine, pages_room, 0, KH) + head)
         total = tl.load(field(mine, pages_room, 1, KH) + head) * BS
@@ -163,10 +162,9 @@ def share_lanes(
             this = heads == head
             better += tl.where(this, tl.sum((ranks > threshold).to(tl.int32), 0), 0)
             ties += tl.where(this, tl.sum((ranks == threshold).to(tl.int32), 0), 0)
-            stay += tl.where(this, tl.sum((ranks == PROTECTED).to(tl.int32), 0), 0)
     # Of equal tokens those of the lower heads are the better ones.
     ties = tl.minimum(tl.maximum(keep - above - (tl.cumsum(ties, 0) - ties), 0), ties)
-    lanes = _given(better + ties, stay, heavy * KH, heads, KH, BS)
+    lanes = _given(better + ties, heavy * KH, heads, KH, BS)
     tl.store(field(mine, pages_room, 3, KH) + heads, lanes, mask=heads < KH)
     my_offsets = offsets + (layer * num_slots + slot) * (KH + 1)
     tl.store(my_offsets + heads + 1, tl.cumsum(lanes, 0), mask=heads < KH)
@@ -174,22 +172,13 @@ def share_lanes(
 
 
 @triton.jit
-def _given(wanted, stay, lanes, heads, KH: tl.constexpr, BS: tl.constexpr):
-    """[KHP]: the lanes of each head, which wants so many tokens, and of which so many stay in any case."""
+def _given(wanted, lanes, heads, KH: tl.constexpr, BS: tl.constexpr):
+    """[KHP]: the lanes of each head, which wants so many tokens."""
     real = heads < KH
     given = real.to(tl.int32)
     left = lanes - KH
-    # One lane at a time to whoever has most protected tokens without one: there are few.
-    needs = tl.maximum(stay - given * BS, 0)
-    while (left > 0) & (tl.max(needs, 0) > 0):
-        most = real & (needs == tl.max(needs, 0))
-        rest = tl.where(most, wanted - given * BS, _LOWEST)
-        most = most & (rest == tl.max(rest, 0))
-        given += (heads == tl.min(tl.where(most, heads, KH), 0)).to(tl.int32)
-        needs = tl.maximum(stay - given * BS, 0)
-        left -= 1
-    # Then, to whoever wants most, all others at once: each is given at a want, which falls by a lane's tokens
-    # with each. What is looked for is the want of the last one.
+    # One after the other to the head that wants most, all at once: each is given at a want, which falls by a
+    # lane's tokens with each. What is looked for is the want of the last one.
     rest = tl.where(real, wanted - given * BS, _LOWEST)
     low = -lanes * BS
     high = lanes * BS

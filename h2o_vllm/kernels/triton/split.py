@@ -16,8 +16,8 @@ def split_scores(
 ) -> None:
     """Make ``early`` the scores of some rows less what it holds, in all layers and heads. Eager, one launch.
 
-    Zero for protected tokens, whose scores are infinite. Once per row: after the attention, or all of it in
-    which late queries are, has been added to the scores, and that of the late ones to ``early``.
+    Once per row: after the attention, or all of it in which late queries are, has been added to the scores,
+    and that of the late ones to ``early``.
 
     Args:
         scores: [L, N, KH, BS], float32, contiguous. early: the same.
@@ -65,6 +65,5 @@ def _each_block(
     slot = tl.arange(0, PADDED)
     page = (tl.program_id(2).to(tl.int64) * num_blocks + block) * PAGE + slot
     old = tl.load(scores + page, mask=slot < PAGE, other=0.0)
-    protected = old == float("inf")
     late = tl.load(early + page, mask=slot < PAGE, other=0.0)
-    tl.store(early + page, tl.where(protected, 0.0, old - late), mask=slot < PAGE)
+    tl.store(early + page, old - late, mask=slot < PAGE)

@@ -7,10 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["PROTECTED", "lowest_survivor", "ranks_of", "slot_of"]
-
-PROTECTED = tl.constexpr(0xFF800000)
-"""Rank of a score of infinity, the highest there is."""
+__all__ = ["lowest_survivor", "ranks_of", "slot_of"]
 
 
 @triton.jit

@@ -22,9 +22,9 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     f"{UNEVEN}-{name}": (prompt, new, {**SHARED, **asked})
     for name, prompt, new, asked in (
         ("attention", 100, 60, {"kv_policy": "attention"}),
-        ("end", 75, 40, {"kv_policy": "end", "kv_sinks": 5}),
+        ("end", 75, 40, {"kv_policy": "end", "kv_protect": 5}),
         ("value", 130, 40, {"kv_policy": "value", "kv_protect": 33, "kv_delay": 3}),
-        ("mean", 125, 40, {"kv_policy": "mean", "kv_sinks": 3}),
+        ("mean", 125, 40, {"kv_policy": "mean"}),
         ("three", 117, 40, {"kv_policy": "value+end+key"}),
         (
             "attention-bounded",
@@ -136,7 +136,7 @@ def test_law04_attention_equals_a_plain_model_whose_heads_share(
 
 def computed_outputs(model_dir: str, names: list[str], *, preempt: bool) -> dict[str, torch.Tensor]:
     """Of every computed token of some requests, [positions, LAYERS, HEADS, SIZE]."""
-    asked = {**SHARED, "kv_policy": "mean", "kv_sinks": 3}
+    asked = {**SHARED, "kv_policy": "mean"}
     with fake_gpu(model_dir, 60, kv_min_tokens=FLOOR, caching=False) as (rig, gpu):
         chunks = shared_chunks(rig, gpu)
         for count, name in enumerate(names):

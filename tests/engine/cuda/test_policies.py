@@ -25,12 +25,12 @@ MOVING = [name for name in UNCALIBRATED if policy_of(name).moves_tokens and name
 ]
 """GPUs refuse calibrations. Which tokens ``random`` draws: ``tests/kernels/triton/test_rescore.py``."""
 REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    f"{policy}-{sinks}": (
+    f"{policy}-{protect}": (
         70 + 11 * row,
         40,
-        {"kv_budget": 0.4, "kv_policy": policy, "kv_sinks": sinks, "kv_recent": recent},
+        {"kv_budget": 0.4, "kv_policy": policy, "kv_protect": protect, "kv_recent": recent},
     )
-    for row, (policy, sinks, recent) in enumerate(
+    for row, (policy, protect, recent) in enumerate(
         [*[(policy, 0, 0.5) for policy in MOVING], ("attention", 20, 1.0), ("end", 3, 0.0)]
     )
 } | {
@@ -65,7 +65,6 @@ def plain_model(asked: dict[str, Any], prompt: int, block: int) -> PolicyModel:
         asked["kv_recent"],
         block,
         FLOOR,
-        sinks=asked.get("kv_sinks", 0),
         protected=asked.get("kv_protect", 0),
         delay=asked.get("kv_delay", 0),
         bound=asked.get("kv_prefill_tokens", 0),

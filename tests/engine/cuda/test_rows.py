@@ -119,10 +119,10 @@ def test_slots_learn_and_forget() -> None:
     slots = PolicySlots(4)
     at = np.array([2, 0])
     assert slots.evicts(at) is None
-    slots.start({"a": params_of(SNAPKV, 70, 4, pinned=16), "b": params_of(WINDOW, 8)})
+    slots.start({"a": params_of(SNAPKV, 70, pinned=16), "b": params_of(WINDOW, 8)})
     slots.place({"a": 2})
     assert slots.pinned(at).tolist() == [16, 0]
-    assert slots.first_scored(at).tolist() == [38, NEVER] and slots.sinks(at).tolist() == [4, 0]
+    assert slots.first_scored(at).tolist() == [38, NEVER]
     assert slots.late_from(at).tolist() == [NEVER, NEVER]
     evicts = slots.evicts(at)
     assert evicts is not None and evicts.tolist() == [True, False]
@@ -158,13 +158,11 @@ def test_rows_follow_the_rule_of_one_row() -> None:
     for _ in range(300):
         policy = policy_of(SERVED[chance.integers(len(SERVED))])
         prompt, first = (int(n) for n in chance.integers(1, 90, size=2))
-        count, sinks = (int(n) for n in chance.integers(1, 60, size=2))
-        params, end = params_of(policy, prompt, sinks), first + count
-        rows = step([None, policy], [3, count], [3, end], [0, prompt], [0, sinks])
+        count = int(chance.integers(1, 60))
+        params, end = params_of(policy, prompt), first + count
+        rows = step([None, policy], [3, count], [3, end], [0, prompt])
         scored = sum(at >= params.first_scored for at in range(first, end))
         assert rows.scored_queries.tolist() == [0, scored]
-        protected = [3 + at - first for at in range(first, end) if at < params.sinks]
-        assert rows.protected_tokens.tolist() == protected
         late = late_in(params, first, end)
         assert rows.crossing.tolist() == ([] if late is None else [1])
         assert rows.late_queries.tolist() == ([] if late is None else [late])

@@ -95,8 +95,6 @@ def test_compaction_equals_the_reference_on_any_scores(data: st.DataObject) -> N
     special = torch.tensor([0.0, -0.0, 1.0, 2.5, float("-inf"), float("nan"), 1e-40])
     picks = torch.randint(0, data.draw(st.integers(1, len(special))), scores.shape, generator=gen)
     scores = special[picks]
-    # Protected tokens are first ones of a request: some of one block, for all heads.
-    scores[:, order[data.draw(st.integers(0, heavy + doomed - 1))], :, :5] = float("inf")
     owners = torch.stack([owners_of(heavy + doomed, 4, gen) for _ in caches])
     now = compare(
         impl, caches, scores, ids(*order[:heavy]), ids(*order[heavy : heavy + doomed]), owners
@@ -118,32 +116,6 @@ def test_compaction_equals_the_reference_on_any_scores(data: st.DataObject) -> N
 def test_shares_are_rounded_to_lanes(wanted: list[int], lanes: int, given: list[int]) -> None:
     scores = [torch.tensor([1.0] * want + [0.0] * (96 - want)) for want in wanted]
     assert share_lanes(scores, lanes, 16) == given
-
-
-def test_protected_tokens_have_lanes_first() -> None:
-    """17 protected tokens need two lanes, though 1.1 of four would be rounded to one."""
-    scores = [torch.tensor([float("inf")] * 17 + [0.0] * 79), torch.full((96,), 1.0)]
-    assert share_lanes(scores, 4, 16) == [2, 2]
-
-
-def test_protected_tokens_keep_their_lanes_beside_hungrier_heads(impl: ModuleType) -> None:
-    """Head 0 has 17 protected tokens and wants no other; the others want all lanes there are."""
-    caches, scores = wide(torch.float32, 16, 16)
-    scores[:, [1, 2, 7]] = 1.0
-    scores[:, [1, 2, 7], 0] = 0.0
-    scores[:, 1, 0] = scores[:, 2, 0, 0] = float("inf")
-    owners = torch.arange(4).expand(len(caches), 3, -1)
-    now = compare(impl, caches, scores, ids(1, 2), ids(7), owners)
-    assert (now == 0).sum((1, 2)).tolist() == [2] * len(caches)
-
-
-def test_more_protected_tokens_than_lanes_hold_are_no_error(impl: ModuleType) -> None:
-    """The scheduler leaves lanes for all of them. Should it not, a head goes short; nothing else happens."""
-    caches, scores = wide(torch.float32, 16, 16)
-    scores.fill_(float("inf"))
-    owners = torch.tensor([[1, 1, 1, 1], [1, 0, 2, 3], [0, 1, 1, 3]]).expand(len(caches), -1, -1)
-    now = compare(impl, caches, scores, ids(7), ids(1, 11), owners)
-    assert now.sort().values.tolist() == [[[0, 1, 2, 3]]] * len(caches)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

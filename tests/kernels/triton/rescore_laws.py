@@ -63,11 +63,11 @@ def by_formulas(
 
 
 def early_of(scores: Tensor) -> Tensor:
-    """A part of each score; 0 of an infinite one, as :func:`.split_scores` leaves it."""
+    """A part of each score."""
     source = torch.Generator(scores.device).manual_seed(1)
     part = torch.rand(scores.shape, generator=source, device=scores.device)
     # Few values: with few scores, late queries' parts tie as well.
-    return torch.where(scores.isinf(), 0.0, scores * (part * 4).round() / 4)
+    return scores * (part * 4).round() / 4
 
 
 def check_rescore(

@@ -76,18 +76,6 @@ def test_compaction_equals_the_rule_on_any_scores(data: st.DataObject) -> None:
     check_lane_compaction(caches, SPECIAL[picks], [one], seed=seed)
 
 
-@pytest.mark.parametrize("protected", [3, 4, 9, 17, 40])
-def test_protected_tokens_have_lanes_first(protected: int) -> None:
-    """As far as there are any: also where they alone need more than there are."""
-    caches, scores = make_layers(torch.float32, 16, 4, layers=2, kv_heads=3)
-    first = [*FIRST.heavy, *FIRST.doomed]
-    for head in range(3):
-        count = protected if head != 1 else protected // 2
-        for at in range(min(count, 4 * len(first))):
-            scores[:, first[at // 4], head, at % 4] = float("inf")
-    check_lane_compaction(caches, uneven(scores), [FIRST])
-
-
 def test_shares_equal_the_rule_for_any_wants() -> None:
     """One block of a lane's size per head, with ties and remainders of all kinds."""
     gen = torch.Generator().manual_seed(4)

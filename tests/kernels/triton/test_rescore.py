@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
@@ -22,14 +21,13 @@ from tests.kernels.triton.evict_laws import make_layers
 from tests.kernels.triton.rescore_laws import ADJUSTING, by_formulas, check_rescore, early_of
 
 MODULE = "h2o_vllm.kernels.triton.rescore"
-INF = float("inf")
 BLOCKS = 26
 THREE = "value+end+key"
 EXACT = ("mean", "end", "end+key", "attention+mean", "mean+end")
 """Add nothing up, or only what ranks are made of."""
 
 
-def evictions_of(policies: list[str], sinks: int = 0) -> list[Eviction]:
+def evictions_of(policies: list[str]) -> list[Eviction]:
     """Ragged, no block in two: a first eviction, a later one, one that ranks nothing fresh, ..."""
     shapes = [  # heavy, doomed, fresh
         ((7, 2, 9), (1, 11, 4, 3, 5, 24), (7, 2, 9, 1, 11, 4, 3, 5, 24)),
@@ -43,22 +41,10 @@ def evictions_of(policies: list[str], sinks: int = 0) -> list[Eviction]:
         first = len(fresh) == len(heavy) + len(doomed)
         evictions.append(
             Eviction(
-                policy, heavy, doomed, (), Policy.parse(policy).indices(), fresh, 0 if first else 160, 1000,
-                sinks if first else 0,
+                policy, heavy, doomed, (), Policy.parse(policy).indices(), fresh, 0 if first else 160, 1000
             )
         )  # fmt: skip
     return evictions
-
-
-def protect(scores: Tensor, evictions: list[Eviction]) -> None:
-    """Infinite scores for the first tokens, where scores are kept."""
-    for one in evictions:
-        if Policy.of(one.ranks).needs_scores:
-            blocks = list(one.fresh_blocks)
-            mine = scores[:, blocks].transpose(1, 2).flatten(2)
-            mine[..., : one.sinks] = INF
-            shape = (*scores.shape[::2], len(blocks), scores.shape[3])
-            scores[:, blocks] = mine.view(shape).transpose(1, 2)
 
 
 @pytest.mark.parametrize("policy", ADJUSTING)
@@ -101,28 +87,14 @@ def test_one_launch_takes_all_policies(block_size: int, monkeypatch: pytest.Monk
     assert not launches
 
 
-@pytest.mark.parametrize("policy", ADJUSTING)
-def test_protected_tokens_stay(policy: str) -> None:
-    caches, scores = make_layers(block_size=16, blocks=BLOCKS)
-    evictions = evictions_of([policy] * 5, sinks=21)
-    protect(scores, evictions)
-    after = check_rescore(caches, scores, evictions)
-    first = evictions[0].fresh_blocks
-    assert after[:, first[0]].isinf().all() and after[:, first[1], :, :5].isinf().all()
-    assert not after[:, first[1], :, 5:].isinf().any()
-
-
-def test_scores_of_others_do_not_protect() -> None:
+def test_scores_of_others_mean_nothing() -> None:
     """What ranks by keys may have read its first blocks from the cache, with whatever scores they have."""
     caches, scores = make_layers(blocks=BLOCKS)
-    evictions = evictions_of(["key"] * 2, sinks=3)
-    scores[:, evictions[0].fresh_blocks[1]] = INF
+    evictions = evictions_of(["key"] * 2)
+    scores[:, evictions[0].fresh_blocks[1]] = float("inf")
     scores[:, evictions[0].fresh_blocks[2]] = NAN
-    # Known ones are our own.
-    scores[:, evictions[1].heavy_blocks[0], :, 4] = INF
     after = check_rescore(caches, scores, evictions)
-    protected = after.isinf().sum()
-    assert protected == 3 * 2 * (3 + 1)
+    assert after[:, list(evictions[0].fresh_blocks)].isfinite().all()
 
 
 @pytest.mark.parametrize("policy", ADJUSTING)

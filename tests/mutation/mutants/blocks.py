@@ -26,9 +26,9 @@ MUTANTS = (
         ("tests/blocks/test_budget.py",),
     ),
     Mutant(
-        "policy-window-loses-its-sinks",
-        "stay = max(1, protected)",
-        "stay = 0",
+        "blocks-window-loses-its-first-block",
+        "[i for i in candidates if i > 0] + [i for i in candidates if i == 0]",
+        "candidates",
         ("tests/blocks/test_split.py",),
     ),
     Mutant(

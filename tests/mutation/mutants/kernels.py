@@ -119,8 +119,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernels-triton-late-scores-are-called-early",
-        "tl.where(protected, 0.0, old - late)",
-        "tl.where(protected, 0.0, late)",
+        "tl.store(early + page, old - late, mask=slot < PAGE)",
+        "tl.store(early + page, late, mask=slot < PAGE)",
         TRITON,
     ),
     Mutant(
@@ -133,12 +133,6 @@ MUTANTS = (
         "kernels-triton-equal-keys-have-one-rank",
         "(others > numbers) | ((others == numbers) & earlier)",
         "others > numbers",
-        TRITON,
-    ),
-    Mutant(
-        "kernels-triton-scores-of-others-protect",
-        "stays = ((fresh < 0) & infinite) | ((fresh >= 0) & (fresh < protected))",
-        "stays = infinite | ((fresh >= 0) & (fresh < protected))",
         TRITON,
     ),
     Mutant(
@@ -164,12 +158,6 @@ MUTANTS = (
         "begin = tl.sum(listed_before, 0) + tl.cumsum(listed, 0) - listed - pinned",
         "begin = tl.sum(listed_before, 0) + tl.cumsum(listed, 0) - listed",
         TRITON,
-    ),
-    Mutant(
-        "kernels-cpu-protected-tokens-have-no-lanes-first",
-        "std::pair(std::max(0, head.stay - head.lanes * block)",
-        "std::pair(std::max(0, 0 * head.stay)",
-        SHARE,
     ),
     Mutant(
         "kernels-cpu-lanes-are-written-before-all-is-read",

@@ -13,8 +13,6 @@ namespace {
 
 using namespace h2o;
 
-constexpr uint64_t PROTECTED = uint64_t(0xff800000) << 32;  // what ranks so high has a score of +infinity
-
 template <class Word>
 struct Layer {
   Word* cache;
@@ -28,7 +26,7 @@ struct Head {
   std::vector<int64_t> pages;   // candidates: those in heavy blocks, then those in doomed ones
   std::vector<uint64_t> ranks;  // of their tokens
   int owned = 0;                // of the pages, the first ones, in heavy blocks
-  int wanted = 0, stay = 0;     // of its tokens: among the best of all heads; protected
+  int wanted = 0;               // of its tokens: among the best of all heads
   int lanes = 1;                // that it gets
   uint64_t bar = 0;             // rank of the worst that it keeps
 };
@@ -45,10 +43,8 @@ void share(std::vector<Head>& heads, int64_t total, int block) {
   for (const Head& head : heads) all.insert(all.end(), head.ranks.begin(), head.ranks.end());
   const uint64_t bar = nth(std::move(all), total * block);
   for (Head& head : heads)
-    for (uint64_t rank : head.ranks) head.wanted += rank >= bar, head.stay += rank >= PROTECTED;
-  auto need = [&](const Head& head) {
-    return std::pair(std::max(0, head.stay - head.lanes * block), head.wanted - head.lanes * block);
-  };
+    for (uint64_t rank : head.ranks) head.wanted += rank >= bar;
+  auto need = [&](const Head& head) { return head.wanted - head.lanes * block; };
   for (int64_t left = total - int64_t(heads.size()); left > 0; --left) {
     Head* neediest = &heads[0];
     for (Head& head : heads)

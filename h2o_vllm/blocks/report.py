@@ -13,10 +13,14 @@ from dataclasses import fields
 from typing import Any
 
 from h2o_vllm.blocks.budget import budget_tokens, protected_tokens
+from h2o_vllm.config.options import FIELDS
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.policy.policy import Policy
 
-__all__ = ["budget_values", "report_from_values", "request_report"]
+__all__ = ["SETTINGS", "budget_values", "report_from_values", "request_report"]
+
+SETTINGS = {row.reported: row.attribute for row in FIELDS.values() if row.reported}
+"""Keys of a report that are settings of the request, and the attribute of its budget that each is."""
 
 _BUDGET_FIELDS = tuple(field.name for field in fields(RequestBudget))
 
@@ -45,13 +49,8 @@ def request_report(
     return {
         "budget": None if budget.tokens is not None else budget.fraction,
         "budget_tokens": budget_tokens(budget, seen),
-        "recent": budget.recent,
-        "policy": budget.policy.name,
-        "heads": budget.heads,
-        "delay": budget.delay,
-        "elastic": budget.elastic,
+        **{key: _plain(getattr(budget, attribute)) for key, attribute in SETTINGS.items()},
         "squeezed_at": squeezed_at,
-        "prefill_tokens": budget.prefill,
         "tokens_seen": seen,
         "tokens_cached": cached,
         "tokens_protected": protected_tokens(budget, seen),
@@ -61,6 +60,10 @@ def request_report(
         "peak_blocks": peak_blocks,
         "block_size": block_size,
     }
+
+
+def _plain(value: Any) -> Any:
+    return value.name if isinstance(value, Policy) else value
 
 
 def budget_values(budget: RequestBudget, block_size: int) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's settings: what requests get that name nothing, and the limits of what they may name.
+"""The table of settings: what requests get that name nothing, and the limits of what they may name.
 
-Runs in every process; imports :mod:`h2o_vllm.checks`, :mod:`h2o_vllm.errors`, the request fields and the
-policies. What a request makes of it: :mod:`h2o_vllm.config.resolve`.
+Runs in every process; imports :mod:`h2o_vllm.errors` and its siblings. What a request makes of it:
+:mod:`h2o_vllm.config.resolve`.
 """
 
 from __future__ import annotations
@@ -11,85 +11,126 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
+from h2o_vllm.config.fields import Field, rows_of, setting
 from h2o_vllm.config.request_fields import (
     FEW_PROTECTED,
+    HEADS,
     MAX_DELAY,
+    PROTECT_WORDS,
     REMOVED_FIELDS,
     check_heads,
     check_prefill,
-    check_protect,
 )
 from h2o_vllm.errors import BudgetError, ConfigError
-from h2o_vllm.policy.policy import Policy, accepted_policies
+from h2o_vllm.policy.policy import Policy, accepted_policies, joinable_ranks
+from h2o_vllm.policy.presets import PRESETS
 
-__all__ = ["ADMISSIONS", "FULL_KERNELS", "H2OConfig"]
+__all__ = [
+    "ADMISSIONS",
+    "FIELDS",
+    "FULL_KERNELS",
+    "OPTIONS",
+    "REQUEST_FIELDS",
+    "TESTING_FIELDS",
+    "H2OConfig",
+]
 
 ADMISSIONS = ("squeeze", "queue")
-"""What ``--kv-elastic-admission`` may be: elastic requests yield to waiting prompts as well, or only where
-a request would be preempted."""
+"""What ``--kv-elastic-admission`` may be."""
 
 FULL_KERNELS = ("auto", "vllm", "h2o")
-"""What ``--kv-full-kernel`` may be: whose attention kernel serves rows that collect no scores, on a CPU."""
+"""What ``--kv-full-kernel`` may be."""
 
 
 @dataclass(frozen=True)
 class H2OConfig:
-    """Server-wide defaults and operator limits.
+    """Server-wide defaults and operator limits: a row for each, and what follows of several.
+
+    A row that is ``asked`` is a field of a request, too; what stands here is its default.
 
     Attributes:
-        kv_budget: default share of the seen tokens a request keeps, in (0, 1]; 1 is lossless.
-        kv_budget_tokens: default absolute budget; overrides ``kv_budget`` when set.
-        kv_recent: default share of a budget spent on the newest tokens, in [0, 1]; ``None``: see
-            :meth:`recent_of`.
-        kv_policy: default policy, see :meth:`.Policy.parse`. ``h2o`` is the paper's.
-        kv_budget_min: smallest ``kv_budget`` a request may ask for.
-        kv_budget_max: largest ``kv_budget`` a request may ask for.
-        kv_min_tokens: no budget falls below this many tokens; short sequences stay whole.
-        kv_protect: default number of first tokens that a budget leaves alone, or one of
-            :data:`~h2o_vllm.config.request_fields.PROTECT_WORDS`; ``None``: the policy's, mostly 0. A
-            default protects at most ``kv_protect_max`` tokens of a longer prompt; a request that asks for
-            more is refused.
-        kv_protect_max: most tokens a request may protect; ``None``: see :attr:`protect_limit`. They come
-            on top of ``kv_budget_max``.
-        kv_delay: default number of generated tokens before a request's first eviction, 0 to 256: until then
-            an answer is lossless, and its queries have their say in what stays. The paper evicts at once (0).
-        kv_elastic: whether requests keep everything until memory is short, their budgets being floors.
-        kv_elastic_admission: one of :data:`ADMISSIONS`.
-        kv_prefill_tokens: default number of unprotected tokens that a prompt may hold while it is computed;
-            0: all it has. Raised to four blocks and twice ``kv_min_tokens``.
-        kv_trace: whether requests may ask for a trace, see :mod:`h2o_vllm.blocks.trace`.
-        kv_calibration: file that :mod:`h2o_vllm.calibrate` has made of this model; ``None``: nobody may ask
-            for a policy that needs one. For CPUs.
-        kv_full_kernel: one of :data:`FULL_KERNELS`. ``h2o`` is for CPUs, and nothing is lost with it: the
-            same attention, rounded differently. ``auto`` is ``h2o`` where vLLM would use its kernel for AMX,
-            whose KV only that one reads, and ``vllm`` elsewhere.
-        kv_heads: one of :data:`~h2o_vllm.config.request_fields.HEADS`; ``None``: see :meth:`heads_of`. A
-            request whose policy cannot share and that does not name it has ``equal``.
-        kv_heads_equal_because: why heads cannot share in this engine; empty: they can. No option: who knows
-            the engine says it, see :func:`h2o_vllm.engine.support.config_of`.
+        kv_heads_equal_because: why heads cannot share in this engine; empty: they can. No option: the engine
+            knows, see :func:`h2o_vllm.engine.support.config_of`.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
     """
 
-    kv_budget: float = 1.0
-    kv_budget_tokens: int | None = None
-    kv_recent: float | None = None
-    kv_policy: str = "auto"
-    kv_budget_min: float = 0.01
-    kv_budget_max: float = 1.0
-    kv_min_tokens: int = 128
-    kv_protect: int | str | None = None
-    kv_protect_max: int | None = None
-    kv_delay: int = 16
-    kv_elastic: bool = False
-    kv_elastic_admission: str = "squeeze"
-    kv_prefill_tokens: int = 0
-    kv_trace: bool = False
-    kv_calibration: str | None = None
-    kv_full_kernel: str = "auto"
-    kv_heads: str | None = None
+    kv_budget: float = setting(
+        1.0,
+        "Share of its tokens a request keeps: 0.2 is kvpress' compression_ratio 0.8.",
+        asked=True, high=1, low_open=True,
+    )  # fmt: skip
+    kv_budget_tokens: int | None = setting(
+        None, "Keep this many tokens instead.", asked=True, low=1, metavar="N"
+    )
+    kv_recent: float | None = setting(
+        None,
+        "Share of the budget for the newest tokens; else the policy's own.",
+        asked=True, high=1, attribute="recent", reported="recent",
+    )  # fmt: skip
+    kv_policy: str = setting(
+        "auto",
+        "Which tokens stay beside the newest. "
+        + "; ".join(f"{preset.name}: {preset.use}" for preset in PRESETS)
+        + f". Or ranks, joined by +: {'+'.join(joinable_ranks(calibrated=True))}.",
+        asked=True, metavar="POLICY", attribute="policy", reported="policy",
+    )  # fmt: skip
+    kv_heads: str | None = setting(
+        None,
+        "Tokens per KV head: equal, or by need.",
+        asked=True, words=HEADS, attribute="heads", reported="heads",
+    )  # fmt: skip
+    kv_protect: int | str | None = setting(
+        None,
+        "First tokens the budget leaves alone: a number, the prompt, a chat's system part; else by policy.",
+        asked=True, words=PROTECT_WORDS, metavar="TOKENS|prompt|system", attribute="protect",
+    )  # fmt: skip
+    kv_delay: int = setting(
+        16,
+        "Generated tokens before the first eviction; lossless until then.",
+        asked=True, high=MAX_DELAY, attribute="delay", reported="delay",
+    )  # fmt: skip
+    kv_elastic: bool = setting(
+        False,
+        "Keep everything until memory is short; the budget is the floor.",
+        asked=True, attribute="elastic", reported="elastic",
+    )  # fmt: skip
+    kv_prefill_tokens: int = setting(
+        0,
+        "Unprotected tokens a prompt may hold while it is computed; 0: all.",
+        asked=True, attribute="prefill", reported="prefill_tokens",
+    )  # fmt: skip
+    kv_budget_min: float = setting(
+        0.01,
+        "Smallest kv_budget one may ask for.",
+        high=1,
+        low_open=True,
+    )
+    kv_budget_max: float = setting(
+        1.0,
+        "Largest kv_budget one may ask for.",
+        high=1,
+        low_open=True,
+    )
+    kv_min_tokens: int = setting(128, "No budget falls below so many tokens.", low=1, metavar="N")
+    kv_protect_max: int | None = setting(
+        None,
+        "Most tokens one may protect; else the prompt, or 1024 if --kv-budget-max is below 1.",
+        metavar="N",
+    )
+    kv_elastic_admission: str = setting(
+        "squeeze",
+        "For a waiting prompt elastic requests yield (squeeze), or it waits (queue).",
+        words=ADMISSIONS,
+    )
+    kv_full_kernel: str = setting(
+        "auto",
+        "Of lossless rows; auto: h2o on AMX.",
+        words=FULL_KERNELS,
+    )
+    kv_trace: bool = setting(False, "Let requests ask what was kept; on CPUs.")
+    kv_calibration: str | None = setting(None, "From python -m h2o_vllm.calibrate.", metavar="FILE")
     kv_heads_equal_because: str = ""
 
     def __post_init__(self) -> None:
@@ -105,26 +146,12 @@ class H2OConfig:
         self._check_limits()
 
     def _check_values(self) -> None:
-        for name in ("kv_budget", "kv_budget_min", "kv_budget_max"):
-            check_fraction(name, getattr(self, name), 0.0, 1.0, low_open=True)
-        if self.kv_recent is not None:
-            check_fraction("kv_recent", self.kv_recent, 0.0, 1.0)
+        for row in OPTIONS:
+            value = getattr(self, row.name)
+            if value is not None or not row.optional:
+                row.check(value)
         default = self.default_policy
-        if self.kv_budget_tokens is not None:
-            check_integer("kv_budget_tokens", self.kv_budget_tokens)
-        check_integer("kv_min_tokens", self.kv_min_tokens)
-        if self.kv_protect_max is not None:
-            check_integer("kv_protect_max", self.kv_protect_max, 0)
-        if self.kv_protect is not None:
-            check_protect(self.kv_protect, MAX_TOKENS)
-        check_integer("kv_delay", self.kv_delay, 0, MAX_DELAY)
-        check_flag("kv_elastic", self.kv_elastic)
-        check_choice("kv_elastic_admission", self.kv_elastic_admission, ADMISSIONS)
         check_prefill(self.kv_prefill_tokens, default)
-        check_flag("kv_trace", self.kv_trace)
-        if self.kv_calibration is not None and not isinstance(self.kv_calibration, str):
-            raise BudgetError("kv_calibration", self.kv_calibration, "the path of a file")
-        check_choice("kv_full_kernel", self.kv_full_kernel, FULL_KERNELS)
         if self.kv_heads is not None:
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
 
@@ -205,6 +232,22 @@ class H2OConfig:
             return self.kv_heads
         return "shared" if policy.shares else "equal"
 
+    def defaults(self, policy: Policy) -> dict[str, Any]:
+        """What a request with ``policy`` gets for each field that it does not name, by name."""
+        values = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked}
+        return values | {
+            "kv_policy": policy.name,
+            "kv_recent": self.recent_of(policy),
+            "kv_protect": self.protect_of(policy),
+            "kv_heads": self.heads_of(policy),
+        }
+
+    def range_of(self, name: str) -> tuple[float | None, float | None]:
+        """Limits of a request field that this server narrows, low and high; ``None``: those of its row."""
+        if name == "kv_budget":
+            return self.kv_budget_min, self.kv_budget_max
+        return None, self.protect_limit if name == "kv_protect" else None
+
     @property
     def protect_limit(self) -> int | None:
         """Most tokens that a request may protect; ``None``: its whole prompt.
@@ -217,3 +260,27 @@ class H2OConfig:
         if self.kv_budget_max == 1.0 or isinstance(self.kv_protect, str):
             return None
         return max(FEW_PROTECTED, self.kv_protect or 0)
+
+
+OPTIONS = rows_of(H2OConfig)
+"""The rows of the table: a server's options."""
+
+ASKED_ONLY = (
+    Field(
+        "For tests: evict nothing before this many tokens have been seen.",
+        name="kv_evict_from", asked=True, kind=int, optional=True, low=1,
+    ),
+    Field(
+        "Report which tokens each layer and KV head holds, where the server lets requests ask.",
+        name="kv_trace", asked=True, kind=bool, default=False,
+    ),
+)  # fmt: skip
+"""Request fields that help to test, to debug and to see; a server has no default for them."""
+
+FIELDS = {row.name: row for row in (*OPTIONS, *ASKED_ONLY) if row.asked}
+"""The request fields, by name."""
+
+REQUEST_FIELDS = tuple(FIELDS)
+"""Their names, accepted at the top level of a body and inside ``vllm_xargs``."""
+
+TESTING_FIELDS = tuple(row.name for row in ASKED_ONLY)

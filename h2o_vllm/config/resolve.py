@@ -11,19 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from h2o_vllm.checks import MAX_TOKENS, check_flag, check_fraction, check_integer
-from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.checks import MAX_TOKENS
+from h2o_vllm.config.options import FIELDS, REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.config.request_fields import (
-    MAX_DELAY,
-    REMOVED_FIELDS,
-    REQUEST_FIELDS,
-    check_heads,
-    check_prefill,
-    check_protect,
-)
+from h2o_vllm.config.request_fields import REMOVED_FIELDS, check_heads, check_prefill
 from h2o_vllm.errors import BudgetError
-from h2o_vllm.policy.policy import Policy
 
 __all__ = ["for_prompt", "resolve", "resolve_for"]
 
@@ -46,27 +38,29 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
     bounded = bool(given.get("kv_prefill_tokens", config.kv_prefill_tokens))
     policy = config.policy_of(given.get("kv_policy"), bounded=bounded)
-    recent = given.get("kv_recent", config.recent_of(policy))
+    settings = config.defaults(policy) | given
+    values = {
+        row.attribute: _checked(config, row.name, settings[row.name])
+        for row in FIELDS.values()
+        if row.attribute
+    }
+    check_prefill(values["prefill"], policy)
     fraction, tokens = _budget(config, given)
     elastic, evict_from = _begin(config, given)
-    return RequestBudget(
-        fraction=fraction,
-        tokens=tokens,
-        min_fraction=config.kv_budget_min,
-        max_fraction=config.kv_budget_max,
-        floor=config.kv_min_tokens,
-        recent=check_fraction("kv_recent", recent, 0.0, 1.0),
-        policy=policy,
-        protect=check_protect(
-            given.get("kv_protect", config.protect_of(policy)), _most_protected(config)
-        ),
-        delay=check_integer("kv_delay", given.get("kv_delay", config.kv_delay), 0, MAX_DELAY),
-        elastic=elastic,
-        evict_from=evict_from,
-        prefill=check_prefill(given.get("kv_prefill_tokens", config.kv_prefill_tokens), policy),
-        trace=_trace(config, given),
-        heads=_heads(config, given, policy),
-    )
+    values |= {
+        "policy": policy,
+        "fraction": fraction,
+        "tokens": tokens,
+        "min_fraction": config.kv_budget_min,
+        "max_fraction": config.kv_budget_max,
+        "floor": config.kv_min_tokens,
+        "elastic": elastic,
+        "evict_from": evict_from,
+        "trace": _trace(config, given),
+    }
+    if "kv_heads" in given:
+        check_heads(values["heads"], policy, config.kv_heads_equal_because)
+    return RequestBudget(**values)
 
 
 def resolve_for(
@@ -110,13 +104,11 @@ def _budget(config: H2OConfig, given: Mapping[str, Any]) -> tuple[float, int | N
     if "kv_budget" in given and "kv_budget_tokens" in given:
         accepted = "left out when kv_budget_tokens is given"
         raise BudgetError("kv_budget", given["kv_budget"], accepted)
-    fraction, tokens = config.kv_budget, config.kv_budget_tokens
     if "kv_budget" in given:
-        low, high = config.kv_budget_min, config.kv_budget_max
-        fraction, tokens = check_fraction("kv_budget", given["kv_budget"], low, high), None
-    elif "kv_budget_tokens" in given:
-        tokens = check_integer("kv_budget_tokens", given["kv_budget_tokens"])
-    return fraction, tokens
+        return _checked(config, "kv_budget", given["kv_budget"]), None
+    if "kv_budget_tokens" in given:
+        return config.kv_budget, _checked(config, "kv_budget_tokens", given["kv_budget_tokens"])
+    return config.kv_budget, config.kv_budget_tokens
 
 
 def _begin(config: H2OConfig, given: Mapping[str, Any]) -> tuple[bool, int]:
@@ -124,14 +116,14 @@ def _begin(config: H2OConfig, given: Mapping[str, Any]) -> tuple[bool, int]:
 
     Who bounds budgets does not expect requests to keep everything for a while, but by choice.
     """
-    elastic = check_flag("kv_elastic", given.get("kv_elastic", config.kv_elastic))
+    elastic = _checked(config, "kv_elastic", given.get("kv_elastic", config.kv_elastic))
     bounded = config.kv_budget_max < 1.0
     if elastic and bounded and not config.kv_elastic:
         raise BudgetError("kv_elastic", True, f"false {_bounded_server(config)}")
     if "kv_evict_from" not in given:
         return elastic, 0
     asked = given["kv_evict_from"]
-    evict_from = check_integer("kv_evict_from", asked)
+    evict_from = _checked(config, "kv_evict_from", asked)
     if elastic and "kv_elastic" in given:
         raise BudgetError("kv_evict_from", asked, "left out when kv_elastic is true")
     if bounded:
@@ -139,18 +131,17 @@ def _begin(config: H2OConfig, given: Mapping[str, Any]) -> tuple[bool, int]:
     return False, evict_from
 
 
+def _checked(config: H2OConfig, name: str, value: Any) -> Any:
+    """``value``, if it is of the field's type and in its range on this server."""
+    return FIELDS[name].check(value, *config.range_of(name))
+
+
 def _bounded_server(config: H2OConfig) -> str:
     return f"on this server (its kv_budget_max is {config.kv_budget_max})"
 
 
-def _heads(config: H2OConfig, given: Mapping[str, Any], policy: Policy) -> str:
-    if "kv_heads" in given:
-        return check_heads(given["kv_heads"], policy, config.kv_heads_equal_because)
-    return config.heads_of(policy)
-
-
 def _trace(config: H2OConfig, given: Mapping[str, Any]) -> bool:
-    trace = check_flag("kv_trace", given.get("kv_trace", False))
+    trace: bool = _checked(config, "kv_trace", given.get("kv_trace", False))
     if trace and not config.kv_trace:
         accepted = "false on this server (it was started without --kv-trace and --kv-playground)"
         raise BudgetError("kv_trace", True, accepted)

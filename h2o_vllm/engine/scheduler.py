@@ -22,9 +22,8 @@ from h2o_vllm.blocks.spec import H2OAttentionSpec, groups_beside
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config.keys import METRICS_KEY, REPORT_KEY
-from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.config.request_fields import REQUEST_FIELDS
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.orphan import end_with_parent

@@ -8,20 +8,18 @@ ends here, as one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from h2o_vllm.config.options import ADMISSIONS, FULL_KERNELS, H2OConfig
-from h2o_vllm.config.request_fields import HEADS, REMOVED_FIELDS
+from h2o_vllm.config.fields import Field
+from h2o_vllm.config.options import OPTIONS, H2OConfig
+from h2o_vllm.config.request_fields import REMOVED_FIELDS
 from h2o_vllm.engine import quiet
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.policy.policy import joinable_ranks
-from h2o_vllm.policy.presets import PRESETS
 from h2o_vllm.server import dependencies, fork_server
 from h2o_vllm.server.still import StartWatch
 
@@ -34,8 +32,8 @@ PROG = "h2o-serve"
 GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
-GROUP_DESCRIPTION = """How much KV cache a request keeps: defaults and limits of its body fields kv_budget,
-kv_budget_tokens, kv_recent, kv_policy, kv_heads, kv_protect, kv_delay, kv_elastic and kv_prefill_tokens."""
+GROUP_DESCRIPTION = f"""How much KV cache a request keeps: defaults and limits of its body fields
+{", ".join(row.name for row in OPTIONS if row.asked)}."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -58,8 +56,6 @@ TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
 
 LOGGING = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH")
 """Variables that ask for a log; :func:`h2o_vllm.server.serve.serve` sees the options."""
-
-_DEFAULTS = H2OConfig()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,105 +172,24 @@ def build_parser() -> FlexibleArgumentParser:
 
 
 def _add_options(group: argparse._ArgumentGroup) -> None:
-    def add(name: str, kind: Callable[[str], Any], metavar: str, text: str) -> None:
-        flag, default = f"--{name.replace('_', '-')}", getattr(_DEFAULTS, name)
-        group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
-
-    add(
-        "kv_budget",
-        float,
-        "SHARE",
-        "Share of its tokens (prompt + generated) a request keeps, above 0, up to 1: 0.2 keeps a fifth "
-        "(kvpress' compression_ratio 0.8); 1: all.",
-    )
-    add(
-        "kv_budget_tokens",
-        int,
-        "N",
-        "Keep this many tokens instead.",
-    )
-    add(
-        "kv_recent",
-        float,
-        "SHARE",
-        "Share of the budget for the newest, 0 to 1; else the policy's, 0.05 to 0.5.",
-    )
-    add(
-        "kv_policy",
-        str,
-        "POLICY",
-        "Which tokens stay beside the newest. "
-        + "; ".join(f"{preset.name}: {preset.use}" for preset in PRESETS)
-        + f". Or ranks, joined by +: {'+'.join(joinable_ranks(calibrated=True))}.",
-    )
+    for row in OPTIONS:
+        facts: dict[str, Any] = {"default": row.default, "help": _help(row)}
+        if row.kind is bool:
+            facts["action"] = argparse.BooleanOptionalAction
+        elif row.metavar == "FILE":
+            facts |= {"type": _file, "metavar": row.metavar}
+        elif row.kind is str:
+            facts |= {"choices": row.words} if row.words else {"metavar": row.metavar}
+        else:
+            number = "SHARE" if row.kind is float else "TOKENS"
+            kind = _tokens_or_word if row.words else row.kind
+            facts |= {"type": kind, "metavar": row.metavar or number}
+        group.add_argument(row.flag, **facts)
     for name, instead in REMOVED_FIELDS.items():
         # Known, so that the error says what replaces it.
         flag = f"--{name.replace('_', '-')}"
         hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         group.add_argument(flag, type=_removed(instead), **hidden)
-    group.add_argument(
-        "--kv-heads",
-        choices=HEADS,
-        default=_DEFAULTS.kv_heads,
-        help="Tokens per head: equal, or by need.",
-    )
-    add(
-        "kv_protect",
-        _tokens_or_word,
-        "TOKENS|prompt|system",
-        "First tokens the budget leaves alone: a number, the prompt, a chat's system part; else by policy.",
-    )
-    add(
-        "kv_protect_max",
-        int,
-        "N",
-        "Most one may protect; else the prompt, or 1024 if --kv-budget-max is below 1.",
-    )
-    add(
-        "kv_delay",
-        int,
-        "TOKENS",
-        "Generated tokens before a request's first eviction, 0 to 256; lossless.",
-    )
-    group.add_argument(
-        "--kv-elastic",
-        action=argparse.BooleanOptionalAction,
-        default=_DEFAULTS.kv_elastic,
-        help="Keep everything until memory is short; the budget is the floor.",
-    )
-    group.add_argument(
-        "--kv-elastic-admission",
-        choices=ADMISSIONS,
-        default=_DEFAULTS.kv_elastic_admission,
-        help="For a waiting prompt, elastic requests yield (squeeze), or it waits (queue).",
-    )
-    add(
-        "kv_prefill_tokens",
-        int,
-        "TOKENS",
-        "Most tokens held in prefill; 0: all.",
-    )
-    add("kv_budget_min", float, "SHARE", "Smallest kv_budget one may ask for.")
-    add("kv_budget_max", float, "SHARE", "Largest kv_budget one may ask for.")
-    add(
-        "kv_min_tokens",
-        int,
-        "N",
-        "No budget falls below so many tokens.",
-    )
-    group.add_argument(
-        "--kv-full-kernel",
-        choices=FULL_KERNELS,
-        default=_DEFAULTS.kv_full_kernel,
-        help="Of lossless rows; auto: h2o on AMX.",
-    )
-    group.add_argument(
-        "--kv-trace",
-        action="store_true",
-        default=_DEFAULTS.kv_trace,
-        help="Let requests ask what was kept. CPU.",
-    )
-    add("kv_calibration", _file, "FILE", "From python -m h2o_vllm.calibrate.")
     group.add_argument(
         "--kv-playground",
         action=argparse.BooleanOptionalAction,
@@ -289,6 +204,11 @@ def _removed(instead: str) -> Callable[[str], NoReturn]:
         raise argparse.ArgumentTypeError(instead)
 
     return refuse
+
+
+def _help(row: Field) -> str:
+    counts = row.kind is int and row.is_bounded
+    return f"{row.text[:-1]}, {row.low:g} to {row.high:g}." if counts else row.text
 
 
 def _tokens_or_word(text: str) -> int | str:
@@ -313,8 +233,7 @@ def config_of(args: argparse.Namespace) -> H2OConfig:
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
     """
-    names = {field.name for field in dataclasses.fields(H2OConfig)} - {"kv_heads_equal_because"}
-    return H2OConfig(**{name: getattr(args, name) for name in names})
+    return H2OConfig(**{row.name: getattr(args, row.name) for row in OPTIONS})
 
 
 class _OwnParser(argparse.ArgumentParser):

@@ -10,26 +10,23 @@ plugin it leaves out.
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
-from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.request_fields import (
-    HEADS,
-    MAX_DELAY,
-    MAX_TRACE_TOKENS,
-    REQUEST_FIELDS,
-)
+from h2o_vllm.config.fields import Field as Row
+from h2o_vllm.config.options import OPTIONS, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.request_fields import HEADS, MAX_TRACE_TOKENS
 from h2o_vllm.engine.version import supported_versions
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
-from h2o_vllm.server.openapi import describe_fields
+from h2o_vllm.server.openapi import describe_fields, kind_of
 from h2o_vllm.server.routes import LIFTED, REFUSED
 
 if TYPE_CHECKING:
@@ -40,56 +37,38 @@ __all__ = ["PATH", "H2OServerConfig", "attach"]
 PATH = "/plugins/h2o/config"
 
 
-class Defaults(BaseModel):
-    """What a request gets that names no budget."""
-
-    kv_budget: float = Field(description="Share of its tokens a request keeps; 1 is plain vLLM.")
-    kv_budget_tokens: int | None = Field(description="Absolute budget; comes before kv_budget.")
-    kv_recent: float = Field(
-        description="Share of the budget spent on the newest tokens, with this policy."
-    )
-    kv_policy: str = Field(description="Which tokens stay.")
-    kv_heads: Literal["equal", "shared"] = Field(
-        description="Whether all KV heads of a layer keep as many tokens, or share its slots by need."
-    )
-    kv_protect: int | Literal["prompt", "system"] = Field(
-        description="First tokens that the budget leaves alone: a number, the whole prompt, or system "
-        "messages and tool definitions."
-    )
-    kv_delay: int = Field(description="Generated tokens before the first eviction.")
-    kv_elastic: bool = Field(
-        description="Keep everything until memory is short; the budget is the floor."
-    )
-    kv_prefill_tokens: int = Field(
-        description="Unprotected tokens a prompt may hold while it is computed; 0: all it has. Raised to "
-        "four blocks and twice kv_min_tokens."
-    )
+def _described(name: str, summary: str, rows: Iterable[Row], **more: Any) -> type[BaseModel]:
+    """A model of values by the name of their rows, each ``None`` where it may be left open."""
+    values: dict[str, Any] = {}
+    for row in rows:
+        kind = kind_of(row, row.words)
+        values[row.name] = kind | None if row.optional else kind, Field(description=row.text)
+    made: type[BaseModel] = create_model(name, __doc__=summary, **values, **more)
+    return made
 
 
-class Limits(BaseModel):
-    """What a request may ask for."""
+OWN = [row for row in OPTIONS if row.asked]
+LIMITS = [
+    row for row in OPTIONS if not row.asked and row.name not in ("kv_full_kernel", "kv_calibration")
+]
+"""Options that say what a request may ask for."""
 
-    kv_budget_min: float = Field(description="Smallest kv_budget; bounds kv_budget_tokens too.")
-    kv_budget_max: float = Field(description="Largest kv_budget.")
-    kv_min_tokens: int = Field(description="No budget falls below this many tokens.")
-    kv_delay_max: int = Field(description="Largest kv_delay.")
-    kv_protect_max: int | None = Field(
-        description="Largest kv_protect; null: as many tokens as the prompt has."
-    )
-    kv_elastic_admission: str = Field(
-        description="Where memory is short for a waiting prompt. squeeze: elastic requests yield; queue: it "
-        "waits, and they yield only where one would be preempted."
-    )
-    kv_trace: bool = Field(description="Whether requests may ask for a trace.")
-    kv_trace_tokens_max: int = Field(
-        description="Most tokens, prompt and answer, of one that does."
-    )
-    kv_policies: list[str] = Field(
-        description="Accepted kv_policy values: presets, and single ranks."
-    )
-    kv_ranks: list[str] = Field(description="Ranks that kv_policy joins with '+', in this order.")
-    kv_heads: list[str] = Field(description="Accepted kv_heads values.")
-    request_fields: list[str] = Field(description="Budget fields of a request body.")
+BOUNDED = [row for row in OWN if row.kind is int and row.is_bounded]
+
+Defaults = _described("Defaults", "What a request gets that names no budget.", OWN)
+Limits = _described(
+    "Limits",
+    "What a request may ask for.",
+    LIMITS,
+    **{f"{row.name}_max": (int, Field(description=f"Largest {row.name}.")) for row in BOUNDED},
+    kv_trace_tokens_max=(
+        int, Field(description="Most tokens, prompt and answer, of a request with kv_trace.")
+    ),
+    kv_policies=(list[str], Field(description="Accepted kv_policy values: presets, and single ranks.")),
+    kv_ranks=(list[str], Field(description="Ranks that kv_policy joins with '+', in this order.")),
+    kv_heads=(list[str], Field(description="Accepted kv_heads values.")),
+    request_fields=(list[str], Field(description="Budget fields of a request body.")),
+)  # fmt: skip
 
 
 class Routes(BaseModel):
@@ -138,8 +117,8 @@ class H2OServerConfig(BaseModel):
     """KV budgets of this server."""
 
     models: list[str] = Field(description="Served model names.")
-    defaults: Defaults
-    limits: Limits
+    defaults: Defaults  # type: ignore[valid-type]
+    limits: Limits  # type: ignore[valid-type]
     routes: Routes
     kv_cache: KVCache
     versions: Versions
@@ -179,26 +158,15 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     cache, parallel = engine.cache_config, engine.parallel_config
     device = engine.device_config.device_type
     low, high = supported_versions(device)
-    policy = config.default_policy
     # vLLM sums them over the data-parallel engines.
     blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size
-    values = config.to_mapping() | {
-        "kv_policy": policy.name,
-        "kv_recent": config.recent_of(policy),
-        "kv_protect": config.protect_of(policy),
-        "kv_heads": config.heads_of(policy),
-    }
+    limits = {row.name: getattr(config, row.name) for row in LIMITS}
+    limits |= {f"{row.name}_max": row.high for row in BOUNDED}
     return H2OServerConfig(
         models=[engine.model_config.served_model_name],
-        defaults=Defaults(**{name: values[name] for name in Defaults.model_fields}),
+        defaults=Defaults(**config.defaults(config.default_policy)),
         limits=Limits(
-            kv_budget_min=config.kv_budget_min,
-            kv_budget_max=config.kv_budget_max,
-            kv_min_tokens=config.kv_min_tokens,
-            kv_delay_max=MAX_DELAY,
-            kv_protect_max=config.protect_limit,
-            kv_elastic_admission=config.kv_elastic_admission,
-            kv_trace=config.kv_trace,
+            **limits | {"kv_protect_max": config.protect_limit},
             kv_trace_tokens_max=MAX_TRACE_TOKENS,
             kv_policies=list(policy_names(calibrated=config.calibrated)),
             kv_ranks=list(joinable_ranks(calibrated=config.calibrated)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from h2o_vllm.blocks.report import report_from_values
+from h2o_vllm.blocks.report import SETTINGS, report_from_values
 
 __all__ = ["REPORT_KEYS", "Reports", "kv_cache"]
 
@@ -28,19 +28,7 @@ SUMMED = (
 TRACE = "trace"
 """Key of what ``kv_trace`` asks for; see :mod:`h2o_vllm.blocks.trace`."""
 
-REPORT_KEYS = (
-    "budget",
-    "budget_tokens",
-    "recent",
-    "policy",
-    "heads",
-    "delay",
-    "elastic",
-    "squeezed_at",
-    "prefill_tokens",
-    *SUMMED,
-    "block_size",
-)
+REPORT_KEYS = ("budget", "budget_tokens", *SETTINGS, "squeezed_at", *SUMMED, "block_size")
 
 
 class Reports:

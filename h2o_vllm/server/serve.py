@@ -66,18 +66,10 @@ def serve(
         start_record.begin()
     config = prepare(args, parser, config)
     logger.info(
-        "H2O: kv_budget=%s kv_budget_tokens=%s kv_policy=%s kv_heads=%s kv_recent=%s "
-        "kv_protect=%s kv_delay=%s kv_elastic=%s kv_prefill_tokens=%s kv_min_tokens=%s; requests may ask for "
-        "kv_budget %s to %s; block size %s",
-        config.kv_budget,
-        config.kv_budget_tokens,
-        config.default_policy.name,
-        config.heads_of(config.default_policy),
-        config.recent_of(config.default_policy),
-        config.protect_of(config.default_policy),
-        config.kv_delay,
-        config.kv_elastic,
-        config.kv_prefill_tokens,
+        "H2O: %s kv_min_tokens=%s; requests may ask for kv_budget %s to %s; block size %s",
+        " ".join(
+            f"{name}={value}" for name, value in config.defaults(config.default_policy).items()
+        ),
         config.kv_min_tokens,
         config.kv_budget_min,
         config.kv_budget_max,

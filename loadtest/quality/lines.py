@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_vllm.config.request_fields import REQUEST_FIELDS
+from h2o_vllm.config.options import REQUEST_FIELDS
 
 __all__ = ["AGAIN", "FULL", "USUAL", "Line", "Point", "parse_line", "points"]
 

@@ -11,7 +11,7 @@ import json
 import random
 from dataclasses import dataclass
 
-from h2o_vllm.config.request_fields import REQUEST_FIELDS
+from h2o_vllm.config.options import REQUEST_FIELDS
 from h2o_vllm.server.routes import LIFTED, REFUSED
 
 __all__ = ["Nonsense", "nonsense"]

@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 from fastapi import FastAPI
 
-from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.request_fields import REQUEST_FIELDS
+from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
 from h2o_vllm.policy.policy import policy_pattern
 from h2o_vllm.policy.presets import ALIASES
 from h2o_vllm.server.routes import LIFTED

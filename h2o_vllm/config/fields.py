@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A row of the table of settings, which is :class:`~h2o_vllm.config.options.H2OConfig`.
+
+Runs in every process; imports :mod:`h2o_vllm.checks` and :mod:`h2o_vllm.errors`. From a row follow the option
+of ``h2o-serve`` with its help, the request field and its JSON schema, the check of a value, ``GET
+/plugins/h2o/config``, the start-up line and the key of the ``kv_cache`` report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
+from h2o_vllm.errors import BudgetError
+
+__all__ = ["Field", "rows_of", "setting"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting.
+
+    Attributes:
+        text: one sentence, for people: help of the option, description of the request field.
+        asked: whether a request may name it.
+        low, high: range of a number, both included.
+        low_open: ``low`` is not included.
+        words: what it may be; beside a number, if it is one.
+        metavar: of the option.
+        attribute: of :class:`~h2o_vllm.config.request_budget.RequestBudget`; empty: several, or none.
+        reported: key of that attribute in a response's report; empty: it is not reported as it is.
+        name, kind, optional: of the option and the request field; the type of its values; whether it may be
+            ``None``, left open. Filled in from where it stands.
+        default: a server's, stated there.
+    """
+
+    text: str
+    asked: bool = False
+    low: float = 0
+    high: float = MAX_TOKENS
+    low_open: bool = False
+    words: tuple[str, ...] = ()
+    metavar: str = ""
+    attribute: str = ""
+    reported: str = ""
+    name: str = ""
+    kind: type = str
+    optional: bool = False
+    default: Any = None
+
+    @property
+    def flag(self) -> str:
+        """The option of ``h2o-serve``."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether numbers have an upper limit of their own."""
+        return self.kind in (int, float) and self.high < MAX_TOKENS
+
+    def check(self, value: Any, low: float | None = None, high: float | None = None) -> Any:
+        """``value``, if it is of the type and in the range; ``low`` and ``high`` are narrower limits.
+
+        Raises:
+            BudgetError: it is not.
+        """
+        low_open = self.low_open and low is None
+        low, high = self.low if low is None else low, self.high if high is None else high
+        if self.kind is bool:
+            return check_flag(self.name, value)
+        if self.kind is float:
+            return check_fraction(self.name, value, low, high, low_open=low_open)
+        if self.kind is int:
+            return self._check_tokens(value, int(low), int(high))
+        if self.words:
+            return check_choice(self.name, value, self.words)
+        if not isinstance(value, str):
+            raise BudgetError(
+                self.name, value, "the path of a file" if self.metavar == "FILE" else "a text"
+            )
+        return value
+
+    def _check_tokens(self, value: Any, low: int, high: int) -> int | str:
+        if isinstance(value, str) and value in self.words:
+            return value
+        try:
+            return check_integer(self.name, value, low, high)
+        except BudgetError as error:
+            words = " or ".join(f"'{word}'" for word in self.words)
+            accepted = f"{error.accepted}, {words}" if words else error.accepted
+            raise BudgetError(self.name, value, accepted) from None
+
+
+def setting(default: Any, text: str, **facts: Any) -> Any:
+    """The default of an attribute of the table, with its :class:`Field`."""
+    return dataclasses.field(default=default, metadata={"field": Field(text, **facts)})
+
+
+def rows_of(table: type) -> tuple[Field, ...]:
+    """The rows of a dataclass whose attributes are :func:`setting`."""
+    hints = get_type_hints(table)
+    found = []
+    for each in dataclasses.fields(table):
+        if "field" not in each.metadata:
+            continue
+        kinds = get_args(hints[each.name]) or (hints[each.name],)
+        named = dataclasses.replace(
+            each.metadata["field"],
+            name=each.name,
+            kind=kinds[0],
+            optional=type(None) in kinds,
+            default=each.default,
+        )
+        found.append(named)
+    return tuple(found)

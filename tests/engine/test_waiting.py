@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -63,32 +64,15 @@ def test_a_restraint_is_a_team_that_does_nothing_and_leaves_nothing() -> None:
     assert said.splitlines() == ["2 True", "0 False"] * 2
 
 
-@pytest.mark.parametrize("spinning", [30.0, 50.0], ids=["pays", "costs"])
-def test_spinning_pays_where_operations_are_faster_for_it(
-    spinning: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On two cores that are one to the processor they are not."""
-    restraint = waiting.Restraint()
-    monkeypatch.setattr(waiting, "_rounds", lambda _: 40.0 if restraint.lasts else spinning)
-    assert waiting.spinning_pays(restraint) == (spinning < 40)
-    assert not restraint.lasts
-
-
-@pytest.mark.parametrize(
-    ("ours", "pays", "watched", "begun"),
-    [(True, True, True, False), (True, False, False, True), (False, True, False, False)],
-    ids=["watches", "sleeps-always", "the-user-says-how"],
-)
-def test_the_engine_chooses_how_threads_wait(
-    ours: bool, pays: bool, watched: bool, begun: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "the-user-says-how"])
+def test_cores_are_watched_once_the_engine_is_warm(
+    ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", waiting.SPINS if ours else "300000")
-    given: list[waiting.Restraint | None] = []
-    made: list[waiting.Restraint] = []
-    monkeypatch.setattr(executor, "watch", given.append)
-    monkeypatch.setattr(executor, "spinning_pays", lambda one: made.append(one) or pays)
-    executor.watch_cores()
-    assert [one is not None for one in given] == [watched]
-    assert [one.lasts for one in made] == ([begun] if ours else [])
-    for one in made:
-        one.end()
+    done: list[Any] = []
+    base = executor.UniProcExecutor
+    monkeypatch.setattr(base, "compile_or_warm_up_model", lambda _: done.append("warm"))
+    monkeypatch.setattr(executor, "watch", done.append)
+    executor._InEngineCore.compile_or_warm_up_model(object.__new__(executor._InEngineCore))
+    assert done[0] == "warm"
+    assert [one is not None for one in done[1:]] == [ours]

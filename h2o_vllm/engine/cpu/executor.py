@@ -16,7 +16,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from h2o_vllm.engine.cpu.cores import watch
-from h2o_vllm.engine.cpu.waiting import FEW_CORES, Restraint, may_restrain, spinning_pays
+from h2o_vllm.engine.cpu.waiting import FEW_CORES, Restraint, may_restrain
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -45,9 +45,19 @@ class H2OCPUExecutor(MultiprocExecutor):
             return super().__new__(cls)
         count = len(os.sched_getaffinity(0))
         logger.info("h2o: the model runs in the engine core's process and uses all %d cores", count)
-        executor = UniProcExecutor(vllm_config)
-        watch_cores()
-        return executor
+        return _InEngineCore(vllm_config)
+
+
+class _InEngineCore(UniProcExecutor):
+    """vLLM's, which notices when others take the cores."""
+
+    def compile_or_warm_up_model(self) -> None:
+        """As the base class, the last step of a start. A thread that looks now and then comes behind it.
+
+        Before, it would be taken for work that is done (:mod:`h2o_vllm.server.still`).
+        """
+        super().compile_or_warm_up_model()
+        watch(Restraint() if may_restrain() else None)
 
 
 def runs_in_engine_core(parallel: ParallelConfig) -> bool:
@@ -55,16 +65,3 @@ def runs_in_engine_core(parallel: ParallelConfig) -> bool:
     single = parallel.world_size == 1 and parallel.data_parallel_size == 1
     few = len(os.sched_getaffinity(0)) <= FEW_CORES
     return single and few and not any(name in os.environ for name in BINDING)
-
-
-def watch_cores() -> None:
-    """Choose how threads wait for each other, and notice when others take the cores."""
-    restraint = Restraint() if may_restrain() else None
-    if restraint is not None and not spinning_pays(restraint):
-        logger.info(
-            "h2o: threads sleep when they wait: on this machine those that spin slow the others"
-        )
-        restraint.begin()
-        # For good: nothing is left to begin or to end.
-        restraint = None
-    watch(restraint)

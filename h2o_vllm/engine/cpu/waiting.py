@@ -13,10 +13,8 @@ in at once.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
 from collections.abc import MutableMapping
 
 __all__ = [
@@ -26,7 +24,6 @@ __all__ = [
     "Restraint",
     "may_restrain",
     "spin_briefly",
-    "spinning_pays",
 ]
 
 FEW_CORES = 4
@@ -40,9 +37,6 @@ SPINS = "100000"
 
 GNU's OpenMP would have 300,000; with 20,000 a step took a tenth longer on Zen 5, where a round is short.
 """
-
-PAYS = 1.1
-"""What sleeping must save of the time with spins to be the better way: a start is a noisy moment."""
 
 
 def spin_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -101,33 +95,6 @@ class Restraint:
         _operation()
         there.set()
         self._over.wait()
-
-
-def spinning_pays(restraint: Restraint, turns: int = 80, rounds: int = 5) -> bool:
-    """Whether operations with Python between them take less time where threads spin. Some 0.2 s.
-
-    They do not on two cores that are one to the processor: who spins takes from the other. The best of short
-    turns are compared, of which others leave some alone, however busy they are: when an engine starts, its
-    front end may as well. To be called by the thread that will compute; ends the restraint.
-    """
-    spinning = sleeping = math.inf
-    for _ in range(turns):
-        restraint.end()
-        _rounds(1)
-        spinning = min(spinning, _rounds(rounds))
-        restraint.begin()
-        _rounds(1)
-        sleeping = min(sleeping, _rounds(rounds))
-    restraint.end()
-    return spinning < PAYS * sleeping
-
-
-def _rounds(count: int) -> float:
-    started = time.perf_counter()
-    for _ in range(count):
-        _operation()
-        sum(range(2000))
-    return time.perf_counter() - started
 
 
 def _operation() -> None:

@@ -162,10 +162,10 @@ apt_install() { # PACKAGE...
 
 # The server's own warning comes minutes later, among much else.
 warn_without_compiler() { # DEVICE
-    [[ "$1" == cpu && "${H2O_CPU_KERNEL:-}" != torch ]] || return 0
+    [[ "$1" == cpu && "${H2O_CPU_KERNEL:-}" != reference ]] || return 0
     if has_kernels; then return 0; fi
     say "WARNING: there is no g++, so the attention kernels cannot be compiled and plain PyTorch steps in:"
-    say "         attention takes 5 to 15 times as long as vLLM's own when decoding, 1.4 to 3 times in prompts."
+    say "         attention and evictions take many times as long as with the C++ kernels."
     say "         To avoid that: apt install g++ (Debian, Ubuntu), and start again."
 }
 

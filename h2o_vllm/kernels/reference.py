@@ -58,8 +58,9 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Causal attention of one sequence's last queries over its live slots, in float64.
+    """Causal attention of one sequence's last queries over its live slots, computed in ``dtype``.
 
     Args:
         query: [t, H, D]. scale: factor on q.k before the softmax.
@@ -71,9 +72,9 @@ def attend(
         probabilities [t, KH, G, S], output [t, H, D], log-sum-exp [t, KH, G], sinks included.
     """
     # Only live slots are gathered: the others may hold NaN.
-    key = key_cache[where].transpose(0, 1).double()
-    value = value_cache[where].transpose(0, 1).double()
-    q = query.double().unflatten(1, (key.shape[0], -1))
+    key = key_cache[where].transpose(0, 1).to(dtype)
+    value = value_cache[where].transpose(0, 1).to(dtype)
+    q = query.to(dtype).unflatten(1, (key.shape[0], -1))
     length = key.shape[1]
     logits = torch.einsum("tkgd,ksd->tkgs", q, key) * scale
     if softcap:
@@ -83,7 +84,7 @@ def attend(
     logits = logits.masked_fill(future[:, None, None], float("-inf"))
     lse = logits.logsumexp(-1)
     if sinks is not None:
-        lse = lse.logaddexp(sinks.double().view(logits.shape[1:3]))
+        lse = lse.logaddexp(sinks.to(dtype).view(logits.shape[1:3]))
     prob = (logits - lse[..., None]).exp()
     return prob, torch.einsum("tkgs,ksd->tkgd", prob, value).flatten(1, 2), lse
 

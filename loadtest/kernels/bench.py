@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer's attention: vLLM's kernel against ours, with scores and, on CPUs, without.
 
-    python -m loadtest.kernels [--quick] [--threads 1] [--impls cpp,torch] [--dtype float32]
+    python -m loadtest.kernels [--quick] [--threads 1] [--impls cpp,reference] [--dtype float32]
     python -m loadtest.kernels --device cuda [--quick]
 
 Needs vLLM's build for the device. Every number is taken in rounds that run all contestants one after the

@@ -84,24 +84,24 @@ class EvictionCase:
         return next(others, None)
 
     def measure(self, impls: Mapping[str, Any], seconds: float) -> Row:
-        """``impls`` beside plain torch, of which ratios are multiples: vLLM's kernels evict nothing."""
+        """``impls`` beside the reference, of which ratios are multiples: vLLM's kernels evict nothing."""
         call = self.build()
-        contestants = {"torch": kernels.load("torch")} | dict(impls)
+        contestants = {"reference": kernels.load("reference")} | dict(impls)
         times = rounds({name: call(impl) for name, impl in contestants.items()}, seconds)
         return {
             "kind": "eviction", "call": self.call, "shape": self.shape, "requests": 1,
             "length": self.blocks * BLOCK_SIZE, "doomed_blocks": self.doomed,
             "block_size": BLOCK_SIZE, "dtype": str(self.dtype).removeprefix("torch."),
-            "rounds": len(times["torch"]), "moved_bytes": self.moved_bytes,
-            **{name: ratio_row(taken, times["torch"]) for name, taken in times.items()},
+            "rounds": len(times["reference"]), "moved_bytes": self.moved_bytes,
+            **{name: ratio_row(taken, times["reference"]) for name, taken in times.items()},
         }  # fmt: skip
 
 
 def eviction_line(row: Row, impls: Mapping[str, Any]) -> str:
-    """What it was, floor and torch in us, then ours as multiples of torch."""
+    """What it was, floor and reference in us, then ours as multiples of it."""
     what = f"{row['call']:<15} {row['shape']:<12} "
-    cells = [f"{row['floor_us']:>9.0f}", f"{row['torch']['median_us']:>9.0f}"]
-    cells += [ratio_text(name, row[name]) for name in impls if name != "torch"]
+    cells = [f"{row['floor_us']:>9.0f}", f"{row['reference']['median_us']:>9.0f}"]
+    cells += [ratio_text(name, row[name]) for name in impls if name != "reference"]
     return "  ".join([f"{what}{row['doomed_blocks'] * BLOCK_SIZE:>4} of {row['length']}", *cells])
 
 

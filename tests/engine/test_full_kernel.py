@@ -27,7 +27,7 @@ from tests.engine.conftest import (
 )
 from tests.engine.rows import rows_of
 
-MODULES = {name: f"h2o_vllm.kernels.cpu.{name}" for name in ("cpp", "torch")}
+MODULES = {name: f"h2o_vllm.kernels.cpu.{name}" for name in ("cpp", "reference")}
 
 ASKED: list[dict[str, Any] | None] = [
     None,
@@ -175,7 +175,7 @@ def test_every_row_has_one_kernel_and_the_scored_ones_come_first(full: bool) -> 
     assert (mixed > 50) is full
 
 
-@pytest.mark.parametrize("name", ["cpp", "torch"])
+@pytest.mark.parametrize("name", ["cpp", "reference"])
 def test_whoever_asks_for_a_slow_kernel_is_warned(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,11 +184,11 @@ def test_whoever_asks_for_a_slow_kernel_is_warned(
     monkeypatch.setattr(cpu_worker.logger, "warning", lambda text, *_: said.append(text))
     cpu_worker.warn_if_slow()
     assert ["--kv-full-kernel h2o without the C++" in text for text in said] == (
-        [True] if name == "torch" else []
+        [True] if name == "reference" else []
     )
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])
 @pytest.mark.parametrize("amx", [True, False], ids=["amx", "vec"])
 @pytest.mark.parametrize("asked", FULL_KERNELS)
 def test_every_row_is_ours_on_request_or_where_vllms_kernel_cannot_be_kept(

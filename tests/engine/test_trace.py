@@ -97,7 +97,7 @@ def pages_of(state: CPUState, eviction: Eviction, layer: int, head: int) -> list
 
 
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("kernel", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize("kernel", ["cpp", "reference"])
 def test_a_trace_is_what_lies_in_the_blocks(
     monkeypatch: pytest.MonkeyPatch, kernel: str, shares: bool
 ) -> None:

@@ -32,7 +32,6 @@ from h2o_vllm.engine.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu.checks import check_cache
-from h2o_vllm.kernels.cpu.fallback import COST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,7 +54,7 @@ def warn_if_slow() -> None:
         logger.warning(
             "h2o: --kv-full-kernel h2o without the C++ kernels slows down requests that lose nothing: %s. "
             "Install g++ (Debian: apt install g++), or leave the option out",
-            COST,
+            kernels.COST,
         )
 
 

@@ -2,11 +2,11 @@
 """The kernels on CPU: the contract, and the choice between its implementations.
 
 Runs in the worker. Never imports vLLM. :mod:`~h2o_vllm.kernels.cpu.cpp` (C++) is what serves;
-:mod:`~h2o_vllm.kernels.cpu.fallback` (plain torch, slow) steps in, with a warning, where there is neither a
-prebuilt library nor a compiler; :mod:`~h2o_vllm.kernels.cpu.reference` is the truth. The choice is made once
-per process, at the first call or by :func:`load`. Environment variables:
+:mod:`~h2o_vllm.kernels.cpu.reference` (plain torch, slow) is the truth, and steps in, in float32 and with a
+warning, where there is neither a prebuilt library nor a compiler. The choice is made once per process, at
+the first call or by :func:`load`. Environment variables:
 
-* ``H2O_CPU_KERNEL=cpp|torch|reference`` overrides the choice.
+* ``H2O_CPU_KERNEL=cpp|reference`` overrides the choice.
 * ``H2O_CPU_BUILD=source`` builds the C++ kernels for this very CPU instead of loading what the wheel carries
   (see :mod:`~h2o_vllm.kernels.cpu.prebuilt`); set while a wheel is built, it leaves the libraries out of it.
 * ``H2O_CPU_CHECK=1`` checks every call's tensors first (see :mod:`~h2o_vllm.kernels.cpu.checks`).
@@ -24,6 +24,7 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
@@ -31,6 +32,7 @@ from h2o_vllm.kernels.cpu import checks
 from h2o_vllm.kernels.cpu.batch import Lanes, PagedBatch
 
 __all__ = [
+    "COST",
     "Lanes",
     "PagedBatch",
     "attend_decode",
@@ -52,7 +54,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 _CHECK = os.environ.get("H2O_CPU_CHECK") == "1"
 
-_MODULES = {"cpp": "cpp", "torch": "fallback", "reference": "reference"}
+_NAMES = ("cpp", "reference")
+
+COST = "attention and evictions take many times as long as with the C++ kernels"
+"""Without them."""
 
 
 @cache
@@ -60,27 +65,28 @@ def load(name: str | None = None) -> ModuleType:
     """The module that implements the kernels in this process, imported and built.
 
     Args:
-        name: ``cpp``, ``torch`` or ``reference``; by default ``H2O_CPU_KERNEL``, else C++ if it can be had.
+        name: ``cpp`` or ``reference``, in float64; by default ``H2O_CPU_KERNEL``, else C++ if it can be had.
 
     Raises:
         ConfigError: the name is unknown, or the one asked for cannot be had.
     """
     wanted = name or os.environ.get("H2O_CPU_KERNEL") or None
-    if wanted is not None and wanted not in _MODULES:
-        raise ConfigError(f"H2O_CPU_KERNEL must be one of {', '.join(_MODULES)}, got {wanted!r}")
+    if wanted is not None and wanted not in _NAMES:
+        raise ConfigError(f"H2O_CPU_KERNEL must be one of {', '.join(_NAMES)}, got {wanted!r}")
     try:
-        return import_module(f"{__name__}.{_MODULES[wanted or 'cpp']}")
+        return import_module(f"{__name__}.{wanted or 'cpp'}")
     except (ImportError, OSError) as error:
         if wanted:
             raise ConfigError(f"H2O_CPU_KERNEL={wanted} cannot be had: {error}") from error
-        fallback = import_module(f"{__name__}.{_MODULES['torch']}")
+        reference = import_module(f"{__name__}.reference")
+        reference.precision = torch.float32
         logger.warning(
             "H2O runs without its C++ kernels (%s) on plain torch, which is SLOW: %s. "
             "Install g++ (Debian: apt install g++) and start again.",
             error,
-            fallback.COST,
+            COST,
         )
-        return fallback
+        return reference
 
 
 def describe() -> str:
@@ -90,7 +96,7 @@ def describe() -> str:
 
 def compiled() -> bool:
     """Whether they are the C++ ones. The others are slower than vLLM's."""
-    return load().__name__ == f"{__name__}.{_MODULES['cpp']}"
+    return load().__name__ == f"{__name__}.cpp"
 
 
 def attend_decode(

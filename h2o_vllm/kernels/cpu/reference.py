@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The truth behind the calls of :mod:`h2o_vllm.kernels.cpu`: :mod:`h2o_vllm.kernels.reference` on CPU memory.
 
-Runs in tests and, if asked for with ``H2O_CPU_KERNEL=reference``, in the worker. Imports torch only.
+Runs in tests, and in the worker where it is asked for (``H2O_CPU_KERNEL=reference``) or where there are no
+C++ kernels. Imports torch only.
 """
 
 from __future__ import annotations
@@ -35,9 +36,16 @@ __all__ = [
 ]
 
 
+precision = torch.float64
+"""In which attention is computed; float32 where it steps in for the C++ kernels."""
+
+STEP = 256
+"""Queries that are computed at once: the logits of all of a long prompt would fill the memory."""
+
+
 def describe() -> str:
     """One line for the start-up log."""
-    return "plain torch reference (slow)"
+    return f"plain torch reference in {str(precision).removeprefix('torch.')} (slow)"
 
 
 def attend_decode(
@@ -161,14 +169,18 @@ def _attend(
             to = None if out is None else out[:, mine]
             _attend(alone, 0, tokens, scale, to, softcap, sink, scores=scores)
         return
-    where = reference.live_slots(batch.block_table[row], length, batch.kv_cache.shape[2])
     keys, values = _token_views(batch.kv_cache)
-    query = batch.query[tokens]
-    prob, attended, _ = reference.attend(query, keys, values, where, scale, softcap, sinks)
-    if out is not None:
-        out[tokens] = attended.to(out.dtype)
-    if scores:
-        reference.add_probabilities(batch.scores, where, prob)
+    for start in range(tokens.start, tokens.stop, STEP):
+        part = slice(start, min(start + STEP, tokens.stop))
+        seen = length - (tokens.stop - part.stop)
+        where = reference.live_slots(batch.block_table[row], seen, batch.kv_cache.shape[2])
+        prob, attended, _ = reference.attend(
+            batch.query[part], keys, values, where, scale, softcap, sinks, precision
+        )
+        if out is not None:
+            out[part] = attended.to(out.dtype)
+        if scores:
+            reference.add_probabilities(batch.scores, where, prob)
 
 
 def _token_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

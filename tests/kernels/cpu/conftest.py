@@ -13,7 +13,7 @@ from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 
 
-@pytest.fixture(scope="session", params=["cpp", "torch"])
+@pytest.fixture(scope="session", params=["cpp"])
 def impl(request: pytest.FixtureRequest) -> ModuleType:
     try:
         return kernels.load(request.param)

@@ -131,6 +131,21 @@ def test_prompt_equals_the_reference_on_odd_shapes(
     check(batch, out, scores)
 
 
+def test_the_reference_is_as_good_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it steps in where there are no C++ kernels."""
+    found = []
+    for precision in (torch.float64, torch.float32):
+        monkeypatch.setattr(reference, "precision", precision)
+        batch = make_batch([300, 64], [290, 3], dtype=torch.float32)
+        out, scores = batch.out(), torch.where(batch.poisoned, batch.scores, 0.0)
+        paged = batch.paged(scores)
+        reference.attend_prompt(paged, batch.query_start_loc, batch.rows, batch.scale, out)
+        found.append((out, scores))
+    (out, scores), (rounded_out, rounded_scores) = found
+    torch.testing.assert_close(rounded_out, out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rounded_scores, scores, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 def test_scores_of_one_query_sum_to_the_group(impl: ModuleType) -> None:
     """A probability is a probability: what a query hands out sums to one per q head."""
     batch = make_batch([777, 50], group=4, dtype=torch.bfloat16)

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.cpu import build, fallback, toolchain
+from h2o_vllm.kernels.cpu import build, reference, toolchain
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -70,29 +71,31 @@ def test_a_compile_error_says_so(place: Path) -> None:
         build.library()
 
 
-def test_without_a_compiler_torch_steps_in_and_says_so_once(
+def test_without_a_compiler_the_reference_steps_in_and_says_so_once(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("H2O_CPU_KERNEL", raising=False)
+    monkeypatch.setattr(reference, "precision", torch.float64)
     monkeypatch.delitem(sys.modules, "h2o_vllm.kernels.cpu.cpp", raising=False)
     load = functools.cache(kernels.load.__wrapped__)
     with caplog.at_level(logging.INFO, "vllm.h2o_vllm.kernels"):
-        assert load() is fallback
-        assert load() is fallback
+        assert load() is reference
+        assert load() is reference
     (record,) = caplog.records
+    assert reference.precision == torch.float32
     assert record.levelname == "WARNING"
-    for word in ("no C++ compiler", "apt install g++", fallback.COST):
+    for word in ("no C++ compiler", "apt install g++", kernels.COST):
         assert word in record.getMessage()
 
 
 def test_an_implementation_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     load = kernels.load.__wrapped__
-    monkeypatch.setenv("H2O_CPU_KERNEL", "torch")
-    assert load() is fallback
+    monkeypatch.setenv("H2O_CPU_KERNEL", "reference")
+    assert load() is reference
     monkeypatch.setenv("H2O_CPU_KERNEL", "numba")
-    with pytest.raises(ConfigError, match="cpp, torch, reference"):
+    with pytest.raises(ConfigError, match="cpp, reference"):
         load()
 
 

@@ -12,7 +12,7 @@ namespace {
 
 using namespace h2o;
 
-constexpr float TINY = 1e-20f;  // below the square of any key's length, as in fallback.py
+constexpr float TINY = 1e-20f;  // below the square of any key's length, as in reference.py
 
 // One head's candidates: block b's page lies at cache + page[b]; K as [size, block], V as [block, size].
 template <class Word>

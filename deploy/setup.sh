@@ -249,15 +249,16 @@ step() {
     local what="$1" usual="$2" started=$SECONDS heart status=0
     shift 2
     say "$what (usually $usual) ..."
-    # Sleeps of 1 s: what is left of a killed one must not keep a pipe open.
-    { while sleep 1; do (((SECONDS - started) % 15)) || say "  ... $((SECONDS - started)) s"; done } 9>&- &
+    # Sleeps of 1 s: what is left of a killed one must not keep a pipe open. It ends with this shell.
+    {
+        while sleep 1 && kill -0 $$ 2>/dev/null; do
+            (((SECONDS - started) % 15)) || say "  ... $((SECONDS - started)) s"
+        done
+    } 9>&- &
     heart=$!
-    # shellcheck disable=SC2064
-    trap "kill $heart 2>/dev/null" EXIT
     "$@" >>"$log" 2>&1 || status=$?
     kill "$heart" 2>/dev/null
     wait "$heart" 2>/dev/null || true
-    trap - EXIT
     [[ $status -eq 0 ]] || { tail -n 25 "$log" >&2 && fail "$what failed; all of it is in $log"; }
     say "  done in $((SECONDS - started)) s"
 }

@@ -61,11 +61,21 @@ def memory_less_scores(available: int, specs: Iterable[KVCacheSpec]) -> int:
     """The part of ``available`` bytes that is left for KV once every block has its scores.
 
     Sliding-window layers do not count: their blocks lie in the same memory as ours, and have scores as well.
+
+    Raises:
+        ConfigError: there is nothing to evict from.
     """
+    specs = list(specs)
     ours = [spec for spec in specs if isinstance(spec, H2OAttentionSpec)]
+    if not ours:
+        kinds = sorted({type(spec).__name__ for spec in specs})
+        raise ConfigError(
+            "h2o_vllm evicts from layers of full attention, and this model has none that is served by our "
+            f"backend: vLLM keeps {', '.join(kinds) or 'no KV'}"
+        )
     kv_bytes = sum(spec.page_size_bytes for spec in ours)
     score_bytes = sum(score_bytes_per_block(spec) for spec in ours)
-    return available * kv_bytes // (kv_bytes + score_bytes) if ours else available
+    return available * kv_bytes // (kv_bytes + score_bytes)
 
 
 def evictable_group(builders: Iterable[tuple[Any, Any]], ours: type) -> tuple[Any, Any]:

@@ -215,6 +215,11 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             f"{', '.join(map(str, HEAD_SIZES))}",
         ),
         (
+            model.is_hybrid,
+            "hybrid models on GPUs, which mix attention with state-space or convolution layers: vLLM does "
+            "not tell attention there which requests are in a batch. Without h2o_vllm they are served",
+        ),
+        (
             parallel.use_ubatching,
             "microbatching (--enable-dbo): parts of a batch attend at the same time, and "
             "our decode kernel has one workspace",

@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -117,6 +118,8 @@ def test_metadata_is_built_for_capture_by_a_method_of_its_own() -> None:
     assert "build_metadata_for_cudagraph_capture(" in source
     assert "req_idx=req_idx" in source
     assert "req_idx=input_batch.idx_mapping_np" in inspect.getsource(DefaultModelState.prepare_attn)
+    # Hybrids are refused until it does.
+    assert "req_idx" not in inspect.getsource(MambaHybridModelState.prepare_attn)
 
 
 def test_a_step_removes_adds_and_then_applies_the_staged_writes() -> None:

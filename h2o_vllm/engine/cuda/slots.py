@@ -64,6 +64,11 @@ class PolicySlots:
             self._holes[slot] = self._shared[slot] = 0
             self._placed.add(slot)
 
+    @property
+    def any_evicts(self) -> bool:
+        """Whether any request of the runner's evicts, in this batch or not."""
+        return bool(self._placed or self._waiting)
+
     def punched(self, slot: int, count: int) -> None:
         """``count`` more blocks of the request in ``slot`` have been evicted."""
         self._holes[slot] += count

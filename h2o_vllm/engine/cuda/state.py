@@ -16,6 +16,7 @@ from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variant_of
 from h2o_vllm.engine.eviction_scores import known_blocks
 from h2o_vllm.engine.rows import StepRows
 from h2o_vllm.engine.state import WorkerState
+from h2o_vllm.errors import AccountingError
 from h2o_vllm.kernels import triton as kernels
 
 if TYPE_CHECKING:
@@ -78,8 +79,17 @@ class CudaState(WorkerState):
                 self.policies.share(self.request_slots[one.request_id], 0)
 
     def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
-        """Who evicts in this batch, or ``None`` if nobody does; also settles the step's variant."""
+        """Who evicts in this batch, or ``None`` if nobody does; also settles the step's variant.
+
+        Raises:
+            AccountingError: some request evicts, and vLLM does not say which requests the rows are.
+        """
         rows = None
+        if self.in_step and common.req_idx is None and self.policies.any_evicts:
+            raise AccountingError(
+                "vLLM did not say which requests are in the batch, of which some evict: attention would "
+                "read their freed blocks"
+            )
         if self.in_step and common.req_idx is not None:
             self.policies.place(self.request_slots)
             evicts = self.policies.evicts(common.req_idx)

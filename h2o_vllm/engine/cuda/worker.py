@@ -89,7 +89,8 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         """Upper bound of what the kernels hold beside the scores, once ``available`` bytes are KV."""
         ours = [spec for spec in specs if isinstance(spec, H2OAttentionSpec)]
         spec, layers = ours[0], len(ours) if self._may_share() else 0
-        blocks = available // sum(spec.page_size_bytes for spec in specs)
+        # Other groups' blocks lie in the same memory, and vLLM gives none fewer layers than ours has.
+        blocks = available // sum(spec.page_size_bytes for spec in ours)
         tokens, rows = blocks * spec.block_size, self.scheduler_config.max_num_seqs
         workspace = kernels.DecodeWorkspace(
             rows,

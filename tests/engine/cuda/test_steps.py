@@ -8,6 +8,7 @@ The kept tokens, their scores and every attention output are compared with an in
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.variants import Variant
+from h2o_vllm.errors import AccountingError
 from tests.engine.cuda.fake_gpu import (
     HEADS,
     KV_HEADS,
@@ -131,6 +133,21 @@ def test_attention_equals_an_independent_h2o(
         assert len({eviction.request_id for eviction in rig.evictions}) >= 5
         assert gpu.replays[Variant.MIXED] and gpu.replays[Variant.SCORED]
         assert bool(rig.preemptions) == (num_blocks == 24)
+
+
+def test_a_batch_of_unknown_requests_is_not_run_once_any_evicts(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's model state for hybrids, for example, does not say which requests its rows are."""
+    with fake_gpu(model_dir, 40, kv_min_tokens=FLOOR) as (rig, gpu):
+        told = gpu.runner._common
+        monkeypatch.setattr(gpu.runner, "_common", lambda *a: replace(told(*a), req_idx=None))
+        rig.add("stock", [1] * 60, None, max_tokens=8)
+        for _ in range(2):
+            gpu.worker.execute_model(rig.step())
+        rig.add("evicts", [2] * 60, {"kv_budget": 0.5}, max_tokens=40)
+        with pytest.raises(AccountingError, match="which requests are in the batch"):
+            gpu.worker.execute_model(rig.step())
 
 
 @pytest.mark.parametrize(

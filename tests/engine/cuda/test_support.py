@@ -18,6 +18,8 @@ from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.kernels import triton as kernels
+from h2o_vllm.kernels.triton.rescores import MOST_RANKS
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.policy.policy import Policy
 
@@ -28,6 +30,7 @@ def make_config(**changes: Any) -> Any:
         "backend": AttentionBackendEnum.CUSTOM,
         "backend_per_kind": None,
         "head_size": 128,
+        "is_hybrid": False,
         "use_ubatching": False,
         "is_mm_prefix_lm": False,
         "rswa_window": None,
@@ -60,6 +63,7 @@ def reasons(config: Any) -> list[str]:
         ({"backend": None}, "--attention-backend None"),
         ({"backend_per_kind": {"full_attention": "TRITON_ATTN"}}, "backend_per_kind"),
         ({"head_size": 72}, "head size 72"),
+        ({"is_hybrid": True}, "hybrid models on GPUs"),
         ({"use_ubatching": True}, "--enable-dbo"),
         ({"additional_config": {"h2o": {"kv_trace": True}}}, "--kv-trace on GPUs"),
         ({"additional_config": {"h2o": {"kv_calibration": "x"}}}, "--kv-calibration on GPUs"),
@@ -212,8 +216,6 @@ def test_graphs_without_our_kernels_do_not_serve() -> None:
 
 def test_scores_take_their_share_of_the_memory() -> None:
     ours = H2OAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    plain = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    assert binding.memory_less_scores(10_000_000, [plain]) == 10_000_000
     # 2 * 64 * 2 bytes of KV, and 2 * 4 of its score and the early part of it, per token and head.
     assert binding.memory_less_scores(26_000_000, [ours, ours]) == 26_000_000 * 256 // 264
     # Sliding-window layers lie in the same blocks, which are as large as the evictable layers' alone.
@@ -223,14 +225,44 @@ def test_scores_take_their_share_of_the_memory() -> None:
     assert binding.memory_less_scores(26_000_000, [window, ours]) == 26_000_000 * 256 // 264
 
 
+WINDOW = SlidingWindowSpec(
+    block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=1024
+)
+
+
+def test_models_without_full_attention_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"full attention, and .* vLLM keeps SlidingWindowSpec"):
+        binding.memory_less_scores(1 << 30, [WINDOW, WINDOW])
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+def test_the_workspace_is_for_all_blocks_beside_other_groups(groups: int) -> None:
+    """Groups lie in the same memory: one of six layers has as many blocks alone as beside five of windows."""
+    ours = H2OAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    specs = [ours] * 6 + [WINDOW] * 6 * (groups - 1)
+    worker = bare_worker(
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        parallel_config=None,
+        vllm_config=SimpleNamespace(additional_config={"h2o": {}}),
+        model_config=SimpleNamespace(
+            max_model_len=8192, dtype=torch.bfloat16, get_num_attention_heads=lambda _: 32
+        ),
+        _may_share=lambda: False,
+        _scored_tokens=lambda tokens: tokens,
+    )
+    alone = worker._workspace_bytes(1 << 32, [ours] * 6)
+    assert worker._workspace_bytes(1 << 32, specs) == alone
+    assert worker._workspace_bytes(1 << 33, specs) > alone
+
+
 @pytest.mark.parametrize(("kv_heads", "longest"), [(2, 8192), (8, 131_072), (32, 131_072)])
 def test_the_longest_prompts_first_eviction_fits_the_scratch(kv_heads: int, longest: int) -> None:
     """Else the step that evicts would end the engine."""
     worker = bare_worker(model_config=SimpleNamespace(max_model_len=longest))
     held = worker._scratch_bytes(kv_heads)
-    # By five ranks: a score per token and its place by each.
-    assert held // 4 >= 10 * kv_heads * longest
-    assert held == 32 << 20 or held == 4 * 10 * kv_heads * longest
+    # By as many ranks as can be joined: a score and a place of each token.
+    assert held == max(32 << 20, kernels.scratch_bytes(kv_heads, longest))
+    assert held // 4 >= 2 * MOST_RANKS * kv_heads * longest
 
 
 def test_layers_that_need_other_kernels_than_the_first_are_refused() -> None:

@@ -21,7 +21,7 @@ __all__ = ["engine_args", "register"]
 GROUP, PLUGIN = "vllm.general_plugins", "h2o"
 """Our entry point, see pyproject.toml."""
 
-SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
+SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 WORKER_CLS = {
     "cpu": "h2o_vllm.engine.cpu.worker.H2OCPUWorker",
     "cuda": "h2o_vllm.engine.cuda.worker.H2OGPUWorker",
@@ -63,7 +63,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     from vllm.platforms import current_platform
 
     from h2o_vllm.calibration.file import check_exists
-    from h2o_vllm.engine.version import check_vllm_version
+    from h2o_vllm.engine.core.version import check_vllm_version
 
     if config is not None and options:
         raise ConfigError("engine_args takes a config or single options, not both")

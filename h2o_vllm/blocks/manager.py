@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
-from h2o_vllm.blocks.ledger import check_pool, check_private
 from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.blocks.pool_check import check_pool, check_private
 from h2o_vllm.blocks.squeezing import SqueezingManager
 from h2o_vllm.config.request_budget import RequestBudget
 
@@ -34,7 +34,7 @@ __all__ = ["H2OBlockManager"]
 class H2OBlockManager(SqueezingManager):
     """Frees the blocks that hold low-score tokens, from counts alone.
 
-    Which tokens those are is the workers' business; see :mod:`h2o_vllm.engine.worker`. Requests
+    Which tokens those are is the workers' business; see :mod:`h2o_vllm.engine.worker.worker`. Requests
     that were never handed to :meth:`track` are managed exactly as by the base class.
     """
 
@@ -68,7 +68,7 @@ class H2OBlockManager(SqueezingManager):
         return reports
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """See :func:`h2o_vllm.blocks.ledger.check_pool`."""
+        """See :func:`h2o_vllm.blocks.pool_check.check_pool`."""
         managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self._beside)
         tables = [table for manager in managers for table in manager.req_to_blocks.items()]
         check_pool(self.block_pool, tables, idle=idle)

@@ -84,7 +84,7 @@ class StepPlan:
 
     A doomed block may be doomed by several of them: requests that need no scores, whose prompts begin alike,
     read it from the cache until each evicts for the first time. Each ranks by scores that it makes itself, so
-    these take turns (:func:`h2o_vllm.engine.waves.waves`), and what one leaves there means nothing to others.
+    these take turns (:func:`.worker.waves.waves`), and what one leaves there means nothing to others.
     Candidates that are ranked by scores kept of them are in no other eviction: their owner has computed them,
     and publishes none before it has ranked it; pinned blocks, all that it reads from the cache, are none.
 

@@ -50,7 +50,7 @@ class H2OConfig:
 
     Attributes:
         kv_heads_equal_because: why heads cannot share in this engine; empty: they can. No option: the engine
-            knows, see :func:`h2o_vllm.engine.support.config_of`.
+            knows, see :func:`h2o_vllm.engine.core.support.config_of`.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.

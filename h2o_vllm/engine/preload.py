@@ -21,7 +21,7 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
-    "h2o_vllm.engine.scheduler",
+    "h2o_vllm.engine.core.scheduler",
     "h2o_vllm.engine.cpu.executor",
     "h2o_vllm.engine.cpu.worker",
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.engine.output_notes import noted
+from h2o_vllm.engine.output_attrs import noted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from h2o_vllm.blocks.trace import TracedEviction
-from h2o_vllm.engine.output_notes import noted
+from h2o_vllm.engine.output_attrs import noted
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.lanes import own_lanes
 

@@ -19,7 +19,7 @@ import h2o_vllm
 from h2o_vllm.blocks.schedule import GroupBeside
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.support import config_of
+from h2o_vllm.engine.core.support import config_of
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
 from h2o_vllm.server import admission, config_route, engine_death, playground

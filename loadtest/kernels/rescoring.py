@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
-from h2o_vllm.engine.eviction_scores import candidate_blocks, eviction_scores
+from h2o_vllm.engine.worker.eviction_scores import candidate_blocks, eviction_scores
 from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
 from h2o_vllm.policy.policy import Policy
 from loadtest.kernels.compaction import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, LAYERS

@@ -57,7 +57,7 @@ def _scores_are_stale(worker: Any) -> Any:
 
 def _nobody_takes_turns(_: Any) -> Any:
     """Evictions that rank the same blocks in one step rank by the scores of the last one."""
-    from h2o_vllm.engine import state
+    from h2o_vllm.engine.worker import state
 
     return replaced(state, "waves", lambda evictions: [list(evictions)])
 

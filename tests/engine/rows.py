@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from h2o_vllm.blocks.plan import EvictionParams
-from h2o_vllm.engine.rows import StepRows
+from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import NEVER
 

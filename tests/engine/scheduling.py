@@ -38,7 +38,7 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.spec import H2OAttentionSpec, limited_spec
 from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.engine.compat import block_managers
-from h2o_vllm.engine.scheduler import H2OScheduler
+from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args, register
 from h2o_vllm.policy.policy import Policy

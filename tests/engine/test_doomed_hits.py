@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.engine.waves import waves
+from h2o_vllm.engine.worker.waves import waves
 from tests.engine.scheduling import Rig
 
 BLOCK = 16

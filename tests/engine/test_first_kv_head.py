@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.engine import worker
+from h2o_vllm.engine.worker import worker
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from h2o_vllm import plugin
 from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine import compat, support, version
-from h2o_vllm.engine.binding import check_evictable, evictable_group, leave_out_idle_windows
+from h2o_vllm.engine import compat
+from h2o_vllm.engine.core import support, version
+from h2o_vllm.engine.core.scheduler import H2OScheduler
+from h2o_vllm.engine.core.support import check_supported
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
-from h2o_vllm.engine.scheduler import H2OScheduler
-from h2o_vllm.engine.support import check_supported
+from h2o_vllm.engine.worker.binding import check_evictable, evictable_group, leave_out_idle_windows
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 from tests.engine.scheduling import STATES, WINDOW, Rig

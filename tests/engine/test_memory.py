@@ -13,7 +13,7 @@ from vllm.utils.cpu_resource_utils import MemoryNodeInfo
 
 from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
-from h2o_vllm.engine.worker import EvictingWorker
+from h2o_vllm.engine.worker.worker import EvictingWorker
 
 GIB = 1 << 30
 

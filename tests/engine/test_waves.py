@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.engine.waves import waves
+from h2o_vllm.engine.worker.waves import waves
 
 
 def test_waves_keep_apart_what_meets_and_nothing_else() -> None:

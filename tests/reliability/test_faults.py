@@ -73,7 +73,7 @@ def test_killed_engine_core_ends_the_server_with_an_error(tiny: list[str], log: 
 
 @pytest.mark.long
 def test_killed_server_leaves_no_engine_behind(tiny: list[str], log: Path) -> None:
-    """One more server; ``tests/engine/test_orphan.py`` checks the same without one."""
+    """One more server; ``tests/engine/test_parent_watch.py`` checks the same without one."""
     server = LiveServer(log, *tiny)
     try:
         server.wait_until_up()

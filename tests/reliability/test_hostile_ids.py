@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_vllm.engine.siblings import MAX_FAMILIES, MAX_SIBLINGS, parent_request
+from h2o_vllm.engine.core.parallel_choices import MAX_FAMILIES, MAX_SIBLINGS, parent_request
 from tests.engine.scheduling import Rig
 
 PROMPT = list(range(1000, 1100))

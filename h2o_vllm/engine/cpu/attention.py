@@ -24,9 +24,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.registry import register_backend as vllm_register_backend
 
 from h2o_vllm.blocks.spec import evictable_spec
-from h2o_vllm.engine.attention import AttentionCall, ScoringImpl
 from h2o_vllm.engine.compat import set_attention_isa
 from h2o_vllm.engine.cpu.rows import RowSplit, SharedRows, compact_tables, split_rows
+from h2o_vllm.engine.worker.attention import AttentionCall, ScoringImpl
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 

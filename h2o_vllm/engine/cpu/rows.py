@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from h2o_vllm.engine.rows import StepRows
+    from h2o_vllm.engine.worker.rows import StepRows
     from h2o_vllm.kernels.cpu import Lanes
 
 __all__ = ["LastQueries", "RowSplit", "SharedRows", "compact_tables", "split_rows"]

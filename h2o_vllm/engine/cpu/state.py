@@ -13,15 +13,15 @@ import torch
 from h2o_vllm.engine.cpu.foretelling import foretold
 from h2o_vllm.engine.cpu.lanes import LaneStore
 from h2o_vllm.engine.cpu.rows import SharedRows
-from h2o_vllm.engine.eviction_scores import (
+from h2o_vllm.engine.worker.eviction_scores import (
     candidate_blocks,
     early_part,
     eviction_scores,
     known_blocks,
     shared_eviction_scores,
 )
-from h2o_vllm.engine.rows import StepRows
-from h2o_vllm.engine.state import WorkerState
+from h2o_vllm.engine.worker.rows import StepRows
+from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.lanes import own_lanes
 from h2o_vllm.policy.ranks import NEVER
@@ -118,7 +118,7 @@ class CPUState(WorkerState):
 
     def expect(self, request_ids: Iterable[str]) -> None:
         """As the base class; those that evict have to be met in :meth:`rows`."""
-        self._expected = {name for name in request_ids if name in self.policies}
+        self._expected = {name for name in request_ids if name in self.evicting}
 
     def finish_step(self) -> None:
         """As the base class.

@@ -28,7 +28,7 @@ from h2o_vllm.engine.cpu.heap import keep_freed_memory
 from h2o_vllm.engine.cpu.huge import collapse
 from h2o_vllm.engine.cpu.pages import ZeroPages, in_background
 from h2o_vllm.engine.cpu.state import CPUState
-from h2o_vllm.engine.worker import EvictingWorker
+from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu.checks import check_cache

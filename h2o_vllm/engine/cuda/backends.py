@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionImpl
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    from h2o_vllm.engine.attention import AttentionCall
     from h2o_vllm.engine.cuda.batch import ScoredBatch
+    from h2o_vllm.engine.worker.attention import AttentionCall
 
 __all__ = ["BACKEND", "FLASH_VERSIONS", "H2OFlashBackend", "H2OTritonBackend"]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from h2o_vllm.engine.cuda.state import CudaState
-    from h2o_vllm.engine.rows import StepRows
+    from h2o_vllm.engine.worker.rows import StepRows
 
 __all__ = ["ScoringBuilder"]
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 
-from h2o_vllm.engine.attention import AttentionCall, ScoringImpl
 from h2o_vllm.engine.cuda.batch import ScoredBatch, ScoredPrompts, SharedPrompts
 from h2o_vllm.engine.cuda.compat import layer_scales
+from h2o_vllm.engine.worker.attention import AttentionCall, ScoringImpl
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 

@@ -7,7 +7,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING
 
-from h2o_vllm.engine.eviction_scores import candidate_blocks
+from h2o_vllm.engine.worker.eviction_scores import candidate_blocks
 from h2o_vllm.kernels.triton import Rescore
 from h2o_vllm.policy.ranks import RANKS, Op
 

@@ -13,9 +13,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variant_of
-from h2o_vllm.engine.eviction_scores import known_blocks
-from h2o_vllm.engine.rows import StepRows
-from h2o_vllm.engine.state import WorkerState
+from h2o_vllm.engine.worker.eviction_scores import known_blocks
+from h2o_vllm.engine.worker.rows import StepRows
+from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import AccountingError
 from h2o_vllm.kernels import triton as kernels
 

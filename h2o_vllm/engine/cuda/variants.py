@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from h2o_vllm.config.options import H2OConfig
-    from h2o_vllm.engine.rows import StepRows
+    from h2o_vllm.engine.worker.rows import StepRows
     from h2o_vllm.policy.policy import Policy
 
 __all__ = ["StepVariant", "Variant", "row_flags", "variant_of", "variants_for", "variants_of"]

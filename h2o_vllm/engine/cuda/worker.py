@@ -10,6 +10,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.engine.core.support import config_of
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.choice import register_backend, warn_of_slower_attention
 from h2o_vllm.engine.cuda.compat import (
@@ -31,9 +32,8 @@ from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.timing import DeviceTimer
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.engine.cuda.warmup import warm_up
-from h2o_vllm.engine.support import config_of
 from h2o_vllm.engine.timing import EvictionTimer
-from h2o_vllm.engine.worker import EvictingWorker
+from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.kernels.triton.checks import check_layers

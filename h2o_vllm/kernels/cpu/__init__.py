@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def load(name: str | None = None) -> ModuleType:
     except (ImportError, OSError) as error:
         if wanted:
             raise ConfigError(f"H2O_CPU_KERNEL={wanted} cannot be had: {error}") from error
-        reference = import_module(f"{__name__}.reference")
+        reference: Any = import_module(f"{__name__}.reference")
         reference.precision = torch.float32
         logger.warning(
             "H2O runs without its C++ kernels (%s) on plain torch, which is SLOW: %s. "

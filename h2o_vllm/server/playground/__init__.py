@@ -25,7 +25,7 @@ PATH = "/h2o/"
 def with_traces(config: H2OConfig) -> H2OConfig:
     """``config``, by which the page may ask for traces where the engine would start with them.
 
-    Which is on CPUs: see :mod:`h2o_vllm.engine.support`.
+    Which is on CPUs: see :mod:`h2o_vllm.engine.core.support`.
     """
     from vllm.platforms import current_platform
 

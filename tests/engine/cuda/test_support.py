@@ -12,11 +12,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
-from h2o_vllm.engine import binding, support
+from h2o_vllm.engine.core import support
 from h2o_vllm.engine.cuda import backends, start_notes
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
+from h2o_vllm.engine.worker import binding
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.kernels.triton.rescores import MOST_RANKS

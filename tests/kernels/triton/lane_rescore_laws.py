@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
-from h2o_vllm.engine.eviction_scores import known_blocks, shared_eviction_scores
+from h2o_vllm.engine.worker.eviction_scores import known_blocks, shared_eviction_scores
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import KVLayers, LaneTables, Rescores, rescore
 from h2o_vllm.policy.policy import Policy

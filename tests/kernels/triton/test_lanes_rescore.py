@@ -8,7 +8,7 @@ import torch
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
-from h2o_vllm.engine.eviction_scores import eviction_scores, known_blocks
+from h2o_vllm.engine.worker.eviction_scores import eviction_scores, known_blocks
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
 from h2o_vllm.policy.policy import Policy

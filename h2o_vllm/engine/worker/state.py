@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from h2o_vllm.engine.waves import waves
+from h2o_vllm.engine.worker.waves import waves
 from h2o_vllm.policy.policy import Policy
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
-    from h2o_vllm.engine.rows import StepRows
     from h2o_vllm.engine.trace import TraceRecorder
+    from h2o_vllm.engine.worker.rows import StepRows
 
 __all__ = ["WorkerState"]
 

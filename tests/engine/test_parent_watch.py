@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from h2o_vllm.engine.orphan import end_with_parent
+from h2o_vllm.engine.core.parent_watch import end_with_parent
 
 PARENT = """
 import multiprocessing, sys, threading, time
-from h2o_vllm.engine.orphan import end_with_parent
+from h2o_vllm.engine.core.parent_watch import end_with_parent
 
 def child():
     assert end_with_parent() is not None

@@ -26,9 +26,9 @@ from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
-from h2o_vllm.engine.orphan import end_with_parent
-from h2o_vllm.engine.siblings import SiblingReports
-from h2o_vllm.engine.support import check_supported, config_of
+from h2o_vllm.engine.core.parallel_choices import SiblingReports
+from h2o_vllm.engine.core.parent_watch import end_with_parent
+from h2o_vllm.engine.core.support import check_supported, config_of
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.engine.trace import HeadsOfAllRanks, traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -53,7 +53,7 @@ _Report = dict[str, object] | tuple[Any, ...]
 
 
 class H2OScheduler(LimitingScheduler):
-    """``--scheduler-cls h2o_vllm.engine.scheduler.H2OScheduler``.
+    """``--scheduler-cls h2o_vllm.engine.core.scheduler.H2OScheduler``.
 
     An ``AsyncScheduler``: it serves synchronous and asynchronous scheduling alike.
     """

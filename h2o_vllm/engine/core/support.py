@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.version import check_vllm_version
+from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_supported", "config_of"]
 
-SCHEDULER_CLS = "h2o_vllm.engine.scheduler.H2OScheduler"
+SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 """Class path of our scheduler, as ``--scheduler-cls`` takes it."""
 
 _KV_DTYPES = ("auto", "bfloat16", "float16", "float32")

@@ -12,7 +12,7 @@ from h2o_vllm.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from h2o_vllm.engine.state import WorkerState
+    from h2o_vllm.engine.worker.state import WorkerState
 
 __all__ = ["AttentionCall", "ScoringImpl"]
 

@@ -53,7 +53,7 @@ def eviction_scores(
     """Adjust the scores of one eviction's candidates, in place.
 
     Args:
-        scores: [L, N, KH, BS], float32. early: the same, see :class:`h2o_vllm.engine.state.WorkerState`.
+        scores: [L, N, KH, BS], float32. early: the same, see :class:`.WorkerState`.
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
         key_likeness, value_distances, foretold, first_kv_head: see :class:`.Candidates`; of ``blocks``, in
             that order.

@@ -21,18 +21,18 @@ from vllm.v1.worker.worker_base import WorkerBase
 from h2o_vllm.blocks.spec import groups_beside, limited_spec, register_specs
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.binding import (
+from h2o_vllm.engine.compat import runner_metadata_builders
+from h2o_vllm.engine.core.support import check_supported
+from h2o_vllm.engine.timing import EvictionTimer
+from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
+from h2o_vllm.engine.worker.binding import (
     check_evictable,
     evictable_group,
     evictable_layer,
     leave_out_idle_windows,
     memory_less_scores,
 )
-from h2o_vllm.engine.compat import runner_metadata_builders
-from h2o_vllm.engine.state import WorkerState
-from h2o_vllm.engine.support import check_supported
-from h2o_vllm.engine.timing import EvictionTimer
-from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
+from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import Eviction
     from h2o_vllm.blocks.schedule import GroupBeside
-    from h2o_vllm.engine.attention import ScoringImpl
+    from h2o_vllm.engine.worker.attention import ScoringImpl
 
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")

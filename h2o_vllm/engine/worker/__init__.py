@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers on both devices have in common; the rest is in ``engine/cpu`` and ``engine/cuda``.
+
+===================== ===========================================================================
+``worker``            what a worker does beside vLLM's: compact, punch holes, bind every part
+``binding``           law 9: the parts that vLLM bound are ours
+``state``             a worker's scores, and what it knows of the requests that evict
+``rows``              the rows of a batch: who evicts, whose queries are scored, which tokens are new
+``waves``             which evictions of a step may run at once
+``attention``         who serves a batch: vLLM's attention, or it and ours
+``eviction_scores``   asks a policy for new scores just before an eviction ranks by them
+===================== ===========================================================================
+"""

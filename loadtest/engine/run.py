@@ -203,25 +203,31 @@ def serve(
     asked = {f"{number}-0": started for number in range(len(chats))}
     arrivals: dict[str, list[float]] = defaultdict(list)
     ended: dict[str, Any] = {}
+    replies: dict[str, dict[int, list[int]]] = defaultdict(dict)
+    cached: dict[tuple[str, int], int] = {}
     prompts = 0
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
             arrivals[output.request_id].append(now)
+            # Of several answers each comes by itself.
+            for reply in output.outputs:
+                replies[output.request_id][reply.index] = list(reply.token_ids)
+                cached[output.request_id, reply.index] = output.num_cached_tokens or 0
             if not output.finished:
                 continue
             ended[output.request_id] = output
             number, _, turn = output.request_id.partition("-")
             chat = chats[int(number)]
-            prompts += len(chat.prompt)
+            prompts += len(chat.prompt) * workload.answers
             if chat.later:
-                chat.prompt = [*chat.prompt, *output.outputs[0].token_ids, *chat.later.pop(0)]
+                chat.prompt = [*chat.prompt, *replies[output.request_id][0], *chat.later.pop(0)]
                 name = f"{number}-{int(turn) + 1}"
                 asked[name] = now
                 ask(engine, name, chat, workload, output_tokens)
     wall = time.perf_counter() - started
-    tokens = [[*reply.token_ids] for name in sorted(ended) for reply in ended[name].outputs]
+    tokens = [replies[name][index] for name in sorted(replies) for index in sorted(replies[name])]
     ttft = [times[0] - asked[name] for name, times in arrivals.items()]
     itl = [b - a for times in arrivals.values() for a, b in itertools.pairwise(times)]
     return {
@@ -232,7 +238,7 @@ def serve(
         "ttft_s": percentiles(ttft),
         "itl_s": percentiles(itl),
         "tokens_hash": hash(tuple(map(tuple, tokens))),
-        "cached_share": sum(one.num_cached_tokens or 0 for one in ended.values()) / prompts,
+        "cached_share": sum(cached.values()) / prompts,
         "lossless": statistics.fmean(map(lossless, ended.values())),
         **({"nll": nll(ended, chats)} if workload.forced else {}),
     }

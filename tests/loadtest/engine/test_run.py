@@ -5,12 +5,69 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from loadtest.engine.bench import main
+from loadtest.engine.run import Recorder, serve
+from loadtest.engine.workloads import Chat, Workload
 
 NAMES = ["elastic-4", "chats", "answers"]
+
+
+class Echo:
+    """An engine that generates a token per step for all requests, and finds all but 4 tokens cached.
+
+    Of several answers each comes in an output of its own, as vLLM has them.
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[str, list[Any]] = {}
+        self.prompts: list[list[int]] = []
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+        self.prompts.append(prompt["prompt_token_ids"])
+        self.running[name] = [params, 0, len(self.prompts[-1])]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running)
+
+    def step(self) -> list[Any]:
+        outputs = []
+        for name, state in list(self.running.items()):
+            params, done, length = state
+            state[1] = done = done + 1
+            finished = done == params.max_tokens
+            if finished:
+                del self.running[name]
+            for index in range(params.n):
+                reply = SimpleNamespace(
+                    index=index, token_ids=[100 * index + i for i in range(done)]
+                )
+                ended = finished and index == params.n - 1
+                outputs.append(
+                    SimpleNamespace(request_id=name, outputs=[reply], finished=ended,
+                                    num_cached_tokens=length - 4, kv_transfer_params=None)
+                )  # fmt: skip
+        return outputs
+
+
+def test_all_answers_count_and_a_turn_goes_on_from_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Recorder, "steps", [], raising=False)
+    engine: Any = Echo()
+    many = Workload("answers", "", 1, 8, 5, (None,), answers=3)
+    found = serve(engine, [Chat(list(range(8)), [], [], None)], many, 5)
+    assert found["tok_per_s"] * found["wall_s"] == pytest.approx(15)
+    assert found["cached_share"] == 0.5 and found["lossless"] == 1
+    engine = Echo()
+    talk = Workload("chats", "", 1, 8, 3, (None,), turns=2)
+    found = serve(engine, [Chat([1, 2, 3], [[7, 8]], [], None)], talk, 3)
+    assert engine.prompts[1:] == [[1, 2, 3], [1, 2, 3, 0, 1, 2, 7, 8]]
+    assert found["tok_per_s"] * found["wall_s"] == pytest.approx(6)
 
 
 @pytest.mark.e2e

@@ -30,7 +30,7 @@ def beside(request: pytest.FixtureRequest) -> tuple[KVCacheSpec, ...]:
     [
         {"kv_budget": 0.2, "kv_prefill_tokens": 128},
         {"kv_budget": 0.2},
-        {"kv_budget": 0.2, "kv_policy": "keydiff"},
+        {"kv_budget": 0.2, "kv_policy": "key"},
         {"kv_budget": 0.2, "kv_policy": "window"},
         {"kv_budget": 0.2, "kv_protect": 64},
     ],
@@ -68,7 +68,7 @@ def test_law08_what_never_fits_beside_others_ends_and_holds_nobody_up(
     assert len(rig.tokens["exact"]) == len(rig.tokens["behind"]) == 8
 
 
-@pytest.mark.parametrize("policy", ["h2o", "keydiff", "window"])
+@pytest.mark.parametrize("policy", ["h2o", "key", "window"])
 def test_law07_a_squeeze_takes_back_what_other_layers_publish_in_its_step(
     model_dir: str, beside: tuple[KVCacheSpec, ...], policy: str
 ) -> None:

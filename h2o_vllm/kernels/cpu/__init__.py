@@ -87,7 +87,8 @@ def load(name: str | None = None) -> ModuleType:
             error,
             COST,
         )
-        return reference
+        stepped_in: ModuleType = reference
+        return stepped_in
 
 
 def describe() -> str:

@@ -8,6 +8,8 @@ import functools
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 __all__ = ["make_interpreter_quick"]
 
 
@@ -16,11 +18,12 @@ def make_interpreter_quick(*, check_overflow: bool) -> None:
 
     By itself it looks through all of Triton's language and replaces its functions before every launch, and
     again whenever a kernel calls a function: two fifths of the time that a kernel on a small grid takes. Here
-    they stay replaced.
+    they stay replaced. And a thousand numbers are sorted by numpy, not by some hundred of its own operations.
 
     Args:
         check_overflow: whether every sum and product of integers is checked, which takes a fifth more.
     """
+    import triton.language as language
     from triton.runtime import interpreter
 
     replace: Any = interpreter._patch_lang
@@ -32,6 +35,9 @@ def make_interpreter_quick(*, check_overflow: bool) -> None:
         return nothing_to_restore
 
     interpreter._patch_lang = replace_once
+    language.sort = lambda x: language.tensor(
+        interpreter.TensorHandle(np.sort(x.handle.data), x.handle.dtype), x.type
+    )
     if not check_overflow:
         builder = interpreter.interpreter_builder
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -331,6 +331,9 @@ class CUDASuite(Suite):
         Workload("2k-mixed", "half full, half 0.2", 256, 2048, 1024, (None, _FIFTH), "tight"),
         Workload("2k-ample", "no memory pressure, budget 0.2", 64, 2048, 1024, (_FIFTH,)),
         Workload("8k-ample", "no memory pressure, budget 0.2", 32, 8192, 1024, (_FIFTH,)),
+        Workload("2k-128", "the whole pool, budget 0.2", 128, 2048, 1024, (_FIFTH,)),
+        Workload("2k-256", "the whole pool, budget 0.2", 256, 2048, 1024, (_FIFTH,)),
+        Workload("8k-64", "the whole pool, budget 0.2", 64, 8192, 1024, (_FIFTH,)),
         Workload("2k-idle", "no request has a budget", 64, 2048, 1024, (None,)),
     )
 

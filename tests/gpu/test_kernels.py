@@ -29,7 +29,7 @@ from tests.kernels.triton.prompt_laws import (
     check_prompt,
     check_prompt_alone,
 )
-from tests.kernels.triton.rescore_laws import ADJUSTING, check_rescore
+from tests.kernels.triton.rescore_laws import ADJUSTING, check_places, check_rescore
 from tests.kernels.triton.table_laws import check_tables
 
 pytestmark = [
@@ -244,6 +244,10 @@ def test_rescoring_equals_the_policies(policy: str) -> None:
         torch.bfloat16, 128, 16, layers=4, blocks=921, kv_heads=8, device="cuda"
     )
     check_rescore(caches, scores, evictions, 48 << 20, kept=False)
+
+
+def test_places_of_100_000_tokens_are_those_of_a_stable_sort() -> None:
+    check_places(100_000, "cuda")
 
 
 def test_tables_lose_their_holes() -> None:

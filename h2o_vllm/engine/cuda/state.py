@@ -175,8 +175,12 @@ class CudaState(WorkerState):
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         rescores = [rescore_of(one, self._lanes_slot(one), self.first_kv_head) for one in evictions]
-        packed = kernels.Rescores.pack(rescores, self.scores.device)
-        kernels.rescore(self.kv_layers, self.scores, self.early, packed, self.lanes)
+        # Few fresh tokens beside many would take as much of the scratch, and of the launches it has room for.
+        few = [one for one in rescores if len(one.fresh) * self.block_size <= kernels.FEW]
+        many = [one for one in rescores if len(one.fresh) * self.block_size > kernels.FEW]
+        for together in filter(None, (few, many)):
+            packed = kernels.Rescores.pack(together, self.scores.device)
+            kernels.rescore(self.kv_layers, self.scores, self.early, packed, self.lanes)
 
     def _lanes_slot(self, eviction: Eviction) -> int:
         """The slot of a request of whose blocks some are shared already, else -1."""

@@ -41,6 +41,7 @@ from h2o_vllm.kernels.triton.evictions import (
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.lse import prompt_lse
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
+from h2o_vllm.kernels.triton.ranks import FEW
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import (
     Rescore,
@@ -57,6 +58,7 @@ from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 
 __all__ = [
     "EVICTING",
+    "FEW",
     "PINNED",
     "SCORED",
     "SCRATCH_BYTES",

@@ -16,16 +16,18 @@ __all__ = [
     "my_part",
     "place_of",
     "scores_of",
+    "segments_of",
     "shared_place_of",
 ]
 
-SIZES = ["first_unit", "num_layers", "num_blocks", "stride_table", "room", "lists"]
+SIZES = ["first_unit", "num_layers", "num_blocks", "stride_table", "part"]
 """Arguments of all of these kernels, for which none is compiled anew."""
 _HEADER = tl.constexpr(told.HEADER)
+_SEGMENT = tl.constexpr(told.SEGMENT)
 
 
 @triton.jit
-def my_part(scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, room, lists,
+def my_part(scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part,
           KH: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     """Of this program: layer, head, its eviction's entry, where its scores are, its part of the scratch."""
     # Heads side by side: their KV is.
@@ -34,7 +36,7 @@ def my_part(scores, table, scratch, first_unit, num_layers, num_blocks, stride_t
     layer = (unit % num_layers).to(tl.int64)
     entry = table + (unit // num_layers).to(tl.int64) * stride_table
     my_scores = scores + (layer * num_blocks * KH + head) * BS
-    staged = scratch + tl.program_id(0).to(tl.int64) * room * lists
+    staged = scratch + tl.program_id(0).to(tl.int64) * part
     return layer, head, entry, my_scores, staged
 
 
@@ -83,6 +85,12 @@ def list_of(ops, op: tl.constexpr):
     for bit in tl.static_range(8):
         count += (before >> bit) & 1
     return count
+
+
+@triton.jit
+def segments_of(entry, most, BS: tl.constexpr):
+    """How many programs share the candidates of a head; ``most``: of those there are."""
+    return tl.maximum(tl.minimum(tl.load(entry + 1) * BS // _SEGMENT, most), 1)
 
 
 @triton.jit

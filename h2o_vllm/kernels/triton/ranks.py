@@ -1,79 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""The second and third launch of rescoring: ranks of fresh tokens, and the scores that follow from them.
+"""Ranks of fresh tokens in several orders, by sorting, and the scores that follow from them.
 
-Per (layer, head) the scratch holds two lists of ``room`` numbers for each of an eviction's ranks: scores by
-it, and tokens' ranks; of the first rank, in their place, its scores in order.
+Per (layer, head) the scratch holds for each of an eviction's ranks two lists of ``room`` numbers: scores by
+it, and places in its order. Behind them, where there are several ranks, lie the scores by the first in order.
+
+Tiles are sorted each by itself. How many of a tile come before a token is then a binary search in it: of what
+comparing all with all would take, ``log2(TILE) / TILE``. One program per tile, rank and head fills a GPU
+whatever the length.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from h2o_vllm.kernels.triton.candidates import SIZES, list_of, my_part, place_of
+from h2o_vllm.kernels.triton.candidates import (
+    SIZES,
+    list_of,
+    my_part,
+    place_of,
+    segments_of,
+)
 from h2o_vllm.policy.ranks import Op
 
-__all__ = ["order_ranks", "settle_scores"]
+__all__ = ["FEW", "order_ranks"]
 
-_END = tl.constexpr(int(Op.END))
 _ALL = tl.constexpr(1 << 8)
+_END = tl.constexpr(int(Op.END))
+_VALUE = tl.constexpr(int(Op.VALUE))
+_BEFORE_VALUE = tl.constexpr(int(Op.VALUE) - 1)
 _BEHIND = tl.constexpr(2.0**-20)
 """As in the policies."""
+FEW = 64
+TILES = (FEW, 1024)
+"""Tokens that one program sorts: all of them, or as many as a GPU has good use for."""
+_SETTLED = 1024
+"""Tokens whose scores one program writes back from the scratch."""
+
+
+def order_ranks(
+    programs: int, room: int, ranks: int, segments: int, given: tuple[Any, ...], **sizes: int
+) -> None:
+    """Rank the fresh tokens of some (eviction, layer, head) that are staged; write back their scores.
+
+    Args:
+        programs: how many. room: numbers of each list, no fewer than fresh tokens. ranks: the most of any.
+        segments: whose sums of values' distances are to be added up.
+        given: the arguments that all kernels of rescoring begin with.
+    """
+    if ranks > 1:
+        alone = room <= TILES[0]
+        tile = TILES[0] if alone else TILES[1]
+        grid = (programs, triton.cdiv(room, tile), ranks)
+        _sort_tiles[grid](*given, room, TILE=tile, ALONE=alone, **sizes)
+        if not alone:
+            _find_places[grid](*given, room, TILE=tile, HALVINGS=tile.bit_length() - 1, **sizes)
+    _settle_scores[(programs, triton.cdiv(room, _SETTLED))](
+        *given, room, segments, TILE=_SETTLED, **sizes
+    )
 
 
 @triton.jit
-def _places(list_, mine, count, COLUMNS: tl.constexpr):
-    """How many of a list's ``count`` numbers rank before those at ``mine``: larger, or equal and earlier."""
-    numbers = tl.load(list_ + mine, mask=mine < count, other=0.0)[:, None]
-    places = tl.zeros_like(mine)
-    for at in range(0, count, COLUMNS):
-        other = at + tl.arange(0, COLUMNS)
-        others = tl.load(list_ + other, mask=other < count, other=0.0)[None, :]
-        earlier = other[None, :] < mine[:, None]
-        before = (others > numbers) | ((others == numbers) & earlier)
-        places += tl.sum((before & (other < count)[None, :]).to(tl.int32), 1)
-    return places
-
-
-@triton.jit(do_not_specialize=SIZES)
-def order_ranks(
-    scores,
-    table,
-    scratch,
-    first_unit,
-    num_layers,
-    num_blocks,
-    stride_table,
-    room,
-    lists,
-    KH: tl.constexpr,
-    BS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Ranks of some fresh tokens that are ranked in several ways, by counting who ranks before them."""
-    _, _, entry, _, staged = my_part(
-        scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, room, lists, KH, BS
-    )  # fmt: skip
+def _my_list(entry, staged, room, BS: tl.constexpr):
+    """Of this program: its rank's list of scores, the scores in order, how many tokens are to be ranked."""
+    rank = tl.program_id(2)
     ranks = list_of(tl.load(entry + 2), _ALL)
     count = (tl.load(entry + 1) - tl.load(entry)) * BS
-    first = tl.program_id(1) * ROWS
-    if (ranks < 2) | (first >= count):
-        return
-    mine = first + tl.arange(0, ROWS)
-    by_first = _places(staged, mine, count, COLUMNS)
-    scores_by_first = tl.load(staged + mine, mask=mine < count, other=0.0)
-    tl.store(staged + room + by_first, scores_by_first, mask=mine < count)
-    for rank in range(1, ranks):
-        list_ = staged + 2 * rank * room
-        places = _places(list_, mine, count, COLUMNS)
-        # Exact below 2^24.
-        tl.store(list_ + room + mine, places.to(tl.float32), mask=mine < count)
+    count = tl.where((ranks > 1) & (rank < ranks), count, 0)
+    return staged + 2 * rank * room, staged + 2 * ranks * room, count
 
 
-@triton.jit(do_not_specialize=SIZES)
-def settle_scores(
+@triton.jit(do_not_specialize=[*SIZES, "room"])
+def _sort_tiles(
     scores,
     table,
     scratch,
@@ -81,30 +82,146 @@ def settle_scores(
     num_layers,
     num_blocks,
     stride_table,
+    part,
     room,
-    lists,
+    KH: tl.constexpr,
+    BS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALONE: tl.constexpr,
+):
+    """Sort a tile of one rank's scores: high ones first, of equal ones the earlier token.
+
+    The scores then lie in order, and in place of places which token of the tile each is of; if it is the only
+    tile (``ALONE``), places are what they will be.
+    """
+    _, _, entry, _, staged = my_part(
+        scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part, KH, BS
+    )  # fmt: skip
+    list_, in_order, count = _my_list(entry, staged, room, BS)
+    first = tl.program_id(1) * TILE
+    if first >= count:
+        return
+    mine = tl.arange(0, TILE)
+    found = tl.load(list_ + first + mine, mask=first + mine < count, other=float("-inf"))
+    # -0.0 equals 0.0, and its bits do not.
+    bits = tl.where(found == 0.0, 0.0, found).to(tl.int32, bitcast=True)
+    # Integers in the order of the numbers, and the other way round; the token breaks ties.
+    high = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    ordered = tl.sort((high.to(tl.int64) << 32) | mine.to(tl.int64))
+    token = (ordered & 0x7FFFFFFF).to(tl.int32)
+    high = ~(ordered >> 32).to(tl.int32)
+    found = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    live = first + mine < count
+    # Exact below 2^24.
+    if ALONE:
+        tl.store(list_ + room + token, mine.to(tl.float32), mask=live)
+        if tl.program_id(2) == 0:
+            tl.store(in_order + mine, found, mask=live)
+    else:
+        tl.store(list_ + first + mine, found, mask=live)
+        tl.store(list_ + room + first + mine, token.to(tl.float32), mask=live)
+
+
+@triton.jit
+def _before(list_, length, found, or_equal, TILE: tl.constexpr, HALVINGS: tl.constexpr):
+    """How many of a sorted tile's ``length`` scores rank before each of some: higher ones, ``or_equal``."""
+    place = tl.zeros_like(found).to(tl.int32)
+    for halving in tl.static_range(HALVINGS + 1):
+        probe = place + ((TILE >> halving) - 1)
+        there = probe < length
+        other = tl.load(list_ + probe, mask=there, other=float("-inf"))
+        before = there & ((other > found) | (or_equal & (other == found)))
+        place += tl.where(before, TILE >> halving, 0)
+    return place
+
+
+@triton.jit(do_not_specialize=[*SIZES, "room"])
+def _find_places(
+    scores,
+    table,
+    scratch,
+    first_unit,
+    num_layers,
+    num_blocks,
+    stride_table,
+    part,
+    room,
+    KH: tl.constexpr,
+    BS: tl.constexpr,
+    TILE: tl.constexpr,
+    HALVINGS: tl.constexpr,
+):
+    """Places of a sorted tile's tokens among all; of the first rank also the scores in order."""
+    _, _, entry, _, staged = my_part(
+        scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part, KH, BS
+    )  # fmt: skip
+    list_, in_order, count = _my_list(entry, staged, room, BS)
+    first = tl.program_id(1) * TILE
+    if first >= count:
+        return
+    mine = tl.arange(0, TILE)
+    live = first + mine < count
+    found = tl.load(list_ + first + mine, mask=live, other=0.0)
+    token = first + tl.load(list_ + room + first + mine, mask=live, other=0.0).to(tl.int32)
+    # Places are written where tokens have just been read.
+    tl.debug_barrier()
+    places = mine
+    for other in range(0, count, TILE):
+        if other != first:
+            # Of equal scores those of earlier tokens come first.
+            length = tl.minimum(count - other, TILE)
+            places += _before(list_ + other, length, found, other < first, TILE, HALVINGS)
+    tl.store(list_ + room + token, places.to(tl.float32), mask=live)
+    if tl.program_id(2) == 0:
+        tl.store(in_order + places, found, mask=live)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "room", "segments"])
+def _settle_scores(
+    scores,
+    table,
+    scratch,
+    first_unit,
+    num_layers,
+    num_blocks,
+    stride_table,
+    part,
+    room,
+    segments,
     KH: tl.constexpr,
     BS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Write back the scores of some fresh tokens that went through the scratch."""
     _, _, entry, my_scores, staged = my_part(
-        scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, room, lists, KH, BS
+        scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part, KH, BS
     )  # fmt: skip
     known = tl.load(entry) * BS
     count = tl.load(entry + 1) * BS - known
     ops = tl.load(entry + 2)
     ranks = list_of(ops, _ALL)
-    if (ranks < 2) & ((ops & _END) == 0):
+    first = tl.program_id(1) * TILE
+    if ((ranks < 2) & ((ops & (_END | _VALUE)) == 0)) | (first >= count):
         return
-    mine = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mine = first + tl.arange(0, TILE)
     live = mine < count
-    new = tl.load(staged + mine, mask=live, other=0.0)
-    less = 1.0
-    for rank in range(1, ranks):
-        less -= _BEHIND
-        place = tl.load(staged + (2 * rank + 1) * room + mine, mask=live, other=0.0).to(tl.int32)
-        there = tl.load(staged + room + place, mask=live, other=0.0)
-        new = tl.maximum(new, there * less)
+    if ranks < 2:
+        new = tl.load(staged + mine, mask=live, other=0.0)
+    else:
+        in_order = staged + 2 * ranks * room
+        new = tl.full([TILE], float("-inf"), tl.float32)
+        less = 1.0
+        for rank in range(ranks):
+            place = tl.load(staged + (2 * rank + 1) * room + mine, mask=live, other=0.0).to(
+                tl.int32
+            )
+            new = tl.maximum(new, tl.load(in_order + place, mask=live, other=0.0) * less)
+            less -= _BEHIND
+    if ((ops & _VALUE) != 0) & ((ops & _BEFORE_VALUE) == 0):
+        # Those by the first rank are by values, as yet not relative to the mean distance.
+        distance = 0.0
+        for segment in range(segments_of(entry, segments, BS)):
+            distance += tl.load(staged + part - 1 - segment)
+        new /= tl.maximum(distance, 1e-20)
     block, slot = place_of(entry, known + mine, live, BS)
     tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)

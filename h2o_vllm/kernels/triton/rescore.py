@@ -3,8 +3,9 @@
 """New scores for what a step's evictions are about to rank, in all layers and heads at once.
 
 Policies say in plain torch what they make of their scores, eviction by eviction; this is the same for all
-evictions of a step. One launch, or three if some rank in several ways or look at neighbours: these write to
-the scratch first (:mod:`.ranks`), for a score may not change while others look at it.
+evictions of a step. One launch, or one more where candidates are many (:mod:`.sums`); and up to three if some
+rank in several ways, look at neighbours or at the mean: these write to the scratch first (:mod:`.ranks`), for
+a score may not change while others look at it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,20 @@ from h2o_vllm.kernels.triton.candidates import (
     my_part,
     place_of,
     scores_of,
-    shared_place_of,
+    segments_of,
 )
 from h2o_vllm.kernels.triton.evictions import KVLayers
 from h2o_vllm.kernels.triton.lanes import LaneTables
-from h2o_vllm.kernels.triton.ranks import order_ranks, settle_scores
+from h2o_vllm.kernels.triton.ranks import order_ranks
+from h2o_vllm.kernels.triton.sums import (
+    add_up,
+    cache_at,
+    distance_from,
+    inverse_length,
+    sum_of,
+    vectors,
+    vectors_of_any,
+)
 from h2o_vllm.policy.ranks import Op
 
 __all__ = ["rescore"]
@@ -38,15 +48,9 @@ _END = tl.constexpr(int(Op.END))
 _KEY = tl.constexpr(int(Op.KEY))
 _RANDOM = tl.constexpr(int(Op.RANDOM))
 _OF_ALL_ATTENTION = tl.constexpr(int(Op.ATTENTION | Op.MEAN | Op.VALUE))
-_TINY = tl.constexpr(1e-20)
 _NEARER = tl.constexpr(2.0**-18)
 _REACH = tl.constexpr(3)
 """As in :mod:`h2o_vllm.policy.formulas`; ``_REACH`` is half of ``POOLED``."""
-_ROWS = 64
-_COLUMNS = 64
-"""Tokens that one program ranks, and those it compares them with at a time."""
-_TILE = 1024
-"""Tokens whose scores one program writes back from the scratch."""
 
 
 def rescore(
@@ -74,19 +78,25 @@ def rescore(
     if units == 0:
         return
     room = rescores.max_staged * block_size
-    step = units
-    if room:
-        step = min(units, layers.moves.numel() // (heads * rescores.lists * room))
-    if step == 0:
-        raise ValueError(f"scores of {heads} x {room} tokens do not fit {layers.nbytes} bytes")
     key, value = layers.key_caches[0], layers.value_caches[0]
     padded = triton.next_power_of_2(key.shape[3])
+    tokens = (rescores.table.shape[1] - told.HEADER) * block_size
+    segments = max(1, min(told.MOST_SEGMENTS, tokens // told.SEGMENT))
+    lists = told.lists_of(rescores.ranks)
+    part = room * lists + told.sums_of(segments, padded)
+    step = min(units, layers.moves.numel() // (heads * part))
+    if step == 0:
+        raise ValueError(f"scores of {heads} x {room} tokens do not fit {layers.nbytes} bytes")
     # Idle until compaction.
     scratch = layers.moves.view(torch.float32)
     shared: tuple[Tensor | None, Tensor | None, int | None] = (None, None, None)
     if rescores.shares:
         assert lanes is not None
         shared = (lanes.offsets, lanes.pages, lanes.offsets.shape[1])
+    caches = (layers.pointers, key, *key.stride()[:3], *value.stride()[:3], *shared)
+    sizes = {"KH": heads, "BS": block_size, "num_warps": 4}
+    # A tile is 64 registers of 128 threads.
+    wide = {"D": key.shape[3], "DP": padded, "TILE": 8192 // padded}
     for first in range(0, units, step):
         programs = min(step, units - first) * heads
         given = (
@@ -97,109 +107,16 @@ def rescore(
             num_layers,
             num_blocks,
             rescores.table.stride(0),
-            room,
-            rescores.lists,
+            part,
         )
-        sizes = {"KH": heads, "BS": block_size, "num_warps": 4}
-        _rescore[(programs,)](
-            *given,
-            early,
-            layers.pointers,
-            key,
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *shared,
-            D=key.shape[3],
-            DP=padded,
-            # A tile is 64 registers of 128 threads.
-            TILE=8192 // padded,
-            **sizes,
+        divided = (room, lists, segments)
+        if segments > 1:
+            add_up[(programs, segments)](*given, *divided, *caches, **wide, **sizes)
+        _rescore[(programs, segments)](
+            *given, *divided, early, *caches, **wide, ALONE=segments == 1, **sizes
         )
         if room:
-            order_ranks[(programs, triton.cdiv(room, _ROWS))](
-                *given, ROWS=_ROWS, COLUMNS=_COLUMNS, **sizes
-            )
-            settle_scores[(programs, triton.cdiv(room, _TILE))](*given, TILE=_TILE, **sizes)
-
-
-@triton.jit
-def _cache(pointer, any_cache):
-    """A layer's keys or values; elements as in ``any_cache``. ``checks.check_layers``: aligned to 8 bytes."""
-    return tl.multiple_of(tl.load(pointer).to(any_cache.dtype), 8)
-
-
-@triton.jit
-def _vectors(cache, block, slot, live, stride_n, stride_s, D: tl.constexpr, DP: tl.constexpr):
-    """Keys or values of one head, [TILE, DP], float32; zeros beyond the head size and where nothing lives."""
-    return _vectors_at(cache, block * stride_n + slot * stride_s, live, D, DP)
-
-
-@triton.jit
-def _vectors_at(cache, at, live, D: tl.constexpr, DP: tl.constexpr):
-    wide = tl.arange(0, DP)[None, :]
-    mask = live[:, None] & (wide < D)
-    return tl.load(cache + at[:, None] + wide, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _any_vectors(cache, entry, pages, first, count, candidate, live, head, stride_n, stride_s, stride_h,
-                 KH: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """As :func:`_vectors`, of any candidates of a head, which may have lanes of others."""
-    if pages is None:
-        block, slot = place_of(entry, candidate, live, BS)
-        at = block * stride_n + slot * stride_s
-    else:
-        block, slot, away = shared_place_of(
-            entry, pages, first, count, candidate, live, head, KH, BS
-        )  # fmt: skip
-        at = block * stride_n + slot * stride_s + away * stride_h
-    return _vectors_at(cache, at, live, D, DP)
-
-
-@triton.jit
-def _inverse_length(keys):
-    """[TILE]: one over the length of each."""
-    return tl.rsqrt(tl.maximum(tl.sum(keys * keys, 1), _TINY))
-
-
-@triton.jit
-def _anchor(keys, entry, pages, first, count, total, head, stride_n, stride_s, stride_h, KH: tl.constexpr,
-            BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """[DP]: the direction of the mean of the normalised keys."""
-    sums = tl.zeros([TILE, DP], tl.float32)
-    for at in range(0, total, TILE):
-        candidate = at + tl.arange(0, TILE)
-        k = _any_vectors(keys, entry, pages, first, count, candidate, candidate < total, head, stride_n,
-                         stride_s, stride_h, KH, BS, D, DP)  # fmt: skip
-        sums += k * _inverse_length(k)[:, None]
-    anchor = tl.sum(sums, 0)
-    return anchor / tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), 1e-12)
-
-
-@triton.jit
-def _distance(values, centre):
-    """[TILE]: how far each value is from ``centre``, [DP]."""
-    away = values - centre[None, :]
-    return tl.sqrt(tl.sum(away * away, 1))
-
-
-@triton.jit
-def _centre(values, entry, pages, first, count, total, head, stride_n, stride_s, stride_h, KH: tl.constexpr,
-            BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """[DP]: the mean value; and the mean distance from it."""
-    sums = tl.zeros([TILE, DP], tl.float32)
-    for at in range(0, total, TILE):
-        candidate = at + tl.arange(0, TILE)
-        sums += _any_vectors(values, entry, pages, first, count, candidate, candidate < total, head, stride_n,
-                             stride_s, stride_h, KH, BS, D, DP)  # fmt: skip
-    centre = tl.sum(sums, 0) / total.to(tl.float32)
-    distances = tl.zeros([TILE], tl.float32)
-    for at in range(0, total, TILE):
-        candidate = at + tl.arange(0, TILE)
-        v = _any_vectors(values, entry, pages, first, count, candidate, candidate < total, head, stride_n,
-                         stride_s, stride_h, KH, BS, D, DP)  # fmt: skip
-        distances += tl.where(candidate < total, _distance(v, centre), 0.0)
-    return centre, tl.maximum(tl.sum(distances, 0) / total.to(tl.float32), _TINY)
+            order_ranks(programs, room, rescores.ranks, segments, given, **sizes)
 
 
 @triton.jit
@@ -243,7 +160,7 @@ def _draws(layer, head, seen, candidate):
     return (_mixed(tl.add(seed, steps, sanitize_overflow=False)) >> 8).to(tl.float32) * 2.0**-24
 
 
-@triton.jit(do_not_specialize=[*SIZES, "num_slots"])
+@triton.jit(do_not_specialize=[*SIZES, "room", "lists", "segments", "num_slots"])
 def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it does
     scores,
     table,
@@ -252,8 +169,10 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     num_layers,
     num_blocks,
     stride_table,
+    part,
     room,
     lists,
+    segments,
     early,
     pointers,
     any_cache,
@@ -271,11 +190,17 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     D: tl.constexpr,
     DP: tl.constexpr,
     TILE: tl.constexpr,
+    ALONE: tl.constexpr,
 ):
-    """The candidates of one (eviction, layer, head). ``any_cache`` says how elements are stored."""
+    """A segment of one (eviction, layer, head)'s candidates. ``any_cache`` says how elements are stored."""
     layer, head, entry, my_scores, staged = my_part(
-        scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, room, lists, KH, BS
+        scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part, KH, BS
     )  # fmt: skip
+    segments = segments_of(entry, segments, BS)
+    if tl.program_id(1) >= segments:
+        return
+    start, step = tl.program_id(1) * TILE, segments * TILE
+    sums = staged + lists * room
     known = tl.load(entry) * BS
     total = tl.load(entry + 1) * BS
     ops = tl.load(entry + 2)
@@ -285,7 +210,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     # Else nothing but late attention has been collected.
     by_late = (ops & _OF_ALL_ATTENTION) != 0
     my_early = early + (layer * num_blocks * KH + head) * BS
-    in_stages = ((ops & (ops - 1)) != 0) | (ops == _END)
+    in_stages = ((ops & (ops - 1)) != 0) | ((ops & (_END | _VALUE)) != 0)
     # Of all candidates, where a head has other lanes than its own; the fresh ones are its own in any case.
     first, count, of_head = None, None, total
     if pages is not None:
@@ -294,15 +219,17 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
         of_head = total - known + count * BS
 
     if (ops & _KEY) != 0:
-        keys = _cache(pointers + layer, any_cache) + head * stride_kh
-        anchor = _anchor(keys, entry, pages, first, count, of_head, head, stride_kn, stride_ks, stride_kh, KH,
-                         BS, D, DP, TILE)  # fmt: skip
-        for at in range(tl.where(only_keys, 0, known), total, TILE):
+        keys = cache_at(pointers + layer, any_cache) + head * stride_kh
+        anchor = sum_of(keys, sums, segments, entry, pages, first, count, of_head, head, stride_kn,
+                        stride_ks, stride_kh, True, ALONE, KH, BS, D, DP, TILE)  # fmt: skip
+        # The direction of the mean of the normalised keys.
+        anchor /= tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), 1e-12)
+        for at in range(start + tl.where(only_keys, 0, known), total, step):
             candidate = at + tl.arange(0, TILE)
             live = candidate < total
             block, slot = place_of(entry, candidate, live, BS)
-            k = _vectors(keys, block, slot, live, stride_kn, stride_ks, D, DP)
-            new = tl.sum(k * anchor[None, :], 1) * -_inverse_length(k)
+            k = vectors(keys, block, slot, live, stride_kn, stride_ks, D, DP)
+            new = tl.sum(k * anchor[None, :], 1) * -inverse_length(k)
             fresh = candidate - known
             if only_keys:
                 tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
@@ -310,7 +237,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
                 tl.store(staged + 2 * list_of(ops, _KEY) * room + fresh, new, mask=live)
 
     if ops == _RANDOM:
-        for at in range(0, total, TILE):
+        for at in range(start, total, step):
             candidate = at + tl.arange(0, TILE)
             live = candidate < total
             block, slot = place_of(entry, candidate, live, BS)
@@ -318,13 +245,21 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
             tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
 
     if (ops & (_OF_ALL_ATTENTION | _END)) != 0:
-        values = _cache(pointers + num_layers + layer, any_cache) + head * stride_vh
+        values = cache_at(pointers + num_layers + layer, any_cache) + head * stride_vh
         centre = tl.zeros([DP], tl.float32)
-        mean_distance = tl.full([], 1.0, tl.float32)
+        distances = tl.zeros([TILE], tl.float32)
         if (ops & _VALUE) != 0:
-            centre, mean_distance = _centre(values, entry, pages, first, count, of_head, head, stride_vn,
-                                            stride_vs, stride_vh, KH, BS, D, DP, TILE)  # fmt: skip
-        for at in range(known, total, TILE):
+            centre = sum_of(values, sums + DP, segments, entry, pages, first, count, of_head, head,
+                            stride_vn, stride_vs, stride_vh, False, ALONE, KH, BS, D, DP, TILE)  # fmt: skip
+            centre /= of_head.to(tl.float32)
+            known_of_head = of_head - total + known
+            for at in range(start, known_of_head, step):
+                candidate = at + tl.arange(0, TILE)
+                live = candidate < known_of_head
+                v = vectors_of_any(values, entry, pages, first, count, candidate, live, head, stride_vn,
+                                   stride_vs, stride_vh, KH, BS, D, DP)  # fmt: skip
+                distances += tl.where(live, distance_from(centre, v), 0.0)
+        for at in range(start + known, total, step):
             candidate = at + tl.arange(0, TILE)
             live = candidate < total
             block, slot = place_of(entry, candidate, live, BS)
@@ -343,10 +278,15 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
             if ((ops & _MEAN) != 0) & in_stages:
                 tl.store(staged + 2 * list_of(ops, _MEAN) * room + fresh, new, mask=live)
             if (ops & _VALUE) != 0:
-                v = _vectors(values, block, slot, live, stride_vn, stride_vs, D, DP)
-                new *= _distance(v, centre) / mean_distance
-                if in_stages:
-                    tl.store(staged + 2 * list_of(ops, _VALUE) * room + fresh, new, mask=live)
+                v = vectors(values, block, slot, live, stride_vn, stride_vs, D, DP)
+                distance = distance_from(centre, v)
+                distances += tl.where(live, distance, 0.0)
+                # Relative to the mean one, which is known when all are.
+                new *= distance
+                tl.store(staged + 2 * list_of(ops, _VALUE) * room + fresh, new, mask=live)
             if in_stages == 0:
                 at_slot = my_scores + block * (KH * BS) + slot
                 tl.store(at_slot, new, mask=live)
+        if (ops & _VALUE) != 0:
+            mean = tl.sum(distances, 0) / of_head.to(tl.float32)
+            tl.store(staged + part - 1 - tl.program_id(1), mean)

@@ -19,9 +19,29 @@ HEADER = 7
 """Numbers before an entry's block ids: known blocks, all blocks, then as in :class:`Rescore`."""
 
 
+MOST_SEGMENTS = 64
+"""Programs that share the candidates of one (eviction, layer, head), at most."""
+SEGMENT = 1024
+"""Candidates of each, where fewer programs are enough."""
+
+
+def lists_of(ranks: int) -> int:
+    """Numbers in the scratch per fresh token: a score and a place by each rank, a score in order."""
+    return 2 * ranks + 1 if ranks > 1 else 1
+
+
+def sums_of(segments: int, padded: int) -> int:
+    """Numbers in the scratch per (layer, head) for what ``segments`` programs add up.
+
+    Args:
+        padded: the head size, as a power of 2.
+    """
+    return segments * (2 * padded + 1) if segments > 1 else 1
+
+
 def scratch_bytes(kv_heads: int, tokens: int) -> int:
     """What the scratch needs for one layer of an eviction that ranks ``tokens`` fresh tokens."""
-    return 2 * MOST_RANKS * 4 * kv_heads * tokens
+    return 4 * kv_heads * (lists_of(MOST_RANKS) * tokens + sums_of(MOST_SEGMENTS, 256))
 
 
 @dataclass(frozen=True)
@@ -48,7 +68,7 @@ class Rescore:
     @property
     def staged(self) -> bool:
         """Whether new scores depend on others' old ones, and so go through the scratch."""
-        return self.ops.bit_count() > 1 or Op.END in self.ops
+        return self.ops.bit_count() > 1 or bool(self.ops & (Op.END | Op.VALUE))
 
 
 @dataclass(frozen=True)
@@ -58,13 +78,13 @@ class Rescores:
     Attributes:
         table: [E, HEADER + W], int32: header, ids of known blocks, at once those of fresh ones, padding.
         max_staged: host number, the most fresh blocks of one that is staged; 0: none is.
-        lists: host number, how many numbers per fresh token the scratch takes for it: two for each rank.
+        ranks: host number, the most that are joined of one that is staged; 0: none is.
         shares: whether the heads of any share slots.
     """
 
     table: Tensor
     max_staged: int
-    lists: int = 2
+    ranks: int = 1
     shares: bool = False
 
     @classmethod
@@ -83,6 +103,6 @@ class Rescores:
         return cls(
             table=packed.to(device, non_blocking=True),
             max_staged=max((len(one.fresh) for one in rescores if one.staged), default=0),
-            lists=2 * max((one.ops.bit_count() for one in rescores if one.staged), default=1),
+            ranks=max((one.ops.bit_count() for one in rescores if one.staged), default=0),
             shares=any(one.slot >= 0 for one in rescores),
         )

@@ -13,7 +13,7 @@ from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers, SharedEvictio
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
-from h2o_vllm.kernels.triton.rescores import Rescore, Rescores
+from h2o_vllm.kernels.triton.rescores import HEADER, SEGMENT, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import SHORTEST, PromptSegments
 from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
@@ -73,11 +73,13 @@ def warm_up(
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):
         reset_scores(scores, padding, values)
-    # The device looks up what is to be done; "staged", so that all kernels of it are launched.
-    nobody = Rescores.pack([Rescore((), ())], device).table
-    for shared in forms:
-        given_none = Rescores(nobody, max_staged=1, shares=shared is not None)
-        rescore(layers, scores, early, given_none, shared)
+    # The device looks up what is to be done; "staged", so that all kernels are launched, of few and of many.
+    for candidates in (0, 2 * SEGMENT):
+        nobody = scores.new_zeros(1, HEADER + candidates // block_size, dtype=torch.int32)
+        staged = 1 + candidates // block_size
+        for shared in forms:
+            given_none = Rescores(nobody, staged, ranks=2, shares=shared is not None)
+            rescore(layers, scores, early, given_none, shared)
     # Laid out as Evictions.pack does: alignment counts.
     packed = torch.zeros(1, 3, dtype=torch.int32, device=device)
     # As many candidates as each chunk takes at most, then one block more than fits any.

@@ -13,9 +13,17 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.worker.eviction_scores import candidate_blocks, eviction_scores
 from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import Evictions, KVLayers, Rescores, compact, rescore
+from h2o_vllm.kernels.triton import (
+    Evictions,
+    KVLayers,
+    Rescores,
+    compact,
+    ranks,
+    rescore,
+    rescores,
+)
 from h2o_vllm.policy.policy import Policy
-from h2o_vllm.policy.ranks import RANKS
+from h2o_vllm.policy.ranks import RANKS, Op
 from tests.kernels.triton.cases import NAN, bits, halves
 
 ON_GPUS = [rank.name for rank in RANKS if rank.op and rank.joins]
@@ -119,3 +127,23 @@ def check_rescore(
         for a, b in zip(got_caches, want_caches, strict=True):
             assert torch.equal(bits(a), bits(b))
     return want
+
+
+def check_places(room: int, device: str = "cpu") -> None:
+    """Places are those of a stable sort: of two ranks, a third of whose numbers are equal to others."""
+    lists = rescores.lists_of(2)
+    scratch = torch.zeros(room * lists + 1, device=device)
+    gen = torch.Generator().manual_seed(0)
+    found = (torch.rand(2, room, generator=gen) * 2e5).round() - 1e5
+    scratch[:room], scratch[2 * room : 3 * room] = found.to(device)
+    header = [0, room // 16, int(Op.END | Op.KEY), 0, 0, 0, -1]
+    table = torch.tensor([header], dtype=torch.int32, device=device)
+    given = (scratch, table, scratch, 0, 1, 1, table.stride(0), room * lists + 1, room)
+    grid, sizes = (1, -(-room // 1024), 2), {"KH": 1, "BS": 16, "TILE": 1024}
+    ranks._sort_tiles[grid](*given, ALONE=False, **sizes)
+    ranks._find_places[grid](*given, HALVINGS=10, **sizes)
+    for which in range(2):
+        order = found[which].argsort(descending=True, stable=True)
+        places = scratch[(2 * which + 1) * room : (2 * which + 2) * room].cpu()
+        assert torch.equal(places[order].long(), torch.arange(room))
+    assert torch.equal(scratch[4 * room : 5 * room].cpu(), found[0].sort(descending=True).values)

@@ -11,16 +11,22 @@ import torch
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
-from h2o_vllm.kernels.triton import KVLayers, Rescore, Rescores, rescore
+from h2o_vllm.kernels.triton import KVLayers, Rescore, Rescores, rescore, rescores
 from h2o_vllm.policy.candidates import Candidates
 from h2o_vllm.policy.formulas import random
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import Op
 from tests.kernels.triton.cases import DTYPES, NAN, halves
 from tests.kernels.triton.evict_laws import make_layers
-from tests.kernels.triton.rescore_laws import ADJUSTING, by_formulas, check_rescore, early_of
+from tests.kernels.triton.rescore_laws import (
+    ADJUSTING,
+    by_formulas,
+    check_places,
+    check_rescore,
+    early_of,
+)
 
-MODULE = "h2o_vllm.kernels.triton.rescore"
+MODULE, RANKS = (f"h2o_vllm.kernels.triton.{name}" for name in ("rescore", "ranks"))
 BLOCKS = 26
 THREE = "value+end+key"
 EXACT = ("mean", "end", "end+key", "attention+mean", "mean+end")
@@ -67,20 +73,25 @@ def test_one_launch_takes_all_policies(block_size: int, monkeypatch: pytest.Monk
     launches: list[str] = []
 
     class Counting:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(sys.modules[MODULE], name)
+        def __init__(self, module: str, name: str) -> None:
+            self.name, self.kernel = name, getattr(sys.modules[module], name)
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             launches.append(self.name)
             return self.kernel[grid]
 
-    for name in ("_rescore", "order_ranks", "settle_scores"):
-        monkeypatch.setattr(sys.modules[MODULE], name, Counting(name))
+    monkeypatch.setattr(sys.modules[MODULE], "_rescore", Counting(MODULE, "_rescore"))
+    for name in ("_sort_tiles", "_find_places", "_settle_scores"):
+        monkeypatch.setattr(sys.modules[RANKS], name, Counting(RANKS, name))
     caches, scores = make_layers(torch.bfloat16, 64, block_size, layers=3, blocks=BLOCKS)
-    check_rescore(caches, scores.clone(), evictions_of(ADJUSTING[:5]))
-    assert launches == ["_rescore", "order_ranks", "settle_scores"]
+    check_rescore(caches, scores.clone(), evictions_of([THREE, *ADJUSTING[:4]]))
+    assert launches == ["_rescore", "_sort_tiles", "_find_places", "_settle_scores"]
     launches.clear()
-    check_rescore(caches, scores.clone(), evictions_of(["key", "value", "mean", "key"]))
+    few = evictions_of([THREE] * 2)[1:]
+    check_rescore(caches, scores.clone(), few)
+    assert launches == ["_rescore", "_sort_tiles", "_settle_scores"]
+    launches.clear()
+    check_rescore(caches, scores.clone(), evictions_of(["key", "mean", "key"]))
     assert launches == ["_rescore"]
     launches.clear()
     check_rescore(caches, scores, [])
@@ -141,21 +152,16 @@ def test_keys_of_any_length_and_none() -> None:
     )
 
 
-def test_tiles_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("_ROWS", 16), ("_COLUMNS", 32), ("_TILE", 64)):
-        monkeypatch.setattr(sys.modules[MODULE], name, size)
-    caches, scores = make_layers(torch.bfloat16, 64, 16, blocks=BLOCKS)
-    check_rescore(
-        caches,
-        scores,
-        evictions_of([THREE, "end", "end+key", THREE]),
-    )
+@pytest.mark.long
+def test_places_of_100_000_tokens_are_those_of_a_stable_sort() -> None:
+    check_places(100_000)
 
 
 def test_a_small_scratch_takes_more_launches() -> None:
     caches, scores = make_layers(torch.bfloat16, 64, 16, blocks=BLOCKS)
     evictions = evictions_of(["end+key", "value+key", "key"])
-    one_layer = 2 * 9 * 16 * 16  # bytes: heads, fresh tokens, four lists of four
+    # Bytes: of two heads, of nine blocks of fresh tokens.
+    one_layer = 4 * 2 * (rescores.lists_of(2) * 9 * 16 + rescores.sums_of(1, 64))
     check_rescore(caches, scores.clone(), evictions, scratch_bytes=2 * one_layer)
     with pytest.raises(ValueError, match="do not fit"):
         check_rescore(caches, scores, evictions, scratch_bytes=one_layer - 8)

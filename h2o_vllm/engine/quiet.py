@@ -43,6 +43,10 @@ IDLE = (
 """How warnings begin, before their values are put in, that follow from what we set or cannot be helped."""
 
 
+TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
+"""vLLM kills its engine when told to stop; Python then removes the shared memory, and says so."""
+
+
 class _Filter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno > logging.WARNING or record.name.startswith(TOLD):
@@ -56,6 +60,10 @@ _FILTER = _Filter()
 def prepare(wanted: bool) -> None:
     """Say for this process and its children whether to be quiet. To be called before torch is imported."""
     os.environ.pop(QUIET, None)
+    others = os.environ.get("PYTHONWARNINGS", "")
+    if TRACKER_WARNING not in others:
+        # Python's resource tracker, which a fork server starts, reads it.
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [others, TRACKER_WARNING]))
     if wanted:
         os.environ[QUIET] = "1"
         # torch in C++: a warning about the memory node.

@@ -51,9 +51,6 @@ Options can also come from a file: h2o-serve --config options.yaml"""
 MANY_ENGINES = ("--headless", "--api-server-count", "--data-parallel")
 """Options with which vLLM's own command starts its engines, by a spawn."""
 
-TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
-"""vLLM kills its engine when told to stop; Python then removes the shared memory, and says so."""
-
 LOGGING = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH")
 """Variables that ask for a log; :func:`h2o_vllm.server.serve.serve` sees the options."""
 
@@ -68,9 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_early(arguments)
         # Before torch is there, here and in the fork server.
         spin_briefly()
-        # Before the fork server starts Python's resource tracker, which reads it.
-        warnings = filter(None, [os.environ.get("PYTHONWARNINGS"), TRACKER_WARNING])
-        os.environ["PYTHONWARNINGS"] = ",".join(warnings)
         quiet.prepare(wanted=not any(map(os.environ.get, LOGGING)))
         if not _asks_for_help(arguments):
             if _talks():

@@ -61,6 +61,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [Handler()])
     monkeypatch.setenv(QUIET, "")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    monkeypatch.setenv("PYTHONWARNINGS", "")
     return said
 
 

@@ -75,7 +75,7 @@ class Calibration:
     """What :mod:`h2o_vllm.calibrate` has learned.
 
     Attributes:
-        weights: [L, KH, F + 1], float32, see :func:`.regression.foretold`.
+        weights: [L, KH, F + 1], float32, see :func:`.regression.predicted`.
         traits: of the model.
         about: how it came about, for people: model, texts, tokens, versions.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TINY", "Sums", "foretold"]
+__all__ = ["TINY", "Sums", "predicted"]
 
 PENALTY = 10.0
 """Of the squares of the weights, where features have a variance of 1 and there are thousands of tokens."""
@@ -35,7 +35,7 @@ class Sums:
 
         Args:
             known: features, [KH, T, F], or [1, T, F] where heads have the same.
-            wanted: attention that is to be foretold, [KH, T].
+            wanted: attention that is to be predicted, [KH, T].
         """
         wide = torch.cat([known, torch.ones_like(known[..., :1])], -1).double()
         logs = wanted.clamp_min(TINY).log().double()
@@ -74,7 +74,7 @@ class Sums:
         return torch.cat([weights, level[..., None]], -1).float()
 
 
-def foretold(weights: Tensor, known: Tensor) -> Tensor:
+def predicted(weights: Tensor, known: Tensor) -> Tensor:
     """The attention that is expected, [KH, T], float32; above 0, at most 1.
 
     Args:

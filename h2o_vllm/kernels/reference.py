@@ -27,10 +27,10 @@ __all__ = [
     "attend_decode",
     "compact",
     "compact_tables",
-    "foretell",
-    "key_likeness",
+    "key_similarity",
     "live_slots",
     "log_sum_exp",
+    "predict",
     "reset_scores",
     "select_keep",
     "split_scores",
@@ -227,7 +227,7 @@ def compact(
                 scores[layer, to_block, head, to_slot] = scores[layer, from_block, head, from_slot]
 
 
-def foretell(
+def predict(
     keys: Tensor, values: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
 ) -> Tensor:
     """The attention that a layer's tokens are expected to get, [KH, C], float32.
@@ -255,7 +255,7 @@ def foretell(
     return found.clamp(-50, 0).exp().float()
 
 
-def key_likeness(keys: Tensor) -> Tensor:
+def key_similarity(keys: Tensor) -> Tensor:
     """The cosine of each key and the mean of their directions: [..., C, D] to [..., C], float32."""
     directions = torch.nn.functional.normalize(keys.double(), dim=-1, eps=_SHORTEST)
     mean = torch.nn.functional.normalize(directions.sum(-2, keepdim=True), dim=-1)

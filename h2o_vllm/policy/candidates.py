@@ -27,14 +27,14 @@ class Candidates:
         known: how many earlier evictions have ranked and moved.
         fresh_from: position of the first fresh token; the others follow one by one.
         seen: queries so far, which is tokens computed so far.
-        key_likeness: computes the cosine of each token's key (rotated, where the model does so) and the mean
+        key_similarity: computes the cosine of each token's key (rotated, if the model rotates) and the mean
             of all candidates' keys, each of length 1; [L, KH, C], float32.
         value_distances: computes how far each token's value lies from the mean of all candidates'; the same.
         late: [L, KH, C], float32: how much of the scores the prompt's last queries and all behind them have
             given; 0 for protected tokens, undefined for known ones. ``None`` if no rank wants it.
         counts: [L, KH, 1]: how many candidates each head has, where heads share slots. Those with fewer begin
             with padding, of which everything is 0. ``None``: each has all C.
-        foretold: computes the attention that each fresh token is expected to get, [L, KH, C - known],
+        predicted: computes the attention that each fresh token is expected to get, [L, KH, C - known],
             float32, above 0. ``None`` in an engine without a calibration.
         first_kv_head: number of the first of these heads in the model; tensor-parallel ranks draw as one.
     """
@@ -43,11 +43,11 @@ class Candidates:
     known: int
     fresh_from: int
     seen: int
-    key_likeness: Callable[[], Tensor]
+    key_similarity: Callable[[], Tensor]
     value_distances: Callable[[], Tensor]
     late: Tensor | None = None
     counts: Tensor | None = None
-    foretold: Callable[[], Tensor] | None = None
+    predicted: Callable[[], Tensor] | None = None
     first_kv_head: int = 0
 
     @property

@@ -105,7 +105,7 @@ def key(candidates: Candidates) -> Tensor:
 
     The mean is over the candidates; the recent tokens, which always stay, are left out.
     """
-    return -candidates.key_likeness()
+    return -candidates.key_similarity()
 
 
 def predicted(candidates: Candidates) -> Tensor:
@@ -114,9 +114,9 @@ def predicted(candidates: Candidates) -> Tensor:
     Predicted from the token's own keys and values (:mod:`h2o_vllm.calibration`). The first four tokens,
     attention's sinks, come first: what attends to them does not show in their KV.
     """
-    assert candidates.foretold is not None
+    assert candidates.predicted is not None
     positions = candidates.fresh_positions
-    given = candidates.foretold().masked_fill(positions < SINKS, MOST)
+    given = candidates.predicted().masked_fill(positions < SINKS, MOST)
     return given * torch.exp(positions * NEWER)
 
 

@@ -40,7 +40,7 @@ class EvictionCase:
         if self.call == "compact":
             moves = tokens * self.doomed * (self.blocks - self.doomed) // self.blocks**2
             return 4 * tokens + moves * (4 * vector + 8)
-        vectors = 2 if self.call == "foretell" else 1
+        vectors = 2 if self.call == "predict" else 1
         return tokens * (vectors * vector + 4)
 
     def build(self) -> Callable[[Any], Callable[[], torch.Tensor]]:
@@ -63,10 +63,8 @@ class EvictionCase:
             return scores
 
         calls: dict[str, Callable[[Any], Any]] = {
-            "foretell": lambda impl: impl.foretell(
-                caches, blocks, weights, size, interleaved=False
-            ),
-            "key_likeness": lambda impl: impl.key_likeness(caches, blocks),
+            "predict": lambda impl: impl.predict(caches, blocks, weights, size, interleaved=False),
+            "key_similarity": lambda impl: impl.key_similarity(caches, blocks),
             "value_distances": lambda impl: impl.value_distances(caches, blocks),
             "compact": compact,
         }
@@ -109,7 +107,7 @@ def _cases() -> Iterator[EvictionCase]:
     for shape in SHAPES:
         # A prompt's first at 0.2, and one while it generates.
         for blocks, doomed in ((32, 25), (8, 1)):
-            for call in ("foretell", "key_likeness", "value_distances", "compact"):
+            for call in ("predict", "key_similarity", "value_distances", "compact"):
                 yield EvictionCase(call, shape, blocks, doomed)
 
 

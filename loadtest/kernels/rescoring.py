@@ -61,7 +61,7 @@ class Rescoring:
             scores.copy_(before)
             for one in evictions:
                 mine = torch.tensor(candidate_blocks(one), device="cuda")
-                measures = partial(_likeness, keys, mine), partial(_distances, values, mine)
+                measures = partial(_similarity, keys, mine), partial(_distances, values, mine)
                 eviction_scores(one, scores, early, mine, *measures)
 
         return {"ours": ours, "torch": in_torch, "reset alone": lambda: scores.copy_(before)}
@@ -77,7 +77,7 @@ class Rescoring:
         return {"ours": least, "torch": least, "reset alone": reset}
 
 
-def _likeness(keys: Tensor, blocks: Tensor) -> Tensor:
+def _similarity(keys: Tensor, blocks: Tensor) -> Tensor:
     directions = F.normalize(_tokens(keys, blocks), dim=-1)
     return (directions * F.normalize(directions.sum(2, keepdim=True), dim=-1)).sum(-1)
 

@@ -16,7 +16,7 @@ __all__ = ["make_calibration"]
 
 
 def make_calibration(model: Path, path: Path) -> Path:
-    """Of a Llama: what a token is foretold depends on all that is known of it."""
+    """Of a Llama: what a token is predicted depends on all that is known of it."""
     config = json.loads((model / "config.json").read_text())
     layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

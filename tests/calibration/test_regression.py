@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_vllm.calibration.regression import TINY, Sums, foretold
+from h2o_vllm.calibration.regression import TINY, Sums, predicted
 
 
 def examples(heads: int) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def test_regression_finds_the_weights(heads: int) -> None:
     sums.add(known[:, 1500:], wanted[:, 1500:])
     assert sums.tokens == 4000
     # A penalty of 10 in 4,000 tokens.
-    found = foretold(sums.solve(), known)
+    found = predicted(sums.solve(), known)
     torch.testing.assert_close(found.log(), wanted.log(), rtol=0.02, atol=0.06)
 
 
@@ -37,7 +37,7 @@ def test_a_feature_that_never_changes_does_no_harm() -> None:
     sums = Sums()
     sums.add(known, wanted)
     torch.testing.assert_close(
-        foretold(sums.solve(), known).log(), wanted.log(), rtol=0.02, atol=0.06
+        predicted(sums.solve(), known).log(), wanted.log(), rtol=0.02, atol=0.06
     )
 
 
@@ -45,13 +45,13 @@ def test_no_attention_is_as_little_as_there_can_be() -> None:
     known, wanted = examples(1)
     sums = Sums()
     sums.add(known, torch.zeros_like(wanted))
-    least = foretold(sums.solve(), known)
+    least = predicted(sums.solve(), known)
     torch.testing.assert_close(least, torch.full_like(least, TINY), rtol=1e-2, atol=0.0)
 
 
-def test_what_is_foretold_is_an_attention() -> None:
+def test_what_is_predicted_is_an_attention() -> None:
     weights = torch.tensor([[1e6, 0.0], [-1e6, 0.0]])
-    found = foretold(weights, torch.tensor([[[1.0], [-1.0]]]))
+    found = predicted(weights, torch.tensor([[[1.0], [-1.0]]]))
     assert (found > 0).all() and (found <= 1).all()
 
 

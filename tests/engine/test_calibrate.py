@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that calibrates: what it learns of a real model foretells repetitions, and serves them."""
+"""The command that calibrates: what it learns of a real model predicts repetitions, and serves them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from h2o_vllm.calibrate.run import LENGTH, calibrate
 from h2o_vllm.calibrate.texts import SOURCES, instruction, pieces, read_texts
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.file import Calibration
-from h2o_vllm.calibration.regression import Sums, foretold
+from h2o_vllm.calibration.regression import Sums, predicted
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.errors import ConfigError
 from tests.engine.conftest import ENGINE, started
@@ -30,7 +30,7 @@ MISSING = "no-such-model"
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_real_model_is_learned_and_foretold(embedded_dir: str, tmp_path: Path) -> None:
+def test_a_real_model_is_learned_and_predicted(embedded_dir: str, tmp_path: Path) -> None:
     """Judged by a transformers model, on a text that nobody has learned from."""
     file = tmp_path / "model.h2o"
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +47,7 @@ def test_a_real_model_is_learned_and_foretold(embedded_dir: str, tmp_path: Path)
     found = []
     layers = most_attended(embedded_dir, text, repetition(tokenizer, text))
     for weights, (keys, values, most) in zip(made.weights, layers, strict=True):
-        scores = foretold(weights, features(keys, values, made.traits.rotation))
+        scores = predicted(weights, features(keys, values, made.traits.rotation))
         best = [set(one.flatten().topk(450).indices.tolist()) for one in (scores, most)]
         found.append(len(best[0] & best[1]) / 450)
     # By chance a quarter.

@@ -35,10 +35,10 @@ def candidates_of(
     layers, heads, count = scores.shape
     gen = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, layers, heads, count, size, generator=gen)
-    late, foretold = torch.rand(2, layers, heads, count, generator=gen)
+    late, predicted = torch.rand(2, layers, heads, count, generator=gen)
     measures = measures_of(keys, values)
     return Candidates(
-        scores, known, fresh_from, seen, *measures, late, foretold=lambda: foretold[..., known:]
+        scores, known, fresh_from, seen, *measures, late, predicted=lambda: predicted[..., known:]
     )
 
 
@@ -46,4 +46,4 @@ def measures_of(
     keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
     """Of [L, KH, C, D] each."""
-    return partial(reference.key_likeness, keys), partial(reference.value_distances, values)
+    return partial(reference.key_similarity, keys), partial(reference.value_distances, values)

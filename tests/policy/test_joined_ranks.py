@@ -62,7 +62,7 @@ def test_scores_are_those_of_the_papers(name: str, prompt: int) -> None:
         given = Candidates(
             scores[..., :end], start, start, seen,
             *measures_of(layer.keys[None, :, :end], layer.values[None, :, :end]),
-            late=late[..., :end], foretold=lambda at=(start, end): predicted_by(layer, *at),  # type: ignore[misc]
+            late=late[..., :end], predicted=lambda at=(start, end): predicted_by(layer, *at),  # type: ignore[misc]
         )  # fmt: skip
         new = new_scores(policy.indices(in_prompt=seen < prompt), given)
         if new is not None:
@@ -87,12 +87,12 @@ def test_scores_are_finite_and_made_head_by_head(name: str, known: int, count: i
     new = scored(name, given)
     assert torch.equal(given.scores, scores)
     assert new.shape == scores.shape and new.dtype == torch.float32 and new.isfinite().all()
-    assert given.late is not None and given.foretold is not None
-    foretold = given.foretold()
+    assert given.late is not None and given.predicted is not None
+    predicted = given.predicted()
     part = Candidates(
         scores[:, 1:3], known, 100, 200,
-        lambda: given.key_likeness()[:, 1:3], lambda: given.value_distances()[:, 1:3],
-        given.late[:, 1:3], foretold=lambda: foretold[:, 1:3], first_kv_head=1,
+        lambda: given.key_similarity()[:, 1:3], lambda: given.value_distances()[:, 1:3],
+        given.late[:, 1:3], predicted=lambda: predicted[:, 1:3], first_kv_head=1,
     )  # fmt: skip
     torch.testing.assert_close(scored(name, part), new[:, 1:3], rtol=1e-6, atol=1e-7)
 

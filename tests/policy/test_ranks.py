@@ -66,8 +66,8 @@ def test_key_keeps_the_odd_key_out() -> None:
 
 def test_of_equal_predictions_the_newest_comes_first() -> None:
     given = candidates_of(torch.rand(1, 1, 40), 8, 50, 100)
-    assert given.foretold is not None
-    want = given.foretold() * (torch.arange(50, 82) * 2.0**-17).exp()
+    assert given.predicted is not None
+    want = given.predicted() * (torch.arange(50, 82) * 2.0**-17).exp()
     torch.testing.assert_close(scored("predicted", given)[..., 8:], want)
 
 

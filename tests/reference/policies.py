@@ -34,7 +34,7 @@ class PolicyModel:
         shared: whether the heads of a layer share what they keep beside the newest tokens, in whole blocks.
         bound: unprotected tokens, whole blocks, that a longer prompt may hold while it is computed: a quarter
             of them goes whenever there are as many; 0: no bound.
-        calibration: for policies that foretell, [L, KH, F + 1].
+        calibration: for policies that predict, [L, KH, F + 1].
     """
 
     model: torch.nn.Module

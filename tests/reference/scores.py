@@ -79,16 +79,16 @@ class ReferenceScores:
             scores[:, start:end] = first + rows[:, since:, start:end].sum(1)
         return scores
 
-    def _foretold(self, layer: Layer) -> Tensor:
+    def _predicted(self, layer: Layer) -> Tensor:
         """What KVzap expects, [KH, S]."""
         calibration = layer.calibration
         assert calibration is not None
         pairs = torch.complex(*layer.keys.float().chunk(2, -1)).abs()
         known = torch.cat([pairs, layer.values.float()], 2).permute(1, 0, 2).flatten(1)
-        foretold = (known @ calibration[:, :-1].T + calibration[:, -1]).T
-        foretold.clamp_(max=0.0)
-        foretold[:, :FIRST] = math.log(2.0)
-        return (foretold + NEWER * torch.arange(foretold.shape[1])).exp()
+        predicted = (known @ calibration[:, :-1].T + calibration[:, -1]).T
+        predicted.clamp_(max=0.0)
+        predicted[:, :FIRST] = math.log(2.0)
+        return (predicted + NEWER * torch.arange(predicted.shape[1])).exp()
 
     def _first_scores(self, way: str, layer: Layer, number: int, rows: Tensor) -> Tensor:
         """[KH, N]: of tokens at their first ranking, to which ``rows``, [KH, queries, N], attended."""
@@ -101,7 +101,7 @@ class ReferenceScores:
                 given = given * layer.weights[number][:, start:end]
             return given
         if way == "predicted":
-            return self._foretold(layer)[:, start:end].clone()
+            return self._predicted(layer)[:, start:end].clone()
         if way == "key":
             return layer.distinctions[number][:, start:end]
         assert way == "end", way

@@ -74,7 +74,7 @@ def test_a_trace_changes_nothing_of_what_it_shows() -> None:
 
 
 @pytest.mark.parametrize("policy", PREDICTING)
-def test_foretelling_wants_a_calibration(config: H2OConfig, policy: str) -> None:
+def test_predicting_wants_a_calibration(config: H2OConfig, policy: str) -> None:
     refusal = refused(config, body(kv_policy=policy))
     assert (refusal.param, refusal.reason) == ("kv_policy", "value")
     assert "started without --kv-calibration" in refusal.message

@@ -159,7 +159,7 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             bool(_option(config, "kv_calibration"))
             and config.parallel_config.tensor_parallel_size > 1,
-            "--kv-calibration with tensor parallelism: it foretells from all heads' KV, of which a rank "
+            "--kv-calibration with tensor parallelism: it predicts from all heads' KV, of which a rank "
             "has only some",
         ),
     ]
@@ -192,7 +192,7 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (
             bool(_option(config, "kv_calibration")),
-            "--kv-calibration on GPUs: what it foretells is computed on CPUs only. Leave the option out",
+            "--kv-calibration on GPUs: what it predicts is computed on CPUs only. Leave the option out",
         ),
         (
             not config.use_v2_model_runner,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from h2o_vllm.engine.cpu.foretelling import foretold
 from h2o_vllm.engine.cpu.lanes import LaneStore
+from h2o_vllm.engine.cpu.predicting import predicted
 from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.worker.eviction_scores import (
     candidate_blocks,
@@ -87,10 +87,10 @@ class CPUState(WorkerState):
         kernels.compact([kv_cache], scores, one, one + 1)
         kernels.compact_shared([kv_cache], scores, one, one + 1, own_lanes(1, 2, num_kv_heads))
         kernels.reset_scores(scores, one.long())
-        kernels.key_likeness([kv_cache], one)
+        kernels.key_similarity([kv_cache], one)
         kernels.value_distances([kv_cache], one)
         plain = torch.zeros(1, num_kv_heads, width + 1)
-        kernels.foretell([kv_cache], one, plain, 0, interleaved=False)
+        kernels.predict([kv_cache], one, plain, 0, interleaved=False)
 
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Learn what the requests that evict and enter the batch depend on."""
@@ -184,32 +184,32 @@ class CPUState(WorkerState):
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:
             planes = self.scores, self.early
-            foretold = self._foretold(eviction.fresh_blocks)
+            predicted = self._predicted(eviction.fresh_blocks)
             if eviction.request_id in self.sharing:
                 known, fresh = known_blocks(eviction), eviction.fresh_blocks
                 pages = self.lanes.candidate_pages(eviction.request_id, known, fresh)
                 measures = self._measures(pages)
-                shared_eviction_scores(eviction, *planes, pages, *measures, foretold)
+                shared_eviction_scores(eviction, *planes, pages, *measures, predicted)
             else:
                 blocks = torch.tensor(candidate_blocks(eviction))
                 measures = self._measures(blocks)
                 head = self.first_kv_head
-                eviction_scores(eviction, *planes, blocks, *measures, foretold, head)
+                eviction_scores(eviction, *planes, blocks, *measures, predicted, head)
 
     def _measures(
         self, where: torch.Tensor
     ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
         """What a policy may ask of keys and of values, in blocks or in pages of each head."""
         return (
-            partial(kernels.key_likeness, self.kv_caches, where),
+            partial(kernels.key_similarity, self.kv_caches, where),
             partial(kernels.value_distances, self.kv_caches, where),
         )
 
-    def _foretold(self, blocks: Sequence[int]) -> Callable[[], torch.Tensor] | None:
+    def _predicted(self, blocks: Sequence[int]) -> Callable[[], torch.Tensor] | None:
         """The same, of fresh blocks, where a calibration says it."""
         if self.calibration is None:
             return None
-        return partial(foretold, self.calibration, self.kv_caches, blocks)
+        return partial(predicted, self.calibration, self.kv_caches, blocks)
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:

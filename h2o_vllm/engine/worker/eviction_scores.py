@@ -45,9 +45,9 @@ def eviction_scores(
     scores: torch.Tensor,
     early: torch.Tensor,
     blocks: torch.Tensor,
-    key_likeness: Callable[[], torch.Tensor],
+    key_similarity: Callable[[], torch.Tensor],
     value_distances: Callable[[], torch.Tensor],
-    foretold: Callable[[], torch.Tensor] | None = None,
+    predicted: Callable[[], torch.Tensor] | None = None,
     first_kv_head: int = 0,
 ) -> None:
     """Adjust the scores of one eviction's candidates, in place.
@@ -55,16 +55,16 @@ def eviction_scores(
     Args:
         scores: [L, N, KH, BS], float32. early: the same, see :class:`.WorkerState`.
         blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
-        key_likeness, value_distances, foretold, first_kv_head: see :class:`.Candidates`; of ``blocks``, in
+        key_similarity, value_distances, predicted, first_kv_head: see :class:`.Candidates`; of ``blocks``, in
             that order.
     """
     new = _new_scores(
         eviction,
         scores.index_select(1, blocks).transpose(1, 2),
         lambda: early.index_select(1, blocks).transpose(1, 2),
-        key_likeness,
+        key_similarity,
         value_distances,
-        foretold,
+        predicted,
         first_kv_head=first_kv_head,
     )
     if new is not None:
@@ -76,9 +76,9 @@ def shared_eviction_scores(
     scores: torch.Tensor,
     early: torch.Tensor,
     pages: torch.Tensor,
-    key_likeness: Callable[[], torch.Tensor],
+    key_similarity: Callable[[], torch.Tensor],
     value_distances: Callable[[], torch.Tensor],
-    foretold: Callable[[], torch.Tensor] | None = None,
+    predicted: Callable[[], torch.Tensor] | None = None,
 ) -> None:
     """As :func:`eviction_scores` where heads share slots, and have different numbers of candidates.
 
@@ -93,8 +93,14 @@ def shared_eviction_scores(
 
     counts = there.sum(2, keepdim=True) * scores.shape[3]
     new = _new_scores(
-        eviction, of_pages(scores), lambda: of_pages(early), key_likeness, value_distances, foretold, counts
-    )  # fmt: skip
+        eviction,
+        of_pages(scores),
+        lambda: of_pages(early),
+        key_similarity,
+        value_distances,
+        predicted,
+        counts,
+    )
     if new is not None:
         layer, _, _ = there.nonzero(as_tuple=True)
         scores.flatten(1, 2)[layer, pages[there].long()] = new[there]
@@ -104,9 +110,9 @@ def _new_scores(
     eviction: Eviction,
     old: torch.Tensor,
     early: Callable[[], torch.Tensor],
-    key_likeness: Callable[[], torch.Tensor],
+    key_similarity: Callable[[], torch.Tensor],
     value_distances: Callable[[], torch.Tensor],
-    foretold: Callable[[], torch.Tensor] | None,
+    predicted: Callable[[], torch.Tensor] | None,
     counts: torch.Tensor | None = None,
     first_kv_head: int = 0,
 ) -> torch.Tensor | None:
@@ -133,9 +139,9 @@ def _new_scores(
             known=(count - len(eviction.fresh_blocks)) * block_size,
             fresh_from=eviction.fresh_from,
             seen=eviction.seen,
-            key_likeness=key_likeness,
+            key_similarity=key_similarity,
             value_distances=value_distances,
-            foretold=foretold,
+            predicted=predicted,
             late=late,
             counts=counts,
             first_kv_head=first_kv_head,

@@ -42,9 +42,9 @@ __all__ = [
     "compact_shared",
     "compiled",
     "describe",
-    "foretell",
-    "key_likeness",
+    "key_similarity",
     "load",
+    "predict",
     "reset_scores",
     "score_prompt",
     "value_distances",
@@ -219,10 +219,10 @@ def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) ->
     load().reset_scores(scores, slots, values)
 
 
-def foretell(
+def predict(
     kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
 ) -> Tensor:
-    """The attention that tokens are expected to get: :func:`h2o_vllm.kernels.reference.foretell`.
+    """The attention that tokens are expected to get: :func:`h2o_vllm.kernels.reference.predict`.
 
     Args:
         kv_caches: L tensors [N, KH, BS, 2 * D].
@@ -236,12 +236,12 @@ def foretell(
         [L, KH, n * BS], float32, block by block; above 0, at most 1.
     """
     if _CHECK:
-        checks.check_foretelling(kv_caches, blocks, weights, rotary)
-    expected: Tensor = load().foretell(kv_caches, blocks, weights, rotary, interleaved=interleaved)
+        checks.check_predicting(kv_caches, blocks, weights, rotary)
+    expected: Tensor = load().predict(kv_caches, blocks, weights, rotary, interleaved=interleaved)
     return expected
 
 
-def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+def key_similarity(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """The cosine of each key in some blocks and the mean of these keys' directions, per layer and KV head.
 
     Args:
@@ -254,12 +254,12 @@ def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
     """
     if _CHECK:
         checks.check_ranked(blocks, kv_caches)
-    likeness: Tensor = load().key_likeness(kv_caches, blocks)
-    return likeness
+    similarity: Tensor = load().key_similarity(kv_caches, blocks)
+    return similarity
 
 
 def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
-    """How far each value in some blocks lies from the mean of them; as :func:`key_likeness`."""
+    """How far each value in some blocks lies from the mean of them; as :func:`key_similarity`."""
     if _CHECK:
         checks.check_ranked(blocks, kv_caches)
     distances: Tensor = load().value_distances(kv_caches, blocks)

@@ -20,8 +20,8 @@ __all__ = [
     "check_batch",
     "check_cache",
     "check_eviction",
-    "check_foretelling",
     "check_owners",
+    "check_predicting",
     "check_ranked",
     "check_softmax",
 ]
@@ -183,10 +183,10 @@ def check_owners(owners: Tensor, scores: Tensor, num_blocks: int) -> None:
             raise ValueError(f"owners must be all of the heads 0..{heads - 1}, in every layer")
 
 
-def check_foretelling(
+def check_predicting(
     kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int
 ) -> None:
-    """Check blocks whose tokens are foretold, and the weights for it.
+    """Check blocks whose tokens are predicted, and the weights for it.
 
     Raises:
         ValueError: naming what does not fit.

@@ -24,8 +24,8 @@ __all__ = [
     "compact",
     "compact_shared",
     "describe",
-    "foretell",
-    "key_likeness",
+    "key_similarity",
+    "predict",
     "reset_scores",
     "score_prompt",
     "value_distances",
@@ -65,8 +65,8 @@ _compact_shared.restype = None
 _reset = _library.h2o_reset
 _reset.argtypes = [c_void_p] * 3 + [c_int64, c_int, c_int64, c_int, c_int]
 _reset.restype = None
-_foretell = _library.h2o_foretell
-_foretell.argtypes, _foretell.restype = [c_void_p] * 4 + [c_int] * 9, None
+_predict = _library.h2o_predict
+_predict.argtypes, _predict.restype = [c_void_p] * 4 + [c_int] * 9, None
 _rank = _library.h2o_rank
 _rank.argtypes, _rank.restype = [c_void_p] * 4 + [c_int] * 7, None
 
@@ -164,23 +164,23 @@ def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) ->
     )  # fmt: skip
 
 
-def foretell(
+def predict(
     kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
 ) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.foretell`."""
+    """See :func:`h2o_vllm.kernels.cpu.predict`."""
     blocks, weights, first = blocks.to(torch.int32).contiguous(), weights.contiguous(), kv_caches[0]
     _, heads, block, width = first.shape
     count = blocks.numel()
     out = torch.empty(len(kv_caches), heads, count * block)
-    _foretell(
+    _predict(
         _pointers(kv_caches), blocks.data_ptr(), weights.data_ptr(), out.data_ptr(), count, len(kv_caches),
         heads, width // 2, block, weights.shape[2], rotary, interleaved, _DTYPES[first.dtype],
     )  # fmt: skip
     return out
 
 
-def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.key_likeness`."""
+def key_similarity(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.key_similarity`."""
     return _ranked(kv_caches, blocks, keys=True)
 
 

@@ -28,8 +28,8 @@ __all__ = [
     "compact",
     "compact_shared",
     "describe",
-    "foretell",
-    "key_likeness",
+    "key_similarity",
+    "predict",
     "reset_scores",
     "score_prompt",
     "value_distances",
@@ -124,22 +124,22 @@ def compact_shared(
     )
 
 
-def foretell(
+def predict(
     kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
 ) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.foretell`."""
+    """See :func:`h2o_vllm.kernels.cpu.predict`."""
     found = [
-        reference.foretell(*tokens_of(kv, blocks), weight, rotary, interleaved=interleaved)
+        reference.predict(*tokens_of(kv, blocks), weight, rotary, interleaved=interleaved)
         for kv, weight in zip(kv_caches, weights, strict=True)
     ]
     return torch.stack(found)
 
 
-def key_likeness(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.key_likeness`."""
+def key_similarity(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.key_similarity`."""
     if blocks.dim() == 3:
-        return measured_by_page(key_likeness, kv_caches, blocks)
-    return torch.stack([reference.key_likeness(tokens_of(kv, blocks)[0]) for kv in kv_caches])
+        return measured_by_page(key_similarity, kv_caches, blocks)
+    return torch.stack([reference.key_similarity(tokens_of(kv, blocks)[0]) for kv in kv_caches])
 
 
 def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def test_what_policies_ask_of_pages_equals_the_reference(
         unread = torch.ones(cache.shape[0] * heads, dtype=torch.bool)
         unread[pages[layer][pages[layer] >= 0].long()] = False
         cache.view(-1, *cache.shape[2:])[unread] = float("nan")
-    for name in ("key_likeness", "value_distances"):
+    for name in ("key_similarity", "value_distances"):
         got, want = (getattr(one, name)(caches, pages) for one in (impl, reference))
         assert got.shape == want.shape == (len(caches), heads, 5 * 32)
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)

@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_vllm.kernels.cpu import reference
 from tests.kernels.cpu.test_evict import BLOCKS, HEADS, LAYERS, ids, make
 
-NAMES = ("key_likeness", "value_distances")
+NAMES = ("key_similarity", "value_distances")
 
 
 def check(impl: ModuleType, caches: list[Tensor], blocks: Tensor) -> None:
@@ -45,9 +45,9 @@ def test_keys_of_any_length_and_none(impl: ModuleType) -> None:
         cache.mul_(torch.logspace(-6, 6, BLOCKS)[:, None, None, None])
         cache[7] = 0
     for blocks in (ids(0, 4, 7, 11), ids(7)):
-        got = impl.key_likeness(caches, blocks)
+        got = impl.key_similarity(caches, blocks)
         torch.testing.assert_close(
-            got, reference.key_likeness(caches, blocks), rtol=1e-4, atol=1e-5
+            got, reference.key_similarity(caches, blocks), rtol=1e-4, atol=1e-5
         )
         assert got[..., -32:].abs().max() <= 1.0001
 

@@ -93,7 +93,7 @@ def _by_policies(
 
         shared_eviction_scores(
             one, scores, early, pages,
-            lambda measured=measured: measured(0, reference.key_likeness),  # type: ignore[misc]
+            lambda measured=measured: measured(0, reference.key_similarity),  # type: ignore[misc]
             lambda measured=measured: measured(1, reference.value_distances),  # type: ignore[misc]
         )  # fmt: skip
     return scores

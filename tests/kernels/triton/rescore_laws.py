@@ -60,13 +60,13 @@ def by_formulas(
             ]
             return torch.stack(halved).float()
 
-        def key_likeness(tokens: Callable[[int], Tensor] = tokens) -> Tensor:
-            return reference.key_likeness(tokens(0))
+        def key_similarity(tokens: Callable[[int], Tensor] = tokens) -> Tensor:
+            return reference.key_similarity(tokens(0))
 
         def value_distances(tokens: Callable[[int], Tensor] = tokens) -> Tensor:
             return reference.value_distances(tokens(1))
 
-        eviction_scores(one, scores, early, blocks, key_likeness, value_distances)
+        eviction_scores(one, scores, early, blocks, key_similarity, value_distances)
     return scores
 
 

@@ -11,7 +11,7 @@ import torch
 from h2o_vllm.kernels import cpu as kernels
 from loadtest.kernels.evictions import EVICTIONS, EvictionCase, eviction_line
 
-CALLS = ("foretell", "key_likeness", "value_distances", "compact")
+CALLS = ("predict", "key_similarity", "value_distances", "compact")
 SMALL = [EvictionCase(call, "SmolLM2-135M", 8, 1, torch.float32) for call in CALLS]
 
 
@@ -38,7 +38,7 @@ def test_row_compares_with_the_reference() -> None:
     assert row["reference"]["ratio"] == 1.0
     assert row["cpp"]["median_us"] > 0.0
     line = eviction_line(row | {"floor_us": 7.0}, {"cpp": None})
-    assert line.startswith("foretell        SmolLM2-135M   32 of 256")
+    assert line.startswith("predict        SmolLM2-135M   32 of 256")
     assert line.endswith(")")
     assert "cpp " in line
 

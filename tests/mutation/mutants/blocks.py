@@ -39,8 +39,8 @@ MUTANTS = (
     ),
     Mutant(
         "policy-predicted-sinks-go",
-        "candidates.foretold().masked_fill(positions < SINKS, MOST)",
-        "candidates.foretold()",
+        "candidates.predicted().masked_fill(positions < SINKS, MOST)",
+        "candidates.predicted()",
         ("tests/policy/test_ranks.py",),
     ),
     Mutant(

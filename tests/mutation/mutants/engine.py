@@ -6,7 +6,7 @@ from tests.mutation.mutant import CUDA, TOKENS, Mutant
 __all__ = ["MUTANTS"]
 
 LANES = ("tests/engine/test_lanes.py",)
-FORETELLING = ("tests/engine/test_foretelling.py",)
+PREDICTING = ("tests/engine/test_predicting.py",)
 
 MUTANTS = (
     Mutant(
@@ -130,11 +130,11 @@ MUTANTS = (
         CUDA,
     ),
     Mutant(
-        "engine-foretells-neighbours-as-halves",
+        "engine-predicts-neighbours-as-halves",
         "rotary, interleaved=interleaved)",
         "rotary, interleaved=False)",
-        FORETELLING,
-        "engine/cpu/foretelling.py",
+        PREDICTING,
+        "engine/cpu/predicting.py",
     ),
     Mutant(
         "calibration-learns-from-the-first-token",

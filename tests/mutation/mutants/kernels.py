@@ -9,7 +9,7 @@ CPU = ("tests/kernels/cpu/test_attend.py",)
 SOFTMAX = ("tests/kernels/cpu/test_softmax.py",)
 EVICT = ("tests/kernels/cpu/test_evict.py",)
 SHARE = ("tests/kernels/cpu/test_lanes.py", "tests/kernels/cpu/test_lanes_evict.py")
-FORETELL = ("tests/kernels/cpu/test_foretell.py",)
+PREDICT = ("tests/kernels/cpu/test_predict.py",)
 TRITON = ("tests/kernels/test_triton.py",)
 
 MUTANTS = (
@@ -45,16 +45,16 @@ MUTANTS = (
         CPU,
     ),
     Mutant(
-        "kernels-cpu-foretells-from-the-wrong-half-of-a-pair",
+        "kernels-cpu-predicts-from-the-wrong-half-of-a-pair",
         "(s.interleaved ? 1 : half) * s.block;",
         "(s.interleaved ? 1 : half - 1) * s.block;",
-        FORETELL,
+        PREDICT,
     ),
     Mutant(
-        "kernels-cpu-foretells-from-the-first-heads-weights",
+        "kernels-cpu-predicts-from-the-first-heads-weights",
         "(s.across() ? source * s.of_head() : 0);",
         "0;",
-        FORETELL,
+        PREDICT,
     ),
     Mutant(
         "kernels-cpu-one-row-too-many-is-scored",

@@ -52,7 +52,7 @@ void value_distances(const Head<Word>& head, float* out) {
 
 // The cosine of each key and the mean of the normalised keys.
 template <class Word>
-void key_likeness(const Head<Word>& head, float* out) {
+void key_similarity(const Head<Word>& head, float* out) {
   const int size = head.size, block = head.block;
   std::vector<float> anchor(size, 0.f);
   // First the keys' inverse lengths, in the place of the result.
@@ -82,8 +82,8 @@ void key_likeness(const Head<Word>& head, float* out) {
     for (int t = 0; t < block; t += W) {
       vf dot = splat(0.f);
       for (int d = 0; d < size; ++d) dot += load(k + d * block + t) * anchor[d];
-      float* likeness = out + b * block + t;
-      store(likeness, dot * load(likeness));
+      float* similarity = out + b * block + t;
+      store(similarity, dot * load(similarity));
     }
   }
 }
@@ -91,7 +91,7 @@ void key_likeness(const Head<Word>& head, float* out) {
 template <class Word>
 void of_head(const void* cache, const int64_t* page, int count, int size, int block, bool keys, float* out) {
   const Head<Word> head{(const Word*)cache, page, count, size, block};
-  if (keys) key_likeness(head, out);
+  if (keys) key_similarity(head, out);
   else value_distances(head, out);
 }
 
@@ -99,7 +99,7 @@ void of_head(const void* cache, const int64_t* page, int count, int size, int bl
 
 // caches: L pointers to [N, KH, 2 * D * BS] of a type; blocks: [count] ids, or null and pages: [L, KH, count], block * KH
 // + lane, behind padding below 0, whose result is 0; out: [L, KH, count * BS].
-// keys: likeness of keys, else distances of values.
+// keys: similarity of keys, else distances of values.
 extern "C" void h2o_rank(void* const* caches, const int32_t* blocks, const int32_t* pages, float* out, int count, int layers,
                          int heads, int size, int block, int dtype, int keys) {
 #pragma omp parallel if (layers * heads > 1 && count * block > 64)

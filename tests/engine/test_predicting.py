@@ -11,7 +11,7 @@ from h2o_vllm.calibration import features as room
 from h2o_vllm.calibration import regression
 from h2o_vllm.calibration.features import Rotation, features, num_features
 from h2o_vllm.calibration.file import Calibration, Traits
-from h2o_vllm.engine.cpu.foretelling import foretold
+from h2o_vllm.engine.cpu.predicting import predicted
 from h2o_vllm.kernels.cpu.batch import key_value_views, tokens_of
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 2, 80, 2, 32, 16
@@ -46,7 +46,7 @@ def said(calibration: Calibration, kv_caches: list[Tensor], blocks: tuple[int, .
         keys, values = key_value_views(cache[list(blocks)])
         keys, values = keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
         found.append(
-            regression.foretold(weights, features(keys, values, calibration.traits.rotation))
+            regression.predicted(weights, features(keys, values, calibration.traits.rotation))
         )
     return torch.stack(found)
 
@@ -55,14 +55,14 @@ def said(calibration: Calibration, kv_caches: list[Tensor], blocks: tuple[int, .
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_it_is_what_features_and_regression_say(rotation: Rotation) -> None:
     calibration, kv_caches, blocks = calibration_of(rotation), caches_of(), (7, 2, 11)
-    got = foretold(calibration, kv_caches, blocks)
+    got = predicted(calibration, kv_caches, blocks)
     # Float32 sums in another order.
     torch.testing.assert_close(got, said(calibration, kv_caches, blocks), rtol=5e-5, atol=1e-9)
 
 
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_what_was_learned_of_an_attention_foretells_it(rotation: Rotation) -> None:
+def test_what_was_learned_of_an_attention_predicts_it(rotation: Rotation) -> None:
     """The regression's torch and the kernel agree on which weight is whose."""
     truth, kv_caches = calibration_of(rotation), caches_of()
     every = tuple(range(1, BLOCKS))
@@ -72,7 +72,7 @@ def test_what_was_learned_of_an_attention_foretells_it(rotation: Rotation) -> No
         sums = regression.Sums()
         sums.add(features(*tokens_of(cache, torch.tensor(every)), rotation), wanted)
         learned.append(sums.solve())
-    got = foretold(calibration_of(rotation, torch.stack(learned)), kv_caches, every)
+    got = predicted(calibration_of(rotation, torch.stack(learned)), kv_caches, every)
     # The penalty, 10 on 2,528 tokens, takes 0.4 % of logarithms that deviate by up to 3.6.
     torch.testing.assert_close(got.log(), attention.log(), rtol=0.0, atol=0.02)
     assert attention.max() < 1 and attention.log().std() > 0.3

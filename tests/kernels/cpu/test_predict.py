@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is foretold of tokens equals the reference, and a calibration: any type, shape and rotation."""
+"""What is predicted of tokens equals the reference, and a calibration: any type, shape and rotation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_vllm.calibration import features as room
 from h2o_vllm.calibration.features import Rotation, features, num_features
-from h2o_vllm.calibration.regression import foretold
+from h2o_vllm.calibration.regression import predicted
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import checks, reference
 from h2o_vllm.kernels.cpu.batch import key_value_views
@@ -44,9 +44,9 @@ def test_it_equals_the_reference_and_the_calibration(
     # Nothing else is read.
     for cache in caches:
         cache[[block for block in range(BLOCKS) if block not in blocks]] = float("nan")
-    checks.check_foretelling(caches, where, weights, rotary)
+    checks.check_predicting(caches, where, weights, rotary)
     got, want = (
-        one.foretell(caches, where, weights, rotary, interleaved=interleaved)
+        one.predict(caches, where, weights, rotary, interleaved=interleaved)
         for one in (impl, reference)
     )
     assert got.shape == (LAYERS, HEADS, len(blocks) * block_size) and got.dtype == torch.float32
@@ -54,7 +54,7 @@ def test_it_equals_the_reference_and_the_calibration(
     for layer, cache in enumerate(caches):
         keys, values = (view[where.long()] for view in key_value_views(cache))
         keys, values = keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
-        said = foretold(weights[layer], features(keys, values, rotation))
+        said = predicted(weights[layer], features(keys, values, rotation))
         torch.testing.assert_close(got[layer], said, rtol=5e-5, atol=1e-9)
     assert len(got.unique()) > got.numel() // 2
 
@@ -63,9 +63,9 @@ def test_it_equals_the_reference_and_the_calibration(
 def test_threads_share_the_blocks_and_change_no_bit(impl: ModuleType, threads: int) -> None:
     caches, _ = make(torch.bfloat16, 64, 32)
     weights = weights_of(HEADS * 96)
-    together = impl.foretell(caches, ids(1, 2, 3), weights, 64, interleaved=False)
+    together = impl.predict(caches, ids(1, 2, 3), weights, 64, interleaved=False)
     alone = [
-        impl.foretell([cache], ids(block), weights[layer : layer + 1], 64, interleaved=False)
+        impl.predict([cache], ids(block), weights[layer : layer + 1], 64, interleaved=False)
         for layer, cache in enumerate(caches)
         for block in (1, 2, 3)
     ]
@@ -82,7 +82,7 @@ def test_a_model_of_many_layers(impl: ModuleType, threads: int, heads: int) -> N
     weights = torch.randn(37, heads, heads * 24 + 1, generator=source) * 0.1
     weights[..., -1] = -4.0
     got, want = (
-        one.foretell(caches, ids(2), weights, 16, interleaved=False) for one in (impl, reference)
+        one.predict(caches, ids(2), weights, 16, interleaved=False) for one in (impl, reference)
     )
     torch.testing.assert_close(got, want, rtol=5e-5, atol=1e-9)
 
@@ -92,7 +92,7 @@ def test_equal_tokens_differ_by_less_than_tells_the_newest(impl: ModuleType) -> 
     caches, _ = make(torch.bfloat16, 64, 32)
     for cache in caches:
         cache[4] = cache[9]
-    got = impl.foretell(caches, ids(4, 2, 9), weights_of(HEADS * 96), 64, interleaved=False)
+    got = impl.predict(caches, ids(4, 2, 9), weights_of(HEADS * 96), 64, interleaved=False)
     four, _, nine = got.split(32, dim=-1)
     torch.testing.assert_close(four, nine, rtol=NEWER / 2, atol=0.0)
 
@@ -101,7 +101,7 @@ def test_nothing_is_above_one_or_none_at_all(impl: ModuleType) -> None:
     caches, _ = make(torch.float32, 64, 32)
     weights = torch.zeros(LAYERS, HEADS, HEADS * 96 + 1)
     weights[:, 0, -1], weights[:, 1, -1] = 1e6, -1e6
-    got = impl.foretell(caches, ids(3), weights, 64, interleaved=False)
+    got = impl.predict(caches, ids(3), weights, 64, interleaved=False)
     assert (got[:, 0] == 1).all() and (got[:, 1] > 0).all() and (got[:, 1] < 1e-20).all()
 
 
@@ -112,13 +112,13 @@ def test_nothing_is_above_one_or_none_at_all(impl: ModuleType) -> None:
 def test_what_does_not_fit_is_refused(count: int, rotary: int, says: str) -> None:
     caches, _ = make(torch.float32, 64, 32)
     with pytest.raises(ValueError, match=says):
-        checks.check_foretelling(caches, ids(3), weights_of(count), rotary)
+        checks.check_predicting(caches, ids(3), weights_of(count), rotary)
 
 
 @pytest.mark.parametrize(
     ("blocks", "says"),
     [
-        # Pages of each head, as for key_likeness: heads would have other tokens, which is not foretold.
+        # Pages of each head, as for key_similarity: heads would have other tokens, which is not predicted.
         (torch.full((LAYERS, HEADS, 1), HEADS, dtype=torch.int32), "blocks must be"),
         (ids(), "blocks must be"),
         (ids(0), "block ids"),
@@ -132,6 +132,6 @@ def test_calls_are_checked_if_asked(
 ) -> None:
     monkeypatch.setattr(kernels, "_CHECK", True)
     caches, weights = make(torch.float32, 64, 32)[0], weights_of(HEADS * 96)
-    kernels.foretell(caches, ids(3), weights, 64, interleaved=False)
+    kernels.predict(caches, ids(3), weights, 64, interleaved=False)
     with pytest.raises(ValueError, match=says):
-        kernels.foretell(caches, blocks, weights, 64, interleaved=False)
+        kernels.predict(caches, blocks, weights, 64, interleaved=False)

@@ -14,10 +14,10 @@ from h2o_vllm.kernels import cpu as kernels
 if TYPE_CHECKING:
     from h2o_vllm.calibration.file import Calibration
 
-__all__ = ["foretold"]
+__all__ = ["predicted"]
 
 
-def foretold(
+def predicted(
     calibration: Calibration, kv_caches: Sequence[Tensor], blocks: Sequence[int]
 ) -> Tensor:
     """The attention that tokens are predicted to get, [L, KH, n * BS], float32, block by block.
@@ -28,4 +28,4 @@ def foretold(
     """
     rotary, interleaved = calibration.traits.rotation
     where = torch.tensor(blocks, dtype=torch.int32)
-    return kernels.foretell(kv_caches, where, calibration.weights, rotary, interleaved=interleaved)
+    return kernels.predict(kv_caches, where, calibration.weights, rotary, interleaved=interleaved)

@@ -74,7 +74,7 @@ void of_block(const Shape& s, const Word* cache, const float* weights, float* su
 }  // namespace
 
 // caches: L pointers to [N, KH, 2 * D * BS] of a type; blocks: [count] ids; weights: [L, KH, width]; out: [L, KH, count * BS].
-extern "C" void h2o_foretell(void* const* caches, const int32_t* blocks, const float* weights, float* out, int count,
+extern "C" void h2o_predict(void* const* caches, const int32_t* blocks, const float* weights, float* out, int count,
                              int layers, int heads, int size, int block, int width, int rotary, int interleaved, int dtype) {
   const Shape shape{heads, size, block, width, rotary, interleaved != 0};
 #pragma omp parallel if (layers * count > 1)

@@ -87,12 +87,6 @@ MUTANTS = (
         ELASTIC[1:],
     ),
     Mutant(
-        "law04-anybodys-scores-count-as-first-tokens",
-        "if not policy.needs_scores:\n        # Blocks",
-        "if False:\n        # Blocks",
-        ("tests/engine/test_elastic_tokens.py",),
-    ),
-    Mutant(
         "blocks-squeezed-in-vain",
         "if gained < missing:\n        return []",
         "if not gained:\n        return []",

@@ -131,8 +131,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernels-triton-equal-keys-have-one-rank",
-        "(others > numbers) | ((others == numbers) & earlier)",
-        "others > numbers",
+        "_before(list_ + other, length, found, other < first, TILE, HALVINGS)",
+        "_before(list_ + other, length, found, False, TILE, HALVINGS)",
         TRITON,
     ),
     Mutant(

@@ -10,7 +10,12 @@ PROTECT = ("tests/blocks/test_eviction_state.py", "tests/engine/test_protect.py"
 FULL = ("tests/engine/test_full_kernel.py",)
 
 MUTANTS = (
-    Mutant("law01-lossy-by-default", "kv_budget: float = 1.0", "kv_budget: float = 0.5", TOKENS),
+    Mutant(
+        "law01-lossy-by-default",
+        "kv_budget: float = setting(\n        1.0,",
+        "kv_budget: float = setting(\n        0.5,",
+        TOKENS,
+    ),
     Mutant(
         "law01-our-kernel-serves-nobody-who-has-no-budget",
         "if not self.in_step or not (self.evicting or self.full_kernel):",
@@ -122,10 +127,10 @@ MUTANTS = (
     ),
     Mutant(
         "law10-the-plugin-takes-the-backend",
-        "    register_specs()\n    if START_RECORD",
+        "    register_specs()\n    if os.environ.get(START_RECORD)",
         "    register_specs()\n"
         "    from h2o_vllm.engine.cpu.attention import register_backend\n\n    register_backend()\n"
-        "    if START_RECORD",
+        "    if os.environ.get(START_RECORD)",
         ("tests/engine/test_law10_inert.py",),
     ),
     Mutant(

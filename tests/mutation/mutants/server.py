@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = (
     Mutant(
         "server-nobody-asks-whether-it-fits",
-        "schedule.check_fits(self._pool, params.max_tokens, self._model.max_model_len)",
+        "schedule.check_fits(self._pool, params.max_tokens, longest, self._beside)",
         "pass",
         ("tests/server/test_admission.py",),
     ),
@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     Mutant(
         "models-the-one-who-waits-converts-again",
-        "            if not _complete(directory):\n",
+        "            if not is_complete(directory):\n",
         "            if True:\n",
         ("tests/test_models.py",),
     ),

@@ -12,7 +12,7 @@ import torch
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.kernels import cpu as kernels
 
-NO_KERNELS = {"Lanes", "PagedBatch", "compiled", "describe", "load"}
+NO_KERNELS = {"COST", "Lanes", "PagedBatch", "compiled", "describe", "load"}
 EACH_STEP = {"attend_decode", "attend_prompt", "reset_scores"}
 
 

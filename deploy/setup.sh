@@ -110,7 +110,7 @@ missing_packages() { # DEVICE
     # By the loader, which also looks where the user says.
     "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' >/dev/null 2>&1 ||
         echo "must libnuma1 is loaded by vLLM's CPU build"
-    [[ "${H2O_CPU_KERNEL:-}" == torch ]] || has_kernels || echo "may g++ compiles the attention kernels"
+    [[ "${H2O_CPU_KERNEL:-}" == reference ]] || has_kernels || echo "may g++ compiles the attention kernels"
 }
 
 # Installs them, or says why not. Whatever is still missing afterwards and has to be there ends the set-up here:

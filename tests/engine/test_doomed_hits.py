@@ -16,7 +16,7 @@ from tests.engine.scheduling import Rig
 
 BLOCK = 16
 PROMPT = list(range(1000, 1200))
-KEYDIFF = {"kv_budget": 0.2, "kv_policy": "key"}
+BY_KEY = {"kv_budget": 0.2, "kv_policy": "key"}
 READABLE = (200 - 40) // BLOCK * BLOCK
 """Of the prompt, at a budget of 0.2."""
 
@@ -66,7 +66,7 @@ def test_law06_hits_end_where_the_first_eviction_does(
         if warm:
             rig.add("full", PROMPT[:length] + [7] * 100, max_tokens=2)
             rig.run()
-        rig.add("one", PROMPT[:length], KEYDIFF | asked, max_tokens=220)
+        rig.add("one", PROMPT[:length], BY_KEY | asked, max_tokens=220)
         rig.run()
         runs.append(decided(rig, "one"))
     assert runs[0] == runs[1] and len(runs[0]) > 1
@@ -80,15 +80,15 @@ def test_law07_the_next_request_and_the_next_turn_read_what_the_first_one_freed(
 ) -> None:
     """Of an answer only what came before the first eviction; nothing else fills the cache."""
     rig = rig_of(model_dir)
-    rig.add("first", PROMPT, KEYDIFF | asked, max_tokens=60)
+    rig.add("first", PROMPT, BY_KEY | asked, max_tokens=60)
     rig.run()
     _, holes = decided(rig, "first")[0]
     freed = (max(holes) + 1) * BLOCK
-    rig.add("again", PROMPT, KEYDIFF | asked, max_tokens=60)
+    rig.add("again", PROMPT, BY_KEY | asked, max_tokens=60)
     rig.run()
     assert cached(rig, "again") == of_prompt(freed, len(PROMPT))
     turn = PROMPT + rig.tokens["first"] + list(range(2000, 2020))
-    rig.add("turn", turn, KEYDIFF | asked, max_tokens=60)
+    rig.add("turn", turn, BY_KEY | asked, max_tokens=60)
     rig.add("full", turn, max_tokens=1)
     rig.run()
     # Longer, it could read more; but nobody has published more.
@@ -99,7 +99,7 @@ def test_law07_the_next_request_and_the_next_turn_read_what_the_first_one_freed(
 def test_law06_a_prompt_is_published_while_it_is_computed(model_dir: str) -> None:
     """As far as nobody will write it: a request that comes in the same step reads it, whatever its policy."""
     rig = rig_of(model_dir, max_num_batched_tokens=64)
-    rig.add("computes", PROMPT, KEYDIFF, max_tokens=40)
+    rig.add("computes", PROMPT, BY_KEY, max_tokens=40)
     for step in range(1, 5):
         rig.step()
         table = rig.blocks.req_to_blocks["computes"]
@@ -108,8 +108,8 @@ def test_law06_a_prompt_is_published_while_it_is_computed(model_dir: str) -> Non
             index < min(4 * step, READABLE // BLOCK) for index in range(len(table))
         ]
     rig = rig_of(model_dir)
-    rig.add("computes", PROMPT, KEYDIFF, max_tokens=40)
-    rig.add("key", PROMPT, KEYDIFF | {"kv_budget": 0.4}, max_tokens=40)
+    rig.add("computes", PROMPT, BY_KEY, max_tokens=40)
+    rig.add("key", PROMPT, BY_KEY | {"kv_budget": 0.4}, max_tokens=40)
     rig.add("full", PROMPT, max_tokens=40)
     rig.add("ranks", PROMPT, {"kv_budget": 0.2}, max_tokens=40)
     rig.add("protects", PROMPT, {"kv_budget": 0.2, "kv_protect": 50}, max_tokens=40)
@@ -124,7 +124,7 @@ def test_choices_of_one_prompt_compute_and_hold_its_beginning_once(model_dir: st
     """n = 8: all evict in one step, and rank the blocks that they share, each by scores of its own."""
     rig = rig_of(model_dir, 36)
     for index in range(8):
-        rig.add(f"{index}_parent", PROMPT, KEYDIFF, max_tokens=40)
+        rig.add(f"{index}_parent", PROMPT, BY_KEY, max_tokens=40)
     assert sum(rig.step().num_scheduled_tokens.values()) == 200 + 7 * (200 - READABLE)
     held = {block.block_id for table in rig.blocks.req_to_blocks.values() for block in table}
     assert len(held) == READABLE // BLOCK + 8 * 3
@@ -146,7 +146,7 @@ def test_law05_a_preempted_request_reads_again_and_evicts_as_before(
 
     def evictions(*, preempt: bool) -> list[tuple[int, tuple[int, ...]]]:
         rig = rig_of(model_dir)
-        request = rig.add("one", PROMPT, KEYDIFF | asked, max_tokens=140)
+        request = rig.add("one", PROMPT, BY_KEY | asked, max_tokens=140)
         while request.num_computed_tokens < 300:
             rig.step()
         if preempt:
@@ -172,7 +172,7 @@ def test_law06_who_shares_the_beginning_alone_computes_the_rest(model_dir: str) 
     rig = rig_of(model_dir, 200)
     for number in range(3):
         own = range(10_000 * (number + 1), 10_000 * (number + 1) + 100)
-        rig.add(f"{number}", [*PROMPT[:120], *own], KEYDIFF, max_tokens=40)
+        rig.add(f"{number}", [*PROMPT[:120], *own], BY_KEY, max_tokens=40)
         rig.run()
     assert [cached(rig, f"{number}") for number in range(3)] == [0, 112, 112]
 
@@ -180,10 +180,10 @@ def test_law06_who_shares_the_beginning_alone_computes_the_rest(model_dir: str) 
 def test_what_another_reads_in_this_step_is_not_written_in_it(model_dir: str) -> None:
     """One gives back its share of blocks; of two that the other would write the first still moves tokens."""
     rig = rig_of(model_dir, 11)
-    elastic = KEYDIFF | {"kv_budget": 0.5, "kv_elastic": True}
+    elastic = BY_KEY | {"kv_budget": 0.5, "kv_elastic": True}
     rig.add("elastic", PROMPT[:130], elastic, max_tokens=40)
     rig.step()
-    fixed = rig.add("fixed", PROMPT[:128], KEYDIFF | {"kv_budget": 0.1}, max_tokens=40)
+    fixed = rig.add("fixed", PROMPT[:128], BY_KEY | {"kv_budget": 0.1}, max_tokens=40)
     assert rig.step().num_scheduled_tokens["fixed"] == 128 - 112
     table = list(rig.blocks.req_to_blocks["elastic"])
     state = rig.blocks.eviction_state("elastic")

@@ -20,8 +20,8 @@ from tests.engine.fidelity import Seen, run_to_the_end
 pytestmark = pytest.mark.e2e
 
 LENGTH = 330
-KEYDIFF = {"kv_budget": 0.3, "kv_policy": "key"}
-ZAP = {"kv_budget": 0.3, "kv_policy": "predicted+key"}
+BY_KEY = {"kv_budget": 0.3, "kv_policy": "key"}
+PREDICTED_AND_KEY = {"kv_budget": 0.3, "kv_policy": "predicted+key"}
 ASKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "protected": {"kv_protect": 50},
@@ -30,8 +30,8 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 OTHERS: list[dict[str, Any] | None] = [
     None,
-    KEYDIFF | {"kv_recent": 0.25},
-    KEYDIFF | {"kv_budget": 0.5},
+    BY_KEY | {"kv_recent": 0.25},
+    BY_KEY | {"kv_budget": 0.5},
     {"kv_budget": 0.1, "kv_protect": 100},
     {"kv_budget": 0.1, "kv_protect": 200, "kv_policy": "mean"},
     {"kv_budget": 0.1},
@@ -83,12 +83,12 @@ def test_law05_cold_and_warm_runs_are_one(
 ) -> None:
     """The warm one among others that free the same blocks in the same step, each by its own scores."""
     prompt = text_tokens[400 : 400 + LENGTH]
-    cold = run_to_the_end(clean, prompt, KEYDIFF | asked)
+    cold = run_to_the_end(clean, prompt, BY_KEY | asked)
     assert cold.report["tokens_cached"] == 0 and cold.report["tokens_evicted"] > 0
     assert clean.llm.reset_prefix_cache()
     clean.generate([prompt], max_tokens=1)
     meetings = Meetings(clean, monkeypatch)
-    warm = run_to_the_end(clean, prompt, KEYDIFF | asked, [(prompt, one) for one in OTHERS])
+    warm = run_to_the_end(clean, prompt, BY_KEY | asked, [(prompt, one) for one in OTHERS])
     read = warm.report["tokens_cached"]
     assert warm.report == cold.report | {"tokens_cached": read}
     pinned = cold.report["tokens_protected"]
@@ -105,7 +105,13 @@ def test_law05_readers_of_one_prompt_do_not_see_each_other(
 ) -> None:
     """All start at once, on an empty cache: the first computes what the others read meanwhile."""
     prompts = [text_tokens[400:600] + text_tokens[a : a + 130] for a in (900, 1000)]
-    asked = [KEYDIFF, ZAP, *OTHERS, KEYDIFF | {"kv_recent": 0.0}, ZAP | {"kv_heads": "equal"}]
+    asked = [
+        BY_KEY,
+        PREDICTED_AND_KEY,
+        *OTHERS,
+        BY_KEY | {"kv_recent": 0.0},
+        PREDICTED_AND_KEY | {"kv_heads": "equal"},
+    ]
     jobs = [(prompt, one) for prompt in prompts for one in asked]
     alone = []
     for prompt, one in jobs:
@@ -129,7 +135,7 @@ def test_law05_choices_of_one_prompt_are_one_alone(
     clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In a step of 512 tokens: all four prompts, as the last three read 160.
-    prompt, asked = text_tokens[300:540], KEYDIFF
+    prompt, asked = text_tokens[300:540], BY_KEY
     (alone,) = clean.generate([prompt], asked, max_tokens=60)
     assert clean.llm.reset_prefix_cache()
     meetings = Meetings(clean, monkeypatch)
@@ -145,7 +151,7 @@ def test_law05_choices_of_one_prompt_are_one_alone(
 
 def test_law05_scores_of_others_mean_nothing(clean: Engine, text_tokens: list[int]) -> None:
     """Blocks from the cache have the scores of the request that computed them: here all are infinite."""
-    prompt, asked = text_tokens[:LENGTH], KEYDIFF | {"kv_trace": True}
+    prompt, asked = text_tokens[:LENGTH], BY_KEY | {"kv_trace": True}
     (cold,) = clean.generate([prompt], asked, max_tokens=60)
     assert clean.llm.reset_prefix_cache()
     clean.generate([prompt], max_tokens=1)
@@ -162,7 +168,7 @@ def test_law05_traced_readers_say_what_they_lost_alone(
     """In one step, of the same blocks."""
     prompt = text_tokens[500:740]
     asked = [
-        KEYDIFF | one | {"kv_trace": True} for one in ({}, {"kv_budget": 0.5}, {"kv_recent": 0.25})
+        BY_KEY | one | {"kv_trace": True} for one in ({}, {"kv_budget": 0.5}, {"kv_recent": 0.25})
     ]
     alone = []
     for one in asked:
@@ -181,7 +187,7 @@ def test_law05_a_preempted_reader_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int]
 ) -> None:
     """It finds its own beginning again, or what others have left of it."""
-    asked = KEYDIFF | {"kv_budget": 0.35}
+    asked = BY_KEY | {"kv_budget": 0.35}
     late = text_tokens[100:320]
     (alone,) = clean.generate([late], asked, max_tokens=130)
     llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests

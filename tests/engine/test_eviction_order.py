@@ -86,12 +86,12 @@ def given_on(model_dir: str) -> tuple[Eviction, ...]:
 def one_beginning(model_dir: str) -> tuple[Eviction, ...]:
     """A plan in which five evict for the first time, and rank the same doomed blocks, some of them fewer."""
     rig = Rig(model_dir, NUM_BLOCKS, max_num_batched_tokens=1024, kv_min_tokens=16)
-    keydiff = {"kv_budget": 0.2, "kv_policy": "key"}
+    by_key = {"kv_budget": 0.2, "kv_policy": "key"}
     rig.add("ranks", PROMPT[::-1], {"kv_budget": 0.2}, max_tokens=40)
     for number, asked in enumerate(({}, {}, {"kv_budget": 0.5}, {"kv_recent": 0.0}, {})):
         # Each goes on in its own way.
         prompt = [*PROMPT[:160], *range(2000 * (number + 1), 2000 * (number + 1) + 40)]
-        rig.add(f"{number}", prompt, keydiff | asked, max_tokens=40)
+        rig.add(f"{number}", prompt, by_key | asked, max_tokens=40)
     rig.step()
     evictions: tuple[Eviction, ...] = rig.step().h2o.evictions
     assert len(evictions) == 6

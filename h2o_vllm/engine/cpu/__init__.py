@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM adaptors for CPUs: worker, attention backend, executor. Worker processes only."""
+"""vLLM adaptors for CPUs: executor (engine core), worker and attention backend (worker processes)."""

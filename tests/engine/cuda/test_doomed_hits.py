@@ -16,7 +16,7 @@ from tests.engine.cuda.fake_gpu import fake_gpu
 from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
 
 PROMPT, NEW = 140, 40
-KEYDIFF: dict[str, Any] = {"kv_budget": 0.4, "kv_policy": "key", "kv_recent": 0.5}
+BY_KEY: dict[str, Any] = {"kv_budget": 0.4, "kv_policy": "key", "kv_recent": 0.5}
 READERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "more": {"kv_budget": 0.6},
@@ -39,8 +39,8 @@ def test_readers_of_one_prompt_keep_what_they_would_alone(
     with fake_gpu(model_dir, num_blocks, base, **options) as (rig, gpu):
         # Names share the text before the plus, and with it every token's query, key and value.
         for name, asked in READERS.items():
-            rig.add(f"one+{name}", [5] * PROMPT, KEYDIFF | asked, max_tokens=NEW)
-        rig.add("one+ranks", [5] * PROMPT, KEYDIFF | {"kv_policy": "h2o"}, max_tokens=NEW)
+            rig.add(f"one+{name}", [5] * PROMPT, BY_KEY | asked, max_tokens=NEW)
+        rig.add("one+ranks", [5] * PROMPT, BY_KEY | {"kv_policy": "h2o"}, max_tokens=NEW)
         rig.add("one+full", [5] * PROMPT, None, max_tokens=NEW)
         meetings = 0
         while rig.scheduler.has_unfinished_requests():
@@ -59,7 +59,7 @@ def test_readers_of_one_prompt_keep_what_they_would_alone(
             assert sum(cached.values()) > 0
         assert bool(rig.preemptions) == (num_blocks == 17)
         for name, asked in READERS.items():
-            model = plain_model(KEYDIFF | asked, PROMPT, rig.block_size)
+            model = plain_model(BY_KEY | asked, PROMPT, rig.block_size)
             for position, expected in enumerate(outputs_of(model, "one", NEW)):
                 if (f"one+{name}", position) not in gpu.outputs:
                     # Read from the cache.

@@ -26,6 +26,11 @@ MODULES = (
     "h2o_vllm.engine.cpu.worker",
 )
 
+# Its first call looks for the process's arguments in memory, just before the environment as it began. Engines
+# that are forked from here get vLLM's name for them ("VLLM::EngineCore") only if it has found them by then.
+with contextlib.suppress(ImportError):
+    importlib.import_module("setproctitle").setproctitle("H2O::ForkServer")
+
 # Read when torch._inductor.config is imported. vLLM's CPU platform sets both for its engine (0.32).
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_CPP_DYNAMIC_THREADS", "1")

@@ -52,7 +52,7 @@ def _compaction_is_late(worker: Any) -> Iterator[None]:
 
 def _scores_are_stale(worker: Any) -> Any:
     """New tokens inherit the scores of the request that had the block before."""
-    return replaced(worker._state, "start_scores", lambda *_: None)
+    return replaced(worker._state, "start_tokens", lambda *_: None)
 
 
 def _nobody_takes_turns(_: Any) -> Any:

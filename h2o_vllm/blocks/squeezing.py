@@ -48,7 +48,7 @@ class SqueezingManager(FullAttentionManager):
             manager.limit(self._has_evicted)
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """Who may be squeezed in this step: ``running`` ones, whose tables the workers have."""
+        """Set the requests that this step may squeeze: ``running`` ones, whose tables the workers have."""
         if self._elastic:
             self._running = tuple(request.request_id for request in running)
 
@@ -73,7 +73,7 @@ class SqueezingManager(FullAttentionManager):
             self._squeezes.preemptions_avoided += bool(victims) and not admitting
 
     def _victims(self, request_id: str, hits: Sequence[KVCacheBlock]) -> list[Victim]:
-        """Who can be squeezed for ``request_id``, which is about to share ``hits``."""
+        """The requests that can be squeezed for ``request_id``, which is about to share ``hits``."""
         by_priority = self._rules.by_priority
         least = self._eviction_states[request_id].counts.priority
         wanted = {block.block_id for block in hits}
@@ -102,7 +102,7 @@ class SqueezingManager(FullAttentionManager):
         wanted: set[int],
         read: frozenset[int],
     ) -> bool:
-        """Whether a squeeze takes nothing that others hold, or are about to hold (``wanted``).
+        """Whether a squeeze takes no block that other requests hold or are about to hold (``wanted``).
 
         Nor have given back in this step, in which they still ``read`` it. Who is not stock shares what nobody
         writes, and nothing else.

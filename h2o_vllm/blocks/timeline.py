@@ -85,7 +85,7 @@ class Timeline:
         self._last = last
         lossless = budget.elastic and self.schedule.first is None
         self._evict_from = None if lossless else self.schedule.earliest
-        """Tokens seen before which the budget takes nothing; ``None``: nobody has squeezed it yet."""
+        """Tokens seen before which the budget takes nothing; ``None``: no squeeze has happened yet."""
         self.peak_blocks = 0
         self._squeezed_at: int | None = None
         self.release()
@@ -166,7 +166,7 @@ class Timeline:
 
     @property
     def _first_due(self) -> int | None:
-        """Tokens seen at the first eviction; ``None``: there is none, or nobody knows yet."""
+        """Tokens seen at the first eviction; ``None``: there is none, or it is not known yet."""
         begin = self._begin
         if begin is None:
             return None

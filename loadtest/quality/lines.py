@@ -42,11 +42,16 @@ class Point:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The request fields. A line without a delay has none, whatever the server's default is."""
+        """The request fields.
+
+        A line that names neither has no delay and protects nothing, whatever the server or the policy has as
+        default: at one budget all lines hold as many tokens. ``random,protect=prompt`` is Random Attention as
+        published.
+        """
         if not self.line.policy:
             return {}
-        asked = {"kv_policy": self.line.policy, "kv_budget": self.budget, "kv_delay": 0}
-        return {**asked, **dict(self.line.extras)}
+        asked = {"kv_policy": self.line.policy, "kv_budget": self.budget}
+        return {**asked, "kv_delay": 0, "kv_protect": 0, **dict(self.line.extras)}
 
 
 FULL = Point(Line("full", ""), 1.0)

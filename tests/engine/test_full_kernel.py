@@ -82,7 +82,9 @@ def test_law01_and_law05_mixed_batches_give_the_tokens_of_vllms_kernel(
     """Prompts in chunks beside decodes, in a pool so small that requests wait, yield and are preempted."""
     chance = random.Random(3)
     asked = [*ASKED, None, None]
-    prompts = [text_tokens[a : a + chance.randint(150, 500)] for a in range(0, 1500, 100)]
+    prompts = [
+        text_tokens[a : a + chance.randint(150, 500)] for a in range(0, 100 * len(asked), 100)
+    ]
     assert own.llm.reset_prefix_cache()
     ours = own.generate(prompts, asked, max_tokens=30)
     theirs = clean.generate(prompts, asked, max_tokens=30)

@@ -200,7 +200,7 @@ def test_the_embedded_model_is_calibrated_as_its_server_has_it() -> None:
 
 
 def test_requests_with_a_budget_may_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
-    args = parse_arguments(["--fields", "kv_policy=caote", "kv_delay=0", "kv_elastic=true"])
+    args = parse_arguments(["--fields", "kv_policy=value", "kv_delay=0", "kv_elastic=true"])
     wanted = {"kv_policy": "value", "kv_delay": 0, "kv_elastic": True}
     assert engine_of(args)["fields"] == about_run(args)["fields"] == wanted
     assert "fields" not in about_run(parse_arguments([])), "rows are as they were"

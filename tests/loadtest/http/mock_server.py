@@ -126,7 +126,7 @@ class Generation:
         freed = (seen - keep) // BLOCK_SIZE
         return {
             "budget": budget.fraction, "budget_tokens": keep, "recent": budget.recent,
-            "policy": budget.policy, "heads": budget.heads,
+            "policy": budget.policy.name, "heads": budget.heads,
             "delay": budget.delay,
             "elastic": budget.elastic, "prefill_tokens": budget.prefill,
             "squeezed_at": self.prompt_tokens + budget.delay if freed else None,

@@ -24,6 +24,8 @@ def test_a_line_carries_fields() -> None:
     }  # fmt: skip
     # A line means what its name says, whatever the server's default is.
     assert Point(parse_line("h2o,delay=8"), 0.2).fields["kv_delay"] == 8
+    assert Point(parse_line("random"), 0.2).fields["kv_protect"] == 0
+    assert Point(parse_line("random,protect=prompt"), 0.2).fields["kv_protect"] == "prompt"
     assert Point(parse_line("h2o,heads=shared,delay=8"), 0.2).fields["kv_heads"] == "shared"
     assert parse_line("value+key,recent=1").extras == (("kv_recent", 1),)
     assert FULL.fields == {}

@@ -39,7 +39,6 @@ def evictions_of(policies: list[str]) -> list[Eviction]:
             fresh,
             160 if len(fresh) < 5 else 0,
             1000,
-            0,
         )
         for (heavy, doomed, fresh, _), policy in zip(SHAPES, policies, strict=False)
     ]  # fmt: skip

@@ -111,6 +111,9 @@ missing_packages() { # DEVICE
     "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' >/dev/null 2>&1 ||
         echo "must libnuma1 is loaded by vLLM's CPU build"
     [[ "${H2O_CPU_KERNEL:-}" == reference ]] || has_kernels || echo "may g++ compiles the attention kernels"
+    "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' >/dev/null 2>&1 ||
+        echo "may $python-dev is what torch.compile builds against"
 }
 
 # Installs them, or says why not. Whatever is still missing afterwards and has to be there ends the set-up here:

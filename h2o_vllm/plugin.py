@@ -89,10 +89,12 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
         "additional_config": {CONFIG_KEY: config.to_mapping()},
     }
     if device == "cpu":
+        from h2o_vllm.engine import compiling
         from h2o_vllm.engine.cpu.waiting import spin_briefly
 
         # Read by the engine's process when it loads OpenMP.
         spin_briefly()
+        compiling.switch_off()
         args["block_size"] = CPU_BLOCK_SIZE
         args["distributed_executor_backend"] = CPU_EXECUTOR
     if device == "cuda":

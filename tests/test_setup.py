@@ -81,7 +81,9 @@ def get_packages(
 def test_a_bare_system_gets_what_is_missing_and_is_told_why(checkout: Path, tmp_path: Path) -> None:
     done, asked = get_packages(checkout, bare(tmp_path, **{"apt-get": APT, "id": "echo 0"}))
     assert done.returncode == 0, done.stderr
-    assert asked.endswith(" install --no-install-recommends python3-venv libnuma1 g++\n")
+    assert asked.endswith(
+        " install --no-install-recommends python3-venv libnuma1 g++ python3-dev\n"
+    )
     assert "libnuma1 (is loaded by vLLM's CPU build)" in done.stderr
 
 
@@ -94,7 +96,7 @@ def test_who_may_not_install_is_told_in_one_line(checkout: Path, tmp_path: Path,
     done, asked = get_packages(checkout, path, H2O_INSTALL="no" if why == "H2O_INSTALL" else "")
     assert done.returncode != 0
     (line,) = done.stderr.splitlines()
-    assert "as root: apt-get install python3-venv libnuma1 g++" in line
+    assert "as root: apt-get install python3-venv libnuma1 g++ python3-dev" in line
     assert not asked
     assert not (checkout / ".venv").exists()
 

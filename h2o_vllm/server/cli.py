@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from h2o_vllm.config.fields import Field
 from h2o_vllm.config.options import OPTIONS, H2OConfig
 from h2o_vllm.config.request_fields import REMOVED_FIELDS
-from h2o_vllm.engine import quiet
+from h2o_vllm.engine import compiling, quiet
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.server import dependencies, fork_server
@@ -65,10 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_early(arguments)
         # Before torch is there, here and in the fork server.
         spin_briefly()
+        lacking = compiling.switch_off()
         quiet.prepare(wanted=not any(map(os.environ.get, LOGGING)))
         if not _asks_for_help(arguments):
             if _talks():
                 print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
+            if lacking:
+                print(f"{PROG}: no {lacking}, so torch.compile is off", file=sys.stderr, flush=True)
             if not any(argument.startswith(MANY_ENGINES) for argument in arguments):
                 fork_server.start()
         with StartWatch() as watch:

@@ -200,14 +200,3 @@ def test_a_prompt_is_scored_from_its_window_on() -> None:
     assert rows.scored_queries.tolist() == [0, 32, 1]
     assert rows.prompts.tolist() == [False, True, False]
     assert rows.decodes.tolist() == [False, False, True]
-
-
-def test_protected_tokens_are_found_in_every_chunk() -> None:
-    rows = step(
-        [H2O, WINDOW, H2O, SNAPKV],
-        [4, 9, 6, 5, 0, 0],
-        [4, 9, 12, 9, 0, 0],
-        [4, 9, 12, 9],
-        [3, 9, 8, 2],
-    )
-    assert rows.protected_tokens.tolist() == [0, 1, 2, 13, 14]

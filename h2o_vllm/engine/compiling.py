@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No ``torch.compile`` where it would end the engine. Any process, before torch is imported; stdlib only.
+
+torch compiles for CPUs with a C++ compiler and Python's headers. vLLM (0.32) compiles single functions even
+with ``--enforce-eager``, such as the one that counts ranks for ``logprobs``, when a request asks for it. A
+system without either would lose the engine of all to that request.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["missing", "switch_off"]
+
+VARIABLE = "TORCH_COMPILE_DISABLE"
+"""Read when ``torch._dynamo.config`` is imported."""
+
+
+def missing() -> str:
+    """What torch's CPU build lacks here for compiling, in words; empty: nothing, or another build."""
+    try:
+        if "+cpu" not in metadata.version("torch"):
+            return ""
+    except metadata.PackageNotFoundError:
+        return ""
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if not shutil.which(compiler[0]):
+        return "g++ (or CXX)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python.h (Debian: python3-dev)"
+    return ""
+
+
+def switch_off() -> str:
+    """Switch it off where it cannot work, unless the variable is set; returns what is missing, or nothing."""
+    if os.environ.get(VARIABLE):
+        return ""
+    lacking = missing()
+    if lacking:
+        os.environ[VARIABLE] = "1"
+    return lacking

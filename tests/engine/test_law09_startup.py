@@ -47,7 +47,6 @@ REFUSED = [
     ("scheduler_config.scheduler_cls", "vllm.v1.core.sched.scheduler.Scheduler", "scheduler-cls"),
     ("parallel_config.worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker", "worker-cls"),
     ("speculative_config", SimpleNamespace(), "speculative"),
-    ("kv_transfer_config", SimpleNamespace(), "KV connectors"),
     ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
     ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
     ("parallel_config.pipeline_parallel_size", 2, "pipeline-parallel-size"),

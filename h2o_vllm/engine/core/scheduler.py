@@ -26,6 +26,7 @@ from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
+from h2o_vllm.engine.core.connector import check_single_group, limited_connector
 from h2o_vllm.engine.core.parallel_choices import SiblingReports
 from h2o_vllm.engine.core.parent_watch import end_with_parent
 from h2o_vllm.engine.core.support import check_supported, config_of
@@ -73,6 +74,14 @@ class H2OScheduler(LimitingScheduler):
             beside=self._bound_beside(),
         )
         self._beside = groups_beside(self.kv_cache_config, self.vllm_config)
+        connector = self.get_kv_connector()
+        if connector is not None:
+            check_single_group(len(self.kv_cache_config.kv_cache_groups))
+            self.connector = limited_connector(connector, self._evicts)
+            logger.info(
+                "h2o: requests that keep all KV use the KV connector; those that can evict neither load from "
+                "it nor save to it"
+            )
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
         # Without a server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
@@ -186,9 +195,10 @@ class H2OScheduler(LimitingScheduler):
         self._collect_reports()
         meter.squeezed(self.blocks.take_squeezes())
         if meter.due(idle=not self.running):
-            # The one field of the stats that is a free dict and survives between processes. KV
-            # connectors, whose field it is, are refused at start-up.
-            stats.kv_connector_stats = {METRICS_KEY: meter.hand_over(self._running_counts())}
+            # The one field of the stats that is a free dict and survives between processes. A KV connector's
+            # own numbers, whose field it is, stay beside ours.
+            counts = meter.hand_over(self._running_counts())
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), METRICS_KEY: counts}
         return stats
 
     def _collect_reports(self) -> None:
@@ -205,6 +215,10 @@ class H2OScheduler(LimitingScheduler):
         for request in self.running:
             state = self.blocks.eviction_state(request.request_id)
             yield request.num_computed_tokens, state.holes if state is not None else 0
+
+    def _evicts(self, request_id: str) -> bool:
+        state = self.blocks.eviction_state(request_id)
+        return state is not None and state.evicts
 
     def _budget(self, request: Request) -> RequestBudget:
         params = request.sampling_params

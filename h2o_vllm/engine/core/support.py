@@ -17,12 +17,16 @@ from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
-__all__ = ["check_supported", "config_of"]
+__all__ = ["TRIED_CONNECTORS", "check_supported", "config_of"]
 
 SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 """Class path of our scheduler, as ``--scheduler-cls`` takes it."""
+
+TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
+"""KV connectors of vLLM whose loads run behind the evictions of their step. ``OffloadingConnector``, which is
+what ``--kv-offloading-size`` means, is on GPUs only (0.32): not run yet."""
 
 _KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -111,8 +115,10 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             "speculative decoding: rejected draft tokens would leave their attention in the scores",
         ),
         (
-            config.kv_transfer_config is not None,
-            "KV connectors: transferred KV comes without its scores",
+            config.kv_transfer_config is not None
+            and not _is_tried_connector(config.kv_transfer_config),
+            f"the KV connector {_connector_name(config)}: what it loads may be written into blocks that an "
+            f"eviction still reads. Tried: {', '.join(TRIED_CONNECTORS)}",
         ),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -244,6 +250,17 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
 
 
 _BY_DEVICE = {"cpu": _on_cpu, "cuda": _on_cuda}
+
+
+def _connector_name(config: VllmConfig) -> str:
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector_module_path is None:
+        return "" if transfer is None else str(transfer.kv_connector)
+    return f"{transfer.kv_connector} of {transfer.kv_connector_module_path}"
+
+
+def _is_tried_connector(transfer: KVTransferConfig) -> bool:
+    return transfer.kv_connector in TRIED_CONNECTORS and transfer.kv_connector_module_path is None
 
 
 def _is_ours(scheduler_cls: type) -> bool:

@@ -268,17 +268,16 @@ def value_distances(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values - values.mean(-2, keepdim=True), dim=-1).float()
 
 
-def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
-    """Give newly written slots their first score, in all layers and heads.
+def reset_scores(scores: Tensor, slots: Tensor) -> None:
+    """Set the scores of newly written slots to zero, in all layers and heads.
 
     Args:
         scores: [L, N, KH, BS], float32. slots: [n], int64, ``block_id * BS + offset``; negative ones
-            (vLLM's padding) are skipped. values: [L, KH, n], float32; zero if left out.
+            (vLLM's padding) are skipped.
     """
     live = slots >= 0
     block, offset = slots[live] // scores.shape[3], slots[live] % scores.shape[3]
-    # Advanced indices around a slice: the result is [n, L, KH].
-    scores[:, block, :, offset] = 0.0 if values is None else values[:, :, live].permute(2, 0, 1)
+    scores[:, block, :, offset] = 0.0
 
 
 def split_scores(

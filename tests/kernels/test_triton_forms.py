@@ -98,15 +98,12 @@ class Worker:
                     kernels.compact_shared(self.layers, self.scores, self.lanes, together)
 
     def start_tokens(self) -> None:
-        """Every batch's new tokens; those of some rows alone; values of policies, protected tokens."""
+        """Every batch's new tokens; those of some rows alone."""
         mapping = torch.zeros(MAX_TOKENS, dtype=torch.int64)
         for tokens in (1, 2, 15, 16, 17, 128, MAX_TOKENS):
             for slots in (mapping[:tokens], mapping[torch.arange(tokens)]):
-                kernels.reset_scores(self.scores, slots, None)
-                kernels.reset_scores(self.planes.flatten(0, 1), slots, None)
-                kernels.reset_scores(
-                    self.scores, slots, self.scores.new_ones(LAYERS, KV_HEADS, tokens)
-                )
+                kernels.reset_scores(self.scores, slots)
+                kernels.reset_scores(self.planes.flatten(0, 1), slots)
 
     def forget(self) -> None:
         for rows in (1, 2, 16, MAX_ROWS):
@@ -216,11 +213,11 @@ def test_what_triton_compiles_anew_is_another_form() -> None:
     """The keys tell apart what Triton does: constants, None, alignment, a value of 1, options."""
     worker = Worker(SHAPES[0])
     slots = torch.zeros(9, dtype=torch.int64)
-    calls = [(slots[:8], None), (slots[1:], None), (slots[:8], values_of(worker))]
+    calls = [slots[:8], slots[1:]]
     with launches(run=False) as noted:
-        for given, values in [*calls, *calls]:
-            kernels.reset_scores(worker.scores, given, values)
-    assert len(noted) == 3
+        for given in [*calls, *calls]:
+            kernels.reset_scores(worker.scores, given)
+    assert len(noted) == 2
     keys = worker.layers.key_caches[0]
     with launches(run=False) as noted:
         for tokens in (2, 3):
@@ -231,7 +228,3 @@ def test_what_triton_compiles_anew_is_another_form() -> None:
                     query, cache, worker.table, worker.starts, worker.lens, 1.0, lse, tokens, worker.lens
                 )  # fmt: skip
     assert len(noted) == 3
-
-
-def values_of(worker: Worker) -> Tensor:
-    return worker.scores.new_ones(LAYERS, KV_HEADS, 8)

@@ -176,10 +176,8 @@ class CPUState(WorkerState):
     def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(data)
 
-    def _reset(
-        self, scores: torch.Tensor, slots: torch.Tensor, values: torch.Tensor | None
-    ) -> None:
-        kernels.reset_scores(scores, slots, values)
+    def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
+        kernels.reset_scores(scores, slots)
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:

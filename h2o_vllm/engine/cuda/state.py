@@ -168,10 +168,8 @@ class CudaState(WorkerState):
     def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         return async_tensor_h2d(data, device=self.scores.device)
 
-    def _reset(
-        self, scores: torch.Tensor, slots: torch.Tensor, values: torch.Tensor | None
-    ) -> None:
-        kernels.reset_scores(scores, slots, values)
+    def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
+        kernels.reset_scores(scores, slots)
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         rescores = [rescore_of(one, self._lanes_slot(one), self.first_kv_head) for one in evictions]

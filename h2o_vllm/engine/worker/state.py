@@ -105,7 +105,7 @@ class WorkerState(ABC):
             if isinstance(tokens, slice) or tokens.size:
                 places = tokens if isinstance(tokens, slice) else self._to_device(tokens)
                 scores = self.planes.flatten(0, 1) if apart else self.scores
-                self._reset(scores, slot_mapping[places], None)
+                self._reset(scores, slot_mapping[places])
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Have ``call`` made once this step's attention is computed, or on its way, in all layers."""
@@ -125,10 +125,8 @@ class WorkerState(ABC):
         """``data``, from the host, where ``scores`` are."""
 
     @abstractmethod
-    def _reset(
-        self, scores: torch.Tensor, slots: torch.Tensor, values: torch.Tensor | None
-    ) -> None:
-        """Set those of ``slots``, [T], in [L, N, KH, BS] to ``values``, [L, KH, T], or to zero."""
+    def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set those of ``slots``, [T], in [L, N, KH, BS] to zero."""
 
     @abstractmethod
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:

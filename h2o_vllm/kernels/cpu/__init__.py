@@ -214,9 +214,9 @@ def compact_shared(
     return now
 
 
-def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
-    """First score of newly written slots: see :func:`h2o_vllm.kernels.reference.reset_scores`."""
-    load().reset_scores(scores, slots, values)
+def reset_scores(scores: Tensor, slots: Tensor) -> None:
+    """Set the scores of newly written slots to zero: :func:`h2o_vllm.kernels.reference.reset_scores`."""
+    load().reset_scores(scores, slots)
 
 
 def predict(

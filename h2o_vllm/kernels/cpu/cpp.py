@@ -63,7 +63,7 @@ _compact_shared.argtypes = (
 )
 _compact_shared.restype = None
 _reset = _library.h2o_reset
-_reset.argtypes = [c_void_p] * 3 + [c_int64, c_int, c_int64, c_int, c_int]
+_reset.argtypes = [c_void_p] * 2 + [c_int64, c_int, c_int64, c_int, c_int]
 _reset.restype = None
 _predict = _library.h2o_predict
 _predict.argtypes, _predict.restype = [c_void_p] * 4 + [c_int] * 9, None
@@ -153,15 +153,11 @@ def compact_shared(
     return now
 
 
-def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
+def reset_scores(scores: Tensor, slots: Tensor) -> None:
     """See :func:`h2o_vllm.kernels.cpu.reset_scores`."""
     layers, blocks, heads, block = scores.shape
     slots = slots.contiguous()
-    values = None if values is None else values.contiguous()
-    _reset(
-        scores.data_ptr(), slots.data_ptr(), None if values is None else values.data_ptr(),
-        slots.numel(), layers, blocks, heads, block,
-    )  # fmt: skip
+    _reset(scores.data_ptr(), slots.data_ptr(), slots.numel(), layers, blocks, heads, block)
 
 
 def predict(

@@ -13,21 +13,20 @@ __all__ = ["reset_scores"]
 _SLOTS = 128
 
 
-def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) -> None:
-    """Give newly written slots their first score. Eager, one launch.
+def reset_scores(scores: Tensor, slots: Tensor) -> None:
+    """Set the scores of newly written slots to zero. Eager, one launch.
 
     Args:
         scores: [L, N, KH, BS], float32, contiguous.
         slots: [n], int64, ``block_id * BS + offset``; negative ones (vLLM's padding) are skipped. No slot
             twice.
-        values: [L, KH, n], float32, contiguous; zero if left out.
     """
     layers, blocks, heads, block_size = scores.shape
     count = slots.shape[0]
     if count == 0:
         return
     _reset[(triton.cdiv(count, _SLOTS), layers * heads)](
-        scores, slots, values, count, blocks, KH=heads, BS=block_size, SLOTS=_SLOTS, num_warps=4
+        scores, slots, count, blocks, KH=heads, BS=block_size, SLOTS=_SLOTS, num_warps=4
     )
 
 
@@ -35,7 +34,6 @@ def reset_scores(scores: Tensor, slots: Tensor, values: Tensor | None = None) ->
 def _reset(
     scores,
     slots,
-    values,
     count,
     num_blocks,
     KH: tl.constexpr,
@@ -45,9 +43,5 @@ def _reset(
     at = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     which = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + at, mask=at < count, other=-1)
-    live = slot >= 0
-    first = tl.zeros([SLOTS], tl.float32)
-    if values is not None:
-        first = tl.load(values + which * count + at, mask=live, other=0.0)
     block = (which // KH) * num_blocks + slot // BS
-    tl.store(scores + (block * KH + which % KH) * BS + slot % BS, first, mask=live)
+    tl.store(scores + (block * KH + which % KH) * BS + slot % BS, 0.0, mask=slot >= 0)

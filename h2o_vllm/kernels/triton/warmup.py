@@ -71,8 +71,7 @@ def warm_up(
         add_prompt_scores(*given, *scales, softcap=softcap, lanes=shared)
     split_scores(scores, early, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
-    for values in (None, scores.new_zeros(scores.shape[0], scores.shape[2], 1)):
-        reset_scores(scores, padding, values)
+    reset_scores(scores, padding)
     # The device looks up what is to be done; "staged", so that all kernels are launched, of few and of many.
     for candidates in (0, 2 * SEGMENT):
         nobody = scores.new_zeros(1, HEADER + candidates // block_size, dtype=torch.int32)

@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine-old-scores-stay",
-        "self._reset(scores, slot_mapping[places], None)",
+        "self._reset(scores, slot_mapping[places])",
         "pass",
         ("tests/engine/test_law04_fidelity.py", *TOKENS),
     ),

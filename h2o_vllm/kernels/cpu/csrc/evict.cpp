@@ -53,14 +53,13 @@ extern "C" void h2o_compact(void* const* caches, float* scores, const int32_t* o
   }
 }
 
-// slots: [n], block_id * BS + offset, negative ones skipped; values: [L, KH, n] or null for zero.
-extern "C" void h2o_reset(float* scores, const int64_t* slots, const float* values, int64_t n, int layers,
-                          int64_t blocks, int heads, int block) {
+// slots: [n], block_id * BS + offset, negative ones skipped.
+extern "C" void h2o_reset(float* scores, const int64_t* slots, int64_t n, int layers, int64_t blocks, int heads,
+                          int block) {
   for (int layer = 0; layer < layers; ++layer)
     for (int64_t i = 0; i < n; ++i) {
       if (slots[i] < 0) continue;
       float* to = scores + (layer * blocks + slots[i] / block) * heads * block + slots[i] % block;
-      for (int head = 0; head < heads; ++head)
-        to[head * block] = values ? values[(layer * int64_t(heads) + head) * n + i] : 0.f;
+      for (int head = 0; head < heads; ++head) to[head * block] = 0.f;
     }
 }

@@ -3,6 +3,9 @@
 
 __all__ = ["AccountingError", "BudgetError", "ConfigError", "H2OError"]
 
+_LONGEST = 80
+"""Characters of a refused value that a message repeats."""
+
 
 class H2OError(Exception):
     """Base of every error this package raises on purpose."""
@@ -32,7 +35,7 @@ class AccountingError(H2OError, AssertionError):
     """A block is owned twice, leaked or written while shared: a bug in h2o_vllm."""
 
 
-def _short(value: object, limit: int = 80) -> str:
+def _short(value: object) -> str:
     """``repr(value)``, cut so that one client cannot fill a log or a response."""
     text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -31,13 +31,11 @@ class Child(AbstractContextManager["Child"]):
         SystemExit: it failed, now or later; the end of its output is shown.
     """
 
-    def __init__(
-        self, module: str, first: dict[str, Any], python: str = sys.executable, *, wait: bool = True
-    ) -> None:
+    def __init__(self, module: str, first: dict[str, Any], *, wait: bool = True) -> None:
         self.first = first
         self.log: list[str] = []
         self.process = subprocess.Popen(
-            [python, "-m", module],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -29,7 +29,6 @@ __all__ = [
     "caption",
     "colours",
     "legend",
-    "log_ticks",
     "panels",
     "save",
 ]  # fmt: skip
@@ -114,15 +113,10 @@ def budget_axis(
             axis.errorbar(
                 x, y, yerr=(below, above), color=curve.colour, label=curve.label, **options
             )
-    log_ticks(axis, budgets, "kv_budget")
-
-
-def log_ticks(axis: Any, ticks: Sequence[float], label: str, spec: str = "g") -> None:
-    """A logarithmic axis that names nothing but ``ticks``, each as ``spec`` formats it."""
     axis.set_xscale("log")
-    axis.set_xticks(ticks, [format(tick, spec) for tick in ticks])
+    axis.set_xticks(budgets, [format(budget, "g") for budget in budgets])
     axis.minorticks_off()
-    axis.set_xlabel(label)
+    axis.set_xlabel("kv_budget")
     axis.grid(alpha=0.25)
 
 

@@ -31,6 +31,9 @@ from loadtest.common.forced_names import FORCED_FIELD
 from loadtest.common.statistics import percentile
 from loadtest.engine.workloads import Chat, Start, Workload, suite_of
 
+_SETTLE_S = 60.0
+"""The most seconds to wait until an engine is idle."""
+
 
 class Recorder(StatLoggerBase):
     """Keeps what the scheduler says about each step."""
@@ -85,7 +88,7 @@ class Memory(threading.Thread):
             time.sleep(0.5)
 
 
-def settle(most_s: float = 60.0) -> None:
+def settle() -> None:
     """Wait until this process and its children are idle: what a start leaves for later is no step's cost.
 
     On CPUs our workers take the pages of their pool while they serve, some seconds of a core.
@@ -96,7 +99,7 @@ def settle(most_s: float = 60.0) -> None:
         processes = (me, *me.children(recursive=True))
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
-    end = time.monotonic() + most_s
+    end = time.monotonic() + _SETTLE_S
     while time.monotonic() < end:
         before = used()
         time.sleep(1)

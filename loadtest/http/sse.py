@@ -35,25 +35,14 @@ class Event:
 
 
 class Parser:
-    """Takes a stream chunk by chunk.
-
-    Attributes:
-        comments: comment lines seen so far.
-        pending: whether an event has begun that no empty line has ended yet.
-    """
+    """Takes a stream chunk by chunk."""
 
     def __init__(self) -> None:
-        self.comments = 0
         self._rest = b""
         self._after_cr = False
         self._first_line = True
         self._data: list[str] = []
         self._name = ""
-
-    @property
-    def pending(self) -> bool:
-        """Whether an event has begun."""
-        return bool(self._rest or self._data)
 
     def feed(self, chunk: bytes) -> list[Event]:
         """The events that ``chunk`` completes, in order."""
@@ -78,7 +67,6 @@ class Parser:
 
     def _field(self, line: bytes) -> None:
         if line.startswith(b":"):
-            self.comments += 1
             return
         name, _, value = line.partition(b":")
         text = value.removeprefix(b" ").decode("utf-8", errors="replace")

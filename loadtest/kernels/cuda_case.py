@@ -149,11 +149,6 @@ class Case:
             self.scale, self.out, workspace, lanes=lanes, layer=layer,
         )  # fmt: skip
 
-    def planning(self, *, shared: bool = False) -> LayerCall:
-        """What a step plans before its first layer, for all of them."""
-        workspace, lanes = self._workspace(shared=shared)
-        return lambda _: self._plan(workspace, lanes)
-
     def _workspace(self, *, shared: bool) -> tuple[DecodeWorkspace, LaneTables | None]:
         blocks = self.keys.shape[1]
         workspace = DecodeWorkspace(

@@ -56,21 +56,16 @@ class ModelShape:
         """All of them."""
         return self.layer_parameters + self.output_parameters * (1 if self.tied else 2)
 
-    def kv_heads_of(self, tensor_parallel: int) -> int:
-        """KV heads that one of so many GPUs holds; where they do not suffice they are repeated."""
-        return max(1, self.kv_heads // tensor_parallel)
-
-    def kv_bytes(self, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-        """Of a token, in all layers, on one of so many GPUs."""
-        heads = self.kv_heads_of(tensor_parallel)
-        return 2 * self.layers * heads * self.head_size * dtype_bytes
+    def kv_bytes(self, dtype_bytes: int) -> int:
+        """Of a token, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_size * dtype_bytes
 
 
 def _llama(
-    name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_size: int = 128
-) -> ModelShape:  # fmt: skip
+    name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
+) -> ModelShape:
     return ModelShape(
-        name, layers, hidden, intermediate, heads, kv_heads, head_size, 128_256, False, 131_072
+        name, layers, hidden, intermediate, heads, kv_heads, 128, 128_256, False, 131_072
     )
 
 

@@ -22,7 +22,7 @@ from loadtest.engine.workloads import STOCK_CPU_BLOCK_SIZE, SUITES, Workload
 from loadtest.plan.cost import fitted
 from loadtest.plan.simulate import Load, Outcome, Pool, Request, Step, simulate
 
-__all__ = ["Compared", "compare", "requests_of"]
+__all__ = ["Compared", "compare"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Compared:
     simulated: Outcome
 
 
-def requests_of(workload: Workload, *, ours: bool, delay: int = 16) -> list[Request]:
+def _requests_of(workload: Workload, *, ours: bool) -> list[Request]:
     """The requests of a row of the table, as the simulation takes them.
 
     Raises:
@@ -50,7 +50,7 @@ def requests_of(workload: Workload, *, ours: bool, delay: int = 16) -> list[Requ
             or workload.answers > 1
         ):
             raise ValueError(f"{workload.name} is not simulated")
-        load = Load(fields.get("kv_budget", 1.0), delay, prefill=fields.get("kv_prefill_tokens", 0))
+        load = Load(fields.get("kv_budget", 1.0), prefill=fields.get("kv_prefill_tokens", 0))
         found.append(Request(prompt, workload.output_tokens, load))
     return found
 
@@ -70,7 +70,7 @@ def compare(rows: Sequence[Row], variant: str) -> list[Compared]:
             mine.setdefault((row["variant"], row["workload"]), []).append(row)
 
     def run(key: tuple[str, str], seconds: Callable[[Step], float]) -> Outcome:
-        requests = requests_of(suite.workloads[key[1]], ours=key[0] == "h2o")
+        requests = _requests_of(suite.workloads[key[1]], ours=key[0] == "h2o")
         size = STOCK_CPU_BLOCK_SIZE if key[0] == "stock" else 32
         return simulate(requests, Pool(int(mine[key][0]["num_blocks"]) - 1, size), seconds)
 

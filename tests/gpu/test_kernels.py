@@ -23,7 +23,7 @@ from tests.kernels.triton.cases import (
     bits,
     make_batch,
 )
-from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
+from tests.kernels.triton.decode_laws import check_decode, decode, workspace_for
 from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
 from tests.kernels.triton.prompt_laws import (
     check_prompt,
@@ -92,12 +92,6 @@ def test_decode_is_the_same_each_time() -> None:
         decode(batch, again, scores_again, workspace_for(batch, spare=None))
         assert torch.equal(bits(first), bits(again))
         assert torch.equal(bits(scores), bits(scores_again))
-
-
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    check_decode_alone(
-        make_batch(LONG, group=4, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda")
-    )
 
 
 def test_a_graph_serves_other_lengths_and_fewer_rows() -> None:

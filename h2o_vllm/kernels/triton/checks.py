@@ -2,8 +2,7 @@
 """What the GPU kernels take for granted: refused at start-up what they were not tested with.
 
 Runs in the worker. The kernels themselves check nothing: a wrong shape there is a wild write into the KV
-cache. :func:`check_layers` is for start-up; :func:`check_rows` reads tables back from the GPU, which stalls
-it: for tests and debugging.
+cache.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["BLOCK_SIZES", "DTYPES", "HEAD_SIZES", "MAX_GROUP", "check_layers", "check_rows"]
+__all__ = ["BLOCK_SIZES", "DTYPES", "HEAD_SIZES", "MAX_GROUP", "check_layers"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 """Cache dtypes that the tests cover."""
@@ -82,62 +81,6 @@ def _check_cache(cache: Tensor, first: Tensor, strides: tuple[int, ...]) -> None
     # A token is moved in words of 8 bytes.
     if any(stride * cache.element_size() % 8 for stride in strides[:3]) or cache.data_ptr() % 8:
         raise ConfigError("keys and values must be aligned to 8 bytes")
-
-
-def check_rows(
-    query: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    out: Tensor | None = None,
-) -> None:
-    """Check one call's tensors: shapes, dtypes, indices inside their tensors, no block in two scored rows.
-
-    Args: those of :func:`.decode.attend_decode`; ``seq_lens``: live lengths of the scored rows, else 0.
-
-    Raises:
-        ValueError: naming what does not fit.
-    """
-    blocks, block_size = key_cache.shape[:2]
-    _check_heads("query", query, key_cache)
-    if out is not None:
-        _check_heads("out", out, key_cache)
-    rows = seq_lens.shape[0]
-    for name, tensor, length in (
-        ("block_table", block_table, rows),
-        ("query_start_loc", query_start_loc, rows + 1),
-        ("seq_lens", seq_lens, rows),
-    ):
-        if tensor.dtype != torch.int32 or tensor.stride(-1) != 1 or tensor.shape[0] != length:
-            raise ValueError(f"{name} must be int32, contiguous, of {length} rows")
-    starts = query_start_loc.tolist()
-    if starts != sorted(starts) or starts[0] < 0 or starts[-1] > query.shape[0]:
-        raise ValueError(f"query_start_loc must ascend within the {query.shape[0]} queries")
-    seen: set[int] = set()
-    for row, length in enumerate(seq_lens.tolist()):
-        if length <= 0:
-            continue
-        if length > block_table.shape[1] * block_size:
-            raise ValueError(f"row {row}: length {length} does not fit its block table")
-        if length < starts[row + 1] - starts[row]:
-            raise ValueError(f"row {row}: more queries than its length {length}")
-        table = block_table[row, : -(-length // block_size)].tolist()
-        if not all(0 < block < blocks for block in table):
-            raise ValueError(f"row {row}: block table has ids outside 1..{blocks - 1}")
-        if len(set(table)) != len(table) or not seen.isdisjoint(table):
-            raise ValueError(f"row {row}: a block is in two scored places, sums would race")
-        seen.update(table)
-
-
-def _check_heads(name: str, tensor: Tensor, key_cache: Tensor) -> None:
-    heads, size = key_cache.shape[2:]
-    if tensor.dim() != 3 or tensor.shape[1] % heads or tensor.shape[2] != size:
-        raise ValueError(f"{name} must be [T, H, {size}], got {tuple(tensor.shape)}")
-    if tensor.dtype != key_cache.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{name} is {tensor.dtype}, the cache {key_cache.dtype}")
-    if tensor.stride(2) != 1:
-        raise ValueError(f"{name} must be contiguous per head")
 
 
 def _listed(numbers: Sequence[int]) -> str:

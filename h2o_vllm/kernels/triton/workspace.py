@@ -64,7 +64,6 @@ class DecodeWorkspace:
         head_size: int,
         device: torch.device | str,
         spare: int | None = None,
-        fixed_piece: int | None = None,
         sharing_layers: int = 0,
     ) -> None:
         """Allocate.
@@ -76,15 +75,10 @@ class DecodeWorkspace:
             num_heads: H of this rank. num_kv_heads: KH of this rank.
             dtype: of query and output. head_size: D.
             spare: pieces beyond one per row; by default, what keeps this GPU's processors busy.
-            fixed_piece: cut all rows into pieces of so many keys, whatever else is in the batch. A row's
-                result is then the same in any batch, bit for bit; the grid grows by one program per
-                ``fixed_piece`` tokens of the pool and kv head.
             sharing_layers: of how many layers heads may share slots.
         """
         device = torch.device(device)
-        if fixed_piece is not None:
-            spare = -(-max_tokens // fixed_piece)
-        elif spare is None:
+        if spare is None:
             processors = 1
             if device.type == "cuda":
                 processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -92,7 +86,6 @@ class DecodeWorkspace:
         self.tile = _tile_of(head_size, dtype)
         self.max_batch = max_batch
         self.spare = spare
-        self.min_piece = fixed_piece or _MIN_PIECE
         # Of every row the last tile may be unfinished, and the first one begin among pinned tokens.
         self.max_tiles = max_tokens // self.tile + 2 * max_batch
         # The second launch reads whole spans, unmasked, and so beyond the last row's tiles.
@@ -170,7 +163,7 @@ class DecodeWorkspace:
             self.spare * heads,
             self.max_tiles * heads,
             TILE=self.tile,
-            MIN_PIECE=self.min_piece,
+            MIN_PIECE=_MIN_PIECE,
             ROWS=_ROWS,
             FIELDS=pieces.shape[1],
             PINNED=PINNED,

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -18,13 +16,12 @@ def workspace_for(
     spare: int | None = 4,
     rows: int = 0,
     tokens: int | None = None,
-    fixed_piece: int | None = None,
 ) -> DecodeWorkspace:
     """As the worker makes it; ``spare`` small, so that the interpreter's rows are cut as well."""
     blocks, block_size, kv_heads, size = batch.key_cache.shape
     workspace = DecodeWorkspace(
         max(rows, len(batch.seq_lens)), blocks * block_size if tokens is None else tokens,
-        batch.query.shape[1], kv_heads, batch.out().dtype, size, batch.query.device, spare, fixed_piece,
+        batch.query.shape[1], kv_heads, batch.out().dtype, size, batch.query.device, spare,
     )  # fmt: skip
     for scratch in (workspace.part_out, workspace.part_max, workspace.part_sum):
         scratch.fill_(float("nan"))
@@ -42,20 +39,6 @@ def decode(
         batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table, batch.scale,
         out, workspace, *batch.device_scales, batch.softcap, batch.sinks,
     )  # fmt: skip
-
-
-def check_decode_alone(batch: Batch) -> None:
-    """With pieces of fixed length, each row alone gives bit for bit what it gives in its batch."""
-    out, scores = batch.out(), batch.scores.clone()
-    decode(batch, out, scores, workspace_for(batch, fixed_piece=64))
-    alone, alone_scores = batch.out(), batch.scores.clone()
-    for row in range(len(batch.seq_lens)):
-        lens = torch.zeros_like(batch.seq_lens)
-        lens[row] = batch.seq_lens[row]
-        one = dataclasses.replace(batch, seq_lens=lens)
-        decode(one, alone, alone_scores, workspace_for(batch, fixed_piece=64))
-    assert torch.equal(bits(out), bits(alone))
-    assert torch.equal(bits(scores), bits(alone_scores))
 
 
 def check_decode(batch: Batch, workspace: DecodeWorkspace | None = None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.triton import checks
-from tests.kernels.triton.cases import halves, make_batch
+from tests.kernels.triton.cases import halves
 
 
 def cache(
@@ -54,30 +54,3 @@ def test_misaligned_keys_are_refused() -> None:
     keys, values = halves(flat[1:].view(4, 2, 16, 128))
     with pytest.raises(ConfigError, match="aligned"):
         checks.check_layers([keys], [values], GOOD, 6)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, None),
-        ({"query": torch.zeros(2, 6, 32)}, "query must be"),
-        ({"query": torch.zeros(2, 6, 64).half()}, "query is"),
-        ({"out": torch.zeros(2, 64, 6).mT}, "contiguous"),
-        ({"seq_lens": torch.tensor([40, 70])}, "int32"),
-        ({"query_start_loc": torch.tensor([0, 1], dtype=torch.int32)}, "3 rows"),
-        ({"query_start_loc": torch.tensor([0, 1, 9], dtype=torch.int32)}, "within the 2 queries"),
-        ({"seq_lens": torch.tensor([40, 7000], dtype=torch.int32)}, "does not fit"),
-        ({"block_table": torch.full((2, 9), 99, dtype=torch.int32)}, "outside"),
-        ({"block_table": torch.zeros((2, 9), dtype=torch.int32)}, "outside"),
-        ({"block_table": torch.arange(1, 7, dtype=torch.int32).repeat(2, 1)}, "race"),
-    ],
-)
-def test_bad_rows_are_refused(change: dict[str, Tensor], message: str | None) -> None:
-    batch = make_batch([40, 70])
-    names = ("query", "key_cache", "block_table", "query_start_loc", "seq_lens")
-    arguments = {name: getattr(batch, name) for name in names} | {"out": batch.out()} | change
-    if message is None:
-        checks.check_rows(**arguments)
-        return
-    with pytest.raises(ValueError, match=message):
-        checks.check_rows(**arguments)

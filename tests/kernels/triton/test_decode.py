@@ -10,7 +10,7 @@ import torch
 
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 from tests.kernels.triton.cases import DTYPES, bits, exact, lend, make_batch, row_slots, shapes
-from tests.kernels.triton.decode_laws import check_decode, check_decode_alone, decode, workspace_for
+from tests.kernels.triton.decode_laws import check_decode, decode, workspace_for
 
 ALL = shapes(  # (group, head size, block size, layout): all groups, sizes and block sizes that are promised
     (1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"), (8, 96, 64, "HND"),
@@ -54,10 +54,6 @@ def test_decode_survives_flat_and_peaked_softmax(spread: float) -> None:
 def test_any_cut_gives_the_same(spare: int) -> None:
     batch = make_batch([700, 0, 3, 129, 64])
     check_decode(batch, workspace_for(batch, spare))
-
-
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    check_decode_alone(make_batch([300, 33, 0, 128, 200], dtype=torch.bfloat16))
 
 
 def test_padding_of_a_graph_is_left_alone() -> None:

@@ -97,20 +97,16 @@ def test_event_is_given_at_its_empty_line_not_later() -> None:
     assert parser.feed(b"\ndata: b\n\n") == [Event("b")]
 
 
-def test_comments_are_counted_and_are_no_events() -> None:
+def test_comments_are_no_events() -> None:
     parser = Parser()
     assert parser.feed(b": keep-alive\n\n:\n\ndata: x\n\n") == [Event("x")]
-    assert parser.comments == 2
 
 
-def test_event_that_the_stream_does_not_end_is_dropped_but_seen() -> None:
+def test_event_waits_for_its_empty_line() -> None:
     parser = Parser()
     assert parser.feed(b"data: whole\n\ndata: ha") == [Event("whole")]
-    assert parser.pending
     assert parser.feed(b"lf\n") == []
-    assert parser.pending
     assert parser.feed(b"\n") == [Event("half")]
-    assert not parser.pending
 
 
 def test_name_of_an_event_does_not_outlive_it() -> None:

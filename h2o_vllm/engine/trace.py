@@ -160,12 +160,7 @@ def _compacted(
     pages = torch.cat([positions, positions], dim=-1).view(torch.float32)
     blocks = torch.arange(count, dtype=torch.int32)
     caches = list(pages.unflatten(-1, (block_size, 2)).unbind())
-    moved = (caches, scores.clone(), blocks[:heavy], blocks[heavy:])
-    now = None
-    if owners is None:
-        kernels.compact(*moved)
-    elif heavy:
-        now = kernels.compact_shared(*moved, owners)
+    now = kernels.compact(caches, scores.clone(), blocks[:heavy], blocks[heavy:], owners)
     return pages.view(torch.int32)[:, :heavy, :, :block_size], now
 
 

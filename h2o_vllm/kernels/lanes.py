@@ -35,12 +35,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["compact_shared", "own_lanes", "share_lanes"]
+__all__ = ["compact", "own_lanes", "own_pages", "share_lanes"]
 
 
 def own_lanes(num_layers: int, num_blocks: int, num_heads: int) -> Tensor:
     """Owners of blocks that were never ranked: lane h is head h's; [L, n, KH], int32."""
     return torch.arange(num_heads, dtype=torch.int32).expand(num_layers, num_blocks, -1)
+
+
+def own_pages(num_layers: int, blocks: Sequence[int], num_heads: int) -> Tensor:
+    """The pages of each head in blocks that were never ranked, in their order; [L, KH, n], int32."""
+    firsts = torch.tensor(blocks, dtype=torch.int32) * num_heads
+    own = firsts + torch.arange(num_heads, dtype=torch.int32)[:, None]
+    return own.expand(num_layers, -1, -1)
 
 
 def share_lanes(scores: Sequence[Tensor], lanes: int, block_size: int) -> list[int]:
@@ -49,7 +56,9 @@ def share_lanes(scores: Sequence[Tensor], lanes: int, block_size: int) -> list[i
     Args:
         scores: of each head's candidates, float32, a whole number of lanes each, NaN replaced by -infinity.
     """
-    heads = torch.cat([torch.full((len(one),), head) for head, one in enumerate(scores)])
+    heads = torch.cat(
+        [torch.full_like(one, head, dtype=torch.int64) for head, one in enumerate(scores)]
+    )
     best = torch.cat(list(scores)).argsort(descending=True, stable=True)[: lanes * block_size]
     wanted = heads[best].bincount(minlength=len(scores)).tolist()
     given = [1] * len(scores)
@@ -59,26 +68,36 @@ def share_lanes(scores: Sequence[Tensor], lanes: int, block_size: int) -> list[i
     return given
 
 
-def compact_shared(
+def compact(
     key_caches: Sequence[Tensor],
     value_caches: Sequence[Tensor],
     scores: Tensor,
     heavy: Sequence[int],
     doomed: Sequence[int],
-    owners: Tensor,
-) -> Tensor:
-    """One eviction of a request whose heads share their slots; see above. Does not free anything.
+    owners: Tensor | None = None,
+) -> Tensor | None:
+    """Move the survivors of one eviction into its heavy blocks, with their scores; see above. Frees nothing.
 
     Args:
         key_caches, value_caches: L views [N, BS, KH, D] each. scores: [L, N, KH, BS], float32.
-        heavy, doomed: block ids, disjoint, none empty; heavy ones must be writable.
-        owners: [L, nh + nd, KH]: whose each lane of the heavy and doomed blocks is.
+        heavy, doomed: block ids, disjoint; heavy ones must be writable. With either empty nothing happens.
+        owners: [L, nh + nd, KH]: which head has each lane of the heavy and doomed blocks. ``None``: each head
+            shares with none, and is ranked alone.
 
     Returns:
-        [L, nh, KH], int32: whose each lane of the heavy blocks is now.
+        [L, nh, KH], int32: which head has each lane of the heavy blocks now; ``None`` without owners.
     """
+    if not (heavy and doomed):
+        return None if owners is None else owners[:, : len(heavy)]
+    if owners is None:
+        one_headed = torch.zeros(len(scores), len(heavy) + len(doomed), 1, device=scores.device)
+        for head in range(scores.shape[2]):
+            only = slice(head, head + 1)
+            caches = ([cache[:, :, only] for cache in both] for both in (key_caches, value_caches))
+            compact(*caches, scores[:, :, only], heavy, doomed, one_headed)
+        return None
     num_heads, block_size = scores.shape[2:]
-    blocks = torch.tensor([*heavy, *doomed])
+    blocks = torch.tensor([*heavy, *doomed], device=scores.device)
     now = torch.empty_like(owners[:, : len(heavy)], dtype=torch.int32)
     for layer, (keys, values) in enumerate(zip(key_caches, value_caches, strict=True)):
         # Per head [n, 2]: the place of a block among these, and a lane.
@@ -103,7 +122,7 @@ def compact_shared(
             stays[best] = True
             source = stays.nonzero().flatten()
             source = source[source >= kept * block_size]
-            free = torch.ones(lanes * block_size, dtype=torch.bool)
+            free = torch.ones(lanes * block_size, dtype=torch.bool, device=scores.device)
             free[: kept * block_size] = ~stays[: kept * block_size]
             target = _slots(blocks[mine[:, 0]], mine[:, 1], block_size)
             moves.append(
@@ -121,5 +140,5 @@ def compact_shared(
 
 def _slots(blocks: Tensor, lanes: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Block, lane and slot of all tokens of some pages, [n] each: [n * BS] each."""
-    slots = torch.arange(block_size).repeat(len(blocks))
+    slots = torch.arange(block_size, device=blocks.device).repeat(len(blocks))
     return blocks.repeat_interleave(block_size), lanes.repeat_interleave(block_size), slots

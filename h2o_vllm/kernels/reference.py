@@ -15,8 +15,6 @@ B requests, MB blocks per table row, R listed rows, L layers, S live length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,14 +23,12 @@ __all__ = [
     "add_prompt_scores",
     "attend",
     "attend_decode",
-    "compact",
     "compact_tables",
     "key_similarity",
     "live_slots",
     "log_sum_exp",
     "predict",
     "reset_scores",
-    "select_keep",
     "split_scores",
     "value_distances",
 ]
@@ -169,62 +165,6 @@ def log_sum_exp(
             _, _, sums = attend(query[first:end], key_cache, key_cache, *given)
             lse[:, first:end] = sums.flatten(1).T.float()
     return lse
-
-
-def select_keep(scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor) -> Tensor:
-    """Which candidates of one layer survive an eviction: the highest-scored ones, per kv head.
-
-    Candidates are numbered in the order heavy blocks, then doomed blocks. Of equal scores the lower
-    number survives; NaN ranks lowest.
-
-    Args:
-        scores: [N, KH, BS], float32. heavy_blocks: [nh]. doomed_blocks: [nd].
-
-    Returns:
-        [KH, nh * BS], int64: the surviving candidate numbers, ascending.
-    """
-    order = torch.cat([heavy_blocks, doomed_blocks]).long()
-    rank = scores[order].transpose(0, 1).flatten(1)
-    rank = torch.where(rank.isnan(), float("-inf"), rank)
-    keep = heavy_blocks.numel() * scores.shape[2]
-    best = rank.argsort(dim=1, descending=True, stable=True)
-    return best[:, :keep].sort(dim=1).values
-
-
-def compact(
-    key_caches: Sequence[Tensor],
-    value_caches: Sequence[Tensor],
-    scores: Tensor,
-    evictions: Sequence[tuple[Sequence[int], Sequence[int]]],
-) -> None:
-    """Move the survivors of each eviction into its heavy blocks, with their scores.
-
-    Per layer and kv head: survivors in heavy blocks stay where they are; those in doomed blocks are
-    copied, in ascending order, over the heavy slots whose tokens did not survive, in ascending order.
-    Doomed blocks are read, never written. Does not free anything.
-
-    Args:
-        key_caches, value_caches: L views [N, BS, KH, D] each. scores: [L, N, KH, BS], float32.
-        evictions: pairs of heavy block ids, which must be writable, and doomed ones; disjoint. With either
-            empty nothing happens.
-    """
-    heads, block_size = scores.shape[2:]
-    for heavy, doomed in evictions:
-        room = len(heavy) * block_size
-        heavy_ids = torch.tensor(heavy, dtype=torch.int64, device=scores.device)
-        doomed_ids = torch.tensor(doomed, dtype=torch.int64, device=scores.device)
-        order = torch.cat([heavy_ids, doomed_ids])
-        for layer, (keys, values) in enumerate(zip(key_caches, value_caches, strict=True)):
-            kept = select_keep(scores[layer], heavy_ids, doomed_ids)
-            for head in range(heads):
-                source = kept[head][kept[head] >= room]
-                stays = torch.isin(torch.arange(room, device=scores.device), kept[head])
-                target = (~stays).nonzero().flatten()
-                to_block, to_slot = order[target // block_size], target % block_size
-                from_block, from_slot = order[source // block_size], source % block_size
-                for cache in (keys, values):
-                    cache[to_block, to_slot, head] = cache[from_block, from_slot, head]
-                scores[layer, to_block, head, to_slot] = scores[layer, from_block, head, from_slot]
 
 
 def predict(

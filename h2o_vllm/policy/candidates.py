@@ -63,6 +63,5 @@ class Candidates:
 
     def mean(self, values: Tensor) -> Tensor:
         """Over each head's candidates: [L, KH, C], where padding has 0, to [L, KH, 1]."""
-        if self.counts is None:
-            return values.mean(2, keepdim=True)
-        return values.sum(2, keepdim=True) / self.counts
+        count = values.shape[2] if self.counts is None else self.counts
+        return values.sum(2, keepdim=True) / count

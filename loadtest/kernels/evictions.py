@@ -11,6 +11,7 @@ import torch
 
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import reference
+from h2o_vllm.kernels.lanes import own_pages
 from loadtest.common.results import Row
 from loadtest.kernels.shapes import BLOCK_SIZE, SHAPES
 from loadtest.kernels.timing import ratio_row, ratio_text, rounds
@@ -51,6 +52,7 @@ class EvictionCase:
         kv = torch.randn(*shape, 2 * size, generator=gen).to(self.dtype)
         caches, scores = list(kv), torch.rand(shape, generator=gen)
         blocks = (torch.randperm(self.blocks, generator=gen) + 1).int()
+        pages = own_pages(layers, blocks.tolist(), heads)
         doomed, heavy = blocks.split((self.doomed, self.blocks - self.doomed))
         # All numbers of a key are turned, so that its pairs' lengths and the values say something.
         features = size // 2 + size
@@ -64,8 +66,8 @@ class EvictionCase:
 
         calls: dict[str, Callable[[Any], Any]] = {
             "predict": lambda impl: impl.predict(caches, blocks, weights, size, interleaved=False),
-            "key_similarity": lambda impl: impl.key_similarity(caches, blocks),
-            "value_distances": lambda impl: impl.value_distances(caches, blocks),
+            "key_similarity": lambda impl: impl.key_similarity(caches, pages),
+            "value_distances": lambda impl: impl.value_distances(caches, pages),
             "compact": compact,
         }
         call = calls[self.call]

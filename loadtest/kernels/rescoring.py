@@ -13,6 +13,7 @@ from torch import Tensor
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.worker.eviction_scores import candidate_blocks, eviction_scores
+from h2o_vllm.kernels.lanes import own_pages
 from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
 from h2o_vllm.policy.policy import Policy
 from loadtest.kernels.compaction import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, LAYERS
@@ -60,9 +61,11 @@ class Rescoring:
         def in_torch() -> None:
             scores.copy_(before)
             for one in evictions:
-                mine = torch.tensor(candidate_blocks(one), device="cuda")
-                measures = partial(_similarity, keys, mine), partial(_distances, values, mine)
-                eviction_scores(one, scores, early, mine, *measures)
+                mine = candidate_blocks(one)
+                there = torch.tensor(mine, device="cuda")
+                measures = partial(_similarity, keys, there), partial(_distances, values, there)
+                pages = own_pages(LAYERS, mine, KV_HEADS).cuda()
+                eviction_scores(one, scores, early, pages, *measures)
 
         return {"ours": ours, "torch": in_torch, "reset alone": lambda: scores.copy_(before)}
 

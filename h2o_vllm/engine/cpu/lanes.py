@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.lanes import own_lanes
+from h2o_vllm.kernels.lanes import own_lanes, own_pages
 
 __all__ = ["LaneStore"]
 
@@ -75,13 +75,13 @@ class LaneStore:
         Heads have different numbers of known ones: those with fewer begin with padding, -1.
         """
         layers, heads = self._shape
+        if request_id not in self:
+            return own_pages(layers, [*known, *fresh], heads)
         pages, counts = _by_owner(known, self.owners(request_id, known))
         width = int(counts.max()) if len(known) else 0
         padded = torch.full((layers, heads, width), _NOBODY, dtype=torch.int32)
         padded[torch.arange(width) >= width - counts[:, :, None]] = pages.flatten()
-        own = torch.tensor(fresh, dtype=torch.int32) * heads
-        own = own + torch.arange(heads, dtype=torch.int32)[:, None]
-        return torch.cat([padded, own.expand(layers, -1, -1)], dim=2)
+        return torch.cat([padded, own_pages(layers, fresh, heads)], dim=2)
 
     def keep(self, request_id: str, heavy_blocks: Sequence[int], owners: torch.Tensor) -> None:
         """Whose the lanes of a request's heavy blocks are from now on, [L, nh, KH], int32."""

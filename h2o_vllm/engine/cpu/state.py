@@ -14,16 +14,14 @@ from h2o_vllm.engine.cpu.lanes import LaneStore
 from h2o_vllm.engine.cpu.predicting import predicted
 from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.worker.eviction_scores import (
-    candidate_blocks,
     early_part,
     eviction_scores,
     known_blocks,
-    shared_eviction_scores,
 )
 from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.lanes import own_lanes
+from h2o_vllm.kernels.lanes import own_pages
 from h2o_vllm.policy.ranks import NEVER
 
 if TYPE_CHECKING:
@@ -85,10 +83,10 @@ class CPUState(WorkerState):
         kernels.attend_prompt(batch, starts, first, 1.0, torch.empty_like(query))
         kernels.score_prompt(batch, starts, first, 1.0)
         kernels.compact([kv_cache], scores, one, one + 1)
-        kernels.compact_shared([kv_cache], scores, one, one + 1, own_lanes(1, 2, num_kv_heads))
         kernels.reset_scores(scores, one.long())
-        kernels.key_similarity([kv_cache], one)
-        kernels.value_distances([kv_cache], one)
+        pages = own_pages(1, [1], num_kv_heads)
+        kernels.key_similarity([kv_cache], pages)
+        kernels.value_distances([kv_cache], pages)
         plain = torch.zeros(1, num_kv_heads, width + 1)
         kernels.predict([kv_cache], one, plain, 0, interleaved=False)
 
@@ -181,30 +179,22 @@ class CPUState(WorkerState):
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:
-            planes = self.scores, self.early
-            predicted = self._predicted(eviction.fresh_blocks)
-            if eviction.request_id in self.sharing:
-                known, fresh = known_blocks(eviction), eviction.fresh_blocks
-                pages = self.lanes.candidate_pages(eviction.request_id, known, fresh)
-                measures = self._measures(pages)
-                shared_eviction_scores(eviction, *planes, pages, *measures, predicted)
-            else:
-                blocks = torch.tensor(candidate_blocks(eviction))
-                measures = self._measures(blocks)
-                head = self.first_kv_head
-                eviction_scores(eviction, *planes, blocks, *measures, predicted, head)
-
-    def _measures(
-        self, where: torch.Tensor
-    ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-        """What a policy may ask of keys and of values, in blocks or in pages of each head."""
-        return (
-            partial(kernels.key_similarity, self.kv_caches, where),
-            partial(kernels.value_distances, self.kv_caches, where),
-        )
+            pages = self.lanes.candidate_pages(
+                eviction.request_id, known_blocks(eviction), eviction.fresh_blocks
+            )
+            eviction_scores(
+                eviction,
+                self.scores,
+                self.early,
+                pages,
+                partial(kernels.key_similarity, self.kv_caches, pages),
+                partial(kernels.value_distances, self.kv_caches, pages),
+                self._predicted(eviction.fresh_blocks),
+                self.first_kv_head,
+            )
 
     def _predicted(self, blocks: Sequence[int]) -> Callable[[], torch.Tensor] | None:
-        """The same, of fresh blocks, where a calibration says it."""
+        """The attention that the tokens of fresh blocks are expected to get, where a calibration says it."""
         if self.calibration is None:
             return None
         return partial(predicted, self.calibration, self.kv_caches, blocks)
@@ -216,11 +206,9 @@ class CPUState(WorkerState):
                 for blocks in (eviction.heavy_blocks, eviction.doomed_blocks)
             )
             owners = self._owners(eviction)
-            if owners is None:
-                kernels.compact(self.kv_caches, self.scores, heavy, doomed)
-                continue
-            owners = kernels.compact_shared(self.kv_caches, self.scores, heavy, doomed, owners)
-            self.lanes.keep(eviction.request_id, eviction.heavy_blocks, owners)
+            owners = kernels.compact(self.kv_caches, self.scores, heavy, doomed, owners)
+            if owners is not None:
+                self.lanes.keep(eviction.request_id, eviction.heavy_blocks, owners)
 
     def _owners(self, eviction: Eviction) -> torch.Tensor | None:
         """As the base class."""

@@ -25,7 +25,6 @@ __all__ = [
     "early_part",
     "eviction_scores",
     "known_blocks",
-    "shared_eviction_scores",
 ]
 
 
@@ -44,7 +43,7 @@ def eviction_scores(
     eviction: Eviction,
     scores: torch.Tensor,
     early: torch.Tensor,
-    blocks: torch.Tensor,
+    pages: torch.Tensor,
     key_similarity: Callable[[], torch.Tensor],
     value_distances: Callable[[], torch.Tensor],
     predicted: Callable[[], torch.Tensor] | None = None,
@@ -53,89 +52,34 @@ def eviction_scores(
     """Adjust the scores of one eviction's candidates, in place.
 
     Args:
-        scores: [L, N, KH, BS], float32. early: the same, see :class:`.WorkerState`.
-        blocks: :func:`candidate_blocks`, int64, on the device of ``scores``.
-        key_similarity, value_distances, predicted, first_kv_head: see :class:`.Candidates`; of ``blocks``, in
+        scores: [L, N, KH, BS], float32, contiguous. early: the same, see :class:`.WorkerState`.
+        pages: of each head, ``block * KH + lane``, [L, KH, n], on the device of ``scores``; the fresh
+            ones last. Heads that share slots have different numbers of them: padding (-1) comes first.
+        key_similarity, value_distances, predicted, first_kv_head: see :class:`.Candidates`; of ``pages``, in
             that order.
     """
-    new = _new_scores(
-        eviction,
-        scores.index_select(1, blocks).transpose(1, 2),
-        lambda: early.index_select(1, blocks).transpose(1, 2),
-        key_similarity,
-        value_distances,
-        predicted,
-        first_kv_head=first_kv_head,
-    )
-    if new is not None:
-        scores.index_copy_(1, blocks, new.transpose(1, 2))
-
-
-def shared_eviction_scores(
-    eviction: Eviction,
-    scores: torch.Tensor,
-    early: torch.Tensor,
-    pages: torch.Tensor,
-    key_similarity: Callable[[], torch.Tensor],
-    value_distances: Callable[[], torch.Tensor],
-    predicted: Callable[[], torch.Tensor] | None = None,
-) -> None:
-    """As :func:`eviction_scores` where heads share slots, and have different numbers of candidates.
-
-    Args:
-        pages: of each head, ``block * KH + lane``, [L, KH, n]; the fresh blocks' last, padding (-1) first.
-    """
-    there, layers = pages >= 0, torch.arange(len(pages))[:, None, None]
-    where = (layers, pages.clamp_min(0).long())
-
-    def of_pages(plane: torch.Tensor) -> torch.Tensor:
-        return plane.flatten(1, 2)[where].masked_fill(~there[..., None], 0.0)
-
-    counts = there.sum(2, keepdim=True) * scores.shape[3]
-    new = _new_scores(
-        eviction,
-        of_pages(scores),
-        lambda: of_pages(early),
-        key_similarity,
-        value_distances,
-        predicted,
-        counts,
-    )
-    if new is not None:
-        layer, _, _ = there.nonzero(as_tuple=True)
-        scores.flatten(1, 2)[layer, pages[there].long()] = new[there]
-
-
-def _new_scores(
-    eviction: Eviction,
-    old: torch.Tensor,
-    early: Callable[[], torch.Tensor],
-    key_similarity: Callable[[], torch.Tensor],
-    value_distances: Callable[[], torch.Tensor],
-    predicted: Callable[[], torch.Tensor] | None,
-    counts: torch.Tensor | None = None,
-    first_kv_head: int = 0,
-) -> torch.Tensor | None:
-    """New scores of the candidates with the ``old`` ones, [L, KH, n, BS], of which the fresh ones are last.
-
-    Args:
-        early: their part in the other plane, which few policies want.
-        counts, first_kv_head: see :class:`.Candidates`.
-    """
     policy = Policy.of(eviction.ranks)
-    layers, heads, count, block_size = old.shape
+    layers, heads, count = pages.shape
+    _, num_blocks, _, block_size = scores.shape
+    there = (pages >= 0).flatten()
+    padded = not there.all()
+    first_pages = torch.arange(layers, device=pages.device) * (num_blocks * heads)
+    where = (pages.clamp_min(0) + first_pages[:, None, None]).flatten()
 
-    def of_tokens(scores: torch.Tensor) -> torch.Tensor:
-        return scores.reshape(layers, heads, -1)
+    def of_tokens(plane: torch.Tensor) -> torch.Tensor:
+        found = plane.view(-1, block_size).index_select(0, where)
+        if padded:
+            found[~there] = 0.0
+        return found.view(layers, heads, -1)
 
-    late = None
+    old, late = of_tokens(scores), None
     if any(rank.collects is Collects.END for rank in policy.ranks):
         # Where nothing but late attention is collected, all of a score is late.
-        late = of_tokens(old - early() if policy.collects is Collects.ALL else old)
+        late = old - of_tokens(early) if policy.collects is Collects.ALL else old
     new = new_scores(
         eviction.ranks,
         Candidates(
-            scores=of_tokens(old),
+            scores=old,
             known=(count - len(eviction.fresh_blocks)) * block_size,
             fresh_from=eviction.fresh_from,
             seen=eviction.seen,
@@ -143,11 +87,15 @@ def _new_scores(
             value_distances=value_distances,
             predicted=predicted,
             late=late,
-            counts=counts,
+            counts=(pages >= 0).sum(2, keepdim=True) * block_size if padded else None,
             first_kv_head=first_kv_head,
         ),
     )
-    return None if new is None else new.view(old.shape)
+    if new is not None:
+        new = new.reshape(-1, block_size)
+        if padded:
+            where, new = where[there], new[there]
+        scores.view(-1, block_size).index_copy_(0, where, new)
 
 
 def early_part(scores: torch.Tensor, late: torch.Tensor) -> torch.Tensor:

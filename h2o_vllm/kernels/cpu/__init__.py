@@ -39,7 +39,6 @@ __all__ = [
     "attend_decode",
     "attend_prompt",
     "compact",
-    "compact_shared",
     "compiled",
     "describe",
     "key_similarity",
@@ -176,41 +175,29 @@ def attend_prompt(
 
 
 def compact(
-    kv_caches: Sequence[Tensor], scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor
-) -> None:
-    """Move the survivors of one eviction into its heavy blocks: :func:`h2o_vllm.kernels.reference.compact`.
+    kv_caches: Sequence[Tensor],
+    scores: Tensor,
+    heavy_blocks: Tensor,
+    doomed_blocks: Tensor,
+    owners: Tensor | None = None,
+) -> Tensor | None:
+    """Move the survivors of one eviction into its heavy blocks: :func:`h2o_vllm.kernels.lanes.compact`.
 
     Args:
         kv_caches: L tensors [N, KH, BS, 2 * D]. scores: [L, N, KH, BS], float32.
         heavy_blocks: [nh], integer; must be writable by this request. doomed_blocks: [nd], integer;
             disjoint from ``heavy_blocks``. With either empty nothing happens.
-    """
-    if _CHECK:
-        checks.check_eviction(heavy_blocks, doomed_blocks, scores.shape[1])
-    load().compact(kv_caches, scores, heavy_blocks, doomed_blocks)
-
-
-def compact_shared(
-    kv_caches: Sequence[Tensor],
-    scores: Tensor,
-    heavy_blocks: Tensor,
-    doomed_blocks: Tensor,
-    owners: Tensor,
-) -> Tensor:
-    """:func:`compact` where the heads of a layer share their slots: :mod:`h2o_vllm.kernels.lanes`.
-
-    Args:
-        kv_caches, scores, heavy_blocks, doomed_blocks: as for :func:`compact`; none of the lists is empty.
         owners: [L, nh + nd, KH], integer: which head each lane of the heavy and doomed blocks belongs to.
-            Every head must have one of them.
+            Every head must have one of them. ``None``: the heads share nothing.
 
     Returns:
-        [L, nh, KH], int32: which head each lane of the heavy blocks belongs to now.
+        [L, nh, KH], int32: which head each lane of the heavy blocks belongs to now; ``None`` without owners.
     """
     if _CHECK:
         checks.check_eviction(heavy_blocks, doomed_blocks, scores.shape[1])
-        checks.check_owners(owners, scores, heavy_blocks.numel() + doomed_blocks.numel())
-    now: Tensor = load().compact_shared(kv_caches, scores, heavy_blocks, doomed_blocks, owners)
+        if owners is not None:
+            checks.check_owners(owners, scores, heavy_blocks.numel() + doomed_blocks.numel())
+    now: Tensor | None = load().compact(kv_caches, scores, heavy_blocks, doomed_blocks, owners)
     return now
 
 
@@ -241,26 +228,26 @@ def predict(
     return expected
 
 
-def key_similarity(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
-    """The cosine of each key in some blocks and the mean of these keys' directions, per layer and KV head.
+def key_similarity(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
+    """The cosine of each key in some pages and the mean of these keys' directions, per layer and KV head.
 
     Args:
         kv_caches: L tensors [N, KH, BS, 2 * D].
-        blocks: [n], integer, at least one; or pages of each head, ``block * KH + lane``, [L, KH, n], behind
-            padding below 0, which counts for nothing.
+        pages: of each head, ``block * KH + lane``, [L, KH, n], integer, behind padding below 0, which counts
+            for nothing. Every head has one at least.
 
     Returns:
-        [L, KH, n * BS], float32, block by block; 0 for padding.
+        [L, KH, n * BS], float32, page by page; 0 for padding.
     """
     if _CHECK:
-        checks.check_ranked(blocks, kv_caches)
-    similarity: Tensor = load().key_similarity(kv_caches, blocks)
+        checks.check_pages(pages, kv_caches)
+    similarity: Tensor = load().key_similarity(kv_caches, pages)
     return similarity
 
 
-def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
-    """How far each value in some blocks lies from the mean of them; as :func:`key_similarity`."""
+def value_distances(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
+    """How far each value in some pages lies from the mean of them; as :func:`key_similarity`."""
     if _CHECK:
-        checks.check_ranked(blocks, kv_caches)
-    distances: Tensor = load().value_distances(kv_caches, blocks)
+        checks.check_pages(pages, kv_caches)
+    distances: Tensor = load().value_distances(kv_caches, pages)
     return distances

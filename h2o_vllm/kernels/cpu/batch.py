@@ -17,7 +17,7 @@ __all__ = [
     "PagedBatch",
     "heads_apart",
     "key_value_views",
-    "measured_by_page",
+    "measured",
     "tokens_of",
 ]
 
@@ -85,19 +85,20 @@ def tokens_of(kv_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     return keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
 
 
-def measured_by_page(
-    measure: Callable[[Sequence[Tensor], Tensor], Tensor],
-    kv_caches: Sequence[Tensor],
-    pages: Tensor,
+def measured(
+    measure: Callable[[Tensor, Tensor], Tensor], kv_caches: Sequence[Tensor], pages: Tensor
 ) -> Tensor:
-    """``measure``, which takes blocks, of each head's ``pages`` [L, KH, n]: [L, KH, n * BS]; 0 if padded."""
-    layers, heads, count = pages.shape
-    found = torch.zeros(layers, heads, count, kv_caches[0].shape[2])
+    """``measure`` of the keys and values, [C, D] each, of each head's ``pages``, [L, KH, n].
+
+    Returns:
+        [L, KH, n * BS], float32; 0 for padding.
+    """
+    found = torch.zeros(*pages.shape, kv_caches[0].shape[2])
     for layer, kv_cache in enumerate(kv_caches):
         for head, mine in enumerate(pages[layer]):
             there = mine >= 0
-            measured = measure([_one_headed(kv_cache)], mine[there])
-            found[layer, head, there] = measured.view(-1, found.shape[3])
+            keys, values = tokens_of(_one_headed(kv_cache), mine[there])
+            found[layer, head, there] = measure(keys[0], values[0]).view(-1, found.shape[3])
     return found.flatten(2)
 
 

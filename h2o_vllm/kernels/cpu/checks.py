@@ -21,8 +21,8 @@ __all__ = [
     "check_cache",
     "check_eviction",
     "check_owners",
+    "check_pages",
     "check_predicting",
-    "check_ranked",
     "check_softmax",
 ]
 
@@ -205,20 +205,17 @@ def check_predicting(
         )
 
 
-def check_ranked(blocks: Tensor, kv_caches: Sequence[Tensor]) -> None:
-    """Check blocks, or pages of each head, that a policy wants to know something of.
+def check_pages(pages: Tensor, kv_caches: Sequence[Tensor]) -> None:
+    """Check pages of each head, of which a policy wants to know something.
 
     Raises:
         ValueError: naming what does not fit.
     """
     num_blocks, heads = kv_caches[0].shape[:2]
-    if blocks.dim() == 1:
-        check_eviction(blocks, blocks[:0], num_blocks)
-        return
-    if blocks.dim() != 3 or tuple(blocks.shape[:2]) != (len(kv_caches), heads):
-        raise ValueError(f"pages must be [{len(kv_caches)}, {heads}, n], got {tuple(blocks.shape)}")
-    if not bool(((blocks < 0) | ((blocks >= heads) & (blocks < num_blocks * heads))).all()):
+    if pages.dim() != 3 or tuple(pages.shape[:2]) != (len(kv_caches), heads):
+        raise ValueError(f"pages must be [{len(kv_caches)}, {heads}, n], got {tuple(pages.shape)}")
+    if not bool(((pages < 0) | ((pages >= heads) & (pages < num_blocks * heads))).all()):
         raise ValueError(f"page ids must lie in {heads}..{num_blocks * heads - 1}")
-    padding = blocks < 0
+    padding = pages < 0
     if bool((padding[..., 1:] & ~padding[..., :-1]).any()) or bool(padding[..., -1].any()):
         raise ValueError("padding must come before pages, of which every head has one")

@@ -22,7 +22,6 @@ __all__ = [
     "attend_decode",
     "attend_prompt",
     "compact",
-    "compact_shared",
     "describe",
     "key_similarity",
     "predict",
@@ -55,20 +54,15 @@ _library.h2o_isa.restype = ctypes.c_char_p
 _attend = _library.h2o_attend
 _attend.argtypes, _attend.restype = [c_void_p], None
 _compact = _library.h2o_compact
-_compact.argtypes = [c_void_p] * 3 + [c_int] * 3 + [c_int64] + [c_int] * 4
+_compact.argtypes = [c_void_p] * 3 + [c_int] * 2 + [c_void_p] * 2 + [c_int, c_int64] + [c_int] * 4
 _compact.restype = None
-_compact_shared = _library.h2o_compact_shared
-_compact_shared.argtypes = (
-    [c_void_p] * 3 + [c_int] * 2 + [c_void_p] * 2 + [c_int, c_int64] + [c_int] * 4
-)
-_compact_shared.restype = None
 _reset = _library.h2o_reset
 _reset.argtypes = [c_void_p] * 2 + [c_int64, c_int, c_int64, c_int, c_int]
 _reset.restype = None
 _predict = _library.h2o_predict
 _predict.argtypes, _predict.restype = [c_void_p] * 4 + [c_int] * 9, None
 _rank = _library.h2o_rank
-_rank.argtypes, _rank.restype = [c_void_p] * 4 + [c_int] * 7, None
+_rank.argtypes, _rank.restype = [c_void_p] * 3 + [c_int] * 7, None
 
 
 def describe() -> str:
@@ -117,37 +111,26 @@ def attend_prompt(
 
 
 def compact(
-    kv_caches: Sequence[Tensor], scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor
-) -> None:
-    """See :func:`h2o_vllm.kernels.cpu.compact`."""
-    heavy = heavy_blocks.numel()
-    if heavy == 0 or doomed_blocks.numel() == 0:
-        return
-    order = torch.cat([heavy_blocks, doomed_blocks]).to(torch.int32)
-    layers, blocks, heads, block = scores.shape
-    caches, first = _pointers(kv_caches), kv_caches[0]
-    _compact(
-        caches, scores.data_ptr(), order.data_ptr(), heavy, order.numel(),
-        layers, blocks, heads, first.shape[3] // 2, block, first.element_size(),
-    )  # fmt: skip
-
-
-def compact_shared(
     kv_caches: Sequence[Tensor],
     scores: Tensor,
     heavy_blocks: Tensor,
     doomed_blocks: Tensor,
-    owners: Tensor,
-) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.compact_shared`."""
+    owners: Tensor | None = None,
+) -> Tensor | None:
+    """See :func:`h2o_vllm.kernels.cpu.compact`."""
     heavy = heavy_blocks.numel()
+    if heavy == 0 or doomed_blocks.numel() == 0:
+        return None if owners is None else owners[:, :heavy]
     order = torch.cat([heavy_blocks, doomed_blocks]).to(torch.int32)
     layers, blocks, heads, block = scores.shape
-    owners = owners.to(torch.int32).contiguous()
-    now = torch.empty(layers, heavy, heads, dtype=torch.int32)
-    caches, first = _pointers(kv_caches), kv_caches[0]
-    _compact_shared(
-        caches, scores.data_ptr(), order.data_ptr(), heavy, order.numel(), owners.data_ptr(), now.data_ptr(),
+    now = None
+    if owners is not None:
+        owners = owners.to(torch.int32).contiguous()
+        now = torch.empty(layers, heavy, heads, dtype=torch.int32)
+    first = kv_caches[0]
+    _compact(
+        _pointers(kv_caches), scores.data_ptr(), order.data_ptr(), heavy, order.numel(),
+        *(None if given is None else given.data_ptr() for given in (owners, now)),
         layers, blocks, heads, first.shape[3] // 2, block, first.element_size(),
     )  # fmt: skip
     return now
@@ -175,27 +158,25 @@ def predict(
     return out
 
 
-def key_similarity(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+def key_similarity(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.key_similarity`."""
-    return _ranked(kv_caches, blocks, keys=True)
+    return _ranked(kv_caches, pages, keys=True)
 
 
-def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+def value_distances(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
-    return _ranked(kv_caches, blocks, keys=False)
+    return _ranked(kv_caches, pages, keys=False)
 
 
-def _ranked(kv_caches: Sequence[Tensor], blocks: Tensor, *, keys: bool) -> Tensor:
-    blocks, first = blocks.to(torch.int32).contiguous(), kv_caches[0]
+def _ranked(kv_caches: Sequence[Tensor], pages: Tensor, *, keys: bool) -> Tensor:
+    pages, first = pages.to(torch.int32).contiguous(), kv_caches[0]
     _, heads, block, width = first.shape
-    count, by_page = blocks.shape[-1], blocks.dim() == 3
+    count = pages.shape[2]
     out = torch.empty(len(kv_caches), heads, count * block)
-    if count:
-        pointers = (None, blocks.data_ptr()) if by_page else (blocks.data_ptr(), None)
-        _rank(
-            _pointers(kv_caches), *pointers, out.data_ptr(), count, len(kv_caches),
-            heads, width // 2, block, _DTYPES[first.dtype], keys,
-        )  # fmt: skip
+    _rank(
+        _pointers(kv_caches), pages.data_ptr(), out.data_ptr(), count, len(kv_caches),
+        heads, width // 2, block, _DTYPES[first.dtype], keys,
+    )  # fmt: skip
     return out
 
 

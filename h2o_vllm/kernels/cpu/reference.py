@@ -17,7 +17,7 @@ from h2o_vllm.kernels.cpu.batch import (
     PagedBatch,
     heads_apart,
     key_value_views,
-    measured_by_page,
+    measured,
     tokens_of,
 )
 from h2o_vllm.kernels.reference import reset_scores
@@ -26,7 +26,6 @@ __all__ = [
     "attend_decode",
     "attend_prompt",
     "compact",
-    "compact_shared",
     "describe",
     "key_similarity",
     "predict",
@@ -95,32 +94,16 @@ def attend_prompt(
 
 
 def compact(
-    kv_caches: Sequence[Tensor], scores: Tensor, heavy_blocks: Tensor, doomed_blocks: Tensor
-) -> None:
-    """See :func:`h2o_vllm.kernels.cpu.compact`."""
-    views = [_token_views(kv_cache) for kv_cache in kv_caches]
-    eviction = (heavy_blocks.tolist(), doomed_blocks.tolist())
-    reference.compact(
-        [keys for keys, _ in views], [values for _, values in views], scores, [eviction]
-    )
-
-
-def compact_shared(
     kv_caches: Sequence[Tensor],
     scores: Tensor,
     heavy_blocks: Tensor,
     doomed_blocks: Tensor,
-    owners: Tensor,
-) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.compact_shared`."""
-    views = [_token_views(kv_cache) for kv_cache in kv_caches]
-    return lanes.compact_shared(
-        [keys for keys, _ in views],
-        [values for _, values in views],
-        scores,
-        heavy_blocks.tolist(),
-        doomed_blocks.tolist(),
-        owners,
+    owners: Tensor | None = None,
+) -> Tensor | None:
+    """See :func:`h2o_vllm.kernels.cpu.compact`."""
+    keys, values = zip(*map(_token_views, kv_caches), strict=True)
+    return lanes.compact(
+        keys, values, scores, heavy_blocks.tolist(), doomed_blocks.tolist(), owners
     )
 
 
@@ -135,18 +118,14 @@ def predict(
     return torch.stack(found)
 
 
-def key_similarity(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+def key_similarity(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.key_similarity`."""
-    if blocks.dim() == 3:
-        return measured_by_page(key_similarity, kv_caches, blocks)
-    return torch.stack([reference.key_similarity(tokens_of(kv, blocks)[0]) for kv in kv_caches])
+    return measured(lambda keys, _: reference.key_similarity(keys), kv_caches, pages)
 
 
-def value_distances(kv_caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+def value_distances(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
-    if blocks.dim() == 3:
-        return measured_by_page(value_distances, kv_caches, blocks)
-    return torch.stack([reference.value_distances(tokens_of(kv, blocks)[1]) for kv in kv_caches])
+    return measured(lambda _, values: reference.value_distances(values), kv_caches, pages)
 
 
 def _attend(

@@ -238,4 +238,4 @@ def test_lanes_that_cannot_be_are_refused() -> None:
         checks.check_owners(torch.zeros(1, 3, HEADS, dtype=torch.int32), scores, 3)
     caches = [torch.zeros(9, HEADS, 32, 32)]
     with pytest.raises(ValueError, match="padding must come before"):
-        checks.check_ranked(torch.tensor([[[5, -1], [6, 7], [8, 9]]]), caches)
+        checks.check_pages(torch.tensor([[[5, -1], [6, 7], [8, 9]]]), caches)

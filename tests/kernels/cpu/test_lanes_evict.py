@@ -25,8 +25,8 @@ def compare(
     """Compacts, as the reference does; returns the new owners."""
     got, got_scores = [cache.clone() for cache in caches], scores.clone()
     want, want_scores = [cache.clone() for cache in caches], scores.clone()
-    now = impl.compact_shared(got, got_scores, heavy, doomed, owners)
-    assert torch.equal(now, reference.compact_shared(want, want_scores, heavy, doomed, owners))
+    now = impl.compact(got, got_scores, heavy, doomed, owners)
+    assert torch.equal(now, reference.compact(want, want_scores, heavy, doomed, owners))
     check_moved([*got, got_scores], [*want, want_scores], [*caches, scores], heavy)
     return now
 
@@ -50,7 +50,7 @@ def test_compaction_equals_the_reference(
     heavy, doomed = ids(7, 2, 9), ids(1, 11, 4)
     owners = own_lanes(layers, 6, heads)
     now = compare(impl, caches, scores, heavy, doomed, owners)
-    impl.compact_shared(caches, scores, heavy, doomed, owners)
+    impl.compact(caches, scores, heavy, doomed, owners)
     owners = torch.cat(
         [now[:, :2], own_lanes(layers, 1, heads), now[:, 2:], own_lanes(layers, 1, heads)], 1
     )
@@ -68,7 +68,7 @@ def test_each_head_keeps_its_best_tokens(impl: ModuleType) -> None:
         keys, values = key_value_views(cache)
         keys.copy_(mine[:, :, None, :].expand_as(keys))
         values.copy_(mine[..., None].expand_as(values))
-    now = impl.compact_shared(caches, scores, heavy, doomed, own_lanes(layers, 7, heads))
+    now = impl.compact(caches, scores, heavy, doomed, own_lanes(layers, 7, heads))
     for layer, cache in enumerate(caches):
         keys, values = key_value_views(cache[heavy.long()])
         for head in range(heads):
@@ -142,6 +142,7 @@ def test_what_policies_ask_of_pages_equals_the_reference(
         assert got.shape == want.shape == (len(caches), heads, 5 * 32)
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
         assert (got.unflatten(-1, (5, 32))[pages < 0] == 0).all()
-        block = caches[1].view(-1, 1, *caches[1].shape[2:])
-        alone = getattr(reference, name)([block], pages[1, 2][pages[1, 2] >= 0])
+        mine = pages[1, 2][pages[1, 2] >= 0]
+        one_headed = caches[1].view(-1, 1, *caches[1].shape[2:])
+        alone = getattr(reference, name)([one_headed], mine[None, None])
         torch.testing.assert_close(got[1, 2, -alone.shape[-1] :], alone[0, 0], rtol=2e-5, atol=2e-6)

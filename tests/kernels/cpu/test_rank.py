@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.cpu import reference
+from h2o_vllm.kernels.lanes import own_pages
 from tests.kernels.cpu.test_evict import BLOCKS, HEADS, LAYERS, ids, make
 
 NAMES = ("key_similarity", "value_distances")
+
+
+def pages(blocks: Tensor) -> Tensor:
+    return own_pages(LAYERS, blocks.tolist(), HEADS)
 
 
 def check(impl: ModuleType, caches: list[Tensor], blocks: Tensor) -> None:
@@ -22,7 +27,7 @@ def check(impl: ModuleType, caches: list[Tensor], blocks: Tensor) -> None:
     for cache in caches:
         cache[others] = float("nan")
     for name in NAMES:
-        got, want = (getattr(one, name)(caches, blocks) for one in (impl, reference))
+        got, want = (getattr(one, name)(caches, pages(blocks)) for one in (impl, reference))
         assert got.shape == (LAYERS, HEADS, blocks.numel() * caches[0].shape[2])
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
@@ -45,20 +50,19 @@ def test_keys_of_any_length_and_none(impl: ModuleType) -> None:
         cache.mul_(torch.logspace(-6, 6, BLOCKS)[:, None, None, None])
         cache[7] = 0
     for blocks in (ids(0, 4, 7, 11), ids(7)):
-        got = impl.key_similarity(caches, blocks)
-        torch.testing.assert_close(
-            got, reference.key_similarity(caches, blocks), rtol=1e-4, atol=1e-5
-        )
+        got = impl.key_similarity(caches, pages(blocks))
+        want = reference.key_similarity(caches, pages(blocks))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         assert got[..., -32:].abs().max() <= 1.0001
 
 
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)
 def test_threads_share_the_heads_and_change_no_bit(impl: ModuleType, threads: int) -> None:
     caches, _ = make(torch.bfloat16, 64, 32)
-    blocks = ids(1, 2, 3, 4, 5, 6)
+    given = pages(ids(1, 2, 3, 4, 5, 6))
     for name in NAMES:
-        together = getattr(impl, name)(caches, blocks)
-        alone = torch.cat([getattr(impl, name)([cache], blocks) for cache in caches])
+        together = getattr(impl, name)(caches, given)
+        alone = torch.cat([getattr(impl, name)([cache], given[:1]) for cache in caches])
         torch.testing.assert_close(together, alone, rtol=0, atol=0)
 
 
@@ -68,5 +72,5 @@ def test_equal_tokens_are_equally_far_and_alike(impl: ModuleType) -> None:
     for cache in caches:
         cache[4] = cache[9]
     for name in NAMES:
-        four, _, nine = getattr(impl, name)(caches, ids(4, 2, 9)).split(32, dim=-1)
+        four, _, nine = getattr(impl, name)(caches, pages(ids(4, 2, 9))).split(32, dim=-1)
         assert torch.equal(four, nine)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.lanes import compact as rule
 from h2o_vllm.kernels.triton import Evictions, KVLayers, compact
 from tests.kernels.triton.cases import bits, halves
 
@@ -48,7 +48,9 @@ def check_compact(
     got_scores, want_scores = scores.clone(), scores.clone()
     layers = KVLayers(*zip(*(halves(cache) for cache in got), strict=True), scratch_bytes)
     compact(layers, got_scores, Evictions.pack(pairs, scores.device))
-    reference.compact(*zip(*(halves(cache) for cache in want), strict=True), want_scores, pairs)
+    split = list(zip(*(halves(cache) for cache in want), strict=True))
+    for pair in pairs:
+        rule(*split, want_scores, *pair)
     assert torch.equal(bits(got_scores), bits(want_scores))
     heavy = {block for heavy, doomed in pairs if doomed for block in heavy}
     untouched = [block for block in range(scores.shape[1]) if block not in heavy]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.lanes import compact_shared as rule
+from h2o_vllm.kernels.lanes import compact as rule
 from h2o_vllm.kernels.lanes import own_lanes
 from h2o_vllm.kernels.triton import (
     KVLayers,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
-from h2o_vllm.engine.worker.eviction_scores import known_blocks, shared_eviction_scores
+from h2o_vllm.engine.worker.eviction_scores import eviction_scores, known_blocks
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import KVLayers, LaneTables, Rescores, rescore
 from h2o_vllm.policy.policy import Policy
@@ -48,7 +48,7 @@ def known_lanes(
 
 
 def _candidate_pages(one: Eviction, slot: int, tables: LaneTables) -> Tensor:
-    """As :func:`.shared_eviction_scores` wants them."""
+    """As :func:`.eviction_scores` wants them."""
     layers, _, heads = tables.owners.shape
     known, fresh = known_blocks(one), list(one.fresh_blocks)
     rows = []
@@ -91,7 +91,7 @@ def _by_policies(
                     found[layer, head, there] = measure(mine).view(-1, block_size)
             return found.flatten(2)
 
-        shared_eviction_scores(
+        eviction_scores(
             one, scores, early, pages,
             lambda measured=measured: measured(0, reference.key_similarity),  # type: ignore[misc]
             lambda measured=measured: measured(1, reference.value_distances),  # type: ignore[misc]

@@ -13,6 +13,8 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.worker.eviction_scores import candidate_blocks, eviction_scores
 from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.lanes import compact as rule
+from h2o_vllm.kernels.lanes import own_pages
 from h2o_vllm.kernels.triton import (
     Evictions,
     KVLayers,
@@ -66,7 +68,8 @@ def by_formulas(
         def value_distances(tokens: Callable[[int], Tensor] = tokens) -> Tensor:
             return reference.value_distances(tokens(1))
 
-        eviction_scores(one, scores, early, blocks, key_similarity, value_distances)
+        pages = own_pages(scores.shape[0], blocks.tolist(), scores.shape[2]).to(scores.device)
+        eviction_scores(one, scores, early, pages, key_similarity, value_distances)
     return scores
 
 
@@ -122,8 +125,9 @@ def check_rescore(
         pairs = [(one.heavy_blocks, one.doomed_blocks) for one in evictions]
         compact(layers, got, Evictions.pack(pairs, scores.device))
         want_caches = [cache.clone() for cache in caches]
-        split = zip(*(halves(cache) for cache in want_caches), strict=True)
-        reference.compact(*split, want.clone(), pairs)
+        split, kept_scores = list(zip(*map(halves, want_caches), strict=True)), want.clone()
+        for pair in pairs:
+            rule(*split, kept_scores, *pair)
         for a, b in zip(got_caches, want_caches, strict=True):
             assert torch.equal(bits(a), bits(b))
     return want

@@ -10,6 +10,7 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.worker.eviction_scores import eviction_scores, known_blocks
 from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.lanes import own_pages
 from h2o_vllm.kernels.triton import KVLayers, Rescores, rescore
 from h2o_vllm.policy.policy import Policy
 from tests.kernels.triton.cases import DTYPES, NAN, halves
@@ -77,7 +78,7 @@ def test_lanes_of_others_matter() -> None:
         [halves(cache)[1][blocks].flatten(0, 1).transpose(0, 1) for cache in caches]
     )
     eviction_scores(
-        evictions[0], want, scores, blocks,
+        evictions[0], want, scores, own_pages(2, blocks.tolist(), 3),
         lambda: torch.full((), NAN), lambda: reference.value_distances(values.float()),
     )  # fmt: skip
     torch.testing.assert_close(results[1], want, rtol=1e-4, atol=1e-6)

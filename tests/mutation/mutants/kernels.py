@@ -27,8 +27,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernels-cpu-ranks-by-the-first-head",
-        "* heads + head) * block + c % block",
-        "* heads + 0) * block + c % block",
+        "* layer.heads + first + lane);",
+        "* layer.heads + lane);",
         EVICT,
     ),
     Mutant("kernels-cpu-ties-go-to-the-last", "<< 32 | ~candidate", "<< 32 | candidate", EVICT),
@@ -160,9 +160,9 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
-        "kernels-cpu-lanes-are-written-before-all-is-read",
-        "scores[m] = layer.scores[moves[m].from];",
-        "scores[m] = layer.scores[moves[m].from]; layer.scores[moves[m].to] = scores[m];",
+        "kernels-cpu-lanes-are-filled-before-they-are-given-up",
+        "for (bool gains : {false, true})",
+        "for (bool gains : {true, false})",
         SHARE,
     ),
     Mutant(

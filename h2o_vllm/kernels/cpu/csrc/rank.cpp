@@ -97,21 +97,21 @@ void of_head(const void* cache, const int64_t* page, int count, int size, int bl
 
 }  // namespace
 
-// caches: L pointers to [N, KH, 2 * D * BS] of a type; blocks: [count] ids, or null and pages: [L, KH, count], block * KH
-// + lane, behind padding below 0, whose result is 0; out: [L, KH, count * BS].
+// caches: L pointers to [N, KH, 2 * D * BS] of a type; pages: [L, KH, count], block * KH + lane, behind padding below 0,
+// whose result is 0; out: [L, KH, count * BS].
 // keys: similarity of keys, else distances of values.
-extern "C" void h2o_rank(void* const* caches, const int32_t* blocks, const int32_t* pages, float* out, int count, int layers,
-                         int heads, int size, int block, int dtype, int keys) {
+extern "C" void h2o_rank(void* const* caches, const int32_t* pages, float* out, int count, int layers, int heads,
+                         int size, int block, int dtype, int keys) {
 #pragma omp parallel if (layers * heads > 1 && count * block > 64)
   {
     std::vector<int64_t> page(count);
 #pragma omp for schedule(static)
     for (int i = 0; i < layers * heads; ++i) {
-      const int layer = i / heads, head = i % heads;
+      const int layer = i / heads;
       float* mine = out + int64_t(i) * count * block;
       int n = 0;
       for (int b = 0; b < count; ++b) {
-        const int64_t id = pages ? pages[int64_t(i) * count + b] : int64_t(blocks[b]) * heads + head;
+        const int64_t id = pages[int64_t(i) * count + b];
         if (id >= 0) page[n++] = id * 2 * size * block;
         else mine = std::fill_n(mine, block, 0.f);
       }

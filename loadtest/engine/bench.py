@@ -31,8 +31,9 @@ from loadtest.common.machine import describe_gpu
 from loadtest.common.plan import carry_out, missing
 from loadtest.common.results import RESULTS, Measured, Row, read_rows, result_path
 from loadtest.engine.models import SHAPES, make_model
+from loadtest.engine.suites import SUITES, Suite, suite_of
 from loadtest.engine.tables import measured_table, ratio_table
-from loadtest.engine.workloads import SUITES, Engine, Start, Suite, suite_of
+from loadtest.engine.workloads import Engine, Start
 
 __all__ = ["Measurement", "main", "planned"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from loadtest.common.plots import BLUE, GREY, LIGHT, RED, SMALL, caption, legend, panels, save
 from loadtest.common.results import Row
 from loadtest.common.tables import number
+from loadtest.engine.suites import Suite
 from loadtest.engine.tables import measured
-from loadtest.engine.workloads import Suite
 
 __all__ = ["plot_bench"]
 

@@ -29,7 +29,8 @@ from h2o_vllm.plugin import engine_args
 from loadtest.common.child import answer
 from loadtest.common.forced_names import FORCED_FIELD
 from loadtest.common.statistics import percentile
-from loadtest.engine.workloads import Chat, Start, Workload, suite_of
+from loadtest.engine.suites import suite_of
+from loadtest.engine.workloads import Chat, Start, Workload
 
 _SETTLE_S = 60.0
 """The most seconds to wait until an engine is idle."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from loadtest.common.results import Row
 from loadtest.common.tables import Column, markdown_table, median_range, pick
-from loadtest.engine.workloads import Suite
+from loadtest.engine.suites import Suite
 
 __all__ = ["decode_ms", "measured", "measured_table", "ratio_table"]
 

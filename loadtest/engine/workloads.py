@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of workloads of each device: prompts, lengths, budgets, pools. Same prompts for every variant."""
+"""What a workload is: prompts, lengths, budgets, pools. Same prompts for every variant."""
 
 from __future__ import annotations
 
-import random
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
-from h2o_vllm.config.keys import CONFIG_KEY
-from h2o_vllm.plugin import CPU_EXECUTOR
 from loadtest.common.forced_names import PROCESSOR
-from loadtest.common.texts import documentation
 
-__all__ = ["SUITES", "Chat", "Engine", "Setting", "Start", "Suite", "Workload", "suite_of"]
-
-STOCK_CPU_BLOCK_SIZE = 128
-"""vLLM's default on CPU."""
+__all__ = ["Chat", "Engine", "Setting", "Start", "Workload"]
 
 
 @dataclass(frozen=True)
@@ -156,14 +148,6 @@ def _protects(fields: Mapping[str, Any]) -> bool:
     return isinstance(fields.get("kv_protect"), int)
 
 
-_FIFTH = {"kv_budget": 0.2}
-_ENDLESS = {"kv_budget_tokens": 512, "kv_prefill_tokens": 512}
-
-
-def _by_name(*workloads: Workload) -> dict[str, Workload]:
-    return {workload.name: workload for workload in workloads}
-
-
 @dataclass
 class Chat:
     """One request, or several turns of one chat.
@@ -177,203 +161,3 @@ class Chat:
     later: list[list[int]]
     forced: list[int]
     fields: dict[str, Any] | None
-
-
-class Suite(ABC):
-    """What a device is measured with.
-
-    Attributes:
-        variants: what serves, baselines first.
-        own: those of them that are h2o_vllm.
-        side_by_side: whether the engines of a setting live side by side, one working at a time; otherwise
-            each is started anew and has the device to itself.
-        usual: what is measured where no workload is named.
-        together: whether those are also started at once, and not each when it is first wanted.
-    """
-
-    variants: ClassVar[tuple[str, ...]]
-    own: ClassVar[tuple[str, ...]] = ("h2o",)
-    side_by_side: ClassVar[bool]
-    together: ClassVar[bool] = False
-    settings: ClassVar[Mapping[str, Setting]]
-    usual: ClassVar[Sequence[str]]
-    workloads: ClassVar[Mapping[str, Workload]]
-
-    @abstractmethod
-    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
-        """Engine arguments of a variant, our switch not included."""
-
-    @abstractmethod
-    def text(self, engine: Any, length: int) -> list[int]:
-        """At least ``length`` token ids, of which prompts are stretches."""
-
-    def chats(self, workload: Workload, engine: Any) -> list[Chat]:
-        """The requests of a workload: stretches of one text."""
-        lengths, own = workload.prompt_lengths(), workload.prompt_tokens - workload.shared
-        # What each takes behind its shared beginning.
-        most = (
-            max(lengths)
-            + (workload.turns - 1) * own
-            + (workload.output_tokens if workload.forced else 0)
-        )
-        tokens = self.text(engine, workload.requests * most)
-        last_start = len(tokens) - most
-        chats = []
-        for number, length in enumerate(lengths):
-            at = number * last_start // workload.requests
-            prompt = [*tokens[: workload.shared], *tokens[at + workload.shared : at + length]]
-            at += length
-            later = [tokens[at + own * turn :][:own] for turn in range(workload.turns - 1)]
-            forced = tokens[at : at + workload.output_tokens] if workload.forced else []
-            chats.append(Chat(prompt, later, forced, workload.asked(number)))
-        return chats
-
-    def to_measure(self, names: Sequence[str], variant: str) -> list[str]:
-        """The workloads to run: without budgets, equal traffic is measured once, and what fits at all."""
-        if variant == "h2o":
-            return list(names)
-        names = [name for name in names if not self.settings[self.workloads[name].setting].config]
-        found = {self.workloads[name].traffic: name for name in reversed(names)}
-        return [name for name in names if name in found.values()]
-
-
-class CPUSuite(Suite):
-    """The embedded model on real English."""
-
-    variants = ("stock", "stock-same-flags", "full-kernel", "h2o")
-    """vLLM with its defaults, vLLM with exactly our flags, full KV on our kernel, and ours with budgets."""
-    own = ("full-kernel", "h2o")
-    side_by_side = True
-    usual = ("tight", "mixed", "ample", "idle", "long-0.2")
-    settings: ClassVar = {
-        "tight": Setting(1700, pool_tokens=6400),
-        "ample": Setting(7000),
-        "long-tight": Setting(7000, pool_tokens=12_800),
-        "forced": Setting(1700, pool_tokens=6400, forces=True),
-        "chats": Setting(2400),
-        "chats-tight": Setting(2400, pool_tokens=3200),
-        "endless": Setting(8192, 1024, config=_ENDLESS),
-    }
-    workloads: ClassVar = _by_name(
-        Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (_FIFTH,), "tight"),
-        Workload("mixed", "half full, half 0.2, tight pool", 32, 1000, 512, (None, _FIFTH), "tight"),
-        Workload("ample", "no memory pressure, budget 0.2", 16, 1000, 512, (_FIFTH,)),
-        Workload("idle", "no request has a budget", 16, 1000, 512, (None,)),
-        Workload("long-0.2", "6,000-token prompts, budget 0.2", 4, 6000, 256, (_FIFTH,)),
-        Workload("long-0.1", "6,000-token prompts, budget 0.1", 4, 6000, 256, ({"kv_budget": 0.1},)),
-        Workload("bounded", "6,000-token prompts, budget 0.2, 1,024 in prefill, pool of two prompts",
-                 16, 6000, 256, ({**_FIFTH, "kv_prefill_tokens": 1024},), "long-tight"),
-        Workload("fixed-16", "texts that are forced, pool of four, budget 0.2", 16, 1000, 512, (_FIFTH,),
-                 "forced", forced=True),
-        *(Workload(f"elastic-{n}", f"{n} texts that are forced, pool of four, elastic", n, 1000, 512,
-                   ({**_FIFTH, "kv_elastic": True},), "forced", forced=True) for n in (4, 16, 32)),
-        *(row for pool in ("", "-tight") for row in (
-            Workload(f"system{pool}", "24 requests share a system prompt, protected", 24, 1700, 256,
-                     ({**_FIFTH, "kv_protect": 1500},), f"chats{pool}", shared=1500),
-            Workload(f"chats{pool}", "8 chats of 6 turns, prompts protected", 8, 420, 160,
-                     ({**_FIFTH, "kv_protect": "prompt"},), f"chats{pool}", shared=300, turns=6),
-        )),
-        Workload("answers", "8 answers to one question, prompt protected", 1, 1000, 512,
-                 ({**_FIFTH, "kv_protect": "prompt"},), "chats", answers=8),
-        Workload("quiet", "short requests, no other process computes", 16, 256, 256, (_FIFTH,)),
-        Workload("busy", "the same, another process keeps a core busy", 16, 256, 256, (_FIFTH,), busy=1),
-        Workload("endless", "one request, 8 times longer than the pool", 1, 4000, 4192, (None,), "endless"),
-    )  # fmt: skip
-
-    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
-        """Blocks of 32 tokens but for stock's defaults."""
-        stock = variant == "stock"
-        block_size = STOCK_CPU_BLOCK_SIZE if stock else 32
-        options: dict[str, Any] = {
-            **({} if stock else {"distributed_executor_backend": CPU_EXECUTOR}),
-            "dtype": "bfloat16",
-            "block_size": block_size,
-            "kv_cache_memory_bytes": 4 << 30,
-            "seed": 0,
-        }
-        if setting.config:
-            # No step computes more of a prompt than the pool has room for.
-            options["max_num_batched_tokens"] = 256
-        if variant == "full-kernel":
-            options["additional_config"] = {CONFIG_KEY: {"kv_full_kernel": "h2o"}}
-        return options | setting.options(block_size)
-
-    def text(self, engine: Any, length: int) -> list[int]:
-        """Python's own documentation; it is longer than any ``length``."""
-        del length
-        # Not through the tokenizer's length check: the text is longer than any model's context.
-        tokens: list[int] = engine.get_tokenizer().encode(documentation(), verbose=False)
-        return tokens
-
-
-class CUDASuite(Suite):
-    """The workloads of the CPU scaled up, on a 7-8B-shaped model and random tokens."""
-
-    variants = ("stock", "h2o")
-    """We change none of vLLM's defaults on GPUs: stock with our flags is stock."""
-    side_by_side = False
-    usual = ("2k-tight", "8k-tight", "2k-mixed", "2k-ample", "2k-idle")
-    settings: ClassVar = {
-        # The KV-bound regime: about 42 requests of 2k + 1k, 14 of 8k + 1k. The same length for all, so that
-        # one engine can serve several workloads.
-        "tight": Setting(10_240, pool_tokens=131_072),
-        "ample": Setting(10_240),
-    }
-    workloads: ClassVar = _by_name(
-        Workload("2k-tight", "KV-bound, budget 0.2", 128, 2048, 1024, (_FIFTH,), "tight"),
-        Workload(
-            "2k-fits", "as many as the pool holds, budget 0.2", 32, 2048, 1024, (_FIFTH,), "tight"
-        ),
-        Workload(
-            "8k-fits", "as many as the pool holds, budget 0.2", 12, 8192, 1024, (_FIFTH,), "tight"
-        ),
-        Workload("8k-tight", "KV-bound, budget 0.2", 96, 8192, 1024, (_FIFTH,), "tight"),
-        Workload("2k-mixed", "half full, half 0.2", 256, 2048, 1024, (None, _FIFTH), "tight"),
-        Workload("2k-ample", "no memory pressure, budget 0.2", 64, 2048, 1024, (_FIFTH,)),
-        Workload("8k-ample", "no memory pressure, budget 0.2", 32, 8192, 1024, (_FIFTH,)),
-        Workload("2k-128", "the whole pool, budget 0.2", 128, 2048, 1024, (_FIFTH,)),
-        Workload("2k-256", "the whole pool, budget 0.2", 256, 2048, 1024, (_FIFTH,)),
-        Workload("8k-64", "the whole pool, budget 0.2", 64, 8192, 1024, (_FIFTH,)),
-        Workload("2k-idle", "no request has a budget", 64, 2048, 1024, (None,)),
-    )
-
-    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:  # noqa: ARG002
-        """The same for both variants; blocks of 16 tokens are vLLM's default and ours."""
-        return {
-            "dtype": "bfloat16",
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "max_num_seqs": 256,
-            "seed": 0,
-        } | setting.options(16)
-
-    def text(self, engine: Any, length: int) -> list[int]:
-        """Random tokens."""
-        rng = random.Random(0)
-        vocabulary = engine.vllm_config.model_config.get_vocab_size()
-        return [rng.randrange(3, vocabulary) for _ in range(length)]
-
-
-class SharedCUDASuite(CUDASuite):
-    """The same by engines that start together and share the device."""
-
-    side_by_side = True
-    together = True
-
-    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
-        """Less than half of the device each, and KV memory of a given size."""
-        return super().engine_options(setting, variant) | {
-            "gpu_memory_utilization": 0.45,
-            # Otherwise vLLM measures what is free, and that changes while the other starts. Where a setting
-            # has a pool, its number of blocks decides.
-            "kv_cache_memory_bytes": 40 << 30,
-        }
-
-
-SUITES: dict[str, Suite] = {"cpu": CPUSuite(), "cuda": CUDASuite()}
-"""By device."""
-
-
-def suite_of(device: str, *, shared: bool = False) -> Suite:
-    """The suite of a device; ``shared``: by engines that start together, on a GPU."""
-    return SharedCUDASuite() if shared else SUITES[device]

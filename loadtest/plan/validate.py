@@ -18,7 +18,8 @@ from statistics import median
 from loadtest.common.command import command_parser
 from loadtest.common.results import Row, read_rows
 from loadtest.common.tables import markdown_table
-from loadtest.engine.workloads import STOCK_CPU_BLOCK_SIZE, SUITES, Workload
+from loadtest.engine.suites import STOCK_CPU_BLOCK_SIZE, SUITES
+from loadtest.engine.workloads import Workload
 from loadtest.plan.cost import fitted
 from loadtest.plan.simulate import Load, Outcome, Pool, Request, Step, simulate
 

@@ -45,7 +45,7 @@ from h2o_vllm.policy.policy import Policy
 from tests.engine.ghost import GhostWorker, layers_of
 from tests.published import PUBLISHED
 
-__all__ = ["CHUNKS", "STATES", "WINDOW", "Rig", "check_commuting"]
+__all__ = ["CHUNKS", "HEADS", "STATES", "WINDOW", "Rig", "check_commuting"]
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 WINDOW = SlidingWindowSpec(block_size=16, sliding_window=40, **HEADS)

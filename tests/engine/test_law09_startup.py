@@ -13,20 +13,18 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from h2o_vllm import plugin
-from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine import compat
 from h2o_vllm.engine.core import support, version
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.core.support import check_supported
-from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
-from h2o_vllm.engine.cpu.state import CPUState
-from h2o_vllm.engine.cpu.worker import H2OCPUWorker
+from h2o_vllm.engine.cpu.attention import H2OMetadataBuilder
 from h2o_vllm.engine.worker.binding import check_evictable, evictable_group, leave_out_idle_windows
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
-from tests.engine.scheduling import STATES, WINDOW, Rig
+from tests.engine.scheduling import HEADS, STATES, WINDOW, Rig
+
+SPEC = H2OAttentionSpec(block_size=16, **HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -106,106 +104,6 @@ def test_a_scheduler_without_our_block_manager_does_not_start(rig: Rig) -> None:
         )
 
 
-def bare_worker(**attributes: Any) -> H2OCPUWorker:
-    worker = object.__new__(H2OCPUWorker)
-    for name, value in attributes.items():
-        setattr(worker, name, value)
-    return worker
-
-
-def test_a_worker_without_our_metadata_builder_does_not_start() -> None:
-    for groups in (
-        [],
-        [SimpleNamespace(layer_names=["l"], kv_cache_spec=spec(), metadata_builders=[object()])],
-    ):
-        runner = SimpleNamespace(attn_groups=[groups])
-        with pytest.raises(ConfigError, match="refusing to start"):
-            bare_worker(model_runner=runner)._bind(SimpleNamespace(num_blocks=4))
-
-
-def test_another_attention_kernel_is_chosen_for_builder_and_layers() -> None:
-    told: list[list[str]] = []
-    builder = SimpleNamespace(isa="amx", layer_names=["l"], _set_isa_to_layers=told.append)
-    compat.set_attention_isa(builder, "vec")
-    assert builder.isa == "vec" and told == [["l"]]
-
-
-def spec() -> H2OAttentionSpec:
-    return H2OAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-
-
-def test_a_layer_with_somebody_elses_attention_does_not_start() -> None:
-    layer = SimpleNamespace(impl=object(), kv_cache=torch.zeros(4, 1, 16, 16))
-    context = SimpleNamespace(static_forward_context={"layer": layer})
-    with pytest.raises(ConfigError, match="layer"):
-        bare_worker(compilation_config=context)._evictable_layer("layer", 4)
-
-
-def test_blocks_split_by_vllm_are_refused() -> None:
-    impl = object.__new__(H2OAttentionImpl)
-    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(8, 1, 16, 16))
-    context = SimpleNamespace(static_forward_context={"layer": layer})
-    with pytest.raises(ConfigError, match="block-size"):
-        bare_worker(compilation_config=context)._evictable_layer("layer", 4)
-
-
-def test_a_cache_that_our_kernels_would_misread_does_not_start() -> None:
-    impl = object.__new__(H2OAttentionImpl)
-    impl.num_heads = 1
-    # Head size 8: the kernels step through a head by 16.
-    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(4, 1, 16, 16))
-    builder = object.__new__(H2OMetadataBuilder)
-    group = SimpleNamespace(layer_names=["l"], kv_cache_spec=spec(), metadata_builders=[builder])
-    worker = bare_worker(
-        model_runner=SimpleNamespace(attn_groups=[[group]]),
-        compilation_config=SimpleNamespace(static_forward_context={"l": layer}),
-    )
-    with pytest.raises(ConfigError, match="multiples of 16"):
-        worker._bind(SimpleNamespace(num_blocks=4))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("alibi_slopes", torch.ones(1)), ("kv_sharing_target_layer_name", "other")],
-)
-def test_attention_we_cannot_score_is_refused(name: str, value: object) -> None:
-    impl, state = plain_impl(), scores_of_one_layer()
-    impl.bind(state, 0)
-    setattr(impl, name, value)
-    with pytest.raises(ConfigError, match="cannot score"):
-        impl.bind(state, 0)
-
-
-def test_soft_caps_and_sinks_are_scored() -> None:
-    impl = plain_impl()
-    impl.logits_soft_cap, impl.sinks = 30.0, torch.ones(1)
-    impl.bind(scores_of_one_layer(), 0)
-
-
-def plain_impl() -> Any:
-    """Attention without anything special."""
-    impl: Any = object.__new__(H2OAttentionImpl)
-    plain = {
-        "alibi_slopes": None,
-        "logits_soft_cap": 0,
-        "sinks": None,
-        "kv_sharing_target_layer_name": None,
-    }
-    for attribute, default in plain.items():
-        setattr(impl, attribute, default)
-    return impl
-
-
-def scores_of_one_layer() -> Any:
-    return SimpleNamespace(scores=torch.zeros(1, 1), early=torch.zeros(1, 1))
-
-
-@pytest.mark.parametrize("state", [None, SimpleNamespace()], ids=["unbound", "no-plan"])
-def test_a_step_that_our_scheduler_did_not_plan_is_not_run(state: object) -> None:
-    with pytest.raises(ConfigError, match="scheduler"):
-        bare_worker(_state=state).execute_model(SimpleNamespace())
-
-
 @pytest.mark.parametrize("installed", [(0, 31, 2), (0, 34, 0), (1, 0, 0)], ids=str)
 def test_another_vllm_is_refused(
     installed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -242,7 +140,7 @@ def test_sliding_windows_are_left_alone() -> None:
 def test_a_model_of_which_nothing_can_be_evicted_is_refused_with_the_reason(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_evictable([WINDOW, spec()])
+    check_evictable([WINDOW, SPEC])
     for kind, reason in (
         (WINDOW, "sliding windows of 40 tokens, which forget by themselves"),
         (STATES, "states, which forget by themselves"),
@@ -267,26 +165,8 @@ def test_windows_that_no_sequence_leaves_are_full_attention(
     assert (cache.sliding_window is None) == (window == 4096)
 
 
-def test_a_batch_that_evicts_never_falls_back_to_one_that_does_not() -> None:
-    """Blocks are gone then: attention would read the null block for each, at full length."""
-    planes = torch.zeros(2, 1, 2, 1, 16)
-    state = CPUState(
-        planes=planes, kv_cache_group=0, first_kv_head=0, kv_caches=[], in_step=True,
-        row_request_ids=lambda: ["somebody"],
-    )  # fmt: skip
-    common: Any = SimpleNamespace(num_reqs=1)
-    state.start({"evicting": EvictionParams("h2o", 16)})
-    state.expect({"somebody": 1})
-    assert state.rows(common) is None
-    state.finish_step()
-    state.expect({"evicting": 1})
-    assert state.rows(common) is None
-    with pytest.raises(RuntimeError, match="evicting"):
-        state.finish_step()
-
-
 def test_a_group_that_would_publish_what_depends_on_evictions_is_refused(rig: Rig) -> None:
-    groups = [KVCacheGroupSpec([str(i)], one) for i, one in enumerate((WINDOW, spec()))]
+    groups = [KVCacheGroupSpec([str(i)], one) for i, one in enumerate((WINDOW, SPEC))]
     with pytest.raises(ConfigError, match="a SlidingWindowManager, which would publish KV"):
         H2OScheduler(
             vllm_config=rig.config,
@@ -312,7 +192,7 @@ def test_sliding_windows_in_the_blocks_of_full_attention_are_refused(
 
 
 def test_marked_specs_merge_into_marked_specs() -> None:
-    assert type(H2OAttentionSpec.merge([spec(), spec()])) is H2OAttentionSpec
+    assert type(H2OAttentionSpec.merge([SPEC, SPEC])) is H2OAttentionSpec
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: what is accepted, what is refused and how, and what it puts into vLLM."""
+"""The command line: what is accepted, what is refused and how."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 import h2o_vllm
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.models import default_calibration
 from h2o_vllm.server import cli
 from h2o_vllm.server.still import LIMIT_SECONDS, StartWatch
 
@@ -245,158 +242,3 @@ def exit_code(*argv: str) -> Any:
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
     return caught.value.code
-
-
-class TestPrepare:
-    """What ``prepare`` writes into vLLM's arguments."""
-
-    @pytest.fixture(autouse=True)
-    def _no_conversion(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("h2o_vllm.models.default_model_dir", lambda: Path("/models/default"))
-
-    @staticmethod
-    def prepared(*argv: str) -> argparse.Namespace:
-        from h2o_vllm.server.serve import prepare
-
-        args, parser = cli.parse(argv)
-        prepare(args, parser, cli.config_of(args))
-        return args
-
-    def test_engine_arguments_are_those_of_the_plugin(self) -> None:
-        from h2o_vllm import engine_args
-
-        args = self.prepared("--kv-budget", "0.2")
-        # Only a server listens to the engine's counts.
-        assert args.additional_config.pop("h2o_metrics") is True
-        calibration = str(default_calibration())
-        for name, value in engine_args(kv_budget=0.2, kv_calibration=calibration).items():
-            assert getattr(args, name) == value
-
-    def test_the_embedded_model_is_calibrated_and_any_other_is_not(self, tmp_path: Path) -> None:
-        def calibration(*argv: str) -> str | None:
-            found: str | None = self.prepared(*argv).additional_config["h2o"]["kv_calibration"]
-            return found
-
-        assert calibration() == str(default_calibration())
-        (tmp_path / "own.h2o").touch()
-        own = str(tmp_path / "own.h2o")
-        assert calibration("--kv-calibration", own) == own
-        assert calibration("--model", "some/model") is None
-        assert calibration("--model", "some/model", "--kv-calibration", own) == own
-        assert calibration("--tensor-parallel-size", "2") is None
-        assert calibration("--kv-policy", "predicted") == str(default_calibration())
-        with pytest.raises(ConfigError, match="--kv-policy predicted needs --kv-calibration FILE"):
-            calibration("--model", "some/model", "--kv-policy", "predicted")
-
-    def test_the_page_brings_traces(self) -> None:
-        assert self.prepared().additional_config["h2o"]["kv_trace"] is False
-        for flag in ("--kv-trace", "--kv-playground"):
-            assert self.prepared(flag).additional_config["h2o"]["kv_trace"] is True
-        args = self.prepared("--kv-playground", "--no-kv-playground")
-        assert args.additional_config["h2o"]["kv_trace"] is False
-
-    def test_no_model_means_the_embedded_one_under_its_name(self) -> None:
-        args = self.prepared()
-        assert (args.model, args.served_model_name) == (
-            "/models/default",
-            ["SmolLM2-135M-Instruct"],
-        )
-        assert self.prepared("--served-model-name", "x").served_model_name == ["x"]
-
-    @pytest.mark.parametrize("argv", [["org/name"], ["--model", "org/name"], ["--model=org/name"]])
-    def test_named_model_is_passed_on(self, argv: list[str]) -> None:
-        args = self.prepared(*argv)
-        assert (args.model, args.served_model_name) == ("org/name", None)
-
-    def test_vllms_own_default_model_can_be_asked_for(self) -> None:
-        from vllm import EngineArgs
-
-        assert self.prepared("--model", EngineArgs.model).model == EngineArgs.model
-
-    def test_block_size_of_the_user_wins(self) -> None:
-        assert self.prepared("--block-size", "64").block_size == 64
-
-    def test_other_additional_config_is_kept(self) -> None:
-        args = self.prepared("--additional-config", '{"mine": 1}')
-        assert set(args.additional_config) == {"mine", "h2o", "h2o_metrics"}
-
-    @pytest.mark.parametrize(
-        "argv",
-        [
-            ["--scheduler-cls", "my.Scheduler"],
-            ["--worker-cls", "my.Worker"],
-            ["--additional-config", '{"h2o": {}}'],
-            ["--grpc"],
-            ["--grpc-port", "1"],
-        ],
-    )
-    def test_conflict_is_refused_by_name(self, argv: list[str]) -> None:
-        with pytest.raises(ConfigError, match=argv[0]):
-            self.prepared(*argv)
-
-    def test_rust_front_end_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-        with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND"):
-            self.prepared()
-
-    def test_plugin_that_vllm_would_not_load_is_refused(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("VLLM_PLUGINS", "other")
-        with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
-            self.prepared()
-        monkeypatch.setenv("VLLM_PLUGINS", "other,h2o")
-        self.prepared()
-        monkeypatch.setattr("h2o_vllm.plugin.entry_points", lambda **_: ())
-        with pytest.raises(ConfigError, match="not installed"):
-            self.prepared()
-
-    def test_our_middleware_is_innermost_and_there_once(self) -> None:
-        from h2o_vllm.server.serve import MIDDLEWARE
-
-        assert self.prepared("--middleware", "a.B").middleware == [MIDDLEWARE, "a.B"]
-        assert self.prepared("--middleware", MIDDLEWARE).middleware == [MIDDLEWARE]
-        assert self.prepared().middleware == [MIDDLEWARE]
-
-
-def test_port_in_use_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.entrypoints.launchers.launcher import create_server_socket
-
-    from h2o_vllm.server import serve
-
-    # serve() sets it for this process; restored with the patch.
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(
-            serve.launch,
-            "run",
-            lambda a, _: create_server_socket((a.host, a.port), reuse_port=False),
-        )
-        args, parser = cli.parse(["some/model", "--port", str(port)])
-        with pytest.raises(ConfigError, match=f"--port {port}: already in use"):
-            serve.serve(args, parser, cli.config_of(args), StartWatch(0))
-
-
-class TestShutdownFilter:
-    """Only the report of the engine's death, and only after it was told to stop."""
-
-    @staticmethod
-    def record(name: str, message: str, error: Exception | None = None) -> logging.LogRecord:
-        info = (type(error), error, None) if error else None
-        return logging.LogRecord(name, logging.ERROR, "f", 1, message, (), info)
-
-    def test_engine_death_is_reported_unless_it_was_asked_for(self) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        from h2o_vllm.server.shutdown_log import ShutdownFilter
-
-        quiet = ShutdownFilter()
-        death = self.record(ShutdownFilter.NOISE, "failed", EngineDeadError())
-        other = self.record(ShutdownFilter.NOISE, "failed", ValueError())
-        assert quiet.filter(death)
-        assert quiet.filter(self.record(ShutdownFilter.START, "[shutdown] API server: triggered"))
-        assert not quiet.filter(death)
-        assert quiet.filter(other)

@@ -48,8 +48,8 @@ def published(pattern: str) -> Path:
 @pytest.mark.parametrize("pattern", ["bench-cpu-*-zen5", "bench-cpu-*-zen5-bounded"])
 def test_published_benchmarks_are_drawn(pattern: str, tmp_path: Path) -> None:
     from loadtest.engine.plot import plot_bench
+    from loadtest.engine.suites import SUITES
     from loadtest.engine.tables import measured_table, ratio_table
-    from loadtest.engine.workloads import SUITES
 
     rows = read_rows(published(pattern))
     assert "| h2o |" in measured_table(rows)
@@ -71,8 +71,8 @@ def test_a_picture_names_what_was_measured(about: dict[str, Any], device: str) -
 
 def test_published_gpu_benchmarks_are_drawn(tmp_path: Path) -> None:
     from loadtest.engine.plot import plot_bench
+    from loadtest.engine.suites import SUITES
     from loadtest.engine.tables import ratio_table
-    from loadtest.engine.workloads import SUITES
 
     rows = read_rows(published("bench-cuda-*"))
     assert "| 2k-tight | h2o | stock |" in ratio_table(rows, SUITES["cuda"])

@@ -21,8 +21,8 @@ from loadtest.engine.bench import (
     parse_arguments,
     planned,
 )
+from loadtest.engine.suites import SUITES, Suite, suite_of
 from loadtest.engine.tables import measured_table, ratio_table
-from loadtest.engine.workloads import SUITES, Suite, suite_of
 
 CPU, CUDA = SUITES["cpu"], SUITES["cuda"]
 SHARED = suite_of("cuda", shared=True)

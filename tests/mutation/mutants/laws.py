@@ -123,7 +123,7 @@ MUTANTS = (
         "law09-somebody-elses-builder-will-do",
         "if len(found) != 1 or not isinstance(found[0][0], ours):",
         "if len(found) != 1:",
-        ("tests/engine/test_law09_startup.py",),
+        ("tests/engine/test_law09_workers.py",),
     ),
     Mutant(
         "law10-the-plugin-takes-the-backend",

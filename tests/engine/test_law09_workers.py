@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Law 9 in the worker: layers, kernels and steps that are not ours are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_vllm.blocks.plan import EvictionParams
+from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.engine import compat
+from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
+from h2o_vllm.engine.cpu.state import CPUState
+from h2o_vllm.engine.cpu.worker import H2OCPUWorker
+from h2o_vllm.errors import ConfigError
+from tests.engine.scheduling import HEADS
+
+SPEC = H2OAttentionSpec(block_size=16, **HEADS)
+
+
+def bare_worker(**attributes: Any) -> H2OCPUWorker:
+    worker = object.__new__(H2OCPUWorker)
+    for name, value in attributes.items():
+        setattr(worker, name, value)
+    return worker
+
+
+def test_a_worker_without_our_metadata_builder_does_not_start() -> None:
+    for groups in (
+        [],
+        [SimpleNamespace(layer_names=["l"], kv_cache_spec=SPEC, metadata_builders=[object()])],
+    ):
+        runner = SimpleNamespace(attn_groups=[groups])
+        with pytest.raises(ConfigError, match="refusing to start"):
+            bare_worker(model_runner=runner)._bind(SimpleNamespace(num_blocks=4))
+
+
+def test_another_attention_kernel_is_chosen_for_builder_and_layers() -> None:
+    told: list[list[str]] = []
+    builder = SimpleNamespace(isa="amx", layer_names=["l"], _set_isa_to_layers=told.append)
+    compat.set_attention_isa(builder, "vec")
+    assert builder.isa == "vec" and told == [["l"]]
+
+
+def test_a_layer_with_somebody_elses_attention_does_not_start() -> None:
+    layer = SimpleNamespace(impl=object(), kv_cache=torch.zeros(4, 1, 16, 16))
+    context = SimpleNamespace(static_forward_context={"layer": layer})
+    with pytest.raises(ConfigError, match="layer"):
+        bare_worker(compilation_config=context)._evictable_layer("layer", 4)
+
+
+def test_blocks_split_by_vllm_are_refused() -> None:
+    impl = object.__new__(H2OAttentionImpl)
+    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(8, 1, 16, 16))
+    context = SimpleNamespace(static_forward_context={"layer": layer})
+    with pytest.raises(ConfigError, match="block-size"):
+        bare_worker(compilation_config=context)._evictable_layer("layer", 4)
+
+
+def test_a_cache_that_our_kernels_would_misread_does_not_start() -> None:
+    impl = object.__new__(H2OAttentionImpl)
+    impl.num_heads = 1
+    # Head size 8: the kernels step through a head by 16.
+    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(4, 1, 16, 16))
+    builder = object.__new__(H2OMetadataBuilder)
+    group = SimpleNamespace(layer_names=["l"], kv_cache_spec=SPEC, metadata_builders=[builder])
+    worker = bare_worker(
+        model_runner=SimpleNamespace(attn_groups=[[group]]),
+        compilation_config=SimpleNamespace(static_forward_context={"l": layer}),
+    )
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        worker._bind(SimpleNamespace(num_blocks=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("alibi_slopes", torch.ones(1)), ("kv_sharing_target_layer_name", "other")],
+)
+def test_attention_we_cannot_score_is_refused(name: str, value: object) -> None:
+    impl, state = plain_impl(), scores_of_one_layer()
+    impl.bind(state, 0)
+    setattr(impl, name, value)
+    with pytest.raises(ConfigError, match="cannot score"):
+        impl.bind(state, 0)
+
+
+def test_soft_caps_and_sinks_are_scored() -> None:
+    impl = plain_impl()
+    impl.logits_soft_cap, impl.sinks = 30.0, torch.ones(1)
+    impl.bind(scores_of_one_layer(), 0)
+
+
+def plain_impl() -> Any:
+    """Attention without anything special."""
+    impl: Any = object.__new__(H2OAttentionImpl)
+    plain = {
+        "alibi_slopes": None,
+        "logits_soft_cap": 0,
+        "sinks": None,
+        "kv_sharing_target_layer_name": None,
+    }
+    for attribute, default in plain.items():
+        setattr(impl, attribute, default)
+    return impl
+
+
+def scores_of_one_layer() -> Any:
+    return SimpleNamespace(scores=torch.zeros(1, 1), early=torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("state", [None, SimpleNamespace()], ids=["unbound", "no-plan"])
+def test_a_step_that_our_scheduler_did_not_plan_is_not_run(state: object) -> None:
+    with pytest.raises(ConfigError, match="scheduler"):
+        bare_worker(_state=state).execute_model(SimpleNamespace())
+
+
+def test_a_batch_that_evicts_never_falls_back_to_one_that_does_not() -> None:
+    """Blocks are gone then: attention would read the null block for each, at full length."""
+    planes = torch.zeros(2, 1, 2, 1, 16)
+    state = CPUState(
+        planes=planes, kv_cache_group=0, first_kv_head=0, kv_caches=[], in_step=True,
+        row_request_ids=lambda: ["somebody"],
+    )  # fmt: skip
+    common: Any = SimpleNamespace(num_reqs=1)
+    state.start({"evicting": EvictionParams("h2o", 16)})
+    state.expect({"somebody": 1})
+    assert state.rows(common) is None
+    state.finish_step()
+    state.expect({"evicting": 1})
+    assert state.rows(common) is None
+    with pytest.raises(RuntimeError, match="evicting"):
+        state.finish_step()

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
-from h2o_vllm.kernels.triton.survivors import lowest_survivor, ranks_of, slot_of
+from h2o_vllm.kernels.triton.survivors import list_moves
 
-__all__ = ["compact"]
+__all__ = ["compact", "copy_moves"]
 
 _CHUNKS = (1024, 4096)
 """Candidates that one program ranks in registers, the first by half as many warps; more than the
@@ -135,33 +135,10 @@ def _select(
     total = keep + doomed * BS
     my_blocks = blocks + eviction * stride_blocks
     my_scores = scores + (layer.to(tl.int64) * num_blocks * KH + head) * BS
-    lanes = tl.arange(0, CHUNK)
-
-    threshold, above = lowest_survivor(
-        my_scores, my_blocks, keep, total, KH, BS, CHUNK, ONE_CHUNK
-    )  # fmt: skip
-
-    # In candidate order: of those at the threshold the first ones stay; survivors among the doomed and
-    # losers among the heavy are numbered, and equal numbers meet.
-    ties_left = keep - above
-    leavers = 0
-    takers = 0
     mine = moves + (place * KH + head).to(tl.int64) * room * 2
-    for at in range(0, total, CHUNK):
-        candidate = at + lanes
-        live = candidate < total
-        ranks = ranks_of(my_scores, my_blocks, candidate, live, KH, BS)
-        tie = (live & (ranks == threshold)).to(tl.int32)
-        tie_number = tl.cumsum(tie, 0)
-        survives = live & ((ranks > threshold) | ((tie == 1) & (tie_number <= ties_left)))
-        leaves = (survives & (candidate >= keep)).to(tl.int32)
-        takes = (live & (survives == 0) & (candidate < keep)).to(tl.int32)
-        slot = slot_of(my_blocks, candidate, live, BS)
-        tl.store(mine + (leavers + tl.cumsum(leaves, 0) - 1) * 2, slot, mask=leaves == 1)
-        tl.store(mine + (takers + tl.cumsum(takes, 0) - 1) * 2 + 1, slot, mask=takes == 1)
-        ties_left -= tl.sum(tie, 0)
-        leavers += tl.sum(leaves, 0)
-        takers += tl.sum(takes, 0)
+    leavers, _takers = list_moves(
+        my_scores, my_blocks, keep, total, keep, mine, KH, BS, CHUNK, ONE_CHUNK
+    )
     tl.store(move_counts + place * KH + head, leavers)
 
 
@@ -188,7 +165,7 @@ def _move(
     MOVES: tl.constexpr,
     MOVERS: tl.constexpr,
 ):
-    """Copy the K, V and score of every MOVERS-th group of moves of one (eviction, layer, head)."""
+    """Copy every MOVERS-th group of moves of one (eviction, layer, head)."""
     place = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     layer = (first_unit + place) % num_layers
@@ -197,24 +174,42 @@ def _move(
     keys = tl.load(pointers + layer).to(tl.pointer_type(tl.int64)) + head * stride_kh
     values = tl.load(pointers + num_layers + layer).to(tl.pointer_type(tl.int64)) + head * stride_vh
     my_scores = scores + (layer.to(tl.int64) * num_blocks * KH + head) * BS
+    copy_moves(
+        keys, values, my_scores, mine, count, stride_kn, stride_ks, 0, stride_vn, stride_vs, 0,
+        KH, 1, BS, WORDS, WORDS_P, MOVES, MOVERS,
+    )  # fmt: skip
+
+
+@triton.jit
+def copy_moves(
+    keys, values, my_scores, moves, count,
+    stride_kn, stride_ks, stride_kh, stride_vn, stride_vs, stride_vh,
+    KH: tl.constexpr, LANES: tl.constexpr, BS: tl.constexpr, WORDS: tl.constexpr, WORDS_P: tl.constexpr,
+    MOVES: tl.constexpr, MOVERS: tl.constexpr,
+):  # fmt: skip
+    """Copy the K, V and score of every MOVERS-th group of moves that :func:`.list_moves` has listed.
+
+    ``LANES``: KH where slots are those of pages, and the tensors begin at lane 0; else 1.
+    """
     words = tl.arange(0, WORDS_P)[None, :]
     for at in range(tl.program_id(2) * MOVES, count, MOVES * MOVERS):
         index = at + tl.arange(0, MOVES)
         live = index < count
-        source = tl.load(mine + index * 2, mask=live, other=0)
-        target = tl.load(mine + index * 2 + 1, mask=live, other=0)
-        from_block, from_slot = (source // BS).to(tl.int64), source % BS
-        to_block, to_slot = (target // BS).to(tl.int64), target % BS
+        source = tl.load(moves + index * 2, mask=live, other=0)
+        target = tl.load(moves + index * 2 + 1, mask=live, other=0)
+        from_block, from_lane = (source // (LANES * BS)).to(tl.int64), source // BS % LANES
+        to_block, to_lane = (target // (LANES * BS)).to(tl.int64), target // BS % LANES
+        from_slot, to_slot = source % BS, target % BS
         both = live[:, None] & (words < WORDS)
-        k = tl.load(
-            keys + (from_block * stride_kn + from_slot * stride_ks)[:, None] + words, mask=both
-        )
-        v = tl.load(
-            values + (from_block * stride_vn + from_slot * stride_vs)[:, None] + words, mask=both
-        )
-        score = tl.load(my_scores + from_block * (KH * BS) + from_slot, mask=live)
-        tl.store(keys + (to_block * stride_kn + to_slot * stride_ks)[:, None] + words, k, mask=both)
-        tl.store(
-            values + (to_block * stride_vn + to_slot * stride_vs)[:, None] + words, v, mask=both
-        )
-        tl.store(my_scores + to_block * (KH * BS) + to_slot, score, mask=live)
+        from_key = from_block * stride_kn + from_lane * stride_kh + from_slot * stride_ks
+        from_value = from_block * stride_vn + from_lane * stride_vh + from_slot * stride_vs
+        k = tl.load(keys + from_key[:, None] + words, mask=both)
+        v = tl.load(values + from_value[:, None] + words, mask=both)
+        from_score = from_block * (KH * BS) + from_lane * BS + from_slot
+        score = tl.load(my_scores + from_score, mask=live)
+        to_key = to_block * stride_kn + to_lane * stride_kh + to_slot * stride_ks
+        to_value = to_block * stride_vn + to_lane * stride_vh + to_slot * stride_vs
+        tl.store(keys + to_key[:, None] + words, k, mask=both)
+        tl.store(values + to_value[:, None] + words, v, mask=both)
+        to_score = to_block * (KH * BS) + to_lane * BS + to_slot
+        tl.store(my_scores + to_score, score, mask=live)

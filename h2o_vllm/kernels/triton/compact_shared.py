@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_vllm.kernels.triton.compact import copy_moves
 from h2o_vllm.kernels.triton.evictions import KVLayers, SharedEvictions
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.share import (
@@ -25,7 +26,7 @@ from h2o_vllm.kernels.triton.share import (
     share_lanes,
     unit_words,
 )
-from h2o_vllm.kernels.triton.survivors import lowest_survivor, ranks_of, slot_of
+from h2o_vllm.kernels.triton.survivors import list_moves
 
 __all__ = ["compact_shared"]
 
@@ -123,7 +124,7 @@ def _my_moves(mine, pages_room, head, KH: tl.constexpr, KHP: tl.constexpr, BS: t
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _select_shared(  # noqa: PLR0915 - one kernel, in the order of what it does
+def _select_shared(
     blocks,
     counts,
     owners,
@@ -157,28 +158,9 @@ def _select_shared(  # noqa: PLR0915 - one kernel, in the order of what it does
     lanes = tl.load(field(mine, pages_room, 3, KH) + head)
     keeps = tl.minimum(tl.load(field(mine, pages_room, 2, KH) + head), lanes)
     kept = keeps * BS
-    threshold, above = lowest_survivor(
-        my_scores, listed, lanes * BS, total, 1, BS, CHUNK, ONE_CHUNK=False
-    )  # fmt: skip
-
-    # As in `compact`: of those at the threshold the first ones stay; leavers and takers of one number meet.
-    ties_left = lanes * BS - above
-    leavers = 0
-    takers = 0
-    for at in range(0, total, CHUNK):
-        candidate = at + tl.arange(0, CHUNK)
-        live = candidate < total
-        ranks = ranks_of(my_scores, listed, candidate, live, 1, BS)
-        tie = (live & (ranks == threshold)).to(tl.int32)
-        survives = live & ((ranks > threshold) | ((tie == 1) & (tl.cumsum(tie, 0) <= ties_left)))
-        leaves = (survives & (candidate >= kept)).to(tl.int32)
-        takes = (live & (survives == 0) & (candidate < kept)).to(tl.int32)
-        place = slot_of(listed, candidate, live, BS)
-        tl.store(moves + (leavers + tl.cumsum(leaves, 0) - 1) * 2, place, mask=leaves == 1)
-        tl.store(moves + (takers + tl.cumsum(takes, 0) - 1) * 2 + 1, place, mask=takes == 1)
-        ties_left -= tl.sum(tie, 0)
-        leavers += tl.sum(leaves, 0)
-        takers += tl.sum(takes, 0)
+    leavers, takers = list_moves(
+        my_scores, listed, lanes * BS, total, kept, moves, 1, BS, CHUNK, ONE_CHUNK=False
+    )
     tl.store(field(mine, pages_room, 4, KH) + head, leavers)
 
     for at in range(0, keeps, CHUNK):
@@ -267,24 +249,8 @@ def _move_shared(
     count = tl.load(field(mine, pages_room, 4, KH) + head)
     keys = tl.load(pointers + layer).to(tl.pointer_type(tl.int64))
     values = tl.load(pointers + num_layers + layer).to(tl.pointer_type(tl.int64))
-    my_scores = scores + layer * num_blocks * KH * BS
-    words = tl.arange(0, WORDS_P)[None, :]
-    for at in range(tl.program_id(2) * MOVES, count, MOVES * MOVERS):
-        index = at + tl.arange(0, MOVES)
-        live = index < count
-        source = tl.load(moves + index * 2, mask=live, other=0)
-        target = tl.load(moves + index * 2 + 1, mask=live, other=0)
-        from_block, from_lane = (source // (KH * BS)).to(tl.int64), source // BS % KH
-        to_block, to_lane = (target // (KH * BS)).to(tl.int64), target // BS % KH
-        from_slot, to_slot = source % BS, target % BS
-        both = live[:, None] & (words < WORDS)
-        from_key = from_block * stride_kn + from_lane * stride_kh + from_slot * stride_ks
-        from_value = from_block * stride_vn + from_lane * stride_vh + from_slot * stride_vs
-        k = tl.load(keys + from_key[:, None] + words, mask=both)
-        v = tl.load(values + from_value[:, None] + words, mask=both)
-        score = tl.load(my_scores + source, mask=live)
-        to_key = to_block * stride_kn + to_lane * stride_kh + to_slot * stride_ks
-        to_value = to_block * stride_vn + to_lane * stride_vh + to_slot * stride_vs
-        tl.store(keys + to_key[:, None] + words, k, mask=both)
-        tl.store(values + to_value[:, None] + words, v, mask=both)
-        tl.store(my_scores + target, score, mask=live)
+    copy_moves(
+        keys, values, scores + layer * num_blocks * KH * BS, moves, count,
+        stride_kn, stride_ks, stride_kh, stride_vn, stride_vs, stride_vh,
+        KH, KH, BS, WORDS, WORDS_P, MOVES, MOVERS,
+    )  # fmt: skip

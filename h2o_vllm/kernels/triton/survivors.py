@@ -7,11 +7,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["lowest_survivor", "ranks_of", "slot_of"]
+__all__ = ["list_moves", "lowest_survivor", "ranks_of"]
 
 
 @triton.jit
-def slot_of(blocks, candidate, live, BS: tl.constexpr):
+def _slot_of(blocks, candidate, live, BS: tl.constexpr):
     """Physical slot, ``block_id * BS + offset``, of each candidate; ``blocks`` may be pages."""
     block = tl.load(blocks + candidate // BS, mask=live, other=0)
     return block * BS + candidate % BS
@@ -23,7 +23,7 @@ def ranks_of(my_scores, blocks, candidate, live, KH: tl.constexpr, BS: tl.conste
 
     ``KH``: 1 where ``blocks`` are pages.
     """
-    slot = slot_of(blocks, candidate, live, BS)
+    slot = _slot_of(blocks, candidate, live, BS)
     at = (slot // BS).to(tl.int64) * (KH * BS) + slot % BS
     bits = tl.load(my_scores + at, mask=live, other=0.0).to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -71,3 +71,37 @@ def lowest_survivor(
             ranks = ranks_of(my_scores, blocks, at + lanes, at + lanes < total, KH, BS)
             above += tl.sum((ranks > threshold).to(tl.int32), 0)
     return threshold, above
+
+
+@triton.jit
+def list_moves(
+    my_scores, blocks, keep, total, kept, moves,
+    KH: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """List the moves of one head, pairs of slots from and to; returns how many of each.
+
+    Args:
+        keep: so many of the ``total`` candidates survive. kept: so many of them, the first ones, are in slots
+            that the head keeps: survivors stay there, and others come to the free ones.
+    """
+    threshold, above = lowest_survivor(my_scores, blocks, keep, total, KH, BS, CHUNK, ONE_CHUNK)
+    # In candidate order: of those at the threshold the first ones stay; survivors behind the kept slots and
+    # losers in them are numbered, and equal numbers meet.
+    ties_left = keep - above
+    leavers = 0
+    takers = 0
+    for at in range(0, total, CHUNK):
+        candidate = at + tl.arange(0, CHUNK)
+        live = candidate < total
+        ranks = ranks_of(my_scores, blocks, candidate, live, KH, BS)
+        tie = (live & (ranks == threshold)).to(tl.int32)
+        survives = live & ((ranks > threshold) | ((tie == 1) & (tl.cumsum(tie, 0) <= ties_left)))
+        leaves = (survives & (candidate >= kept)).to(tl.int32)
+        takes = (live & (survives == 0) & (candidate < kept)).to(tl.int32)
+        slot = _slot_of(blocks, candidate, live, BS)
+        tl.store(moves + (leavers + tl.cumsum(leaves, 0) - 1) * 2, slot, mask=leaves == 1)
+        tl.store(moves + (takers + tl.cumsum(takes, 0) - 1) * 2 + 1, slot, mask=takes == 1)
+        ties_left -= tl.sum(tie, 0)
+        leavers += tl.sum(leaves, 0)
+        takers += tl.sum(takes, 0)
+    return leavers, takers

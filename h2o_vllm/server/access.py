@@ -2,8 +2,8 @@
 """``--api-key`` for every route but those for health and monitoring. API-server process.
 
 vLLM asks for the key below ``/v1``, ``/v2``, ``/inference`` and ``/cohere`` only (0.32): ``/invocations``
-generates for anybody, ``/tokenize`` works for anybody, and so do the routes of its development mode. Here it
-is the other way round: what is not listed as open is closed, and so is whatever a later vLLM adds. The
+generates without a key, ``/tokenize`` works without a key, and so do the routes of its development mode. Here
+it is the other way round: what is not listed as open is closed, and so is whatever a later vLLM adds. The
 playground's page takes the key as the password of Basic authentication, too.
 """
 
@@ -30,7 +30,7 @@ OPEN = frozenset(
 
 
 class Access:
-    """Who may pass.
+    """Which requests pass.
 
     Args:
         application: vLLM's FastAPI application, with its arguments in ``state.args``.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class H2OApplication:
     """An ASGI application with an engine behind it. Cheap to make and to pickle until it starts.
 
-    A start that fails says why in ``lifespan.startup.failed``. Whoever serves it should look at
+    A start that fails says why in ``lifespan.startup.failed``. The server should look at
     :attr:`healthy`: with a dead engine it answers with errors until it is started anew.
 
     Args:
@@ -73,7 +73,7 @@ class H2OApplication:
 
     async def _start(self, stack: AsyncExitStack) -> Any:
         """The application of vLLM with our middleware, its engine up; ``stack`` ends it."""
-        # Imported here: until it starts nobody has to have vLLM loaded.
+        # Imported here: vLLM need not be loaded until it starts.
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
         from vllm.entrypoints.launchers.app import build_app

@@ -163,7 +163,7 @@ def build_parser() -> FlexibleArgumentParser:
     make_arg_parser(parser)
     _add_options(parser.add_argument_group(GROUP, GROUP_DESCRIPTION))
     # No model given must look different from vLLM's default model given. A container sets H2O_HOST:
-    # inside of it 127.0.0.1 would be reached by nobody, whatever arguments its user gives.
+    # inside of it 127.0.0.1 cannot be reached from outside, whatever arguments its user gives.
     parser.set_defaults(host=os.environ.get("H2O_HOST") or "127.0.0.1", model=None)
     return parser
 

@@ -2,7 +2,7 @@
 """A fork server that has imported what an engine needs. Started by ``h2o-serve``; stdlib only.
 
 vLLM spawns its engine on CPU (0.32): a new Python imports for seconds what the server has imported already.
-A fork of the server itself would be faster and may hang: whoever has computed has a team of OpenMP threads,
+A fork of the server itself would be faster and may hang: a process that has computed has OpenMP threads,
 which do not survive a fork. A fork server imports while the server does, never computes, and is the parent of
 the engine (``multiprocessing``'s start method ``forkserver``).
 """

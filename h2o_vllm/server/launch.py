@@ -4,7 +4,7 @@
 Runs in the process the user starts, which is the API server unless there are several. With one
 API server it calls the same public functions as vLLM's ``run_server``, with another signal
 handler: vLLM's raises ``KeyboardInterrupt`` while it starts, which its ``zmq_socket_ctx`` swallows,
-and the server then starts as if nobody had asked it to stop.
+and the server then starts as if it had not been asked to stop.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def prepare(
 
 
 def _calibrated(config: H2OConfig, args: argparse.Namespace) -> H2OConfig:
-    """With the embedded model's calibration, where one can be used and nobody names another."""
+    """With the embedded model's calibration, where one can be used and no option names another."""
     usable = current_platform.device_type == "cpu" and args.tensor_parallel_size == 1
     if config.kv_calibration is not None or not usable:
         return config

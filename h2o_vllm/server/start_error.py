@@ -36,7 +36,7 @@ FOR_USERS = {
     "ValidationError",
     "ValueError",
 }
-"""Errors whose messages are written for who starts the server; those of other classes are surprises."""
+"""Errors with messages for the user that starts the server; those of other classes are surprises."""
 
 ENGINE_GONE = re.compile(r"Failed core proc\(s\): \{.*?: (-?\d+)\}")
 """In what vLLM (0.32) says when its engine core has ended without a word: the exit code."""

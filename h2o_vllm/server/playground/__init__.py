@@ -2,7 +2,7 @@
 """The page ``/h2o/``: look at what is kept, and compare answers. API-server process; ``--kv-playground``.
 
 ==========  =================================================================================
-``page``    serves the files of ``static``, as they are, under a policy that shuts everybody else out
+``page``    serves the files of ``static``, as they are, under a policy that keeps other origins out
 ``pieces``  ``POST /h2o/pieces``: the text of single tokens, to lay a trace over
 ``static``  HTML, CSS and JavaScript modules, each with one subject
 ==========  =================================================================================

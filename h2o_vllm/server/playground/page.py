@@ -2,7 +2,7 @@
 """Serve the files of the page as they are. API-server process.
 
 They are read once, when the server starts: a request names a file of a fixed list, never a path. The page
-may load from, and talk to, nobody but this server, and no other page may frame it. What it writes it inserts
+may load from, and talk to, this server only, and no other page may frame it. What it writes it inserts
 as text.
 """
 
@@ -33,7 +33,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # After an upgrade nobody shall mix old files with new ones.
+    # After an upgrade no browser may mix old files with new ones.
     "Cache-Control": "no-cache",
 }
 

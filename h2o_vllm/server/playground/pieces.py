@@ -21,7 +21,7 @@ UNFINISHED = "\ufffd"
 """What decoders put in the place of a character of which bytes are missing."""
 
 LONGEST_CHARACTER = 8
-"""Tokens after which nobody waits for the rest of a character: they are no text."""
+"""Tokens after which the rest of a character is not waited for: they are no text."""
 
 
 class Tokens(BaseModel):

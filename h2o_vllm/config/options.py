@@ -156,7 +156,7 @@ class H2OConfig:
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
 
     def _check_limits(self) -> None:
-        """The limits are in order, and who names no budget keeps to them."""
+        """The limits are in order, and hold for the default budget."""
         low, high = self.kv_budget_min, self.kv_budget_max
         if low > high:
             raise ConfigError(f"--kv-budget-min {low} is larger than --kv-budget-max {high}")
@@ -225,7 +225,7 @@ class H2OConfig:
         return policy.protect if self.kv_protect is None else self.kv_protect
 
     def heads_of(self, policy: Policy) -> str:
-        """Who shares slots if a request does not say: as the policy has it, unless this server says."""
+        """``kv_heads`` of a request that does not say: the policy's, unless this server says."""
         if self.kv_heads_equal_because or policy.equal_because:
             return "equal"
         if self.kv_heads is not None:
@@ -252,7 +252,7 @@ class H2OConfig:
     def protect_limit(self) -> int | None:
         """Most tokens that a request may protect; ``None``: its whole prompt.
 
-        Who bounds budgets and says nothing of protection does not expect prompts to stay whole: few tokens
+        A server that bounds budgets and sets no protection does not keep prompts whole: few tokens
         then, unless the default protects more.
         """
         if self.kv_protect_max is not None:

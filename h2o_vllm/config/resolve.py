@@ -114,7 +114,7 @@ def _budget(config: H2OConfig, given: Mapping[str, Any]) -> tuple[float, int | N
 def _begin(config: H2OConfig, given: Mapping[str, Any]) -> tuple[bool, int]:
     """When evictions begin: ``elastic`` and ``evict_from`` of a :class:`RequestBudget`.
 
-    Who bounds budgets does not expect requests to keep everything for a while, but by choice.
+    A server that bounds budgets lets requests keep everything for a while only by choice.
     """
     elastic = _checked(config, "kv_elastic", given.get("kv_elastic", config.kv_elastic))
     bounded = config.kv_budget_max < 1.0

@@ -95,7 +95,7 @@ class Policy:
 
     @property
     def collects(self) -> Collects:
-        """Whose attention is added to the scores."""
+        """Which queries' attention is added to the scores."""
         return max(rank.collects for rank in self.ranks)
 
     @property
@@ -143,7 +143,7 @@ class Policy:
 
     @property
     def shares(self) -> bool:
-        """Whether they do if nobody says otherwise.
+        """Whether they do by default.
 
         What a calibration predicts lies in few heads: with equal heads half of it would go.
         """
@@ -156,14 +156,14 @@ class Policy:
 
     @property
     def recent(self) -> float:
-        """Share of a budget for the newest tokens, if nobody says otherwise."""
+        """Share of a budget for the newest tokens, by default."""
         return (
             self.ranks[0].recent if len(self.ranks) == 1 or not self.needs_scores else JOINED_RECENT
         )
 
     @property
     def protect(self) -> int | str:
-        """``kv_protect``, if nobody says otherwise."""
+        """``kv_protect``, by default."""
         return "prompt" if any(rank.protects_prompt for rank in self.ranks) else 0
 
 

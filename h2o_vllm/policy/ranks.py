@@ -50,8 +50,8 @@ class Rank:
         keeps: what stays by it, as help and README say it.
         paper: where it is from.
         op: what the GPU does for it; ``None``: GPUs cannot compute it, and refuse it by name.
-        collects: whose attention it needs.
-        recent: share of a budget for the newest tokens, if it ranks alone and nobody says otherwise.
+        collects: which queries' attention it needs.
+        recent: share of a budget for the newest tokens, if it ranks alone and the request does not say.
         equal_because: why the KV heads of a layer cannot share slots by its scores; empty: they can.
         calibrated: whether it needs a calibration of the model (``--kv-calibration``).
         joins: whether it may be joined with others.

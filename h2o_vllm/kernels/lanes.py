@@ -3,7 +3,7 @@
 
 Runs in tests, and in workers that have no C++. Imports torch only. Letters as in :mod:`.reference`. A block
 is KH *lanes* of BS slots; lane ``l`` of block ``b`` is *page* ``b * KH + l`` of the cache. Every lane of a
-heavy block holds tokens of one head, not always of that with its number: ``owners`` says whose.
+heavy block holds tokens of one head, not always of that with its number: ``owners`` says of which.
 
 ::
 

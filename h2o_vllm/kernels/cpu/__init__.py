@@ -123,7 +123,7 @@ def attend_decode(
             are attention alone, and faster.
         softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
         sinks: [H], float32, contiguous: logits that belong to no key and join the softmax's denominator.
-            What they get of the attention is in nobody's score.
+            What they get of the attention is in no score.
     """
     if _CHECK:
         checks.check_batch(batch, rows, out, scored)

@@ -50,7 +50,7 @@ def library() -> Path:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _ours(directory):
                 raise PermissionError(
-                    f"{directory} belongs to somebody else or can be written by others"
+                    f"{directory} belongs to another user or can be written by others"
                 )
             return _compile(command, directory / name)
         except (PermissionError, FileExistsError, NotADirectoryError) as error:

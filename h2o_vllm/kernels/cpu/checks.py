@@ -169,7 +169,7 @@ def check_eviction(heavy_blocks: Tensor, doomed_blocks: Tensor, num_blocks: int)
 
 
 def check_owners(owners: Tensor, scores: Tensor, num_blocks: int) -> None:
-    """Check whose the lanes of an eviction's blocks are: each some head's, and every head has one.
+    """Check the owners of an eviction's lanes: each is a head, and every head has one.
 
     Raises:
         ValueError: naming what does not fit.

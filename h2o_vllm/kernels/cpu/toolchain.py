@@ -36,7 +36,7 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
 """Where a wheel has its libraries. A checkout has no such folder."""
 MANIFEST = "manifest.json"
-# No -ffast-math: NaN in slots nobody wrote must stay out, and exp2's rounding trick must stay in.
+# No -ffast-math: NaN in slots that were never written must stay out, and exp2's rounding trick must stay in.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w")
 TIMEOUT = 300  # seconds; a build takes about ten
 

@@ -49,7 +49,7 @@ struct alignas(64) Shape {  // the operand of LDTILECFG
   uint8_t rows[16] = {};
 };
 
-// All registers whole, as long as it lives; then as whoever else computes on this thread had them.
+// All registers whole, as long as it lives; then as other code on this thread had them.
 class Session {
  public:
   Session() {

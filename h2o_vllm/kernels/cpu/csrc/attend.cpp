@@ -120,7 +120,7 @@ struct Attend {
     return call.sinks ? std::exp2(call.sinks[query_head(task.head, m)] * LOG2E - top) : 0.f;
   }
 
-  // Whether exponentials have the type that V is multiplied with. Where nobody wants to know the probabilities
+  // Whether exponentials have the type that V is multiplied with. Where the probabilities are not wanted
   // the output is then divided by their sum instead: a pass over the logits less.
   static constexpr bool as_is = std::is_same_v<Prob, float>;
   void multiply(float* out, int rows, const float* by) const {
@@ -177,7 +177,7 @@ struct Attend {
     }
     if (!part) prompt_join(task, sums);
   }
-  // Where nobody wants the column sums: run by run, with maximum, sum and output of the runs so far, as
+  // Where the column sums are not wanted: run by run, with maximum, sum and output of the runs so far, as
   // FlashAttention (arXiv 2205.14135). Logits of many rows stay in L2, whatever the length.
   void prompt_alone(const Task& task) const {
     const int n = prompt_queries(task.row), length = this->length(task), step = prompt_step(task);
@@ -268,7 +268,7 @@ struct Attend {
     const Tile<K> tile = fetching_tile(task);
     float* prob = own.get(g * (tile.span + 2 * call.size + 3) + tile.span);
     float *sums = prob + g * tile.span, *memory = sums + tile.span, *rest = memory + g * call.size;
-    float* e = part && task.scored ? part : prob;  // overlaid where nobody needs e afterwards
+    float* e = part && task.scored ? part : prob;  // overlaid where e is not needed afterwards
     float *out = part ? tail_of(task, part) : rest, *top = out + g * call.size, *sum = top + g;
     float* inverse = part ? rest : sum + g;
     tile.logits(queries(token, 1, task.head, memory), e);

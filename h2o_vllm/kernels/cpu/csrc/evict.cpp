@@ -147,8 +147,8 @@ void compact(void* const* caches, float* scores, const Eviction& eviction, const
 }  // namespace
 
 // caches: L pointers to [N, KH, 2 * D * BS] words of `width` bytes; scores: [L, N, KH, BS];
-// order: [total] block ids, the first `heavy` of which are written; owners: [L, total, KH], whose lane each is;
-// now: [L, heavy, KH], whose it is then; both null: each lane is that of its own head, and stays so.
+// order: [total] block ids, the first `heavy` of which are written; owners: [L, total, KH], the head of each lane;
+// now: [L, heavy, KH], its head then; both null: each lane is that of its own head, and stays so.
 extern "C" void h2o_compact(void* const* caches, float* scores, const int32_t* order, int heavy, int total,
                             const int32_t* owners, int32_t* now, int layers, int64_t blocks, int heads, int size,
                             int block, int width) {

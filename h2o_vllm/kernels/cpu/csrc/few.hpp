@@ -93,7 +93,7 @@ class FewRows {
   static constexpr int CHUNK = amx::DEPTH;  // tokens of a matrix
   static constexpr int FETCH = 4;           // blocks that are fetched before they are needed
 
-  // Two places by turns, so that nobody waits for what has just been written.
+  // Two places by turns, so that no load waits for what has just been written.
   static uint32_t* space(int c, int size) {
     static thread_local Scratch memory;
     const int64_t words = int64_t(size) * SIDE;  // of one place: CHUNK x size bfloat16

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A prompt's queries against keys that were packed for who multiplies (pairs.hpp, amx.hpp): run by run of keys, with
-// maximum, sum and output of the runs so far, as FlashAttention (arXiv 2205.14135), also where somebody wants the
+// A prompt's queries against keys that were packed for the multiplication (pairs.hpp, amx.hpp): run by run of keys, with
+// maximum, sum and output of the runs so far, as FlashAttention (arXiv 2205.14135), also where they want the
 // column sums. These need every exponential until the maximum of its row is known: exponentials are kept, in half
 // precision, beside each run's maximum.
 #pragma once
@@ -150,7 +150,7 @@ class PackedRows {
     const bool capped = layer.softcap != 0;
     const float factor = (capped ? layer.softcap : layer.scale) * LOG2E;
     const int full = n / W * W;
-    // Behind the n may be NaN, from slots nobody wrote.
+    // Behind the n may be NaN, from slots never written.
     const __mmask16 rest = (1u << (n - full)) - 1;
     if (rest) store(row + full, (vf)_mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), rest, row + full));
     const int end = full + (rest ? W : 0);

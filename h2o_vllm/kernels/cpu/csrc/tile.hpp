@@ -175,7 +175,7 @@ struct Tile {
         store(row + i, x);
         total += x;
       }
-      if (whole < n) {  // beyond the limit there may be NaN from slots nobody wrote
+      if (whole < n) {  // beyond the limit there may be NaN from slots never written
         float tail[W] = {};
         for (int i = whole; i < n; ++i) tail[i - whole] = row[i] * factor - best;
         store(tail, exp2_neg(load(tail)));

@@ -168,7 +168,7 @@ def runner_metadata_builders(model_runner: Any) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def runner_spared_generators(model_runner: Any) -> Iterator[None]:
-    """While this lasts, nothing is drawn for samples that will be thrown away, from who has a ``seed``.
+    """While this lasts, nothing is drawn for samples that will be thrown away, of requests with a ``seed``.
 
     Rows in the midst of a prompt are sampled all the same. ``GPUModelRunner._bookkeeping_sync`` (0.32) winds
     their generators back by ``set_offset``, which a CPU's generator lacks: a request with a seed and a prompt

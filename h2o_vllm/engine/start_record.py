@@ -66,7 +66,7 @@ FRAMES = 3
 
 def begin() -> None:
     """From now on this process and those it starts record why they cannot start. Makes no file."""
-    # A name nobody can guess: others may write into the folder as well.
+    # A name that cannot be guessed: others may write into the folder as well.
     os.environ[VARIABLE] = str(
         Path(tempfile.gettempdir()) / f"h2o-serve-{secrets.token_hex(6)}.log"
     )
@@ -94,7 +94,7 @@ def write(file: Path, error: BaseException, process: str) -> None:
 
 
 def read(file: Path) -> Reason | None:
-    """The first reason in the file, which is that of all others; ``None`` if nobody has left one."""
+    """The first reason in the file, which is that of all others; ``None`` if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError), file.open(encoding="utf-8") as lines:
         return Reason(**json.loads(lines.readline()))
     return None

@@ -80,8 +80,8 @@ class TraceRecorder:
 
         Args:
             scores: by which it ranks, [L, N, KH, BS], float32; read only.
-            owners: whose each lane of its heavy and doomed blocks is, [L, n, KH], int32, where the heads of
-                the request share slots.
+            owners: the head of each lane of its heavy and doomed blocks, [L, n, KH], int32, where the
+                request's heads share slots.
         """
         ranked = self._ranked.get(eviction.request_id)
         if ranked is None:
@@ -149,7 +149,7 @@ class HeadsOfAllRanks:
 def _compacted(
     positions: torch.Tensor, scores: torch.Tensor, heavy: int, owners: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The first ``heavy`` blocks when they have taken the best tokens, and whose their lanes are then.
+    """The first ``heavy`` blocks when they have taken the best tokens, and which heads have their lanes then.
 
     Args:
         positions: [L, n, KH, BS], int32. scores: the same shape, float32. owners: [L, n, KH], int32, or

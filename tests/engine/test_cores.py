@@ -82,7 +82,7 @@ def test_threads_that_give_way_do_not_count() -> None:
 
 
 class Notes:
-    """Stands in for a restraint: when it began and ended, by the number of windows seen."""
+    """Stands in for a passive wait: when it began and ended, by the number of windows seen."""
 
     def __init__(self) -> None:
         self.seen, self.begun, self.ended = 0, [], []  # type: ignore[var-annotated]
@@ -94,7 +94,7 @@ class Notes:
         self.ended.append(self.seen)
 
 
-def watched(waited: list[float | None], restraint: Any) -> None:
+def watched(waited: list[float | None], passive: Any) -> None:
     """What ``_watch`` makes of windows of two cores, of which the model waited so long; ``None``: idle."""
     ran = sum_waited = 0.0
     moments: list[Times | None] = [Times(0, 0)]
@@ -104,10 +104,10 @@ def watched(waited: list[float | None], restraint: Any) -> None:
     given = iter([*moments, None])
 
     def window(_: float) -> None:
-        if isinstance(restraint, Notes):
-            restraint.seen += 1
+        if isinstance(passive, Notes):
+            passive.seen += 1
 
-    cores._watch(restraint, lambda: next(given), window)
+    cores._watch(passive, lambda: next(given), window)
 
 
 def test_threads_sleep_while_others_are_there_and_no_longer() -> None:

@@ -33,7 +33,7 @@ def test_threads_spin_briefly_on_few_cores_unless_the_user_says_how(
 
 RESTRAIN = """
 import os, time
-from h2o_vllm.engine.cpu.waiting import Restraint, _operation
+from h2o_vllm.engine.cpu.waiting import PassiveWait, _operation
 import torch
 
 def threads(expected):
@@ -45,18 +45,18 @@ def threads(expected):
 torch.set_num_threads(2)
 _operation()
 alone = len(os.listdir("/proc/self/task"))
-restraint = Restraint()
+passive = PassiveWait()
 for _ in range(2):
-    restraint.begin()
-    restraint.begin()
-    print(threads(alone + 2) - alone, restraint.lasts)
-    restraint.end()
-    restraint.end()
-    print(threads(alone) - alone, restraint.lasts)
+    passive.begin()
+    passive.begin()
+    print(threads(alone + 2) - alone, passive.lasts)
+    passive.end()
+    passive.end()
+    print(threads(alone) - alone, passive.lasts)
 """
 
 
-def test_a_restraint_is_a_team_that_does_nothing_and_leaves_nothing() -> None:
+def test_a_passive_wait_is_a_team_that_does_nothing_and_leaves_nothing() -> None:
     """OpenMP counts the teams' threads, and lets all sleep where there are more than cores."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", RESTRAIN]

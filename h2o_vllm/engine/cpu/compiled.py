@@ -17,7 +17,7 @@ from collections.abc import MutableMapping
 __all__ = ["find_compiled_again"]
 
 WAYS = ("VLLM_USE_AOT_COMPILE", "VLLM_FORCE_AOT_LOAD")
-"""Who sets one of these wants to say how vLLM stores what it compiles."""
+"""Variables by which users say how vLLM stores what it compiles."""
 
 
 def find_compiled_again(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from h2o_vllm.engine.cpu.waiting import Restraint
+from h2o_vllm.engine.cpu.waiting import PassiveWait
 
 __all__ = ["Times", "watch"]
 
@@ -30,11 +30,11 @@ QUIET_SECONDS = 600.0
 """At most one warning in this time."""
 
 BUSY = 0.3
-"""Share of the time that threads would run but wait for a core, from which on somebody else is there. Beside
-one other process it was 0.37 to 0.48, alone 0.05 to 0.2 (the front end's work, and our own threads')."""
+"""Share of the time that threads would run but wait for a core, from which on another process computes.
+Beside one other process it was 0.37 to 0.48, alone 0.05 to 0.2 (the front end's work and our own threads)."""
 
 CALM = 0.22
-"""Below this share nobody is."""
+"""Below this share none does."""
 
 WARNING = (
     "h2o: others use the %d cores as well: in the last %.0f s the model waited for a core for %.0f %% of the "
@@ -76,24 +76,24 @@ class Times(NamedTuple):
         return waited / (ran + waited) if ran + waited > WINDOW_SECONDS / 10 else None
 
 
-def watch(restraint: Restraint | None) -> threading.Thread | None:
+def watch(passive: PassiveWait | None) -> threading.Thread | None:
     """Notice when others take the cores, from a thread, for as long as the process lives.
 
     Args:
-        restraint: what begins then, and ends with it; ``None``: nothing, but for the warning.
+        passive: what begins then, and ends with it; ``None``: nothing, but for the warning.
 
     Returns:
         ``None`` where Linux does not say.
     """
     if Times.now() is None:
         return None
-    thread = threading.Thread(target=_watch, args=(restraint,), name="h2o-cores", daemon=True)
+    thread = threading.Thread(target=_watch, args=(passive,), name="h2o-cores", daemon=True)
     thread.start()
     return thread
 
 
 def _watch(
-    restraint: Restraint | None,
+    passive: PassiveWait | None,
     times: Callable[[], Times | None] = Times.now,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -112,11 +112,11 @@ def _watch(
             continue
         recent = statistics.fmean(shares)
         if recent > BUSY:
-            if restraint is not None:
-                restraint.begin()
+            if passive is not None:
+                passive.begin()
             if time.monotonic() - warned > QUIET_SECONDS:
                 warned = time.monotonic()
                 cores, seconds = len(os.sched_getaffinity(0)), WINDOWS * WINDOW_SECONDS
                 logger.warning(WARNING, cores, seconds, 100 * recent, max(1, cores - 1))
-        elif recent < CALM and restraint is not None:
-            restraint.end()
+        elif recent < CALM and passive is not None:
+            passive.end()

@@ -16,7 +16,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from h2o_vllm.engine.cpu.cores import watch
-from h2o_vllm.engine.cpu.waiting import FEW_CORES, Restraint, may_restrain
+from h2o_vllm.engine.cpu.waiting import FEW_CORES, PassiveWait, may_change_waiting
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -27,7 +27,7 @@ logger = init_logger(f"vllm.{__name__}")
 __all__ = ["H2OCPUExecutor", "runs_in_engine_core"]
 
 BINDING = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
-"""Who sets one of these wants vLLM's own way of sharing the cores."""
+"""Variables by which users ask for vLLM's own way of sharing the cores."""
 
 
 class H2OCPUExecutor(MultiprocExecutor):
@@ -57,11 +57,11 @@ class _InEngineCore(UniProcExecutor):
         Before, it would be taken for work that is done (:mod:`h2o_vllm.server.still`).
         """
         super().compile_or_warm_up_model()
-        watch(Restraint() if may_restrain() else None)
+        watch(PassiveWait() if may_change_waiting() else None)
 
 
 def runs_in_engine_core(parallel: ParallelConfig) -> bool:
-    """Whether the model needs no process of its own: one rank, few cores, and nobody binds threads."""
+    """Whether the model needs no process of its own: one rank, few cores, and no variable binds threads."""
     single = parallel.world_size == 1 and parallel.data_parallel_size == 1
     few = len(os.sched_getaffinity(0)) <= FEW_CORES
     return single and few and not any(name in os.environ for name in BINDING)

@@ -2,7 +2,7 @@
 """What has been loaded moves to huge pages, while the server already serves. Runs in each CPU worker.
 
 A decode step reads all weights, and finds each 4 KiB of them by an address of its own: 66,000 lookups for a
-model of 135 million parameters. glibc and vLLM ask for no huge pages, so where Linux gives them to who asks
+model of 135 million parameters. glibc and vLLM ask for no huge pages, so where Linux gives them on request
 (``/sys/kernel/mm/transparent_hugepage/enabled``: ``madvise``) the weights have none. ``MADV_COLLAPSE``
 (Linux 6.1) moves memory that is in use, and changes no byte of it.
 
@@ -38,7 +38,7 @@ LARGE = 1 << 24
 """Bytes on small pages from which on memory is worth a look."""
 
 USED = 0.9
-"""Share of a huge page that must be in use: it takes what lies beside, which nobody may want."""
+"""Share of a huge page that must be in use: it takes what lies beside, which may be unused."""
 
 MADV_COLLAPSE = 25
 """``linux/mman.h``, Linux 6.1."""
@@ -48,7 +48,7 @@ def on_small_pages(smaps: str) -> Iterator[tuple[int, int]]:
     """Start and size of large private memory of no file, of which much is in use and on small pages.
 
     Linux makes one range of neighbours: beside what is new there may lie what was moved before, and what
-    nobody has touched.
+    no code has touched.
 
     Args:
         smaps: what ``/proc/PID/smaps`` says.

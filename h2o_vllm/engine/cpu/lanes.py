@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose heads share the slots of their heavy blocks: whose each lane is. Worker process, CPU only.
+"""Which head has which lane, of requests whose heads share slots. Worker process, CPU only.
 
 Lives from a request's eviction to its next one; the rule is :mod:`h2o_vllm.kernels.lanes`. No vLLM.
 """
@@ -16,13 +16,13 @@ from h2o_vllm.kernels.lanes import own_lanes, own_pages
 
 __all__ = ["LaneStore"]
 
-_NOBODY = -1
+_NO_SLOT = -1
 """In place of a slot: a row whose heads share nothing."""
 
 
 @dataclass
 class _Shared:
-    """The heavy blocks of a request, in table order, and whose their lanes are, [L, nh, KH], int32."""
+    """The heavy blocks of a request, in table order, and the heads of their lanes, [L, nh, KH], int32."""
 
     slot: int
     heavy_blocks: tuple[int, ...]
@@ -52,7 +52,7 @@ class LaneStore:
         return len(self._requests)
 
     def owners(self, request_id: str, blocks: Sequence[int]) -> torch.Tensor:
-        """Whose each lane of some of a request's blocks is, [L, n, KH], int32.
+        """The head that has each lane of some of a request's blocks, [L, n, KH], int32.
 
         Lane h of a block that no eviction has ranked is head h's.
         """
@@ -79,12 +79,12 @@ class LaneStore:
             return own_pages(layers, [*known, *fresh], heads)
         pages, counts = _by_owner(known, self.owners(request_id, known))
         width = int(counts.max()) if len(known) else 0
-        padded = torch.full((layers, heads, width), _NOBODY, dtype=torch.int32)
+        padded = torch.full((layers, heads, width), _NO_SLOT, dtype=torch.int32)
         padded[torch.arange(width) >= width - counts[:, :, None]] = pages.flatten()
         return torch.cat([padded, own_pages(layers, fresh, heads)], dim=2)
 
     def keep(self, request_id: str, heavy_blocks: Sequence[int], owners: torch.Tensor) -> None:
-        """Whose the lanes of a request's heavy blocks are from now on, [L, nh, KH], int32."""
+        """Set the heads that have the lanes of a request's heavy blocks, [L, nh, KH], int32."""
         pages, counts = _by_owner(heavy_blocks, owners)
         before = self._requests.get(request_id)
         slot = self._slot(int(counts.max())) if before is None else before.slot
@@ -112,7 +112,7 @@ class LaneStore:
 
     def of_rows(self, request_ids: Sequence[str], num_rows: int) -> list[kernels.Lanes]:
         """For each layer, what a batch's rows share; ``num_rows`` with padding rows behind the requests."""
-        rows = torch.full((num_rows,), _NOBODY, dtype=torch.int32)
+        rows = torch.full((num_rows,), _NO_SLOT, dtype=torch.int32)
         for row, request_id in enumerate(request_ids):
             shared = self._requests.get(request_id)
             if shared is not None:

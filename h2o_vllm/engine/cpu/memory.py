@@ -27,7 +27,7 @@ SHARE = 0.6
 
 
 def is_unnamed(cache: CacheConfig) -> bool:
-    """Whether the size is nobody's wish: no bytes (``VLLM_CPU_KVCACHE_SPACE`` became some), no share.
+    """Whether no option names the size: no bytes (``VLLM_CPU_KVCACHE_SPACE`` became some), no share.
 
     ``--num-gpu-blocks-override`` alone is no size to vLLM either, which looks for the memory all the same.
     """

@@ -28,7 +28,7 @@ class SharedRows:
 
     Attributes:
         heavy_blocks: by row, in table order; none is empty.
-        lanes: whose each lane is, per layer.
+        lanes: which head has which lane, per layer.
     """
 
     heavy_blocks: dict[int, tuple[int, ...]]

@@ -48,8 +48,9 @@ class CPUState(WorkerState):
         row_request_ids: gives the request id of each row of the batch being prepared.
         evicting: request id -> first scored and first late query, for the requests that evict.
         full_kernel: whether our kernels also serve rows without scores.
-        sharing: ids of the requests whose heads share slots. lanes: whose is what, once they have evicted.
-        calibration: what is known of the model, if somebody has calibrated it.
+        sharing: ids of the requests whose heads share slots.
+        lanes: which of their heads has which lane, once they have evicted.
+        calibration: of the model, if there is one.
     """
 
     kv_caches: list[torch.Tensor]
@@ -142,7 +143,7 @@ class CPUState(WorkerState):
         return SharedRows(heavy_blocks, self.lanes.of_rows(ids, len(common.seq_lens)))
 
     def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
-        """The rows of this batch, or ``None`` if vLLM's kernel serves all: nobody in it evicts."""
+        """The rows of this batch, or ``None`` if vLLM's kernel serves all: none of them evicts."""
         if not self.in_step or not (self.evicting or self.full_kernel):
             return None
         ids = self.row_request_ids()[: common.num_reqs]

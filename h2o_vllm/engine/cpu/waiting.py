@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How OpenMP's threads wait for each other: with a spin, or asleep. Imports torch where it runs.
 
-Set where the engine is started from (:func:`spin_briefly`), changed in the engine core (:class:`Restraint`).
+Set before the engine starts (:func:`spin_briefly`), changed in the engine core (:class:`PassiveWait`).
 
 A step is some hundreds of operations with a little Python between them, for which all threads but one wait.
 To wake one that sleeps takes as long as a small operation: on an Intel Xeon a step of 31 ms took 42. So
@@ -21,8 +21,8 @@ __all__ = [
     "FEW_CORES",
     "SPINNING",
     "SPINS",
-    "Restraint",
-    "may_restrain",
+    "PassiveWait",
+    "may_change_waiting",
     "spin_briefly",
 ]
 
@@ -30,7 +30,7 @@ FEW_CORES = 4
 """Up to as many the model runs inside the engine core, on all of them."""
 
 SPINNING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Who sets one of these wants to say how GNU's OpenMP waits."""
+"""Variables by which users say how GNU's OpenMP waits."""
 
 SPINS = "100000"
 """Rounds: 2 milliseconds on AMD's Zen 5, 5 on an Intel Xeon, as long as the host needs between two steps.
@@ -49,12 +49,12 @@ def spin_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
         environment["GOMP_SPINCOUNT"] = SPINS
 
 
-def may_restrain() -> bool:
+def may_change_waiting() -> bool:
     """Whether how threads wait is ours to say in this process, and not what the user has said."""
     return os.environ.get("GOMP_SPINCOUNT") == SPINS
 
 
-class Restraint:
+class PassiveWait:
     """While it lasts, threads sleep as soon as they wait.
 
     GNU's OpenMP lets them spin for no more than 100 rounds where it has more threads than there are cores
@@ -77,7 +77,7 @@ class Restraint:
         there = threading.Event()
         self._over.clear()
         self._thread = threading.Thread(
-            target=self._keep_team, args=(there,), name="h2o-restraint", daemon=True
+            target=self._keep_team, args=(there,), name="h2o-passive-wait", daemon=True
         )
         self._thread.start()
         there.wait()

@@ -49,7 +49,7 @@ __all__ = ["H2OCPUWorker", "warn_if_slow", "warn_of_mixed_adapters"]
 
 
 def warn_if_slow() -> None:
-    """Say so where somebody asks for our kernels in the place of vLLM's, and they are the slower ones."""
+    """Warn where our kernels are asked for in the place of vLLM's, and are the slower ones."""
     if not kernels.compiled():
         logger.warning(
             "h2o: --kv-full-kernel h2o without the C++ kernels slows down requests that lose nothing: %s. "
@@ -150,7 +150,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         return state
 
     def _calibration(self, state: CPUState) -> Calibration | None:
-        """What somebody has learned of this model, if the server was given it."""
+        """The calibration of this model, if the server was given one."""
         name = self._h2o_config().kv_calibration
         if name is None:
             return None

@@ -5,9 +5,9 @@
 ``worker``            what a worker does beside vLLM's: compact, punch holes, bind every part
 ``binding``           law 9: the parts that vLLM bound are ours
 ``state``             a worker's scores, and what it knows of the requests that evict
-``rows``              the rows of a batch: who evicts, whose queries are scored, which tokens are new
+``rows``              the rows of a batch: which evict, which queries are scored, which tokens are new
 ``waves``             which evictions of a step may run at once
-``attention``         who serves a batch: vLLM's attention, or it and ours
+``attention``         which attention serves a batch: vLLM's, or it and ours
 ``eviction_scores``   asks a policy for new scores just before an eviction ranks by them
 ===================== ===========================================================================
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of our attention that both devices share: who serves a batch. Worker process."""
+"""The part of our attention that both devices share: which kernels serve a batch. Worker process."""
 
 from __future__ import annotations
 

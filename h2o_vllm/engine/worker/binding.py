@@ -86,7 +86,7 @@ def evictable_group(builders: Iterable[tuple[Any, Any]], ours: type) -> tuple[An
         ours: the class it must have.
 
     Raises:
-        ConfigError: there is none, there are several, or it is somebody else's; or its blocks are those of
+        ConfigError: there is none, there are several, or it is not ours; or its blocks are those of
             sliding-window layers as well.
     """
     builders = list(builders)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker knows about budgets: who evicts, the scores, the KV they belong to.
+"""What a worker knows about budgets: which requests evict, the scores, the KV they belong to.
 
 One instance per worker, shared with the metadata builder and the attention layers. Nothing in here
 waits for a device: with async scheduling the worker runs ahead of it.
@@ -41,7 +41,7 @@ class WorkerState(ABC):
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
         first_kv_head: global index of this rank's first KV head.
         in_step: whether a real step (not a warm-up) is being executed.
-        recorder: notes what traced requests lose; ``None``: nobody may ask for a trace.
+        recorder: notes what traced requests lose; ``None``: no request may have a trace.
     """
 
     planes: torch.Tensor
@@ -74,7 +74,7 @@ class WorkerState(ABC):
 
     @abstractmethod
     def rows(self, common: Any) -> StepRows | None:
-        """The rows of vLLM's ``CommonAttentionMetadata``, or ``None`` if nobody in it evicts."""
+        """The rows of vLLM's ``CommonAttentionMetadata``, or ``None`` if none of them evicts."""
 
     def compact(self, evictions: Sequence[Eviction]) -> None:
         """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
@@ -132,8 +132,8 @@ class WorkerState(ABC):
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         """Let the policies of these adjust the scores that are about to be ranked; no two rank one block."""
 
-    def _owners(self, eviction: Eviction) -> torch.Tensor | None:  # noqa: ARG002 - who traces knows
-        """Whose each lane of the heavy and doomed blocks is, [L, n, KH], where heads share slots."""
+    def _owners(self, eviction: Eviction) -> torch.Tensor | None:  # noqa: ARG002 - for subclasses
+        """The head that has each lane of the heavy and doomed blocks, [L, n, KH], where heads share slots."""
         return None
 
     @abstractmethod

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m h2o_vllm.calibrate --model DIR --output FILE: learn a model for --kv-policy zap and zap-keydiff.
+"""python -m h2o_vllm.calibrate --model DIR --output FILE: learn a model for --kv-policy predicted.
 
 The model reads some texts twice. Learned: how much attention a token gets then, from its key and value.
-Serve with: h2o-serve --model DIR --kv-calibration FILE --kv-policy zap-keydiff
+Serve with: h2o-serve --model DIR --kv-calibration FILE --kv-policy predicted+key
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def _module(module: ModuleType) -> str:
 
 
 def _records() -> str:
-    """Made up: who, when, how much, by which number. None can be guessed from what stands before it."""
+    """Made up: names, times, amounts, numbers. None can be guessed from what stands before it."""
     draw = random.Random(0)  # noqa: S311 - nothing secret
     names = ("Ada", "Blaise", "Carl", "Emmy", "Grace", "Kurt", "Leonhard", "Sofia")
     lines = []
@@ -62,7 +62,7 @@ PYTHONS: tuple[Callable[[], str], ...] = (
 """Prose and code of Python's own. Nothing here is measured on: see ``loadtest/quality``."""
 
 SOURCES = (*PYTHONS, _records)
-"""What is learned from, unless somebody has their own texts."""
+"""What is learned from, unless the user names other texts."""
 
 
 def instruction(tokenizer: Any) -> list[int]:

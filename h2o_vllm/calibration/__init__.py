@@ -5,6 +5,6 @@
     regression    least squares, from sums over tokens
     file          what was learned, on disk: for one model, refused for another
 
-Plain torch, no vLLM. ``python -m h2o_vllm.calibrate`` learns; policy ``zap`` uses it. Source: Jegou et al.,
-"KVzap", arXiv 2601.07891, which predicts the same from a layer's input.
+Plain torch, no vLLM. ``python -m h2o_vllm.calibrate`` learns; the rank ``predicted`` uses it. Source: Jegou
+et al., "KVzap", arXiv 2601.07891, which predicts the same from a layer's input.
 """

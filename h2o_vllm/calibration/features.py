@@ -2,7 +2,7 @@
 """What a token's key and value say of it, wherever in the text it stands.
 
 Rotary positions turn pairs of a key's numbers: by how much depends on the place, but a pair's length stays.
-So the features are these lengths, what of a key is not turned, and the value. Nobody has to know where a
+So the features are these lengths, what of a key is not turned, and the value. No code has to know where a
 token stands, or how a model counts positions.
 """
 

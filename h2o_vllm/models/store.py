@@ -3,7 +3,7 @@
 
 ```
 SmolLM2-135M-Instruct-<fingerprint>/       complete: it appeared by one rename
-SmolLM2-135M-Instruct-<fingerprint>.part/  being written by whoever holds the lock, or left by a kill
+SmolLM2-135M-Instruct-<fingerprint>.part/  being written by the process that holds the lock, or left by a kill
 SmolLM2-135M-Instruct-<fingerprint>.lock   flock; the kernel drops it when its holder dies
 ```
 """

@@ -20,7 +20,7 @@ from loadtest.common.machine import describe_run
 from loadtest.common.results import append_rows, result_path
 from loadtest.quality.figures import Figures
 from loadtest.quality.generation import Model
-from loadtest.quality.lines import USUAL, parse_line, points
+from loadtest.quality.lines import DEFAULT_LINES, parse_line, points
 from loadtest.quality.measures import MEASURES
 from loadtest.quality.offline import Offline
 from loadtest.quality.rows import latest, read_rows
@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> Path:
     sizes = sizes_of(args)
     path: Path = args.resume or result_path("quality-cpu", args.out)
     # Before minutes go into an engine.
-    lines = [parse_line(name, args.recent) for name in args.policies or USUAL]
+    lines = [parse_line(name, args.recent) for name in args.policies or DEFAULT_LINES]
     measures = [MEASURES[name] for name in args.measures]
     longest = max(
         sizes.prompt_tokens + sizes.forced_tokens, round(1.2 * max(sizes.lengths)) + 200,

@@ -14,9 +14,9 @@ from typing import Any
 
 from h2o_vllm.config.options import REQUEST_FIELDS
 
-__all__ = ["AGAIN", "FULL", "USUAL", "Line", "Point", "parse_line", "points"]
+__all__ = ["AGAIN", "DEFAULT_LINES", "FULL", "Line", "Point", "parse_line", "points"]
 
-USUAL = ("h2o", "mean", "value", "snapkv", "key", "auto", "window", "random")
+DEFAULT_LINES = ("h2o", "mean", "value", "snapkv", "key", "auto", "window", "random")
 """What is compared where no line is named: policies that need no calibration."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from loadtest.common.command import command_parser
 from loadtest.common.results import RESULTS
-from loadtest.quality.lines import USUAL
+from loadtest.quality.lines import DEFAULT_LINES
 from loadtest.quality.measures import MEASURES
 from loadtest.quality.offline import FLOOR
 from loadtest.quality.sizes import QUICK, Sizes
@@ -41,7 +41,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("what is compared").add_argument
     add("--policies", nargs="+", metavar="LINE",
         help="policies, with request fields as in snapkv,recent=0.25 or value,heads=shared; default: "
-        f"{_list(USUAL)}")  # fmt: skip
+        f"{_list(DEFAULT_LINES)}")  # fmt: skip
     add("--budgets", nargs="+", type=_budget, help=f"in this order; default: {_list(BUDGETS)}")
     add("--measures", nargs="+", choices=MEASURES, default=["nll", "retrieval"], help="which")
     add("--recent", type=float, help="kv_recent of all lines that do not have their own")

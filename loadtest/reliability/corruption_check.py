@@ -263,7 +263,7 @@ def _start_engine(model: str, num_blocks: int, full_kernel: str) -> Any:
         num_gpu_blocks_override=num_blocks,
         kv_cache_memory_bytes=1 << 30,
         seed=0,
-        # Whom it preempts may have had its turn in the same step, eviction included.
+        # A request that it preempts may have had its turn in the same step, eviction included.
         scheduling_policy="priority",
     ).llm_engine
 

@@ -3,9 +3,9 @@
 
     python -m loadtest.reliability.soak --minutes 60 [--out loadtest/results] [-- h2o-serve options]
 
-Starts ``h2o-serve`` with a pool that is too small for everybody, and clients that complete, chat, stream,
+Starts ``h2o-serve`` with a pool that is too small for all, and clients that complete, chat, stream,
 send bad budgets, leave half-way and come back. All the while samples resident memory, open files and
-threads of the server's processes. Every two minutes everybody pauses for a moment: then not one block may
+threads of the server's processes. Every two minutes all pause for a moment: then not one block may
 be in use, and a request of always the same shape is timed. Writes JSON lines and a picture, says what grew,
 and exits with 1 if anything did, or if a request failed.
 """
@@ -134,7 +134,7 @@ def run(
 
 
 def sample_idle(server: Server, traffic: Traffic) -> Row:
-    """Let everybody finish, look whether a block is in use, and time the probe."""
+    """Let all clients finish, look whether a block is in use, and time the probe."""
     with traffic.paused() as quiet:
         row = {"quiet": quiet, "idle_blocks": idle_share(server.url)}
         # Alone, so that it measures the server and not its load.

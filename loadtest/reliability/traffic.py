@@ -50,7 +50,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[bool]:
-        """Let everybody finish and wait; says whether they did, within two minutes."""
+        """Let all clients finish and wait; says whether they did, within two minutes."""
         with self._lock:
             self._going.clear()
         deadline = time.monotonic() + 120

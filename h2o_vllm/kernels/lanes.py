@@ -93,8 +93,9 @@ def compact(
         one_headed = torch.zeros(len(scores), len(heavy) + len(doomed), 1, device=scores.device)
         for head in range(scores.shape[2]):
             only = slice(head, head + 1)
-            caches = ([cache[:, :, only] for cache in both] for both in (key_caches, value_caches))
-            compact(*caches, scores[:, :, only], heavy, doomed, one_headed)
+            one_keys = [cache[:, :, only] for cache in key_caches]
+            one_values = [cache[:, :, only] for cache in value_caches]
+            compact(one_keys, one_values, scores[:, :, only], heavy, doomed, one_headed)
         return None
     num_heads, block_size = scores.shape[2:]
     blocks = torch.tensor([*heavy, *doomed], device=scores.device)

@@ -26,6 +26,8 @@ __all__ = ["FORMULAS", "merge_ranks", "new_scores", "pooled"]
 POOLED = 7
 """Width of the max pooling of ``end``, the token itself in its middle. SnapKV's ``kernel_size``."""
 
+# Law 4 does not hold without BEHIND and NEWER: of equal scores that of the lower candidate stays, and at a
+# second eviction candidates lie in any order.
 NEARER = 2.0**-18
 """How much less of a neighbour's score counts with each step away: tokens around one hit do not tie."""
 

@@ -36,9 +36,9 @@ KERNELS = {
 }  # fmt: skip
 
 STACK = {
-    ("_select", 80): 8, ("_select", 89): 8, ("_add_prompt_scores", 120): 16,
+    ("_add_prompt_scores", 120): 16,
     ("_add_prompt_scores", 80): 8, ("_add_prompt_scores", 89): 8, ("_add_prompt_scores", 100): 48,
-    ("_select_shared", 80): 24, ("_attend_shared_prompts", 90): 16,
+    ("_attend_shared_prompts", 90): 16,
 }  # fmt: skip
 """Bytes per thread that forms of a kernel take with Triton 3.7.1, two registers to twelve; all others none.
 On sm_90 it is

@@ -133,21 +133,41 @@ def check_rescore(
     return want
 
 
-def check_places(room: int, device: str = "cpu") -> None:
+def check_places(room: int, device: str = "cpu", tile: int = 1024) -> None:
     """Places are those of a stable sort: of two ranks, a third of whose numbers are equal to others."""
-    lists = rescores.lists_of(2)
-    scratch = torch.zeros(room * lists + 1, device=device)
+    found = numbers_to_rank(room)
+    lists, in_order = places_by_kernels(found, tile, device)
+    for mine, places in zip(found, lists, strict=True):
+        order = mine.argsort(descending=True, stable=True)
+        assert torch.equal(places[order].long(), torch.arange(room))
+    assert torch.equal(in_order, found[0].sort(descending=True).values)
+
+
+def numbers_to_rank(room: int) -> Tensor:
+    """Of two ranks, [2, room], float32; a third are equal to others, some are 0.0 and -0.0."""
     gen = torch.Generator().manual_seed(0)
-    found = (torch.rand(2, room, generator=gen) * 2e5).round() - 1e5
+    found = (torch.rand(2, room, generator=gen) * 2 * room).round() - room
+    found[:, ::7] = 0.0
+    found[:, ::14] = -0.0
+    return found
+
+
+def places_by_kernels(found: Tensor, tile: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Places of each rank's tokens in its order, [2, room], and the first rank's scores in order, [room].
+
+    Args:
+        found: their scores, [2, room], a multiple of 16. tile: tokens that one program sorts.
+    """
+    room, lists = found.shape[1], rescores.lists_of(2)
+    scratch = torch.zeros(room * lists + 1, device=device)
     scratch[:room], scratch[2 * room : 3 * room] = found.to(device)
     header = [0, room // 16, int(Op.END | Op.KEY), 0, 0, 0, -1]
     table = torch.tensor([header], dtype=torch.int32, device=device)
     given = (scratch, table, scratch, 0, 1, 1, table.stride(0), room * lists + 1, room)
-    grid, sizes = (1, -(-room // 1024), 2), {"KH": 1, "BS": 16, "TILE": 1024}
-    ranks._sort_tiles[grid](*given, ALONE=False, **sizes)
-    ranks._find_places[grid](*given, HALVINGS=10, **sizes)
-    for which in range(2):
-        order = found[which].argsort(descending=True, stable=True)
-        places = scratch[(2 * which + 1) * room : (2 * which + 2) * room].cpu()
-        assert torch.equal(places[order].long(), torch.arange(room))
-    assert torch.equal(scratch[4 * room : 5 * room].cpu(), found[0].sort(descending=True).values)
+    grid, sizes = (1, -(-room // tile), 2), {"KH": 1, "BS": 16, "TILE": tile}
+    alone = room <= tile
+    ranks._sort_tiles[grid](*given, ALONE=alone, **sizes)
+    if not alone:
+        ranks._find_places[grid](*given, HALVINGS=tile.bit_length() - 1, **sizes)
+    places = torch.stack([scratch[room : 2 * room], scratch[3 * room : 4 * room]])
+    return places.cpu(), scratch[4 * room : 5 * room].cpu()

@@ -21,7 +21,6 @@ from tests.kernels.triton.evict_laws import make_layers
 from tests.kernels.triton.rescore_laws import (
     ADJUSTING,
     by_formulas,
-    check_places,
     check_rescore,
     early_of,
 )
@@ -150,11 +149,6 @@ def test_keys_of_any_length_and_none() -> None:
         scores,
         evictions_of(["key", "value+key", THREE, "end+key", "value"]),
     )
-
-
-@pytest.mark.long
-def test_places_of_100_000_tokens_are_those_of_a_stable_sort() -> None:
-    check_places(100_000)
 
 
 def test_a_small_scratch_takes_more_launches() -> None:

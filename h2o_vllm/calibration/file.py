@@ -15,7 +15,7 @@ from torch import Tensor
 from h2o_vllm.calibration.features import Rotation, num_features
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["Calibration", "Traits", "check_exists"]
+__all__ = ["Calibration", "Part", "Traits", "check_exists"]
 
 FORMAT = "h2o-vllm calibration 1"
 """Raise the number when older files mean something else."""
@@ -71,6 +71,24 @@ class Traits:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a rank of tensor parallelism weighs its KV heads' keys and values by.
+
+    Attributes:
+        weights: [L, M, F + 1], float32: those that a regression of each of M heads has for what this rank's
+            heads know, head by head, or for what a head itself knows; and one more that is added.
+        rotation: how keys are turned.
+        first: which of the M heads is this rank's first one.
+        of_all_heads: whether what ranks find has to be added up before it says anything.
+    """
+
+    weights: Tensor
+    rotation: Rotation
+    first: int
+    of_all_heads: bool
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What :mod:`h2o_vllm.calibrate` has learned.
 
@@ -83,6 +101,24 @@ class Calibration:
     weights: Tensor
     traits: Traits
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    def part(self, first: int, heads: int) -> Part:
+        """What a rank needs that holds ``heads`` of the model's KV heads, from the ``first`` on."""
+        traits = self.traits
+        own = num_features(1, traits.key_size, traits.value_size, traits.rotation)
+        mine = slice(first, first + heads)
+        if self.weights.shape[2] - 1 != traits.heads * own:
+            return Part(self.weights[:, mine], traits.rotation, 0, of_all_heads=False)
+        constant = torch.zeros_like(self.weights[..., -1:])
+        # Ranks' sums are added up.
+        constant[:, mine] = self.weights[:, mine, -1:]
+        known = self.weights[..., first * own : (first + heads) * own]
+        return Part(
+            torch.cat([known, constant], -1),
+            traits.rotation,
+            first,
+            of_all_heads=heads < traits.heads,
+        )
 
     def save(self, path: Path) -> None:
         """Write it.

@@ -129,7 +129,7 @@ class H2OConfig:
         "Of lossless rows; auto: h2o on AMX.",
         words=FULL_KERNELS,
     )
-    kv_trace: bool = setting(False, "Let requests ask what was kept; on CPUs.")
+    kv_trace: bool = setting(False, "Let requests ask what was kept.")
     kv_calibration: str | None = setting(None, "From python -m h2o_vllm.calibrate.", metavar="FILE")
     kv_heads_equal_because: str = ""
 

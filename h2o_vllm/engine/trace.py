@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens the evictions of traced requests take. Worker process, CPU only.
+"""Which tokens the evictions of traced requests take. Worker process; on GPUs see ``cuda/trace.py``.
 
 Positions lie in little pages like a layer's KV, heads of one element wide, and the kernel that moves the KV
 moves them, by the same scores, and gives lanes to the same heads: what a trace says is what the kernel does.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
 
-__all__ = ["HeadsOfAllRanks", "TraceRecorder", "traced_evictions"]
+__all__ = ["ATTRIBUTE", "HeadsOfAllRanks", "Ranked", "TraceRecorder", "traced_evictions"]
 
 ATTRIBUTE = "h2o_traced_evictions"
 
@@ -39,7 +39,7 @@ def traced_evictions(output: ModelRunnerOutput) -> tuple[TracedEviction, ...]:
 
 
 @dataclass
-class _Ranked:
+class Ranked:
     """The blocks of one request that evictions have ranked and spared.
 
     ``positions``: block id -> [L, KH, BS], int32, of the tokens in it, lane by lane. ``begins``: where the
@@ -59,19 +59,23 @@ class TraceRecorder:
 
     def __init__(self, of_all_ranks: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._of_all_ranks = of_all_ranks
-        self._ranked: dict[str, _Ranked] = {}
+        self._ranked: dict[str, Ranked] = {}
         self._noted: list[TracedEviction] = []
 
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Learn which of the requests that enter the batch are traced."""
         for request_id, params in policies.items():
             if params.traced:
-                self._ranked[request_id] = _Ranked()
+                self._ranked[request_id] = Ranked()
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Unknown ids are fine."""
         for request_id in request_ids:
             self._ranked.pop(request_id, None)
+
+    def follows(self, request_id: str) -> bool:
+        """Whether a request is traced."""
+        return request_id in self._ranked
 
     def record(
         self, eviction: Eviction, scores: torch.Tensor, owners: torch.Tensor | None = None
@@ -86,28 +90,43 @@ class TraceRecorder:
         ranked = self._ranked.get(eviction.request_id)
         if ranked is None:
             return
+        blocks = [*eviction.heavy_blocks, *eviction.doomed_blocks]
+        self._noted.append(self.follow(ranked, eviction, scores[:, blocks], owners))
+
+    def follow(
+        self,
+        ranked: Ranked,
+        eviction: Eviction,
+        scores: torch.Tensor,
+        owners: torch.Tensor | None,
+    ) -> TracedEviction:
+        """What an eviction takes of what ``ranked`` says, which then says what is left.
+
+        Args:
+            scores: of its heavy blocks, then of its doomed ones, [L, n, KH, BS], float32, on the host.
+            owners: see :meth:`record`.
+        """
         # The same also where a preempted request evicts for the first time again.
         first = ranked.begins in (None, eviction.fresh_from)
         if first:
             ranked.begins = eviction.fresh_from
             ranked.positions.clear()
         layers, _, heads, block_size = scores.shape
+        assert scores.is_cpu
         for number, block in enumerate(eviction.fresh_blocks):
             start = eviction.fresh_from + number * block_size
             fresh = torch.arange(start, start + block_size, dtype=torch.int32)
             ranked.positions[block] = fresh.expand(layers, heads, block_size)
         heavy, doomed = list(eviction.heavy_blocks), list(eviction.doomed_blocks)
         before = torch.stack([ranked.positions[block] for block in [*heavy, *doomed]], dim=1)
-        after, now = _compacted(before, scores[:, heavy + doomed], len(heavy), owners)
+        after, now = _compacted(before, scores, len(heavy), owners)
         for place, block in enumerate(heavy):
             ranked.positions[block] = after[:, place]
         for block in doomed:
             del ranked.positions[block]
         lost = _held(before, owners, eviction.seen) & ~_held(after, now, eviction.seen)
         everywhere = self._of_all_ranks(lost).numpy()
-        self._noted.append(
-            TracedEviction.of(eviction.request_id, eviction.seen, first=first, lost=everywhere)
-        )
+        return TracedEviction.of(eviction.request_id, eviction.seen, first=first, lost=everywhere)
 
     def attach(self, output: Any) -> Any:
         """``output`` of the step, with what was noted since the last call, if anything."""

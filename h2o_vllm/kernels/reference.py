@@ -23,11 +23,12 @@ __all__ = [
     "add_prompt_scores",
     "attend",
     "attend_decode",
+    "attention_of",
     "compact_tables",
     "key_similarity",
     "live_slots",
     "log_sum_exp",
-    "predict",
+    "predicted_sums",
     "reset_scores",
     "split_scores",
     "value_distances",
@@ -167,32 +168,37 @@ def log_sum_exp(
     return lse
 
 
-def predict(
+def predicted_sums(
     keys: Tensor, values: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
 ) -> Tensor:
-    """The attention that a layer's tokens are expected to get, [KH, C], float32.
+    """The logarithm of the attention that a layer's tokens are expected to get, [M, C], float64.
 
     Args:
         keys, values: [KH, C, D].
-        weights: [KH, F + 1]: of all heads' numbers, head by head, or of its own, and one more that is added.
+        weights: [M, F + 1]: of all heads' numbers, head by head, or, where M is KH, of its own; and one more
+            that is added.
         rotary: so many of a key's first numbers are turned, in pairs: neighbours if ``interleaved``, else
             halves. Of a pair its length counts, which turning does not change; all else counts as it is.
     """
-    heads, count, _ = keys.shape
     one, other = slice(0, rotary // 2), slice(rotary // 2, rotary)
     if interleaved:
         one, other = slice(0, rotary, 2), slice(1, rotary, 2)
-    found = torch.empty(heads, count, dtype=torch.float64)
     numbers = []
     for key, value in zip(keys.double(), values.double(), strict=True):
         lengths = (key[:, one] ** 2 + key[:, other] ** 2) ** 0.5
         numbers.append(torch.cat([lengths, key[:, rotary:], value], 1))
+    everything = torch.cat(numbers, 1)
+    across = weights.shape[1] - 1 == everything.shape[1]
+    found = []
     for head, weight in enumerate(weights.double()):
-        known = numbers[head]
-        if known.shape[1] + 1 < len(weight):
-            known = torch.cat(numbers, 1)
-        found[head] = known @ weight[:-1] + weight[-1]
-    return found.clamp(-50, 0).exp().float()
+        known = everything if across else numbers[head]
+        found.append(known @ weight[:-1] + weight[-1])
+    return torch.stack(found)
+
+
+def attention_of(sums: Tensor) -> Tensor:
+    """What :func:`predicted_sums` says, float32: above 0, at most 1."""
+    return sums.clamp(-50, 0).exp().float()
 
 
 def key_similarity(keys: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ class Candidates:
         predicted: computes the attention that each fresh token is expected to get, [L, KH, C - known],
             float32, above 0. ``None`` in an engine without a calibration.
         first_kv_head: number of the first of these heads in the model; tensor-parallel ranks draw as one.
+        merge: a faster :func:`.merge_ranks`, which gives the same.
     """
 
     scores: Tensor
@@ -49,6 +50,7 @@ class Candidates:
     counts: Tensor | None = None
     predicted: Callable[[], Tensor] | None = None
     first_kv_head: int = 0
+    merge: Callable[..., Tensor] | None = None
 
     @property
     def fresh_positions(self) -> Tensor:

@@ -171,7 +171,7 @@ def new_scores(ranks: Sequence[int], candidates: Candidates) -> Tensor | None:
     if not (fresh and policy.adjusts):
         return None
     scores = [formula(candidates)[..., -fresh:] for formula in formulas]
-    return candidates.with_fresh(merge_ranks(*scores))
+    return candidates.with_fresh((candidates.merge or merge_ranks)(*scores))
 
 
 def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:

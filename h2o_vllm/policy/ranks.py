@@ -49,7 +49,7 @@ class Rank:
         name: its name in ``kv_policy``.
         keeps: what stays by it, as help and README say it.
         paper: where it is from.
-        op: what the GPU does for it; ``None``: GPUs cannot compute it, and refuse it by name.
+        op: what the GPU does for it.
         collects: which queries' attention it needs.
         recent: share of a budget for the newest tokens, if it ranks alone and the request does not say.
         equal_because: why the KV heads of a layer cannot share slots by its scores; empty: they can.
@@ -65,7 +65,7 @@ class Rank:
     name: str
     keeps: str
     paper: str
-    op: Op | None
+    op: Op
     collects: Collects = Collects.NOTHING
     recent: float = 0.5
     equal_because: str = ""
@@ -82,7 +82,7 @@ RANKS = (
         "predicted",
         "the attention that repeating the prompt would give, predicted by a calibration",
         "https://arxiv.org/abs/2601.07891",
-        op=None,
+        Op.PREDICTED,
         # It knows what of the prompt will be needed, the newest tokens included.
         recent=0.1,
         calibrated=True,

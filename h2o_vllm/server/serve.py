@@ -17,7 +17,6 @@ from vllm import envs
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args, init_logger
-from vllm.platforms import current_platform
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
@@ -103,7 +102,7 @@ def prepare(
     if not 0 <= args.port <= LAST_PORT:
         raise ConfigError(f"--port {args.port}: must be 0 to {LAST_PORT}")
     if args.kv_playground:
-        config = playground.with_traces(config)
+        config = playground.with_traces(config, args.tensor_parallel_size)
     embedded = args.model_tag is None and args.model is None
     if embedded:
         config = _calibrated(config, args)
@@ -128,8 +127,8 @@ def prepare(
 
 def _calibrated(config: H2OConfig, args: argparse.Namespace) -> H2OConfig:
     """With the embedded model's calibration, where one can be used and no option names another."""
-    usable = current_platform.device_type == "cpu" and args.tensor_parallel_size == 1
-    if config.kv_calibration is not None or not usable:
+    # What is predicted lies in few heads, and ranks' heads are equal.
+    if config.kv_calibration is not None or args.tensor_parallel_size > 1:
         return config
     return replace(config, kv_calibration=str(default_calibration()))
 

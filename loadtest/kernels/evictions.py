@@ -41,6 +41,9 @@ class EvictionCase:
         if self.call == "compact":
             moves = tokens * self.doomed * (self.blocks - self.doomed) // self.blocks**2
             return 4 * tokens + moves * (4 * vector + 8)
+        if self.call == "merge_ranks":
+            # Three of them, and what comes of it.
+            return tokens * 4 * 4
         vectors = 2 if self.call == "predict" else 1
         return tokens * (vectors * vector + 4)
 
@@ -64,10 +67,13 @@ class EvictionCase:
             impl.compact(caches, scores, heavy, doomed)
             return scores
 
+        ranks = torch.rand(3, layers, heads, self.blocks * BLOCK_SIZE, generator=gen)
+
         calls: dict[str, Callable[[Any], Any]] = {
             "predict": lambda impl: impl.predict(caches, blocks, weights, size, interleaved=False),
             "key_similarity": lambda impl: impl.key_similarity(caches, pages),
             "value_distances": lambda impl: impl.value_distances(caches, pages),
+            "merge_ranks": lambda impl: impl.merge_ranks(*ranks),
             "compact": compact,
         }
         call = calls[self.call]
@@ -109,7 +115,7 @@ def _cases() -> Iterator[EvictionCase]:
     for shape in SHAPES:
         # A prompt's first at 0.2, and one while it generates.
         for blocks, doomed in ((32, 25), (8, 1)):
-            for call in ("predict", "key_similarity", "value_distances", "compact"):
+            for call in ("predict", "key_similarity", "value_distances", "merge_ranks", "compact"):
                 yield EvictionCase(call, shape, blocks, doomed)
 
 

@@ -2,16 +2,20 @@
 """What a first eviction of the default policy takes on a GPU, by length: all 32 layers of an 8B model.
 
     python -m loadtest.kernels.first_eviction 2048 8192 32768 131072
+    python -m loadtest.kernels.first_eviction --counted 2048 8192 32768 131072     # no GPU
 
-One line of JSON per length: milliseconds of scores and of compaction, medians of several runs.
+One line of JSON per length: milliseconds of scores and of compaction, medians of several runs. Counted: the
+operations and bytes of each part, and which share of the prompt's own seconds they take by a datasheet.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -19,12 +23,31 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.policy.policy import Policy
+from loadtest.common.command import command_parser
 from loadtest.kernels.compaction import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, LAYERS
+from loadtest.kernels.counted import first_eviction, prompt, share
 
 RUNS = 5
+KEPT = 0.1
+"""Share of the tokens that stays."""
+DEFAULTS = ("value+end+key", "predicted+value+end+key")
+"""What ``auto`` stands for, without and with a calibration."""
 
 
-def measured(length: int) -> dict[str, float | str]:
+def counted(length: int, ranks: str) -> dict[str, Any]:
+    """The row of one length and policy, by H100's datasheet."""
+    parts, own = list(first_eviction(length, ranks, KEPT)), prompt(length)
+    return {
+        "length": length,
+        "ranks": ranks,
+        "parts": [asdict(part) | {"ms": 1000 * part.seconds} for part in parts],
+        "ms": 1000 * sum(part.seconds for part in parts),
+        "prompt": asdict(own) | {"ms": 1000 * own.seconds},
+        "share": share(length, ranks, KEPT),
+    }
+
+
+def measured(length: int) -> dict[str, Any]:
     """The row of one length."""
     blocks = length // BLOCK_SIZE
     shape = (LAYERS, blocks + 1, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE)
@@ -34,8 +57,8 @@ def measured(length: int) -> dict[str, float | str]:
     scratch = max(kernels.SCRATCH_BYTES, kernels.scratch_bytes(KV_HEADS, length))
     layers = kernels.KVLayers(list(keys), list(values), scratch)
     ids = tuple((torch.randperm(blocks) + 1).tolist())
-    heavy, doomed = ids[: blocks // 10], ids[blocks // 10 :]
-    ranks = Policy.parse("value+end+key").indices()
+    heavy, doomed = ids[: int(KEPT * blocks)], ids[int(KEPT * blocks) :]
+    ranks = Policy.parse(DEFAULTS[0]).indices()
     first = Eviction("first", heavy, doomed, (), ranks, ids, fresh_from=0, seen=length + 16)
     packed = kernels.Rescores.pack([rescore_of(first)], "cuda")
     moves = kernels.Evictions.pack([(heavy, doomed)], "cuda")
@@ -61,10 +84,18 @@ def measured(length: int) -> dict[str, float | str]:
     }
 
 
-def main() -> None:
-    """A line per length."""
-    for length in map(int, sys.argv[1:]):
-        sys.stdout.write(json.dumps(measured(length)) + "\n")
+def main(argv: Sequence[str] | None = None) -> None:
+    """A line per length, and per policy where work is counted."""
+    parser = command_parser("loadtest.kernels.first_eviction", __doc__)
+    parser.add_argument("lengths", type=int, nargs="+", help="of the prompt, in tokens")
+    parser.add_argument("--counted", action="store_true", help="count work; no GPU is needed")
+    args = parser.parse_args(argv)
+    for length in args.lengths:
+        rows = (
+            [counted(length, ranks) for ranks in DEFAULTS] if args.counted else [measured(length)]
+        )
+        for row in rows:
+            sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
 
 

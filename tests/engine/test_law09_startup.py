@@ -84,9 +84,6 @@ def test_heads_of_several_ranks_cannot_share(rig: Rig) -> None:
     set_path(config, "additional_config", {"h2o": {"kv_heads": "shared"}})
     with pytest.raises(ConfigError, match="--kv-heads shared here: with tensor parallelism"):
         check_supported(config)
-    set_path(config, "additional_config", {"h2o": {"kv_calibration": "unread"}})
-    with pytest.raises(ConfigError, match="--kv-calibration with tensor parallelism"):
-        check_supported(config)
 
 
 def test_a_scheduler_without_our_block_manager_does_not_start(rig: Rig) -> None:

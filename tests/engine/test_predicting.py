@@ -55,7 +55,7 @@ def said(calibration: Calibration, kv_caches: list[Tensor], blocks: tuple[int, .
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_it_is_what_features_and_regression_say(rotation: Rotation) -> None:
     calibration, kv_caches, blocks = calibration_of(rotation), caches_of(), (7, 2, 11)
-    got = predicted(calibration, kv_caches, blocks)
+    got = predicted(calibration.part(0, HEADS), kv_caches, blocks)
     # Float32 sums in another order.
     torch.testing.assert_close(got, said(calibration, kv_caches, blocks), rtol=5e-5, atol=1e-9)
 
@@ -72,7 +72,32 @@ def test_what_was_learned_of_an_attention_predicts_it(rotation: Rotation) -> Non
         sums = regression.Sums()
         sums.add(features(*tokens_of(cache, torch.tensor(every)), rotation), wanted)
         learned.append(sums.solve())
-    got = predicted(calibration_of(rotation, torch.stack(learned)), kv_caches, every)
+    part = calibration_of(rotation, torch.stack(learned)).part(0, HEADS)
+    got = predicted(part, kv_caches, every)
     # The penalty, 10 on 2,528 tokens, takes 0.4 % of logarithms that deviate by up to 3.6.
     torch.testing.assert_close(got.log(), attention.log(), rtol=0.0, atol=0.02)
     assert attention.max() < 1 and attention.log().std() > 0.3
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_ranks_predict_together_what_one_does(rotation: Rotation, own: bool) -> None:
+    calibration, kv_caches, blocks = calibration_of(rotation), caches_of(), (7, 2, 11)
+    whole = predicted(calibration.part(0, HEADS), kv_caches, blocks)
+    parts = [calibration.part(rank, 1) for rank in range(HEADS)]
+    caches = [
+        [cache[:, rank : rank + 1].contiguous() for cache in kv_caches] for rank in range(HEADS)
+    ]
+    assert [part.of_all_heads for part in parts] == [not own] * HEADS
+    # Each rank alone says what it adds, then gets what all do.
+    added: list[Tensor] = []
+    for part, mine in zip(parts, caches, strict=True):
+        predicted(part, mine, blocks, lambda sums: added.append(sums.clone()))
+    assert len(added) == (0 if own else HEADS)
+
+    def add_ranks(sums: Tensor) -> None:
+        sums.copy_(sum(added))  # type: ignore[arg-type]
+
+    got = [
+        predicted(part, mine, blocks, add_ranks) for part, mine in zip(parts, caches, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(got, 1), whole, rtol=5e-5, atol=1e-9)

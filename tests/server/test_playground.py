@@ -50,13 +50,18 @@ def basic(user_and_password: str) -> str:
     return f"Basic {base64.b64encode(user_and_password.encode()).decode()}"
 
 
-@pytest.mark.parametrize(("device", "traces"), [("cpu", True), ("cuda", False)])
+@pytest.mark.parametrize(
+    ("device", "ranks", "traces"),
+    [("cpu", 1, True), ("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)],
+)
 def test_the_page_brings_traces_where_the_engine_would_start_with_them(
-    monkeypatch: pytest.MonkeyPatch, device: str, traces: bool
+    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, traces: bool
 ) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type=device))
-    assert with_traces(H2OConfig()).kv_trace is traces
-    assert with_traces(H2OConfig(kv_trace=True)).kv_trace, "asked for: the engine says why not"
+    assert with_traces(H2OConfig(), ranks).kv_trace is traces
+    assert with_traces(H2OConfig(kv_trace=True), ranks).kv_trace, (
+        "asked for: the engine says why not"
+    )
 
 
 @pytest.mark.asyncio

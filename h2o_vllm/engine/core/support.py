@@ -162,12 +162,6 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             "model runner V2 on CPU: unset VLLM_USE_V2_MODEL_RUNNER",
         ),
         _other_kv(config, (), "on CPU: our kernels there read KV of 16 and 32 bits"),
-        (
-            bool(_option(config, "kv_calibration"))
-            and config.parallel_config.tensor_parallel_size > 1,
-            "--kv-calibration with tensor parallelism: it predicts from all heads' KV, of which a rank "
-            "has only some",
-        ),
     ]
 
 
@@ -192,13 +186,8 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             "--kv-full-kernel h2o on GPUs: vLLM's own kernels serve whatever is not scored there",
         ),
         (
-            bool(_option(config, "kv_trace")),
-            "--kv-trace on GPUs: noting which tokens go would wait for the device in every eviction. "
-            "Look at them on a CPU, where the same tokens are kept",
-        ),
-        (
-            bool(_option(config, "kv_calibration")),
-            "--kv-calibration on GPUs: what it predicts is computed on CPUs only. Leave the option out",
+            bool(_option(config, "kv_trace")) and parallel.tensor_parallel_size > 1,
+            "--kv-trace on several GPUs: a rank knows what its own heads lose, and does not tell the others",
         ),
         (
             not config.use_v2_model_runner,

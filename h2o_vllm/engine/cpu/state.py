@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
-    from h2o_vllm.calibration.file import Calibration
+    from h2o_vllm.calibration.file import Part
 
 __all__ = ["CPUState"]
 
@@ -50,7 +50,8 @@ class CPUState(WorkerState):
         full_kernel: whether our kernels also serve rows without scores.
         sharing: ids of the requests whose heads share slots.
         lanes: which of their heads has which lane, once they have evicted.
-        calibration: of the model, if there is one.
+        calibration: this rank's part of the model's, if there is one.
+        add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
     """
 
     kv_caches: list[torch.Tensor]
@@ -60,7 +61,8 @@ class CPUState(WorkerState):
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
     _expected: set[str] = field(default_factory=set, init=False)
-    calibration: Calibration | None = None
+    calibration: Part | None = None
+    add_ranks: Callable[[torch.Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,6 +90,7 @@ class CPUState(WorkerState):
         pages = own_pages(1, [1], num_kv_heads)
         kernels.key_similarity([kv_cache], pages)
         kernels.value_distances([kv_cache], pages)
+        kernels.merge_ranks(scores, scores)
         plain = torch.zeros(1, num_kv_heads, width + 1)
         kernels.predict([kv_cache], one, plain, 0, interleaved=False)
 
@@ -172,7 +175,8 @@ class CPUState(WorkerState):
         used = -(-seq_lens.numpy()[rows] // self.block_size)
         return torch.cat([table[row, :count] for row, count in zip(rows, used, strict=True)]).long()
 
-    def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+    def to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+        """See the base class."""
         return torch.as_tensor(data)
 
     def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
@@ -192,13 +196,14 @@ class CPUState(WorkerState):
                 partial(kernels.value_distances, self.kv_caches, pages),
                 self._predicted(eviction.fresh_blocks),
                 self.first_kv_head,
+                kernels.merge_ranks,
             )
 
     def _predicted(self, blocks: Sequence[int]) -> Callable[[], torch.Tensor] | None:
         """The attention that the tokens of fresh blocks are expected to get, where a calibration says it."""
         if self.calibration is None:
             return None
-        return partial(predicted, self.calibration, self.kv_caches, blocks)
+        return partial(predicted, self.calibration, self.kv_caches, blocks, self.add_ranks)
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:

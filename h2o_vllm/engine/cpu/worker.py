@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from h2o_vllm.calibration.features import Rotation
 from h2o_vllm.calibration.file import Calibration, Traits
 from h2o_vllm.calibration.learner import Learner, Softmax
 from h2o_vllm.engine.compat import (
-    model_norms,
-    model_rotation,
     runner_punch_holes,
     runner_row_request_ids,
     runner_spared_generators,
@@ -146,23 +144,9 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),
         )
         state.warm_up(num_heads)
-        state.calibration = self._calibration(state)
+        state.calibration = self._calibration(kv_caches[0].shape[3] // 2, *planes.shape[1:4:2])
+        state.add_ranks = partial(torch.distributed.all_reduce, group=get_tp_group().cpu_group)
         return state
-
-    def _calibration(self, state: CPUState) -> Calibration | None:
-        """The calibration of this model, if the server was given one."""
-        name = self._h2o_config().kv_calibration
-        if name is None:
-            return None
-        calibration = Calibration.load(Path(name))
-        calibration.check(self._traits(state), Path(name))
-        return calibration
-
-    def _traits(self, state: CPUState) -> Traits:
-        layers, _, heads, _ = state.scores.shape
-        model, size = self.model_runner.get_model(), state.kv_caches[0].shape[3] // 2
-        rotation = Rotation(*model_rotation(model))
-        return Traits(layers, heads, size, size, rotation, model_norms(model))
 
     def learn(self, text: int, request: int) -> None:
         """For :mod:`h2o_vllm.calibrate`: from now on, from every step of ``request`` tokens.
@@ -170,7 +154,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         Args:
             text: so many of a request's first tokens are the text that it repeats.
         """
-        traits = self._traits(self._bound_state())
+        traits = self._state_traits()
         self._learner = learner = Learner(traits.layers, traits.rotation, text, request)
 
         def look(index: int, layer: Any, given: tuple[torch.Tensor, ...]) -> None:
@@ -200,9 +184,12 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         """
         if self._learner is None:
             raise ValueError("nothing was learned")
-        Calibration(self._learner.weights(), self._traits(self._bound_state()), about).save(
-            Path(path)
-        )
+        Calibration(self._learner.weights(), self._state_traits(), about).save(Path(path))
+
+    def _state_traits(self) -> Traits:
+        state = self._bound_state()
+        layers, _, heads, _ = state.scores.shape
+        return self._traits(state.kv_caches[0].shape[3] // 2, layers, heads)
 
     def _bind_builder(self, builder: Any, state: CPUState) -> None:
         super()._bind_builder(builder, state)

@@ -26,11 +26,19 @@ from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from h2o_vllm.engine.cuda.state import CudaState
 
-__all__ = ["CudaScoringImpl", "Scales", "check_scales", "key_value_views", "paged_views"]
+__all__ = [
+    "CudaScoringImpl",
+    "Scales",
+    "check_scales",
+    "check_softmaxes",
+    "key_value_views",
+    "kv_scales",
+    "paged_views",
+]
 
 
 class Scales(NamedTuple):
@@ -76,6 +84,14 @@ def check_scales(layers: Iterable[Any]) -> None:
         raise ConfigError(
             "h2o_vllm reads an 8-bit KV cache with one scale per layer, this checkpoint has one per head"
         )
+
+
+def kv_scales(layers: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What a stored 1 stands for, of keys and of values, [L] each; ``None`` where that is 1."""
+    if layers[0].kv_cache.dtype != torch.uint8:
+        return None
+    _, keys, values = (torch.stack(one) for one in zip(*map(layer_scales, layers), strict=True))
+    return keys.flatten(), values.flatten()
 
 
 def check_softmaxes(impls: Iterable[Any]) -> None:

@@ -21,10 +21,7 @@ __all__ = ["ops_of", "rescore_of"]
 
 def ops_of(ranks: Sequence[int]) -> Op:
     """The operations of some ranks, indices into :data:`~h2o_vllm.policy.ranks.RANKS`."""
-    ops = [RANKS[index].op for index in ranks]
-    missing = [RANKS[index].name for index in ranks if RANKS[index].op is None]
-    assert not missing, f"refused at start-up on GPUs: {missing}"
-    return reduce(or_, (op for op in ops if op is not None), Op.NOTHING)
+    return reduce(or_, (RANKS[index].op for index in ranks), Op.NOTHING)
 
 
 def rescore_of(eviction: Eviction, slot: int = -1, first_kv_head: int = 0) -> Rescore:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
     from h2o_vllm.engine.cuda.batch import ScoredBatch
     from h2o_vllm.engine.cuda.slots import PolicySlots
-    from h2o_vllm.kernels.triton import DecodeWorkspace, KVLayers, LaneTables
+    from h2o_vllm.kernels.triton import DecodeWorkspace, KVLayers, LaneTables, Prediction
 
 __all__ = ["CudaState"]
 
@@ -44,6 +44,7 @@ class CudaState(WorkerState):
         request_slots: request id -> slot of the runner's request table; the runner's own mapping.
         policies: policies of those slots.
         lanes: whose the lanes of heavy blocks are, on the device; ``None``: heads cannot share slots here.
+        prediction: what predicts attention, if somebody has calibrated the model.
     """
 
     kv_layers: KVLayers
@@ -52,6 +53,7 @@ class CudaState(WorkerState):
     request_slots: Mapping[str, int]
     policies: PolicySlots
     lanes: LaneTables | None = None
+    prediction: Prediction | None = None
     _sharing: set[str] = field(default_factory=set)
     """Ids of the requests whose heads share slots."""
     _heavy_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -165,7 +167,8 @@ class CudaState(WorkerState):
         """How many evictable layers called our kernels while this variant was captured."""
         return len(self._captured[variant])
 
-    def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+    def to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+        """``data``, without waiting."""
         return async_tensor_h2d(data, device=self.scores.device)
 
     def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
@@ -178,7 +181,8 @@ class CudaState(WorkerState):
         many = [one for one in rescores if len(one.fresh) * self.block_size > kernels.FEW]
         for together in filter(None, (few, many)):
             packed = kernels.Rescores.pack(together, self.scores.device)
-            kernels.rescore(self.kv_layers, self.scores, self.early, packed, self.lanes)
+            planes = (self.scores, self.early)
+            kernels.rescore(self.kv_layers, *planes, packed, self.lanes, self.prediction)
 
     def _lanes_slot(self, eviction: Eviction) -> int:
         """The slot of a request of whose blocks some are shared already, else -1."""
@@ -187,6 +191,19 @@ class CudaState(WorkerState):
             return -1
         assert tuple(known_blocks(eviction)) == heavy, "what was ranked is what was heavy"
         return self.request_slots[eviction.request_id]
+
+    def _owners(self, eviction: Eviction) -> torch.Tensor | None:
+        """As the base class, on the device."""
+        if eviction.request_id not in self._sharing:
+            return None
+        assert self.lanes is not None
+        blocks = [*eviction.heavy_blocks, *eviction.doomed_blocks]
+        heads = self.scores.shape[2]
+        own = torch.arange(heads, device=self.scores.device, dtype=torch.int32)
+        shared = set(self._heavy_blocks.get(eviction.request_id, ()))
+        known = self.to_device(torch.tensor([block in shared for block in blocks]))
+        theirs = self.lanes.owners.index_select(1, self.to_device(torch.tensor(blocks)))
+        return torch.where(known[:, None], theirs.int(), own)
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         equal = [one for one in evictions if one.request_id not in self._sharing]

@@ -52,6 +52,7 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
         softcap=softcap,
         sinks=sinks,
         lanes=state.lanes,
+        prediction=state.prediction,
     )
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)

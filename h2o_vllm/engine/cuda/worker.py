@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
@@ -25,11 +26,13 @@ from h2o_vllm.engine.cuda.impl import (
     check_scales,
     check_softmaxes,
     key_value_views,
+    kv_scales,
 )
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.start_notes import warn_of_batches_without_graphs
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.timing import DeviceTimer
+from h2o_vllm.engine.cuda.trace import DeviceTraceRecorder
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.engine.cuda.warmup import warm_up
 from h2o_vllm.engine.timing import EvictionTimer
@@ -46,11 +49,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from h2o_vllm.blocks.plan import Eviction
+    from h2o_vllm.engine.trace import TraceRecorder
 
 __all__ = ["H2OGPUWorker"]
 
 _FIXED_BYTES = 64 << 20
 """What the kernels hold whatever the size of the pool, beside their scratch: partial results of prompts."""
+
+
+def _add_up_of_ranks(part: torch.Tensor) -> None:
+    # On the stream, like vLLM's own.
+    part.copy_(get_tp_group().all_reduce(part))
 
 
 class H2OGPUWorker(EvictingWorker[CudaState], Worker):
@@ -105,7 +114,16 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         )
         lanes = kernels.LaneTables.empty(layers, blocks, spec.num_kv_heads, rows, rows, "meta")
         held = workspace.nbytes + lanes.nbytes
+        if of_heads := self._predicted_heads(spec.num_kv_heads):
+            sizes = (len(ours), spec.num_kv_heads, of_heads, spec.head_size)
+            held += kernels.prediction_bytes(*sizes)
         return int(held) + _FIXED_BYTES + self._scratch_bytes(spec.num_kv_heads)
+
+    def _predicted_heads(self, kv_heads: int) -> int:
+        """For how many KV heads, at most, this rank weighs what its ``kv_heads`` ones know."""
+        if self._h2o_config().kv_calibration is None:
+            return 0
+        return kv_heads * int(self.parallel_config.tensor_parallel_size)
 
     def _may_share(self) -> bool:
         """Whether requests may let KV heads share slots."""
@@ -114,7 +132,8 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
     def _scratch_bytes(self, kv_heads: int) -> int:
         """Of compaction and rescoring: room for the longest prompt's first eviction, a layer at a time."""
         longest = self.model_config.max_model_len
-        return max(kernels.SCRATCH_BYTES, kernels.scratch_bytes(kv_heads, longest))
+        needed = kernels.scratch_bytes(kv_heads, longest, self._predicted_heads(kv_heads))
+        return max(kernels.SCRATCH_BYTES, needed)
 
     def compile_or_warm_up_model(self) -> Any:
         """As the base class; our kernels are compiled first, and checked to be in the graphs after."""
@@ -173,10 +192,21 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
                 sharing_layers=sharing,
             ),
             lanes=kernels.LaneTables.empty(*sizes) if sharing else None,
+            prediction=self._prediction(layers, num_kv_heads, spec.head_size),
             step_variant=self.model_runner.step_variant,
             request_slots=runner_request_slots(self.model_runner),
             policies=PolicySlots(slots),
         )
+
+    def _prediction(self, layers: list[Any], heads: int, size: int) -> kernels.Prediction | None:
+        part = self._calibration(size, len(layers), heads)
+        if part is None:
+            return None
+        scales = kv_scales(layers)
+        return kernels.Prediction.of(part, heads, size, self.device, scales, _add_up_of_ranks)
+
+    def _make_recorder(self, state: CudaState) -> TraceRecorder:
+        return DeviceTraceRecorder(state.to_device)
 
     def _check_graphs(self, state: CudaState) -> None:
         """Law 9 for CUDA graphs: what is replayed for a batch with budgets holds our kernels.

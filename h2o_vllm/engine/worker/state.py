@@ -88,9 +88,11 @@ class WorkerState(ABC):
             adjusted = [one for one in moving if Policy.of(one.ranks).adjusts]
             if adjusted:
                 self._adjust_scores(adjusted)
-            if self.recorder is not None:
+            recorder = self.recorder
+            if recorder is not None:
                 for eviction in wave:
-                    self.recorder.record(eviction, self.scores, self._owners(eviction))
+                    if recorder.follows(eviction.request_id):
+                        recorder.record(eviction, self.scores, self._owners(eviction))
             if moving:
                 self._move_tokens(moving)
 
@@ -103,7 +105,7 @@ class WorkerState(ABC):
         for apart in (False, True):
             tokens = rows.new_tokens(apart=apart)
             if isinstance(tokens, slice) or tokens.size:
-                places = tokens if isinstance(tokens, slice) else self._to_device(tokens)
+                places = tokens if isinstance(tokens, slice) else self.to_device(tokens)
                 scores = self.planes.flatten(0, 1) if apart else self.scores
                 self._reset(scores, slot_mapping[places])
 
@@ -121,7 +123,7 @@ class WorkerState(ABC):
             call()
 
     @abstractmethod
-    def _to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+    def to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         """``data``, from the host, where ``scores`` are."""
 
     @abstractmethod

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -19,9 +20,11 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
 from h2o_vllm.blocks.spec import groups_beside, limited_spec, register_specs
+from h2o_vllm.calibration.features import Rotation
+from h2o_vllm.calibration.file import Calibration, Part, Traits
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.compat import runner_metadata_builders
+from h2o_vllm.engine.compat import model_norms, model_rotation, runner_metadata_builders
 from h2o_vllm.engine.core.support import check_supported
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
@@ -166,12 +169,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
         ]
         state = self._make_state(layers, group)
         if self._h2o_config().kv_trace:
-            state.recorder = TraceRecorder(
-                HeadsOfAllRanks(
-                    self.parallel_config.tensor_parallel_size,
-                    self.model_config.get_total_num_kv_heads(),
-                )
-            )
+            state.recorder = self._make_recorder(state)
         self._bind_builder(builder, state)
         for index, layer in enumerate(layers):
             layer.impl.bind(state, index)
@@ -185,8 +183,34 @@ class EvictingWorker(WorkerBase, Generic[State]):
         )
         return state
 
+    def _make_recorder(self, state: State) -> TraceRecorder:  # noqa: ARG002 - for GPUs
+        ranks = self.parallel_config.tensor_parallel_size
+        return TraceRecorder(HeadsOfAllRanks(ranks, self.model_config.get_total_num_kv_heads()))
+
     def _h2o_config(self) -> H2OConfig:
         return H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
+
+    def _calibration(self, size: int, layers: int, heads: int) -> Part | None:
+        """Of what somebody has learned of this model, this rank's part, if the server was given it.
+
+        Args:
+            size: of heads. layers, heads: evictable layers, and KV heads that this rank has of each.
+
+        Raises:
+            ConfigError: it cannot be read, or is another model's.
+        """
+        name = self._h2o_config().kv_calibration
+        if name is None:
+            return None
+        calibration = Calibration.load(Path(name))
+        calibration.check(self._traits(size, layers, heads), Path(name))
+        return calibration.part(self._first_kv_head(), heads)
+
+    def _traits(self, size: int, layers: int, heads: int) -> Traits:
+        model = self.model_runner.get_model()
+        ranks: int = self.parallel_config.tensor_parallel_size
+        rotation = Rotation(*model_rotation(model))
+        return Traits(layers, heads * ranks, size, size, rotation, model_norms(model))
 
     def _evictable_layer(self, name: str, num_blocks: int) -> Any:
         layers = self.compilation_config.static_forward_context

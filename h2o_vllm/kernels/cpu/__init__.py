@@ -43,6 +43,7 @@ __all__ = [
     "describe",
     "key_similarity",
     "load",
+    "merge_ranks",
     "predict",
     "reset_scores",
     "score_prompt",
@@ -207,25 +208,48 @@ def reset_scores(scores: Tensor, slots: Tensor) -> None:
 
 
 def predict(
-    kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
+    kv_caches: Sequence[Tensor],
+    blocks: Tensor,
+    weights: Tensor,
+    rotary: int,
+    *,
+    interleaved: bool,
+    sums_alone: bool = False,
 ) -> Tensor:
-    """The attention that tokens are expected to get: :func:`h2o_vllm.kernels.reference.predict`.
+    """The attention that tokens are expected to get: :func:`h2o_vllm.kernels.reference.predicted_sums`.
 
     Args:
         kv_caches: L tensors [N, KH, BS, 2 * D].
         blocks: [n], integer, at least one, none twice, in which all heads have the same tokens. Not pages.
         weights: [L, KH, F + 1], float32, finite. F is (2 * D - rotary / 2): what a head's own keys and values
-            say; or KH times that: what all heads' do, head by head. The last one is added.
+            say; or KH times that: what all heads' do, head by head. The last one is added. In the second case
+            there may be weights of more heads than these caches have, [L, M, F + 1].
         rotary: so many of a key's first numbers are turned, in pairs; even, 0 to D.
         interleaved: pairs are neighbours, in place of halves.
+        sums_alone: of what is weighed, for a caller that adds those of other KV heads; see
+            :func:`h2o_vllm.kernels.reference.attention_of`.
 
     Returns:
-        [L, KH, n * BS], float32, block by block; above 0, at most 1.
+        [L, KH or M, n * BS], float32, block by block; above 0, at most 1, unless sums were asked for.
     """
     if _CHECK:
         checks.check_predicting(kv_caches, blocks, weights, rotary)
-    expected: Tensor = load().predict(kv_caches, blocks, weights, rotary, interleaved=interleaved)
+    expected: Tensor = load().predict(
+        kv_caches, blocks, weights, rotary, interleaved=interleaved, sums_alone=sums_alone
+    )
     return expected
+
+
+def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
+    """:func:`h2o_vllm.policy.formulas.merge_ranks`, equal numbers.
+
+    Args:
+        first, others: [..., n], float32; without NaN.
+    """
+    if _CHECK:
+        checks.check_merging(first, *others)
+    merged: Tensor = load().merge_ranks(first, *others)
+    return merged
 
 
 def key_similarity(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:

@@ -198,11 +198,26 @@ def check_predicting(
     if rotary % 2 or not 0 <= rotary <= width // 2:
         raise ValueError(f"rotary must be even, in 0..{width // 2}, got {rotary}")
     own = width - rotary // 2
-    fits = [(len(kv_caches), heads, count + 1) for count in (own, heads * own)]
+    most = max(heads, weights.shape[1])
+    fits = [(len(kv_caches), heads, own + 1), (len(kv_caches), most, heads * own + 1)]
     if tuple(weights.shape) not in fits or weights.dtype != torch.float32:
         raise ValueError(
             f"weights must be float32, {fits[0]} or {fits[1]}, got {weights.dtype}, {tuple(weights.shape)}"
         )
+
+
+def check_merging(first: Tensor, *others: Tensor) -> None:
+    """Check scores of the same tokens by several ranks.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    for rank in (first, *others):
+        if rank.shape != first.shape or rank.dtype != torch.float32 or not rank.dim():
+            raise ValueError(
+                f"ranks must be float32, of one shape [..., n], got {rank.dtype}, {tuple(rank.shape)} beside "
+                f"{tuple(first.shape)}"
+            )
 
 
 def check_pages(pages: Tensor, kv_caches: Sequence[Tensor]) -> None:

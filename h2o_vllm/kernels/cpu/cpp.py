@@ -17,6 +17,7 @@ from torch import Tensor
 
 from h2o_vllm.kernels.cpu import build, prebuilt
 from h2o_vllm.kernels.cpu.batch import PagedBatch
+from h2o_vllm.policy.formulas import BEHIND
 
 __all__ = [
     "attend_decode",
@@ -24,6 +25,7 @@ __all__ = [
     "compact",
     "describe",
     "key_similarity",
+    "merge_ranks",
     "predict",
     "reset_scores",
     "score_prompt",
@@ -60,7 +62,9 @@ _reset = _library.h2o_reset
 _reset.argtypes = [c_void_p] * 2 + [c_int64, c_int, c_int64, c_int, c_int]
 _reset.restype = None
 _predict = _library.h2o_predict
-_predict.argtypes, _predict.restype = [c_void_p] * 4 + [c_int] * 9, None
+_predict.argtypes, _predict.restype = [c_void_p] * 4 + [c_int] * 11, None
+_join = _library.h2o_join
+_join.argtypes, _join.restype = [c_void_p] * 3 + [c_int, c_int64, c_int], None
 _rank = _library.h2o_rank
 _rank.argtypes, _rank.restype = [c_void_p] * 3 + [c_int] * 7, None
 
@@ -144,17 +148,36 @@ def reset_scores(scores: Tensor, slots: Tensor) -> None:
 
 
 def predict(
-    kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
+    kv_caches: Sequence[Tensor],
+    blocks: Tensor,
+    weights: Tensor,
+    rotary: int,
+    *,
+    interleaved: bool,
+    sums_alone: bool = False,
 ) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.predict`."""
     blocks, weights, first = blocks.to(torch.int32).contiguous(), weights.contiguous(), kv_caches[0]
     _, heads, block, width = first.shape
     count = blocks.numel()
-    out = torch.empty(len(kv_caches), heads, count * block)
+    out = torch.empty(len(kv_caches), weights.shape[1], count * block)
     _predict(
         _pointers(kv_caches), blocks.data_ptr(), weights.data_ptr(), out.data_ptr(), count, len(kv_caches),
-        heads, width // 2, block, weights.shape[2], rotary, interleaved, _DTYPES[first.dtype],
+        heads, weights.shape[1], width // 2, block, weights.shape[2], rotary, interleaved, sums_alone,
+        _DTYPES[first.dtype],
     )  # fmt: skip
+    return out
+
+
+def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.merge_ranks`."""
+    if not others:
+        return first
+    ranks = [rank.contiguous() for rank in (first, *others)]
+    count, out = first.shape[-1], torch.empty_like(ranks[0])
+    less = (c_float * len(ranks))(*[1 - place * BEHIND for place in range(len(ranks))])
+    rows = first.numel() // max(1, count)
+    _join(_pointers(ranks), less, out.data_ptr(), len(ranks), rows, count)
     return out
 
 

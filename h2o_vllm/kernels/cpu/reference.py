@@ -21,6 +21,7 @@ from h2o_vllm.kernels.cpu.batch import (
     tokens_of,
 )
 from h2o_vllm.kernels.reference import reset_scores
+from h2o_vllm.policy import formulas
 
 __all__ = [
     "attend_decode",
@@ -108,14 +109,26 @@ def compact(
 
 
 def predict(
-    kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
+    kv_caches: Sequence[Tensor],
+    blocks: Tensor,
+    weights: Tensor,
+    rotary: int,
+    *,
+    interleaved: bool,
+    sums_alone: bool = False,
 ) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.predict`."""
     found = [
-        reference.predict(*tokens_of(kv, blocks), weight, rotary, interleaved=interleaved)
+        reference.predicted_sums(*tokens_of(kv, blocks), weight, rotary, interleaved=interleaved)
         for kv, weight in zip(kv_caches, weights, strict=True)
     ]
-    return torch.stack(found)
+    sums = torch.stack(found)
+    return sums.float() if sums_alone else reference.attention_of(sums)
+
+
+def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.merge_ranks`."""
+    return formulas.merge_ranks(first, *others)
 
 
 def key_similarity(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:

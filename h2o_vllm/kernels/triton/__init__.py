@@ -5,7 +5,7 @@ Runs in the worker. Never imports vLLM; imports Triton, so import it only where 
 :mod:`h2o_vllm.kernels.reference` is the truth, :mod:`~h2o_vllm.kernels.triton.checks` what the kernels
 take for granted, :func:`warm_up` compiles them all. Each step, in this order:
 
-    rescore             before it, if a policy adjusts scores then       eager, 1 to 3 launches for all layers
+    rescore             before it, if a policy adjusts scores then       eager, 1 to 6 launches for all layers
     compact             before the forward pass, if the step evicts      eager, 2 launches for all layers
     reset_scores        new tokens, all layers                           eager, 1 launch
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
@@ -40,6 +40,7 @@ from h2o_vllm.kernels.triton.evictions import (
 )
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.lse import prompt_lse
+from h2o_vllm.kernels.triton.predict import Prediction, prediction_bytes
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.ranks import FEW
 from h2o_vllm.kernels.triton.rescore import rescore
@@ -66,6 +67,7 @@ __all__ = [
     "Evictions",
     "KVLayers",
     "LaneTables",
+    "Prediction",
     "PromptSegments",
     "Rescore",
     "Rescores",
@@ -77,6 +79,7 @@ __all__ = [
     "compact",
     "compact_shared",
     "compact_tables",
+    "prediction_bytes",
     "prompt_lse",
     "rescore",
     "reset_scores",

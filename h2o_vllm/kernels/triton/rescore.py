@@ -3,9 +3,9 @@
 """New scores for what a step's evictions are about to rank, in all layers and heads at once.
 
 Policies say in plain torch what they make of their scores, eviction by eviction; this is the same for all
-evictions of a step. One launch, or one more where candidates are many (:mod:`.sums`); and up to three if some
-rank in several ways, look at neighbours or at the mean: these write to the scratch first (:mod:`.ranks`), for
-a score may not change while others look at it.
+evictions of a step. One launch, or one more where candidates are many (:mod:`.sums`), and one where a
+calibration predicts (:mod:`.predict`); and up to three if some rank in several ways, look at neighbours or at
+the mean: these write to the scratch first (:mod:`.ranks`), as a score may not change while others look at it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from h2o_vllm.kernels.triton.candidates import (
 )
 from h2o_vllm.kernels.triton.evictions import KVLayers
 from h2o_vllm.kernels.triton.lanes import LaneTables
+from h2o_vllm.kernels.triton.predict import Prediction, add_predicted
 from h2o_vllm.kernels.triton.ranks import order_ranks
 from h2o_vllm.kernels.triton.sums import (
     add_up,
@@ -41,6 +42,7 @@ from h2o_vllm.policy.ranks import Op
 
 __all__ = ["rescore"]
 
+_PREDICTED = tl.constexpr(int(Op.PREDICTED))
 _ATTENTION = tl.constexpr(int(Op.ATTENTION))
 _MEAN = tl.constexpr(int(Op.MEAN))
 _VALUE = tl.constexpr(int(Op.VALUE))
@@ -50,6 +52,8 @@ _RANDOM = tl.constexpr(int(Op.RANDOM))
 _OF_ALL_ATTENTION = tl.constexpr(int(Op.ATTENTION | Op.MEAN | Op.VALUE))
 _NEARER = tl.constexpr(2.0**-18)
 _REACH = tl.constexpr(3)
+_SINKS, _MOST = tl.constexpr(4), tl.constexpr(2.0)
+_NEWER = tl.constexpr(2.0**-17)
 """As in :mod:`h2o_vllm.policy.formulas`; ``_REACH`` is half of ``POOLED``."""
 
 
@@ -59,6 +63,7 @@ def rescore(
     early: Tensor,
     rescores: told.Rescores,
     lanes: LaneTables | None = None,
+    prediction: Prediction | None = None,
 ) -> None:
     """Adjust the scores of a step's candidates, in place. Eager, before :func:`.compact`.
 
@@ -69,6 +74,7 @@ def rescore(
         early: the same: how much of them is not of late queries.
         rescores: no block is in two of them.
         lanes: given if any of them shares; whose the lanes of its known blocks are.
+        prediction: given always, or never: then none of them ranks by what is predicted.
 
     Raises:
         ValueError: one layer of one eviction does not fit the scratch.
@@ -84,7 +90,11 @@ def rescore(
     segments = max(1, min(told.MOST_SEGMENTS, tokens // told.SEGMENT))
     lists = told.lists_of(rescores.ranks)
     part = room * lists + told.sums_of(segments, padded)
-    step = min(units, layers.moves.numel() // (heads * part))
+    of_heads = 0 if prediction is None else prediction.of_heads
+    assert prediction is not None or not rescores.predicts
+    # Of what is predicted, the first sum lies at 16 bytes.
+    numbers = layers.moves.numel() - (4 if of_heads else 0)
+    step = min(units, numbers // (heads * part + of_heads * room))
     if step == 0:
         raise ValueError(f"scores of {heads} x {room} tokens do not fit {layers.nbytes} bytes")
     # Idle until compaction.
@@ -93,7 +103,7 @@ def rescore(
     if rescores.shares:
         assert lanes is not None
         shared = (lanes.offsets, lanes.pages, lanes.offsets.shape[1])
-    caches = (layers.pointers, key, *key.stride()[:3], *value.stride()[:3], *shared)
+    caches = (layers.pointers, key, *key.stride()[:3], *value.stride()[:3])
     sizes = {"KH": heads, "BS": block_size, "num_warps": 4}
     # A tile is 64 registers of 128 threads.
     wide = {"D": key.shape[3], "DP": padded, "TILE": 8192 // padded}
@@ -111,9 +121,26 @@ def rescore(
         )
         divided = (room, lists, segments)
         if segments > 1:
-            add_up[(programs, segments)](*given, *divided, *caches, **wide, **sizes)
+            add_up[(programs, segments)](*given, *divided, *caches, *shared, **wide, **sizes)
+        of_prediction: tuple[int | None, ...] = (None, None, None)
+        if prediction is not None:
+            behind = triton.cdiv(programs * part, 4) * 4
+            of_prediction = (behind, prediction.first, of_heads)
+            if rescores.predicts:
+                add_predicted(
+                    programs // heads, room, given, caches, prediction, behind,
+                    KH=heads, BS=block_size, D=key.shape[3],
+                )  # fmt: skip
         _rescore[(programs, segments)](
-            *given, *divided, early, *caches, **wide, ALONE=segments == 1, **sizes
+            *given,
+            *divided,
+            early,
+            *of_prediction,
+            *caches,
+            *shared,
+            **wide,
+            ALONE=segments == 1,
+            **sizes,
         )
         if room:
             order_ranks(programs, room, rescores.ranks, segments, given, **sizes)
@@ -160,7 +187,19 @@ def _draws(layer, head, seen, candidate):
     return (_mixed(tl.add(seed, steps, sanitize_overflow=False)) >> 8).to(tl.float32) * 2.0**-24
 
 
-@triton.jit(do_not_specialize=[*SIZES, "room", "lists", "segments", "num_slots"])
+@triton.jit
+def _predicted(sums, position, live):
+    """[TILE]: :func:`h2o_vllm.policy.formulas.predicted` of what is at ``sums``."""
+    found = tl.load(sums, mask=live, other=0.0)
+    given = tl.exp(tl.minimum(tl.maximum(found, -50.0), 0.0))
+    return tl.where(position < _SINKS, _MOST, given) * tl.exp(position.to(tl.float32) * _NEWER)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *SIZES, "room", "lists", "segments", "num_slots", "behind", "first_of", "of_heads"
+    ]
+)  # fmt: skip
 def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it does
     scores,
     table,
@@ -174,6 +213,9 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     lists,
     segments,
     early,
+    behind,
+    first_of,
+    of_heads,
     pointers,
     any_cache,
     stride_kn,
@@ -235,6 +277,21 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
                 tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
             else:
                 tl.store(staged + 2 * list_of(ops, _KEY) * room + fresh, new, mask=live)
+
+    if behind is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
+        if (ops & _PREDICTED) != 0:
+            unit = (tl.program_id(0) // KH * of_heads + first_of + head).to(tl.int64)
+            for at in range(start + known, total, step):
+                candidate = at + tl.arange(0, TILE)
+                live = candidate < total
+                fresh = candidate - known
+                new = _predicted(scratch + behind + unit * room + fresh, fresh_from + fresh, live)
+                if in_stages:
+                    # The first of ranks.
+                    tl.store(staged + fresh, new, mask=live)
+                else:
+                    block, slot = place_of(entry, candidate, live, BS)
+                    tl.store(my_scores + block * (KH * BS) + slot, new, mask=live)
 
     if ops == _RANDOM:
         for at in range(start, total, step):

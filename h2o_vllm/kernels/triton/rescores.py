@@ -13,8 +13,8 @@ from h2o_vllm.policy.ranks import Op
 
 __all__ = ["HEADER", "Rescore", "Rescores", "scratch_bytes"]
 
-MOST_RANKS = 5
-"""Ranks that may be joined: of ``Op``, attention, mean, value, end and key."""
+MOST_RANKS = 6
+"""Ranks that may be joined: of ``Op``, predicted, attention, mean, value, end and key."""
 HEADER = 7
 """Numbers before an entry's block ids: known blocks, all blocks, then as in :class:`Rescore`."""
 
@@ -39,9 +39,14 @@ def sums_of(segments: int, padded: int) -> int:
     return segments * (2 * padded + 1) if segments > 1 else 1
 
 
-def scratch_bytes(kv_heads: int, tokens: int) -> int:
-    """What the scratch needs for one layer of an eviction that ranks ``tokens`` fresh tokens."""
-    return 4 * kv_heads * (lists_of(MOST_RANKS) * tokens + sums_of(MOST_SEGMENTS, 256))
+def scratch_bytes(kv_heads: int, tokens: int, of_heads: int = 0) -> int:
+    """What the scratch needs for one layer of an eviction that ranks ``tokens`` fresh tokens.
+
+    Args:
+        of_heads: for which a rank adds up what is predicted: 0, its own, or all of the model's.
+    """
+    of_head = lists_of(MOST_RANKS) * tokens + sums_of(MOST_SEGMENTS, 256)
+    return 4 * (kv_heads * of_head + of_heads * tokens)
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class Rescore:
 
     @property
     def staged(self) -> bool:
-        """Whether new scores depend on others' old ones, and so go through the scratch."""
-        return self.ops.bit_count() > 1 or bool(self.ops & (Op.END | Op.VALUE))
+        """Whether new scores depend on more than the token's old one, and so go through the scratch."""
+        return self.ops.bit_count() > 1 or bool(self.ops & (Op.PREDICTED | Op.END | Op.VALUE))
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,14 @@ class Rescores:
         table: [E, HEADER + W], int32: header, ids of known blocks, at once those of fresh ones, padding.
         max_staged: host number, the most fresh blocks of one that is staged; 0: none is.
         ranks: host number, the most that are joined of one that is staged; 0: none is.
-        shares: whether the heads of any share slots.
+        shares: whether the heads of any share slots. predicts: whether any ranks by what is predicted.
     """
 
     table: Tensor
     max_staged: int
     ranks: int = 1
     shares: bool = False
+    predicts: bool = False
 
     @classmethod
     def pack(cls, rescores: Sequence[Rescore], device: torch.device | str) -> Rescores:
@@ -105,4 +111,5 @@ class Rescores:
             max_staged=max((len(one.fresh) for one in rescores if one.staged), default=0),
             ranks=max((one.ops.bit_count() for one in rescores if one.staged), default=0),
             shares=any(one.slot >= 0 for one in rescores),
+            predicts=any(one.ops & Op.PREDICTED for one in rescores),
         )

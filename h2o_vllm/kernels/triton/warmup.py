@@ -11,6 +11,7 @@ from h2o_vllm.kernels.triton.compact_shared import compact_shared
 from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers, SharedEvictions
 from h2o_vllm.kernels.triton.lanes import LaneTables
+from h2o_vllm.kernels.triton.predict import Prediction
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import HEADER, SEGMENT, Rescores
@@ -35,6 +36,7 @@ def warm_up(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     lanes: LaneTables | None = None,
+    prediction: Prediction | None = None,
 ) -> None:
     """Run each kernel on the real caches with nothing to do: compiles, changes no KV and no score.
 
@@ -47,6 +49,7 @@ def warm_up(
         query, out: [at least 2, H, D], of the dtypes and strides that serving will use. Not written.
         query_scale, key_scale, value_scale, softcap, sinks: given exactly if serving gives them.
         lanes: given exactly if heads may share slots; of nobody, as they are now.
+        prediction: given exactly if there is a calibration.
     """
     scores, early = planes
     device, block_size = scores.device, scores.shape[3]
@@ -77,8 +80,10 @@ def warm_up(
         nobody = scores.new_zeros(1, HEADER + candidates // block_size, dtype=torch.int32)
         staged = 1 + candidates // block_size
         for shared in forms:
-            given_none = Rescores(nobody, staged, ranks=2, shares=shared is not None)
-            rescore(layers, scores, early, given_none, shared)
+            given_none = Rescores(
+                nobody, staged, ranks=2, shares=shared is not None, predicts=prediction is not None
+            )
+            rescore(layers, scores, early, given_none, shared, prediction)
     # Laid out as Evictions.pack does: alignment counts.
     packed = torch.zeros(1, 3, dtype=torch.int32, device=device)
     # As many candidates as each chunk takes at most, then one block more than fits any.

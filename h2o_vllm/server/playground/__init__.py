@@ -22,14 +22,18 @@ __all__ = ["PATH", "attach", "is_page", "with_traces"]
 PATH = "/h2o/"
 
 
-def with_traces(config: H2OConfig) -> H2OConfig:
+def with_traces(config: H2OConfig, ranks: int) -> H2OConfig:
     """``config``, by which the page may ask for traces where the engine would start with them.
 
-    Which is on CPUs: see :mod:`h2o_vllm.engine.core.support`.
+    Which is not on several GPUs: see :mod:`h2o_vllm.engine.core.support`.
+
+    Args:
+        ranks: of tensor parallelism.
     """
     from vllm.platforms import current_platform
 
-    return replace(config, kv_trace=True) if current_platform.device_type == "cpu" else config
+    starts = current_platform.device_type == "cpu" or ranks == 1
+    return replace(config, kv_trace=True) if starts else config
 
 
 def attach(application: Any) -> None:

@@ -28,6 +28,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.cuda import backends
@@ -43,6 +44,7 @@ from tests.engine.cuda.fake_kernels import FP8, stand_in_for_kernels
 from tests.engine.cuda.fake_runner import GRAPH_SIZES, FakeRunner
 from tests.engine.cuda.fake_stream import Stream
 from tests.engine.scheduling import Rig
+from tests.kernels.triton.rescore_laws import calibration_of
 
 __all__ = [
     "FP8",
@@ -76,6 +78,7 @@ class FakeGPU:
         stream: where ``torch.cuda.Event`` stands.
         compiled: the forms of our kernels that were launched before the first graph was captured.
         whose: (request, position) -> whose token it is; by default the request's own.
+        calibration: of the model; random weights.
     """
 
     def __init__(
@@ -88,8 +91,10 @@ class FakeGPU:
         kv_heads: range = range(KV_HEADS),
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.kv_heads, group = kv_heads, HEADS // KV_HEADS
+        self.calibration = calibration or calibration_of(LAYERS, KV_HEADS, SIZE)
         self.q_heads = range(kv_heads.start * group, kv_heads.stop * group)
         heads = len(kv_heads)
         self.block_size = rig.block_size
@@ -168,12 +173,22 @@ class FakeGPU:
                 sharing_layers=LAYERS,
             ),
             lanes=kernels.LaneTables.empty(LAYERS, num_blocks, heads, rows, rows, "cpu"),
+            prediction=self._prediction(),
             kv_cache_group=0,
             first_kv_head=self.kv_heads.start,
             step_variant=variants,
             request_slots=self.runner.req_states.req_id_to_index,
             policies=PolicySlots(rows),
         )
+
+    def _prediction(self) -> kernels.Prediction:
+        heads = len(self.kv_heads)
+        part = self.calibration.part(self.kv_heads.start, heads)
+        scales = None
+        if self.fp8:
+            of_keys, of_values = SCALES["_k_scale"], SCALES["_v_scale"]
+            scales = torch.full((LAYERS,), of_keys), torch.full((LAYERS,), of_values)
+        return kernels.Prediction.of(part, heads, SIZE, "cpu", scales)
 
     def _layer(self, index: int) -> Any:
         scales = {name: torch.tensor(scale if self.fp8 else 1.0) for name, scale in SCALES.items()}
@@ -280,6 +295,7 @@ def fake_gpu(
     kv_dtype: str = "auto",
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    calibration: Calibration | None = None,
     **rig: Any,
 ) -> Iterator[tuple[Rig, FakeGPU]]:
     """A scheduler and the worker that executes what it plans; see :meth:`FakeGPU.step`."""
@@ -287,7 +303,10 @@ def fake_gpu(
         scheduler = Rig(model_dir, num_blocks, max_num_seqs=8, **rig)
         # Resumed requests reach the workers as new ones.
         scheduler.scheduler.use_v2_model_runner = True
-        gpu = FakeGPU(scheduler, num_blocks, patch, base, kv_dtype, softcap=softcap, sinks=sinks)
+        gpu = FakeGPU(
+            scheduler, num_blocks, patch, base, kv_dtype,
+            softcap=softcap, sinks=sinks, calibration=calibration,
+        )  # fmt: skip
         with launches(run=True) as served:
             yield scheduler, gpu
         assert served.keys() - gpu.compiled == set(), "compiled while serving"

@@ -15,16 +15,15 @@ class Stream:
         self.clock = 0.0
         self.reached = -1.0
 
-    def event(self, *, enable_timing: bool) -> Event:
-        assert enable_timing
-        return Event(self)
+    def event(self, *, enable_timing: bool = False) -> Event:
+        return Event(self, timed=enable_timing)
 
 
 class Event:
-    """``torch.cuda.Event``; to wait for one is no part of it."""
+    """``torch.cuda.Event``; to wait for one that has not come is an error."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, *, timed: bool) -> None:
+        self._stream, self._timed = stream, timed
 
     def record(self) -> None:
         self._at = self._stream.clock
@@ -32,6 +31,10 @@ class Event:
     def query(self) -> bool:
         return self._at <= self._stream.reached
 
+    def synchronize(self) -> None:
+        assert self.query(), "waited for an event to come"
+
     def elapsed_time(self, end: Event) -> float:
+        assert self._timed and end._timed
         assert self.query() and end.query(), "asked for the time of an event to come"
         return 1000 * (end._at - self._at)

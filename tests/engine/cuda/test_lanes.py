@@ -26,6 +26,7 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
         ("value", 130, 40, {"kv_policy": "value", "kv_protect": 33, "kv_delay": 3}),
         ("mean", 125, 40, {"kv_policy": "mean"}),
         ("three", 117, 40, {"kv_policy": "value+end+key"}),
+        ("predicted", 117, 40, {"kv_policy": "predicted+value+end+key"}),
         (
             "attention-bounded",
             150,
@@ -37,7 +38,7 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     )
 }
 QUICK = [f"{UNEVEN}-{name}" for name in ("attention", "three-bounded")]
-SOME = [*QUICK, f"{UNEVEN}-value", f"{UNEVEN}-mean"]
+SOME = [*QUICK, f"{UNEVEN}-value", f"{UNEVEN}-predicted"]
 
 
 def expected_outputs(name: str, block: int) -> list[torch.Tensor]:

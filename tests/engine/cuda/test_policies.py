@@ -13,22 +13,29 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cuda.fake_gpu import LAYERS, SCALE, FakeGPU, fake_gpu, qkv
+from tests.engine.cuda.fake_gpu import KV_HEADS, LAYERS, SCALE, SIZE, FakeGPU, fake_gpu, qkv
 from tests.engine.scheduling import Rig
+from tests.kernels.triton.rescore_laws import calibration_of
 from tests.reference.policies import PolicyModel
-from tests.served import UNCALIBRATED, policy_of
+from tests.served import SERVED, policy_of
 
 FLOOR = 32
-MOVING = [name for name in UNCALIBRATED if policy_of(name).moves_tokens and name != "random"] + [
+MOVING = [name for name in SERVED if policy_of(name).moves_tokens and name != "random"] + [
     "attention+value+key",
     "mean+end",
 ]
-"""GPUs refuse calibrations. Which tokens ``random`` draws: ``tests/kernels/triton/test_rescore.py``."""
+"""Which tokens ``random`` draws: ``tests/kernels/triton/test_rescore.py``."""
 REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     f"{policy}-{protect}": (
         70 + 11 * row,
         40,
-        {"kv_budget": 0.4, "kv_policy": policy, "kv_protect": protect, "kv_recent": recent},
+        {
+            "kv_budget": 0.4,
+            "kv_policy": policy,
+            "kv_protect": protect,
+            "kv_recent": recent,
+            "kv_heads": "equal",
+        },
     )
     for row, (policy, protect, recent) in enumerate(
         [*[(policy, 0, 0.5) for policy in MOVING], ("attention", 20, 1.0), ("end", 3, 0.0)]
@@ -70,6 +77,7 @@ def plain_model(asked: dict[str, Any], prompt: int, block: int) -> PolicyModel:
         bound=asked.get("kv_prefill_tokens", 0),
         shared=asked.get("kv_heads") == "shared",
         prompt=prompt,
+        calibration=calibration_of(LAYERS, KV_HEADS, SIZE).weights,
     )
 
 

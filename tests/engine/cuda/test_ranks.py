@@ -6,23 +6,34 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.cuda.fake_gpu import HEADS, KV_HEADS, FakeGPU, fake_gpu
+from tests.engine.cuda.fake_gpu import HEADS, KV_HEADS, LAYERS, SIZE, FakeGPU, fake_gpu
+from tests.kernels.triton.rescore_laws import calibration_of
 
 FLOOR = 32
 
 
 @pytest.mark.parametrize(
     "policy",
-    ["h2o", *(pytest.param(policy, marks=pytest.mark.long) for policy in ("random", "key"))],
+    [
+        "h2o",
+        "predicted+key",
+        *(pytest.param(policy, marks=pytest.mark.long) for policy in ("random", "key")),
+    ],
 )
 def test_law11_two_ranks_hold_what_one_holds_and_say_the_same(model_dir: str, policy: str) -> None:
-    asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_protect": 0}
+    # What ranks have to add up: tests/kernels/triton/test_predict.py.
+    calibration = calibration_of(LAYERS, KV_HEADS, SIZE, own=True)
+    asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_protect": 0, "kv_heads": "equal"}
     with (
         pytest.MonkeyPatch.context() as patch,
-        fake_gpu(model_dir, 40, kv_min_tokens=FLOOR, caching=False) as (rig, whole),
+        fake_gpu(model_dir, 40, kv_min_tokens=FLOOR, caching=False, calibration=calibration) as (
+            rig,
+            whole,
+        ),
     ):
         ranks = [
-            FakeGPU(rig, 40, patch, "flash", kv_heads=range(i, i + 1)) for i in range(KV_HEADS)
+            FakeGPU(rig, 40, patch, "flash", kv_heads=range(i, i + 1), calibration=calibration)
+            for i in range(KV_HEADS)
         ]
         # Ranks have fewer heads: forms of their own.
         whole.compiled = whole.compiled.union(*(rank.compiled for rank in ranks))

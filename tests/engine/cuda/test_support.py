@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.core import support
 from h2o_vllm.engine.cuda import backends, start_notes
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
@@ -39,6 +40,7 @@ def make_config(**changes: Any) -> Any:
         "cache_dtype": "auto",
         "cudagraph_mode": None,
         "additional_config": {"h2o": {}},
+        "tensor_parallel_size": 1,
         **changes,
     }
     part = SimpleNamespace(**values, get_head_size=lambda: values["head_size"])
@@ -66,9 +68,11 @@ def reasons(config: Any) -> list[str]:
         ({"head_size": 72}, "head size 72"),
         ({"is_hybrid": True}, "hybrid models on GPUs"),
         ({"use_ubatching": True}, "--enable-dbo"),
-        ({"additional_config": {"h2o": {"kv_trace": True}}}, "--kv-trace on GPUs"),
-        ({"additional_config": {"h2o": {"kv_calibration": "x"}}}, "--kv-calibration on GPUs"),
         ({"additional_config": {"h2o": {"kv_full_kernel": "h2o"}}}, "--kv-full-kernel h2o on GPUs"),
+        (
+            {"additional_config": {"h2o": {"kv_trace": True}}, "tensor_parallel_size": 2},
+            "--kv-trace on several GPUs",
+        ),
         ({"is_mm_prefix_lm": True}, "images"),
         ({"rswa_window": 128}, "R-SWA"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
@@ -259,11 +263,16 @@ def test_the_workspace_is_for_all_blocks_beside_other_groups(groups: int) -> Non
 @pytest.mark.parametrize(("kv_heads", "longest"), [(2, 8192), (8, 131_072), (32, 131_072)])
 def test_the_longest_prompts_first_eviction_fits_the_scratch(kv_heads: int, longest: int) -> None:
     """Else the step that evicts would end the engine."""
-    worker = bare_worker(model_config=SimpleNamespace(max_model_len=longest))
-    held = worker._scratch_bytes(kv_heads)
-    # By as many ranks as can be joined: a score and a place of each token.
-    assert held == max(32 << 20, kernels.scratch_bytes(kv_heads, longest))
-    assert held // 4 >= 2 * MOST_RANKS * kv_heads * longest
+    worker = bare_worker(
+        model_config=SimpleNamespace(max_model_len=longest),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+    for name, of_heads in ((None, 0), ("file", 2 * kv_heads)):
+        worker._h2o_config = lambda name=name: H2OConfig(kv_calibration=name)
+        held = worker._scratch_bytes(kv_heads)
+        # By as many ranks as can be joined: a score and a place of each token; and what is predicted of it.
+        assert held == max(32 << 20, kernels.scratch_bytes(kv_heads, longest, of_heads))
+        assert held // 4 >= (2 * MOST_RANKS * kv_heads + of_heads) * longest
 
 
 def test_layers_that_need_other_kernels_than_the_first_are_refused() -> None:

@@ -15,6 +15,7 @@ from h2o_vllm.calibration.regression import predicted
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import checks, reference
 from h2o_vllm.kernels.cpu.batch import key_value_views
+from h2o_vllm.kernels.reference import attention_of
 from h2o_vllm.policy.formulas import NEWER
 from tests.kernels.cpu.test_evict import BLOCKS, HEADS, LAYERS, ids, make
 
@@ -57,6 +58,22 @@ def test_it_equals_the_reference_and_the_calibration(
         said = predicted(weights[layer], features(keys, values, rotation))
         torch.testing.assert_close(got[layer], said, rtol=5e-5, atol=1e-9)
     assert len(got.unique()) > got.numel() // 2
+
+
+def test_sums_for_more_heads_than_the_caches_have(impl: ModuleType) -> None:
+    """A rank of several: what its heads say of all heads' tokens is added up before it says anything."""
+    caches, where = make(torch.bfloat16, 64, 32)[0], ids(7, 2)
+    source = torch.Generator().manual_seed(3)
+    weights = torch.randn(LAYERS, 2 * HEADS + 1, HEADS * 96 + 1, generator=source) * 0.05
+    checks.check_predicting(caches, where, weights, 64)
+    got, want = (
+        one.predict(caches, where, weights, 64, interleaved=False, sums_alone=True)
+        for one in (impl, reference)
+    )
+    assert got.shape == (LAYERS, 2 * HEADS + 1, 64) and (got > 0).any() and (got < 0).any()
+    torch.testing.assert_close(got, want, rtol=5e-5, atol=1e-4)
+    said = impl.predict(caches, where, weights, 64, interleaved=False)
+    torch.testing.assert_close(said, attention_of(got), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)

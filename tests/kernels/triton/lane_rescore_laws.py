@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.calibration.file import Part
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.worker.eviction_scores import eviction_scores, known_blocks
 from h2o_vllm.kernels import reference
@@ -18,7 +19,13 @@ from h2o_vllm.kernels.triton import KVLayers, LaneTables, Rescores, rescore
 from h2o_vllm.policy.policy import Policy
 from tests.kernels.triton.cases import bits, halves
 from tests.kernels.triton.lane_cases import NOWHERE, pages_of, random_owners
-from tests.kernels.triton.rescore_laws import ADJUSTING, early_of, only_candidates
+from tests.kernels.triton.rescore_laws import (
+    ADJUSTING,
+    early_of,
+    only_candidates,
+    predicted_by,
+    predicting,
+)
 
 __all__ = ["SHARING", "check_lane_rescore", "known_lanes"]
 
@@ -72,6 +79,7 @@ def _by_policies(
     evictions: Sequence[Eviction],
     slots: Sequence[int],
     tables: LaneTables,
+    part: Part | None,
 ) -> Tensor:
     scores = scores.clone()
     for one, slot in zip(evictions, slots, strict=True):
@@ -91,10 +99,22 @@ def _by_policies(
                     found[layer, head, there] = measure(mine).view(-1, block_size)
             return found.flatten(2)
 
+        def predicted(one: Eviction = one) -> Tensor:
+            assert part is not None
+            fresh = list(one.fresh_blocks)
+            keys, values = (
+                torch.stack([halves(cache)[which][fresh].flatten(0, 1) for cache in caches])
+                .transpose(1, 2)
+                .float()
+                for which in (0, 1)
+            )
+            return predicted_by(part, keys, values)
+
         eviction_scores(
             one, scores, early, pages,
             lambda measured=measured: measured(0, reference.key_similarity),  # type: ignore[misc]
             lambda measured=measured: measured(1, reference.value_distances),  # type: ignore[misc]
+            predicted,
         )  # fmt: skip
     return scores
 
@@ -122,11 +142,14 @@ def check_lane_rescore(
     given = [rescore_of(one, slot) for one, slot in zip(evictions, slots, strict=True)]
     packed = Rescores.pack(given, scores.device)
     assert packed.shares
-    rescore(layers, got, early, packed, tables)
+    part, prediction = predicting(packed, layers, None)
+    rescore(layers, got, early, packed, tables, prediction)
     for cache, old in zip(after, caches, strict=True):
         assert torch.equal(bits(cache), bits(old))
     got, scores, early = got.cpu(), scores.cpu(), early.cpu()
-    want = _by_policies([cache.cpu() for cache in caches], scores, early, evictions, slots, on_host)
+    want = _by_policies(
+        [cache.cpu() for cache in caches], scores, early, evictions, slots, on_host, part
+    )
     off = ~torch.isclose(got, want, rtol=1e-4, atol=1e-6, equal_nan=True)
     assert off.sum() <= swapped * off.numel(), f"{int(off.sum())} scores differ"
     torch.testing.assert_close(got[off], want[off], rtol=2e-2, atol=1e-3)

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.calibration.features import Rotation
+from h2o_vllm.calibration.file import Calibration, Part, Traits
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.worker.eviction_scores import candidate_blocks, eviction_scores
 from h2o_vllm.kernels import reference
@@ -18,6 +21,7 @@ from h2o_vllm.kernels.lanes import own_pages
 from h2o_vllm.kernels.triton import (
     Evictions,
     KVLayers,
+    Prediction,
     Rescores,
     compact,
     ranks,
@@ -48,9 +52,13 @@ def only_candidates(caches: list[Tensor], scores: Tensor, evictions: list[Evicti
 
 
 def by_formulas(
-    caches: list[Tensor], scores: Tensor, early: Tensor, evictions: list[Eviction]
+    caches: list[Tensor],
+    scores: Tensor,
+    early: Tensor,
+    evictions: list[Eviction],
+    part: Part | None = None,
 ) -> Tensor:
-    """What plain torch makes of the scores."""
+    """What plain torch makes of the scores; ``part``: by what it predicts."""
     scores = scores.clone()
     for one in evictions:
         blocks = torch.tensor(candidate_blocks(one), device=scores.device)
@@ -68,9 +76,44 @@ def by_formulas(
         def value_distances(tokens: Callable[[int], Tensor] = tokens) -> Tensor:
             return reference.value_distances(tokens(1))
 
+        def predicted(tokens: Callable[[int], Tensor] = tokens, fresh: int = 0) -> Tensor:
+            assert part is not None
+            keys, values = (tokens(which)[:, :, -fresh:] for which in (0, 1))
+            return predicted_by(part, keys, values)
+
         pages = own_pages(scores.shape[0], blocks.tolist(), scores.shape[2]).to(scores.device)
-        eviction_scores(one, scores, early, pages, key_similarity, value_distances)
+        count = len(one.fresh_blocks) * scores.shape[3]
+        eviction_scores(
+            one, scores, early, pages, key_similarity, value_distances, partial(predicted, fresh=count)
+        )  # fmt: skip
     return scores
+
+
+def predicted_by(part: Part, keys: Tensor, values: Tensor) -> Tensor:
+    """[L, KH, n], of [L, KH, n, D]."""
+    rotary, interleaved = part.rotation
+    sums = [
+        reference.predicted_sums(*of_layer, rotary, interleaved=interleaved)
+        for of_layer in zip(keys.cpu(), values.cpu(), part.weights, strict=True)
+    ]
+    return reference.attention_of(torch.stack(sums)).to(keys.device)
+
+
+ROTATIONS = {24: Rotation(12), 80: Rotation(32), 256: Rotation(256, interleaved=True)}
+"""Of these head sizes; of others all numbers are turned, in halves."""
+
+
+def calibration_of(
+    layers: int, heads: int, size: int, *, own: bool = False, rotation: Rotation | None = None
+) -> Calibration:
+    """Of random weights; ``own``: heads are predicted by what they know themselves."""
+    rotation = rotation or ROTATIONS.get(size, Rotation(size))
+    count = (2 * size - rotation.size // 2) * (1 if own else heads)
+    gen = torch.Generator().manual_seed(7)
+    # Of attention between 0.0001 and 1.
+    weights = torch.randn(layers, heads, count + 1, generator=gen) * count**-0.5
+    weights[..., -1] = -3.0
+    return Calibration(weights, Traits(layers, heads, size, size, rotation, torch.ones(1)))
 
 
 def early_of(scores: Tensor) -> Tensor:
@@ -81,6 +124,18 @@ def early_of(scores: Tensor) -> Tensor:
     return scores * (part * 4).round() / 4
 
 
+def predicting(
+    packed: Rescores, layers: KVLayers, part: Part | None
+) -> tuple[Part | None, Prediction | None]:
+    """A calibration as the kernel wants it, if anybody ranks by it."""
+    if not packed.predicts:
+        return None, None
+    heads, size = layers.key_caches[0].shape[2:]
+    if part is None:
+        part = calibration_of(len(layers.key_caches), heads, size).part(0, heads)
+    return part, Prediction.of(part, heads, size, layers.key_caches[0].device)
+
+
 def check_rescore(
     caches: list[Tensor],
     scores: Tensor,
@@ -89,21 +144,23 @@ def check_rescore(
     *,
     exact: bool = False,
     kept: bool = True,
+    part: Part | None = None,
 ) -> Tensor:
     """Scores equal the policies', which are returned; what no policy changes, and all KV, to the last bit.
 
     Args:
         exact: nothing is added up in another order than torch's; else tolerances are those of float32 sums.
         kept: compaction keeps the same tokens by them. Of thousands of candidates some may be too close.
+        part: by what is predicted, if anybody ranks by it; by default random weights.
     """
     only_candidates(caches, scores, evictions)
     early = early_of(scores)
     got, got_caches = scores.clone(), [cache.clone() for cache in caches]
     layers = KVLayers(*zip(*(halves(cache) for cache in got_caches), strict=True), scratch_bytes)
-    rescore(
-        layers, got, early, Rescores.pack([rescore_of(one) for one in evictions], scores.device)
-    )
-    want = by_formulas(caches, scores, early, evictions)
+    packed = Rescores.pack([rescore_of(one) for one in evictions], scores.device)
+    part, prediction = predicting(packed, layers, part)
+    rescore(layers, got, early, packed, prediction=prediction)
+    want = by_formulas(caches, scores, early, evictions, part)
     if exact:
         assert torch.equal(bits(got), bits(want))
     if kept:

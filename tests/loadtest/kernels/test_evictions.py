@@ -11,7 +11,7 @@ import torch
 from h2o_vllm.kernels import cpu as kernels
 from loadtest.kernels.evictions import EVICTIONS, EvictionCase, eviction_line
 
-CALLS = ("predict", "key_similarity", "value_distances", "compact")
+CALLS = ("predict", "key_similarity", "value_distances", "merge_ranks", "compact")
 SMALL = [EvictionCase(call, "SmolLM2-135M", 8, 1, torch.float32) for call in CALLS]
 
 
@@ -27,7 +27,7 @@ def test_gate_lets_ours_through_and_names_who_is_wrong(case: EvictionCase) -> No
     assert case.wrong(ours) is None
     idle = SimpleNamespace(
         compact=lambda *args: None,  # moves nothing, so that scores stay as they were
-        **{name: lambda *args, **kwargs: torch.zeros(30, 3, 256) for name in CALLS[:3]},
+        **{name: lambda *args, **kwargs: torch.zeros(30, 3, 256) for name in CALLS[:4]},
     )
     assert case.wrong(ours | {"idle": idle}) == "idle"
 
@@ -49,6 +49,7 @@ def test_bytes_moved_are_the_least() -> None:
         tokens * (2 * 64 * 4 + 4),
         tokens * (64 * 4 + 4),
         tokens * (64 * 4 + 4),
+        tokens * 4 * 4,
         # Of the doomed eighth seven eighths survive: key, value and score, read and written.
         tokens * 4 + tokens * 7 // 64 * (4 * 64 * 4 + 8),
     ]

@@ -53,8 +53,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-a-trace-takes-every-lane-for-its-own-heads",
-        "self.recorder.record(eviction, self.scores, self._owners(eviction))",
-        "self.recorder.record(eviction, self.scores)",
+        "recorder.record(eviction, self.scores, self._owners(eviction))",
+        "recorder.record(eviction, self.scores)",
         ("tests/engine/test_trace.py", *LANES),
     ),
     Mutant(
@@ -131,8 +131,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-predicts-neighbours-as-halves",
-        "rotary, interleaved=interleaved)",
-        "rotary, interleaved=False)",
+        "(*given, interleaved=interleaved)",
+        "(*given, interleaved=False)",
         PREDICTING,
         "engine/cpu/predicting.py",
     ),
@@ -144,8 +144,8 @@ MUTANTS = (
     ),
     Mutant(
         "trace-ranks-by-other-tokens-scores",
-        "scores[:, heavy + doomed]",
-        "scores[:, doomed + heavy]",
+        "scores[:, blocks], owners)",
+        "scores[:, blocks[::-1]], owners)",
         ("tests/engine/test_trace.py",),
     ),
     Mutant(

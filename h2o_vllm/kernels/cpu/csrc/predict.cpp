@@ -12,10 +12,10 @@ namespace {
 
 using namespace h2o;
 
-// The shape of a call. Keys are turned in `rotary` of their numbers, in pairs; `width` weights of a head: of all heads'
-// numbers, or of its own, and one more that is added.
+// The shape of a call. Keys are turned in `rotary` of their numbers, in pairs; `width` weights of each of `of` heads: of
+// all heads' numbers, or of its own, and one more that is added.
 struct Shape {
-  int heads, size, block, width, rotary;
+  int heads, of, size, block, width, rotary;
   bool interleaved;
 
   int lengths() const { return size - rotary / 2; }
@@ -33,15 +33,15 @@ H2O_INLINE vf root(vf x) {
 }
 
 // One block's tokens in one layer. cache: its pages, [heads, 2 * size * block], K as [size, block], V as [block, size];
-// weights: [heads, width]; sums: scratch, [heads, block]; value: scratch, [size].
+// weights: [of, width]; sums: scratch, [of, block]; value: scratch, [size].
 template <class Word>
 void of_block(const Shape& s, const Word* cache, const float* weights, float* sums, float* value) {
   const int half = s.rotary / 2;
-  for (int h = 0; h < s.heads; ++h) std::fill_n(sums + h * s.block, s.block, weights[(h + 1) * s.width - 1]);
+  for (int h = 0; h < s.of; ++h) std::fill_n(sums + h * s.block, s.block, weights[(h + 1) * s.width - 1]);
   for (int source = 0; source < s.heads; ++source) {
     const Word* k = cache + int64_t(source) * 2 * s.size * s.block;
     const Word* v = k + int64_t(s.size) * s.block;
-    const int first = s.across() ? 0 : source, last = s.across() ? s.heads : source + 1;
+    const int first = s.across() ? 0 : source, last = s.across() ? s.of : source + 1;
     const float* mine = weights + (s.across() ? source * s.of_head() : 0);
     for (int i = 0; i < s.lengths(); ++i) {
       const bool pair = i < half;
@@ -73,25 +73,29 @@ void of_block(const Shape& s, const Word* cache, const float* weights, float* su
 
 }  // namespace
 
-// caches: L pointers to [N, KH, 2 * D * BS] of a type; blocks: [count] ids; weights: [L, KH, width]; out: [L, KH, count * BS].
+// caches: L pointers to [N, KH, 2 * D * BS] of a type; blocks: [count] ids; weights: [L, of, width]; out:
+// [L, of, count * BS], sums as they are if `sums_alone`.
 extern "C" void h2o_predict(void* const* caches, const int32_t* blocks, const float* weights, float* out, int count,
-                             int layers, int heads, int size, int block, int width, int rotary, int interleaved, int dtype) {
-  const Shape shape{heads, size, block, width, rotary, interleaved != 0};
+                             int layers, int heads, int of, int size, int block, int width, int rotary, int interleaved,
+                             int sums_alone, int dtype) {
+  const Shape shape{heads, of, size, block, width, rotary, interleaved != 0};
 #pragma omp parallel if (layers * count > 1)
   {
-    std::vector<float> sums(heads * block), value(size);
+    std::vector<float> sums(of * block), value(size);
 #pragma omp for schedule(static)
     for (int i = 0; i < layers * count; ++i) {
       const int layer = i / count, place = i % count;
       const int64_t at = int64_t(blocks[place]) * heads * 2 * size * block;
-      const float* mine = weights + int64_t(layer) * heads * width;
+      const float* mine = weights + int64_t(layer) * of * width;
       const void* cache = caches[layer];
       if (dtype == 0) of_block(shape, (const float*)cache + at, mine, sums.data(), value.data());
       else if (dtype == 1) of_block(shape, (const bf16*)cache + at, mine, sums.data(), value.data());
       else of_block(shape, (const f16*)cache + at, mine, sums.data(), value.data());
-      for (int h = 0; h < heads; ++h) {
-        float* to = out + (int64_t(layer * heads + h) * count + place) * block;
-        for (int t = 0; t < block; ++t) to[t] = std::exp(std::clamp(sums[h * block + t], -50.f, 0.f));
+      for (int h = 0; h < of; ++h) {
+        float* to = out + (int64_t(layer * of + h) * count + place) * block;
+        const float* sum = sums.data() + h * block;
+        if (sums_alone) std::copy_n(sum, block, to);
+        else for (int t = 0; t < block; ++t) to[t] = std::exp(std::clamp(sum[t], -50.f, 0.f));
       }
     }
   }

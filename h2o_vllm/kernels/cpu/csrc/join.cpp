@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// The scores of tokens that are ranked in several ways, each of which sorts them. Called through ctypes.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "vec.hpp"
+
+namespace {
+
+using namespace h2o;
+
+constexpr int BITS = 11, BUCKETS = 1 << BITS, PASSES = 3;
+constexpr int FEW = 64;  // so many are sorted faster without buckets
+
+struct Token {
+  uint32_t key;  // ascends as scores descend
+  int32_t at;
+};
+
+// NaN comes first and -0 is 0, as for torch.
+H2O_INLINE uint32_t descending(float score) {
+  if (std::isnan(score)) return 0;
+  const uint32_t bits = as_bits(score + 0.f);
+  return bits & 0x80000000u ? bits : 0x7fffffffu - bits;
+}
+
+// Sorts the tokens of `scores`, the highest first, of equals the earlier one; they then lie in the result.
+Token* sorted(const float* scores, int count, Token* tokens, Token* other) {
+  for (int i = 0; i < count; ++i) tokens[i] = {descending(scores[i]), i};
+  if (count <= FEW) {
+    std::stable_sort(tokens, tokens + count, [](const Token& a, const Token& b) { return a.key < b.key; });
+    return tokens;
+  }
+  int32_t begins[PASSES][BUCKETS] = {};
+  for (int i = 0; i < count; ++i)
+    for (int pass = 0; pass < PASSES; ++pass) ++begins[pass][(tokens[i].key >> (BITS * pass)) & (BUCKETS - 1)];
+  for (int pass = 0; pass < PASSES; ++pass) {
+    int32_t* begin = begins[pass];
+    int32_t sum = 0;
+    for (int bucket = 0; bucket < BUCKETS; ++bucket) {
+      const int32_t here = begin[bucket];
+      begin[bucket] = sum;
+      sum += here;
+    }
+    for (int i = 0; i < count; ++i) other[begin[(tokens[i].key >> (BITS * pass)) & (BUCKETS - 1)]++] = tokens[i];
+    std::swap(tokens, other);
+  }
+  return tokens;
+}
+
+// As torch.maximum.
+H2O_INLINE float larger(float a, float b) { return std::isnan(a) || a > b ? a : b; }
+
+}  // namespace
+
+// ranks: `ways` pointers to scores, [rows, count]; less: [ways], what a score by each is multiplied by; out: [rows, count].
+extern "C" void h2o_join(const float* const* ranks, const float* less, float* out, int ways, int64_t rows, int count) {
+#pragma omp parallel if (rows * count > 64)
+  {
+    std::vector<Token> tokens(count), other(count);
+    std::vector<float> in_order(count);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* first = ranks[0] + row * count;
+      float* best = out + row * count;
+      const Token* order = sorted(first, count, tokens.data(), other.data());
+      for (int i = 0; i < count; ++i) in_order[i] = first[order[i].at];
+      std::copy_n(first, count, best);
+      for (int way = 1; way < ways; ++way) {
+        order = sorted(ranks[way] + row * count, count, tokens.data(), other.data());
+        for (int i = 0; i < count; ++i) best[order[i].at] = larger(best[order[i].at], in_order[i] * less[way]);
+      }
+    }
+  }
+}

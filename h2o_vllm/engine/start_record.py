@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import secrets
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from h2o_vllm.config.keys import START_RECORD
 
-__all__ = ["VARIABLE", "Reason", "begin", "install", "path", "read", "write"]
+__all__ = ["VARIABLE", "Reason", "begin", "install", "path", "read", "wanted", "write"]
 
 VARIABLE = START_RECORD
 
@@ -32,6 +33,12 @@ FAILED = {
     "vllm.v1.executor.multiproc_executor": "WorkerProc failed to start.",
 }
 """What vLLM (0.32) logs, and by which logger, with the exception that ended a start."""
+
+INSPECTION = ("vllm.model_executor.models.registry", "Error in inspecting model architecture '%s'")
+"""The same of a model class that could not be imported, in a process of its own. The server then says only
+that the class "failed to be inspected"; so what it wants is kept here."""
+
+_wanted: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,11 @@ class Reason:
 
 
 FRAMES = 3
+
+
+def wanted(message: str) -> str:
+    """Why the model class that ``message`` names could not be imported, in one line; empty if unknown."""
+    return next((why for name, why in _wanted.items() if repr(name) in message), "")
 
 
 def begin() -> None:
@@ -108,6 +120,25 @@ def install() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(each, _Recorder) for each in logger.filters):
             logger.addFilter(_Recorder())
+    registry = logging.getLogger(INSPECTION[0])
+    if not any(isinstance(each, _Inspection) for each in registry.filters):
+        registry.addFilter(_Inspection())
+
+
+class _Inspection(logging.Filter):
+    """Keeps why a model class could not be imported, and logs that line in the place of two tracebacks."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and record.msg == INSPECTION[1] and isinstance(record.args, tuple):
+            lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+            missing = re.findall(r"No module named '([\w.]+)'", str(error))
+            why = f"no Python package {missing[-1]!r}" if missing else lines[-1].strip()
+            name = str(record.args[0])
+            _wanted[name] = why
+            record.msg, record.args = "%s cannot be imported: %s", (name, why)
+            record.exc_info = None
+        return True
 
 
 class _Recorder(logging.Filter):

@@ -42,6 +42,10 @@ ENGINE_GONE = re.compile(r"Failed core proc\(s\): \{.*?: (-?\d+)\}")
 """In what vLLM (0.32) says when its engine core has ended without a word: the exit code."""
 
 
+UNINSPECTED = "failed to be inspected"
+"""What vLLM (0.32) says of a model whose class cannot be imported."""
+
+
 def describe(error: Exception, args: argparse.Namespace) -> list[str]:
     """Lines that say why the server did not start; the last one, what to change.
 
@@ -109,8 +113,23 @@ def _validation(error: ValidationError) -> str:
         if one["loc"]:
             option = str(one["loc"][0]).replace("_", "-")
             said = f"--{option}: {said}, got {one['input']!r:.80}"
-        found.append(said)
+        found.append(_missing_package(said) or said)
     return "; ".join(found)
+
+
+def _missing_package(said: str) -> str:
+    """What a model's class needs that is not installed, and how to get it; empty if it is not about that."""
+    if UNINSPECTED not in said:
+        return ""
+    why = start_record.wanted(said)
+    package = re.fullmatch(r"no Python package '(\w+)[\w.]*'", why)
+    if package is None:
+        return why and f"{said.split(' Please', maxsplit=1)[0]} ({why})"
+    return (
+        f"vLLM's class of this model needs the Python package {package[1]}, which is not installed. Install "
+        f"it beside vLLM (pip install {package[1]}), in a build for the torch that vLLM has: "
+        "python -c 'import torch; print(torch.__version__)'"
+    )
 
 
 def _gone(code: int) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,12 @@ from h2o_vllm.engine.core import support, version
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.core.support import check_supported
 from h2o_vllm.engine.cpu.attention import H2OMetadataBuilder
-from h2o_vllm.engine.worker.binding import check_evictable, evictable_group, leave_out_idle_windows
+from h2o_vllm.engine.worker.binding import (
+    check_evictable,
+    evictable_group,
+    large_blocks_note,
+    leave_out_idle_windows,
+)
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 from tests.engine.scheduling import HEADS, STATES, WINDOW, Rig
@@ -257,3 +263,18 @@ def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, beca
             support.config_of(engine(kv_heads="shared"))
     else:
         assert support.config_of(engine(kv_heads="shared")).kv_heads == "shared"
+
+
+@pytest.mark.parametrize(
+    ("block", "budget", "says"),
+    [
+        (544, 0.2, "544 tokens.* before 680 tokens at budget 0.2"),
+        (4128, 0.2, "4,128 tokens.* before 5,160 tokens"),
+        (544, 1.0, r"before 544 / \(1 - budget\) tokens"),
+    ],
+)
+def test_blocks_as_large_as_a_state_are_said_at_the_start(
+    block: int, budget: float, says: str
+) -> None:
+    assert re.search(says, large_blocks_note(block, budget))
+    assert not large_blocks_note(128, budget)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MODELS", "VOCABULARY", "one_thread", "random_prompt", "save_random_model"]
+__all__ = ["MODELS", "OPTIONS", "VOCABULARY", "one_thread", "random_prompt", "save_random_model"]
 
 VOCABULARY = 512
 
@@ -60,9 +60,55 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
            | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
            | {"original_max_position_embeddings": 512}},
     ),
+    "lfm2": (
+        "lfm2",
+        {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "block_dim": 128, "conv_dim": 128}
+        | {"block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False}
+        | {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    ),
+    "granite-4-h": (
+        "granitemoehybrid",
+        {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "layer_types": ["mamba", "attention", "mamba", "attention"]}
+        | {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 1}
+        | {"num_local_experts": 0, "shared_intermediate_size": 128}
+        | {"position_embedding_type": "rope"},
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_d_ssm": 256}
+        | {"mamba_n_groups": 1},
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 6}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "hybrid_override_pattern": "M*M-M*"}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 64, "n_groups": 1},
+    ),
+    "llama-4": (
+        "llama4_text",
+        {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 4}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size_mlp": 128}
+        | {"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+        | {"attention_chunk_size": 64, "no_rope_layers": [1, 0, 1, 0]}
+        | {"layer_types": ["chunked_attention", "full_attention"] * 2},
+    ),
 }  # fmt: skip
 """Head sizes 32, 64, 80 and 96; the last two are those of OPT-2.7B and GPT-NeoX-20B. Gemma 2's cap is small
 enough to matter: attention logits are near 2, those of the keys that matter beyond it."""
+
+_NO_PREFIX_CACHE = {"enable_prefix_caching": False}
+OPTIONS: dict[str, dict[str, Any]] = {
+    # vLLM's kernel for rotary embeddings on CPU reads queries of three dimensions as if they had two.
+    "lfm2": {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+    "granite-4-h": _NO_PREFIX_CACHE,
+    "falcon-h1": _NO_PREFIX_CACHE,
+    "nemotron-h": _NO_PREFIX_CACHE,
+}
+"""What an engine needs beside the model, for reasons of vLLM's; the same in ``engine/core/support.py``."""
 
 
 def save_random_model(name: str, directory: str, **others: Any) -> None:
@@ -90,6 +136,9 @@ def save_random_model(name: str, directory: str, **others: Any) -> None:
                 parameter.normal_(0, 0.3, generator=generator)
             elif "experts" in part:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+            elif part.endswith("conv.weight"):
+                # [H, 1, K]: a short convolution of each channel.
+                parameter.normal_(0, parameter.shape[2] ** -0.5, generator=generator)
             elif parameter.dim() == 2:
                 attends = any(it in part for it in ("q_proj", "k_proj", "query_key_value"))
                 spread = (1.5 if attends else 1.0) * parameter.shape[1] ** -0.5

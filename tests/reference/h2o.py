@@ -18,7 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+
+
+class States(DynamicCache):
+    """Transformers' cache, of which only layers that keep a state make use: keys and values are ours."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Nothing is added to the new ones, [B, KH, T, D]."""
+        return key_states, value_states
 
 
 @dataclass
@@ -26,7 +36,8 @@ class LayerCache:
     """One layer. ``keys``, ``values``: [B, KH, S, D]; ``alive``, ``scores``: [B, KH, S].
 
     ``window``: how many tokens a query of a sliding-window layer sees, itself included. Such a layer forgets
-    by itself, and nothing is evicted from it.
+    by itself, and nothing is evicted from it. ``chunk``: tokens of a chunk, within which a query sees what
+    came before it (Llama 4); it forgets by itself as well.
     """
 
     keys: Tensor
@@ -34,6 +45,7 @@ class LayerCache:
     alive: Tensor
     scores: Tensor
     window: int | None = None
+    chunk: int | None = None
 
 
 @dataclass
@@ -56,6 +68,8 @@ class Reference:
     window_unit: int | None = None
     protected: int = 0
     layers: dict[int, LayerCache] = field(default_factory=dict)
+    states: States = field(default_factory=States)
+    """Of convolution and state-space layers, which forget by themselves."""
     closest: float = math.inf
     """How near a tie the evictions came: the smallest gap between the highest score that went and the
     lowest that stayed beside it, relative to the latter, over all layers and heads."""
@@ -96,6 +110,7 @@ class Reference:
             The next token's logits, [B, V].
         """
         self.layers.clear()
+        self.states = States(config=self.model.config)
         self.closest = math.inf
         for part in prompts.split(chunk or prompts.shape[1], 1):
             logits = self._forward(part)
@@ -135,12 +150,14 @@ class Reference:
     @property
     def evictable(self) -> list[int]:
         """The layers with full attention."""
-        return sorted(layer for layer, cache in self.layers.items() if cache.window is None)
+        return sorted(
+            layer for layer, cache in self.layers.items() if cache.window is cache.chunk is None
+        )
 
     @property
     def seen(self) -> int:
         """Tokens whose KV has been computed."""
-        return self.layers[0].alive.shape[-1]
+        return self.layers[min(self.layers)].alive.shape[-1]
 
     @property
     def held(self) -> int:
@@ -184,8 +201,9 @@ class Reference:
         position = self.seen if self.layers else 0
         positions = torch.arange(position, position + tokens.shape[1])[None].expand_as(tokens)
         output = self.model(
-            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep
-        )
+            input_ids=tokens, position_ids=positions, past_key_values=self.states,
+            use_cache=True, logits_to_keep=keep,
+        )  # fmt: skip
         return output.logits.float()
 
     def _attend(
@@ -203,11 +221,14 @@ class Reference:
         ):
             # No sequence leaves it.
             sliding_window = None
+        chunk = self._chunk(module)
         sequences, heads, new = key.shape[:3]
         nothing = torch.zeros(sequences, heads, 0)
         cache = self.layers.setdefault(
             module.layer_idx,
-            LayerCache(key[:, :, :0], value[:, :, :0], nothing.bool(), nothing, sliding_window),
+            LayerCache(
+                key[:, :, :0], value[:, :, :0], nothing.bool(), nothing, sliding_window, chunk
+            ),
         )
         alive = torch.ones(sequences, heads, new, dtype=torch.bool)
         cache.keys = torch.cat([cache.keys, key], 2)
@@ -220,6 +241,9 @@ class Reference:
         causal = torch.ones(new, total, dtype=torch.bool).tril(total - new)
         if sliding_window is not None:
             causal = causal.triu(total - new - sliding_window + 1)
+        if chunk is not None:
+            chunks = torch.arange(total) // chunk
+            causal = causal & (chunks[-new:, None] == chunks)
         visible = causal & cache.alive[:, :, None]
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
@@ -231,6 +255,14 @@ class Reference:
         self._note(module.layer_idx, prob)
         mixed = torch.einsum("bkgts,bksd->bkgtd", prob, cache.values)
         return mixed.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    def _chunk(self, module: Any) -> int | None:
+        """How many tokens a chunk of this layer has, if it attends in chunks."""
+        kinds = getattr(module.config, "layer_types", None) or []
+        if "chunked_attention" not in kinds[module.layer_idx : module.layer_idx + 1]:
+            return None
+        size: int = module.config.attention_chunk_size
+        return size
 
     def _note(self, layer: int, prob: Tensor) -> None:
         """Attention of new tokens to all: [B, KH, G, T, S]."""

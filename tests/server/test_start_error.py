@@ -220,3 +220,43 @@ def test_line_is_short_and_the_file_holds_the_rest(record: Path) -> None:
     assert str(error) in record.read_text()
     first = json.loads(record.read_text().splitlines()[0])
     assert Reason(**first).process == "h2o-serve"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "Error raised in subprocess:\nTraceback ...\nNo module named 'torchvision.transforms'\n",
+            "needs the Python package torchvision, which is not installed. Install it",
+        ),
+        ("Error raised in subprocess:\nImportError: libx.so: not found\n", "ImportError: libx.so"),
+    ],
+)
+def test_a_model_class_that_lacks_a_package_says_which_and_how_to_get_it(
+    record: Path, caplog: pytest.LogCaptureFixture, text: str, says: str
+) -> None:
+    class Model(BaseModel):
+        name: str = Field()
+
+        @model_validator(mode="after")
+        def inspect(self) -> Model:
+            # As vLLM's registry does.
+            name, message = start_record.INSPECTION
+            try:
+                raise RuntimeError(text)
+            except RuntimeError:
+                logging.getLogger(name).exception(message, self.name)
+            raise ValueError(
+                f"Model architectures [{self.name!r}] failed to be inspected. Please check the logs for "
+                "more details."
+            )
+
+    with (
+        caplog.at_level(logging.DEBUG, logger=start_record.INSPECTION[0]),
+        pytest.raises(ValidationError) as failed,
+    ):
+        Model(name="Qwen3VLForConditionalGeneration")
+    (line,) = start_error.describe(failed.value, ARGS)
+    assert says in line and str(record) in line
+    # And no traceback on the way.
+    assert "Traceback" not in caplog.text and "cannot be imported" in caplog.text

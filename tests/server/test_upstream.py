@@ -157,3 +157,15 @@ def test_failed_starts_are_logged_as_they_are_recorded() -> None:
 
     for name, message in FAILED.items():
         assert f'logger.exception("{message}")' in inspect.getsource(importlib.import_module(name))
+
+
+def test_model_classes_that_cannot_be_imported_are_logged_as_they_are_kept() -> None:
+    from vllm.model_executor.models import registry
+
+    from h2o_vllm.engine.start_record import INSPECTION
+
+    name, message = INSPECTION
+    source = inspect.getsource(registry)
+    assert name == registry.__name__
+    assert f'logger.exception("{message}", model_arch)' in source
+    assert '"to be inspected. Please check the logs' in source

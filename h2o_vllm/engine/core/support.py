@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.engine.core.architectures import CONVOLUTIONS, MAMBA2, kind_of, refusal_by_name
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -73,8 +74,22 @@ def _option(config: VllmConfig, name: str) -> Any:
     return (config.additional_config or {}).get(CONFIG_KEY, {}).get(name)
 
 
+def _is_of(config: VllmConfig, kind: str) -> bool:
+    kinds = (kind_of(name) for name in config.model_config.architectures)
+    return any(one is not None and one.name == kind for one in kinds)
+
+
+def _rotates_images(config: VllmConfig) -> bool:
+    """Whether prompts may hold images whose tokens are rotated by place instead of by number."""
+    model, media = config.model_config, config.model_config.multimodal_config
+    if not model.uses_mrope or media is None:
+        return False
+    return any(media.get_limit_per_prompt(kind) > 0 for kind in ("image", "video", "audio"))
+
+
 def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
     model, parallel = config.model_config, config.parallel_config
+    by_name = refusal_by_name(model.architectures)
     scheduler_cls = config.scheduler_config.get_scheduler_cls()
     return [
         (
@@ -106,7 +121,18 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             model.use_mla,
             "multi-head latent attention (MLA): heads share one latent vector per token, so no "
-            "head can keep its own set of tokens",
+            "head can keep its own set of tokens. Serve it with: vllm serve",
+        ),
+        (bool(by_name), by_name),
+        (
+            getattr(model.hf_text_config, "num_kv_shared_layers", 0) > 0,
+            "KV shared between layers (Gemma 3n, Gemma 4 E2B and E4B): several layers would have to agree on "
+            "the tokens that one of them keeps. Serve it with: vllm serve",
+        ),
+        (
+            _rotates_images(config),
+            "images, videos and sound whose tokens have several positions each (M-RoPE): not tested with "
+            "evictions. Serve text alone with --language-model-only, or everything with: vllm serve",
         ),
         (model.is_encoder_decoder, "encoder-decoder models: cross attention is not scored"),
         (model.runner_type == "pooling", "pooling models: they generate nothing to evict for"),
@@ -162,6 +188,20 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             "model runner V2 on CPU: unset VLLM_USE_V2_MODEL_RUNNER",
         ),
         _other_kv(config, (), "on CPU: our kernels there read KV of 16 and 32 bits"),
+        (
+            # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
+            _is_of(config, CONVOLUTIONS)
+            and "all" in config.compilation_config.custom_ops
+            and "-rotary_embedding" not in config.compilation_config.custom_ops,
+            "--enforce-eager with LFM2 on CPU: vLLM 0.32 then rotates its keys wrongly, with and without "
+            "budgets. Leave the option out",
+        ),
+        (
+            # ``mamba_chunk_scan_combined_varlen`` (0.32) on CPU returns no states within a prompt.
+            _is_of(config, MAMBA2) and bool(config.cache_config.enable_prefix_caching),
+            "prefix caching for Mamba2 layers on CPU: the engine of vLLM 0.32 dies of it at the first long "
+            "prompt, with and without budgets. Add --no-enable-prefix-caching",
+        ),
     ]
 
 
@@ -172,7 +212,9 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
     from h2o_vllm.kernels.triton.checks import HEAD_SIZES
 
     model, parallel = config.model_config, config.parallel_config
-    attention, head_size = config.attention_config, config.model_config.get_head_size()
+    attention = config.attention_config
+    # Gemma 4's layers of full attention have a size of their own.
+    head_size = getattr(model.hf_text_config, "global_head_dim", None) or model.get_head_size()
     backend = getattr(attention.backend, "name", None)
     return [
         _other_kv(

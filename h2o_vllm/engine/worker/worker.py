@@ -32,6 +32,7 @@ from h2o_vllm.engine.worker.binding import (
     check_evictable,
     evictable_group,
     evictable_layer,
+    large_blocks_note,
     leave_out_idle_windows,
     memory_less_scores,
 )
@@ -181,6 +182,9 @@ class EvictingWorker(WorkerBase, Generic[State]):
             state.planes.nbytes / 2**20,
             self._kernels_in_use(state),
         )
+        note = large_blocks_note(state.block_size, self._h2o_config().kv_budget)
+        if note and self.rank == 0:
+            logger.warning("%s", note)
         return state
 
     def _make_recorder(self, state: State) -> TraceRecorder:  # noqa: ARG002 - for GPUs

@@ -43,7 +43,8 @@ def make_config(**changes: Any) -> Any:
         "tensor_parallel_size": 1,
         **changes,
     }
-    part = SimpleNamespace(**values, get_head_size=lambda: values["head_size"])
+    text = SimpleNamespace(global_head_dim=values.pop("global_head_dim", None))
+    part = SimpleNamespace(**values, get_head_size=lambda: values["head_size"], hf_text_config=text)
     return SimpleNamespace(
         use_v2_model_runner=values["use_v2_model_runner"],
         additional_config=values["additional_config"],
@@ -66,6 +67,7 @@ def reasons(config: Any) -> list[str]:
         ({"backend": None}, "--attention-backend None"),
         ({"backend_per_kind": {"full_attention": "TRITON_ATTN"}}, "backend_per_kind"),
         ({"head_size": 72}, "head size 72"),
+        ({"head_size": 256, "global_head_dim": 512}, "head size 512"),
         ({"is_hybrid": True}, "hybrid models on GPUs"),
         ({"use_ubatching": True}, "--enable-dbo"),
         ({"additional_config": {"h2o": {"kv_full_kernel": "h2o"}}}, "--kv-full-kernel h2o on GPUs"),

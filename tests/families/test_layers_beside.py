@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 1, 2, 5, 6 and 7 where sliding-window layers lie beside evictable ones: a tiny random Gemma 2.
+"""Laws 1, 2, 5, 6 and 7 where layers with a window or a state lie beside evictable ones.
 
-vLLM gives each kind a KV cache group of its own, on the blocks of one pool. Windows forget by themselves;
-only full attention is evicted. Law 4 of the same model: ``test_law04_models.py``.
+Tiny random models: Gemma 2's windows, LFM2's convolutions, Granite 4 H's Mamba2 layers. vLLM gives each kind
+a KV cache group of its own, on the blocks of one pool. They forget by themselves; only full attention is
+evicted. Law 4 of the same models: ``test_law04_models.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.blocks.spec import H2OAttentionSpec, H2OSlidingWindowSpec
+from h2o_vllm.blocks.spec import H2OAttentionSpec, H2OMambaSpec, H2OSlidingWindowSpec
 from tests.engine.conftest import (
     ENGINE,
     FLOOR,
@@ -24,11 +25,12 @@ from tests.engine.conftest import (
     started,
     tokens_of,
 )
-from tests.families.random_models import one_thread, random_prompt, save_random_model
+from tests.families.random_models import OPTIONS, one_thread, random_prompt, save_random_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-MODEL = "gemma2"
+KINDS = {"gemma2": H2OSlidingWindowSpec, "lfm2": H2OMambaSpec, "granite-4-h": H2OMambaSpec}
+"""What lies beside the two evictable layers of each."""
 LENGTHS = (300, 650)
 STEPS = 40
 BUDGETS: list[dict[str, Any] | None] = [
@@ -42,10 +44,21 @@ BUDGETS: list[dict[str, Any] | None] = [
 ]
 
 
+@pytest.fixture(
+    scope="module",
+    params=[("gemma2", "vllm"), ("gemma2", "h2o"), ("lfm2", "vllm"), ("granite-4-h", "vllm")],
+    ids="-".join,
+)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A model, and the kernel for rows without a budget."""
+    pair: tuple[str, str] = request.param
+    return pair
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = str(tmp_path_factory.mktemp(MODEL))
-    save_random_model(MODEL, directory)
+def directory(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = str(tmp_path_factory.mktemp(case[0]))
+    save_random_model(case[0], directory)
     return directory
 
 
@@ -69,23 +82,23 @@ def lossless(directory: str) -> list[list[int]]:
     return answers
 
 
-@pytest.fixture(scope="module", params=["vllm", "h2o"])
-def engine(request: pytest.FixtureRequest, directory: str) -> Iterator[Engine]:
-    """With either kernel for rows without a budget."""
-    options = {**ENGINE, "skip_tokenizer_init": True}
-    h2o = {"kv_min_tokens": FLOOR, "kv_full_kernel": request.param}
+@pytest.fixture(scope="module")
+def engine(case: tuple[str, str], directory: str) -> Iterator[Engine]:
+    options = {**ENGINE, "skip_tokenizer_init": True, **OPTIONS.get(case[0], {})}
+    h2o = {"kv_min_tokens": FLOOR, "kv_full_kernel": case[1]}
     with started(directory, options, **h2o) as engine:
         yield engine
 
 
-def test_each_kind_of_layer_has_its_own_blocks(engine: Engine) -> None:
+def test_each_kind_of_layer_has_its_own_blocks(engine: Engine, case: tuple[str, str]) -> None:
     groups = engine.scheduler.kv_cache_config.kv_cache_groups
     kinds = {type(group.kv_cache_spec): group.layer_names for group in groups}
-    assert set(kinds) == {H2OSlidingWindowSpec, H2OAttentionSpec}
+    assert set(kinds) == {KINDS[case[0]], H2OAttentionSpec}
     assert len(kinds[H2OAttentionSpec]) == len(engine.worker._state.kv_caches) == 2
     # No layer but the evictable ones knows of scores.
     layers = engine.worker.compilation_config.static_forward_context
-    bound = {name for name, layer in layers.items() if layer.impl._state is not None}
+    attention = {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
+    bound = {name for name, layer in attention.items() if layer.impl._state is not None}
     assert bound == set(kinds[H2OAttentionSpec])
 
 
@@ -134,10 +147,12 @@ def test_law06_evictions_leave_shared_prefixes_as_they_are(engine: Engine) -> No
         engine.generate([prompt], asked, max_tokens=STEPS, detokenize=False)
         after = whole()
         assert tokens_of(after) == tokens_of(before)
-        assert report_of(after)["tokens_cached"] > 0
+        # A state is kept where a chunk ended, if at all: what evicted requests leave may not be found.
+        cached = report_of(after)["tokens_cached"]
+        assert cached > 0 or not engine.scheduler.kv_cache_manager.enable_caching
 
 
-def test_law07_others_do_not_read_what_windows_computed_after_an_eviction(engine: Engine) -> None:
+def test_law07_others_do_not_read_what_others_computed_after_an_eviction(engine: Engine) -> None:
     """A prompt gives back blocks while it is computed; the same text without a budget comes behind it."""
     text = random_prompt(600)
 

@@ -33,6 +33,10 @@ class EvictionState(Timeline):
         self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
     ) -> None:
         self._cached: int | None = None
+        self.drafted = 0
+        """Tokens that were drafted for it, and computed."""
+        self.accepted = 0
+        """Those of them that became tokens of the answer."""
         super().__init__(counts, budget, block_size, max_model_len)
         self._budget_values = budget_values(self.budget, block_size)
 
@@ -120,7 +124,8 @@ class EvictionState(Timeline):
         """What :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report of."""
         return (*self._budget_values, *self._counts())
 
-    def _counts(self) -> tuple[int, int, int, int, int | None]:
+    def _counts(self) -> tuple[int, int, int, int, int | None, int, int]:
         # The last sampled token has no KV yet, and async scheduling counts steps in flight.
         seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
-        return seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at
+        drafts = (self.drafted, self.accepted)
+        return seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at, *drafts

@@ -93,7 +93,10 @@ class StepPlan:
     Attributes:
         policies: what workers must know of each request that evicts and is admitted or resumed in this step.
         evictions: one per request at most, in the order in which the scheduler decided them.
+        confirmed: of the requests that had drafts in the step before, how many of their tokens' KV is certain
+            by now. The drafts behind them were rejected.
     """
 
     policies: dict[str, EvictionParams] = field(default_factory=dict)
     evictions: tuple[Eviction, ...] = ()
+    confirmed: dict[str, int] = field(default_factory=dict)

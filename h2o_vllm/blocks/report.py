@@ -33,6 +33,8 @@ def request_report(
     peak_blocks: int,
     cached: int,
     squeezed_at: int | None,
+    drafted: int = 0,
+    accepted: int = 0,
 ) -> dict[str, object]:
     """The report of a request.
 
@@ -44,6 +46,7 @@ def request_report(
         seen: tokens whose KV has been computed. holes: blocks evicted so far.
         cached: tokens of the prompt that were read from the prefix cache.
         squeezed_at: tokens seen when evictions began; ``None``: the answer is lossless.
+        drafted: tokens that speculative decoding has drafted for it. accepted: those of them that it kept.
     """
     evicted = holes * block_size
     return {
@@ -58,6 +61,8 @@ def request_report(
         "tokens_evicted": evicted,
         "blocks_freed": holes,
         "peak_blocks": peak_blocks,
+        "tokens_drafted": drafted,
+        "tokens_accepted": accepted,
         "block_size": block_size,
     }
 

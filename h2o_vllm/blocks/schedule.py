@@ -130,18 +130,20 @@ class EvictionSchedule:
         max_tokens: int | None,
         max_model_len: int,
         beside: Sequence[GroupBeside] = (),
+        drafts: int = 0,
     ) -> None:
         """Whether a pool of so many blocks can ever hold the request.
 
         Args:
             beside: groups of other layers, which take their blocks of the same pool.
+            drafts: tokens that a step may compute behind the answer's last one, and reject.
 
         Raises:
             BudgetError: it cannot; a smaller budget, bound or answer might.
         """
         most = max_model_len if max_tokens is None else max_tokens
-        needed = self.needed_blocks(most, max_model_len)
-        tokens = min(self.prompt_tokens + most, max_model_len)
+        needed = self.needed_blocks(most + drafts, max_model_len)
+        tokens = min(self.prompt_tokens + most + drafts, max_model_len)
         room = max(0, pool - sum(group.needed(tokens) for group in beside))
         if needed > room:
             size, answer = self.block_size, min(most, max_model_len - self.prompt_tokens)

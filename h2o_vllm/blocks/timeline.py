@@ -145,14 +145,16 @@ class Timeline:
         Not from a request that is still computing known tokens: its prompt, or after a preemption an answer
         whose tokens have come of KV that was whole.
         """
-        earliest = max(self.schedule.earliest, self.counts.num_tokens - 1)
-        if not self.squeezable or computed < earliest:
+        if not self.squeezable or not self._is_squeezable_at(computed):
             return None
         num_doomed = self.schedule.freed(computed, computed)
         if num_doomed <= 0:
             return None
         split, fresh = self._split(computed, num_doomed)
         return EvictionIndices(split.heavy, split.doomed, fresh)
+
+    def _is_squeezable_at(self, computed: int) -> bool:
+        return computed >= max(self.schedule.earliest, self.counts.num_tokens - 1)
 
     def squeeze(self, computed: int) -> EvictionIndices | None:
         """Evictions begin here: as :meth:`evict`, for a request of which there is an :meth:`excess`."""
@@ -188,13 +190,19 @@ class Timeline:
         Only bounded prompts are evicted from, and only a resumed request has several known tokens behind
         its own. Replaying them between the same evictions as the first time makes a preemption invisible
         in the output.
+
+        Drafts end there as well: an eviction comes where it would come without them. So do those of an
+        elastic request that may be squeezed in this step.
         """
-        if num_tokens <= 1 or self._evict_from is None:
+        begin = self._evict_from
+        if num_tokens <= 1 or (begin is None and not self._is_squeezable_at(computed)):
             return num_tokens
         until = computed + num_tokens
-        if computed < self._evict_from:
-            until = min(until, self._evict_from)
-        due = self.schedule.next_due(computed, self._evict_from, until)
+        if begin is None:
+            begin = computed
+        elif computed < begin:
+            until = min(until, begin)
+        due = self.schedule.next_due(computed, begin, until)
         return (until if due is None else due) - computed
 
     def peak_tokens(self, total: int) -> int:

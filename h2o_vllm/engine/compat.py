@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
@@ -44,6 +45,11 @@ class LimitingScheduler(AsyncScheduler):
     ``Scheduler._get_local_prefix_cache_hit`` (0.32) is where every waiting request, also a preempted one,
     looks into the prefix cache. A request can only be told to read all or nothing
     (``skip_reading_prefix_cache``); goes when it can be told how much.
+
+    ``Scheduler._update_after_schedule`` (0.32) sees a step before anything counts its tokens. A step in which
+    requests with one unknown token are padded with drafts that do not exist, as CUDA graphs want it, is made
+    what it is without them; goes when vLLM pads for graphs only. And ``AsyncScheduler`` then leaves
+    placeholders for drafts, which a synchronous step would have to fill; goes when it asks whether it is one.
     """
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
@@ -54,8 +60,21 @@ class LimitingScheduler(AsyncScheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        limited = self.limit_chunk(request, num_computed_tokens, num_new_tokens)
+        limited = num_new_tokens
+        known = request.num_tokens_with_spec + request.num_output_placeholders
+        # Padding goes below; until then vLLM asserts that it is whole.
+        if num_computed_tokens + num_new_tokens <= known:
+            limited = self.limit_chunk(request, num_computed_tokens, num_new_tokens)
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, limited)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        drafts = bool(self.num_spec_tokens) and not self.scheduler_config.async_scheduling
+        if drafts:
+            _drop_padding(scheduler_output)
+        super()._update_after_schedule(scheduler_output)
+        if drafts:
+            for request_id in scheduler_output.num_scheduled_tokens:
+                self.requests[request_id].spec_token_ids = []
 
     def limit_cache_hit(self, request: Request, cached: int) -> int:
         """How many of ``cached`` first tokens the request may read."""
@@ -77,6 +96,15 @@ class LimitingScheduler(AsyncScheduler):
         )
         boundary = cached + uncached if uncached else 0
         return manager.create_kv_cache_blocks(groups), cached, boundary, False
+
+
+def _drop_padding(scheduler_output: SchedulerOutput) -> None:
+    """Leave out the drafts that do not exist, all of which would be rejected."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    for request_id in [name for name, tokens in drafts.items() if max(tokens) < 0]:
+        padding = len(drafts.pop(request_id))
+        scheduler_output.num_scheduled_tokens[request_id] -= padding
+        scheduler_output.total_num_scheduled_tokens -= padding
 
 
 def block_managers(scheduler: Any) -> tuple[SingleTypeKVCacheManager, ...]:

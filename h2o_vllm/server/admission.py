@@ -133,6 +133,7 @@ class _Step:
     ) -> None:
         self._config, self._beside = config, beside
         self._model, cache = engine.model_config, engine.cache_config
+        self._drafts = engine.num_speculative_tokens
         # That of full attention; the other number is the smallest of all groups.
         self._block_size = (
             getattr(cache, "effective_attention_block_size", None) or cache.block_size
@@ -176,7 +177,8 @@ class _Step:
         if self._is_small:
             schedule = EvictionSchedule.of(budget, self._block_size, length)
             longest = self._model.max_model_len
-            schedule.check_fits(self._pool, params.max_tokens, longest, self._beside)
+            others = (self._beside, self._drafts)
+            schedule.check_fits(self._pool, params.max_tokens, longest, *others)
         return renew
 
     def _measured(self, prompt: Any) -> tuple[list[int] | None, int]:

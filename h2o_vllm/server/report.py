@@ -22,6 +22,8 @@ SUMMED = (
     "tokens_evicted",
     "blocks_freed",
     "peak_blocks",
+    "tokens_drafted",
+    "tokens_accepted",
 )
 """Keys summed over sequences. The sum of peaks bounds the peak of the sum from above."""
 

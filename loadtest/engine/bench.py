@@ -96,7 +96,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     workloads, variants = list(suite.workloads), list(suite.variants)
     add("--workloads", nargs="+", choices=workloads, default=[*suite.usual], help="what to serve")
-    add("--variants", nargs="+", choices=variants, default=variants, help="by what")
+    usual = [one for one in variants if one not in suite.named]
+    add("--variants", nargs="+", choices=variants, default=usual, help="by what")
     add("--rounds", type=int, default=3, help="how often; variants alternate")
     add("--scale", type=float, default=1.0, help="multiplies all lengths and pools; to rehearse")
     add("--fields", nargs="+", type=_field, default=[], metavar="NAME=VALUE",

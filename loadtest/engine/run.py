@@ -178,9 +178,8 @@ def ask(engine: LLMEngine, name: str, chat: Chat, workload: Workload, output_tok
     extra = {**(chat.fields or {}), **({FORCED_FIELD: chat.forced} if chat.forced else {})}
     scored = {"logprobs": 0, "flat_logprobs": True} if chat.forced else {}
     params = SamplingParams(
-        # Several answers must be able to differ.
-        temperature=0.8 if workload.answers > 1 else 0.0,
-        seed=0 if workload.answers > 1 else None,
+        temperature=workload.temperature,
+        seed=0 if workload.temperature else None,
         n=workload.answers,
         max_tokens=output_tokens,
         ignore_eos=True,
@@ -306,7 +305,11 @@ def main() -> None:
     if ours is not None and "additional_config" in options:
         ours |= options.pop("additional_config")[CONFIG_KEY]
     engine = MeasuredEngine(
-        start["model"], options, ours=ours, budgets=variant == "h2o", fields=start["fields"]
+        start["model"],
+        options,
+        ours=ours,
+        budgets=suite.has_budgets(variant),
+        fields=start["fields"],
     )
     answer({"start_s": engine.start_s})
     for line in sys.stdin:

@@ -18,6 +18,9 @@ __all__ = ["STOCK_CPU_BLOCK_SIZE", "SUITES", "Suite", "suite_of"]
 STOCK_CPU_BLOCK_SIZE = 128
 """vLLM's default on CPU."""
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+"""As vLLM's documents have it; four tokens are drafted at most."""
+
 _FIFTH = {"kv_budget": 0.2}
 _ENDLESS = {"kv_budget_tokens": 512, "kv_prefill_tokens": 512}
 
@@ -32,6 +35,8 @@ class Suite(ABC):
     Attributes:
         variants: what serves, baselines first.
         own: those of them that are h2o_vllm.
+        named: those of these that serve budgets beside ``h2o``, with which engine arguments; they are
+            measured where they are named.
         side_by_side: whether the engines of a setting live side by side, one working at a time; otherwise
             each is started anew and has the device to itself.
         usual: what is measured where no workload is named.
@@ -40,6 +45,7 @@ class Suite(ABC):
 
     variants: ClassVar[tuple[str, ...]]
     own: ClassVar[tuple[str, ...]] = ("h2o",)
+    named: ClassVar[Mapping[str, dict[str, Any]]] = {}
     side_by_side: ClassVar[bool]
     together: ClassVar[bool] = False
     settings: ClassVar[Mapping[str, Setting]]
@@ -69,15 +75,20 @@ class Suite(ABC):
         for number, length in enumerate(lengths):
             at = number * last_start // workload.requests
             prompt = [*tokens[: workload.shared], *tokens[at + workload.shared : at + length]]
+            prompt = prompt[: length // workload.repeats] * workload.repeats
             at += length
             later = [tokens[at + own * turn :][:own] for turn in range(workload.turns - 1)]
             forced = tokens[at : at + workload.output_tokens] if workload.forced else []
             chats.append(Chat(prompt, later, forced, workload.asked(number)))
         return chats
 
+    def has_budgets(self, variant: str) -> bool:
+        """Whether a variant's requests ask for theirs."""
+        return variant == "h2o" or variant in self.named
+
     def to_measure(self, names: Sequence[str], variant: str) -> list[str]:
         """The workloads to run: without budgets, equal traffic is measured once, and what fits at all."""
-        if variant == "h2o":
+        if self.has_budgets(variant):
             return list(names)
         names = [name for name in names if not self.settings[self.workloads[name].setting].config]
         found = {self.workloads[name].traffic: name for name in reversed(names)}
@@ -87,9 +98,11 @@ class Suite(ABC):
 class CPUSuite(Suite):
     """The embedded model on real English."""
 
-    variants = ("stock", "stock-same-flags", "full-kernel", "h2o")
-    """vLLM with its defaults, vLLM with exactly our flags, full KV on our kernel, and ours with budgets."""
-    own = ("full-kernel", "h2o")
+    variants = ("stock", "stock-same-flags", "full-kernel", "h2o", "h2o-ngram")
+    """vLLM with its defaults, vLLM with exactly our flags, full KV on our kernel, ours with budgets, and with
+    drafts beside them."""
+    own = ("full-kernel", "h2o", "h2o-ngram")
+    named: ClassVar = {"h2o-ngram": {"speculative_config": NGRAM}}
     side_by_side = True
     usual = ("tight", "mixed", "ample", "idle", "long-0.2")
     settings: ClassVar = {
@@ -121,9 +134,13 @@ class CPUSuite(Suite):
                      ({**_FIFTH, "kv_protect": "prompt"},), f"chats{pool}", shared=300, turns=6),
         )),
         Workload("answers", "8 answers to one question, prompt protected", 1, 1000, 512,
-                 ({**_FIFTH, "kv_protect": "prompt"},), "chats", answers=8),
+                 ({**_FIFTH, "kv_protect": "prompt"},), "chats", answers=8, temperature=0.8),
         Workload("quiet", "short requests, no other process computes", 16, 256, 256, (_FIFTH,)),
         Workload("busy", "the same, another process keeps a core busy", 16, 256, 256, (_FIFTH,), busy=1),
+        Workload("one", "one request, sampled: nothing repeats itself", 1, 1000, 256, (_FIFTH,),
+                 temperature=1.0),
+        Workload("one-again", "one request, greedy, its prompt repeats itself", 1, 1000, 256, (_FIFTH,),
+                 repeats=5),
         Workload("endless", "one request, 8 times longer than the pool", 1, 4000, 4192, (None,), "endless"),
     )  # fmt: skip
 
@@ -143,7 +160,7 @@ class CPUSuite(Suite):
             options["max_num_batched_tokens"] = 256
         if variant == "full-kernel":
             options["additional_config"] = {CONFIG_KEY: {"kv_full_kernel": "h2o"}}
-        return options | setting.options(block_size)
+        return options | setting.options(block_size) | self.named.get(variant, {})
 
     def text(self, engine: Any, length: int) -> list[int]:
         """Python's own documentation; it is longer than any ``length``."""

@@ -87,7 +87,7 @@ def ratio_table(rows: list[Row], suite: Suite) -> str:
 def measured(rows: list[Row], suite: Suite, workload: str, variant: str) -> list[Row]:
     """The rows that tell how ``variant`` serves ``workload``, its twin's if it has one."""
     mine = pick(rows, workload=workload, variant=variant)
-    if mine or variant == "h2o":
+    if mine or suite.has_budgets(variant):
         return mine
     traffic = suite.workloads[workload].traffic
     return [

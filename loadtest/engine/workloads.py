@@ -90,6 +90,8 @@ class Workload:
         answers: to each request (``n``).
         forced: outputs are the text that follows the prompt, and rows say its negative log-likelihood.
         busy: other processes that keep a core busy meanwhile.
+        repeats: prompts are their beginning, so many times.
+        temperature: 0: greedy, whose answers soon repeat themselves; else they are sampled, with a seed.
     """
 
     name: str
@@ -104,6 +106,8 @@ class Workload:
     answers: int = 1
     forced: bool = False
     busy: int = 0
+    repeats: int = 1
+    temperature: float = 0.0
 
     def asked(self, number: int) -> dict[str, Any] | None:
         """What request ``number`` asks of us; ``None``: nothing."""
@@ -122,7 +126,7 @@ class Workload:
     def traffic(self) -> tuple[object, ...]:
         """What is left without fields: stock vLLM serves workloads of equal traffic alike."""
         return (self.setting, self.requests, self.prompt_tokens, self.output_tokens, self.turns, self.shared,
-                self.answers, self.forced, self.busy)  # fmt: skip
+                self.answers, self.forced, self.busy, self.repeats, self.temperature)  # fmt: skip
 
     def scaled(self, by: float) -> Workload:
         """The same traffic with shorter texts and fewer requests, to rehearse."""

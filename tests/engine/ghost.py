@@ -8,7 +8,7 @@ compared with the same request alone, in memory that no other request has (laws 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.blocks.plan import StepPlan
 
 __all__ = ["GhostWorker", "Layer", "layers_of"]
 
@@ -66,6 +66,12 @@ def mixed(values: Hashes) -> Hashes:
     return x ^ (x >> np.uint64(31))
 
 
+def hashed(start: int, tokens: Sequence[int]) -> Hashes:
+    """Of tokens that stand from ``start`` on."""
+    places = np.arange(start, start + len(tokens), dtype=np.uint64)
+    return mixed(np.array(tokens, dtype=np.uint64) * np.uint64(2**32) + places)
+
+
 def mixed_number(value: int) -> int:
     """The same of one number, which is faster without arrays."""
     x = value + 0x9E3779B97F4A7C15 & 2**64 - 1
@@ -81,7 +87,7 @@ class Row:
     Attributes:
         tables: block ids of each group, 0 where there is none.
         hidden: what the tokens come of so far, [end - start].
-        scored: whether attention adds to scores.
+        scored: whether attention adds to scores. later: if so, what it adds, and where, is only noted here.
     """
 
     tables: Sequence[Sequence[int]]
@@ -89,6 +95,15 @@ class Row:
     end: int
     hidden: Hashes
     scored: bool
+    later: list[tuple[int, Slots, Hashes]] | None = None
+
+
+@dataclass
+class Draft:
+    """A token of a request, of which the next step knows whether it stays."""
+
+    name: str
+    row: Row
 
 
 class Memory:
@@ -159,7 +174,11 @@ class Memory:
         if row.scored and layer.kind == "full":
             given = mixed(row.hidden[:, None] ^ keys[None, :]) >> np.uint64(40)
             given[np.arange(len(keys))[None, :] >= last[:, None]] = 0
-            self.scores[number][slots] += given.sum(axis=0, dtype=np.uint64)
+            sums_given = given.sum(axis=0, dtype=np.uint64)
+            if row.later is None:
+                self.scores[number][slots] += sums_given
+            else:
+                row.later.append((number, slots, sums_given))
         row.hidden = mixed(row.hidden + mixed(sums[last] - sums[first]))
 
     def _run_state(self, number: int, layer: Layer, row: Row, kv: Hashes) -> None:
@@ -196,6 +215,7 @@ class GhostWorker:
         self._memory = Memory(layers, num_blocks, block_size)
         self._states: dict[str, EvictionState] = {}
         self._prompts: dict[str, list[int]] = {}
+        self._unconfirmed: list[Draft] = []
         self.outputs: dict[str, dict[int, int]] = {}
 
     def follow(self, request_id: str, prompt: Sequence[int], state: EvictionState) -> None:
@@ -205,33 +225,49 @@ class GhostWorker:
 
     def step(
         self,
-        evictions: Sequence[Eviction],
+        plan: StepPlan,
         computed: dict[str, tuple[int, int]],
         tables: Callable[[str], Sequence[Sequence[int]]],
+        drafts: Mapping[str, Sequence[int]],
     ) -> None:
         """Play one step, right after it was planned.
 
         Args:
             computed: request -> the tokens ``[start, end)`` that the step computes of it.
             tables: the block ids of a request, by group.
+            drafts: the last ones of these tokens, which are not certain.
         """
-        for one in evictions:
+        self._confirm(plan.confirmed)
+        for one in plan.evictions:
             scored = self._scored(one.request_id)
             self._memory.compact(one.heavy_blocks, one.doomed_blocks, scored=scored)
-        rows = {
-            name: Row(tables(name), start, end, self._tokens(name, start, end), self._scored(name))
-            for name, (start, end) in computed.items()
-            if name in self._states
-        }
-        self._memory.forward([*rows.values()])
+        rows = {}
+        for name, (start, end) in computed.items():
+            if name in self._states:
+                unknown = list(drafts.get(name, ()))
+                sure, table, scored = end - len(unknown), tables(name), self._scored(name)
+                rows[name] = Row(table, start, sure, self._tokens(name, start, sure), scored)
+                for at, token in enumerate(unknown, sure):
+                    row = Row(table, at, at + 1, hashed(at, [token]), scored, later=[])
+                    self._unconfirmed.append(Draft(name, row))
+        self._memory.forward([*rows.values(), *(draft.row for draft in self._unconfirmed)])
         for name, row in rows.items():
-            known = self.outputs[name]
-            for position, hidden in zip(
-                range(row.start, row.end), row.hidden.tolist(), strict=True
-            ):
-                assert known.setdefault(position, hidden) == hidden, (
-                    f"{name}: position {position} is computed again and differs"
-                )
+            self._note(name, row)
+
+    def _confirm(self, confirmed: Mapping[str, int]) -> None:
+        drafts, self._unconfirmed = self._unconfirmed, []
+        for draft in drafts:
+            if draft.row.start < confirmed.get(draft.name, 0):
+                self._note(draft.name, draft.row)
+                for number, slots, given in draft.row.later or ():
+                    self._memory.scores[number][slots] += given
+
+    def _note(self, name: str, row: Row) -> None:
+        known = self.outputs[name]
+        for position, hidden in zip(range(row.start, row.end), row.hidden.tolist(), strict=True):
+            assert known.setdefault(position, hidden) == hidden, (
+                f"{name}: position {position} is computed again and differs"
+            )
 
     def check(self) -> None:
         """Each request's tokens came of what they come of when it is alone; forgets the requests."""
@@ -247,11 +283,7 @@ class GhostWorker:
 
     def _tokens(self, name: str, start: int, end: int) -> Hashes:
         prompt = self._prompts[name]
-        tokens = [prompt[i] if i < len(prompt) else ANSWER for i in range(start, end)]
-        return mixed(
-            np.array(tokens, dtype=np.uint64) * np.uint64(2**32)
-            + np.arange(start, end, dtype=np.uint64)
-        )
+        return hashed(start, [prompt[i] if i < len(prompt) else ANSWER for i in range(start, end)])
 
     def _alone(self, name: str, total: int) -> list[int]:
         state, size = self._states[name], self._memory.block_size

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.utils.hashing import sha256
@@ -30,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -42,7 +44,7 @@ from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args, register
 from h2o_vllm.policy.policy import Policy
-from tests.engine.ghost import GhostWorker, layers_of
+from tests.engine.ghost import ANSWER, GhostWorker, layers_of
 from tests.published import PUBLISHED
 
 __all__ = ["CHUNKS", "HEADS", "STATES", "WINDOW", "Rig", "check_commuting"]
@@ -54,6 +56,16 @@ STATES = MambaSpec(
     block_size=16, shapes=((16, 16),), dtypes=(torch.float32,), mamba_cache_mode="align"
 )
 """Groups beside ours, of small spans."""
+
+
+def _speculative(drafts: int, model: ModelConfig, parallel: ParallelConfig) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=drafts,
+        prompt_lookup_max=2,
+        target_model_config=model,
+        target_parallel_config=parallel,
+    )
 
 
 def check_commuting(evictions: Sequence[Eviction]) -> None:
@@ -76,7 +88,8 @@ class Rig:
     Every step checks the books (law 2) and that no eviction writes what others can see (law 6).
     ``pipelined`` schedules a step before the previous one's tokens are known, as asynchronous
     scheduling does. ``beside``: other groups in the same pool; ``retention``: how often these publish;
-    ``ghost``: play the workers on hashes, and check what each token came of.
+    ``ghost``: play the workers on hashes, and check what each token came of; ``drafts``: so many tokens are
+    drafted at most, some of them right.
     """
 
     def __init__(
@@ -94,6 +107,7 @@ class Rig:
         beside: Sequence[KVCacheSpec] = (),
         retention: int | None = 0,
         ghost: bool = False,
+        drafts: int = 0,
         **h2o: Any,
     ) -> None:
         register()
@@ -103,12 +117,14 @@ class Rig:
         args = engine_args(**{**PUBLISHED, "kv_calibration": unread, **h2o})
         model = ModelConfig(model=model_dir, max_model_len=4096, dtype="float32", seed=0)
         self.block_size = block_size
+        parallel = ParallelConfig(worker_cls=args["worker_cls"])
         self.config = VllmConfig(
             model_config=model,
+            speculative_config=_speculative(drafts, model, parallel) if drafts else None,
             cache_config=CacheConfig(
                 block_size=block_size, enable_prefix_caching=caching, cache_dtype="auto"
             ),
-            parallel_config=ParallelConfig(worker_cls=args["worker_cls"]),
+            parallel_config=parallel,
             scheduler_config=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
@@ -145,6 +161,10 @@ class Rig:
         self.blocks = self.scheduler.blocks
         self.ghost = GhostWorker(layers_of(groups), num_blocks, block_size) if ghost else None
         self.pipelined = pipelined
+        self._drafts, self._chance = drafts, random.Random(drafts)
+        self.drafted = self.accepted = 0
+        self.reached: dict[str, int] = {}
+        """The most tokens of each request that were computed at once, drafts included."""
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._hasher = get_request_block_hasher(block_size, sha256)
         self.tokens: dict[str, list[int]] = {}
@@ -203,7 +223,7 @@ class Rig:
         if self.ghost is not None:
             self._play(self.ghost, output)
         ids = list(output.num_scheduled_tokens)
-        sampled = [[] if self.scheduler.requests[i].is_prefill_chunk else [7] for i in ids]
+        sampled = [self._sample(i, output) for i in ids]
         result = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
@@ -214,6 +234,31 @@ class Rig:
             self._update(*self._in_flight.popleft())
         self.blocks.check_integrity()
         return output
+
+    def _sample(self, name: str, output: SchedulerOutput) -> list[int]:
+        request = self.scheduler.requests[name]
+        before = request.num_computed_tokens - output.num_scheduled_tokens[name]
+        self.reached[name] = max(
+            request.num_computed_tokens, self.reached.get(name, 0) if before else 0
+        )
+        if request.is_prefill_chunk:
+            return []
+        drafts = output.scheduled_spec_decode_tokens.get(name, [])
+        right = list(itertools.takewhile(lambda token: token == ANSWER, drafts))
+        self.drafted += len(drafts)
+        self.accepted += len(right)
+        return [*right, ANSWER]
+
+    def _draft(self) -> None:
+        """What comes next in everybody's answer; most are right for a while."""
+        names = list(self.scheduler.requests)
+        chance, most = self._chance, self._drafts
+        drafts = []
+        for _ in names:
+            right = chance.choice([0, chance.randint(0, most), most])
+            wrong = chance.randint(0, most - right)
+            drafts.append([ANSWER] * right + [ANSWER + 1 + chance.randint(0, 9)] * wrong)
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _play(self, ghost: GhostWorker, output: SchedulerOutput) -> None:
         computed = {
@@ -226,7 +271,7 @@ class Rig:
             managers = block_managers(self.scheduler)
             return [[block.block_id for block in m.req_to_blocks[name]] for m in managers]
 
-        ghost.step(output.h2o.evictions, computed, tables)
+        ghost.step(output.h2o, computed, tables, output.scheduled_spec_decode_tokens)
 
     def settle(self) -> None:
         """Let the steps in flight come back."""
@@ -241,6 +286,8 @@ class Rig:
                 self.tokens[one.request_id].extend(one.new_token_ids)
                 if one.kv_transfer_params:
                     self.reports[one.request_id] = one.kv_transfer_params["h2o"]
+        if self._drafts:
+            self._draft()
 
     def run(self, limit: int = 2000) -> int:
         """Step until nothing is left. Returns the number of steps."""

@@ -50,7 +50,14 @@ REFUSED = [
     ("additional_config", {"h2o": {"kv_protect": "system"}}, "'system' without h2o-serve"),
     ("scheduler_config.scheduler_cls", "vllm.v1.core.sched.scheduler.Scheduler", "scheduler-cls"),
     ("parallel_config.worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker", "worker-cls"),
-    ("speculative_config", SimpleNamespace(), "speculative"),
+    *(
+        (
+            "speculative_config",
+            SimpleNamespace(method=method),
+            f"speculative decoding by {method!r} on CPU",
+        )
+        for method in ("eagle", "eagle3", "mtp", "draft_model", "medusa", "ngram_gpu", "dflash")
+    ),
     ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
     ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
     ("parallel_config.pipeline_parallel_size", 2, "pipeline-parallel-size"),
@@ -79,6 +86,24 @@ def test_unsupported_options_are_refused_by_name(
     set_path(config, path, value)
     with pytest.raises(ConfigError, match=says):
         check_supported(config)
+
+
+@pytest.mark.parametrize("method", support.DRAFTING)
+def test_drafts_of_tokens_alone_are_served_on_cpus_and_refused_by_name_elsewhere(
+    rig: Rig, method: str
+) -> None:
+    config = copy.copy(rig.config)
+    for name in ("model_config", "scheduler_config"):
+        object.__setattr__(config, name, copy.copy(getattr(config, name)))
+    object.__setattr__(config, "speculative_config", SimpleNamespace(method=method))
+    check_supported(config)
+    set_path(config, "scheduler_config.async_scheduling", True)
+    with pytest.raises(ConfigError, match="speculative decoding with --async-scheduling"):
+        check_supported(config)
+    set_path(config, "scheduler_config.async_scheduling", False)
+    object.__setattr__(config, "model_config", SimpleNamespace(is_hybrid=True))
+    reasons = [why for refused, why in support._drafts_on_cpu(config) if refused]
+    assert reasons == [why for why in reasons if "hybrid models" in why] != []
 
 
 def test_heads_of_several_ranks_cannot_share(rig: Rig) -> None:

@@ -10,6 +10,7 @@ Bugs that are planted have to be found, else the machine would prove nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from vllm.v1.core.block_pool import BlockPool
 from h2o_vllm.blocks.budget import blocks_freed
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.manager import H2OBlockManager
+from h2o_vllm.engine.core.scheduler import H2OScheduler
 from tests.engine.traffic import Traffic
 
 
@@ -44,7 +46,7 @@ def test_any_order_of_events_keeps_the_laws(
         f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, "
         f"{Traffic.doomed_hits} behind it, {Traffic.meetings} pairs that free the same, "
         f"{Traffic.squeezes} squeezes, {Traffic.crowds} large crowds, {Traffic.bounded} times in a bounded "
-        "prompt"
+        f"prompt, {Traffic.drafted} drafts, {Traffic.accepted} of them accepted"
     )
     # Far below what was seen: which events are drawn changes with every number in the code that is loaded, of
     # which hypothesis makes use. Hits and meetings have scripts of their own: ``test_doomed_hits_tokens.py``,
@@ -55,6 +57,7 @@ def test_any_order_of_events_keeps_the_laws(
     assert Traffic.squeezes > 10
     assert Traffic.crowds > 20
     assert Traffic.bounded > 50
+    assert Traffic.drafted > 1000 and Traffic.accepted > 500
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +169,75 @@ def squeezed_blocks_stay_published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "evict_blocks", lambda self, block_ids: None)
 
 
+def rejected_drafts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are told that all drafts were accepted, and add what they give."""
+
+    def planned(self: H2OScheduler, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        all_of_them = dict.fromkeys(output.h2o.confirmed, 10_000)
+        output.h2o = replace(output.h2o, confirmed=all_of_them)
+        return output
+
+    schedule = H2OScheduler.schedule
+    monkeypatch.setattr(H2OScheduler, "schedule", planned)
+
+
+def accepted_drafts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they give is added to no score."""
+
+    def planned(self: H2OScheduler, *args: Any, **kwargs: Any) -> Any:
+        self._drafted = ()
+        return schedule(self, *args, **kwargs)
+
+    schedule = H2OScheduler.schedule
+    monkeypatch.setattr(H2OScheduler, "schedule", planned)
+
+
+def drafts_cross_an_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when they are confirmed, and not where it is due."""
+
+    def limit(self: EvictionState, computed: int, num_tokens: int) -> int:
+        drafting = computed >= self.counts.num_tokens - 1
+        return num_tokens if drafting else chunk_limit(self, computed, num_tokens)
+
+    chunk_limit = EvictionState.chunk_limit
+    monkeypatch.setattr(EvictionState, "chunk_limit", limit)
+
+
+def drafts_cross_what_a_squeeze_makes_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, of a request that is squeezed in the step in which it drafts."""
+
+    def limit(self: EvictionState, computed: int, num_tokens: int) -> int:
+        return num_tokens if self.squeezable else chunk_limit(self, computed, num_tokens)
+
+    chunk_limit = EvictionState.chunk_limit
+    monkeypatch.setattr(EvictionState, "chunk_limit", limit)
+
+
+def block_of_drafts_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that was taken for drafts alone leaves the table, and never returns to the pool."""
+
+    def allocating(self: H2OBlockManager, request_id: str, num_tokens: int, *args: int) -> Any:
+        blocks = allocate(self, request_id, num_tokens, *args)
+        state = self.eviction_state(request_id)
+        if state is not None and blocks:
+            table, known = self.req_to_blocks[request_id], state.counts.num_tokens
+            if (len(table) - 1) * self.block_size >= known:
+                table.pop()
+        return blocks
+
+    allocate = H2OBlockManager.allocate_new_blocks
+    monkeypatch.setattr(H2OBlockManager, "allocate_new_blocks", allocating)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        rejected_drafts_stay,
+        accepted_drafts_are_forgotten,
+        drafts_cross_an_eviction,
+        drafts_cross_what_a_squeeze_makes_due,
+        block_of_drafts_leaks,
         squeezed_twice,
         who_was_squeezed_stands_still,
         squeezed_blocks_stay_published,

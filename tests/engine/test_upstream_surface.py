@@ -47,6 +47,7 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (FullAttentionManager.pop_blocks_for_free, "self request_id"),
     (BlockPool.free_blocks, "self ordered_blocks"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
+    (AsyncScheduler._update_after_schedule, "self scheduler_output"),
     (KVCacheManager.create_kv_cache_blocks, "self blocks"),
     (UnitaryKVCacheCoordinator.find_longest_cache_hit, "self block_hashes max_cache_hit_length"),
     (Scheduler.add_request, "self request"),

@@ -37,7 +37,7 @@ class Traffic(RuleBasedStateMachine):
 
     model_dir: str
     steps = evictions = preemptions = both = pinned_hits = 0
-    squeezes = crowds = bounded = doomed_hits = meetings = 0
+    squeezes = crowds = bounded = doomed_hits = meetings = drafted = accepted = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
     ``doomed_hits``: behind it, what they will free; ``meetings``: pairs of one step that free the same;
     ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
@@ -59,6 +59,7 @@ class Traffic(RuleBasedStateMachine):
         num_blocks=st.integers(24, 40),
         caching=st.booleans(),
         pipelined=st.booleans(),
+        drafts=st.sampled_from([0, 1, 4, 20]),
         policy=st.sampled_from(["fcfs", "priority"]),
         batched_tokens=st.sampled_from([16, 64, 512]),
         watermark=st.sampled_from([0.0, 0.2]),
@@ -66,7 +67,12 @@ class Traffic(RuleBasedStateMachine):
         retention=st.sampled_from([None, 0]),
         kv_elastic_admission=st.sampled_from(ADMISSIONS),
     )
-    def start(self, batched_tokens: int, num_blocks: int, beside: Any, **options: Any) -> None:
+    def start(
+        self, batched_tokens: int, num_blocks: int, beside: Any, drafts: int, **options: Any
+    ) -> None:
+        if options["pipelined"] or beside == (STATES,):
+            # Refused at start-up.
+            drafts = 0
         # As many more as other layers take of the longest request.
         more = min(22, 2 * batched_tokens // 16 + 5) * len(beside)
         self.rig = Rig(
@@ -74,6 +80,7 @@ class Traffic(RuleBasedStateMachine):
             num_blocks + more,
             max_num_batched_tokens=batched_tokens,
             beside=beside,
+            drafts=drafts,
             ghost=True,
             kv_min_tokens=16,
             max_num_seqs=8,
@@ -229,7 +236,8 @@ class Traffic(RuleBasedStateMachine):
                     self.check_private(state, blocks.req_to_blocks[request.request_id])
                 continue
             if seen > state._evict_from:
-                allowed = budget_tokens(state.budget, seen)
+                # A draft is a token seen until it is rejected; its block stays for the next ones.
+                allowed = budget_tokens(state.budget, self.rig.reached[request.request_id])
                 assert live <= math.ceil(allowed / self.rig.block_size) + 1
             table = blocks.req_to_blocks[request.request_id]
             assert not any(block.is_null for block in table[: state.pinned])
@@ -255,7 +263,9 @@ class Traffic(RuleBasedStateMachine):
         if request_id not in self.states:
             Traffic.squeezes += 1
             # Checked right after the step; a step in flight may have brought a token since.
-            assert state.counts.num_tokens <= at + 2, "known tokens came of whole KV"
+            assert state.counts.num_tokens <= at + 2 + self.rig._drafts, (
+                "known tokens came of whole KV"
+            )
         self.states[request_id] = state
         assert self.points.setdefault(request_id, at) == at, "squeezed twice"
 
@@ -280,6 +290,8 @@ class Traffic(RuleBasedStateMachine):
         self.check_replays()
         Traffic.evictions += len(self.rig.evictions)
         Traffic.preemptions += self.rig.preemptions
+        Traffic.drafted += self.rig.drafted
+        Traffic.accepted += self.rig.accepted
         Traffic.both += self.rig.both
         assert not self.rig.blocks._eviction_states
         self.rig.scheduler.reset_prefix_cache()

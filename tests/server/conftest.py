@@ -33,6 +33,8 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "tokens_evicted": 68,
         "blocks_freed": 2,
         "peak_blocks": 4,
+        "tokens_drafted": 0,
+        "tokens_accepted": 0,
         "block_size": 32,
     } | changes
 

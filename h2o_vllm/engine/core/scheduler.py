@@ -87,6 +87,8 @@ class H2OScheduler(LimitingScheduler):
         metered = self.log_stats and self._served
         self._meter = Meter(self.blocks.block_size) if metered else None
         self._full = resolve(H2OConfig(), None)
+        self._drafted: tuple[str, ...] = ()
+        """Requests with drafts in the last step."""
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
         self._siblings: SiblingReports[_Report] = SiblingReports()
@@ -154,7 +156,13 @@ class H2OScheduler(LimitingScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
         self.blocks.begin_step(self.running)
+        confirmed = {
+            name: self.requests[name].num_computed_tokens
+            for name in self._drafted
+            if name in self.requests
+        }
         output = super().schedule(*args, **kwargs)
+        self._drafted = tuple(output.scheduled_spec_decode_tokens)
         policies = {}
         for started in output.scheduled_new_reqs:
             state = self.blocks.eviction_state(started.req_id)
@@ -164,7 +172,7 @@ class H2OScheduler(LimitingScheduler):
             if state.evicts:
                 policies[started.req_id] = state.params()
         evictions = self.blocks.take_evictions()
-        output.h2o = StepPlan(policies=policies, evictions=evictions)
+        output.h2o = StepPlan(policies, evictions, confirmed)
         if self._meter is not None and evictions:
             self._meter.evicted(evictions)
         return output
@@ -177,6 +185,7 @@ class H2OScheduler(LimitingScheduler):
             self._meter.eviction_took(eviction_seconds(model_runner_output))
         if self._traces is not None:
             self._traces.note(traced_evictions(model_runner_output))
+        self._count_drafts(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._rejected:
             self._end_rejected(outputs)
@@ -200,6 +209,15 @@ class H2OScheduler(LimitingScheduler):
             counts = meter.hand_over(self._running_counts())
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), METRICS_KEY: counts}
         return stats
+
+    def _count_drafts(self, planned: SchedulerOutput, came_out: ModelRunnerOutput) -> None:
+        for request_id, drafts in planned.scheduled_spec_decode_tokens.items():
+            state = self.blocks.eviction_state(request_id)
+            if state is not None:
+                sampled = came_out.sampled_token_ids[came_out.req_id_to_index[request_id]]
+                state.drafted += len(drafts)
+                # The last one was not drafted.
+                state.accepted += max(0, len(sampled) - 1)
 
     def _collect_reports(self) -> None:
         ended = self.blocks.take_final_reports()
@@ -242,7 +260,8 @@ class H2OScheduler(LimitingScheduler):
         """Who needs more blocks than there are would be preempted and begun anew for ever."""
         pool = self.blocks.block_pool.num_gpu_blocks - 1
         try:
-            state.schedule.check_fits(pool, request.max_tokens, self.max_model_len, self._beside)
+            most = (request.max_tokens, self.max_model_len, self._beside, self.num_spec_tokens)
+            state.schedule.check_fits(pool, *most)
         except BudgetError as error:
             self._rejected.setdefault(request.request_id, str(error))
 

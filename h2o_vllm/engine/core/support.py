@@ -28,6 +28,8 @@ SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
 """KV connectors of vLLM whose loads run behind the evictions of their step. ``OffloadingConnector``, which is
 what ``--kv-offloading-size`` means, is on GPUs only (0.32): not run yet."""
+DRAFTING = ("ngram", "suffix", "custom_class")
+"""vLLM's methods of speculative decoding whose drafters hold no KV: they see tokens only."""
 
 _KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -137,10 +139,6 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         (model.is_encoder_decoder, "encoder-decoder models: cross attention is not scored"),
         (model.runner_type == "pooling", "pooling models: they generate nothing to evict for"),
         (
-            config.speculative_config is not None,
-            "speculative decoding: rejected draft tokens would leave their attention in the scores",
-        ),
-        (
             config.kv_transfer_config is not None
             and not _is_tried_connector(config.kv_transfer_config),
             f"the KV connector {_connector_name(config)}: what it loads may be written into blocks that an "
@@ -171,6 +169,42 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
     ]
 
 
+def _drafts_on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
+    if config.speculative_config is None:
+        return []
+    method = config.speculative_config.method
+    return [
+        (
+            method not in DRAFTING,
+            f"speculative decoding by {method!r} on CPU: its own layers hold KV, of which no budget knows; "
+            f"{', '.join(DRAFTING)} hold none",
+        ),
+        (
+            bool(config.scheduler_config.async_scheduling),
+            "speculative decoding with --async-scheduling: evictions wait until it is certain which drafts "
+            "stay. Leave the option out",
+        ),
+        (
+            config.model_config.is_hybrid,
+            "speculative decoding of hybrid models, which mix attention with state-space or convolution "
+            "layers: not tested with evictions",
+        ),
+    ]
+
+
+def _drafts_on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
+    if config.speculative_config is None:
+        return []
+    method = config.speculative_config.method
+    return [
+        (
+            True,
+            f"speculative decoding by {method!r} on GPUs: our kernels there score every query, also those "
+            "of rejected drafts. On CPUs it is served",
+        )
+    ]
+
+
 def _other_kv(config: VllmConfig, more: tuple[str, ...], why: str) -> tuple[bool, str]:
     """``more``: KV dtypes that are served beside those of 16 and 32 bits."""
     name = config.cache_config.cache_dtype
@@ -188,6 +222,7 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             "model runner V2 on CPU: unset VLLM_USE_V2_MODEL_RUNNER",
         ),
         _other_kv(config, (), "on CPU: our kernels there read KV of 16 and 32 bits"),
+        *_drafts_on_cpu(config),
         (
             # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
             _is_of(config, CONVOLUTIONS)
@@ -217,6 +252,7 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
     head_size = getattr(model.hf_text_config, "global_head_dim", None) or model.get_head_size()
     backend = getattr(attention.backend, "name", None)
     return [
+        *_drafts_on_cuda(config),
         _other_kv(
             config,
             ("fp8", "fp8_e4m3"),

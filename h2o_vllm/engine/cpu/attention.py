@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.registry import register_backend as vllm_registe
 
 from h2o_vllm.blocks.spec import evictable_spec
 from h2o_vllm.engine.compat import set_attention_isa
+from h2o_vllm.engine.cpu.drafts import LaterQueries, QueriesApart
 from h2o_vllm.engine.cpu.rows import RowSplit, SharedRows, compact_tables, split_rows
 from h2o_vllm.engine.worker.attention import AttentionCall, ScoringImpl
 from h2o_vllm.errors import ConfigError
@@ -60,11 +61,13 @@ class H2OMetadata(CPUAttentionMetadata):
         split: which rows are ours, and which of these are scored.
         rest: metadata of the rows left to vLLM, if there are any.
         shared: the rows whose heads share slots, if there are any.
+        later: queries whose tokens are not certain, if there are any.
     """
 
     split: RowSplit | None = None
     rest: CPUAttentionMetadata | None = None
     shared: SharedRows | None = None
+    later: LaterQueries | None = None
 
 
 class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -110,7 +113,14 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             if crossing.size:
                 tables = (live.block_table_tensor, live.seq_lens)
                 state.at_end(partial(state.split_scores, *tables, crossing))
-        split = split_rows(rows, full=state.full_kernel, shared=shared)
+        drafting = state.drafting(common, rows)
+        later = drafts = None
+        if drafting.any():
+            apart = QueriesApart.of(rows, drafting)
+            rows, drafts = apart.rows, apart.later
+            live, shared = apart.batch(live), apart.shared(shared)
+            later = state.later = apart.later_queries(live, shared, state.row_request_ids())
+        split = split_rows(rows, full=state.full_kernel, shared=shared, drafts=drafts)
         if split is None:
             return super().build(common_prefix_len, live, fast_build)
         rest = self._subset(live, split) if split.rest_rows.numel() else None
@@ -121,7 +131,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             "seq_lens": live.seq_lens,
             "block_table": live.block_table_tensor,
         }
-        ours |= {"split": split, "rest": rest and metadata, "shared": shared}
+        ours |= {"split": split, "rest": rest and metadata, "shared": shared, "later": later}
         return H2OMetadata(**{**vars(metadata), **ours})
 
     @staticmethod
@@ -183,6 +193,12 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             if last.tokens.numel():
                 gathered = ours._replace(query=query[last.tokens], scores=scores)
                 kernels.score_prompt(gathered, last.starts, last.rows, self.scale, *softmax)
+        if batch.later is not None:
+            # As in a step without drafts.
+            score = partial(
+                kernels.attend_decode, scale=self.scale, softcap=softmax[0], sinks=sinks
+            )
+            batch.later.keep(ours, self._layer, score)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):

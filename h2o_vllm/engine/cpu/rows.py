@@ -83,12 +83,19 @@ class RowSplit:
     late: LastQueries
 
 
-def split_rows(rows: StepRows, *, full: bool, shared: SharedRows | None = None) -> RowSplit | None:
+def split_rows(
+    rows: StepRows,
+    *,
+    full: bool,
+    shared: SharedRows | None = None,
+    drafts: NDArray[np.bool_] | None = None,
+) -> RowSplit | None:
     """Sort the rows of a batch by kernel; ``None`` if all are left to vLLM.
 
     Args:
         full: whether rows without scores are ours, too.
         shared: rows that vLLM's kernel cannot read: they are ours in any case.
+        drafts: rows that hold a query of a row of ours: so are they, and without scores; [B].
     """
     scored, lens = rows.scored_queries, rows.query_lens
     if not full and not scored.any() and shared is None:
@@ -96,6 +103,8 @@ def split_rows(rows: StepRows, *, full: bool, shared: SharedRows | None = None) 
     unreadable = np.zeros(len(lens), dtype=np.bool_)
     if shared is not None:
         unreadable[list(shared.heavy_blocks)] = True
+    if drafts is not None:
+        unreadable |= drafts
     whole = (scored == lens) & (lens > 0)
     ours = whole | ((full | unreadable) & (lens > 0))
     decode, decode_scored = _scored_first(ours & (lens == 1), whole)

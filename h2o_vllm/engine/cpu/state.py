@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from h2o_vllm.engine.cpu.drafts import LaterQueries
 from h2o_vllm.engine.cpu.lanes import LaneStore
 from h2o_vllm.engine.cpu.predicting import predicted
 from h2o_vllm.engine.cpu.rows import SharedRows
@@ -25,7 +26,7 @@ from h2o_vllm.kernels.lanes import own_pages
 from h2o_vllm.policy.ranks import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -50,6 +51,7 @@ class CPUState(WorkerState):
         full_kernel: whether our kernels also serve rows without scores.
         sharing: ids of the requests whose heads share slots.
         lanes: which of their heads has which lane, once they have evicted.
+        later: queries of the last step whose tokens were not certain in it, if there are any.
         calibration: this rank's part of the model's, if there is one.
         add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
     """
@@ -60,7 +62,9 @@ class CPUState(WorkerState):
     full_kernel: bool = False
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
+    later: LaterQueries | None = field(default=None, init=False)
     _expected: set[str] = field(default_factory=set, init=False)
+    _drafted: frozenset[str] = field(default=frozenset(), init=False)
     calibration: Part | None = None
     add_ranks: Callable[[torch.Tensor], None] | None = None
 
@@ -118,8 +122,15 @@ class CPUState(WorkerState):
         super().compact(evictions)
         self.lanes.drop(one.request_id for one in evictions if not one.heavy_blocks)
 
-    def expect(self, request_ids: Iterable[str]) -> None:
+    def confirm(self, computed: Mapping[str, int]) -> None:
+        """As the base class; before anything moves the KV that they attended to."""
+        later, self.later = self.later, None
+        if later is not None:
+            later.confirm(computed)
+
+    def expect(self, request_ids: Iterable[str], drafted: Collection[str] = ()) -> None:
         """As the base class; those that evict have to be met in :meth:`rows`."""
+        self._drafted = frozenset(drafted)
         self._expected = {name for name in request_ids if name in self.evicting}
 
     def finish_step(self) -> None:
@@ -157,6 +168,14 @@ class CPUState(WorkerState):
             return None
         starts, seq_lens = common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()
         return StepRows.of(evicts, starts, seq_lens, *np.array(known, dtype=np.int32).T)
+
+    def drafting(self, common: CommonAttentionMetadata, rows: StepRows) -> NDArray[np.bool_]:
+        """The rows of this batch that have scored queries and drafts, [B]."""
+        has_drafts = np.zeros(len(rows.query_lens), dtype=np.bool_)
+        if self._drafted:
+            ids = self.row_request_ids()[: common.num_reqs]
+            has_drafts[: len(ids)] = [request_id in self._drafted for request_id in ids]
+        return has_drafts & (rows.scored_queries > 0)
 
     def split_scores(
         self, table: torch.Tensor, seq_lens: torch.Tensor, rows: NDArray[np.intp]

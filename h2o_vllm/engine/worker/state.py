@@ -17,7 +17,7 @@ from h2o_vllm.engine.worker.waves import waves
 from h2o_vllm.policy.policy import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -113,8 +113,13 @@ class WorkerState(ABC):
         """Have ``call`` made once this step's attention is computed, or on its way, in all layers."""
         self._at_end = call
 
-    def expect(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - GPUs ask their slots
-        """A step begins that computes tokens of these requests."""
+    def confirm(self, computed: Mapping[str, int]) -> None:  # noqa: B027 - GPUs get no drafts
+        """Add to the scores what accepted drafts of the step before give; see :class:`.StepPlan`."""
+
+    def expect(  # noqa: B027 - GPUs ask their slots
+        self, request_ids: Iterable[str], drafted: Collection[str] = ()
+    ) -> None:
+        """A step begins that computes tokens of these requests, some of them ``drafted``."""
 
     def finish_step(self) -> None:
         """After the forward pass."""

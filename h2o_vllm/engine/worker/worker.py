@@ -3,6 +3,7 @@
 
 ``execute_model`` of one step, on a GPU queued on the stream and not waited for::
 
+    confirm      drafts of the step before that were accepted add to the scores
     compact      move survivors into the heavy blocks   (reads blocks the scheduler has freed)
     punch holes  the doomed blocks leave the block table
     forward      stock vLLM; the freed blocks may already be another request's
@@ -122,6 +123,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
         state, plan = self._bound_state(), getattr(scheduler_output, "h2o", None)
         if plan is None:
             raise ConfigError("a step without an h2o plan: our scheduler is not the one in charge")
+        state.confirm(plan.confirmed)
         left = tuple(self._left(scheduler_output))
         state.release(left)
         state.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
@@ -134,7 +136,8 @@ class EvictingWorker(WorkerBase, Generic[State]):
             for eviction in plan.evictions:
                 self._punch_holes(state, eviction)
         state.in_step = True
-        state.expect(scheduler_output.num_scheduled_tokens)
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        state.expect(scheduler_output.num_scheduled_tokens, drafted)
         try:
             output = super().execute_model(scheduler_output)
             state.finish_step()

@@ -41,6 +41,7 @@ def make_config(**changes: Any) -> Any:
         "cudagraph_mode": None,
         "additional_config": {"h2o": {}},
         "tensor_parallel_size": 1,
+        "method": None,
         **changes,
     }
     text = SimpleNamespace(global_head_dim=values.pop("global_head_dim", None))
@@ -48,6 +49,7 @@ def make_config(**changes: Any) -> Any:
     return SimpleNamespace(
         use_v2_model_runner=values["use_v2_model_runner"],
         additional_config=values["additional_config"],
+        speculative_config=part if values["method"] else None,
         model_config=part,
         parallel_config=part,
         attention_config=part,
@@ -74,6 +76,18 @@ def reasons(config: Any) -> list[str]:
         (
             {"additional_config": {"h2o": {"kv_trace": True}}, "tensor_parallel_size": 2},
             "--kv-trace on several GPUs",
+        ),
+        *(
+            ({"method": method}, f"speculative decoding by {method!r} on GPUs")
+            for method in (
+                "ngram",
+                "ngram_gpu",
+                "suffix",
+                "custom_class",
+                "eagle3",
+                "mtp",
+                "draft_model",
+            )
         ),
         ({"is_mm_prefix_lm": True}, "images"),
         ({"rswa_window": 128}, "R-SWA"),

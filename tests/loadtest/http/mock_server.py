@@ -133,7 +133,8 @@ class Generation:
             "tokens_seen": seen, "tokens_cached": 0, "tokens_protected": protected,
             "tokens_held": seen - freed * BLOCK_SIZE,
             "tokens_evicted": freed * BLOCK_SIZE, "blocks_freed": freed,
-            "peak_blocks": -(-self.prompt_tokens // BLOCK_SIZE), "block_size": BLOCK_SIZE,
+            "peak_blocks": -(-self.prompt_tokens // BLOCK_SIZE),
+            "tokens_drafted": 0, "tokens_accepted": 0, "block_size": BLOCK_SIZE,
         }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ DOOMED = ("tests/blocks/test_eviction_state.py", "tests/engine/test_doomed_hits.
 PROTECT = ("tests/blocks/test_eviction_state.py", "tests/engine/test_protect.py")
 FULL = ("tests/engine/test_full_kernel.py",)
 
+DRAFTS = ("tests/engine/test_law12_drafts.py",)
+
 MUTANTS = (
     Mutant(
         "law01-lossy-by-default",
@@ -150,5 +152,47 @@ MUTANTS = (
         "self.prompt_tokens + self.budget.delay",
         "self.prompt_tokens",
         ELASTIC,
+    ),
+    Mutant(
+        "law12-a-rejected-draft-stays-in-the-scores",
+        "certain = known > self.positions",
+        "certain = known >= 0",
+        DRAFTS,
+    ),
+    Mutant(
+        "law12-an-accepted-draft-is-forgotten",
+        "later.confirm(computed)",
+        "later.confirm({})",
+        DRAFTS,
+    ),
+    Mutant(
+        "law12-drafts-are-added-too-early",
+        "np.where(later, NEVER, rows.first_scored[origin])",
+        "rows.first_scored[origin]",
+        DRAFTS,
+    ),
+    Mutant(
+        "law12-drafts-attend-to-what-follows-them",
+        "seq_lens=live.seq_lens[index] - torch.from_numpy(self.behind)",
+        "seq_lens=live.seq_lens[index]",
+        DRAFTS,
+    ),
+    Mutant(
+        "law12-drafts-cross-what-a-squeeze-makes-due",
+        "            begin = computed\n",
+        "            return num_tokens\n",
+        ("tests/engine/test_drafts.py", *BLOCKS),
+    ),
+    Mutant(
+        "law12-padding-counts-as-drafts",
+        "for name, tokens in drafts.items() if max(tokens) < 0]",
+        "for name, tokens in drafts.items() if max(tokens) < -1]",
+        ("tests/engine/test_drafts.py",),
+    ),
+    Mutant(
+        "law12-the-last-token-counts-as-accepted",
+        "state.accepted += max(0, len(sampled) - 1)",
+        "state.accepted += len(sampled)",
+        DRAFTS,
     ),
 )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 3, 5 and 12 where drafts meet the scheduler: a real one on a tiny real pool, without workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.resolve import resolve_for
+from tests.engine.scheduling import Rig
+
+PROMPT = list(range(1000, 1200))
+
+
+@pytest.mark.parametrize("policy", ["h2o", "key", "window"])
+def test_law12_evictions_come_where_they_come_without_drafts(model_dir: str, policy: str) -> None:
+    asked = {"kv_budget": 0.2, "kv_policy": policy, "kv_delay": 5}
+    rigs = [Rig(model_dir, 60, kv_min_tokens=16, ghost=True, drafts=k) for k in (0, 1, 4, 40)]
+    for rig in rigs:
+        rig.add("one", PROMPT, asked, max_tokens=120)
+        rig.run()
+    first = rigs[0]
+    expected = [(one.seen, one.holes, one.fresh_from) for one in first.evictions]
+    apart = {"tokens_drafted": 0, "tokens_accepted": 0, "peak_blocks": 0}
+    assert len(expected) > 4
+    for rig in rigs[1:]:
+        assert [(one.seen, one.holes, one.fresh_from) for one in rig.evictions] == expected
+        report = rig.reports["one"]["0"]
+        assert report | apart == first.reports["one"]["0"] | apart
+        assert (report["tokens_drafted"], report["tokens_accepted"]) == (rig.drafted, rig.accepted)
+        assert rig.accepted > 10
+        assert len(rig.tokens["one"]) == 120
+
+
+def test_law12_drafts_of_who_may_be_squeezed_end_where_that_makes_evictions_due(
+    model_dir: str,
+) -> None:
+    rig = Rig(model_dir, 60, kv_min_tokens=16, drafts=4)
+    asked = {"kv_budget": 0.2, "kv_elastic": True, "kv_delay": 5}
+    state = EvictionState(
+        rig.add("one", PROMPT, asked, max_tokens=120),
+        resolve_for(H2OConfig(kv_min_tokens=16), asked, len(PROMPT)),
+        rig.block_size,
+        4096,
+    )
+    counts: Any = state.counts
+    for token in range(120):
+        counts.append_output_token_ids(token)
+        seen = counts.num_tokens - 1
+        end = seen + state.chunk_limit(seen, 20)
+        if seen < len(PROMPT) + 5:
+            # It cannot be squeezed now: nothing is due.
+            assert end == seen + 20
+            continue
+        freed = [state.schedule.freed(at, seen) for at in range(seen, end + 1)]
+        assert len(set(freed[:-1])) == 1 and (end == seen + 20 or freed[-1] > freed[0])
+
+
+def test_padding_of_vllms_is_neither_computed_nor_counted(model_dir: str) -> None:
+    """A request with one unknown token that enters a batch of drafting ones."""
+    rig = Rig(model_dir, 60, drafts=4)
+    rig.add("one", PROMPT, max_tokens=60)
+    while not rig.accepted:
+        rig.step()
+    rig.add("two", PROMPT[:1], max_tokens=1)
+    output = rig.step()
+    assert output.num_scheduled_tokens["two"] == 1
+    assert "two" not in output.scheduled_spec_decode_tokens
+    assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
+    rig.run()
+    assert rig.reports["two"]["0"]["tokens_drafted"] == 0
+
+
+def test_law08_room_for_drafts_is_asked_for_at_admission(model_dir: str) -> None:
+    """Else an answer that just fits would be preempted for its last drafts, and begun anew for ever."""
+    asked = {"kv_budget": 1.0, "kv_prefill_tokens": 0}
+    default = {"kv_budget": 0.2, "kv_prefill_tokens": 64, "kv_min_tokens": 16}
+    for drafts, fits in ((0, True), (4, False)):
+        rig = Rig(model_dir, 14, drafts=drafts, **default)
+        # 13 blocks of 16 tokens; the last token has no KV.
+        rig.add("one", PROMPT[:169], asked, max_tokens=40)
+        rig.run()
+        assert bool(rig.tokens["one"]) is fits
+        rig.add("two", PROMPT[:165], asked, max_tokens=40)
+        rig.run()
+        assert len(rig.tokens["two"]) == 40

@@ -85,7 +85,7 @@ def lossless(directory: str) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def engine(case: tuple[str, str], directory: str) -> Iterator[Engine]:
     options = {**ENGINE, "skip_tokenizer_init": True, **OPTIONS.get(case[0], {})}
-    h2o = {"kv_min_tokens": FLOOR, "kv_full_kernel": case[1]}
+    h2o: dict[str, Any] = {"kv_min_tokens": FLOOR, "kv_full_kernel": case[1]}
     with started(directory, options, **h2o) as engine:
         yield engine
 

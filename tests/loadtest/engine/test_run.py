@@ -59,7 +59,7 @@ def test_all_answers_count_and_a_turn_goes_on_from_the_one_before(
 ) -> None:
     monkeypatch.setattr(Recorder, "steps", [], raising=False)
     engine: Any = Echo()
-    many = Workload("answers", "", 1, 8, 5, (None,), answers=3)
+    many = Workload("answers", "", 1, 8, 5, (None,), answers=3, temperature=0.8)
     found = serve(engine, [Chat(list(range(8)), [], [], None)], many, 5)
     assert found["tok_per_s"] * found["wall_s"] == pytest.approx(15)
     assert found["cached_share"] == 0.5 and found["lossless"] == 1

@@ -90,7 +90,7 @@ def outputs_of(model: PolicyModel, name: str, new: int) -> list[torch.Tensor]:
         layers = []
         for layer in range(LAYERS):
             q, k, v = (t[None, :, None] for t in qkv(name, position, layer))
-            module: Any = SimpleNamespace(layer_idx=layer)
+            module: Any = SimpleNamespace(layer_idx=layer, config=SimpleNamespace())
             layers.append(model.attend(module, q, k, v, SCALE)[0][0, 0])
         outputs.append(torch.stack(layers))
     assert len(model.ranked) > 1

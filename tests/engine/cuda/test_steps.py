@@ -57,7 +57,7 @@ def reference_outputs(
         layers = []
         for layer in range(LAYERS):
             q, k, v = (t[None, :, None] for t in qkv(request_id, position, layer, fp8))
-            module = SimpleNamespace(layer_idx=layer)
+            module = SimpleNamespace(layer_idx=layer, config=SimpleNamespace())
             softmax = {"softcap": softcap, "s_aux": sinks}
             out, _ = reference._attend(module, q, k, v, scaling=SCALE, **softmax)
             layers.append(out[0, 0])

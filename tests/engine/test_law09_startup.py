@@ -104,6 +104,10 @@ def test_drafts_of_tokens_alone_are_served_on_cpus_and_refused_by_name_elsewhere
     object.__setattr__(config, "model_config", SimpleNamespace(is_hybrid=True))
     reasons = [why for refused, why in support._drafts_on_cpu(config) if refused]
     assert reasons == [why for why in reasons if "hybrid models" in why] != []
+    object.__setattr__(config, "model_config", rig.config.model_config)
+    object.__setattr__(config, "kv_transfer_config", SimpleNamespace())
+    reasons = [why for refused, why in support._drafts_on_cpu(config) if refused]
+    assert reasons == [why for why in reasons if "KV connector" in why] != []
 
 
 def test_heads_of_several_ranks_cannot_share(rig: Rig) -> None:

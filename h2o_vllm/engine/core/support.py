@@ -189,6 +189,10 @@ def _drafts_on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             "speculative decoding of hybrid models, which mix attention with state-space or convolution "
             "layers: not tested with evictions",
         ),
+        (
+            config.kv_transfer_config is not None,
+            "speculative decoding beside a KV connector: not tested together with evictions",
+        ),
     ]
 
 

@@ -56,9 +56,9 @@ def test_a_server_gets_what_a_report_is_made_of(
                 continue
             # As the front end gets them.
             values = msgspec.msgpack.decode(msgspec.msgpack.encode(values))
-            seen, at = values[-5], values[-1]
+            seen, at, *drafts = values[-7], values[-3], *values[-2:]
             expected = request_report(
-                state.budget, rig.block_size, seen, state.holes, state.peak_blocks, 0, at
+                state.budget, rig.block_size, seen, state.holes, state.peak_blocks, 0, at, *drafts
             )
             assert at in (None, state.prompt_tokens)
             assert report_from_values(values) == expected

@@ -75,7 +75,7 @@ class Worker:
     def warm_up(self) -> None:
         state = SimpleNamespace(
             kv_layers=self.layers, planes=self.planes, scores=self.scores, workspace=self.workspace,
-            lanes=self.lanes,
+            lanes=self.lanes, prediction=None,
         )  # fmt: skip
         impl = SimpleNamespace(
             num_heads=self.heads, supports_quant_query_input=True,

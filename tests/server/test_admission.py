@@ -52,6 +52,7 @@ def serving(
     engine: Any = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=LENGTH, is_encoder_decoder=False),
         cache_config=SimpleNamespace(num_gpu_blocks=blocks, block_size=16),
+        num_speculative_tokens=0,
         parallel_config=SimpleNamespace(data_parallel_size=engines),
     )
     config = H2OConfig(kv_min_tokens=16, **options)

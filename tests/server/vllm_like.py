@@ -141,6 +141,7 @@ def build(
     options = {"h2o": (config or H2OConfig()).to_mapping()}
     app.state.vllm_config = SimpleNamespace(
         additional_config=options,
+        num_speculative_tokens=0,
         model_config=SimpleNamespace(
             served_model_name="m", is_encoder_decoder=False, max_model_len=256
         ),

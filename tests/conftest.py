@@ -31,13 +31,16 @@ LONGEST_FIRST = (
 ALL_CORES = (
     "tests/kernels/cpu/test_attend.py",
     "tests/engine/test_modes.py::test_law11",
+    "tests/loadtest/engine/test_run.py::test_a_small_run",
     "tests/loadtest/http/test_locust.py",
+    "tests/loadtest/quality/test_quality_engine.py",
     "tests/reliability/test_faults.py::test_killed_worker",
     "tests/reliability/test_peers.py",
     "tests/server/test_live_ends.py::test_two_api_servers",
     "tests/server/test_live_operations.py",
 )
-"""Tests of several threads, ranks or servers, of speed, of load on a schedule: nothing runs beside them."""
+"""Tests of several threads, ranks or servers, of speed, of load on a schedule, or of much memory: nothing
+runs beside them."""
 
 EVERY = 7
 """``--reduced`` takes the first and each n-th case of a grid; of one with three dtypes that is all three."""

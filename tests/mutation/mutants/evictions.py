@@ -34,8 +34,8 @@ MUTANTS = (
     ),
     Mutant(
         "law05-a-victim-is-squeezed-twice",
-        "if not self.squeezable or computed < earliest:",
-        "if not self.evicts or computed < earliest:",
+        "if not self.squeezable or not self._is_squeezable_at(computed):",
+        "if not self.evicts or not self._is_squeezable_at(computed):",
         ELASTIC,
     ),
     Mutant(
@@ -46,8 +46,8 @@ MUTANTS = (
     ),
     Mutant(
         "law05-known-tokens-are-computed-after-a-squeeze",
-        "earliest = max(self.schedule.earliest, self.counts.num_tokens - 1)",
-        "earliest = self.schedule.earliest",
+        "return computed >= max(self.schedule.earliest, self.counts.num_tokens - 1)",
+        "return computed >= self.schedule.earliest",
         ELASTIC,
     ),
     Mutant(

@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = (
     Mutant(
         "server-nobody-asks-whether-it-fits",
-        "schedule.check_fits(self._pool, params.max_tokens, longest, self._beside)",
+        "schedule.check_fits(self._pool, params.max_tokens, longest, *others)",
         "pass",
         ("tests/server/test_admission.py",),
     ),

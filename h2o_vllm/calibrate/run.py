@@ -48,7 +48,7 @@ def calibrate(
 
     if current_platform.device_type != "cpu":
         raise ConfigError(
-            "calibrations are made and used on CPUs: GPUs do not serve predicted ranks yet"
+            "calibrations are made on CPUs; engines on GPUs serve with a file that was made there"
         )
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no directory {output.parent}")

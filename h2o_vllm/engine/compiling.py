@@ -15,18 +15,23 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["missing", "switch_off"]
+__all__ = ["has_cpu_torch", "missing", "switch_off"]
 
 VARIABLE = "TORCH_COMPILE_DISABLE"
 """Read when ``torch._dynamo.config`` is imported."""
 
 
+def has_cpu_torch() -> bool:
+    """Whether torch is installed in its build for CPUs."""
+    try:
+        return "+cpu" in metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def missing() -> str:
     """What torch's CPU build lacks here for compiling, in words; empty: nothing, or another build."""
-    try:
-        if "+cpu" not in metadata.version("torch"):
-            return ""
-    except metadata.PackageNotFoundError:
+    if not has_cpu_torch():
         return ""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     if not shutil.which(compiler[0]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fork server that has imported what an engine needs. Started by ``h2o-serve``; stdlib only.
+"""A fork server that has imported what an engine needs. Started by ``h2o-serve``; no torch.
 
 vLLM spawns its engine on CPU (0.32): a new Python imports for seconds what the server has imported already.
 A fork of the server itself would be faster and may hang: a process that has computed has OpenMP threads,
@@ -13,9 +13,10 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from multiprocessing import context, forkserver
 from typing import Any
+
+from h2o_vllm.engine.compiling import has_cpu_torch
 
 __all__ = ["PreloadedProcess", "engine_from_fork_server", "start", "started"]
 
@@ -27,10 +28,7 @@ _started = False
 def start() -> None:
     """Begin to import what an engine needs, if this is an installation for CPUs."""
     global _started  # noqa: PLW0603 - as multiprocessing, which has one fork server per process
-    try:
-        if _started or "+cpu" not in metadata.version("torch"):
-            return
-    except metadata.PackageNotFoundError:
+    if _started or not has_cpu_torch():
         return
     multiprocessing.set_forkserver_preload([PRELOAD])
     forkserver.ensure_running()

@@ -135,7 +135,7 @@ def test_mistakes_are_one_line(
 
 def test_gpus_are_told_that_they_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform.device_type", "cuda")
-    with pytest.raises(ConfigError, match="made and used on CPUs"):
+    with pytest.raises(ConfigError, match="calibrations are made on CPUs"):
         calibrate({"model": MISSING}, tmp_path / "x.h2o", ["text"])
 
 

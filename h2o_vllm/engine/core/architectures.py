@@ -2,7 +2,7 @@
 """What becomes of each architecture that vLLM (0.32) lists for generation. Runs wherever options are checked.
 
 ``tests/families/test_architectures.py`` compares the table with vLLM's registry: a new architecture fails it
-until somebody decides. Most refusals follow from the model's configuration (:mod:`.support`); a row with
+until a row decides. Most refusals follow from the model's configuration (:mod:`.support`); a row with
 ``refused`` is refused here, by its name, because no configuration tells. Names that are in no row, those of
 other vLLMs and plugins, are judged by their configuration alone.
 """

@@ -99,7 +99,7 @@ class _Limited:
         ids = {cached.req_ids[row] for row in rows}
 
         def of(values: list[Any]) -> list[Any]:
-            # Some lists are empty where nobody needs them.
+            # Some lists are empty where no part of vLLM needs them.
             return [values[row] for row in rows] if values else values
 
         return replace(

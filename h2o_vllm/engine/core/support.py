@@ -28,6 +28,7 @@ SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
 """KV connectors of vLLM whose loads run behind the evictions of their step. ``OffloadingConnector``, which is
 what ``--kv-offloading-size`` means, is on GPUs only (0.32): not run yet."""
+
 DRAFTING = ("ngram", "suffix", "custom_class")
 """vLLM's methods of speculative decoding whose drafters hold no KV: they see tokens only."""
 
@@ -196,19 +197,6 @@ def _drafts_on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
     ]
 
 
-def _drafts_on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
-    if config.speculative_config is None:
-        return []
-    method = config.speculative_config.method
-    return [
-        (
-            True,
-            f"speculative decoding by {method!r} on GPUs: our kernels there score every query, also those "
-            "of rejected drafts. On CPUs it is served",
-        )
-    ]
-
-
 def _other_kv(config: VllmConfig, more: tuple[str, ...], why: str) -> tuple[bool, str]:
     """``more``: KV dtypes that are served beside those of 16 and 32 bits."""
     name = config.cache_config.cache_dtype
@@ -256,7 +244,11 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
     head_size = getattr(model.hf_text_config, "global_head_dim", None) or model.get_head_size()
     backend = getattr(attention.backend, "name", None)
     return [
-        *_drafts_on_cuda(config),
+        (
+            config.speculative_config is not None,
+            f"speculative decoding by {getattr(config.speculative_config, 'method', None)!r} on GPUs: our "
+            "kernels there score every query, also those of rejected drafts. On CPUs it is served",
+        ),
         _other_kv(
             config,
             ("fp8", "fp8_e4m3"),

@@ -44,7 +44,7 @@ class CudaState(WorkerState):
         request_slots: request id -> slot of the runner's request table; the runner's own mapping.
         policies: policies of those slots.
         lanes: whose the lanes of heavy blocks are, on the device; ``None``: heads cannot share slots here.
-        prediction: what predicts attention, if somebody has calibrated the model.
+        prediction: what predicts attention, if there is a calibration of the model.
     """
 
     kv_layers: KVLayers

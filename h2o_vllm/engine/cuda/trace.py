@@ -3,7 +3,7 @@
 
 The scores that an eviction ranks by are copied to the host on the stream, before tokens move. What they mean
 is found out on the host, by the kernels for CPUs, once the step's output is there. Scores alone decide which
-tokens stay, so these are the tokens that the GPU kept. Costs nothing where nobody asks for a trace.
+tokens stay, so these are the tokens that the GPU kept. Costs nothing where no request has a trace.
 """
 
 from __future__ import annotations

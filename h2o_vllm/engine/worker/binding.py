@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 LARGEST_PLAIN_BLOCK = 128
-"""Tokens per block that somebody may ask for; larger ones are vLLM's, beside layers that keep a state."""
+"""Tokens per block that a user may ask for; larger ones are vLLM's, beside layers that keep a state."""
 
 
 def leave_out_idle_windows(config: VllmConfig) -> None:

@@ -198,7 +198,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
         return H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
 
     def _calibration(self, size: int, layers: int, heads: int) -> Part | None:
-        """Of what somebody has learned of this model, this rank's part, if the server was given it.
+        """This rank's part of the model's calibration, if the server has one.
 
         Args:
             size: of heads. layers, heads: evictable layers, and KV heads that this rank has of each.

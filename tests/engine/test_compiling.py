@@ -23,7 +23,9 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cpu")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.delenv(compiling.VARIABLE, raising=False)
+    # Set first, so that what the code under test sets is taken back.
+    monkeypatch.setenv(compiling.VARIABLE, "")
+    monkeypatch.delenv(compiling.VARIABLE)
     return tmp_path
 
 

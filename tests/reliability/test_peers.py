@@ -59,7 +59,7 @@ KEPT_OUT = {
         "server/test_live.py::test_a_fifth_of_the_cache_is_held",
     ],
     "hooks that silently do nothing (R-KV under full graphs)": [
-        "engine/test_law09_startup.py::test_a_worker_without_our_metadata_builder_does_not_start",
+        "engine/test_law09_workers.py::test_a_worker_without_our_metadata_builder_does_not_start",
         "engine/test_law09_startup.py::test_a_scheduler_without_our_block_manager_does_not_start",
         "engine/test_laws_tokens.py::test_policies_differ_from_each_other",
         "engine/cuda/test_graphs.py::test_every_full_graph_is_captured_once_per_variant",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WHO owns which block: eviction states, plans, reports, the ledger, and vLLM's block manager."""
+"""Which request owns which block: eviction states, plans, reports, the pool check, vLLM's block manager."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache groups beside ours, windows, chunks and states, in the same pool. Engine core.
+"""Managers of the KV cache groups that are not evicted: windows, chunks and states. Engine core.
 
-vLLM frees what leaves a window by itself, so nothing is evicted there. But what these layers compute behind
-an eviction depends on it, through the layers below them: other requests must not find it (law 7).
+They share the pool with the evictable group. vLLM itself frees what leaves a window, so nothing is evicted
+there. But after an eviction these layers compute KV that depends on it, through the layers below them. Other
+requests must not find that KV in the prefix cache (law 7).
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ __all__ = [
 
 
 class LimitedManager(SingleTypeKVCacheManager):
-    """Publishes nothing of a request from its first eviction on. The first base of the managers below."""
+    """Publishes no block of a request after its first eviction. The first base of the managers below."""
 
     _has_evicted: Callable[[str], bool] | None = None
 
     def limit(self, has_evicted: Callable[[str], bool]) -> None:
-        """Bind the manager that evicts: whether a request has given back blocks, by its id."""
+        """Set the function that says, by a request's id, whether it has evicted."""
         self._has_evicted = has_evicted
 
     def cache_blocks(
@@ -46,9 +47,9 @@ class LimitedManager(SingleTypeKVCacheManager):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
-        """As the base class, before the first eviction.
+        """As the base class until the request's first eviction; then nothing.
 
-        What earlier steps computed has been published then. This step's tokens come behind the eviction.
+        Earlier steps have published what they computed. The tokens of this step come after the eviction.
         """
         assert self._has_evicted is not None, "the scheduler binds every manager"
         if not self._has_evicted(request.request_id):
@@ -57,7 +58,7 @@ class LimitedManager(SingleTypeKVCacheManager):
             )
 
     def published_from(self, request_id: str, computed: int) -> list[KVCacheBlock]:
-        """Blocks that can be found although this step fills them, behind ``computed`` tokens."""
+        """Blocks after ``computed`` tokens that are published although this step only now fills them."""
         table = self.req_to_blocks.get(request_id, [])
         return [
             block for block in table[computed // self.block_size :] if block.block_hash is not None
@@ -65,12 +66,12 @@ class LimitedManager(SingleTypeKVCacheManager):
 
 
 class H2OSlidingWindowManager(LimitedManager, SlidingWindowManager):
-    """Of layers with a sliding window."""
+    """Manages layers with a sliding window."""
 
 
 class H2OChunkedManager(LimitedManager, ChunkedLocalAttentionManager):
-    """Of layers that attend within chunks."""
+    """Manages layers that attend within chunks."""
 
 
 class H2OMambaManager(LimitedManager, MambaManager):
-    """Of layers that keep a state."""
+    """Manages layers that keep a state."""

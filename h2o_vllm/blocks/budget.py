@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Budget arithmetic: how many tokens a request keeps, and when it has blocks to give back.
 
-Pure functions of counts. Everything the scheduler decides follows from them, so every tensor
-parallel rank, a resumed request and the response report come to the same answer without ever
-looking at a score. Engine core and API server; imports only :mod:`h2o_vllm.config`.
+Pure functions of counts. All decisions of the scheduler follow from them. So each tensor-parallel rank, a
+resumed request and the response's report compute the same result, and none reads a score. Engine core and
+API server; imports only :mod:`h2o_vllm.config`.
 
 A request that has computed ``seen`` tokens may keep ``budget_tokens(seen)`` of them. It gives back
-whole blocks as soon as a whole block is in excess, hence::
+a block as soon as a whole block is in excess::
 
     blocks_freed(seen) = (seen - budget_tokens(seen)) // block_size
     tokens held        = seen - blocks_freed * block_size
     budget_tokens     <= tokens held < budget_tokens + block_size
 
-``seen - budget_tokens(seen)`` never falls when ``seen`` grows, so no block is ever missed later.
+``seen - budget_tokens(seen)`` never falls as ``seen`` grows, so a block that is due stays due.
 
-Protected first tokens are kept beside the budget, which applies to the rest: to what lies behind them.
+Protected first tokens do not count against the budget. The budget applies to the tokens after them.
 
-Of the tokens held, the newest ones are the recent window. It begins at a block, the one nearest to where
-it would have to, since blocks are either ranked or not. Always rounding in its favour would take from a small
-budget all that its heavy hitters have, first tokens included: at 50 of 1,000 tokens and blocks of 32 that
-costs more than twice as much as evicting does.
+The newest tokens held are the recent window. Eviction ranks whole blocks or none of a block, so the window
+begins at a block: the one nearest to its exact start. Rounding always in the window's favour would leave no
+heavy hitters to a small budget. With 50 of 1,000 tokens and blocks of 32, that costs more than twice the
+quality that evicting itself costs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _EPSILON = 1e-9
 
 
 def budget_tokens(budget: RequestBudget, seen: int) -> int:
-    """Tokens a request may keep of the ``seen`` it has computed (prompt + generated), protected or not."""
+    """Tokens that a request may keep of the ``seen`` it has computed: prompt, generated and protected."""
     if not budget.evicts:
         return seen
     protected = protected_tokens(budget, seen)
@@ -51,24 +51,27 @@ def budget_tokens(budget: RequestBudget, seen: int) -> int:
 
 
 def protected_tokens(budget: RequestBudget, seen: int) -> int:
-    """How many of the ``seen`` tokens the budget leaves alone. ``budget.protect`` must be a number."""
+    """How many of the ``seen`` tokens are protected. ``budget.protect`` must be a number."""
     return min(int(budget.protect), seen)
 
 
 def recent_tokens(budget: RequestBudget, seen: int) -> int:
-    """How many of the kept tokens are the newest ones."""
+    """Tokens of the recent window, before it is rounded to blocks."""
     rest = seen - protected_tokens(budget, seen)
     return round(budget.recent * _kept_of_rest(budget, rest))
 
 
 def recent_from(budget: RequestBudget, seen: int, block_size: int) -> int:
-    """The block at which the recent window begins: all before it are full. Never falls as ``seen`` grows."""
+    """Table index of the recent window's first block. All blocks before it are full.
+
+    Never falls as ``seen`` grows.
+    """
     start = seen - recent_tokens(budget, seen)
     return min((start + block_size // 2) // block_size, seen // block_size)
 
 
 def blocks_freed(budget: RequestBudget, seen: int, block_size: int) -> int:
-    """Blocks a request has given back once its prompt is computed and ``seen`` tokens exist."""
+    """Blocks that a request has given back once its prompt is computed and ``seen`` tokens exist."""
     return (seen - budget_tokens(budget, seen)) // block_size
 
 
@@ -88,7 +91,7 @@ def next_eviction(
     """The smallest count in ``(seen, limit]`` at which one more block is given back, if any.
 
     Args:
-        freed: blocks that are given back already; ``None``: as many as the budget says.
+        freed: blocks given back so far. ``None``: as many as the budget says.
     """
     already = blocks_freed(budget, seen, block_size) if freed is None else freed
     due = (already + 1) * block_size

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eviction state of one request: what it may read from the prefix cache and publish, and its report.
+"""The eviction state of one request: which tokens it may read from the prefix cache and publish, its report.
 
-Runs in the engine core. No vLLM: it sees block-table indices, never blocks.
+Runs in the engine core. Imports no vLLM: it handles block-table indices, never blocks.
 """
 
 from __future__ import annotations
@@ -18,31 +18,37 @@ __all__ = ["EvictionIndices", "EvictionState"]
 
 
 class EvictionState(Timeline):
-    """A request's timeline, and what others may see of its blocks.
+    """A request's timeline, and which of its blocks other requests may see.
 
-    By causality a token behind the pinned blocks gets attention from tokens behind them only. So KV of pinned
-    blocks may come from the prefix cache, whatever the policy: no eviction ranks it by its scores. The first
-    eviction's doomed blocks follow at once, and counts tell how many they will be. They are only read: if the
-    policy needs no scores, they come from the cache as well, and other requests may find them there.
+    Pinned blocks are never ranked, so their KV may come from the prefix cache under any policy. By causality,
+    only tokens after the pinned blocks attend to the ranked ones, so a cached prefix takes no scores from
+    them.
+
+    The blocks that the first eviction dooms follow the pinned ones, and counts alone give their number. That
+    eviction only reads them. If the policy needs no scores, they too may come from the cache, and other
+    requests may find them there.
     """
 
     _untouched: int
-    """First blocks that no eviction writes, ever, nor will rank by scores of theirs."""
+    """Number of first blocks that no eviction writes, and that no later eviction ranks by their scores."""
 
     def __init__(
         self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
     ) -> None:
         self._cached: int | None = None
         self.drafted = 0
-        """Tokens that were drafted for it, and computed."""
+        """Draft tokens that were computed for it."""
         self.accepted = 0
-        """Those of them that became tokens of the answer."""
+        """Draft tokens that became tokens of the answer."""
         super().__init__(counts, budget, block_size, max_model_len)
         self._budget_values = budget_values(self.budget, block_size)
 
     @property
     def stock(self) -> bool:
-        """Whether nobody has to know anything of its tokens: it uses the prefix cache as in stock vLLM."""
+        """Whether the request uses the prefix cache as in stock vLLM.
+
+        It does if it cannot evict, or if it is elastic, not squeezed yet, and needs no scores.
+        """
         return not self.evicts or (self._evict_from is None and not self.policy.needs_scores)
 
     def evict(self, computed: int) -> EvictionIndices | None:
@@ -50,7 +56,7 @@ class EvictionState(Timeline):
         first = self._evicted_at is None
         indices = super().evict(computed)
         if first and indices is not None:
-            # The first ones behind the pinned blocks: never written, and ranked no more.
+            # These follow the pinned blocks. They are never written, and no later eviction ranks them.
             self._untouched = self.pinned + len(indices.doomed)
         return indices
 
@@ -60,9 +66,10 @@ class EvictionState(Timeline):
         self._untouched = self._readable
 
     def private(self, evicted: EvictionIndices) -> tuple[int, ...]:
-        """Of what has just been evicted, the blocks that nobody else may see.
+        """Table indices of this eviction's blocks that no other request may see.
 
-        Those that are written, and those that are ranked by scores which others would add to.
+        These are the blocks that it writes, and the blocks that it ranks by scores: the attention of another
+        request would be added to those scores.
         """
         if self.policy.needs_scores:
             return (*evicted.heavy, *evicted.doomed)
@@ -70,22 +77,23 @@ class EvictionState(Timeline):
 
     @property
     def _readable(self) -> int:
-        """First blocks that may come from the prefix cache, if the request is not stock."""
+        """Number of first blocks that may come from the prefix cache, if the request is not stock."""
         begin, due = self._begin, self._first_due
         if begin is None or due is None or self.policy.needs_scores:
             return self.pinned
         if self.policy.moves_tokens:
             return self.pinned + self.schedule.freed(due, self._evict_from)
-        # Less than that: an eviction that is due right there would be skipped.
+        # One token less: a hit that ends at ``begin`` would skip the eviction that is due there.
         return max(self.pinned, (begin - 1) // self.block_size)
 
     def publishable_tokens(self, computed: int) -> int:
-        """How many leading tokens' KV may be hashed into the prefix cache.
+        """How many leading tokens the prefix cache may hold.
 
-        Never KV that was computed after an eviction (it depends on the budget), and, if the policy writes
-        into surviving blocks, only pinned ones and those that the first eviction frees: if it needs scores,
-        with that eviction and no sooner, for a reader's attention would be added to them. Those of a lossless
-        answer that has ended are never ranked.
+        KV that was computed after an eviction depends on the budget, so it is never published. If the policy
+        moves tokens, only two kinds of blocks are published: pinned ones, and those that the first eviction
+        frees. If the policy needs scores, the latter are published with that eviction and not before: the
+        attention of a request that reads them would be added to their scores. A lossless answer that has
+        ended is never ranked, so all of it is published.
         """
         if self.stock or (self.squeezable and self.counts.is_finished()):
             return computed
@@ -96,13 +104,14 @@ class EvictionState(Timeline):
     def readable_tokens(self, known: int) -> int:
         """How many of the ``known`` tokens may be read from the prefix cache.
 
-        What will be written has to be computed, and what is ranked by scores: cached KV has none. And who
-        returns after a preemption may find KV cached from behind its first eviction, of others who did not.
+        Not the tokens of blocks that will be written. Not tokens that are ranked by scores: cached KV has
+        none. And not tokens after the first eviction: a request that resumes after a preemption may find them
+        in the cache, computed by another request that did not evict.
         """
         return known if self.stock else min(known, self._readable * self.block_size)
 
     def params(self) -> EvictionParams:
-        """What workers have to know of it."""
+        """What workers need to know about the request."""
         return EvictionParams(
             first_scored=self.policy.first_scored(self.prompt_tokens),
             late_from=self.policy.late_from(self.prompt_tokens),
@@ -112,16 +121,19 @@ class EvictionState(Timeline):
         )
 
     def admitted(self, cached: int) -> None:
-        """The request starts behind ``cached`` tokens; counts the first time only, as vLLM does."""
+        """Note that the request starts after ``cached`` tokens from the prefix cache.
+
+        Only the first call counts, as in vLLM: a resumed request keeps its first number.
+        """
         if self._cached is None:
             self._cached = cached
 
     def report(self) -> dict[str, object]:
-        """The ``kv_cache`` report of this request, as of now."""
+        """The ``kv_cache`` report of this request so far."""
         return request_report(self.budget, self.block_size, *self._counts())
 
     def report_values(self) -> tuple[Any, ...]:
-        """What :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report of."""
+        """The values from which :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report."""
         return (*self._budget_values, *self._counts())
 
     def _counts(self) -> tuple[int, int, int, int, int | None, int, int]:

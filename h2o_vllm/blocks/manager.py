@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's block manager, taught to free blocks in the middle. Runs in the engine core.
+"""vLLM's block manager, extended to free blocks in the middle of a table. Runs in the engine core.
 
-``KVCacheManager.allocate_slots`` calls, in this order and for every scheduled request::
+``KVCacheManager.allocate_slots`` calls these methods, in this order, for each scheduled request::
 
-    remove_skipped_blocks         we free what the budget no longer covers
-    get_num_blocks_to_allocate    the last moment before it counts the free blocks: if too few are, elastic
-                                  requests are squeezed here, running ones, for this one
-    allocate_new_blocks           the freed blocks can already be handed out here
-    cache_blocks                  we withhold blocks that an eviction may write, or that depend on one
+    remove_skipped_blocks         frees what the budget no longer covers
+    get_num_blocks_to_allocate    vLLM counts the free blocks right after this call. If too few are free,
+                                  running elastic requests are squeezed here
+    allocate_new_blocks           may already hand out the freed blocks
+    cache_blocks                  withholds blocks that an eviction may write, or that depend on one
 
-and ``free`` when the request is preempted or done. Nothing else is overridden.
+It calls ``free`` when the request is preempted or finished. Nothing else is overridden.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["H2OBlockManager"]
 
 
 class H2OBlockManager(SqueezingManager):
-    """Frees the blocks that hold low-score tokens, from counts alone.
+    """Decides from counts alone how many blocks a request frees, and which.
 
-    Which tokens those are is the workers' business; see :mod:`h2o_vllm.engine.worker.worker`. Requests
-    that were never handed to :meth:`track` are managed exactly as by the base class.
+    The workers choose which tokens survive, see :mod:`h2o_vllm.engine.worker.worker`. A request that was
+    never passed to :meth:`track` is managed as by the base class.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ class H2OBlockManager(SqueezingManager):
         self._promising: dict[str, EvictionState] = {}
 
     def track(self, request: Request, budget: RequestBudget, max_model_len: int) -> EvictionState:
-        """Begin to follow a request. Must precede the request's first allocation."""
+        """Begin to manage a request's evictions. Call it before the request's first allocation."""
         state = EvictionState(request, budget, self.block_size, max_model_len)
         self._eviction_states[request.request_id] = state
         if state.squeezable:
@@ -54,16 +54,16 @@ class H2OBlockManager(SqueezingManager):
         return state
 
     def eviction_state(self, request_id: str) -> EvictionState | None:
-        """A request's state, if it is tracked."""
+        """The state of a request, or ``None`` if it is not tracked."""
         return self._eviction_states.get(request_id)
 
     def take_evictions(self) -> tuple[Eviction, ...]:
-        """Drain this step's evictions: at most one per request."""
+        """Return the evictions of this step, at most one per request, and forget them."""
         evictions, self._evictions = tuple(self._evictions.values()), {}
         return evictions
 
     def take_final_reports(self) -> dict[str, dict[str, object]]:
-        """Drain the reports of the requests that ended since the last call."""
+        """Return the reports of the requests that ended since the last call, and forget them."""
         reports, self._final_reports = self._final_reports, {}
         return reports
 
@@ -79,11 +79,11 @@ class H2OBlockManager(SqueezingManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Free what the request's budget no longer covers, and remember it for the workers.
+        """Free what the request's budget no longer covers, and note the eviction for the workers.
 
-        Decides on ``num_computed_tokens``, not on the processed count that vLLM passes: workers
-        run steps in order and compact before the forward pass, so blocks that a step in flight
-        still reads are safe, and the moment of an eviction does not depend on scheduling.
+        The decision depends on ``num_computed_tokens``, not on the processed count that vLLM passes, so the
+        time of an eviction does not depend on scheduling. Blocks that a step in flight still reads are safe:
+        workers run steps in order, and compact before the forward pass.
         """
         del processed_computed_tokens, num_prompt_tokens
         state = self._eviction_states.get(request_id)
@@ -102,11 +102,11 @@ class H2OBlockManager(SqueezingManager):
         *counts: Any,
         **options: Any,
     ) -> int:
-        """As the base class; if that many are not free, elastic requests are squeezed first.
+        """As the base class; if fewer blocks are free, elastic requests are squeezed first.
 
-        vLLM asks right before it counts the free blocks, and gives blocks out if there are enough. To admit a
-        request it asks for all known tokens at once: they count as many as will ever be held together, and
-        beside them counts what others that are in will take whose prompts have a bound.
+        vLLM calls this right before it counts the free blocks, and allocates if there are enough. To admit a
+        request, it calls this for all known tokens at once. Then the result is the most blocks that these
+        tokens ever hold at once, plus the blocks that running bounded prompts have not taken yet.
         """
         held = num_tokens
         if options.get("apply_admission_cap"):
@@ -125,7 +125,7 @@ class H2OBlockManager(SqueezingManager):
         if admitting and not self._rules.to_admit:
             return asked
         needed = asked + sum(
-            # What they would read from the cache is not known here: as much as if it were nothing.
+            # Their cache hits are not known here; none is assumed.
             manager.get_num_blocks_to_allocate(request_id, num_tokens, (), *counts, **options)
             for manager in self._beside
         )
@@ -135,10 +135,10 @@ class H2OBlockManager(SqueezingManager):
         return asked
 
     def _promised_blocks(self, request_id: str) -> int:
-        """Blocks that the others' bounded prompts do not hold yet, and will.
+        """Blocks that the bounded prompts of other running requests will hold, and do not hold yet.
 
-        They hold little for as long as they are computed: a request that comes meanwhile would have them
-        preempted, and all of a prompt computed again.
+        A bounded prompt holds few blocks while it is computed. If a new request took the rest, the prompt
+        would be preempted, and computed again from its start.
         """
         promised = 0
         for other, state in self._promising.items():
@@ -151,7 +151,7 @@ class H2OBlockManager(SqueezingManager):
         return -(-state.promised_tokens // self.block_size)
 
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
-        """Free what is doomed, and remember it for the workers."""
+        """Free the doomed blocks, and note the eviction for the workers."""
         table = self.req_to_blocks[request_id]
         heavy = [table[index] for index in indices.heavy]
         doomed = [table[index] for index in indices.doomed]
@@ -160,11 +160,11 @@ class H2OBlockManager(SqueezingManager):
         if state.policy.moves_tokens:
             check_private(table[index] for index in state.private(indices))
         if self.enable_caching:
-            # While the table still has them.
+            # Before the table loses its doomed blocks.
             self._publish(state)
         for index in indices.doomed:
             table[index] = self.block_pool.null_block
-        # Tail first, as everywhere in vLLM: the front of a prompt is the likeliest to be shared.
+        # Tail first, as everywhere in vLLM: the first blocks of a prompt are the most likely to be shared.
         self.block_pool.free_blocks(reversed(doomed))
         self._evictions[request_id] = Eviction(
             request_id=request_id,
@@ -178,7 +178,7 @@ class H2OBlockManager(SqueezingManager):
         )
 
     def _publish(self, state: EvictionState) -> None:
-        # Of a token that is still to be sampled there is no hash yet, and none that has ended has KV.
+        # A token that is not sampled yet has no hash, and the last token of an ended request has no KV.
         counts = state.counts
         known = min(counts.num_computed_tokens, counts.num_tokens - counts.is_finished())
         self.cache_blocks(counts, known, replay_boundaries=())
@@ -186,7 +186,7 @@ class H2OBlockManager(SqueezingManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """As the base class; keeps the high-water mark."""
+        """As the base class; also updates the request's ``peak_blocks``."""
         blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         state = self._eviction_states.get(request_id)
         if state is not None and blocks:
@@ -202,7 +202,7 @@ class H2OBlockManager(SqueezingManager):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
-        """As the base class, for the part of the sequence that may be shared."""
+        """As the base class, for the tokens that may be published."""
         state = self._eviction_states.get(request.request_id)
         if state is not None:
             num_tokens = state.publishable_tokens(num_tokens)
@@ -211,9 +211,10 @@ class H2OBlockManager(SqueezingManager):
         )
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """As the base class. Cancels a pending eviction, and drops the finished.
+        """As the base class; also cancels a pending eviction, and forgets the request if it is finished.
 
-        Who was never squeezed publishes what it has computed: nobody will rank it any more.
+        A finished elastic request that was never squeezed publishes all that it has computed: no eviction
+        will rank it.
         """
         self._evictions.pop(request_id, None)
         state = self._eviction_states.get(request_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine core tells its workers about one step. Pure data: no vLLM, no torch.
+"""What the engine core sends to its workers with each step. Pure data: no vLLM, no torch.
 
 ::
 
@@ -17,15 +17,16 @@ __all__ = ["Eviction", "EvictionParams", "StepPlan"]
 
 @dataclass(frozen=True)
 class EvictionParams:
-    """What a worker has to know of a request that evicts.
+    """What a worker needs to know about a request that evicts.
 
     Attributes:
-        first_scored: position of the first query whose attention is added to the scores; ``NEVER``
-            (:mod:`h2o_vllm.policy.ranks`): none. The same after a preemption.
-        late_from: position of the first query whose attention is also kept apart from the earlier ones';
-            ``NEVER``: it is not.
-        pinned: tokens in pinned blocks, which others may read from the prefix cache: without scores.
-        traced: whether the worker notes which tokens go, see :mod:`h2o_vllm.engine.trace`.
+        first_scored: position of the first query whose attention is added to the scores. ``NEVER``
+            (:mod:`h2o_vllm.policy.ranks`): no query's. A preemption does not change it.
+        late_from: position of the first query whose attention is also kept apart from that of earlier
+            queries. ``NEVER``: no query's.
+        pinned: tokens in pinned blocks. They have no scores: other requests may read these blocks from the
+            prefix cache.
+        traced: whether the worker notes which tokens are evicted, see :mod:`h2o_vllm.engine.trace`.
         shares_heads: whether a layer's KV heads share its heavy slots, see :mod:`h2o_vllm.kernels.lanes`.
     """
 
@@ -41,16 +42,18 @@ class Eviction:
     """One request gives back blocks before this step's forward pass.
 
     Attributes:
-        request_id: whose blocks.
-        heavy_blocks: physical ids that survive and receive the best tokens; may be empty.
-        doomed_blocks: physical ids that are freed. Read if there are heavy ones, never written: they may
-            still be valid prefix-cache entries, or belong to another request from this step on.
-        holes: block-table indices of ``doomed_blocks``, which now hold the null block.
-        ranks: by which tokens are ranked, as indices into :data:`h2o_vllm.policy.ranks.RANKS`.
-        fresh_blocks: those of the heavy and doomed blocks that no eviction has ranked before, in
-            table order. Their tokens lie where they were written, all others where they were moved.
-        fresh_from: logical position of the first token in ``fresh_blocks``; the others follow.
-        seen: tokens computed so far, which is the number of queries so far.
+        request_id: the request that owns the blocks.
+        heavy_blocks: ids of the blocks that survive and receive the best tokens; may be empty.
+        doomed_blocks: ids of the blocks that are freed. They are read if there are heavy blocks, and never
+            written: they may still be valid prefix-cache entries, or belong to another request from this step
+            on.
+        holes: block-table indices of ``doomed_blocks``; the table now holds the null block there.
+        ranks: the ranks of the policy, as indices into :data:`h2o_vllm.policy.ranks.RANKS`.
+        fresh_blocks: the heavy and doomed blocks that no earlier eviction has ranked, in table order. Their
+            tokens lie where they were written; the tokens of all other blocks lie where they were moved.
+        fresh_from: logical position of the first token in ``fresh_blocks``. The others follow it without
+            gaps.
+        seen: tokens computed so far, which equals the number of queries so far.
     """
 
     request_id: str
@@ -64,7 +67,7 @@ class Eviction:
 
     @property
     def ranked_blocks(self) -> frozenset[int]:
-        """Ids of the blocks whose tokens are read, and ranked: none, if there is no heavy one."""
+        """Ids of the blocks whose tokens are read and ranked: none if there is no heavy block."""
         return frozenset((*self.heavy_blocks, *self.doomed_blocks) if self.heavy_blocks else ())
 
 
@@ -72,29 +75,30 @@ class Eviction:
 class StepPlan:
     """Attached to vLLM's ``SchedulerOutput`` as attribute ``h2o``.
 
-    Law of the evictions of one step: **they commute**. One without heavy blocks reads and writes nothing. A
-    block that one of the others writes (heavy) is in no other one of them, neither as heavy nor as doomed:
+    **The evictions of one step commute.** Workers may run them in any order, or at the same time where they
+    rank no block in common. An eviction without heavy blocks reads and writes nothing. Of the others, a block
+    that one of them writes (a heavy block) is in no other, neither as heavy nor as doomed:
 
-    * a heavy block has one owner and no hash when its eviction is decided, so no other table holds it; who
-      shared it until this step, and gave it back, is a request that moves no tokens: one that does, and
-      dooms it in this step, keeps the owner from being squeezed;
-    * a request evicts at most once in a step, and ranks full blocks whose tokens earlier steps computed: what
-      an earlier eviction freed can become its newest block, never a heavy one of the same step;
-    * an eviction whose request is preempted later in the step, which frees its heavy blocks, is cancelled.
+    * When an eviction is decided, its heavy blocks have one owner and no hash, so no other table holds them.
+      If another request gave back such a block earlier in this step, that request moves no tokens: if it
+      moved tokens and doomed the block, the owner could not be squeezed in this step.
+    * A request evicts at most once in a step, and ranks full blocks that earlier steps computed. A block that
+      an earlier eviction of the step freed can become its newest block, never a heavy one.
+    * If a request is preempted later in the step, its heavy blocks are freed and its eviction is cancelled.
 
-    A doomed block may be doomed by several of them: requests that need no scores, whose prompts begin alike,
-    read it from the cache until each evicts for the first time. Each ranks by scores that it makes itself, so
-    these take turns (:func:`.worker.waves.waves`), and what one leaves there means nothing to others.
-    Candidates that are ranked by scores kept of them are in no other eviction: their owner has computed them,
-    and publishes none before it has ranked it; pinned blocks, all that it reads from the cache, are none.
+    Several evictions may doom the same block. Requests that need no scores and have a common prefix read it
+    from the cache, until each of them evicts for the first time. Each computes the scores that it ranks by,
+    so these evictions take turns (:func:`.worker.waves.waves`), and none uses scores that another left there.
 
-    Workers may run them in any order, or at once where they rank no block in common.
+    A block that is ranked by collected scores is in one eviction only. Its owner has computed it, and does
+    not publish it before it has ranked it. The only blocks that such a request reads from the cache are
+    pinned ones, which are never ranked.
 
     Attributes:
-        policies: what workers must know of each request that evicts and is admitted or resumed in this step.
-        evictions: one per request at most, in the order in which the scheduler decided them.
-        confirmed: of the requests that had drafts in the step before, how many of their tokens' KV is certain
-            by now. The drafts behind them were rejected.
+        policies: parameters of each request that evicts and is admitted or resumed in this step.
+        evictions: at most one per request, in the order in which the scheduler decided them.
+        confirmed: for each request that had drafts in the previous step, the number of its tokens whose KV is
+            certain. The drafts after them were rejected.
     """
 
     policies: dict[str, EvictionParams] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Double-entry check of vLLM's block pool: every block has the owners it says it has.
+"""Double-entry check of vLLM's block pool: the reference count of each block equals its number of owners.
 
-Runs in the engine core: in tests after every step, and whenever an operator asks. Reads vLLM's
-objects by duck typing, so it needs no import of vLLM.
+Runs in the engine core: in tests after each step, and when an operator calls it. Reads vLLM's objects by
+duck typing, so it imports no vLLM.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["check_pool", "check_private"]
 def check_pool(
     pool: Any, tables: Iterable[tuple[str, Sequence[Any]]], *, idle: bool = False
 ) -> None:
-    """Check that pool and block tables tell the same story.
+    """Check that the pool and the block tables agree.
 
     Args:
         pool: vLLM's ``BlockPool``.
-        tables: request ids and their ``KVCacheBlock`` s, null blocks included; every table of every
-            manager that shares the pool.
+        tables: (request id, its ``KVCacheBlock`` s, null blocks included) for each table of each manager
+            that shares the pool.
         idle: also check that no block is in use.
 
     Raises:
-        AccountingError: a block is leaked, owned twice by one request, or miscounted.
+        AccountingError: a block is leaked, is twice in one table, or has a wrong reference count.
     """
     owners: Counter[int] = Counter()
     for request_id, table in tables:
@@ -39,11 +39,11 @@ def check_pool(
     for block in pool.blocks:
         if not block.is_null and block.ref_cnt != owners[block.block_id]:
             raise AccountingError(
-                f"block {block.block_id} counts {block.ref_cnt} owners and has "
-                f"{owners[block.block_id]}"
+                f"block {block.block_id} has reference count {block.ref_cnt} and "
+                f"{owners[block.block_id]} owners"
             )
     free = pool.get_num_free_blocks()
-    # One block is the null block and belongs to nobody.
+    # The null block belongs to no request.
     if free + len(owners) != pool.num_gpu_blocks - 1:
         raise AccountingError(
             f"{free} blocks free + {len(owners)} in use != {pool.num_gpu_blocks - 1} in the pool"
@@ -53,16 +53,16 @@ def check_pool(
 
 
 def check_private(blocks: Iterable[Any]) -> None:
-    """Check that nobody else can see blocks that an eviction writes, or ranks by scores kept of their tokens.
+    """Check that no other request can see the blocks that an eviction writes, or ranks by collected scores.
 
-    Whoever sees a block wants its tokens where they were written, and adds attention to their scores.
+    Another request expects a block's tokens where they were written, and would add attention to their scores.
 
     Raises:
-        AccountingError: a block is shared, or reachable through the prefix cache.
+        AccountingError: a block is shared, or the prefix cache holds it.
     """
     for block in blocks:
         if block.ref_cnt != 1 or block.block_hash is not None:
             raise AccountingError(
-                f"eviction would write or rank block {block.block_id}, which has {block.ref_cnt} owners "
-                f"and hash {block.block_hash!r}"
+                f"eviction would write or rank block {block.block_id}, which has reference count "
+                f"{block.ref_cnt} and hash {block.block_hash!r}"
             )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``kv_cache`` report of one request, and the few values it is made of. Any process; imports no vLLM.
+"""The ``kv_cache`` report of one request, and the values it is made of. Any process; imports no vLLM.
 
-Stop strings are found by the front end, so any output of such a request may be its last, whose report a
-client reads. The engine sends the values with each of these outputs, and the server makes a report of the
-last ones.
+The front end finds stop strings, so any output of a request with stop strings may be its last one. The engine
+sends the values with each such output. The server makes the report from the values of the last one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from h2o_vllm.policy.policy import Policy
 __all__ = ["SETTINGS", "budget_values", "report_from_values", "request_report"]
 
 SETTINGS = {row.reported: row.attribute for row in FIELDS.values() if row.reported}
-"""Keys of a report that are settings of the request, and the attribute of its budget that each is."""
+"""Report key -> budget attribute, for the keys that are settings of the request."""
 
 _BUDGET_FIELDS = tuple(field.name for field in fields(RequestBudget))
 
@@ -38,15 +37,15 @@ def request_report(
 ) -> dict[str, object]:
     """The report of a request.
 
-    ``budget`` is the fraction in force (``None`` for an absolute budget), ``budget_tokens``
-    what that means for the tokens seen so far, floor, limits and protected tokens included.
+    Its ``budget`` is the fraction in force, ``None`` for an absolute budget. Its ``budget_tokens`` is the
+    budget in tokens at ``seen``, floor, limits and protected tokens included.
 
     Args:
-        budget: its protected tokens fill whole blocks, and so does the bound of its prompt.
+        budget: with protected tokens and the prompt's bound rounded to whole blocks.
         seen: tokens whose KV has been computed. holes: blocks evicted so far.
-        cached: tokens of the prompt that were read from the prefix cache.
-        squeezed_at: tokens seen when evictions began; ``None``: the answer is lossless.
-        drafted: tokens that speculative decoding has drafted for it. accepted: those of them that it kept.
+        cached: prompt tokens that were read from the prefix cache.
+        squeezed_at: tokens seen when the evictions of an elastic request began; ``None``: they did not.
+        drafted: draft tokens of speculative decoding. accepted: how many of them became output.
     """
     evicted = holes * block_size
     return {
@@ -72,13 +71,13 @@ def _plain(value: Any) -> Any:
 
 
 def budget_values(budget: RequestBudget, block_size: int) -> tuple[Any, ...]:
-    """The first values of a report, which stay as they are while the request runs."""
+    """The first values of a report: those that do not change while the request runs."""
     values = vars(budget) | {"policy": budget.policy.name}
     return (*values.values(), block_size)
 
 
 def report_from_values(values: Sequence[Any]) -> dict[str, object]:
-    """The report made of :func:`budget_values`, and what :func:`request_report` takes from ``seen`` on."""
+    """The report of :func:`budget_values` and then :func:`request_report`'s arguments from ``seen`` on."""
     given = dict(zip(_BUDGET_FIELDS, values, strict=False))
     given["policy"] = Policy.parse(given["policy"], calibrated=True)
     return request_report(RequestBudget(**given), *values[len(_BUDGET_FIELDS) :])

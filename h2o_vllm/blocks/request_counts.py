@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decisions about a request depend on. Engine core and API server; imports nothing."""
+"""The counts of a request that eviction decisions depend on. Engine core and API server; imports nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""When one request gives back blocks, and how many: functions of counts alone. Engine core and API server.
+r"""When a request gives back blocks, and how many: functions of counts alone. Engine core and API server.
 
 ::
 
@@ -7,10 +7,10 @@ r"""When one request gives back blocks, and how many: functions of counts alone.
     given back    nothing   step      step    ...      nothing          down to the budget, and on
                            \_______ the bound _______/                 \________ the budget ________/
 
-While a prompt that is longer than its bound (``kv_prefill_tokens``) is computed, the bound's tokens are what
-it holds at most: a quarter of them is given back, the next quarter is computed, and so on. These points are
-counts, so neither the sizes of chunks nor the batch have a say. Behind the prompt the budget rules; what the
-bound took does not come back.
+While a prompt that is longer than its bound (``kv_prefill_tokens``) is computed, it holds at most the bound's
+tokens: it gives back a quarter of them, computes the next quarter, and so on. These points are counts, so
+they do not depend on chunk sizes or on the batch. After the prompt the budget applies. Evicted tokens do not
+come back.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from h2o_vllm.errors import BudgetError
 __all__ = ["EvictionSchedule", "GroupBeside", "default_blocks"]
 
 LEAST_BOUND_BLOCKS = 4
-"""A quarter of a bound is a block at least."""
+"""Smallest bound, in blocks: a quarter of it is one block."""
 
 
 class GroupBeside(NamedTuple):
-    """What layers that are not evicted (windows, chunks, states) take of the pool for one request.
+    """What one request takes of the pool for layers that are not evicted (windows, chunks, states).
 
     Attributes:
-        block_size: tokens per block; 1 where the number of blocks does not depend on the request's length.
-        most: blocks that one request never exceeds.
+        block_size: tokens per block; 1 if the number of blocks does not depend on the request's length.
+        most: the largest number of blocks of one request.
     """
 
     block_size: int
     most: int
 
     def needed(self, tokens: int) -> int:
-        """Blocks that so many tokens take at most."""
+        """The largest number of blocks that ``tokens`` tokens take."""
         return min(-(-tokens // self.block_size), self.most)
 
 
 @dataclass(frozen=True)
 class EvictionSchedule:
-    """The counts of one request.
+    """The eviction points of one request.
 
     Attributes:
-        budget: its protected tokens fill whole blocks, as does the bound of its prompt.
+        budget: with protected tokens and the prompt's bound rounded to whole blocks.
         block_size: tokens per block.
-        prompt_tokens: known before the answer.
+        prompt_tokens: tokens of the prompt.
     """
 
     budget: RequestBudget
@@ -65,7 +65,7 @@ class EvictionSchedule:
 
     @classmethod
     def of(cls, budget: RequestBudget, block_size: int, prompt_tokens: int) -> Self:
-        """Round what ``budget`` says to whole blocks; ``budget.protect`` must be a number."""
+        """Round ``budget`` to whole blocks. ``budget.protect`` must be a number."""
         protect = math.ceil(int(budget.protect) / block_size)
         prefill = 0
         if budget.prefill:
@@ -77,17 +77,17 @@ class EvictionSchedule:
 
     @cached_property
     def earliest(self) -> int:
-        """Tokens seen before which the budget takes nothing in any case."""
+        """Number of tokens seen before which the budget never evicts."""
         return max(self.prompt_tokens + self.budget.delay, self.budget.evict_from)
 
     @cached_property
     def step(self) -> int:
-        """Tokens computed between two evictions inside of a prompt: whole blocks."""
+        """Tokens computed between two evictions within a prompt: whole blocks."""
         return max(1, self.budget.prefill // 4 // self.block_size) * self.block_size
 
     @cached_property
     def first(self) -> int | None:
-        """Tokens seen at the first eviction inside of the prompt; ``None``: it stays within its bound."""
+        """Tokens seen at the first eviction within the prompt; ``None``: the prompt is within its bound."""
         first = int(self.budget.protect) + self.budget.prefill
         return first if self.budget.prefill and first < self.prompt_tokens else None
 
@@ -95,7 +95,7 @@ class EvictionSchedule:
         """Blocks given back once ``seen`` tokens exist. Never falls as ``seen`` grows.
 
         Args:
-            begin: tokens seen at which the budget begins to rule; ``None``: it does not yet.
+            begin: tokens seen from which on the budget applies; ``None``: it does not apply yet.
         """
         taken = self._freed_inside(seen)
         if begin is None or seen < begin:
@@ -103,7 +103,7 @@ class EvictionSchedule:
         return max(taken, blocks_freed(self.budget, seen, self.block_size))
 
     def next_due(self, seen: int, begin: int | None, limit: int) -> int | None:
-        """The smallest count in ``(seen, limit]`` at which more blocks are given back, if any."""
+        """The smallest count in ``(seen, limit]`` at which another block is given back, or ``None``."""
         inside = self._next_inside(seen)
         if inside is not None:
             return inside if inside <= limit else None
@@ -113,7 +113,7 @@ class EvictionSchedule:
         return next_eviction(self.budget, max(seen, begin - 1), self.block_size, limit, freed)
 
     def recent_from(self, seen: int) -> int:
-        """The block at which the recent window begins: all before it are full."""
+        """Table index of the recent window's first block. All blocks before it are full."""
         budget = self.budget
         if self.first is not None and seen < self.prompt_tokens:
             kept = budget.prefill - self.step
@@ -121,7 +121,7 @@ class EvictionSchedule:
         return recent_from(budget, seen, self.block_size)
 
     def can_evict(self, last: int) -> bool:
-        """Whether anything is ever given back before the token at position ``last`` is computed."""
+        """Whether a block is ever given back before the token at position ``last`` is computed."""
         return self.freed(last, self.earliest) > 0
 
     def check_fits(
@@ -132,14 +132,15 @@ class EvictionSchedule:
         beside: Sequence[GroupBeside] = (),
         drafts: int = 0,
     ) -> None:
-        """Whether a pool of so many blocks can ever hold the request.
+        """Check that an empty pool can hold the request.
 
         Args:
-            beside: groups of other layers, which take their blocks of the same pool.
-            drafts: tokens that a step may compute behind the answer's last one, and reject.
+            pool: blocks in the pool. max_tokens: of the answer; ``None``: up to ``max_model_len``.
+            beside: groups of other layers, which take blocks from the same pool.
+            drafts: draft tokens that a step may compute after the answer's last token, and reject.
 
         Raises:
-            BudgetError: it cannot; a smaller budget, bound or answer might.
+            BudgetError: the pool is too small; a smaller budget, bound or answer may fit.
         """
         most = max_model_len if max_tokens is None else max_tokens
         needed = self.needed_blocks(most + drafts, max_model_len)
@@ -157,16 +158,16 @@ class EvictionSchedule:
             )
 
     def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
-        """Blocks that the request may hold at once, if it generates ``max_tokens``.
+        """The most blocks that the request holds at once, if it generates ``max_tokens``.
 
-        Of an elastic one those that it holds if its budget rules as soon as it may.
+        An elastic request is counted as if its budget applied from the earliest count on.
         """
         # The last token sampled has no KV.
         total = min(self.prompt_tokens + max_tokens, max_model_len) - 1
         return math.ceil(self.peak_tokens(total, self.earliest) / self.block_size)
 
     def peak_tokens(self, total: int, begin: int) -> int:
-        """Tokens that are never exceeded by what is held while ``total`` are computed.
+        """Upper bound of the tokens that are held at once while ``total`` are computed.
 
         Args:
             begin: as for :meth:`freed`.
@@ -175,19 +176,19 @@ class EvictionSchedule:
         if total <= self.prompt_tokens:
             return inside
         inside_freed = self._freed_inside(total) * self.block_size
-        # What is held is a block above what may be held at most, and neither falls.
+        # A request holds less than a block more than its budget, and neither count falls.
         most = budget_tokens(self.budget, total) + self.block_size if total > begin else 0
         at_begin = min(total, begin) - inside_freed
         return max(inside, at_begin, min(total - inside_freed, most))
 
     def promised_tokens(self, total: int) -> int:
-        """What a prompt beyond its bound, and the beginning of its answer, hold at most; 0 for any other.
+        """The most tokens that a prompt longer than its bound and the beginning of its answer hold; else 0.
 
-        While such a prompt is computed it holds up to a quarter less than its bound, and at its end perhaps
-        less than its budget keeps of it, up to which its answer grows.
+        Right after an eviction such a prompt holds a quarter less than its bound. At its end it may hold less
+        than its budget allows; then the answer grows up to the budget.
 
         Args:
-            total: tokens that it may have in the end.
+            total: the most tokens, prompt and answer, that the request may have.
         """
         if self.first is None:
             return 0
@@ -195,7 +196,7 @@ class EvictionSchedule:
         return max(self.first, min(beginning, self.peak_tokens(total, self.earliest)))
 
     def _freed_inside(self, seen: int) -> int:
-        """Blocks the bound has taken. Not at the prompt's end: the next token belongs to the answer."""
+        """Blocks evicted by the bound. None at the prompt's end: the next token belongs to the answer."""
         seen = min(seen, self.prompt_tokens - 1)
         if self.first is None or seen < self.first:
             return 0
@@ -210,12 +211,12 @@ class EvictionSchedule:
 
 
 def default_blocks(config: H2OConfig, block_size: int, max_model_len: int) -> int:
-    """Blocks that a request needs at most which leaves its budget to the server."""
+    """The most blocks that a request with the server's default budget holds at once."""
 
     def schedule(prompt: int) -> EvictionSchedule:
         return EvictionSchedule.of(resolve_for(config, None, prompt), block_size, prompt)
 
     longest = max_model_len - 1
-    # What a prompt holds grows with it up to its bound, and what an answer holds shrinks with its prompt.
+    # A longer prompt holds more, up to its bound, and leaves less room for the answer.
     prompts = {1, schedule(longest).first or longest, longest}
     return max(schedule(one).needed_blocks(max_model_len, max_model_len) for one in prompts)

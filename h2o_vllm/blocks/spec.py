@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache specs that make vLLM bind our block managers. Worker and engine core."""
+"""KV cache specs that make vLLM use our block managers. Worker and engine core."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ __all__ = [
 ]
 
 SCORE_BYTES = 8
-"""Bytes per (token, KV head): its score, and the early part of it, float32 each."""
+"""Bytes per token and KV head: its score and the early part of its score, float32 each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2OAttentionSpec(FullAttentionSpec):
-    """Full attention whose blocks may be freed in the middle. Same memory layout as its base.
+    """Full attention with blocks that may be freed in the middle of a table. Same memory layout as its base.
 
-    No field of its own: ``FullAttentionSpec.merge`` rebuilds it from a fixed list of fields.
+    It adds no field: ``FullAttentionSpec.merge`` rebuilds it from a fixed list of fields.
     """
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Of one request of the model's length that leaves its budget to the server.
+        """Memory of one request of the model's length with the server's default budget, in bytes.
 
-        vLLM does not start with a smaller pool. Others that need more than the pool are refused.
+        vLLM does not start with a smaller pool. A request that needs more than the pool is refused.
         """
         whole = super().max_memory_usage_bytes(vllm_config)
         options = vllm_config.additional_config.get(CONFIG_KEY)
@@ -62,15 +62,15 @@ class H2OAttentionSpec(FullAttentionSpec):
 
 
 class H2OSlidingWindowSpec(SlidingWindowSpec):
-    """A sliding window beside evictable layers: see :mod:`h2o_vllm.blocks.beside`. No field of its own."""
+    """A sliding window beside evictable layers, see :mod:`h2o_vllm.blocks.beside`. Adds no field."""
 
 
 class H2OChunkedSpec(ChunkedLocalAttentionSpec):
-    """Attention in chunks beside evictable layers. No field of its own."""
+    """Attention in chunks beside evictable layers. Adds no field."""
 
 
 class H2OMambaSpec(MambaSpec):
-    """A state beside evictable layers. No field of its own."""
+    """A state beside evictable layers. Adds no field."""
 
 
 _LIMITED: dict[type[KVCacheSpec], type[KVCacheSpec]] = {
@@ -81,13 +81,13 @@ _LIMITED: dict[type[KVCacheSpec], type[KVCacheSpec]] = {
 
 
 def limited_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """Mark a layer beside the evictable ones, so that its manager knows of evictions; leave others alone."""
+    """For a window, chunks or a state: the spec of a :class:`.LimitedManager`; for other layers, ``spec``."""
     limited = _LIMITED.get(type(spec))
     return spec if limited is None else _as(limited, spec)
 
 
 def evictable_spec(spec: AttentionSpec) -> AttentionSpec:
-    """Mark plain full attention as evictable; leave every other kind of layer alone."""
+    """The evictable spec for plain full attention; ``spec`` for every other kind of layer."""
     plain = type(spec) is FullAttentionSpec and not spec.non_causal
     if not plain or spec.sliding_window is not None or spec.attention_chunk_size is not None:
         return spec
@@ -100,12 +100,12 @@ def _as(kind: type[Any], spec: KVCacheSpec) -> Any:
 
 
 def score_bytes_per_block(spec: H2OAttentionSpec) -> int:
-    """Memory the scores of one block of one layer take, beside ``spec.page_size_bytes``."""
+    """Bytes of the scores of one block of one layer, in addition to ``spec.page_size_bytes``."""
     return spec.num_kv_heads * spec.block_size * SCORE_BYTES
 
 
 def groups_beside(kv_cache: KVCacheConfig, config: VllmConfig) -> tuple[GroupBeside, ...]:
-    """The groups beside ours, by the same rule as vLLM's size of the pool and its admission."""
+    """The groups that are not evicted, counted as vLLM counts them for the pool's size and for admission."""
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     return tuple(
         GroupBeside(
@@ -118,12 +118,11 @@ def groups_beside(kv_cache: KVCacheConfig, config: VllmConfig) -> tuple[GroupBes
 
 
 def register_specs() -> None:
-    """Bind each spec to its manager. Idempotent; call it in every process that plans blocks."""
+    """Register each spec with its manager. Idempotent. Call it in each process that plans blocks."""
     from h2o_vllm.blocks import beside
     from h2o_vllm.blocks.manager import H2OBlockManager
 
-    # The registry fills itself only while it is empty, so the built-ins have to come first; any
-    # look-up makes them.
+    # The registry adds vLLM's own specs only while it is empty, at any look-up: they must come first.
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
     for spec, manager, base in (
         (H2OAttentionSpec, H2OBlockManager, FullAttentionSpec),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a request's blocks an eviction keeps and frees, from counts. Engine core; imports nothing."""
+"""Which blocks of a request an eviction keeps and frees, from counts. Engine core; imports nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["BlockSplit", "drop_oldest", "rank_all"]
 
 
 class BlockSplit(NamedTuple):
-    """Table indices of one eviction, both ascending. They never overlap.
+    """Table indices of one eviction: two ascending lists without a common index.
 
-    ``heavy`` blocks survive and receive the best tokens of both lists; an empty ``heavy`` means that nothing
-    is copied. ``doomed`` blocks are freed.
+    ``heavy`` blocks survive and receive the best tokens of both lists. If ``heavy`` is empty, nothing is
+    copied. ``doomed`` blocks are freed.
     """
 
     heavy: tuple[int, ...]
@@ -20,14 +20,14 @@ class BlockSplit(NamedTuple):
 
 
 def rank_all(candidates: list[int], num_doomed: int, *, first: bool) -> BlockSplit:
-    """Free the oldest blocks at the first eviction, the youngest at every later one.
+    """Free the oldest blocks at the first eviction, the newest at every later one.
 
-    The set of kept tokens is the same either way. At first the oldest blocks go because they are the prompt's
-    published ones, which must not be written (they stay valid prefix-cache entries); later the youngest goes
-    because it is the one with the fewest survivors to copy.
+    Both choices keep the same tokens. The first eviction frees the oldest blocks: they are the published
+    blocks of the prompt, which must not be written, as they stay valid prefix-cache entries. A later eviction
+    frees the newest block: it has the fewest survivors to copy.
 
     Args:
-        candidates: table indices of the live blocks before the recent window, ascending; all are full.
+        candidates: table indices of the live blocks before the recent window, ascending. All are full.
         num_doomed: how many to free, in ``1..len(candidates)``.
         first: whether this is the request's first eviction.
     """
@@ -38,7 +38,7 @@ def rank_all(candidates: list[int], num_doomed: int, *, first: bool) -> BlockSpl
 
 
 def drop_oldest(candidates: list[int], num_doomed: int) -> BlockSplit:
-    """Free the oldest blocks behind the sequence's first one, in place; the first one goes only if it must.
+    """Free the oldest blocks, and copy nothing. The sequence's first block goes last.
 
     Args:
         candidates, num_doomed: as for :func:`rank_all`.

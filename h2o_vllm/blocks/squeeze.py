@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who yields when blocks are missing: the choice of victims, from counts alone. Engine core; no vLLM."""
+"""Which elastic requests are squeezed when blocks are missing, from counts alone. Engine core; no vLLM."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SqueezeRules:
     """When requests are squeezed.
 
     Attributes:
-        to_admit: for waiting prompts too; else only for running requests, where one would be preempted.
-        watermark_blocks: blocks that vLLM wants free beside those it gives to a waiting prompt.
-        by_priority: whether vLLM schedules by priority. Nobody then yields to a less important request, and
-            vLLM would preempt the less important one as well. Else priorities mean nothing.
+        to_admit: also to admit a waiting prompt; else only to avoid the preemption of a running request.
+        watermark_blocks: blocks that vLLM keeps free beyond those that it allocates to a waiting prompt.
+        by_priority: whether vLLM schedules by priority. If so, a request is never squeezed for a less
+            important one, as vLLM never preempts it for one. If not, priorities are ignored.
     """
 
     to_admit: bool = True
@@ -34,9 +34,9 @@ class SqueezeCounts:
     """What squeezes have done.
 
     Attributes:
-        requests: squeezed.
-        blocks: that came back to the pool at those moments.
-        preemptions_avoided: allocations of running requests that a squeeze made possible; vLLM would have
+        requests: number of squeezed requests.
+        blocks: blocks that these squeezes returned to the pool.
+        preemptions_avoided: allocations of running requests that a squeeze made possible. vLLM would have
             preempted at least one request for each.
     """
 
@@ -50,8 +50,8 @@ class Victim:
     """A request that can be squeezed now.
 
     Attributes:
-        request_id, state: whose squeeze it is. gain: blocks that come back to the pool, at least 1.
-        priority: vLLM's, a larger number is less important; 0 if it means nothing.
+        request_id, state: the request. gain: blocks that its squeeze returns to the pool, at least 1.
+        priority: vLLM's priority, a larger number is less important; 0 if priorities are ignored.
     """
 
     request_id: str
@@ -61,9 +61,10 @@ class Victim:
 
 
 def choose_victims(victims: Sequence[Victim], missing: int) -> list[Victim]:
-    """Whom to squeeze for ``missing`` blocks; nobody if all together could not cover them.
+    """The requests to squeeze for ``missing`` blocks; none if all of them together gain less.
 
-    The least important first, then who gives the most, then the youngest; and nobody in vain.
+    The least important come first, then those that gain the most, then those that arrived last. No request is
+    squeezed needlessly.
     """
     chosen: list[Victim] = []
     gained = 0
@@ -76,7 +77,7 @@ def choose_victims(victims: Sequence[Victim], missing: int) -> list[Victim]:
         gained += victim.gain
     if gained < missing:
         return []
-    # One that comes late, because it is important, may give what the ones before it gave.
+    # A victim that was chosen late, because it is important, may gain enough to spare an earlier one.
     for victim in chosen[:-1]:
         if gained - victim.gain >= missing:
             gained -= victim.gain

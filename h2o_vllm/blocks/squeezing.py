@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block manager that takes blocks back from elastic requests when others need them. Engine core.
+"""A block manager that squeezes elastic requests when others need their blocks. Engine core.
 
-Which of them yield is the rule of :mod:`h2o_vllm.blocks.squeeze`; here is what may be taken at all.
+This module finds the requests that can be squeezed. :mod:`h2o_vllm.blocks.squeeze` chooses among them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["SqueezingManager"]
 
 
 class SqueezingManager(FullAttentionManager):
-    """Knows the requests that are followed, and squeezes elastic ones."""
+    """Keeps the states of tracked requests, and squeezes elastic ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,21 +39,21 @@ class SqueezingManager(FullAttentionManager):
 
     @abstractmethod
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
-        """Free what is doomed, and remember it for the workers."""
+        """Free the doomed blocks, and note the eviction for the workers."""
 
-    def follow_rules(self, rules: SqueezeRules, beside: Sequence[LimitedManager] = ()) -> None:
-        """Say when to squeeze; ``beside``: the other managers, which take blocks from the same pool."""
+    def set_rules(self, rules: SqueezeRules, beside: Sequence[LimitedManager] = ()) -> None:
+        """Set when to squeeze, and the other managers that share the pool (``beside``)."""
         self._rules, self._beside = rules, tuple(beside)
         for manager in self._beside:
             manager.limit(self._has_evicted)
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """Set the requests that this step may squeeze: ``running`` ones, whose tables the workers have."""
+        """Set the requests that this step may squeeze: the ``running`` ones. Workers hold their tables."""
         if self._elastic:
             self._running = tuple(request.request_id for request in running)
 
     def take_squeezes(self) -> SqueezeCounts:
-        """Drain the counts of squeezes since the last call."""
+        """Return the counts of squeezes since the last call, and reset them."""
         counts, self._squeezes = self._squeezes, SqueezeCounts()
         return counts
 
@@ -64,7 +64,7 @@ class SqueezingManager(FullAttentionManager):
     def _squeeze_for(
         self, request_id: str, hits: Sequence[KVCacheBlock], needed: int, *, admitting: bool
     ) -> None:
-        """Squeeze elastic requests if too few blocks are free, and if that covers the difference."""
+        """If fewer than ``needed`` blocks are free, and squeezes can free the missing ones, squeeze."""
         missing = needed - self.block_pool.get_num_free_blocks()
         if missing > 0:
             victims = choose_victims(self._victims(request_id, hits), missing)
@@ -102,10 +102,10 @@ class SqueezingManager(FullAttentionManager):
         wanted: set[int],
         read: frozenset[int],
     ) -> bool:
-        """Whether a squeeze takes no block that other requests hold or are about to hold (``wanted``).
+        """Whether a squeeze changes no block that another request uses.
 
-        Nor have given back in this step, in which they still ``read`` it. Who is not stock shares what nobody
-        writes, and nothing else.
+        That is: no block that others hold or are about to hold (``wanted``), and no block that an eviction of
+        this step ``read``. A request that is not stock shares only blocks that are never written.
         """
         if not state.stock:
             return True
@@ -116,12 +116,12 @@ class SqueezingManager(FullAttentionManager):
         return wanted.isdisjoint(block.block_id for block in lost)
 
     def _yields_beside(self, request_id: str, state: EvictionState, wanted: set[int]) -> bool:
-        """The same of the other groups: others hold, or may be about to hold, what this step fills."""
+        """The same for the other groups: no other request may use the blocks that this step fills."""
         filled = self._published_beside(request_id, state)
         return not filled or not (wanted or any(block.ref_cnt > 1 for block in filled))
 
     def _published_beside(self, request_id: str, state: EvictionState) -> list[KVCacheBlock]:
-        """What the other groups have published of this step's tokens."""
+        """Blocks with tokens of this step that the other groups have published."""
         computed = state.counts.num_computed_tokens
         return [
             block
@@ -132,10 +132,10 @@ class SqueezingManager(FullAttentionManager):
     def _withdrawn(
         self, state: EvictionState, indices: EvictionIndices, table: Sequence[KVCacheBlock]
     ) -> list[KVCacheBlock]:
-        """What a squeezed stock request takes out of the cache, beside what it gives back.
+        """Blocks that a squeezed stock request removes from the prefix cache, beside the doomed ones.
 
-        Blocks that evictions may write, or the one whose next token comes after the first eviction: vLLM may
-        have published it in this step.
+        If the policy moves tokens, these are the blocks that evictions may write. Else it is the block of the
+        first token after the first eviction: vLLM may have published it in this step.
         """
         first = state.pinned
         if not state.policy.moves_tokens:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request gives back, and when: from counts alone.
+"""Which blocks a request gives back, and when: from counts alone.
 
-Runs in the engine core. No vLLM: it sees block-table indices, never blocks.
+Runs in the engine core. Imports no vLLM: it handles block-table indices, never blocks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["EvictionIndices", "Timeline"]
 
 
 class EvictionIndices(NamedTuple):
-    """Table indices of one eviction, each ascending.
+    """Table indices of one eviction, each list ascending.
 
-    ``heavy`` and ``doomed`` are those of :class:`.BlockSplit`; ``fresh`` are the ones
-    among them that no earlier eviction has ranked, always neighbours.
+    ``heavy`` and ``doomed`` are those of :class:`.BlockSplit`. ``fresh`` are the indices among them that no
+    earlier eviction has ranked; they are contiguous.
     """
 
     heavy: tuple[int, ...]
@@ -30,38 +30,38 @@ class EvictionIndices(NamedTuple):
 
 
 class Timeline:
-    """What a request holds and what it has given back.
+    """The blocks that a request holds and those that it has given back.
 
     ::
 
         | pinned: protected, never ranked | candidates: doomed, heavy | recent |
         0                              pinned                   recent_from
 
-    Evictions begin ``delay`` tokens behind the prompt, or behind ``evict_from`` tokens; those of an elastic
-    request where :meth:`squeeze` says so behind its delay, once and for all: a preemption changes nothing
-    about it. What a request generates is thus a function of the request and of the tokens seen when its
-    evictions began.
+    Evictions begin ``delay`` tokens after the prompt, or after ``evict_from`` tokens, whichever is later. The
+    evictions of an elastic request begin when :meth:`squeeze` is called, and not before its delay. That point
+    is final: a preemption does not change it. So the output is a function of the request and of the tokens
+    seen when its evictions began.
 
-    A prompt that is longer than its bound gives back blocks while it is computed. Such a request is not
-    lossless: it is elastic no more, its budget rules as soon as it may.
+    A prompt that is longer than its bound gives back blocks while it is computed. Its answer cannot be
+    lossless, so the request is not treated as elastic: its budget applies as early as possible.
 
     Args:
         counts: the request; read, never written.
-        budget: what it may keep; ``protect`` is a number. :class:`EvictionSchedule` rounds it to blocks.
+        budget: what it may keep. ``protect`` must be a number. :class:`EvictionSchedule` rounds it to blocks.
         block_size: tokens per block.
-        max_model_len: tokens no sequence exceeds.
+        max_model_len: the most tokens of any sequence.
     """
 
     holes: int
-    """Blocks given back."""
+    """Number of blocks given back."""
     _evicted_at: int | None
-    """Tokens seen at the first eviction."""
+    """Tokens seen at the first eviction since the request was admitted or resumed."""
     _candidates: list[int]
-    """Blocks that evictions have ranked and spared."""
+    """Table indices of blocks that evictions have ranked and kept."""
     _next_index: int
-    """The first block that none has ranked."""
+    """Table index of the first block that no eviction has ranked."""
     _next_due: float
-    """Tokens below which none is due."""
+    """Number of tokens seen before which no eviction is due."""
 
     def __init__(
         self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
@@ -69,23 +69,23 @@ class Timeline:
         self.counts = counts
         self.block_size = block_size
         self.prompt_tokens = counts.num_prompt_tokens
-        """Fixed at admission: also after a preemption, all that was known before the answer."""
+        """Tokens of the prompt. A preemption does not change it."""
         self.schedule = EvictionSchedule.of(budget, block_size, self.prompt_tokens)
         self.budget = self.schedule.budget
-        """Rounded to blocks."""
+        """The budget, rounded to blocks."""
         self.pinned = int(self.budget.protect) // block_size
-        """Blocks of the protected tokens: the first of the table, in the end all of them full."""
+        """Number of pinned blocks: the first ones of the table, which hold the protected tokens."""
         self.policy = budget.policy
-        # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
-        # in excess never falls as a sequence grows, so the last count tells for all of them.
+        # Evictions come before a forward pass, so the last sampled token causes none. The excess never falls
+        # as a sequence grows, so it is enough to check the last count.
         last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)
         self.evicts = self.schedule.can_evict(last)
-        """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
+        """Whether this request can ever give back a block. If not, stock vLLM serves it."""
         self.promised_tokens = self.schedule.promised_tokens(last + 1) if self.evicts else 0
         self._last = last
         lossless = budget.elastic and self.schedule.first is None
         self._evict_from = None if lossless else self.schedule.earliest
-        """Tokens seen before which the budget takes nothing; ``None``: no squeeze has happened yet."""
+        """Tokens seen before which the budget evicts nothing; ``None``: elastic, and not squeezed yet."""
         self.peak_blocks = 0
         self._squeezed_at: int | None = None
         self.release()
@@ -97,14 +97,14 @@ class Timeline:
 
     @property
     def squeezable(self) -> bool:
-        """Whether this request keeps everything until it is squeezed, which may happen once."""
+        """Whether the request is elastic and not squeezed yet: it keeps everything until then."""
         return self.evicts and self._evict_from is None
 
     @property
     def squeezed_at(self) -> int | None:
-        """Tokens seen when evictions began; ``None`` as long as no token of the answer came after one.
+        """Tokens seen when evictions began; ``None`` while no token of the answer came after an eviction.
 
-        Asynchronous scheduling may evict from a request whose last token is being computed.
+        Asynchronous scheduling may evict from a request while its last token is being computed.
         """
         at = self._squeezed_at
         return at if at is not None and self.counts.num_tokens > at + 1 else None
@@ -112,14 +112,14 @@ class Timeline:
     def evict(self, computed: int) -> EvictionIndices | None:
         """Choose the blocks to give back before the token at position ``computed`` is computed.
 
-        The caller must free what is doomed: they count as gone here. Depends on ``computed``
-        alone, hence not on the batch, on timing, or on the tensor-parallel rank.
+        The caller must free the doomed blocks: the state counts them as freed. The result depends on
+        ``computed`` alone, so not on the batch, on timing, or on the tensor-parallel rank.
 
         Args:
-            computed: tokens whose KV exists.
+            computed: number of tokens with KV.
 
         Returns:
-            Table indices, or ``None`` when nothing is due.
+            Table indices, or ``None`` if no eviction is due.
         """
         if computed < self._next_due:
             return None
@@ -140,10 +140,10 @@ class Timeline:
         return EvictionIndices(split.heavy, split.doomed, fresh)
 
     def excess(self, computed: int) -> EvictionIndices | None:
-        """What :meth:`squeeze` would choose now, if it may. Changes nothing.
+        """What :meth:`squeeze` would choose now; ``None`` if the request cannot be squeezed. Changes nothing.
 
-        Not from a request that is still computing known tokens: its prompt, or after a preemption an answer
-        whose tokens have come of KV that was whole.
+        A request that computes known tokens cannot be squeezed. These are its prompt, or, after a preemption,
+        its answer so far, which was sampled with all KV.
         """
         if not self.squeezable or not self._is_squeezable_at(computed):
             return None
@@ -157,13 +157,13 @@ class Timeline:
         return computed >= max(self.schedule.earliest, self.counts.num_tokens - 1)
 
     def squeeze(self, computed: int) -> EvictionIndices | None:
-        """Evictions begin here: as :meth:`evict`, for a request of which there is an :meth:`excess`."""
+        """Begin evictions at ``computed``: as :meth:`evict`, for a request that has an :meth:`excess`."""
         self._evict_from = self._next_due = computed
         return self.evict(computed)
 
     @property
     def _begin(self) -> int | None:
-        """Tokens seen before which nothing is evicted."""
+        """Tokens seen before which nothing is evicted; ``None``: not known yet."""
         return self._evict_from if self.schedule.first is None else self.schedule.first
 
     @property
@@ -176,7 +176,7 @@ class Timeline:
 
     def _split(self, computed: int, num_doomed: int) -> tuple[BlockSplit, range]:
         until = self.schedule.recent_from(computed)
-        # What is given back comes before what is recent.
+        # The doomed blocks must lie before the recent window.
         until = max(until, self.holes + num_doomed + self.pinned)
         fresh = range(self._next_index, until)
         candidates = [*self._candidates, *fresh]
@@ -187,12 +187,13 @@ class Timeline:
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """How many of ``num_tokens`` to compute now so that no eviction point is skipped.
 
-        Only bounded prompts are evicted from, and only a resumed request has several known tokens behind
-        its own. Replaying them between the same evictions as the first time makes a preemption invisible
-        in the output.
+        Three kinds of requests have several tokens to compute where evictions may be due:
 
-        Drafts end there as well: an eviction comes where it would come without them. So do those of an
-        elastic request that may be squeezed in this step.
+        * A bounded prompt.
+        * A resumed request. It computes its known answer between the same evictions as the first time, so a
+          preemption does not change the output.
+        * A request with drafts. Its evictions come where they would come without drafts. This includes an
+          elastic request that may be squeezed in this step.
         """
         begin = self._evict_from
         if num_tokens <= 1 or (begin is None and not self._is_squeezable_at(computed)):
@@ -206,13 +207,13 @@ class Timeline:
         return (until if due is None else due) - computed
 
     def peak_tokens(self, total: int) -> int:
-        """Most tokens that are held at once while ``total`` are computed, if nobody squeezes the request."""
+        """The most tokens held at once while ``total`` are computed, if the request is not squeezed."""
         if not self.evicts or self._evict_from is None:
             return total
         return self.schedule.peak_tokens(total, self._evict_from)
 
     def release(self) -> None:
-        """Nothing is held any more: the request was preempted or has finished."""
+        """Reset the state: the request was preempted or has finished, and holds no block."""
         self.holes = 0
         self._evicted_at = None
         self._candidates = []
@@ -220,7 +221,7 @@ class Timeline:
         self._next_due = math.inf if self._begin is None else self._begin
 
     def _set_next_due(self, computed: int) -> None:
-        # A horizon instead of infinity: the search is then cheap and repeated rarely.
+        # The search is bounded, so it is cheap; it is repeated every 4,096 tokens at most.
         horizon = computed + 4096
         due = self.schedule.next_due(computed, self._evict_from, horizon)
         self._next_due = horizon if due is None else due

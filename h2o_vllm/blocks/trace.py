@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which positions each layer and KV head of a request has lost, and when: ``kv_trace``. Engine core; no vLLM.
 
-What is evicted never returns. So one number per layer, KV head and position, that of the eviction it went
-with, is the whole history: a position is held after eviction ``e`` if its number is 0 or above ``e``.
+An evicted position never returns. So one number per layer, KV head and position holds the whole history: the
+number of the eviction that took it. A position is held after eviction ``e`` if its number is 0 or above
+``e``.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ FIELD = "kv_trace"
 
 
 class TracedEviction(NamedTuple):
-    """What one eviction took from a traced request, as a worker has seen it.
+    """What one eviction took from a traced request, as a worker reports it.
 
-    ``seen`` is the number of tokens computed before it. ``first``: nothing had gone before; a preempted
-    request begins anew. ``bits``: :attr:`lost`, eight positions in a byte.
+    Attributes:
+        request_id: the request.
+        seen: tokens computed before the eviction.
+        first: whether it is the request's first eviction, or its first one after a preemption.
+        bits: :attr:`lost`, eight positions per byte.
     """
 
     request_id: str
@@ -37,12 +41,12 @@ class TracedEviction(NamedTuple):
     def of(
         cls, request_id: str, seen: int, *, first: bool, lost: NDArray[np.bool_]
     ) -> TracedEviction:
-        """``lost``: as the attribute."""
+        """Pack ``lost``, [L, KH, seen], into bits."""
         return cls(request_id, seen, first, np.packbits(lost, axis=2))
 
     @property
     def lost(self) -> NDArray[np.bool_]:
-        """Which of the ``seen`` positions went, in each layer and KV head, ``[L, KH, seen]``.
+        """Which of the ``seen`` positions were evicted, per layer and KV head, [L, KH, seen].
 
         Heads that share slots lose different numbers of tokens.
         """
@@ -50,13 +54,13 @@ class TracedEviction(NamedTuple):
 
 
 def check_traceable(tokens: int, *, stops: bool) -> None:
-    """Whether a request may be traced.
+    """Check that a request may be traced.
 
     Args:
-        tokens: prompt and answer, at most. stops: whether it has stop strings.
+        tokens: the most tokens of its prompt and answer. stops: whether it has stop strings.
 
     Raises:
-        BudgetError: it may not.
+        BudgetError: the request is too long, or has stop strings.
     """
     if tokens > MAX_TRACE_TOKENS:
         raise BudgetError(
@@ -66,15 +70,15 @@ def check_traceable(tokens: int, *, stops: bool) -> None:
             f"are {tokens})",
         )
     if stops:
-        # Found by the front end, which then listens no more: the trace would never arrive.
+        # The front end finds the stop string, and ignores later outputs: the trace would never arrive.
         raise BudgetError(FIELD, True, "left out of requests with stop strings")
 
 
 class Traces:
-    """The traces of the requests that asked for one.
+    """The traces of the requests with ``kv_trace``.
 
     Args:
-        layers: L, the evictable ones. heads: KH, the KV heads of each.
+        layers: L, number of evictable layers. heads: KH, number of KV heads of each, over all ranks.
     """
 
     def __init__(self, layers: int, heads: int) -> None:
@@ -82,18 +86,18 @@ class Traces:
         self._traces: dict[str, _Trace] = {}
 
     def follow(self, request_id: str, tokens: int) -> None:
-        """Begin to trace a request of at most ``tokens`` tokens."""
+        """Begin the trace of a request of at most ``tokens`` tokens."""
         self._traces[request_id] = _Trace(np.zeros((*self._shape, tokens), dtype=np.uint16), [])
 
     def note(self, evictions: Iterable[TracedEviction]) -> None:
-        """Add what one step evicted; of requests that have ended since, nothing."""
+        """Add the evictions of one step. Requests that have ended since are skipped."""
         for eviction in evictions:
             trace = self._traces.get(eviction.request_id)
             if trace is not None:
                 trace.note(eviction)
 
     def complete(self, reports: Mapping[str, dict[str, object]]) -> None:
-        """Put ``trace`` into the final reports of traced requests, and forget them."""
+        """Add the key ``trace`` to the final reports of traced requests, and forget these requests."""
         for request_id in self._traces.keys() & reports.keys():
             report = reports[request_id]
             seen = report["tokens_seen"]
@@ -102,7 +106,7 @@ class Traces:
 
 
 class _Trace(NamedTuple):
-    """``number``: [L, KH, T], of the eviction that took a position, from 1; 0: it is held."""
+    """``number``: [L, KH, T], the number of the eviction that took each position, from 1; 0: it is held."""
 
     number: NDArray[np.uint16]
     evicted_at: list[int]
@@ -115,7 +119,7 @@ class _Trace(NamedTuple):
         self.number[:, :, : eviction.seen][eviction.lost] = len(self.evicted_at)
 
     def report(self, seen: int) -> dict[str, Any]:
-        """Plain values: see "What a trace says" in ``h2o_vllm/README.md``."""
+        """The trace as plain values; see "What a trace says" in ``h2o_vllm/README.md``."""
         number = self.number[:, :, :seen]
         layers, heads, _ = number.shape
         return {
@@ -128,7 +132,7 @@ class _Trace(NamedTuple):
 
 
 def _run_lengths(values: NDArray[np.uint16]) -> list[int]:
-    """``[value, how many in a row, value, ...]``."""
+    """Run-length encoding: ``[value, length of its run, value, ...]``."""
     starts = np.concatenate([[0], np.flatnonzero(values[1:] != values[:-1]) + 1])[: len(values)]
     counts = np.diff(starts, append=len(values))
     runs: list[int] = np.stack([values[starts], counts], axis=1).ravel().tolist()

@@ -3,8 +3,8 @@
 
 =============== ==========================================================================
 ``table``       name, kind, labels and help of each metric; no vLLM
-``meter``       engine core: counts evictions, ships the counts with vLLM's scheduler stats
-``stat_logger`` API server: vLLM's stat logger that writes them to Prometheus
+``meter``       engine core: counts evictions, sends the counts with vLLM's scheduler stats
+``stat_logger`` API server: a stat logger of vLLM that writes the counts to Prometheus
 =============== ==========================================================================
 
 ::
@@ -15,13 +15,12 @@
       v
     an API server    H2OStatLogger                prometheus_client
 
-vLLM hands the statistics of one step to exactly one API server. Counts therefore travel as
-differences, which Prometheus' multiprocess mode sums over the servers; gauges are "most recent".
-An engine that starts anew starts at zero, as a counter may.
+vLLM sends the statistics of a step to exactly one API server. So the engine sends differences of counters,
+and Prometheus' multiprocess mode sums them over the servers; gauges are "most recent". The counters of a
+restarted engine begin at zero, as Prometheus allows.
 
-Not an entry point of the group ``vllm.stat_logger_plugins``: vLLM loads those into every server
-of the environment and switches statistics on for them, even under ``--disable-log-stats``, and
-installing this package must change nothing for a plain ``vllm serve`` (law 10). ``h2o-serve`` puts
-the logger into its own servers instead, and tells the engine by :data:`~h2o_vllm.config.keys.METRICS_KEY`
-that someone is listening.
+``H2OStatLogger`` is no entry point of the group ``vllm.stat_logger_plugins``. vLLM would load it into each
+server of the environment and enable statistics for it, even under ``--disable-log-stats``. But installing
+this package must change nothing for a plain ``vllm serve`` (law 10). So ``h2o-serve`` adds the logger to its
+own servers, and sets :data:`~h2o_vllm.config.keys.METRICS_KEY` so that the engine sends the counts.
 """

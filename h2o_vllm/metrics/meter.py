@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count what evictions do, and hand it over now and then. Engine core; imports no vLLM.
+"""Counts evictions, and hands the counts over at intervals. Engine core; imports no vLLM.
 
-Cost: a few additions in a step that evicts, one clock reading in a step that does not.
+Cost: a few additions in a step that evicts, one reading of the clock in any other step.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from h2o_vllm.blocks.squeeze import SqueezeCounts
 __all__ = ["Meter", "kv_budget_of"]
 
 INTERVAL = 0.2
-"""Seconds between two hand-overs while requests run. Prometheus scrapes every few seconds."""
+"""Seconds between two hand-overs while requests run. Prometheus scrapes less often."""
 
 
 class Meter:
-    """What has happened since the last hand-over.
+    """Counts since the last hand-over.
 
     Args:
         block_size: tokens per block.
-        clock: seconds, monotonic.
+        clock: monotonic time in seconds.
     """
 
     def __init__(self, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,18 +44,18 @@ class Meter:
             self._freed_blocks += len(eviction.holes)
 
     def squeezed(self, counts: SqueezeCounts) -> None:
-        """Count squeezes."""
+        """Add the counts of squeezes."""
         self._squeezes.requests += counts.requests
         self._squeezes.blocks += counts.blocks
         self._squeezes.preemptions_avoided += counts.preemptions_avoided
 
     def eviction_took(self, seconds: float | None) -> None:
-        """Note how long a worker needed for the evictions of one step; ``None`` had none."""
+        """Note the time that a worker took for the evictions of one step; ``None``: there were none."""
         if seconds is not None:
             self._eviction_seconds.append(seconds)
 
     def ended(self, reports: Iterable[Mapping[str, Any]]) -> None:
-        """Note budgets of requests that ended, and what those with a budget shared."""
+        """Count requests that ended: budgets, and cached and protected tokens of those with a budget."""
         for report in reports:
             budget = kv_budget_of(report)
             lossless = report["elastic"] and report["squeezed_at"] is None
@@ -67,11 +67,11 @@ class Meter:
                 self._protected_tokens += report["tokens_protected"]
 
     def due(self, *, idle: bool) -> bool:
-        """Whether to hand over now. At once when the engine falls idle: no later step would."""
+        """Whether to hand over now. An idle engine hands over at once, as no later step would."""
         return idle or self._clock() >= self._next_hand_over
 
     def hand_over(self, counts: Iterable[tuple[int, int]]) -> dict[str, Any]:
-        """The differences since the last call, and the state now; plain values.
+        """The counts since the last call, and the gauges now; plain values.
 
         Args:
             counts: (tokens computed, blocks evicted) of each running request.
@@ -104,7 +104,7 @@ class Meter:
 
 
 def kv_budget_of(report: Mapping[str, Any]) -> float:
-    """The share of its tokens a request was allowed to keep, or its floor, from its final report."""
+    """The share of its tokens that a request's budget allowed, 0 to 1, from its final report."""
     if report["budget"] is not None:
         return float(report["budget"])
     return min(1.0, float(report["budget_tokens"] / max(1, report["tokens_seen"])))

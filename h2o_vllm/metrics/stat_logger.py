@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the engines' counts to Prometheus. Runs in every API-server process.
+"""Writes the engines' counts to Prometheus. Runs in each API-server process.
 
-With several API servers vLLM has switched ``prometheus_client`` to multiprocess mode before they
-start, and its ``/metrics`` collects the files of all of them; nothing here differs then.
+With several API servers, vLLM switches ``prometheus_client`` to multiprocess mode before they start, and its
+``/metrics`` reads the files of all of them. This module needs no change for that.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Collector = Counter | Gauge | Histogram
 
 
 class H2OStatLogger(AggregateStatLoggerBase):
-    """Takes our counts out of vLLM's scheduler stats; must be asked before vLLM's own loggers.
+    """Takes our counts out of vLLM's scheduler stats. It must run before vLLM's own loggers.
 
     Args:
-        vllm_config: for the model's name.
-        engine_indexes: data-parallel indices of the engines whose stats may come here.
+        vllm_config: it has the model's name.
+        engine_indexes: data-parallel indices of the engines that may send stats to this process.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
@@ -55,7 +55,7 @@ class H2OStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take our part, if there is one, and leave what vLLM would have seen without us."""
+        """Take our counts, if there are any, and leave the stats as vLLM made them."""
         del iteration_stats, mm_cache_stats
         if scheduler_stats is None:
             return
@@ -75,22 +75,22 @@ class H2OStatLogger(AggregateStatLoggerBase):
                 metrics[f"h2o:{name}"].observe(value)
 
     def rejected(self, reason: str) -> None:
-        """Count a request refused in this process."""
+        """Count a request that this process refused."""
         self._rejections[reason].inc()
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say: the worker has said it."""
+        """Log nothing: the worker logs the start."""
 
 
 def install(engine_client: Any, vllm_config: VllmConfig) -> Callable[[str], None]:
-    """Put our logger in front of the client's own. Twice is the same as once.
+    """Put our logger before the client's own. Idempotent.
 
     Returns:
-        What counts a refused request, by reason; does nothing under ``--disable-log-stats``.
+        A function that counts a refused request, by reason. Under ``--disable-log-stats`` it does nothing.
 
     Raises:
-        AttributeError: the client keeps its loggers elsewhere. Ours must come first, because vLLM's
-            own fails on stats of a KV connector that it has not configured.
+        AttributeError: the client keeps its loggers elsewhere. Ours must come first, because vLLM's own
+            logger fails on the stats of a KV connector that is not configured.
     """
     manager = engine_client.logger_manager
     if manager is None:
@@ -109,7 +109,7 @@ def _ignore(reason: str) -> None:
 
 @functools.cache
 def _collectors() -> dict[str, Collector]:
-    """Registered once per process: an engine that is made anew goes on counting."""
+    """The collectors, registered once per process: after a restart of the engine they count on."""
     return {metric.name: _collector(metric) for metric in TABLE}
 
 
@@ -117,7 +117,7 @@ def _collector(metric: Metric, registry: CollectorRegistry = REGISTRY) -> Collec
     if metric.kind == "counter":
         return Counter(metric.name, metric.help, metric.labels, registry=registry)
     if metric.kind == "gauge":
-        # As vLLM's: each step's stats reach one of the API servers, so the newest one knows.
+        # As vLLM's gauges: each step's stats reach one API server, so the newest value is the right one.
         return Gauge(
             metric.name,
             metric.help,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric we expose: the one place that knows their names. Any process; imports no vLLM."""
+"""All metrics of h2o_vllm: the only place with their names. Any process; imports no vLLM."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["BY_NAME", "COUNTED", "REJECTION_REASONS", "TABLE", "Metric", "expose
 Kind = Literal["counter", "gauge", "histogram"]
 
 PER_ENGINE = ("model_name", "engine")
-"""vLLM's own labels: the served model name and the data-parallel index of the engine."""
+"""vLLM's own labels: the served model's name, and the engine's data-parallel index."""
 
 REJECTION_REASONS = ("value", "conflict", "unknown_field", "unsupported")
-"""Why a request got a 400 of ours; each exists from the start, so that its rate does too.
+"""Why a request got a 400 from us. Each reason has a sample from the start, so that its rate is defined.
 
-``value``: a wrong type or out of range · ``conflict``: two fields, or two places, contradict each
-other · ``unknown_field``: a misspelt ``kv_`` field · ``unsupported``: the route, the place or another
-option of the request cannot go with a budget.
+``value``: a wrong type, or out of range · ``conflict``: two fields, or one field in two places, contradict
+each other · ``unknown_field``: a misspelt ``kv_`` field · ``unsupported``: a budget is not possible with the
+route, the place of the field, or another option of the request.
 """
 
 
@@ -27,7 +27,9 @@ class Metric:
     """One row of the table.
 
     Attributes:
-        name: as given to ``prometheus_client``, which appends ``_total`` to a counter's.
+        name: name for ``prometheus_client``, which appends ``_total`` to a counter's name.
+        kind: counter, gauge or histogram.
+        help: text for ``/metrics``.
         labels: label names, in order.
         buckets: upper bounds of a histogram.
     """
@@ -40,7 +42,7 @@ class Metric:
 
     @property
     def exposed(self) -> tuple[str, ...]:
-        """The names of its samples on ``/metrics``."""
+        """Names of its samples on ``/metrics``."""
         if self.kind == "counter":
             return (f"{self.name}_total",)
         if self.kind == "histogram":
@@ -52,7 +54,7 @@ TABLE = (
     Metric(
         "h2o:evicted_tokens",
         "counter",
-        "Tokens whose KV has been evicted. A preempted request is replayed, and counted, anew.",
+        "Tokens evicted. A preempted request is computed again, and its evictions are counted again.",
     ),
     Metric(
         "h2o:freed_blocks",
@@ -62,23 +64,23 @@ TABLE = (
     Metric(
         "h2o:cached_tokens",
         "counter",
-        "Prompt tokens that ended requests with a kv_budget below 1 have read from the prefix cache. "
+        "Prompt tokens that ended requests with a kv_budget below 1 read from the prefix cache. "
         "vllm:prefix_cache_hits counts those of all requests.",
     ),
     Metric(
         "h2o:protected_tokens",
         "counter",
-        "First tokens that kv_protect has kept out of eviction, of ended requests with a kv_budget below 1.",
+        "First tokens protected by kv_protect, of ended requests with a kv_budget below 1.",
     ),
     Metric(
         "h2o:squeezed_requests",
         "counter",
-        "Elastic requests that had to fall back to their budgets because blocks were missing.",
+        "Elastic requests that were squeezed to their budgets because blocks were missing.",
     ),
     Metric(
         "h2o:squeezed_blocks",
         "counter",
-        "KV cache blocks that came back to the pool at these moments; h2o:freed_blocks counts them too.",
+        "KV cache blocks that squeezes returned to the pool; h2o:freed_blocks counts them, too.",
     ),
     Metric(
         "h2o:preemptions_avoided",
@@ -94,30 +96,30 @@ TABLE = (
     Metric(
         "h2o:lossless_answers",
         "counter",
-        "Those of them of whose answer no token was computed after an eviction.",
+        "Ended requests with kv_elastic, of which no token was computed after an eviction.",
     ),
     Metric(
         "h2o:kv_tokens_held",
         "gauge",
-        "Tokens whose KV the running requests hold. Its ratio to h2o:kv_tokens_full is what is left.",
+        "Tokens held in the KV cache by running requests. Divide by h2o:kv_tokens_full for the share kept.",
     ),
     Metric(
         "h2o:kv_tokens_full",
         "gauge",
-        "Tokens whose KV the running requests would hold without evictions.",
+        "Tokens that running requests would hold in the KV cache without evictions.",
     ),
     Metric(
         "h2o:request_kv_budget",
         "histogram",
-        "Share of its tokens each ended request was allowed to keep: its kv_budget, or its "
-        "kv_budget_tokens divided by the tokens it had seen; 1 for a lossless answer with kv_elastic.",
+        "Share of its tokens that the budget of an ended request allowed: its kv_budget, or its "
+        "kv_budget_tokens divided by its tokens; 1 for a lossless answer with kv_elastic.",
         buckets=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     ),
     Metric(
         "h2o:eviction_seconds",
         "histogram",
-        "Time the evictions of one step took: on a CPU, of a worker's main thread; on a GPU, of the "
-        "device, between the first kernel and the last.",
+        "Time for the evictions of one step: on a CPU, of a worker's main thread; on a GPU, from the "
+        "first kernel to the last.",
         buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
     ),
     Metric(
@@ -125,7 +127,7 @@ TABLE = (
         "counter",
         "Requests answered with a 400 because of a budget field, by reason: "
         f"{', '.join(REJECTION_REASONS)}.",
-        # No engine: the request never got to one.
+        # No label for the engine: the request never reached one.
         labels=("model_name", "reason"),
     ),
 )
@@ -137,9 +139,9 @@ COUNTED = tuple(
     for metric in TABLE
     if metric.kind == "counter" and metric.labels == PER_ENGINE
 )
-"""What engines count, under the names by which they hand it over."""
+"""Names of the counters that engines hand over, without the prefix."""
 
 
 def exposed_names() -> frozenset[str]:
-    """The names of all samples of ours on ``/metrics``."""
+    """Names of all samples of h2o_vllm on ``/metrics``."""
     return frozenset(name for metric in TABLE for name in metric.exposed)

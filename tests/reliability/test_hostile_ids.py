@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_vllm.engine.core.parallel_choices import MAX_FAMILIES, MAX_SIBLINGS, parent_request
+from h2o_vllm.engine.core.parallel_choices import MAX_CHOICES, MAX_IDLE_PARENTS, parent_request
 from tests.engine.scheduling import Rig
 
 PROMPT = list(range(1000, 1100))
@@ -36,7 +36,7 @@ def test_ids_of_choices_are_still_understood() -> None:
 
 
 def test_reports_do_not_grow_with_the_square_of_n(model_dir: str) -> None:
-    count = 3 * MAX_SIBLINGS
+    count = 3 * MAX_CHOICES
     rig = Rig(model_dir, 60, max_num_seqs=64)
     for index in range(count):
         rig.add(f"{index}_parent", PROMPT[:20], {"kv_budget": 0.5}, max_tokens=1 + index % 3)
@@ -45,24 +45,24 @@ def test_reports_do_not_grow_with_the_square_of_n(model_dir: str) -> None:
     for index in range(count):
         reports = rig.reports[f"{index}_parent"]
         assert str(index) in reports
-        assert len(reports) <= MAX_SIBLINGS + 1
-    assert max(map(len, rig.reports.values())) >= MAX_SIBLINGS
+        assert len(reports) <= MAX_CHOICES + 1
+    assert max(map(len, rig.reports.values())) >= MAX_CHOICES
 
 
 def test_finished_requests_with_several_choices_are_forgotten(model_dir: str) -> None:
     rig = Rig(model_dir, 60)
     rig.add("0_old", PROMPT[:20], max_tokens=2)
     rig.add("1_old", PROMPT[:20], max_tokens=100)
-    for number in range(3 * MAX_FAMILIES):
+    for number in range(3 * MAX_IDLE_PARENTS):
         rig.add(f"0_{number}", PROMPT[:20], max_tokens=1)
         rig.add(f"1_{number}", PROMPT[:20], max_tokens=1)
         rig.step()
-    for _ in range(4 * MAX_FAMILIES):
+    for _ in range(4 * MAX_IDLE_PARENTS):
         rig.step()
     rig.add("0_last", PROMPT[:20], max_tokens=1)
     rig.run()
-    assert len(rig.scheduler._siblings.families) <= MAX_FAMILIES + 1
-    assert not rig.scheduler._siblings.choices
+    assert len(rig.scheduler._choices.reports) <= MAX_IDLE_PARENTS + 1
+    assert not rig.scheduler._choices.running
     # However many came after it, whoever was still running has kept its first choice's report.
     assert set(rig.reports["1_old"]) == {"0", "1"}
 
@@ -76,4 +76,4 @@ def test_aborted_choices_are_forgotten_too(model_dir: str) -> None:
     rig.step()
     rig.scheduler.finish_requests(["0_p", "1_p"], RequestStatus.FINISHED_ABORTED)
     rig.run()
-    assert not rig.scheduler._siblings.choices
+    assert not rig.scheduler._choices.running

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in the engine core: decides on evictions, from counts alone; refuses what cannot be served.
+"""Code of the engine core: decides on evictions, from counts alone, and refuses what cannot be served.
 
 ===================== ===========================================================================
-``scheduler``         vLLM's scheduler with budgets; ships evictions and reports
-``parallel_choices``  the reports of a request's choices (``n > 1``) travel together
-``connector``         a KV connector sees only requests that keep all KV
-``parent_watch``      the engine core ends when its server is gone
-``support``           what we refuse at start-up, and why; ``version`` which vLLM. Workers ask, too
+``scheduler``         vLLM's scheduler with budgets; sends evictions and reports
+``parallel_choices``  collects the reports of a request's choices (``n > 1``)
+``connector``         limits a KV connector to requests that keep all KV
+``parent_watch``      ends the engine core when its server is gone
+``support``           refuses unsupported configurations at start-up; workers call it, too
+``architectures``     the outcome for each architecture that vLLM lists
+``version``           the supported versions of vLLM
 ===================== ===========================================================================
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each architecture that vLLM (0.32) lists for generation. Runs wherever options are checked.
+"""The outcome for each architecture that vLLM (0.32) lists for generation. Any process that checks options.
 
-``tests/families/test_architectures.py`` compares the table with vLLM's registry: a new architecture fails it
-until a row decides. Most refusals follow from the model's configuration (:mod:`.support`); a row with
-``refused`` is refused here, by its name, because no configuration tells. Names that are in no row, those of
-other vLLMs and plugins, are judged by their configuration alone.
+``tests/families/test_architectures.py`` compares this table with vLLM's registry, and fails for an
+architecture without a row. Most refusals follow from the model's configuration (:mod:`.support`). A row with
+``refused`` refuses its architectures by name, because their configuration does not show the reason. An
+architecture without a row, of another vLLM or a plugin, is checked by its configuration alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["CONVOLUTIONS", "KINDS", "MAMBA2", "Kind", "kind_of", "refusal_by_nam
 
 @dataclass(frozen=True)
 class Kind:
-    """Architectures that are alike.
+    """A group of similar architectures.
 
     Attributes:
         name: what they have in common.
         outcome: what h2o_vllm does with them.
-        names: as the ``architectures`` of a model's ``config.json`` have them, apart by space.
-        refused: why, for all of them; empty: :mod:`.support` says from the configuration, or nothing is.
+        names: names as in ``architectures`` of a model's ``config.json``, separated by whitespace.
+        refused: why all of them are refused; empty if they are not, or if :mod:`.support` refuses them.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Kind:
 
     @property
     def architectures(self) -> list[str]:
-        """The names, one by one."""
+        """The names as a list."""
         return self.names.split()
 
 
@@ -161,8 +161,8 @@ KINDS = (
         Qwen3_5MoeForConditionalGeneration Qwen3NextForCausalLM
         """,
         refused=(
-            "linear attention (gated delta networks): vLLM computes it on CPU in bfloat16 alone, where no "
-            "independent model tells evictions that are right from wrong. Serve it with: vllm serve"
+            "linear attention (gated delta networks): on CPU vLLM computes it in bfloat16 only, where "
+            "evictions cannot be checked against an independent model. Serve it with: vllm serve"
         ),
     ),
     Kind(
@@ -197,7 +197,7 @@ KINDS = (
         MiniMaxM3SparseForConditionalGeneration Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration
         """,
         refused=(
-            "attention of this model's own, which chooses keys by an index or convolves them: it is not "
+            "attention of this model's own, which selects keys by an index or convolves them: it cannot be "
             "scored. Serve it with: vllm serve"
         ),
     ),
@@ -258,17 +258,17 @@ KINDS = (
         """,
     ),
 )
-"""The first kinds are served. In the README's table they have the same names and numbers."""
+"""Served kinds come first. The README's table has the same names and counts."""
 
 _BY_NAME = {name: kind for kind in KINDS for name in kind.architectures}
 
 
 def kind_of(architecture: str) -> Kind | None:
-    """Its row, if it has one."""
+    """The row of an architecture, or ``None``."""
     return _BY_NAME.get(architecture)
 
 
 def refusal_by_name(architectures: Iterable[str]) -> str:
-    """Why the model of these architectures is refused by its name; empty if it is not."""
+    """Why a model with these architectures is refused by name; empty if it is not."""
     kinds = (kind_of(name) for name in architectures)
     return next((kind.refused for kind in kinds if kind is not None and kind.refused), "")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV connector that sees only requests which keep all KV. Runs in the engine core.
+"""Limits a KV connector to requests that keep all KV. Runs in the engine core.
 
-A connector loads and saves KV by position: what it loads has no scores, and after an eviction a request's
-blocks hold other tokens than their positions say. So a request that can evict neither loads nor saves; all
-others use the connector as they do in vLLM.
+A connector loads and saves KV by position. KV that it loads has no scores, and after an eviction a block no
+longer holds the tokens of its positions. So a request that can evict neither loads nor saves. All other
+requests use the connector as in vLLM.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["check_single_group", "limited_connector"]
 
 
 def limited_connector(connector: Any, evicts: Callable[[str], bool]) -> Any:
-    """``connector``, which is told nothing of the requests for which ``evicts`` holds.
+    """A wrapper of ``connector`` that hides the requests for which ``evicts`` is true.
 
     Args:
         connector: a connector in the scheduler's role (``KVConnectorBase_V1``).
-        evicts: whether a request of this id can evict. Must know it before the request is queued.
+        evicts: whether the request with this id can evict. It must know before the request is queued.
     """
     whole = isinstance(connector, SupportsHMA)
     return (_LimitedOfAllGroups if whole else _Limited)(connector, evicts)
 
 
 class _Limited:
-    """Passes on what concerns other requests, and whatever concerns none."""
+    """Forwards calls for requests that do not evict, and calls that concern no request."""
 
     def __init__(self, connector: Any, evicts: Callable[[str], bool]) -> None:
         self._connector = connector
@@ -77,7 +77,7 @@ class _Limited:
         return bool(self._connector.register_finished_partial_tail(request, *args))
 
     def _of_others(self, output: SchedulerOutput) -> SchedulerOutput:
-        """The step without the requests that can evict. The step itself stays as it is."""
+        """A copy of the step without the requests that can evict."""
         counts = {
             request_id: count
             for request_id, count in output.num_scheduled_tokens.items()
@@ -115,7 +115,7 @@ class _Limited:
 
 
 class _LimitedOfAllGroups(_Limited, SupportsHMA):
-    """The same of a connector that takes the blocks of all KV cache groups, as vLLM asks by type."""
+    """The same for a connector that takes the blocks of all KV cache groups: vLLM checks its type."""
 
     def request_finished_all_groups(self, request: Request, *args: Any) -> Any:
         if self._evicts(request.request_id):
@@ -124,7 +124,7 @@ class _LimitedOfAllGroups(_Limited, SupportsHMA):
 
 
 def check_single_group(groups: int) -> None:
-    """Connectors are tried where all layers are evictable.
+    """Check that all layers are evictable: connectors are not tested with other layers.
 
     Raises:
         ConfigError: there are other KV cache groups.
@@ -132,5 +132,5 @@ def check_single_group(groups: int) -> None:
     if groups != 1:
         raise ConfigError(
             "h2o_vllm cannot work with a KV connector on this model, which has layers of several kinds "
-            "(sliding windows, states): not tried with evictions"
+            "(sliding windows, states): not tested with evictions"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reports of a request's choices (``n > 1``) travel together. Engine core; imports nothing.
+"""Collects the reports of a request's choices (``n > 1``). Engine core; imports nothing.
 
-Unstreamed, vLLM forwards the output of the choice that ends last and no other, so every choice carries
-the reports of those before it.
+Without streaming, vLLM forwards only the output of the choice that ends last. So the output of each choice
+carries the reports of the choices that ended before it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import Generic, TypeVar
 
-__all__ = ["MAX_FAMILIES", "MAX_SIBLINGS", "SiblingReports", "parent_request"]
+__all__ = ["MAX_CHOICES", "MAX_IDLE_PARENTS", "ChoiceReports", "parent_request"]
 
-MAX_FAMILIES = 64
-"""Requests with ``n > 1`` that are remembered beyond their last choice in the queue: the next one of the
-same request may still be on its way here."""
+MAX_IDLE_PARENTS = 64
+"""Requests with ``n > 1`` that are remembered while none of their choices is in the engine: the next choice
+may still be on its way."""
 
-MAX_SIBLINGS = 64
-"""Choices of one request that are reported together. Every choice carries the reports of the others:
-of the 16,384 that vLLM allows a client to ask for, that would be a hundred million."""
+MAX_CHOICES = 64
+"""Choices of one request that are reported together. Each choice carries the reports of the others, so the
+16,384 choices that vLLM allows would send a hundred million reports."""
 
 Report = TypeVar("Report")
 
@@ -26,11 +26,11 @@ Report = TypeVar("Report")
 def parent_request(request_id: str) -> tuple[str, int] | None:
     """Split a child of an ``n > 1`` request into (parent id, choice index).
 
-    ``ParentRequest.get_child_info`` (0.32) builds ``f"{index}_{parent}"`` and sends nothing else.
-    Goes when the engine core is told about siblings.
+    ``ParentRequest.get_child_info`` (0.32) builds ``f"{index}_{parent}"`` and sends nothing else. Remove this
+    when vLLM tells the engine core which requests are choices of one request.
 
-    Never raises: the id of a ``/v1/responses`` request begins with what its client chose, and
-    ``int()`` of thousands of digits is a ``ValueError``.
+    Never raises: the id of a ``/v1/responses`` request begins with text of its client, and ``int()`` of
+    thousands of digits is a ``ValueError``.
     """
     index, separator, parent = request_id.partition("_")
     # vLLM allows 16,384 choices.
@@ -38,41 +38,41 @@ def parent_request(request_id: str) -> tuple[str, int] | None:
     return (parent, int(index)) if separator and is_index else None
 
 
-class SiblingReports(Generic[Report]):
-    """The newest report of each choice, for as long as a choice of its request may need it.
+class ChoiceReports(Generic[Report]):
+    """The newest report of each choice, kept while another choice of its request may need it.
 
     Attributes:
-        families: parent id -> choice index -> report.
-        choices: parent id -> choices in the engine.
+        reports: parent id -> choice index -> report.
+        running: parent id -> number of its choices in the engine.
     """
 
     def __init__(self) -> None:
-        self.families: OrderedDict[str, dict[str, Report]] = OrderedDict()
-        self.choices: Counter[str] = Counter()
+        self.reports: OrderedDict[str, dict[str, Report]] = OrderedDict()
+        self.running: Counter[str] = Counter()
 
-    def enter(self, request_id: str) -> None:
-        """A request has come."""
-        family = parent_request(request_id)
-        if family is not None:
-            self.choices[family[0]] += 1
+    def started(self, request_id: str) -> None:
+        """Note a request that the engine has received."""
+        child = parent_request(request_id)
+        if child is not None:
+            self.running[child[0]] += 1
 
-    def leave(self, request_id: str) -> None:
-        """A request has ended."""
-        family = parent_request(request_id)
-        if family is not None:
-            self.choices[family[0]] -= 1
-            if self.choices[family[0]] <= 0:
-                del self.choices[family[0]]
+    def ended(self, request_id: str) -> None:
+        """Note a request that has ended."""
+        child = parent_request(request_id)
+        if child is not None:
+            self.running[child[0]] -= 1
+            if self.running[child[0]] <= 0:
+                del self.running[child[0]]
 
     def joined(self, request_id: str, report: Report) -> dict[str, Report]:
-        """Choice index -> report: this one and those of its siblings so far."""
-        family = parent_request(request_id)
-        if family is None:
+        """Add a report; return choice index -> report for all choices of the same request so far."""
+        child = parent_request(request_id)
+        if child is None:
             return {"0": report}
-        parent, index = family
-        known = self.families.setdefault(parent, {})
-        if len(known) < MAX_SIBLINGS or str(index) in known:
+        parent, index = child
+        known = self.reports.setdefault(parent, {})
+        if len(known) < MAX_CHOICES or str(index) in known:
             known[str(index)] = report
-        while len(self.families) > MAX_FAMILIES + len(self.choices):
-            del self.families[next(p for p in self.families if p not in self.choices)]
+        while len(self.reports) > MAX_IDLE_PARENTS + len(self.running):
+            del self.reports[next(p for p in self.reports if p not in self.running)]
         return {**known, str(index): report}

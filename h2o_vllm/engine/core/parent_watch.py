@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the engine core end when the process that started it is gone. Runs in the engine core.
+"""Ends the engine core when the process that started it is gone. Runs in the engine core; stdlib only.
 
-vLLM's workers watch their parent, its engine core does not (0.32): a server killed by SIGKILL, or for want
-of memory, leaves an engine that nobody can reach and that keeps its KV cache and its GPU. Stdlib only.
+vLLM's workers watch their parent, its engine core does not (0.32). A server that dies by SIGKILL or out of
+memory leaves an engine that no client can reach, and that keeps its KV cache and its GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ GRACE_SECONDS = 10.0
 
 
 def end_with_parent() -> threading.Thread | None:
-    """Watch the parent from a thread; ``None`` if this process is nobody's child.
+    """Watch the parent process from a thread; ``None`` if ``multiprocessing`` did not start this process.
 
-    Not ``prctl(PR_SET_PDEATHSIG)``, which fires when the *thread* that started us ends, and a script
-    may well make its ``LLM`` in a thread that does.
+    ``prctl(PR_SET_PDEATHSIG)`` would not do: it fires when the *thread* that started this process ends, and a
+    script may create its ``LLM`` in a thread that ends early.
     """
     if multiprocessing.parent_process() is None:
         return None

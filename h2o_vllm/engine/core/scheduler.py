@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler with budgets. Runs in the engine core.
 
-Gives each request its eviction state, ships the resulting evictions to the workers with the step they
-precede, and attaches what was kept to the request's outputs.
+It gives each request an eviction state, sends each step's evictions to the workers with that step, and
+attaches the ``kv_cache`` report to the request's outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.core.connector import check_single_group, limited_connector
-from h2o_vllm.engine.core.parallel_choices import SiblingReports
+from h2o_vllm.engine.core.parallel_choices import ChoiceReports
 from h2o_vllm.engine.core.parent_watch import end_with_parent
 from h2o_vllm.engine.core.support import check_supported, config_of
 from h2o_vllm.engine.timing import eviction_seconds
@@ -50,13 +50,13 @@ __all__ = ["H2OScheduler"]
 
 
 _Report = dict[str, object] | tuple[Any, ...]
-"""A report, or what :func:`h2o_vllm.blocks.report.report_from_values` makes one of."""
+"""A report, or the values from which :func:`h2o_vllm.blocks.report.report_from_values` makes one."""
 
 
 class H2OScheduler(LimitingScheduler):
     """``--scheduler-cls h2o_vllm.engine.core.scheduler.H2OScheduler``.
 
-    An ``AsyncScheduler``: it serves synchronous and asynchronous scheduling alike.
+    It is an ``AsyncScheduler``, which serves both synchronous and asynchronous scheduling.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +65,7 @@ class H2OScheduler(LimitingScheduler):
         end_with_parent()
         self.h2o_config = config_of(self.vllm_config)
         self.blocks = self._bound_manager()
-        self.blocks.follow_rules(
+        self.blocks.set_rules(
             SqueezeRules(
                 to_admit=self.h2o_config.kv_elastic_admission == "squeeze",
                 watermark_blocks=self.kv_cache_manager.watermark_blocks,
@@ -83,7 +83,7 @@ class H2OScheduler(LimitingScheduler):
                 "it nor save to it"
             )
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
-        # Without a server the counts would reach vLLM's own loggers, which fail on them.
+        # Without our server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
         self._meter = Meter(self.blocks.block_size) if metered else None
         self._full = resolve(H2OConfig(), None)
@@ -91,11 +91,11 @@ class H2OScheduler(LimitingScheduler):
         """Requests with drafts in the last step."""
         self._rejected: dict[str, str] = {}
         self._reports: dict[str, dict[str, object]] = {}
-        self._siblings: SiblingReports[_Report] = SiblingReports()
+        self._choices: ChoiceReports[_Report] = ChoiceReports()
         self._traces = self._made_traces() if self.h2o_config.kv_trace else None
 
     def _bound_manager(self) -> H2OBlockManager:
-        """The block manager vLLM built; law 9: anything but ours ends the start-up."""
+        """The block manager that vLLM built; law 9: the start fails if it is not ours."""
         ours = [m for m in block_managers(self) if isinstance(m, H2OBlockManager)]
         if len(ours) != 1:
             bound = ", ".join(type(m).__name__ for m in block_managers(self))
@@ -106,14 +106,14 @@ class H2OScheduler(LimitingScheduler):
         return ours[0]
 
     def _bound_beside(self) -> list[LimitedManager]:
-        """The managers of the other groups; law 9: they know of evictions, or have nothing to publish."""
+        """The managers of the other groups; law 9: the start fails if one publishes KV after evictions."""
         beside = []
         for manager in block_managers(self):
             if isinstance(manager, LimitedManager):
                 beside.append(manager)
             elif manager is not self.blocks:
                 raise ConfigError(
-                    f"h2o_vllm cannot serve this model: beside evictable layers vLLM built a "
+                    f"h2o_vllm cannot serve this model: for other layers vLLM built a "
                     f"{type(manager).__name__}, which would publish KV that depends on evictions"
                 )
         return beside
@@ -128,7 +128,7 @@ class H2OScheduler(LimitingScheduler):
         )
 
     def add_request(self, request: Request) -> None:
-        """Track the request, then queue it. Never raises for what a client sent."""
+        """Track the request, then queue it. Never raises because of a client's fields."""
         if request.request_id not in self.requests:
             budget = self._budget(request)
             if self._traces is not None and budget.trace:
@@ -136,20 +136,20 @@ class H2OScheduler(LimitingScheduler):
             state = self.blocks.track(request, budget, self.max_model_len)
             self._check_fits(request, state)
             if not state.readable_tokens(request.num_tokens):
-                # Not looked up, and not counted as a miss.
+                # It reads nothing from the cache: no look-up, and no miss in the metrics.
                 request.skip_reading_prefix_cache = True
-            self._siblings.enter(request.request_id)
+            self._choices.started(request.request_id)
         super().add_request(request)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
-        """End chunks where an eviction is due."""
+        """Shorten a chunk so that it ends where an eviction is due."""
         state = self.blocks.eviction_state(request.request_id)
         if state is None or not state.evicts:
             return num_tokens
         return state.chunk_limit(computed, num_tokens)
 
     def limit_cache_hit(self, request: Request, cached: int) -> int:
-        """Read what no eviction of the request will rank, and nothing from behind its first one."""
+        """Limit a cache hit to the tokens that the request may read from the prefix cache."""
         state = self.blocks.eviction_state(request.request_id)
         return cached if state is None else state.readable_tokens(cached)
 
@@ -180,7 +180,7 @@ class H2OScheduler(LimitingScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """As the base class; ends rejected requests and attaches the ``kv_cache`` reports."""
+        """As the base class; also ends rejected requests, and attaches the ``kv_cache`` reports."""
         if self._meter is not None:
             self._meter.eviction_took(eviction_seconds(model_runner_output))
         if self._traces is not None:
@@ -196,7 +196,7 @@ class H2OScheduler(LimitingScheduler):
         return outputs
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """As the base class; carries our counts to :mod:`h2o_vllm.metrics.stat_logger`."""
+        """As the base class; also carries our counts to :mod:`h2o_vllm.metrics.stat_logger`."""
         stats = super().make_stats(*args, **kwargs)
         meter = self._meter
         if stats is None or meter is None:
@@ -204,8 +204,8 @@ class H2OScheduler(LimitingScheduler):
         self._collect_reports()
         meter.squeezed(self.blocks.take_squeezes())
         if meter.due(idle=not self.running):
-            # The one field of the stats that is a free dict and survives between processes. A KV connector's
-            # own numbers, whose field it is, stay beside ours.
+            # The only field of the stats that is a free dict and is sent between processes. It belongs to the
+            # KV connector; the connector's own numbers stay in it.
             counts = meter.hand_over(self._running_counts())
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), METRICS_KEY: counts}
         return stats
@@ -216,7 +216,7 @@ class H2OScheduler(LimitingScheduler):
             if state is not None:
                 sampled = came_out.sampled_token_ids[came_out.req_id_to_index[request_id]]
                 state.drafted += len(drafts)
-                # The last one was not drafted.
+                # The last sampled token is not a draft.
                 state.accepted += max(0, len(sampled) - 1)
 
     def _collect_reports(self) -> None:
@@ -225,7 +225,7 @@ class H2OScheduler(LimitingScheduler):
             self._traces.complete(ended)
         self._reports.update(ended)
         for request_id in ended:
-            self._siblings.leave(request_id)
+            self._choices.ended(request_id)
         if self._meter is not None:
             self._meter.ended(ended.values())
 
@@ -252,12 +252,12 @@ class H2OScheduler(LimitingScheduler):
                 return self._full
             return budget
         except BudgetError as error:
-            # The server refuses these with a 400; only the offline API gets here, as in _check_fits.
+            # The server refuses these with a 400, so only the offline API gets here, as in _check_fits.
             self._rejected[request.request_id] = str(error)
             return self._full
 
     def _check_fits(self, request: Request, state: EvictionState) -> None:
-        """Who needs more blocks than there are would be preempted and begun anew for ever."""
+        """Reject a request that needs more blocks than the pool has: it would be preempted for ever."""
         pool = self.blocks.block_pool.num_gpu_blocks - 1
         try:
             most = (request.max_tokens, self.max_model_len, self._beside, self.num_spec_tokens)
@@ -286,14 +286,14 @@ class H2OScheduler(LimitingScheduler):
         for output in outputs:
             report = self._reports.get(output.request_id) or self._interim_report(output)
             if report is not None:
-                by_choice = self._siblings.joined(output.request_id, report)
+                by_choice = self._choices.joined(output.request_id, report)
                 params = output.kv_transfer_params or {}
                 output.kv_transfer_params = {**params, REPORT_KEY: by_choice}
 
     def _interim_report(self, output: EngineCoreOutput) -> _Report | None:
-        """Stop strings are found by the front end: any output may be the last one it looks at.
+        """The report so far of a request with stop strings: the front end may end it at any output.
 
-        A server makes the report once it knows; to the offline API nobody can tell.
+        A server makes the report from values when the request ends. The offline API needs the report itself.
         """
         request = self.requests.get(output.request_id)
         params = request.sampling_params if request is not None else None

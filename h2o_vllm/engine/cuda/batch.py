@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the metadata builder hands to the attention layers for a batch with budgets. Worker process."""
+"""Metadata that the builder passes to the attention layers for a batch with budgets. Worker process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["ScoredBatch", "ScoredPrompts", "SharedPrompts"]
 
 @dataclass(frozen=True)
 class ScoredPrompts:
-    """The scored queries of rows with several.
+    """The scored queries of rows with several queries.
 
     Attributes:
-        every: of all rows, or ``None``.
-        late: the late queries, of these, of rows that get to theirs in this step, or ``None``.
+        every: all scored queries, or ``None`` if there are none.
+        late: the late ones among them, of rows that reach their first late query in this step, or ``None``.
     """
 
     every: PromptSegments | None = None
@@ -30,11 +30,11 @@ class ScoredPrompts:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Rows with several queries whose KV heads share slots; ours, scored or not.
+    """Rows with several queries whose KV heads share slots. Our kernels attend them, scored or not.
 
     Attributes:
-        rows: [R], int32. max_query_len: none has more queries.
-        scored: those of their queries that are.
+        rows: [R], int32. max_query_len: the most queries of any of them.
+        scored: their scored queries.
     """
 
     rows: torch.Tensor
@@ -44,20 +44,21 @@ class SharedPrompts:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A batch without holes. The tensors are the builder's own: same addresses in every step.
+    """A batch with block tables without holes. The builder owns the tensors: they never move.
+
+    "Our rows" are those that our kernels attend; vLLM's kernels attend all others.
 
     Attributes:
-        variant: which kernels serve it.
+        variant: the kernels that serve the batch.
         capturing: whether a CUDA graph is being captured.
-        stock: vLLM's own metadata of the batch, in which rows that are ours have length 0; ``None``
-            if every row is ours.
-        num_tokens: without padding.
+        stock: vLLM's own metadata of the batch, with length 0 for our rows; ``None`` if all rows are ours.
+        num_tokens: tokens without padding.
         block_table: [B, MB], int32. query_start_loc: [B + 1], int32. seq_lens: [B], int32, live lengths.
-        decodes: whether rows with one query that are ours may be in it; the workspace knows which.
-        prompt_rows: scored rows with several queries that vLLM attends, [R], int32, or ``None``; never in a
-            CUDA graph. max_query_len: none has more. prompts: their scored queries.
-        lanes: whose heads share slots; ``None``: nobody's in this batch.
-        shared_prompts: rows of these with several queries, or ``None``.
+        decodes: whether our rows with one query may be in the batch. The workspace's plan lists them.
+        prompt_rows: scored rows with several queries that vLLM attends, [R], int32, or ``None``. Never in a
+            CUDA graph. max_query_len: the most queries of any of them. prompts: their scored queries.
+        lanes: the lanes of rows whose KV heads share slots; ``None``: no row's heads do.
+        shared_prompts: the rows with several queries whose heads share slots, or ``None``.
     """
 
     variant: Variant

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata builder: drops holes, tells our rows from vLLM's, starts scores. Worker process.
+"""The metadata builder: drops holes, separates our rows from vLLM's, starts scores. Worker process.
 
-``build`` runs eagerly before every step, also before the replay of a CUDA graph. Everything a graph
-reads is therefore written into buffers that were there at capture; vLLM's input buffers are left alone.
+``build`` runs eagerly before each step, also before the replay of a CUDA graph. So it writes all that a graph
+reads into buffers that existed at capture. It does not write vLLM's input buffers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["ScoringBuilder"]
 
 _UNSCORED = 1 << 27
-"""In place of a row's pinned tokens, where nobody wants the scores of any: more than a row has."""
+"""Number of pinned tokens for rows of which no token is scored: more than any row has."""
 
 
 class ScoringBuilder(AttentionMetadataBuilder[Any]):
-    """Stands before one of vLLM's builders in the line of bases. Stock until :meth:`bind`."""
+    """Base before one of vLLM's builders. It behaves as that builder until :meth:`bind`."""
 
-    # Our decode kernel takes one query per row; mixed batches are for PIECEWISE graphs, where
-    # attention runs eagerly. This is what vLLM's default mode (FULL_AND_PIECEWISE) asks for.
+    # Our decode kernel takes one query per row. PIECEWISE graphs serve mixed batches: there attention runs
+    # eagerly. vLLM's default mode (FULL_AND_PIECEWISE) accepts that.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
 
@@ -46,10 +46,10 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         self._state: CudaState | None = None
 
     def bind(self, state: CudaState, block_table: torch.Tensor) -> None:
-        """Take the worker's state, and allocate what graphs will read.
+        """Set the worker's state, and allocate the buffers that graphs read.
 
         Args:
-            block_table: the tables vLLM will pass, [max requests, MB], int32.
+            block_table: the tables that vLLM will pass, [max requests, MB], int32.
         """
         rows = block_table.shape[0]
         self._state = state
@@ -59,8 +59,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         self._rest = torch.zeros_like(self._live)
         self._flags = torch.zeros_like(self._live)
         self._flags_sent: np.ndarray | None = None
-        self._nobodys_lanes = np.tile(np.array([-1, 0, 0], dtype=np.int32), (rows, 1))
-        # Compiles the kernel: one row, of length 0.
+        self._no_lanes = np.tile(np.array([-1, 0, 0], dtype=np.int32), (rows, 1))
+        # Compiles the kernel, with one row of length 0.
         starts = torch.zeros(2, dtype=torch.int32, device=block_table.device)
         self._drop_holes(block_table[:1], starts[:1], starts, np.zeros(1, dtype=np.int32))
 
@@ -70,7 +70,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        """As the base class for a batch without budgets; else a :class:`.ScoredBatch`."""
+        """As the base class for a batch without budgets; for others a :class:`.ScoredBatch`."""
         common, state = common_attn_metadata, self._state
         rows = None if state is None else state.rows(common)
         if state is None or rows is None:
@@ -92,7 +92,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                     self._table,
                     self._live,
                     self._to_device(crossing),
-                    # Of a long sequence few tokens may live.
+                    # Far fewer than the logical length, if most tokens are evicted.
                     int(state.live_lens(common)[crossing].max()),
                 )
             )
@@ -115,13 +115,13 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
     def _shared(
         self, common: CommonAttentionMetadata, rows: StepRows, shared: NDArray[np.int32]
     ) -> SharedPrompts | None:
-        """Rows with several queries whose heads share ``shared`` blocks, [B], if there are any."""
+        """The rows with several queries whose heads share slots, or ``None``; ``shared``: blocks, [B]."""
         state = self._state
         assert state is not None
         several = np.flatnonzero((shared > 0) & (rows.query_lens > 1))
         if not several.size:
             return None
-        # As many keys as one head may have: all lanes but one for each of the others.
+        # The most keys of one head: it has all lanes but one for each other head.
         others = state.scores.shape[2] - 1
         most = state.live_lens(common) + np.maximum(shared - 1, 0) * others * state.block_size
         return SharedPrompts(
@@ -136,7 +136,11 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         among: NDArray[np.bool_],
         most_keys: NDArray[np.int32],
     ) -> ScoredPrompts:
-        """The scored queries of rows with several, ``among`` some rows, none of which has more keys."""
+        """The scored queries of the rows with several queries in ``among``, [B].
+
+        Args:
+            most_keys: upper bound of the keys of any head of each row, [B].
+        """
         prompts = np.flatnonzero(rows.prompts & among)
         counts = rows.scored_queries
         late = np.isin(rows.crossing, np.flatnonzero(among))
@@ -153,7 +157,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         counts: NDArray[np.int32],
         most_keys: NDArray[np.int32],
     ) -> kernels.PromptSegments | None:
-        """The last ``counts`` queries of the ``chosen`` rows, unless all counts are 0."""
+        """The last ``counts`` queries of the ``chosen`` rows, or ``None`` if all counts are 0."""
         chosen, counts = chosen[counts > 0], counts[counts > 0]
         if not chosen.size:
             return None
@@ -170,22 +174,22 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """Metadata of a dummy batch, in the shape of the variant that is being captured."""
+        """Metadata of a dummy batch, for the variant that is being captured."""
         common, state = common_attn_metadata, self._state
         variant = None if state is None else state.step_variant.capturing
         if state is not None:
-            # vLLM also builds so for a batch of dummies between two steps, and replays a graph for it.
-            # That of the last step would attend, and score, that step's rows again.
+            # vLLM also calls this for a dummy batch between two steps, and replays a graph for it. The graph
+            # of the last step would attend and score that step's rows again.
             state.step_variant.current = variant or Variant.STOCK
         if state is None or variant is None or variant is Variant.STOCK:
             return super().build_for_cudagraph_capture(common)
-        # No row evicts or is ours: whatever runs while capturing leaves KV and scores alone.
+        # No row evicts, and none is ours: kernels that run during the capture change no KV and no score.
         self._drop_holes(
             common.block_table_tensor,
             common.seq_lens,
             common.query_start_loc,
             np.zeros(common.num_reqs, dtype=np.int32),
-            self._nobodys_lanes[: common.num_reqs] if variant is Variant.SHARED else None,
+            self._no_lanes[: common.num_reqs] if variant is Variant.SHARED else None,
         )
         decodes = variant is not Variant.HOLES
         lanes = state.lanes if variant is Variant.SHARED else None
@@ -199,16 +203,18 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         flags: np.ndarray,
         lane_rows: np.ndarray | None = None,
     ) -> None:
-        """Fill our tables and lengths, and plan the decodes that are ours.
+        """Fill our tables and lengths, and plan the decodes of our rows.
 
         Args:
-            flags: one per row, as the kernel wants them. The others may have more rows.
-            lane_rows: whose heads share slots, see :attr:`.LaneTables.rows`; ``None``: nobody's.
+            block_table, seq_lens, query_start_loc: as vLLM passes them; they may have more rows than
+                ``flags``.
+            flags: flags of each row, see :func:`.kernels.compact_tables`.
+            lane_rows: [B, 3], see :attr:`.LaneTables.rows`; ``None``: no row's heads share slots.
         """
         assert self._state is not None
         rows = len(flags)
         if self._flags_sent is None or not np.array_equal(flags, self._flags_sent):
-            # A steady batch of decodes has the same flags in every step.
+            # The flags of a batch of decodes seldom change between steps.
             async_tensor_h2d(flags, out=self._flags[:rows])
             self._flags_sent = flags
         kernels.compact_tables(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of our attention backends serves, and what is said if that is not vLLM's own choice. Worker process.
+"""Chooses one of our attention backends, and warns if vLLM would have chosen another. Worker process.
 
 ========================== ====================== ==========================================
 GPU                        vLLM's own choice      ours
@@ -11,9 +11,9 @@ float32, older than 8.0    Triton                 Triton (older GPUs, 16 bits: w
 fp8 KV on 8.9, 12.x        FlashInfer             Triton, with a warning
 ========================== ====================== ==========================================
 
-FlashInfer is not among ours: as vLLM calls it there, it does not return the log-sum-exp that scores need.
-Requests with a budget decode in our own kernel on all of them. What differs is the attention of
-prompts and of requests without a budget.
+None of ours is built on FlashInfer: as vLLM calls it, it does not return the log-sum-exp that scores need.
+On all GPUs, requests with a budget decode in our own kernel. Only the attention of prompts, and of requests
+without a budget, depends on this choice.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def _flash_version(head_size: int) -> int | None:
-    # As ``FlashAttentionImpl`` asks: without the last argument the answer for 256 on 10.x is another one.
+    # As ``FlashAttentionImpl`` calls it. The last argument matters for head size 256 on 10.x.
     version: int | None = get_flash_attn_version(head_size=head_size, supports_fa4_hd256=True)
     return version
 
 
 def _why_not_flash(config: VllmConfig) -> str | None:
-    """Why FlashAttention cannot serve, in words, or ``None`` if it can."""
+    """The reason why FlashAttention cannot serve, or ``None`` if it can."""
     model, capability = config.model_config, current_platform.get_device_capability()
     size = model.get_head_size()
     if capability is None or not H2OFlashBackend.supports_compute_capability(capability):
@@ -79,17 +79,17 @@ def _why_not_flash(config: VllmConfig) -> str | None:
         return f"FlashAttention {version} does not read --kv-cache-dtype {kv_dtype} on this GPU"
     if version == 4 and uses_fa4_hd256_kernel(size):
         return (
-            "FlashAttention 4's kernel for head size 256 wants blocks of 128 tokens and block tables "
+            "FlashAttention 4's kernel for head size 256 needs blocks of 128 tokens and block tables "
             "of its own (attention_config's flash_attn_version 2 chooses FlashAttention 2)"
         )
     return None
 
 
 def choose_backend(config: VllmConfig) -> type[AttentionBackend]:
-    """FlashAttention where vLLM could use it, else Triton; ``H2O_CUDA_BACKEND`` overrides.
+    """FlashAttention if it can serve, else Triton. ``H2O_CUDA_BACKEND`` overrides the choice.
 
     Raises:
-        ConfigError: the override is unknown.
+        ConfigError: ``H2O_CUDA_BACKEND`` names no backend of ours.
     """
     wanted = os.environ.get("H2O_CUDA_BACKEND")
     if wanted:
@@ -102,31 +102,31 @@ def choose_backend(config: VllmConfig) -> type[AttentionBackend]:
 
 
 def _slower_than_stock(config: VllmConfig, backend: type[AttentionBackend]) -> str | None:
-    """What is slower than with plain vLLM because of our choice, and why; ``None`` if nothing is.
+    """What may be slower than with plain vLLM because of our choice, and why; ``None``: nothing.
 
-    vLLM's order of preference is ``platforms.cuda._get_backend_priorities`` (0.32): FlashInfer before
-    FlashAttention on 10.x, behind it elsewhere, Triton last.
+    vLLM's order is in ``platforms.cuda._get_backend_priorities`` (0.32): on 10.x FlashInfer comes before
+    FlashAttention, elsewhere after it; Triton is last.
     """
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
-        # Neither FlashAttention nor FlashInfer takes it: Triton is vLLM's choice, too.
+        # FlashAttention and FlashInfer do not take this dtype: vLLM chooses Triton, too.
         return None
     capability = current_platform.get_device_capability()
     flash_infer_first = capability is not None and capability.major == 10
     if backend is H2OTritonBackend:
-        why = _why_not_flash(config) or "H2O_CUDA_BACKEND asks for it"
+        why = _why_not_flash(config) or "H2O_CUDA_BACKEND selects it"
     elif flash_infer_first:
-        why = "vLLM would choose FlashInfer on this GPU, which does not return what scores need"
+        why = "vLLM would choose FlashInfer on this GPU, which does not return the log-sum-exp"
     else:
         return None
     name = "Triton attention" if backend is H2OTritonBackend else "FlashAttention"
     return (
-        f"prompts and requests without a budget run on vLLM's {name}, which may be slower than what "
-        f"vLLM would choose without h2o_vllm: {why}"
+        f"prompts and requests without a budget run on vLLM's {name}, which may be slower than the "
+        f"backend that vLLM would choose without h2o_vllm: {why}"
     )
 
 
 def register_backend(config: VllmConfig) -> None:
-    """Let ``--attention-backend CUSTOM`` mean ours, in this process."""
+    """Register our backend as ``--attention-backend CUSTOM`` in this process."""
     backend = choose_backend(config)
     vllm_register_backend(
         AttentionBackendEnum.CUSTOM, f"{backend.__module__}.{backend.__qualname__}"
@@ -134,6 +134,6 @@ def register_backend(config: VllmConfig) -> None:
 
 
 def warn_of_slower_attention(config: VllmConfig) -> None:
-    """One line in the log if something is slower than with plain vLLM; for the first rank to call, once."""
+    """Log one line if something may be slower than with plain vLLM. The first rank calls it once."""
     if slower := _slower_than_stock(config, choose_backend(config)):
         logger.warning("h2o: %s", slower)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private or unpromised names of vLLM's model runner V2, under the rules of ``engine/compat.py``.
+"""Private or unstable names of vLLM's model runner V2, under the rules of ``engine/compat.py``.
 
-Each entry says what it is for, since when it is needed, and what would make it go away.
-``tests/engine/test_upstream_cuda.py`` pins them. A module of its own, because the base class below
-loads the GPU runner. Worker processes.
+Each entry says why it is needed, in which version, and when it can be removed.
+``tests/engine/test_upstream_cuda.py`` checks them. They have a module of their own because the base class
+below imports the GPU runner. Worker processes.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ __all__ = [
 ]
 
 sync_checked = with_gpu_sync_check
-"""Decorates a method of the worker: whatever waits for the GPU in it is reported, if ``VLLM_GPU_SYNC_CHECK``
-is set and once the worker is warm. vLLM's own decorator (0.32), in no public module; its worker's
-``execute_model``, which runs inside of ours, wears it. Goes when workers can have more of theirs checked."""
+"""Decorator for a method of the worker: vLLM reports what waits for the GPU in it, if ``VLLM_GPU_SYNC_CHECK``
+is set and the worker is warm. It is vLLM's own decorator (0.32), in no public module. vLLM's worker has it on
+``execute_model``, which runs inside ours. Remove it when workers can choose what is checked."""
 
 
 class FullGraphsManager(CudaGraphManager):
-    """Gives subclasses a say in which full graphs are captured.
+    """Lets subclasses choose which full graphs are captured.
 
-    ``CudaGraphManager`` (0.32) keeps the graphs to capture in ``_capture_descs`` and the captured
-    ones in ``graphs``, both by descriptor; ``dispatch`` chooses from a list of its own, which stays
-    as it is. Goes when an attention backend can ask for several graphs per batch size.
+    ``CudaGraphManager`` (0.32) keeps the graphs to capture in ``_capture_descs``, and the captured ones in
+    ``graphs``, both by descriptor. ``dispatch`` chooses from a list of its own, which does not change. Remove
+    this when an attention backend can have several graphs per batch size.
     """
 
     def full_graphs(
         self, stock: list[BatchExecutionDescriptor]
     ) -> Iterable[BatchExecutionDescriptor]:
-        """What to capture instead of ``stock``, in this order."""
+        """The descriptors to capture instead of ``stock``, in this order."""
         return stock
 
     def _init_candidates(self) -> None:
@@ -57,10 +57,10 @@ class FullGraphsManager(CudaGraphManager):
 
 
 def layer_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An attention layer's factors of 8-bit queries, keys and values: float32 on the device, of one element.
+    """An attention layer's scales of 8-bit queries, keys and values: one float32 each, on the device.
 
-    ``AttentionLayer`` (0.32) declares them with an underscore, and passes itself to implementations so
-    that they read them. Of one per head, which some checkpoints have, our kernels know nothing.
+    The names of ``AttentionLayer`` (0.32) begin with an underscore, but it passes itself to implementations
+    so that they read them. Some checkpoints have one scale per head, which our kernels do not support.
     """
     return layer._q_scale, layer._k_scale, layer._v_scale  # noqa: SLF001
 
@@ -72,7 +72,7 @@ def runner_request_slots(model_runner: Any) -> Mapping[str, int]:
 
 
 def runner_block_table(model_runner: Any, group: int) -> torch.Tensor:
-    """The block tables a KV cache group's metadata builder gets, [max requests, MB], int32."""
+    """The block tables that the metadata builder of a KV cache group gets, [max requests, MB], int32."""
     table: torch.Tensor = model_runner.block_tables.input_block_tables[group]
     return table
 
@@ -83,18 +83,19 @@ def runner_stage_holes(
     """Write the null block into a request's block table, with this step's other staged writes.
 
     Args:
-        group: index of the KV cache group whose table it is.
-        holes: table indices, ascending; a request the runner does not know is ignored.
+        group: index of the table's KV cache group.
+        request_id: the request; ignored if the runner does not have it.
+        holes: table indices, ascending.
 
-    ``BlockTables`` (0.32) only appends; ``stage_write`` is what it appends with. Writes of one step
-    are applied in parallel: these touch no index that an append touches. Goes when
-    ``CachedRequestData`` can replace single entries.
+    ``BlockTables`` (0.32) only appends, by ``stage_write``. The writes of a step are applied in parallel, and
+    these write no index that an append writes. Remove this when ``CachedRequestData`` can replace single
+    entries.
     """
     row = runner_request_slots(model_runner).get(request_id)
     if row is None:
         return
     table = model_runner.block_tables.block_tables[group]
-    # Neighbours differ from their rank by the same amount.
+    # In a run of contiguous indices, index minus rank is constant.
     for _, run in groupby(enumerate(holes), key=lambda pair: pair[1] - pair[0]):
         indices = [index for _, index in run]
         table.stage_write(row, indices[0], [0] * len(indices))

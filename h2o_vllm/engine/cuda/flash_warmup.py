@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the forms of FlashAttention 4 that only we ask for. Worker process.
+"""Compiles the variants of FlashAttention 4 that only our backend calls. Worker process.
 
-FlashAttention 2 and 3 are compiled into vLLM. 4 is compiled when first called, form by form, in seconds;
-with the log-sum-exp it is another form than vLLM's own, so its warm-up does not reach it, and the first
-scored prompts would stall everybody.
+vLLM contains compiled kernels of FlashAttention 2 and 3. Version 4 compiles each variant at its first call,
+which takes seconds. With the log-sum-exp it is another variant than vLLM's own, so vLLM's warm-up does not
+compile it, and the first scored prompt would stall all requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["warm_up_flash"]
 
 _TILE = 128
-"""Queries times q heads per kv head of one tile; a second one is another form."""
+"""Queries times q heads per KV head of one tile. With two tiles another variant is compiled."""
 
 
 def warm_up_flash(
@@ -32,13 +32,14 @@ def warm_up_flash(
     query_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> None:
-    """Ask for the log-sum-exp of one tile and of two, of whole rows and of rows in pieces.
+    """Call attention with the log-sum-exp: with one tile and with two, for whole rows and for split rows.
 
-    Reads the null block; writes nothing that lasts. Nothing to do for other versions.
+    Reads the null block, and writes only temporary tensors. Does nothing for other versions.
 
     Args:
-        layer: whose ``impl`` it is. keys, values: of its cache, [N, BS, KH, D], as attention passes them.
-        query_dtype, dtype: of queries and of outputs.
+        impl: the attention of ``layer``. keys, values: the layer's cache, [N, BS, KH, D], as attention
+            passes them.
+        query_dtype, dtype: dtypes of queries and of outputs.
     """
     if impl.vllm_flash_attn_version != 4:
         return
@@ -52,7 +53,7 @@ def warm_up_flash(
             None if scale is None else scale.expand(1, kv_heads)
             for scale in Scales.of(layer, query, keys)
         ]
-        # Rows are cut in pieces where few of them meet a length that is said to be long.
+        # FlashAttention splits rows if they are few and ``max_seqlen_k`` is large.
         for longest in (queries, 64 * _TILE):
             flash_attn.flash_attn_varlen_func(
                 q=query,

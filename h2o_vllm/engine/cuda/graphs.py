@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs: each full one is captured once per variant, and the step's is replayed. Worker processes."""
+"""CUDA graphs: each full graph is captured once per variant; a step replays its own. Worker processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["H2OModelRunner", "VariantDescriptor", "VariantGraphManager", "captur
 
 @dataclass(frozen=True)
 class VariantDescriptor(BatchExecutionDescriptor):
-    """vLLM's description of a captured graph, plus which kernels it holds."""
+    """vLLM's descriptor of a captured graph, plus its variant."""
 
     variant: Variant = Variant.STOCK
 
@@ -40,27 +40,28 @@ class VariantDescriptor(BatchExecutionDescriptor):
 
 
 def _run_nothing(mode: CUDAGraphMode) -> None:
-    """In place of a forward pass that has nothing to warm up."""
+    """Replaces a forward pass that has nothing to warm up."""
 
 
 class _VariantCapture(FullGraphsManager):
-    """Captures each full graph once per variant, and replays the one the step needs."""
+    """Captures each full graph once per variant, and replays the graph of the step's variant."""
 
     step_variant: StepVariant
 
     def full_graphs(
         self, stock: list[BatchExecutionDescriptor]
     ) -> Iterator[BatchExecutionDescriptor]:
-        """Largest batch first, all its variants together: memory profiling samples two of them."""
+        """All variants of the largest batch first: memory profiling samples the first two graphs."""
         variants = self.step_variant.captured
         return (VariantDescriptor.of(desc, variant) for desc in stock for variant in variants)
 
     def capture(self, create_forward_fn: Any, *args: Any, **kwargs: Any) -> None:
-        """As the base class; the metadata builder is told which variant it builds for.
+        """As the base class; also sets the variant for which the metadata builder builds.
 
-        vLLM runs the model once before each capture, so that nothing is compiled or allocated inside of one.
-        A size's first variant does that for all: the others add our kernels alone, whose forms depend on no
-        size and have run with the largest. Three variants then take twice the time of one, not three times.
+        vLLM runs the model once before each capture, so that the capture compiles and allocates nothing. For
+        each size only the first variant needs that run. The others add only our kernels, which are compiled
+        once for all sizes and have run with the largest. So three variants take twice the time of one, not
+        three times.
         """
         warm: set[tuple[Variant, int]] = set()
 
@@ -70,7 +71,7 @@ class _VariantCapture(FullGraphsManager):
                 if kind in warm and desc.variant is not self.step_variant.captured[0]:
                     return _run_nothing
                 warm.add(kind)
-            # The metadata that decides what is captured is built in here.
+            # This call builds the metadata, which decides what is captured.
             self.step_variant.capturing = getattr(desc, "variant", None)
             try:
                 return create_forward_fn(desc, warmup=warmup)
@@ -80,15 +81,15 @@ class _VariantCapture(FullGraphsManager):
         super().capture(create, *args, **kwargs)
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
-        """As the base class, for the variant of this step."""
+        """As the base class, with the graph of this step's variant."""
         return super().run_fullgraph(VariantDescriptor.of(desc, self.step_variant.current))
 
 
 class VariantGraphManager(ModelCudaGraphManager, _VariantCapture):
     """vLLM's graph manager with a full graph per batch size and variant.
 
-    The order of the bases matters: ``ModelCudaGraphManager`` hands the capture loop, and the
-    replay, to the next class in line. Its ``super()`` calls reach ours.
+    The order of the bases matters: the ``super()`` calls of ``ModelCudaGraphManager``, for captures and
+    replays, must reach ours.
     """
 
     def __init__(self, step_variant: StepVariant, *args: Any, **kwargs: Any) -> None:
@@ -97,7 +98,7 @@ class VariantGraphManager(ModelCudaGraphManager, _VariantCapture):
 
 
 def captured_variants(manager: CudaGraphManager) -> dict[Variant, int]:
-    """How many full graphs have been captured per variant."""
+    """Number of captured full graphs per variant."""
     counts = dict.fromkeys(Variant, 0)
     for desc in manager.graphs:
         if isinstance(desc, VariantDescriptor):
@@ -106,7 +107,7 @@ def captured_variants(manager: CudaGraphManager) -> dict[Variant, int]:
 
 
 class H2OModelRunner(GPUModelRunner):
-    """Model runner V2 with our graph manager; made by the worker's ``_make_model_runner`` (0.32)."""
+    """Model runner V2 with our graph manager. The worker's ``_make_model_runner`` (0.32) creates it."""
 
     cudagraph_manager: Any
 
@@ -115,7 +116,7 @@ class H2OModelRunner(GPUModelRunner):
         super().__init__(vllm_config, *args, **kwargs)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """As the base class, also when it profiles: the memory of all variants is then counted."""
+        """As the base class, also when it profiles memory: so it counts the graphs of all variants."""
         super().initialize_kv_cache(*args, **kwargs)
         stock = self.cudagraph_manager
         self.cudagraph_manager = VariantGraphManager(

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that scores, on top of vLLM's. Worker process.
+"""Attention that collects scores, built on vLLM's. Worker process.
 
-========== ==================== ============================= ==================
-row        attention            scores                        in a CUDA graph
-========== ==================== ============================= ==================
-no budget  vLLM                 none                          yes
-evicting   vLLM, without holes  none (``window``, ``keydiff``)  yes
-decode     ours                 ours, in the same pass        yes
-prompt     vLLM, with its LSE   columns, from the LSE         no (attention is eager)
-shared     ours                 as above, if any              decodes
-========== ==================== ============================= ==================
+=============== =================== ================================ ====================
+row             attention           scores                           in a CUDA graph
+=============== =================== ================================ ====================
+no budget       vLLM                none                             yes
+evicts          vLLM, without holes none: its policy needs none now  yes
+scored decode   ours                ours, in the same pass           yes
+scored prompt   vLLM, with its LSE  column sums, from the LSE        no (eager attention)
+shared heads    ours                as above, if any                 decodes
+=============== =================== ================================ ====================
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Scales(NamedTuple):
-    """What a number stored in 8 bits stands for, as a multiple: one float32 on the device, or ``None``."""
+    """Scales of 8-bit tensors, each one float32 on the device, or ``None`` for a tensor of 16 or 32 bits."""
 
     query: torch.Tensor | None = None
     key: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any, query: torch.Tensor, keys: torch.Tensor) -> Scales:
-        """Those of a layer, for what is in 8 bits of ``query`` and of the cache that ``keys`` are of."""
+        """The scales of a layer for those of ``query`` and the cache of ``keys`` that have 8 bits."""
         if keys.dtype != torch.float8_e4m3fn:
             return cls()
         q_scale, k_scale, v_scale = layer_scales(layer)
@@ -58,9 +58,9 @@ class Scales(NamedTuple):
 
 
 def key_value_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, each [N, BS, KH, D], of a layer's cache [N, KH, BS, 2 * D] of any strides.
+    """Keys and values, [N, BS, KH, D] each, as views of a layer's cache, [N, KH, BS, 2 * D] with any strides.
 
-    vLLM holds 8-bit numbers as bytes; they are float8_e4m3fn, as all others are refused at start-up.
+    vLLM stores 8-bit numbers as bytes. They are float8_e4m3fn: other 8-bit dtypes are refused at start-up.
     """
     if kv_cache.dtype == torch.uint8:
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
@@ -69,15 +69,15 @@ def key_value_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tenso
 
 
 def paged_views(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with strides that FlashAttention's TMA accepts (KH = 1)."""
+    """Keys and values with strides that FlashAttention's TMA accepts, also for KH = 1."""
     return canonicalize_singleton_dim_strides(keys), canonicalize_singleton_dim_strides(values)
 
 
 def check_scales(layers: Iterable[Any]) -> None:
-    """Check the scales of layers with an 8-bit cache once, at start-up.
+    """Check, at start-up, that layers with an 8-bit cache have one scale each.
 
     Raises:
-        ConfigError: a checkpoint brought one per head.
+        ConfigError: the checkpoint has one scale per head.
     """
     in_bytes = (layer for layer in layers if layer.kv_cache.dtype == torch.uint8)
     if any(scale.numel() != 1 for layer in in_bytes for scale in layer_scales(layer)):
@@ -87,7 +87,7 @@ def check_scales(layers: Iterable[Any]) -> None:
 
 
 def kv_scales(layers: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What a stored 1 stands for, of keys and of values, [L] each; ``None`` where that is 1."""
+    """Scales of keys and of values, [L] each; ``None`` if the cache does not have 8 bits."""
     if layers[0].kv_cache.dtype != torch.uint8:
         return None
     _, keys, values = (torch.stack(one) for one in zip(*map(layer_scales, layers), strict=True))
@@ -95,10 +95,10 @@ def kv_scales(layers: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None
 
 
 def check_softmaxes(impls: Iterable[Any]) -> None:
-    """Check that all these attention layers want the same form of our kernels: the first's are warmed up.
+    """Check that all attention layers use one variant of our kernels: the warm-up compiles only that one.
 
     Raises:
-        ConfigError: others would compile theirs while serving.
+        ConfigError: some layers would compile kernels while serving.
     """
     forms = {
         (bool(impl.logits_soft_cap), None if impl.sinks is None else impl.sinks.dtype)
@@ -112,12 +112,12 @@ def check_softmaxes(impls: Iterable[Any]) -> None:
 
 
 class CudaScoringImpl(ScoringImpl):
-    """What our GPU implementations share; they differ in how they come by the LSE."""
+    """Common base of our GPU implementations, which differ in how they compute the LSE."""
 
     scored_metadata = ScoredBatch
     _state: CudaState
     _views: tuple[torch.Tensor, torch.Tensor]
-    """Keys and values of this layer's cache, [N, BS, KH, D] each; made once, as a step has many layers."""
+    """Keys and values of this layer's cache, [N, BS, KH, D] each; views that are made once."""
 
     def bind(self, state: Any, layer: int) -> None:
         """As the base class."""
@@ -126,12 +126,12 @@ class CudaScoringImpl(ScoringImpl):
         self._views = caches.key_caches[layer], caches.value_caches[layer]
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Our kernels write the model's dtype only."""
+        """``False``: our kernels write only the model's dtype."""
         del quant_key
         return False
 
     def attend(self, call: AttentionCall, batch: ScoredBatch) -> None:
-        """Stock attention for its rows, our decodes, then the scores of the prompts."""
+        """Run stock attention for vLLM's rows, then our decodes, then the scores of prompts."""
         self._state.note_served(batch, self._layer)
         keys, values = self._views
         query, output = call.query[: batch.num_tokens], call.output[: batch.num_tokens]
@@ -171,7 +171,7 @@ class CudaScoringImpl(ScoringImpl):
         prompts: SharedPrompts,
         scales: Scales,
     ) -> None:
-        """Attention, and scores, of rows with several queries that vLLM's kernels cannot read."""
+        """Attend and score rows with several queries whose heads share slots: vLLM's kernels cannot."""
         assert batch.lanes is not None
         tokens, heads, _ = query.shape
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
@@ -223,9 +223,9 @@ class CudaScoringImpl(ScoringImpl):
                 )
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
-        """Stock attention of ``batch.stock``, and each query's log-sum-exp.
+        """Run stock attention for ``batch.stock``, and return the log-sum-exp of each query.
 
         Returns:
-            [H, T], float32, natural logarithm, sinks included; defined for the prompt rows' queries.
+            [H, T], float32, natural logarithm, sinks included; defined for the queries of prompt rows.
         """
         raise NotImplementedError

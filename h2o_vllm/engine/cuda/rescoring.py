@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU's kernel does before an eviction: the operations of its ranks. Worker process; no vLLM."""
+"""Translates an eviction's ranks into operations of the GPU's rescoring kernel. Worker process; no vLLM."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["ops_of", "rescore_of"]
 
 
 def ops_of(ranks: Sequence[int]) -> Op:
-    """The operations of some ranks, indices into :data:`~h2o_vllm.policy.ranks.RANKS`."""
+    """The operations of ``ranks``, which are indices into :data:`~h2o_vllm.policy.ranks.RANKS`."""
     return reduce(or_, (RANKS[index].op for index in ranks), Op.NOTHING)
 
 
 def rescore_of(eviction: Eviction, slot: int = -1, first_kv_head: int = 0) -> Rescore:
-    """The kernel's part of an eviction that changes scores.
+    """The kernel's description of an eviction.
 
     Args:
-        slot: the request's, if its KV heads share the slots of the blocks that are ranked again; else -1.
+        slot: the request's slot, if its KV heads share the slots of blocks that are ranked again; else -1.
         first_kv_head: number of this worker's first KV head in the model.
     """
     blocks = candidate_blocks(eviction)

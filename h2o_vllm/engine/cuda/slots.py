@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the requests in model runner V2's request table, by slot. Worker process; no vLLM."""
+"""Eviction parameters of requests by slot of model runner V2's request table. Worker process; no vLLM."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["PolicySlots"]
 
 
 class PolicySlots:
-    """What is known of the requests in the runner's request table, by slot.
+    """Eviction parameters of requests, in arrays by slot of the runner's request table.
 
-    A request's slot exists only once the runner has added it, hence the two steps ``start`` (with
-    the scheduler's plan) and ``place`` (when the batch is known).
+    A request has a slot only after the runner has added it. So ``start`` takes the parameters with the
+    scheduler's plan, and ``place`` writes them once the slot is known.
 
     Args:
-        num_slots: requests the runner can hold.
+        num_slots: number of requests that the runner can hold.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -40,11 +40,11 @@ class PolicySlots:
         self._placed: set[int] = set()
 
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
-        """Requests that evict and enter the batch in this step."""
+        """Add the requests that evict and enter the batch in this step."""
         self._waiting.update(policies)
 
     def release(self, request_ids: Iterable[str], slots: Mapping[str, int]) -> None:
-        """Requests that leave (finished or preempted), before the runner reuses their slots."""
+        """Remove requests that finished or were preempted. Call it before the runner reuses their slots."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
             slot = slots.get(request_id)
@@ -55,7 +55,7 @@ class PolicySlots:
                 self._placed.discard(slot)
 
     def place(self, slots: Mapping[str, int]) -> None:
-        """Look up the slots of the requests that were started."""
+        """Write the parameters of started requests into their slots."""
         for request_id in [one for one in self._waiting if one in slots]:
             slot, params = slots[request_id], self._waiting.pop(request_id)
             self._evicts[slot] = True
@@ -66,15 +66,15 @@ class PolicySlots:
 
     @property
     def any_evicts(self) -> bool:
-        """Whether any request of the runner's evicts, in this batch or not."""
+        """Whether any request of the runner evicts, in this batch or not."""
         return bool(self._placed or self._waiting)
 
     def punched(self, slot: int, count: int) -> None:
-        """``count`` more blocks of the request in ``slot`` have been evicted."""
+        """Add ``count`` evicted blocks to the request in ``slot``."""
         self._holes[slot] += count
 
     def share(self, slot: int, count: int) -> None:
-        """KV heads share the slots of the first ``count`` blocks behind the pinned ones, from now on."""
+        """Set how many blocks after the pinned ones have slots that the KV heads share."""
         self._shared[slot] = count
 
     def evicts(self, slots: NDArray[np.intp]) -> NDArray[np.bool_] | None:
@@ -89,7 +89,7 @@ class PolicySlots:
         return self._first_scored[slots]
 
     def late_from(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Position of the first query per batch row whose attention is also kept apart."""
+        """Position of the first late query per batch row: attention from it on is also kept apart."""
         return self._late_from[slots]
 
     def pinned(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
@@ -101,5 +101,5 @@ class PolicySlots:
         return self._holes[slots]
 
     def shared(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Blocks whose slots KV heads share, per batch row."""
+        """Blocks with slots that the KV heads share, per batch row."""
         return self._shared[slots]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the start of a worker says of CUDA graphs that are missing. Worker process."""
+"""Warning at the start of a worker about batches without CUDA graphs. Worker process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["warn_of_batches_without_graphs"]
 
 
 def warn_of_batches_without_graphs(config: VllmConfig) -> None:
-    """One line in the log if more requests may run at once than a graph was captured for.
+    """Log one line if more requests may run at once than the largest CUDA graph holds.
 
-    vLLM (0.32, ``VllmConfig._set_cudagraph_sizes``) captures batches of up to 512, on 10.x of up to 1,024,
-    and starts with ``--max-num-seqs`` 1,024 on large GPUs. Without budgets memory seldom lets so many run.
+    vLLM (0.32, ``VllmConfig._set_cudagraph_sizes``) captures batches of up to 512 requests, on 10.x of up to
+    1,024. Its default of ``--max-num-seqs`` is 1,024 on large GPUs. Without budgets, memory is seldom enough
+    for so many.
     """
     compilation, most = config.compilation_config, config.scheduler_config.max_num_seqs
     largest = compilation.max_cudagraph_capture_size
@@ -32,14 +33,14 @@ def warn_of_batches_without_graphs(config: VllmConfig) -> None:
         return
     if largest and most > largest:
         logger.warning(
-            "h2o: up to %d requests may run at once (--max-num-seqs), CUDA graphs are captured for %d: steps "
-            "with more launch every kernel by itself, which is slower. Evictions make room for so many. "
-            "--max-cudagraph-capture-size %d captures them, for %d more graphs at start-up; "
+            "h2o: up to %d requests may run at once (--max-num-seqs), but CUDA graphs hold up to %d: larger "
+            "steps launch each kernel by itself, which is slower. Evictions make room for so many requests. "
+            "--max-cudagraph-capture-size %d captures them, with %d more graphs at start-up; "
             "--max-num-seqs %d lets the others wait",
             most,
             largest,
             most,
-            # Every 16 requests, vLLM's own steps.
+            # vLLM captures one batch size per 16 requests.
             -(-(most - largest) // 16) * len(variants_of(config_of(config))),
             largest,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's state on GPUs: requests by slot, kernels of :mod:`h2o_vllm.kernels.triton`. Worker process."""
+"""The worker's state on GPUs: requests by slot, scores, calls of the Triton kernels. Worker process."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ __all__ = ["CudaState"]
 
 @dataclass(kw_only=True)
 class CudaState(WorkerState):
-    """Scores and their bookkeeping.
+    """Scores, and which requests evict.
 
     Attributes:
-        kv_layers: where the KV of the evictable layers lies.
+        kv_layers: KV of the evictable layers.
         workspace: memory and plan of the decode kernel.
-        step_variant: which kernels the step uses; read when a CUDA graph is chosen.
+        step_variant: the variant of the step, which selects the CUDA graph.
         request_slots: request id -> slot of the runner's request table; the runner's own mapping.
-        policies: policies of those slots.
-        lanes: whose the lanes of heavy blocks are, on the device; ``None``: heads cannot share slots here.
-        prediction: what predicts attention, if there is a calibration of the model.
+        policies: eviction parameters by slot.
+        lanes: owners of the lanes of heavy blocks, on the device; ``None``: heads cannot share slots.
+        prediction: the calibration on the device, or ``None``.
     """
 
     kv_layers: KVLayers
@@ -57,16 +57,16 @@ class CudaState(WorkerState):
     _sharing: set[str] = field(default_factory=set)
     """Ids of the requests whose heads share slots."""
     _heavy_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of those that have evicted: the blocks whose lanes are shared, in the order of their list."""
+    """For those of them that have evicted: their blocks with shared lanes, in the order of the list."""
     _captured: dict[Variant, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
-        """Learn what the requests that evict and enter the batch depend on."""
+        """Take the parameters of requests that evict and enter the batch."""
         self.policies.start(policies)
         self._sharing.update(name for name, params in policies.items() if params.shares_heads)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Drop requests that leave the batch, before the runner reuses their slots."""
+        """Drop requests that leave the batch. Call it before the runner reuses their slots."""
         gone = list(request_ids)
         self.policies.release(gone, self.request_slots)
         self._sharing.difference_update(gone)
@@ -74,14 +74,14 @@ class CudaState(WorkerState):
             self._heavy_blocks.pop(request_id, None)
 
     def compact(self, evictions: Sequence[Eviction]) -> None:
-        """As the base class; a request of which nothing is left to rank has no lanes either."""
+        """As the base class; a request without heavy blocks left no longer has lanes."""
         super().compact(evictions)
         for one in evictions:
             if not one.heavy_blocks and self._heavy_blocks.pop(one.request_id, ()):
                 self.policies.share(self.request_slots[one.request_id], 0)
 
     def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
-        """Who evicts in this batch, or ``None`` if nobody does; also settles the step's variant.
+        """The rows of this batch, or ``None`` if no row evicts. Also sets the step's variant.
 
         Raises:
             AccountingError: some request evicts, and vLLM does not say which requests the rows are.
@@ -97,7 +97,7 @@ class CudaState(WorkerState):
             evicts = self.policies.evicts(common.req_idx)
             if evicts is not None:
                 assert common.seq_lens_cpu_upper_bound is not None
-                # Exact without speculative decoding, which is refused.
+                # Exact, as speculative decoding is refused.
                 seq_lens = common.seq_lens_cpu_upper_bound.numpy()
                 rows = StepRows.of(
                     evicts,
@@ -111,7 +111,7 @@ class CudaState(WorkerState):
         return rows
 
     def shared_blocks(self, common: CommonAttentionMetadata) -> NDArray[np.int32] | None:
-        """Blocks whose slots heads share, of each row, [B]; ``None`` if there are none in this batch."""
+        """Number of blocks with shared slots of each row, [B]; ``None`` if no row has any."""
         if not self._heavy_blocks:
             return None
         assert common.req_idx is not None
@@ -122,7 +122,7 @@ class CudaState(WorkerState):
     def lane_rows(
         self, common: CommonAttentionMetadata, shared: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """What :attr:`.LaneTables.rows` has to be for this batch, [B, 3]."""
+        """The value of :attr:`.LaneTables.rows` for this batch, [B, 3]."""
         rows = np.zeros((common.num_reqs, 3), dtype=np.int32)
         rows[:, 0] = -1
         sharing = np.flatnonzero(shared)
@@ -133,20 +133,20 @@ class CudaState(WorkerState):
         return rows
 
     def punched(self, request_id: str, count: int) -> None:
-        """``count`` blocks of a request are leaving its block table. Unknown ids are fine."""
+        """Note that ``count`` blocks leave a request's block table. Unknown ids are ignored."""
         slot = self.request_slots.get(request_id)
         if slot is not None:
             self.policies.punched(slot, count)
 
     def live_lens(self, common: CommonAttentionMetadata) -> NDArray[np.int32]:
-        """Live length of each row that evicts, on the host, [B], int32; the others have any number."""
+        """Live length of each row that evicts, on the host, [B], int32; undefined for other rows."""
         assert common.req_idx is not None and common.seq_lens_cpu_upper_bound is not None
         live: NDArray[np.int32] = common.seq_lens_cpu_upper_bound.numpy().copy()
         live[: len(common.req_idx)] -= self.policies.holes(common.req_idx) * self.block_size
         return live
 
     def pinned_tokens(self, common: CommonAttentionMetadata) -> NDArray[np.int32]:
-        """Tokens in pinned blocks of each row, [B], int32; 0 of padding, and of rows that do not evict."""
+        """Tokens in pinned blocks of each row, [B], int32; 0 for padding and for rows that do not evict."""
         assert common.req_idx is not None
         pinned = np.zeros(common.num_reqs, dtype=np.int32)
         pinned[: len(common.req_idx)] = self.policies.pinned(common.req_idx)
@@ -155,20 +155,20 @@ class CudaState(WorkerState):
     def split_scores(
         self, table: torch.Tensor, live: torch.Tensor, rows: torch.Tensor, max_len: int
     ) -> None:
-        """Of some rows' tokens, make ``early`` what it is; see :func:`.kernels.split_scores`."""
+        """Compute the early part of the scores of some rows, see :func:`.kernels.split_scores`."""
         kernels.split_scores(self.scores, self.early, table, live, rows, max_len)
 
     def note_served(self, batch: ScoredBatch, layer: int) -> None:
-        """A layer's attention ran for a batch with budgets; remembers what was captured."""
+        """Note that a layer's attention ran for a batch with budgets, if a graph is being captured."""
         if batch.capturing:
             self._captured[batch.variant].add(layer)
 
     def layers_captured(self, variant: Variant) -> int:
-        """How many evictable layers called our kernels while this variant was captured."""
+        """Number of evictable layers that called our kernels while this variant was captured."""
         return len(self._captured[variant])
 
     def to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
-        """``data``, without waiting."""
+        """``data`` on the device; the host does not wait."""
         return async_tensor_h2d(data, device=self.scores.device)
 
     def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
@@ -176,7 +176,7 @@ class CudaState(WorkerState):
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         rescores = [rescore_of(one, self._lanes_slot(one), self.first_kv_head) for one in evictions]
-        # Few fresh tokens beside many would take as much of the scratch, and of the launches it has room for.
+        # In one call, an eviction of few fresh tokens would take as much scratch as one of many.
         few = [one for one in rescores if len(one.fresh) * self.block_size <= kernels.FEW]
         many = [one for one in rescores if len(one.fresh) * self.block_size > kernels.FEW]
         for together in filter(None, (few, many)):
@@ -185,7 +185,7 @@ class CudaState(WorkerState):
             kernels.rescore(self.kv_layers, *planes, packed, self.lanes, self.prediction)
 
     def _lanes_slot(self, eviction: Eviction) -> int:
-        """The slot of a request of whose blocks some are shared already, else -1."""
+        """The slot of a request that has blocks with shared slots, else -1."""
         heavy = self._heavy_blocks.get(eviction.request_id)
         if heavy is None:
             return -1

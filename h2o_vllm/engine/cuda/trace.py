@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens the evictions of traced requests take, where scores lie on a GPU. Worker process.
+"""Which tokens the evictions of traced requests take, with scores on a GPU. Worker process.
 
-The scores that an eviction ranks by are copied to the host on the stream, before tokens move. What they mean
-is found out on the host, by the kernels for CPUs, once the step's output is there. Scores alone decide which
-tokens stay, so these are the tokens that the GPU kept. Costs nothing where no request has a trace.
+Before tokens move, the scores that an eviction ranks by are copied to the host on the stream. When the step's
+output is there, the kernels for CPUs rank them again. Scores alone decide which tokens stay, so the result is
+what the GPU kept. Without traced requests this costs nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["DeviceTraceRecorder"]
 
 
 class DeviceTraceRecorder(TraceRecorder):
-    """As the base class, but nothing waits for the device, and :meth:`attach` follows only what was copied.
+    """As the base class, but it never waits for the device, and evaluates the copies in :meth:`attach`.
 
-    Steps' outputs are fetched one after the other, in their order, by one thread.
+    One thread fetches the outputs of steps, one after the other, in their order.
 
     Args:
-        to_device: copies a tensor of the host to where scores are, without waiting.
+        to_device: copies a host tensor to the device of the scores, without waiting.
     """
 
     def __init__(self, to_device: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -42,7 +42,7 @@ class DeviceTraceRecorder(TraceRecorder):
     def record(
         self, eviction: Eviction, scores: torch.Tensor, owners: torch.Tensor | None = None
     ) -> None:
-        """See the base class; the tensors may be changed once the stream has come here."""
+        """As the base class; the tensors may change later in the stream."""
         ranked = self._ranked.get(eviction.request_id)
         if ranked is None:
             return
@@ -52,7 +52,7 @@ class DeviceTraceRecorder(TraceRecorder):
         self._copied.append(partial(self.follow, ranked, eviction, mine, on_host))
 
     def attach(self, output: Any) -> Any:
-        """See the base class."""
+        """As the base class."""
         if not self._copied:
             return output
         copied, self._copied = self._copied, []
@@ -64,12 +64,12 @@ class DeviceTraceRecorder(TraceRecorder):
 def _after(
     there: torch.cuda.Event, copied: list[Callable[[], TracedEviction]]
 ) -> tuple[TracedEviction, ...]:
-    # The step's tokens, which are there by now, lie behind it in the stream.
+    # The step's tokens, which have arrived, come later in the stream: this does not wait.
     there.synchronize()
     return tuple(follow() for follow in copied)
 
 
 def _to_host(found: torch.Tensor) -> torch.Tensor:
-    """Contents come once the stream has come here."""
+    """A copy on the host. Its contents are valid once the stream has reached this point."""
     on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
     return on_host.copy_(found, non_blocking=True)

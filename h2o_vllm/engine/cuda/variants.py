@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels serve a batch, and so which CUDA graph is replayed for it. Worker process."""
+"""Which kernels serve a batch, and so which CUDA graph it replays. Worker process."""
 
 from __future__ import annotations
 
@@ -24,42 +24,43 @@ __all__ = ["StepVariant", "Variant", "row_flags", "variant_of", "variants_for", 
 class Variant(Enum):
     """Which kernels serve a batch.
 
-    A replayed CUDA graph cannot branch on its batch, so a variant is captured on its own and the step picks
-    one: a batch without budgets then launches exactly what stock vLLM launches.
+    A replayed CUDA graph cannot branch on its batch. So each variant has graphs of its own, and each step
+    selects a variant. A batch without budgets launches exactly what stock vLLM launches.
 
-    Some are captured, see :func:`variants_for`; ``SCORED`` and ``HOLES`` only save time: where one is not,
-    its batches are served as ``MIXED``.
+    Not all variants are captured, see :func:`variants_for`. ``SCORED`` and ``HOLES`` only save time: without
+    their graphs, their batches are served as ``MIXED``.
     """
 
     STOCK = "stock"
-    """vLLM's attention alone: nobody in the batch evicts."""
+    """vLLM's attention alone: no request of the batch evicts."""
     MIXED = "mixed"
-    """vLLM's attention, which skips the scored decodes (length 0), then ours, which skips the rest."""
+    """vLLM's attention, which skips scored decodes (length 0), then ours, which skips all other rows."""
     SCORED = "scored"
-    """Ours alone: every row decodes and is scored."""
+    """Our attention alone: each row decodes and is scored."""
     HOLES = "holes"
-    """vLLM's attention alone, on tables without holes: some evict, and nobody is scored."""
+    """vLLM's attention alone, on tables without holes: some requests evict, and none is scored."""
     SHARED = "shared"
-    """As ``MIXED``, where KV heads of some rows share slots: these are ours, which finds keys by page."""
+    """As ``MIXED``, where KV heads of some rows share slots: our attention finds their keys by page."""
 
 
 def variants_for(
     policy: Policy, *, may_share: bool = False, shares: bool = False
 ) -> tuple[Variant, ...]:
-    """What a server captures for each batch size, by its default policy.
+    """The variants that a server captures for each batch size, by its default policy.
 
-    ``MIXED`` serves every batch with budgets whose heads keep to themselves. In one where all decode and
-    are scored it launches vLLM's kernels for nothing, in one where nobody is scored ours: two launches per
-    layer, at some 5 us about 0.16 ms of a step of 32 layers that takes 6. A graph for each case would be
-    51 more captures at 1,024 requests, which costs every server start-up time and memory.
-    So it has one of them: what suits the policy that requests have if they name none.
+    ``MIXED`` serves each batch with budgets, except where heads share slots. If all rows are scored decodes,
+    its launches of vLLM's kernels do nothing; if no row is scored, its launches of ours do nothing. These two
+    launches per layer take about 5 us: 0.16 ms of a step of 32 layers that takes 6 ms. A graph for each case
+    would be 51 more captures at 1,024 requests, which costs start-up time and memory. So a server captures
+    only the one that fits its default policy.
 
-    Heads that share slots have to have a graph of their own: a kernel that reads by page waits for one more
-    load per tile, for which nobody else should pay.
+    Shared heads have graphs of their own: a kernel that finds keys by page waits for one more load per tile,
+    which should not slow down other requests.
 
     Args:
-        may_share: whether requests may ask for it. shares: whether they do if they say nothing; then its
-            graph takes the place of the one that saves time.
+        policy: the server's default policy.
+        may_share: whether requests may share heads. shares: whether they do by default; then ``SHARED``
+            replaces the variant that only saves time.
     """
     quicker = Variant.SCORED if policy.needs_scores else Variant.HOLES
     if not may_share:
@@ -70,7 +71,7 @@ def variants_for(
 
 
 def variants_of(config: H2OConfig) -> tuple[Variant, ...]:
-    """:func:`variants_for` the server of this configuration, which knows whether its engine can share."""
+    """:func:`variants_for` the server of this configuration."""
     return variants_for(
         config.default_policy,
         may_share=not config.kv_heads_equal_because,
@@ -84,9 +85,11 @@ def variant_of(
     *,
     shares: bool = False,
 ) -> Variant:
-    """Which kernels serve a batch; ``rows`` is ``None`` in one in which nobody evicts.
+    """The variant that serves a batch.
 
     Args:
+        rows: the rows of the batch; ``None``: no row evicts.
+        captured: the variants that have graphs.
         shares: whether the heads of any row share slots.
     """
     if rows is None:
@@ -100,10 +103,10 @@ def variant_of(
 
 
 def row_flags(rows: StepRows, shared: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
-    """[B]: as ``compact_tables`` and the plan want them; "scored" are those that our kernels attend.
+    """Flags of each row for ``compact_tables`` and the plan, [B]. ``SCORED`` marks rows that we attend.
 
     Args:
-        shared: [B], rows that vLLM's kernels cannot read.
+        shared: [B], rows whose heads share slots, which vLLM's kernels cannot read.
     """
     ours = rows.decodes if shared is None else rows.decodes | shared
     flags = np.where(rows.evicts, EVICTING, 0) | np.where(ours, SCORED, 0)
@@ -112,12 +115,12 @@ def row_flags(rows: StepRows, shared: NDArray[np.bool_] | None = None) -> NDArra
 
 @dataclass
 class StepVariant:
-    """Shared by the metadata builder, which decides, and the graph manager, which obeys.
+    """The variant of the step: the metadata builder sets it, the graph manager reads it.
 
     Attributes:
-        current: of the batch whose metadata was built last.
-        capturing: what a CUDA graph is being captured for, or ``None``.
-        captured: what graphs are captured for.
+        current: the variant of the batch whose metadata was built last.
+        capturing: the variant for which a CUDA graph is being captured, or ``None``.
+        captured: the variants that have graphs.
     """
 
     current: Variant = Variant.STOCK

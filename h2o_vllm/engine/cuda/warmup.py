@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile our kernels before vLLM captures graphs and before the first request. Worker process.
+"""Compiles our kernels before vLLM captures graphs and before the first request. Worker process.
 
-Triton takes seconds for each; a kernel that is first called while serving would stall everybody.
+Triton takes seconds per kernel. A kernel that is first called while serving would stall all requests.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["warm_up"]
 
 
 def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
-    """Call every kernel on the real caches with nothing to do; changes no KV and no score.
+    """Call each kernel on the real caches, without work to do. Changes no KV and no score.
 
-    ``compact_tables`` is the metadata builder's, which compiles it when it is bound.
+    The metadata builder compiles ``compact_tables`` when it is bound.
 
     Args:
-        layer: one of the evictable layers, whose soft caps and sinks have one form. dtype: the model's.
+        layer: an evictable layer; all of them use the same variant of the kernels. dtype: the model's.
     """
     keys, device = state.kv_layers.key_caches[0], state.scores.device
     kv_heads, size = keys.shape[2:]
     num_heads = layer.impl.num_heads
-    # vLLM brings queries into 8 bits as well, where its own kernel wants them so.
+    # vLLM also converts queries to 8 bits where its own kernel takes them so.
     in_bytes = keys.dtype == torch.float8_e4m3fn and layer.impl.supports_quant_query_input
-    # As if split from one qkv projection.
+    # With the strides of a split qkv projection.
     wide = torch.zeros(2, (num_heads + 2 * kv_heads) * size, dtype=dtype, device=device)
     query = wide[:, : num_heads * size].unflatten(1, (num_heads, size))
     out = torch.empty_like(query)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our worker on NVIDIA GPUs: vLLM's, model runner V2, CUDA graphs. Runs in each worker process."""
+"""Our worker for NVIDIA GPUs, on vLLM's worker with model runner V2. Runs in each worker process."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 __all__ = ["H2OGPUWorker"]
 
 _FIXED_BYTES = 64 << 20
-"""What the kernels hold whatever the size of the pool, beside their scratch: partial results of prompts."""
+"""Memory of the kernels that does not depend on the pool, without their scratch: partial sums of prompts."""
 
 
-def _add_up_of_ranks(part: torch.Tensor) -> None:
-    # On the stream, like vLLM's own.
+def _sum_over_ranks(part: torch.Tensor) -> None:
+    # On the stream, as vLLM does.
     part.copy_(get_tp_group().all_reduce(part))
 
 
@@ -67,7 +67,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
 
     builder_cls = ScoringBuilder
     impl_cls = CudaScoringImpl
-    # Until the kernels are compiled and the graphs captured.
+    # ``True`` once the kernels are compiled and the graphs captured.
     _serving = False
 
     @staticmethod
@@ -86,19 +86,19 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
 
     @sync_checked
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """As the base class; compaction, too, is checked for waiting, not only vLLM's part of a step."""
+        """As the base class; vLLM's check for waits on the GPU covers compaction as well."""
         return super().execute_model(scheduler_output)
 
     def determine_available_memory(self) -> int:
-        """As the base class, less what the decode kernel's memory will take."""
+        """As the base class, less the memory of our kernels, in bytes."""
         available = super().determine_available_memory()
         return available - self._workspace_bytes(available, self.get_kv_cache_spec().values())
 
     def _workspace_bytes(self, available: int, specs: Collection[KVCacheSpec]) -> int:
-        """Upper bound of what the kernels hold beside the scores, once ``available`` bytes are KV."""
+        """Upper bound of the kernels' memory beside the scores, in bytes, with ``available`` bytes of KV."""
         ours = [spec for spec in specs if isinstance(spec, H2OAttentionSpec)]
         spec, layers = ours[0], len(ours) if self._may_share() else 0
-        # Other groups' blocks lie in the same memory, and vLLM gives none fewer layers than ours has.
+        # Blocks of other groups lie in the same memory, and no group has fewer layers than ours.
         blocks = available // sum(spec.page_size_bytes for spec in ours)
         tokens, rows = blocks * spec.block_size, self.scheduler_config.max_num_seqs
         workspace = kernels.DecodeWorkspace(
@@ -108,7 +108,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             spec.num_kv_heads,
             self.model_config.dtype,
             spec.head_size,
-            # Shapes without memory.
+            # Tensors without memory.
             "meta",
             sharing_layers=layers,
         )
@@ -120,7 +120,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         return int(held) + _FIXED_BYTES + self._scratch_bytes(spec.num_kv_heads)
 
     def _predicted_heads(self, kv_heads: int) -> int:
-        """For how many KV heads, at most, this rank weighs what its ``kv_heads`` ones know."""
+        """Upper bound of the KV heads for which this rank computes a part of the prediction."""
         if self._h2o_config().kv_calibration is None:
             return 0
         return kv_heads * int(self.parallel_config.tensor_parallel_size)
@@ -130,18 +130,18 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         return not config_of(self.vllm_config).kv_heads_equal_because
 
     def _scratch_bytes(self, kv_heads: int) -> int:
-        """Of compaction and rescoring: room for the longest prompt's first eviction, a layer at a time."""
+        """Scratch of compaction and rescoring: one layer of the longest prompt's first eviction, in bytes."""
         longest = self.model_config.max_model_len
         needed = kernels.scratch_bytes(kv_heads, longest, self._predicted_heads(kv_heads))
         return max(kernels.SCRATCH_BYTES, needed)
 
     def compile_or_warm_up_model(self) -> Any:
-        """As the base class; our kernels are compiled first, and checked to be in the graphs after."""
+        """As the base class, but compiles our kernels first, and then checks that the graphs hold them."""
         state = self._bound_state()
         warm_up(state, self._first_layer, self.model_config.dtype)
         times = super().compile_or_warm_up_model()
         self._check_graphs(state)
-        # vLLM's own warm-up has used the KV cache; nothing of it is anybody's.
+        # vLLM's own warm-up has left scores that belong to no request.
         state.planes.zero_()
         self._serving = True
         return times
@@ -203,13 +203,13 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         if part is None:
             return None
         scales = kv_scales(layers)
-        return kernels.Prediction.of(part, heads, size, self.device, scales, _add_up_of_ranks)
+        return kernels.Prediction.of(part, heads, size, self.device, scales, _sum_over_ranks)
 
     def _make_recorder(self, state: CudaState) -> TraceRecorder:
         return DeviceTraceRecorder(state.to_device)
 
     def _check_graphs(self, state: CudaState) -> None:
-        """Law 9 for CUDA graphs: what is replayed for a batch with budgets holds our kernels.
+        """Law 9 for CUDA graphs: check that the graphs for batches with budgets hold our kernels.
 
         Raises:
             ConfigError: a graph, or a layer in it, is missing.
@@ -227,10 +227,10 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
                 raise ConfigError(
                     f"CUDA graphs for {variant.value} batches: {counts[variant]} of "
                     f"{counts[Variant.STOCK]}, with our attention in {captured} of {layers} "
-                    "layers. Scores would silently not be kept; refusing to start."
+                    "layers. Scores would silently not be collected; refusing to start."
                 )
         if mode.mixed_mode() is CUDAGraphMode.FULL:
             raise ConfigError(
-                f"cudagraph_mode {mode.name} captures prompts as well, which are scored eagerly; "
+                f"cudagraph_mode {mode.name} captures prompts, too, which must be scored eagerly; "
                 "use FULL_AND_PIECEWISE or FULL_DECODE_ONLY"
             )

@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels for GPUs: attention that keeps scores, prompt scores, compaction, block tables.
+"""The kernels for GPUs: attention that collects scores, prompt scores, compaction, block tables.
 
-Runs in the worker. Never imports vLLM; imports Triton, so import it only where a GPU serves.
-:mod:`h2o_vllm.kernels.reference` is the truth, :mod:`~h2o_vllm.kernels.triton.checks` what the kernels
-take for granted, :func:`warm_up` compiles them all. Each step, in this order:
+Runs in the worker. Imports Triton, so import it only where a GPU serves; never imports vLLM.
+:mod:`h2o_vllm.kernels.reference` defines the results, :mod:`~h2o_vllm.kernels.triton.checks` checks the
+kernels' assumptions, and :func:`warm_up` compiles all of them. Each step calls, in this order:
 
-    rescore             before it, if a policy adjusts scores then       eager, 1 to 6 launches for all layers
+    rescore             if a policy adjusts scores before an eviction    eager, 1 to 6 launches for all layers
     compact             before the forward pass, if the step evicts      eager, 2 launches for all layers
-    reset_scores        new tokens, all layers                           eager, 1 launch
+    reset_scores        the step's new tokens, all layers                eager, 1 launch
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
-    DecodeWorkspace.plan  the metadata builder: who decodes, split how   eager, 1 launch
+    DecodeWorkspace.plan  the metadata builder: decodes and their split  eager, 1 launch
     attend_decode       per layer, in or out of a CUDA graph             2 launches
     prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch
     add_prompt_scores   per layer, if there are prompt rows              eager, 2 launches; 1 if no row is cut
-                        again for the late queries of prompts that get there, for a policy that asks
-    split_scores        after it, for these                              eager, 1 launch
+                        again for late queries, if a policy keeps their attention apart
+    split_scores        after it, for these rows                         eager, 1 launch
 
-Where KV heads share slots (:mod:`~h2o_vllm.kernels.triton.lanes` has the tables), ``compact_shared`` stands
-beside compact (5 launches), the plan (a second launch, which lists keys) and what attends and scores take
-these tables, and several queries of such a row are attended by ``attend_shared_prompts`` (per layer, eager,
-1 launch).
+If KV heads share slots (:mod:`~h2o_vllm.kernels.triton.lanes` has the tables), three things differ.
+``compact_shared`` runs beside ``compact`` (5 launches). The plan (with a second launch that lists keys),
+attention and scoring take these tables. ``attend_shared_prompts`` attends rows with several queries (per
+layer, eager, 1 launch).
 
-Nothing here waits for the GPU, and nothing in a graph allocates. Scored rows share no block that is ranked:
-that is the design's law (a policy that moves tokens reads no cached blocks but pinned ones), so sums need no
-atomics.
+No function waits for the GPU, and nothing in a graph allocates. Scored rows share no block that is ranked (a
+policy that moves tokens reads only pinned blocks from the cache), so sums need no atomics.
 """
 
 from __future__ import annotations

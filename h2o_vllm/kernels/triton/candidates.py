@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Where a program of rescoring finds the tokens of its eviction, and what they score."""
+"""How a program of rescoring finds the tokens of its eviction, and their scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 SIZES = ["first_unit", "num_layers", "num_blocks", "stride_table", "part"]
-"""Arguments of all of these kernels, for which none is compiled anew."""
+"""Arguments that all rescoring kernels take without specialisation: new values compile nothing."""
 _HEADER = tl.constexpr(told.HEADER)
 _SEGMENT = tl.constexpr(told.SEGMENT)
 
@@ -29,8 +29,8 @@ _SEGMENT = tl.constexpr(told.SEGMENT)
 @triton.jit
 def my_part(scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part,
           KH: tl.constexpr, BS: tl.constexpr):  # fmt: skip
-    """Of this program: layer, head, its eviction's entry, where its scores are, its part of the scratch."""
-    # Heads side by side: their KV is.
+    """This program's layer and head, its eviction's entry, its scores, and its part of the scratch."""
+    # Heads are adjacent, as their KV is.
     head = (tl.program_id(0) % KH).to(tl.int64)
     unit = first_unit + tl.program_id(0) // KH
     layer = (unit % num_layers).to(tl.int64)
@@ -49,7 +49,7 @@ def place_of(entry, candidate, live, BS: tl.constexpr):
 
 @triton.jit
 def known_lanes(entry, offsets, layer, num_slots, head, KH: tl.constexpr):
-    """A head's first entry in the request's list, -1 if known blocks are not shared; its lanes of them."""
+    """A head's first entry in the request's list, -1 if known blocks are not shared; its number of lanes."""
     slot = tl.load(entry + 6)
     at = offsets + (layer * num_slots + tl.maximum(slot, 0)) * (KH + 1) + head
     first = tl.load(at, mask=slot >= 0, other=-1)
@@ -61,10 +61,10 @@ def known_lanes(entry, offsets, layer, num_slots, head, KH: tl.constexpr):
 def shared_place_of(
     entry, pages, first, count, candidate, live, head, KH: tl.constexpr, BS: tl.constexpr
 ):  # fmt: skip
-    """As :func:`place_of` for the candidates of a head that has ``count`` lanes of the known blocks.
+    """As :func:`place_of`, for the candidates of a head that has ``count`` lanes of the known blocks.
 
-    Also how many lanes lie between its own and that of each. ``first``: see :func:`known_lanes`; ``pages``:
-    of the layer.
+    Also returns each candidate's lane minus the head's own lane. ``first``: see :func:`known_lanes`;
+    ``pages``: the layer's pages.
     """
     index = candidate // BS
     known = index < count
@@ -80,7 +80,7 @@ def shared_place_of(
 
 @triton.jit
 def list_of(ops, op: tl.constexpr):
-    """How many of the ranks of ``ops`` come before that of ``op``."""
+    """Number of the ranks in ``ops`` that come before ``op``."""
     before, count = ops & (op - 1), 0
     for bit in tl.static_range(8):
         count += (before >> bit) & 1
@@ -89,7 +89,7 @@ def list_of(ops, op: tl.constexpr):
 
 @triton.jit
 def segments_of(entry, most, BS: tl.constexpr):
-    """How many programs share the candidates of a head; ``most``: of those there are."""
+    """Number of programs that share the candidates of a head, at most ``most``."""
     return tl.maximum(tl.minimum(tl.load(entry + 1) * BS // _SEGMENT, most), 1)
 
 

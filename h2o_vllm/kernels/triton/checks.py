@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU kernels take for granted: refused at start-up what they were not tested with.
+"""Checks the assumptions of the GPU kernels at start-up, and refuses untested configurations. Worker process.
 
-Runs in the worker. The kernels themselves check nothing: a wrong shape there is a wild write into the KV
-cache.
+The kernels check nothing: a wrong shape would write to wrong places in the KV cache.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 """Block sizes that the tests cover."""
 MAX_GROUP = 16
-"""Query heads per kv head: the rows of one tensor-core product."""
+"""Most query heads per KV head: the rows of one tensor-core product."""
 
 
 def check_layers(
@@ -35,7 +34,7 @@ def check_layers(
         key_caches, value_caches: L views [N, BS, KH, D]. scores: [L, N, KH, BS]. num_heads: H of this rank.
 
     Raises:
-        ConfigError: naming what does not fit and what would.
+        ConfigError: an assumption does not hold. The message says what is supported.
     """
     if not key_caches or len(key_caches) != len(value_caches):
         raise ConfigError("H2O needs at least one attention layer with both keys and values")
@@ -59,7 +58,7 @@ def check_layers(
         )
     if blocks * kv_heads * block_size >= 2**31:
         raise ConfigError(
-            f"slots of KV heads are numbered in 32 bits, got {blocks} blocks of {block_size} for {kv_heads}"
+            f"slots of KV heads have 32-bit numbers, got {blocks} blocks of {block_size} for {kv_heads}"
         )
     for caches in (key_caches, value_caches):
         for cache in caches:
@@ -78,7 +77,7 @@ def _check_cache(cache: Tensor, first: Tensor, strides: tuple[int, ...]) -> None
         raise ConfigError("the KV caches of all layers must have one shape, dtype and device")
     if cache.stride() != strides or strides[3] != 1:
         raise ConfigError("the KV caches of all layers must have one layout, contiguous per head")
-    # A token is moved in words of 8 bytes.
+    # Compaction moves tokens in words of 8 bytes.
     if any(stride * cache.element_size() % 8 for stride in strides[:3]) or cache.data_ptr() % 8:
         raise ConfigError("keys and values must be aligned to 8 bytes")
 

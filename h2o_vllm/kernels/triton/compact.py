@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Evictions of one step: per layer and kv head, keep the highest-scored tokens and move their KV.
+"""Evictions of one step: per layer and KV head, keep the tokens with the highest scores, and move their KV.
 
-Two launches for all layers, heads and evictions. The first finds, per (eviction, layer, head), the lowest
-score that survives - bit by bit, on scores mapped to integers of the same order - and lists which slot each
-moving token leaves and which it takes. The second moves, by many programs, because a first eviction may move
-megabytes. The lists live in a scratch of fixed size; a step that needs more takes several pairs of launches.
+Two launches serve all layers, heads and evictions. The first launch finds the lowest score that survives, per
+(eviction, layer, head). It maps scores to integers of the same order, and finds the threshold bit by bit.
+Then it lists the moves: which slot each moving token leaves, and which slot it takes. The second launch moves
+the tokens. It uses many programs, because a first eviction may move megabytes. The lists are in a scratch of
+fixed size; a step that needs more takes several pairs of launches.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from h2o_vllm.kernels.triton.survivors import list_moves
 __all__ = ["compact", "copy_moves"]
 
 _CHUNKS = (1024, 4096)
-"""Candidates that one program ranks in registers, the first by half as many warps; more than the
-second are read again for each of the 32 bits. Few sizes, because each is compiled."""
+"""Most candidates that one program ranks in registers, in two sizes; the smaller one takes half the warps.
+More candidates are read again for each of the 32 bits. There are only two sizes because each is compiled."""
 _MOVES = 16
 """Tokens per step of a moving program."""
 _MOVERS = 8
@@ -31,14 +32,14 @@ _MOVERS = 8
 def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:
     """Move the survivors of a step's evictions into their heavy blocks, with their scores. Eager.
 
-    Which tokens survive and where they go is exactly :func:`h2o_vllm.kernels.reference.compact`: the
-    highest-scored candidates (heavy blocks, then doomed ones) per layer and kv head; of equal scores the one
-    with the lower number, NaN lowest; survivors in heavy blocks stay. Doomed blocks are only read. Frees
-    nothing.
+    The result equals that of :func:`h2o_vllm.kernels.reference.compact`: per layer and KV head the candidates
+    (heavy blocks, then doomed ones) with the highest scores survive. Of equal scores the candidate with the
+    lower number comes first; NaN is lowest. Survivors in heavy blocks stay in place. Doomed blocks are only
+    read, and no block is freed.
 
     Args:
-        layers: see there. scores: [L, N, KH, BS], float32, contiguous.
-        evictions: heavy blocks are listed once among all of them, and are doomed in none.
+        layers: the KV of all layers, and the scratch. scores: [L, N, KH, BS], float32, contiguous.
+        evictions: a heavy block of one is in no other, neither as heavy nor as doomed.
 
     Raises:
         ValueError: one layer of one eviction does not fit the scratch.
@@ -47,7 +48,7 @@ def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:
     units = evictions.blocks.shape[0] * num_layers
     if units == 0:
         return
-    # No more tokens can move than there are doomed ones, nor than there is room for.
+    # Moves are limited by the number of doomed tokens and by the room in heavy blocks.
     room = min(evictions.max_heavy, evictions.max_doomed) * block_size
     step = min(layers.moves.shape[0] // (heads * room), layers.counts.shape[0] // heads, units)
     if step == 0:
@@ -75,7 +76,7 @@ def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:
             CHUNK=chunk,
             ONE_CHUNK=candidates <= chunk,
             num_warps=4 if chunk == _CHUNKS[0] else 8,
-            # Left to itself, ptxas takes fewer on sm_80 and sm_89, and spills.
+            # Without this, ptxas uses fewer registers on sm_80 and sm_89, and spills.
             maxnreg=128,
         )
         _move[(now, heads, _MOVERS)](
@@ -191,7 +192,7 @@ def copy_moves(
 ):  # fmt: skip
     """Copy the K, V and score of every MOVERS-th group of moves that :func:`.list_moves` has listed.
 
-    ``LANES``: KH where slots are those of pages, and the tensors begin at lane 0; else 1.
+    ``LANES``: KH if slots are slots of pages, and the tensors begin at lane 0; else 1.
     """
     words = tl.arange(0, WORDS_P)[None, :]
     for at in range(tl.program_id(2) * MOVES, count, MOVES * MOVERS):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Evictions of one step, of requests whose KV heads share slots: steps 4 to 6 of the rule.
+"""Evictions of a step if KV heads share slots: steps 4 to 6 of :mod:`h2o_vllm.kernels.lanes`.
 
-The rule is :mod:`h2o_vllm.kernels.lanes`. After :mod:`.share` has given each head its lanes, a head ranks
-its own candidates, takes over the lanes that others give up, and lists its moves. A move's source may be
-another's target, but only in one way: who gives lanes up moves the best of what is in them to those that it
-keeps, who gets some fills them from doomed blocks. So those who get none move first, and nothing has to be
-put aside.
+:mod:`.share` assigns lanes to each head. Then each head ranks its own candidates, takes the lanes that other
+heads give up, and lists its moves. The source of one head's move may be the target of another's, but only in
+one direction. A head that gives up lanes moves their best tokens to the lanes that it keeps. A head that
+gains lanes fills them from doomed blocks. So heads that gain no lane move first, and no token needs a
+temporary copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from h2o_vllm.kernels.triton.survivors import list_moves
 __all__ = ["compact_shared"]
 
 _CHUNK = 1024
-"""Candidates, or pages, that a program looks at at once; more are read again for each of 32 bits."""
+"""Most candidates, or pages, that a program reads once; more are read again for each of the 32 bits."""
 _MOVES = 16
 _MOVERS = 8
 """As in :mod:`.compact`."""
@@ -40,15 +40,15 @@ _MOVERS = 8
 def compact_shared(
     layers: KVLayers, scores: Tensor, lanes: LaneTables, evictions: SharedEvictions
 ) -> None:
-    """Share a step's heavy blocks anew, and move the survivors into them, with their scores. Eager.
+    """Assign the lanes of a step's heavy blocks again, and move the survivors and their scores. Eager.
 
-    Who gets which lanes, which tokens survive and where they go is exactly
-    :func:`h2o_vllm.kernels.lanes.compact_shared`. Doomed blocks are only read. Frees nothing.
+    The result equals that of :func:`h2o_vllm.kernels.lanes.compact_shared`: lanes, survivors and their slots.
+    Doomed blocks are only read, and no block is freed.
 
     Args:
-        layers: see there. scores: [L, N, KH, BS], float32, contiguous.
-        lanes: are those of the evictions' requests from then on.
-        evictions: heavy blocks are listed once among all of them, and are doomed in none.
+        layers: the KV of all layers, and the scratch. scores: [L, N, KH, BS], float32, contiguous.
+        lanes: updated for the evictions' requests.
+        evictions: a heavy block of one is in no other, neither as heavy nor as doomed.
 
     Raises:
         ValueError: one layer of one eviction does not fit the scratch.
@@ -59,7 +59,7 @@ def compact_shared(
         return
     width = evictions.blocks.shape[1]
     room = unit_words(width, evictions.max_heavy, heads, block_size)
-    # Of 32-bit words, aligned to moves, which are two of them.
+    # In 32-bit words. Aligned to moves, which take two words.
     scratch = layers.moves.view(-1)
     step = min(units, scratch.numel() // room)
     if step == 0:
@@ -88,7 +88,7 @@ def compact_shared(
             "BS": block_size,
             "CHUNK": _CHUNK,
             "num_warps": 8,
-            # Left to itself, ptxas takes fewer on sm_80 and sm_100, and spills.
+            # Without this, ptxas uses fewer registers on sm_80 and sm_100, and spills.
             "maxnreg": 128,
         }
         share_lanes[(now,)](*told, lanes.offsets, lanes.offsets.shape[1], scores, *sizes, **each)
@@ -114,7 +114,7 @@ def compact_shared(
 
 @triton.jit
 def _my_moves(mine, pages_room, head, KH: tl.constexpr, KHP: tl.constexpr, BS: tl.constexpr):
-    """Where a head's list of moves begins, and how many entries of the lists of pages come before its own."""
+    """Pointer to a head's list of moves, and the number of entries before its own in the lists of pages."""
     heads = tl.arange(0, KHP)
     lanes = tl.load(field(mine, pages_room, 3, KH) + heads, mask=heads < head, other=0)
     before = tl.sum(lanes, 0)
@@ -166,7 +166,7 @@ def _select_shared(
         index = at + tl.arange(0, CHUNK)
         page = tl.load(listed + index, mask=index < keeps, other=0)
         _take(my_blocks, my_owners, my_pages, entries + index, page, head, index < keeps, KH)
-    # Lanes that are given up, and those that are wanted, are numbered by heads; equal numbers meet.
+    # Lanes that heads give up and lanes that heads gain are both numbered; equal numbers are matched.
     heads = tl.arange(0, KHP)
     all_lanes = tl.load(field(mine, pages_room, 3, KH) + heads, mask=heads < KH, other=0)
     all_owned = tl.load(field(mine, pages_room, 2, KH) + heads, mask=heads < KH, other=0)
@@ -181,7 +181,7 @@ def _select_shared(
         end_given_up = first_given_up + owned - still
         first = tl.maximum(first_wanted, first_given_up)
         end = tl.minimum(end_wanted, end_given_up)
-        # Slot by slot: each is a target as well.
+        # Slot by slot, as each slot is also a target.
         for at in range(first * BS, end * BS, CHUNK):
             place = at + tl.arange(0, CHUNK)
             live = place < end * BS
@@ -197,7 +197,7 @@ def _select_shared(
 
 @triton.jit
 def _take(my_blocks, my_owners, my_pages, entry, page, head, live, KH: tl.constexpr):
-    """Make pages a head's, at some entries of the request's list."""
+    """Assign pages to a head, at some entries of the request's list."""
     block = tl.load(my_blocks + entry // KH, mask=live, other=0)
     block = tl.where(block < 0, -1 - block, block)
     tl.store(my_pages + block * KH + entry % KH, page, mask=live)
@@ -233,7 +233,10 @@ def _move_shared(
     MOVES: tl.constexpr,
     MOVERS: tl.constexpr,
 ):
-    """Copy the K, V and score of every MOVERS-th group of moves of one head, if it gains lanes, or if not."""
+    """Copy K, V and score of every MOVERS-th group of moves of one head.
+
+    One launch serves the heads that gain lanes, another one the others.
+    """
     head = tl.program_id(1)
     layer, _blocks, _heavy, _doomed, _slot, mine = of_place(
         blocks, counts, scratch, tl.program_id(0), first_unit, num_layers, stride_blocks, stride_counts,

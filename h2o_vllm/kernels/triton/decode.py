@@ -2,11 +2,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Decode attention over paged KV that also adds each key's probability to the scores.
 
-A probability needs its query's normaliser, which is known only when all keys have been seen; reading K a
-second time would cost half the attention again. So the program that streams a piece of K and V leaves
-``exp(logit - running maximum)`` of every key and q head in a scratch that all layers share, and the maximum
-of each tile. Where the piece is a whole row, it then turns its scratch into scores itself, while other
-programs keep the memory busy; rows of several pieces are finished by a second launch (:mod:`.finish`).
+A probability needs its query's normaliser, which is known only after all keys are read. Reading K a second
+time would cost half the attention again. So the program that reads a piece of K and V writes
+``exp(logit - running maximum)`` of each key and q head, and the maximum of each tile, to a scratch that all
+layers share. If the piece is a whole row, the program then computes the scores from its scratch itself, while
+other programs use the memory. A second launch finishes rows of several pieces (:mod:`.finish`).
 
 Bytes per live key and kv head, 16-bit cache:
 
@@ -14,10 +14,10 @@ Bytes per live key and kv head, 16-bit cache:
     scores               4 + 4         read and written
     scratch              2 * G + 2 * G written and read; at G = 4 it is 16 bytes
 
-That is 1.6 % above stock while the scratch of one layer stays in the L2 cache, and 4.7 % at G = 4, D = 128 if
-none of it does. (Logits in float32 would be 7.8 %.) K and V cannot be told to leave the cache first: they
-come by asynchronous copies, from which Triton 3.7 drops such hints.
-The scratch in float16 holds numbers in [0, 1] to 2^-11, finer than the 16-bit q and k they were made from.
+At G = 4 and D = 128 that is 1.6 % more than stock while the scratch of one layer stays in the L2 cache, and
+4.7 % if none of it does. (Logits in float32 would take 7.8 %.) Cache hints for K and V have no effect: they
+are loaded by asynchronous copies, from which Triton 3.7 drops such hints. The scratch is float16: it holds
+numbers in [0, 1] to 2^-11, finer than the 16-bit q and k that they come from.
 
 All q heads of a group share each loaded tile: one tensor-core product of [16, D] with [D, tile].
 """
@@ -57,24 +57,24 @@ def attend_decode(
     lanes: LaneTables | None = None,
     layer: int = 0,
 ) -> None:
-    """Attention of the planned rows' single queries; their probabilities are added to ``scores``.
+    """Attention of the planned rows' single queries. Adds their probabilities to ``scores``.
 
-    Which rows, and how long they are, is what the last :meth:`.DecodeWorkspace.plan` was told. Output and
-    scores of all other rows stay as they are. May be captured in a CUDA graph: the grid depends on B alone.
+    The last call of :meth:`.DecodeWorkspace.plan` sets the rows and their lengths. Output and scores of all
+    other rows do not change. A CUDA graph may capture it: the grid depends on B alone.
 
     Args:
         query: [T, H, D]; may be strided along T.
-        key_cache, value_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``, or
-            float8_e4m3fn (then ``query`` may be as well), multiplied as ``out``'s dtype.
+        key_cache, value_cache: [N, BS, KH, D], any strides with a last one of 1. Their dtype is that of
+            ``query``, or float8_e4m3fn (then ``query`` may have either), multiplied in ``out``'s dtype.
         scores: [N, KH, BS], float32, contiguous; receives probabilities summed over the q heads of a group.
         block_table: [B, MB], int32, without holes. May be strided along B.
         scale: factor on q.k before the softmax.
         out: [T, H, D]; only the planned rows' tokens are written. May be strided along T.
-        query_scale, key_scale, value_scale: one float32 on the device each: what a number stored in 8 bits
-            stands for, as a multiple; 1 if left out. vLLM's ``layer._q_scale``, ``_k_scale``, ``_v_scale``.
-        softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
-        sinks: [H], any float dtype: logits that belong to no key and join the softmax's denominator.
-        lanes: exactly if the plan was made with them. layer: whose caches these are, in them.
+        query_scale, key_scale, value_scale: factors of 8-bit tensors, one float32 on the device each;
+            ``None``: 1. vLLM's ``layer._q_scale``, ``_k_scale``, ``_v_scale``.
+        softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they do not change.
+        sinks: [H], any float dtype: logits without a key, added to the softmax's denominator.
+        lanes: given exactly if the plan was made with them. layer: index of these caches' layer.
     """
     _, block_size, kv_heads, size = key_cache.shape
     heads = query.shape[1]
@@ -120,19 +120,19 @@ def attend_decode(
         *shared,
         **sizes,
         GP=max(16, triton.next_power_of_2(group)),
-        # float32 has no tensor core and keeps its operands in registers: more threads share them.
+        # float32 uses no tensor core and keeps its operands in registers: more threads share them.
         num_warps=8 if key_cache.element_size() == 4 else 4,
-        # Triton divides stages - 1 between the block ids and the keys and values that they lead to: five give
-        # those two buffers each, so that a program loads one tile while it computes another.
+        # Triton divides stages - 1 buffers between block ids and the keys and values loaded by them. Five
+        # stages give keys and values two buffers each: a program loads one tile while it computes another.
         num_stages=5 if per_stage <= 32 << 10 else 3,
     )
-    # At most two pieces each: if some rows are longer than C, they have less than 2 * total / C pieces.
+    # At most two programs per piece: rows longer than C have less than 2 * total / C pieces.
     finish[(workspace.spare * kv_heads,)](
         scores, block_table, out, *handed_over, *strides, *shared, **sizes, PARTS=16, num_warps=4
     )
 
 
-# Not specialised: what a caller's buffers decide, or a new value would compile in the middle of serving.
+# Not specialised: arguments that depend on a caller's buffers. A new value would compile while serving.
 @triton.jit(do_not_specialize=["stride_table", "num_tiles", *OF_LAYER])
 def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functions
     query,
@@ -181,9 +181,9 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     SPAN: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One piece of one row, one kv head: attention, and the scratch of its keys; scores of a whole row."""
-    # Heads of one piece side by side: where they share blocks, they read neighbouring memory at one time.
-    # With lanes each head has pieces of its own.
+    """One piece of one row and KV head: attention, and the scratch of its keys; scores of a whole row."""
+    # Heads of one piece are adjacent programs: they read adjacent memory at the same time. With lanes each
+    # head has pieces of its own.
     SHARED_BY: tl.constexpr = KH if lane_keys is None else 1
     PARTS_APART: tl.constexpr = H if lane_keys is None else G
     item = (tl.program_id(0) // SHARED_BY).to(tl.int64)
@@ -248,7 +248,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         highest = tl.maximum(top, tl.max(logits, 1))
         prob = tl.exp2(logits - highest[:, None])
         keep = heads < tl.where(at >= scored_from, G, 0)
-        # Whole tiles, so that the store needs no mask along the keys; behind the end lie zeros.
+        # Stores whole tiles, without a mask along the keys; zeros after the end.
         tl.store(my_probs + at, prob.to(probs.dtype.element_ty), mask=keep[:, None])
         tl.store(my_max + (at // TILE) * G, highest, mask=keep)
         v = tl.load(
@@ -262,7 +262,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
         top = highest
     if value_scale is not None:
         acc *= tl.load(value_scale)
-    # Once for each row: with its first piece.
+    # Once per row, with its first piece.
     has_sinks = heads < tl.where(item == first, G, 0)
     total = add_sinks(total, top, sinks, kv_head * G + heads, has_sinks)
 
@@ -271,11 +271,11 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
     tl.store(part_sum + part, total, mask=real)
     both = real[:, None] & wide[None, :]
     if count == 1:
-        # First the output: its registers are free for the scores.
+        # The output comes first: that frees its registers for the scores.
         target = out + token * stride_ot + (kv_head * G + heads)[:, None] * stride_oh
         result = acc / total[:, None]
         tl.store(target + dims[None, :], result.to(out.dtype.element_ty), mask=both)
-        # The whole row was here: what this program has written it may read back behind a barrier.
+        # This program had the whole row: after a barrier it may read what it has written.
         tl.debug_barrier()
         highest, weight = row_totals(part_max, part_sum, item, 1, own, PARTS_APART, G, GS, 1)
         add_scores(

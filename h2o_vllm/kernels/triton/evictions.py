@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compaction is told: where the KV of all layers lies, and a step's evictions, both on the device."""
+"""Arguments of compaction on the device: the KV of all layers, and a step's evictions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 __all__ = ["SCRATCH_BYTES", "Evictions", "KVLayers", "SharedEviction", "SharedEvictions"]
 
 SCRATCH_BYTES = 32 << 20
-"""What compaction and rescoring hold beside the caches, unless long prompts need more."""
+"""Scratch of compaction and rescoring in bytes, unless long prompts need more."""
 
 
 class KVLayers:
-    """The KV of all evictable layers, reachable from one launch; made once, when the caches exist.
+    """The KV of all evictable layers, so that one launch can reach it. Made once, when the caches exist.
 
-    Keeps the tensors alive. Owns the scratch for the lists of moves.
+    Keeps the tensors alive. Owns the scratch.
     """
 
     def __init__(
@@ -27,17 +27,17 @@ class KVLayers:
         value_caches: Sequence[Tensor],
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
-        """Note where the layers lie, and allocate the scratch.
+        """Note the addresses of the layers, and allocate the scratch.
 
         Args:
             key_caches, value_caches: L views [N, BS, KH, D] of one shape, dtype and strides; last stride 1.
-            scratch_bytes: 8 bytes per (kv head, heavy slot) of as many (eviction, layer) pairs as fit; for
-                new scores see :func:`.rescores.scratch_bytes`.
+            scratch_bytes: compaction needs 8 bytes per KV head and heavy slot of each (eviction, layer); for
+                rescoring see :func:`.rescores.scratch_bytes`.
         """
         self.key_caches = list(key_caches)
         self.value_caches = list(value_caches)
         first = self.key_caches[0]
-        # Tokens are moved as 8-byte words, whatever the dtype: NaN keeps its payload.
+        # Tokens move as 8-byte words for all dtypes, so NaN keeps its payload.
         self.words = 8 // first.element_size()
         pointers = [
             [cache.data_ptr() for cache in caches]
@@ -45,13 +45,13 @@ class KVLayers:
         ]
         self.pointers = torch.tensor(pointers, dtype=torch.int64, device=first.device)
         self.moves = torch.empty(scratch_bytes // 8, 2, dtype=torch.int32, device=first.device)
-        # A list has room for one block at least, and blocks have 16 slots at least.
+        # A list has room for at least one block, and a block has at least 16 slots.
         lists = scratch_bytes // 8 // 16
         self.counts = torch.empty(max(1, lists), dtype=torch.int32, device=first.device)
 
     @property
     def nbytes(self) -> int:
-        """Device memory held beside the caches."""
+        """Device memory in bytes, without the caches."""
         return self.pointers.nbytes + self.moves.nbytes + self.counts.nbytes
 
 
@@ -60,8 +60,8 @@ class Evictions:
     """All evictions of one step, on the device.
 
     Attributes:
-        blocks: [E, W], int32: heavy block ids, then at once doomed ones, then padding.
-        counts: [E, 2], int32: how many heavy and doomed.
+        blocks: [E, W], int32: heavy block ids, then doomed ones, then padding.
+        counts: [E, 2], int32: numbers of heavy and doomed blocks.
         max_heavy, max_doomed: host numbers, the largest counts.
     """
 
@@ -74,9 +74,9 @@ class Evictions:
     def pack(
         cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str
     ) -> Evictions:
-        """(heavy ids, doomed ids) per eviction, in one asynchronous copy.
+        """Copy (heavy ids, doomed ids) of each eviction to the device, in one asynchronous copy.
 
-        Those with either list empty have nothing to move and are left out.
+        Evictions with an empty list move nothing and are left out.
         """
         pairs = [(heavy, doomed) for heavy, doomed in pairs if heavy and doomed]
         width = max((len(heavy) + len(doomed) for heavy, doomed in pairs), default=0)
@@ -105,11 +105,11 @@ class Evictions:
 
 @dataclass(frozen=True)
 class SharedEviction:
-    """One of a request whose KV heads share slots, on the host.
+    """An eviction of a request whose KV heads share slots, on the host.
 
     Attributes:
-        heavy, doomed: block ids, disjoint, none empty. fresh: those of them that no eviction has ranked.
-        slot: the request's, in :class:`.lanes.LaneTables`.
+        heavy, doomed: block ids, disjoint, neither empty. fresh: those that no earlier eviction has ranked.
+        slot: the request's slot in :class:`.lanes.LaneTables`.
     """
 
     heavy: Sequence[int]
@@ -120,12 +120,12 @@ class SharedEviction:
 
 @dataclass(frozen=True)
 class SharedEvictions:
-    """All of one step, on the device.
+    """All evictions of one step of requests whose KV heads share slots, on the device.
 
     Attributes:
-        blocks: [E, W], int32: heavy block ids, at once doomed ones, padding; of a fresh block, -1 - its id.
-        counts: [E, 3], int32: how many heavy and doomed, and the slot.
-        max_heavy: host number, the most heavy blocks of one; ``blocks`` are as wide as the most in all.
+        blocks: [E, W], int32: heavy block ids, then doomed ones, then padding; a fresh block as -1 - its id.
+        counts: [E, 3], int32: numbers of heavy and doomed blocks, and the slot.
+        max_heavy: host number, the most heavy blocks of one eviction. W is the most blocks of one eviction.
     """
 
     blocks: Tensor
@@ -136,7 +136,7 @@ class SharedEvictions:
     def pack(
         cls, evictions: Sequence[SharedEviction], device: torch.device | str
     ) -> SharedEvictions:
-        """In one asynchronous copy."""
+        """Copy the evictions to the device, in one asynchronous copy."""
         width = max((len(one.heavy) + len(one.doomed) for one in evictions), default=0)
         rows = []
         for one in evictions:

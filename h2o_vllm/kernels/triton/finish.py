@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""The second half of decode attention: pieces become rows, the scratch becomes scores. See :mod:`.decode`."""
+"""The second launch of :mod:`.decode`: joins pieces to rows, and turns the scratch into scores."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from h2o_vllm.kernels.triton.plan import cut_pieces, fits, load_piece, of_head
 __all__ = ["OF_LAYER", "add_scores", "finish", "row_totals", "scratch_of"]
 
 OF_LAYER = ["layer", "stride_keys", "stride_pieces"]
-"""Numbers by which a layer's lists and plan are found, for whose values no kernel is compiled anew."""
+"""Arguments that select a layer's lists and plan. Not specialised: new values compile nothing."""
 
 
 @triton.jit
 def scratch_of(kv_head, num_tiles, lane_keys, KH: tl.constexpr, TILE: tl.constexpr):
-    """Where a kv head's part of the scratch begins, in heads; and how many keys its q heads lie apart.
+    """Start of a KV head's part of the scratch, in heads, and the distance of its q heads, in keys.
 
-    With lanes all heads' tiles are numbered together, so that none has a part of its own.
+    With lanes the tiles of all heads are numbered together, and no head has a part of its own.
     """
     columns = num_tiles.to(tl.int64) * TILE
     if lane_keys is not None:
@@ -35,7 +35,7 @@ def row_totals(
     part_max, part_sum, first, count, kv_head,
     H: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A row's maximum, and one over its sum, per q head, from its ``count`` pieces; [GS] each."""
+    """A row's maximum and the inverse of its sum, per q head, from its ``count`` pieces; [GS] each."""
     heads = tl.arange(0, GS)
     real = heads < G
     parts = tl.arange(0, PARTS)
@@ -46,7 +46,7 @@ def row_totals(
         part = (at + parts).to(tl.int64)[:, None] * H + kv_head * G + heads[None, :]
         tops = tl.load(part_max + part, mask=inside, other=float("-inf"))
         sums = tl.load(part_sum + part, mask=inside, other=0.0)
-        # Lanes of no head would be inf - inf.
+        # Padded heads would compute inf - inf.
         highest = tl.where(real, tl.maximum(top, tl.max(tops, 0)), 0.0)
         total = total * tl.exp2(top - highest) + tl.sum(sums * tl.exp2(tops - highest[None, :]), 0)
         top = highest
@@ -71,7 +71,7 @@ def add_scores(
     KH: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Add the probabilities of a piece's keys to their scores, if they fitted the scratch."""
+    """Add the probabilities of a piece's keys to their scores, if the row fits the scratch."""
     if fits(base):
         start = tl.multiple_of(tl.maximum(start, scored_from), TILE)
         heads = tl.arange(0, GS)
@@ -86,12 +86,12 @@ def add_scores(
             position = at + offsets
             live = position < end
             target = scores + page * BS + position % BS
-            # All that a step waits for is asked for at once, and the next step's blocks with it: a store
-            # may be to anywhere, so that the compiler moves no load across it.
+            # All loads of a step, and the next step's block ids, are issued together: the compiler moves no
+            # load across a store, which may write anywhere.
             score = tl.load(target, mask=live)
             ahead = position + SPAN
             page = _page_of(table, lane_keys, pinned, ahead, ahead < end, kv_head, KH, BS)
-            # Not masked by `live`, so that loads are wide: what lies behind the end is not stored.
+            # Not masked by `live`, so that loads are wide. Values after the end are not stored.
             prob = tl.load(my_probs + at, mask=real[:, None], other=0.0).to(tl.float32)
             tops = tl.load(my_max + (position // TILE)[None, :] * G, mask=real[:, None], other=0.0)
             share = prob * tl.exp2(tops - top[:, None]) * weight[:, None]
@@ -129,8 +129,8 @@ def finish(
     PARTS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """The scores of the keys of some pieces of rows of several, and their share of the rows' outputs."""
-    # With lanes a piece is that of one kv head; else all have the same ones.
+    """The scores of the keys of some pieces of split rows, and a part of these rows' outputs."""
+    # With lanes a piece belongs to one KV head; else all KV heads have the same pieces.
     SHARED_BY: tl.constexpr = KH if lane_keys is None else 1
     PARTS_APART: tl.constexpr = H if lane_keys is None else G
     if lane_keys is not None:

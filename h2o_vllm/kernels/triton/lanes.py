@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Whose each lane is, where the KV heads of a layer share slots: tables on the device, and how to read them.
+"""The owners of lanes, if the KV heads of a layer share slots: tables on the device, and how to read them.
 
-The rule is :mod:`h2o_vllm.kernels.lanes`; only evictions know its outcome, and the host never asks. A request
-has a list of the pages of its heavy blocks, ordered by head, in each layer. It has as many entries as these
-blocks have lanes, so that is where it lies: entry ``i`` at the request's heavy block ``i // KH``, lane ``i %
-KH``, of a table like the pool. What a head's keys are is then::
+:mod:`h2o_vllm.kernels.lanes` has the rule. Evictions apply it on the device, and the host never reads the
+result. In each layer a request has a list of the pages of its heavy blocks, ordered by head. The list has one
+entry per lane of these blocks, so it is stored in a table like the pool: entry ``i`` is at the request's
+heavy block ``i // KH``, lane ``i % KH``. Then the keys of a head are::
 
     its own lanes of the pinned blocks | its entries of the list | its own lanes of the other blocks
                                         offsets[head] .. offsets[head + 1]
 
 A row whose heads share nothing has no heavy block here, and the middle part is empty.
 
-Decodes meet every key in every layer. For them it is written out once a step, by :func:`list_keys`: the pages
-of a head's blocks behind the pinned ones, side by side. Looked up in the loop over the keys it would take 1.7
-times the registers, and half as many programs would share a processor.
+Decodes read each key in each layer. For them :func:`list_keys` writes the pages of a head's blocks after the
+pinned ones into a contiguous list, once a step. Looking pages up in the loop over keys would take 1.7 times
+the registers, and half as many programs would run on a processor.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ __all__ = [
 ]
 
 LANES = ["layer", "num_slots", "num_blocks"]
-"""Numbers of :class:`LayerLanes` for whose values no kernel is compiled anew."""
+"""Numbers of :class:`LayerLanes`. Not specialised: new values compile nothing."""
 
 
 EVERYWHERE = tl.constexpr(1 << 30)
-"""In place of a number of pinned blocks: all of a row's are its heads' own."""
+"""Number of pinned blocks of a row whose heads share nothing: all of its blocks count as pinned."""
 
 
 class LayerLanes(NamedTuple):
-    """What kernels are told of one layer; nothing, if no row's heads share slots."""
+    """The tables of one layer as kernels take them; all ``None`` if no row's heads share slots."""
 
     rows: Tensor | None = None
     offsets: Tensor | None = None
@@ -60,16 +60,16 @@ class LayerLanes(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneTables:
-    """The lanes of all requests whose heads share slots; made once, so that CUDA graphs may hold it.
+    """The lanes of all requests whose heads share slots. Made once, so CUDA graphs may hold the tensors.
 
     Attributes:
-        owners: [L, N, KH], int8: whose each lane of a heavy block is. Of other blocks it says nothing.
+        owners: [L, N, KH], int8: the head that owns each lane of a heavy block; undefined for other blocks.
         pages: [L, N, KH], int32: the lists; a page is ``block_id * KH + lane``.
-        offsets: [L, S, KH + 1], int32: where each head's entries begin and end, by the request's slot.
-        rows: [B, 3], int32: of each row of the batch its request's slot, its pinned blocks, which come first
-            in its block table, and its heavy ones, which follow them; -1, 0, 0: its heads share nothing.
+        offsets: [L, S, KH + 1], int32: start and end of each head's entries, by the request's slot.
+        rows: [B, 3], int32: per row of the batch the request's slot, its number of pinned blocks, which come
+            first in its block table, and of heavy blocks, which follow; -1, 0, 0 if its heads share nothing.
         keys: [L, N * KH], int32: the pages of this step's decodes, head by head, in the order of their keys.
-            Blocks behind the pinned ones are one request's, so that there are never more.
+            A block that is not pinned belongs to one request, so the pages always fit.
     """
 
     owners: Tensor
@@ -88,7 +88,7 @@ class LaneTables:
         max_rows: int,
         device: torch.device | str,
     ) -> LaneTables:
-        """Of nobody yet."""
+        """Tables without requests, for L ``layers``, N ``blocks``, KH ``heads``, S slots and B rows."""
 
         def zeros(*shape: int, of: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=of, device=device)
@@ -105,24 +105,24 @@ class LaneTables:
 
     @property
     def nbytes(self) -> int:
-        """Device memory held."""
+        """Device memory in bytes."""
         tables = (self.owners, self.pages, self.offsets, self.rows, self.keys)
         return sum(table.nbytes for table in tables)
 
     def of_layer(self, layer: int) -> LayerLanes:
-        """As the kernels take it. Whole tables: parts of them would be aligned otherwise in each layer."""
+        """The tables for kernels of one layer: whole, as parts would have another alignment per layer."""
         slots, blocks = self.offsets.shape[1], self.pages.shape[1]
         return LayerLanes(self.rows, self.offsets, self.pages, layer, slots, blocks)
 
 
 def in_layer(lanes: LaneTables | None, layer: int) -> LayerLanes:
-    """:meth:`LaneTables.of_layer`, or nothing."""
+    """:meth:`LaneTables.of_layer`; without ``lanes``, all ``None``."""
     return LayerLanes() if lanes is None else lanes.of_layer(layer)
 
 
 @triton.jit
 def lanes_of(rows, offsets, layer, num_slots, row, head, real, KH: tl.constexpr):
-    """Of heads of ``real`` rows: pinned and heavy blocks, their first entry and how many they have."""
+    """For heads of ``real`` rows: pinned and heavy blocks, a head's first entry and its number of entries."""
     slot = tl.load(rows + row * 3, mask=real, other=-1)
     pinned = tl.load(rows + row * 3 + 1, mask=real, other=0)
     heavy = tl.load(rows + row * 3 + 2, mask=real, other=0)
@@ -137,18 +137,18 @@ def locate_page(
     table, pages, position, live, head, pinned, heavy, first, count,
     KH: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Block id (64 bits), lane and slot of each of the positions among a head's keys.
+    """Block id (64 bits), lane and slot of each position among a head's keys.
 
-    ``table``: of the row; ``pages``: of the layer; the others: see :func:`lanes_of`.
+    ``table``: the row's block table; ``pages``: the layer's pages; for the others see :func:`lanes_of`.
     """
     index = position // BS
     place = index - pinned
     listed = live & (place >= 0) & (place < count)
     entry = first + tl.where(listed, place, 0)
-    # Behind the list, as if each head had had its own lanes of the heavy blocks.
+    # After the list, positions count as if each head had its own lanes of the heavy blocks.
     index += tl.where(place >= count, heavy - count, 0)
     index = tl.where(listed, pinned + entry // KH, index)
-    # In 32 bits, which take fewer registers: `checks.check_layers` has seen to it that slots have numbers.
+    # In 32 bits, which take fewer registers: `checks.check_layers` ensures that they suffice.
     page = tl.load(table + index, mask=live, other=0) * KH
     page += tl.where(listed, entry % KH, head.to(tl.int32))
     page = tl.where(listed, tl.load(pages + page, mask=listed, other=0), page)
@@ -157,9 +157,9 @@ def locate_page(
 
 @triton.jit
 def locate_listed(table, keys, position, live, head, pinned, KH: tl.constexpr, BS: tl.constexpr):
-    """Page of each of the positions among a head's keys, which :func:`list_keys` has listed.
+    """Page of each position among a head's keys, from the list of :func:`list_keys`.
 
-    ``keys``: of the layer, from where the head's list would begin if the ``pinned`` blocks were in it.
+    ``keys``: the layer's list, from where the head's part would begin if it had the ``pinned`` blocks.
     """
     index = position // BS
     own = index < pinned
@@ -184,7 +184,7 @@ def list_keys(
     FIELDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The pages of one piece of a plan of heads, in one layer; see :data:`.plan.FIELDS`."""
+    """Write the pages of one piece of a plan of heads, in one layer; see :data:`.plan.FIELDS`."""
     layer = tl.program_id(1)
     words = pieces + (layer.to(tl.int64) * num_pieces + tl.program_id(0)) * FIELDS
     row = tl.load(words)
@@ -206,6 +206,6 @@ def list_keys(
             table, lane_pages + of_layer, index * BS, index < end, head, pinned, heavy, first_entry, count,
             KH, BS,
         )  # fmt: skip
-        # There is room, as blocks behind the pinned ones are one request's; else nobody is written over.
+        # The list has room, as a block that is not pinned belongs to one request. The mask prevents overruns.
         fits = (index < end) & (begin + index < num_blocks * KH)
         tl.store(lane_keys + of_layer + begin + index, (block * KH + lane).to(tl.int32), mask=fits)

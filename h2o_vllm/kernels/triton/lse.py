@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Log-sum-exp of prompt queries, where the attention kernel keeps its own to itself.
+"""Log-sum-exp of prompt queries, for an attention kernel that does not return it.
 
-Only on top of vLLM's Triton backend: FlashAttention returns it. Half of attention's operations, no V.
+Only with vLLM's Triton backend: FlashAttention returns it. It takes half of attention's operations: no V.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def prompt_lse(
 ) -> None:
     """Natural log of each query's softmax denominator, for the queries of some rows. Eager.
 
-    The queries of a row are the last positions of its live sequence; each sees what is before it.
+    The queries of a row are the last positions of its live sequence. Each sees the keys up to its own.
 
     Args:
         query: [T, H, D]; may be strided along T.
-        key_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``, or float8_e4m3fn
-            (then ``query`` may be as well; both are multiplied in 16 bits).
+        key_cache: [N, BS, KH, D], any strides with a last one of 1. Its dtype is that of ``query``, or
+            float8_e4m3fn (then ``query`` may have either; both are multiplied in 16 bits).
         block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
         seq_lens: [B], int32, live lengths including the chunk.
         scale: factor on q.k before the softmax.
-        out: [H, T], float32, any strides; other rows' queries are left alone.
-        max_query_len: no listed row has more queries; a host number, it sizes the grid.
-        rows: [R], int32: the rows to look at, each once.
+        out: [H, T], float32, any strides. Queries of other rows are not written.
+        max_query_len: the most queries of a listed row; a host number, it sizes the grid.
+        rows: [R], int32: the rows to process, each once.
         query_scale, key_scale: see :func:`.decode.attend_decode`.
         softcap, sinks: see :func:`.decode.attend_decode`.
     """
@@ -58,7 +58,7 @@ def prompt_lse(
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
     compute = COMPUTE.get(query.dtype, tl.bfloat16)
-    # Queries and keys per tile, as in prompt.py; float32 would spill kilobytes per thread with larger ones.
+    # Queries and keys per tile, as in prompt.py. Larger tiles of float32 would spill kilobytes per thread.
     tile, warps = (128, 8) if padded <= 128 else (64, 4)
     if query.dtype == torch.float32:
         tile, warps = 32, 8 if softcap else 4
@@ -125,7 +125,7 @@ def _prompt_lse(
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """One tile of (token, q head) pairs of one row and kv head, numbered token by token."""
+    """One tile of (token, q head) pairs of one row and KV head, numbered token by token."""
     row = tl.load(rows + tl.program_id(2))
     kv_head = tl.program_id(1).to(tl.int64)
     start = tl.load(query_start_loc + row)
@@ -148,7 +148,7 @@ def _prompt_lse(
     if key_scale is not None:
         scale_log2 *= tl.load(key_scale)
     position = length - tokens + token
-    # A pair that is none sees the first key, so that nothing is infinite.
+    # A padded pair sees the first key, so that no value is infinite.
     position = tl.where(real, position, 0)
     last = tl.minimum(first + QUERIES, tokens * G) - 1
     seen = length - tokens + last // G + 1
@@ -164,7 +164,7 @@ def _prompt_lse(
         k = load_keys(keys, block * stride_kn + slot * stride_ks, wide, live, "")
         logits = dot(q, k.to(AS), tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
         logits = cap_logits(logits, cap)
-        # The first tile shows every pair at least one key: the maximum is finite from then on.
+        # Each pair sees a key of the first tile: from then on the maximum is finite.
         logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
         higher = tl.maximum(maximum, tl.max(logits, 1))
         total = total * tl.exp2(maximum - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""The second launch of :mod:`.prompt`: what several segments of a row have summed becomes scores."""
+"""The second launch of :mod:`.prompt`: adds the partial sums of a row's segments to the scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_vllm.kernels.triton.paged import locate
 __all__ = ["SUMMED_KEYS", "add_partial_sums"]
 
 SUMMED_KEYS = 256
-"""Keys of one program."""
+"""Keys per program."""
 
 
 @triton.jit(do_not_specialize=["stride_table", *LANES])
@@ -36,7 +36,7 @@ def add_partial_sums(
     FIELDS: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    """What the segments behind a row's first have summed: some keys of one kv head, segment by segment."""
+    """Add the sums of the segments after a row's first, for some keys of one KV head, segment by segment."""
     words = segments + tl.program_id(2) * FIELDS
     follow = tl.load(words + 5)
     row = tl.load(words)
@@ -66,10 +66,10 @@ def add_partial_sums(
     score = tl.load(target, mask=live)
     columns = partial + tl.load(words + FIELDS + 3) + kv_head * room + position
     due = tl.where(live, follow, 0)
-    # From segment to segment; 64 bits, so that products with it are.
+    # Distance between segments; in 64 bits, so that its products have 64 bits.
     step = room.to(tl.int64) * KH
     for at in range(0, follow, UNROLLED):
-        # In their order, so that each is added as if it came in a call of its own; loaded together.
+        # Loaded together, and added in order, as if each segment had a call of its own.
         for ahead in tl.static_range(UNROLLED):
             score += tl.load(columns + (at + ahead) * step, mask=due > at + ahead, other=0.0)
     tl.store(target, score, mask=live)

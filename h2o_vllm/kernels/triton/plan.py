@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""The plan of a decode step: which rows decode, split into which pieces. What it lies in: :mod:`.workspace`.
+"""The plan of a decode step: the rows that decode, and their pieces. :mod:`.workspace` holds its memory.
 
-A piece is a run of one row's keys; one program attends one piece of one kv head. A fixed number of splits per
-row would starve the GPU with few long rows and drown it in tiny programs with many short ones, and its
-number would be frozen into the CUDA graph. So the grid is frozen at ``B + spare`` pieces, and the plan, made
-on the GPU from the live lengths, cuts the rows so that all pieces are about equally long, and never more:
+A piece is a run of one row's keys. One program attends one piece of one KV head. A fixed number of pieces per
+row would leave the GPU idle with few long rows, and give it many tiny programs with many short rows; and a
+CUDA graph would fix that number. So a graph fixes the grid at ``B + spare`` pieces, and the plan, made on the
+GPU from the live lengths, cuts the rows into pieces of about equal length that always fit the grid:
 
     piece length  C = max(MIN_PIECE, total live keys / spare)
     pieces        sum over rows of max(1, round(len / C))  <=  B + total / C  <=  B + spare
 
-Rounded to the nearest, as a row that is a little longer than C is better left whole: its scores need no
-second launch, and 64 rows of 2,048 keys take 0.94 of the time on an H200. No piece is longer than 1.5 C.
+The number of pieces is rounded to the nearest: a row that is little longer than C stays whole, as the scores
+of a whole row need no second launch. On an H200 64 rows of 2,048 keys then take 0.94 of the time. No piece is
+longer than 1.5 C.
 
-The pieces of rows that are cut come first: the second launch, which has nothing to do for the others, then
-finds its work without looking for it.
+The pieces of rows that are cut come first. Only they have work for the second launch, which so finds its work
+without a search.
 
-Where the KV heads of a row share slots, each has its own length, another one in each layer. Then every layer
-has a plan of its own, and what it cuts are not rows but heads of rows: the same bounds hold for them, as all
-heads of a row together are as long as ever.
+If the KV heads of a row share slots, each head has another length in each layer. Then each layer has a plan
+of its own, which cuts heads of rows in place of rows. The same bounds hold, as the total length of a row's
+heads does not change.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ from h2o_vllm.kernels.triton.lanes import EVERYWHERE, lanes_of
 __all__ = ["FIELDS", "HEAD_FIELDS", "cut_pieces", "fits", "load_piece", "of_head", "plan_pieces"]
 
 FIELDS = 9
-"""Words of one piece: row, token, first key, end, the tile of the scratch where the row's first one is or
-would be, the row's first piece, its number of pieces; how many pieces are those of rows that are cut; the
-row's first key that is in the scratch. Row -1 = no piece.
+"""Words of one piece: row (-1: no piece), token, first key, end, tile of the scratch where the row's first
+tile is or would be, the row's first piece, its number of pieces, number of all pieces of cut rows, and the
+row's first key that is in the scratch.
 
-Of plans of heads "row" means a head of one, and three more words are its number, the row's pinned blocks, or
-:data:`.lanes.EVERYWHERE` if its heads share nothing, and where its list of keys would begin with these."""
+In a plan of heads, "row" means one head of a row, and there are three more words: the number of the head, the
+row's pinned blocks (:data:`.lanes.EVERYWHERE` if its heads share nothing), and where its list of keys would
+begin if it had the pinned blocks."""
 HEAD_FIELDS = FIELDS + 3
 _NOWHERE = tl.constexpr(-(1 << 24))
-"""In place of a tile of the scratch, where a row does not fit. Less than that of any row whose first tiles
-are left out, and a number of 32 bits in keys as well."""
+"""Tile of the scratch for a row that does not fit. It is less than the tile of any row whose first tiles are
+left out, and also fits 32 bits when counted in keys."""
 
 
 @triton.jit
 def load_piece(words, TILE: tl.constexpr):
-    """The words of a piece behind its row, in their order; see :data:`FIELDS`.
+    """The words of a piece after its row, in order; see :data:`FIELDS`.
 
-    The row is the caller's to load: most programs of a frozen grid have none and leave at once. The last is
-    its first key that is in the scratch.
+    The caller loads the row first: most programs of a fixed grid have none, and return at once. The last
+    result is the row's first key that is in the scratch.
     """
     token = tl.load(words + 1).to(tl.int64)
     start = tl.multiple_of(tl.load(words + 2), TILE)
@@ -62,9 +64,9 @@ def load_piece(words, TILE: tl.constexpr):
 
 @triton.jit
 def of_head(words, lane_keys, layer, stride_keys):
-    """Of a piece in a plan of heads: which (64 bits), the row's pinned blocks, its list of keys.
+    """For a piece in a plan of heads: the head (64 bits), the row's pinned blocks, the head's list of keys.
 
-    See :func:`.lanes.locate_listed`; ``lane_keys``: of all layers.
+    See :func:`.lanes.locate_listed`. ``lane_keys``: the lists of all layers.
     """
     keys = lane_keys + layer.to(tl.int64) * stride_keys + tl.load(words + 11)
     return tl.load(words + 9).to(tl.int64), tl.load(words + 10), keys
@@ -72,13 +74,13 @@ def of_head(words, lane_keys, layer, stride_keys):
 
 @triton.jit
 def fits(base):
-    """Whether a row's keys, or those behind its pinned ones, are in the scratch."""
+    """Whether a row's keys, or those after its pinned ones, are in the scratch."""
     return base > _NOWHERE
 
 
 @triton.jit
 def cut_pieces(pieces):
-    """How many pieces, the first ones, are those of rows of several."""
+    """Number of pieces of cut rows; they come first."""
     return tl.where(tl.load(pieces) < 0, 0, tl.load(pieces + 7))
 
 
@@ -87,9 +89,9 @@ def _row_lengths(
     query_start_loc, seq_lens, lane_rows, lane_offsets, num_slots, rows, num_rows,
     KH: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Live lengths of the rows that decode, else 0; their tokens; their pinned blocks if heads share slots.
+    """Per row: live length (0 if it does not decode here), token, and pinned blocks if heads share slots.
 
-    With lanes, of heads of rows.
+    With lanes the same per head of a row.
     """
     inside = rows < num_rows
     pinned = tl.full(rows.shape, EVERYWHERE, tl.int32)
@@ -112,14 +114,14 @@ def _row_lengths(
 
 @triton.jit
 def _listed_blocks(length, pinned, BS: tl.constexpr):
-    """Blocks of each head that have to be listed, 0 where heads share nothing."""
+    """Number of blocks to list per head, 0 if heads share nothing."""
     listed = (length > 0) & (pinned < EVERYWHERE)
     return tl.where(listed, tl.cdiv(length, BS) - pinned, 0)
 
 
 @triton.jit
 def _cut(length, target, TILE: tl.constexpr):
-    """Number of pieces and their length: all of a row's are equally long, no short one is left over."""
+    """Number of pieces and their length: the pieces of a row have equal lengths, without a short rest."""
     parts = tl.maximum((length + target // 2) // target, 1)
     piece = ((length + parts - 1) // parts + TILE - 1) // TILE * TILE
     piece = tl.maximum(piece, TILE)
@@ -128,7 +130,7 @@ def _cut(length, target, TILE: tl.constexpr):
 
 @triton.jit
 def _flags_of(flags, rows, num_rows, KH: tl.constexpr):
-    """Flags of the rows, or of the rows of these heads; or none."""
+    """Flags of the rows, or of the rows of these heads; 0 without flags."""
     found = tl.zeros_like(rows)
     if flags is not None:
         found = tl.load(flags + rows // KH, mask=rows < num_rows, other=0)
@@ -137,7 +139,7 @@ def _flags_of(flags, rows, num_rows, KH: tl.constexpr):
 
 @triton.jit
 def _scratch_tiles(length, flag, TILE: tl.constexpr, PINNED: tl.constexpr):
-    """Tiles that a row takes of the scratch, and its first ones that are not in it."""
+    """Number of tiles that a row takes of the scratch, and of its first tiles that are left out of it."""
     tiles = (length + TILE - 1) // TILE
     left_out = tl.minimum(flag // (PINNED * TILE), tiles)
     return tiles - left_out, left_out
@@ -145,7 +147,7 @@ def _scratch_tiles(length, flag, TILE: tl.constexpr, PINNED: tl.constexpr):
 
 @triton.jit
 def _apart(parts):
-    """Pieces of rows of several pieces, and of rows of one."""
+    """Numbers of pieces of cut rows and of whole rows."""
     return tl.where(parts > 1, parts, 0), tl.where(parts == 1, 1, 0)
 
 
@@ -170,7 +172,7 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
     KH: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """Each program writes the pieces of ROWS rows, or heads of rows; all of them count all rows."""
+    """Each program writes the pieces of ROWS rows, or heads of rows. Each program counts all rows."""
     if lane_rows is not None:
         pieces += tl.program_id(1).to(tl.int64) * num_pieces * FIELDS
     lane = tl.arange(0, ROWS)
@@ -238,7 +240,7 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
             tl.store(words + 10, pinned, mask=real)
             tl.store(words + 11, begin, mask=real)
 
-    # What an earlier plan left behind the last piece.
+    # Clears pieces of an earlier plan after the last piece.
     for at in range(
         num_cut + tl.sum(whole_in_all, 0) + mine, num_pieces, tl.num_programs(0) * ROWS
     ):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""What a calibration says of fresh tokens: sums of what their keys and values are, weighed per KV head.
+"""Predicted attention of fresh tokens: weighted sums of their keys and values, per KV head, by a calibration.
 
-They lie in the scratch behind the parts of the (eviction, layer, head): per (eviction, layer), ``room``
-numbers for each head that weights are there for. Ranks of tensor parallelism add theirs up before
-:mod:`.rescore` makes attention of them.
+The sums lie in the scratch, after the parts of the (eviction, layer, head): per (eviction, layer), ``room``
+numbers for each predicted head. Tensor-parallel ranks add up their sums before :mod:`.rescore` turns them
+into attention.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Prediction", "add_predicted", "prediction_bytes"]
 
 _PREDICTED = tl.constexpr(int(Op.PREDICTED))
 _TILE = 64
-"""Tokens of one program."""
+"""Tokens per program."""
 _WIDE = 32
-"""Numbers of a key or value that are multiplied at a time."""
+"""Dimensions of a key or value per product."""
 
 
 def _rows(size: int) -> int:
@@ -37,17 +37,17 @@ def _rows(size: int) -> int:
 
 
 def _columns(of_heads: int) -> int:
-    # A tensor core's least.
+    # The least that a tensor core multiplies.
     return max(16, triton.next_power_of_2(of_heads))
 
 
 def prediction_bytes(layers: int, kv_heads: int, of_heads: int, size: int) -> int:
-    """What a :class:`Prediction` holds on the device, at most."""
+    """Upper bound of a :class:`Prediction`'s device memory, in bytes."""
     return 4 * layers * _columns(of_heads) * (2 * kv_heads * _rows(size) + 1)
 
 
 class Part(Protocol):
-    """What is read of :class:`h2o_vllm.calibration.file.Part`; see there."""
+    """The part of :class:`h2o_vllm.calibration.file.Part` that this module reads."""
 
     @property
     def weights(self) -> Tensor: ...
@@ -64,13 +64,14 @@ class Prediction:
     """A calibration as the kernel reads it, on the device.
 
     Attributes:
-        weights: [L, KH, 2, rows, columns], float32: of each number of a key, then of a value, of each source
-            head, for each head that is predicted. Numbers that are a pair's second one have none.
-        constants: [L, columns], float32, which are added.
-        turned: how many of a key's first numbers are turned, in pairs. interleaved: neighbours, else halves.
-        of_heads: heads that are predicted. first: which of them is this rank's first one.
-        add_ranks: adds up a tensor of each rank, in place and on the device's stream; ``None``: sums are
-            whole.
+        weights: [L, KH, 2, rows, columns], float32: per source head a weight for each dimension of its key,
+            then of its value (rows), for each predicted head (columns). The second dimension of a rotated
+            pair has no weight.
+        constants: [L, columns], float32, added to the sums.
+        turned: number of a key's first dimensions that are rotated, in pairs. interleaved: pairs are adjacent
+            dimensions, else the two halves.
+        of_heads: number of predicted heads. first: index of this rank's first head among them.
+        add_ranks: sums a tensor over all ranks, in place, on the device's stream; ``None``: not needed.
     """
 
     weights: Tensor
@@ -94,8 +95,8 @@ class Prediction:
         """What a rank with ``kv_heads`` heads of ``size`` needs of a calibration.
 
         Args:
-            scales: of keys and of values, [L] each: what a stored 1 stands for.
-            add_ranks: see the attribute; used where the part is not all.
+            scales: scales of 8-bit keys and values, [L] each; ``None``: 1.
+            add_ranks: see the attribute; used if a head is predicted from heads of several ranks.
         """
         turned, interleaved = part.rotation
         layers, of_heads, width = part.weights.shape
@@ -104,7 +105,7 @@ class Prediction:
         if width - 1 == kv_heads * own:
             by_source = known.unflatten(2, (kv_heads, own)).permute(0, 2, 3, 1)
         else:
-            # Each head's own, and nothing of others.
+            # Each head is predicted from its own key and value alone.
             by_source = known.new_zeros(layers, kv_heads, own, of_heads)
             for head in range(kv_heads):
                 by_source[:, head, :, head] = known[:, head]
@@ -133,12 +134,13 @@ def add_predicted(
     behind: int,
     **sizes: int,
 ) -> None:
-    """Write the sums of some (eviction, layer) into the scratch, and add up those of all ranks.
+    """Write the sums of some (eviction, layer) into the scratch, and sum them over all ranks.
 
     Args:
-        units: how many. room: numbers for each head. given: what all kernels of rescoring begin with.
-        caches: where keys and values lie. behind: where in the scratch the first sum goes.
-        sizes: heads, and of a block and a head.
+        units: number of (eviction, layer). room: numbers per head. given: the first arguments of all
+            rescoring kernels.
+        caches: addresses and strides of keys and values. behind: offset of the first sum in the scratch.
+        sizes: KH, BS, D and DP of the kernel.
     """
     _, table, scratch, first_unit, num_layers, _, stride_table, _ = given
     _weigh[(units, triton.cdiv(room, _TILE))](
@@ -197,7 +199,7 @@ def _weigh(
     BS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Of a tile of one (eviction, layer)'s fresh tokens."""
+    """The sums of a tile of one (eviction, layer)'s fresh tokens."""
     unit = first_unit + tl.program_id(0)
     layer = (unit % num_layers).to(tl.int64)
     entry = table + (unit // num_layers).to(tl.int64) * stride_table

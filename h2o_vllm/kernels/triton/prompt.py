@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Scores of prompt chunks: column sums of the causal softmax, given each query's log-sum-exp.
+"""Scores of prompt chunks: column sums of the causal softmax, from each query's log-sum-exp.
 
-The attention itself stays with vLLM's kernel, which knows the log-sum-exp of each query. With it a
-probability needs no second pass: one program owns a tile of keys of one kv head and a segment of a row's
-queries (:mod:`.segments`), walks over those of all q heads of its group, and sums ``exp(logit - lse)``. Half
-of attention's operations (no P.V), causal tiles only, each sum written once by one program.
+vLLM's kernel computes the attention and the log-sum-exp (LSE) of each query. With the LSE a probability needs
+only one pass. One program has a tile of keys of one KV head and a segment of a row's queries
+(:mod:`.segments`). For all q heads of its group it sums ``exp(logit - lse)`` over these queries. That takes
+half of attention's operations (no P.V), over causal tiles only. One program writes each sum, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["COMPUTE", "add_prompt_scores"]
 
 _LOG2E = 1.4426950408889634
 COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16}
-"""What queries are multiplied in; all others in bfloat16, which holds every float8_e4m3fn exactly."""
+"""Dtypes in which queries are multiplied. Others become bfloat16, which holds float8_e4m3fn exactly."""
 
 
 def add_prompt_scores(
@@ -46,27 +46,27 @@ def add_prompt_scores(
 ) -> None:
     """Add the probabilities that each key receives from its row's queries. Eager.
 
-    The queries of a row are the last positions of its live sequence; there may be context before them
-    (chunked prefill, prefix-cache hit). Rows of live length 0 are left alone.
+    The queries of a row are the last positions of its live sequence. There may be context before them
+    (chunked prefill, prefix-cache hit). Rows with live length 0 are skipped.
 
     Args:
         query: [T, H, D]; may be strided along T.
-        key_cache: [N, BS, KH, D], any strides with a last one of 1; dtype of ``query``, or float8_e4m3fn
-            (then ``query`` may be as well; both are multiplied in 16 bits).
+        key_cache: [N, BS, KH, D], any strides with a last one of 1. Its dtype is that of ``query``, or
+            float8_e4m3fn (then ``query`` may have either; both are multiplied in 16 bits).
         scores: [N, KH, BS], float32, contiguous.
         block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
         seq_lens: [B], int32, live lengths including the chunk.
         lse: [H, T], float32, any strides: natural log of each query's softmax denominator, with sinks.
         scale: factor on q.k before the softmax.
-        prompts: which rows' queries are scored, how, and by whom.
+        prompts: the scored queries and their segments.
         query_scale, key_scale, softcap: see :func:`.decode.attend_decode`.
-        lanes: whose heads share slots; ``None``: no row's in ``prompts``. layer: whose cache this is.
+        lanes: given if the heads of a row in ``prompts`` share slots. layer: index of the cache's layer.
     """
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
     shared = in_layer(lanes, layer)
     queries, keys, warps, stages = _tile(query.dtype, padded, capped=bool(softcap))
-    # A tensor in any case: None would be another form to compile.
+    # Always a tensor: ``None`` would compile another kernel.
     partial = scores if prompts.partial is None else prompts.partial
     for begin, end, sums in prompts.launches:
         segments = prompts.segments[begin:end]
@@ -126,9 +126,9 @@ def add_prompt_scores(
 def _tile(dtype: torch.dtype, padded: int, *, capped: bool) -> tuple[int, int, int, int]:
     """Queries and keys per tile, warps, stages."""
     if dtype == torch.float32:
-        # No tensor core: its operands are in registers as well, larger tiles would spill.
+        # No tensor core: the operands are in registers, so larger tiles would spill.
         return 32, 32, 8 if capped else 4, 2
-    # What the cap needs beside the sums would spill from tiles of 128 keys.
+    # The soft cap needs more registers: tiles of 128 keys would spill.
     return (64, 128, 4, 2) if padded <= 128 and not capped else (64, 64, 4, 2)
 
 
@@ -136,10 +136,10 @@ def _tile(dtype: torch.dtype, padded: int, *, capped: bool) -> tuple[int, int, i
 def _log_probabilities(
     query, q_rows, lse, lse_rows, k, ahead, left, scale_log2, cap, wide, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Log2 of exp(logit - lse) of a tile of queries, ``left`` tokens of them real, for a tile of keys."""
+    """Log2 of exp(logit - lse) for tiles of keys and of queries, of which ``left`` tokens are real."""
     real = ahead < tl.minimum(left, TOKENS)
     q = tl.load(query + q_rows, mask=real[:, None] & wide[None, :], other=0.0)
-    # A row that is none: 0 - inf.
+    # Padded rows compute 0 - inf.
     sums = tl.load(lse + lse_rows, mask=real, other=float("inf"))
     logits = dot(q.to(k.dtype), k, tl.zeros([q_rows.shape[0], k.shape[1]], tl.float32)) * scale_log2
     return cap_logits(logits, cap) - (sums * 1.4426950408889634)[:, None]
@@ -147,15 +147,15 @@ def _log_probabilities(
 
 @triton.jit
 def _joined(total, log, visible):
-    """Sums with the probabilities of a tile of queries, of the ``visible`` keys."""
+    """Add the probabilities of a tile of queries to the sums, for the ``visible`` keys."""
     prob = tl.exp2(log)
     if visible is not None:
-        # Not before the exponential: that takes more instructions.
+        # After the exponential: before it, the mask takes more instructions.
         prob = tl.where(visible, prob, 0.0)
     return total + prob
 
 
-# Not specialised: strides that change with the batch would compile in the middle of serving.
+# Not specialised: strides that change with the batch. New values would compile while serving.
 @triton.jit(do_not_specialize=["stride_table", "stride_lh", "stride_lt", *LANES])
 def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is in functions
     query,
@@ -195,7 +195,7 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
     QUERIES: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One tile of keys of one kv head, and the queries of one segment."""
+    """One tile of keys of one KV head, and the queries of one segment."""
     words = segments + tl.program_id(2) * FIELDS
     row = tl.load(words)
     start = tl.load(words + 1)
@@ -212,7 +212,7 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
         length += (count - heavy) * BS
     if first_key >= length:
         return
-    # Live keys before the segment's first query, and those that its last one sees.
+    # Live keys before the segment's first query, and live keys that its last query sees.
     context = length - tl.load(query_start_loc + row + 1) + start
     seen = context + tokens
     position = first_key + tl.arange(0, KEYS)
@@ -242,22 +242,22 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
         scale_log2 *= tl.load(query_scale)
     if key_scale is not None:
         scale_log2 *= tl.load(key_scale)
-    # A tile's rows are the q heads of whole tokens, so that they lie alike in every tile.
+    # A tile's rows are the q heads of whole tokens, so all tiles have the same layout.
     TOKENS: tl.constexpr = QUERIES // G
     ahead = tl.arange(0, QUERIES) // G
     head = tl.arange(0, QUERIES) % G
     q_rows = (ahead * stride_qt + head * stride_qh)[:, None] + dims[None, :]
     lse_rows = ahead * stride_lt + head * stride_lh
-    # 64 bits, so that products with them are.
+    # In 64 bits, so that their products have 64 bits.
     stride_qt, stride_lt = stride_qt.to(tl.int64), stride_lt.to(tl.int64)
     query += start * stride_qt + kv_head * G * stride_qh
     lse += start * stride_lt + kv_head * G * stride_lh
 
-    # Tokens before `seeing` see no key of the tile, those from `all_seeing` on see all of it.
+    # Tokens before `seeing` see no key of the tile; tokens from `all_seeing` on see all of its keys.
     seeing = tl.maximum(first_key - context, 0)
     all_seeing = tl.maximum(first_key + KEYS - 1 - context, 0)
     all_seeing = seeing + (tl.maximum(all_seeing - seeing, 0) + TOKENS - 1) // TOKENS * TOKENS
-    # Reduced over queries at the end only: a sum across warps costs more than the additions.
+    # Reduced over queries only at the end: a sum across warps costs more than the additions.
     total = tl.zeros([QUERIES, KEYS], tl.float32)
     for at in range(seeing, tl.minimum(all_seeing, tokens), TOKENS):
         log = _log_probabilities(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Ranks of fresh tokens in several orders, by sorting, and the scores that follow from them.
+"""Ranks of fresh tokens by several measures, by sorting, and the joined scores.
 
-Per (layer, head) the scratch holds for each of an eviction's ranks two lists of ``room`` numbers: scores by
-it, and places in its order. Behind them, where there are several ranks, lie the scores by the first in order.
+Per (layer, head) the scratch holds two lists of ``room`` numbers for each of an eviction's ranks: the scores
+by that rank, and the tokens' places in its order. If there are several ranks, the sorted scores of the first
+one follow.
 
-Tiles are sorted each by itself. How many of a tile come before a token is then a binary search in it: of what
-comparing all with all would take, ``log2(TILE) / TILE``. One program per tile, rank and head fills a GPU
-whatever the length.
+Each tile is sorted by itself. Then a binary search in each tile counts the tokens that come before a given
+one. That takes ``log2(TILE) / TILE`` of the comparisons of all with all. One program per tile, rank and head
+fills a GPU at any length.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _END = tl.constexpr(int(Op.END))
 _VALUE = tl.constexpr(int(Op.VALUE))
 _BEFORE_VALUE = tl.constexpr(int(Op.VALUE) - 1)
 _BEHIND = tl.constexpr(2.0**-20)
-"""As in the policies."""
+"""As in :mod:`h2o_vllm.policy.formulas`."""
 FEW = 64
 TILES = (FEW, 1024)
-"""Tokens that one program sorts: all of them, or as many as a GPU has good use for."""
+"""Tokens that one program sorts: the smaller size if it holds all of them, else the larger."""
 _SETTLED = 1024
 """Tokens whose scores one program writes back from the scratch."""
 
@@ -44,12 +45,12 @@ _SETTLED = 1024
 def order_ranks(
     programs: int, room: int, ranks: int, segments: int, given: tuple[Any, ...], **sizes: int
 ) -> None:
-    """Rank the fresh tokens of some (eviction, layer, head) that are staged; write back their scores.
+    """Rank the fresh tokens of some (eviction, layer, head) in the scratch, and write back their scores.
 
     Args:
-        programs: how many. room: numbers of each list, no fewer than fresh tokens. ranks: the most of any.
-        segments: whose sums of values' distances are to be added up.
-        given: the arguments that all kernels of rescoring begin with.
+        programs: number of (eviction, layer, head). room: numbers per list, at least the most fresh tokens.
+        ranks: the most ranks of one eviction. segments: number of sums of values' distances to add up.
+        given: the first arguments of all rescoring kernels.
     """
     if ranks > 1:
         alone = room <= TILES[0]
@@ -65,7 +66,7 @@ def order_ranks(
 
 @triton.jit
 def _my_list(entry, staged, room, BS: tl.constexpr):
-    """Of this program: its rank's list of scores, the scores in order, how many tokens are to be ranked."""
+    """This program's list of scores, the sorted scores, and the number of tokens to rank."""
     rank = tl.program_id(2)
     ranks = list_of(tl.load(entry + 2), _ALL)
     count = (tl.load(entry + 1) - tl.load(entry)) * BS
@@ -89,10 +90,10 @@ def _sort_tiles(
     TILE: tl.constexpr,
     ALONE: tl.constexpr,
 ):
-    """Sort a tile of one rank's scores: high ones first, of equal ones the earlier token.
+    """Sort a tile of one rank's scores: highest first, of equal ones the earlier token first.
 
-    The scores then lie in order, and in place of places which token of the tile each is of; if it is the only
-    tile (``ALONE``), places are what they will be.
+    Writes the sorted scores, and for each of them the index of its token in the tile; for the only tile
+    (``ALONE``) the tokens' final places.
     """
     _, _, entry, _, staged = my_part(
         scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part, KH, BS
@@ -103,9 +104,9 @@ def _sort_tiles(
         return
     mine = tl.arange(0, TILE)
     found = tl.load(list_ + first + mine, mask=first + mine < count, other=float("-inf"))
-    # -0.0 equals 0.0, and its bits do not.
+    # -0.0 equals 0.0, but their bits differ.
     bits = tl.where(found == 0.0, 0.0, found).to(tl.int32, bitcast=True)
-    # Integers in the order of the numbers, and the other way round; the token breaks ties.
+    # Integers in the reverse order of the numbers; the token's index breaks ties.
     high = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
     ordered = tl.sort((high.to(tl.int64) << 32) | mine.to(tl.int64))
     token = (ordered & 0x7FFFFFFF).to(tl.int32)
@@ -124,7 +125,7 @@ def _sort_tiles(
 
 @triton.jit
 def _before(list_, length, found, or_equal, TILE: tl.constexpr, HALVINGS: tl.constexpr):
-    """How many of a sorted tile's ``length`` scores rank before each of some: higher ones, ``or_equal``."""
+    """How many of a sorted tile's scores are above (``or_equal``: or equal to) each of ``found``."""
     place = tl.zeros_like(found).to(tl.int32)
     for halving in tl.static_range(HALVINGS + 1):
         probe = place + ((TILE >> halving) - 1)
@@ -151,7 +152,7 @@ def _find_places(
     TILE: tl.constexpr,
     HALVINGS: tl.constexpr,
 ):
-    """Places of a sorted tile's tokens among all; of the first rank also the scores in order."""
+    """Places of a sorted tile's tokens among all tokens; for the first rank also the sorted scores."""
     _, _, entry, _, staged = my_part(
         scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part, KH, BS
     )  # fmt: skip
@@ -163,7 +164,7 @@ def _find_places(
     live = first + mine < count
     found = tl.load(list_ + first + mine, mask=live, other=0.0)
     token = first + tl.load(list_ + room + first + mine, mask=live, other=0.0).to(tl.int32)
-    # Places are written where tokens have just been read.
+    # Places overwrite the indices that have just been read.
     tl.debug_barrier()
     places = mine
     for other in range(0, count, TILE):
@@ -192,7 +193,7 @@ def _settle_scores(
     BS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write back the scores of some fresh tokens that went through the scratch."""
+    """Write back the scores of some fresh tokens from the scratch."""
     _, _, entry, my_scores, staged = my_part(
         scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part, KH, BS
     )  # fmt: skip
@@ -218,7 +219,7 @@ def _settle_scores(
             new = tl.maximum(new, tl.load(in_order + place, mask=live, other=0.0) * less)
             less -= _BEHIND
     if ((ops & _VALUE) != 0) & ((ops & _BEFORE_VALUE) == 0):
-        # Those by the first rank are by values, as yet not relative to the mean distance.
+        # If the first rank is ``value``, its scores are not yet divided by the mean distance.
         distance = 0.0
         for segment in range(segments_of(entry, segments, BS)):
             distance += tl.load(staged + part - 1 - segment)

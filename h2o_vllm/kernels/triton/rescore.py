@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""New scores for what a step's evictions are about to rank, in all layers and heads at once.
+"""New scores for the candidates of a step's evictions, in all layers and heads at once.
 
-Policies say in plain torch what they make of their scores, eviction by eviction; this is the same for all
-evictions of a step. One launch, or one more where candidates are many (:mod:`.sums`), and one where a
-calibration predicts (:mod:`.predict`); and up to three if some rank in several ways, look at neighbours or at
-the mean: these write to the scratch first (:mod:`.ranks`), as a score may not change while others look at it.
+:mod:`h2o_vllm.policy.formulas` defines the scores in plain torch, one eviction at a time. This computes the
+same for all evictions of a step. It takes one launch; another one if there are many candidates
+(:mod:`.sums`); another one with a calibration (:mod:`.predict`); and up to three if an eviction joins ranks,
+pools neighbours or uses a mean. Such evictions write to the scratch first (:mod:`.ranks`), as a score must
+not change while other programs read it.
 """
 
 from __future__ import annotations
@@ -67,14 +68,15 @@ def rescore(
 ) -> None:
     """Adjust the scores of a step's candidates, in place. Eager, before :func:`.compact`.
 
-    As :func:`h2o_vllm.policy.formulas.new_scores`, up to the order in which keys and values are added up.
+    The result equals that of :func:`h2o_vllm.policy.formulas.new_scores`, except that keys and values are
+    summed in another order.
 
     Args:
-        layers: see there; the scratch is used. scores: [L, N, KH, BS], float32, contiguous.
-        early: the same: how much of them is not of late queries.
-        rescores: no block is in two of them.
-        lanes: given if any of them shares; whose the lanes of its known blocks are.
-        prediction: given always, or never: then none of them ranks by what is predicted.
+        layers: the KV of all layers, and the scratch. scores: [L, N, KH, BS], float32, contiguous.
+        early: [L, N, KH, BS]: the part of the scores that does not come from late queries.
+        rescores: the evictions; no block is in two of them.
+        lanes: the owners of lanes; given if a request in ``rescores`` has shared slots.
+        prediction: the calibration, or ``None``: then no eviction uses the rank ``predicted``.
 
     Raises:
         ValueError: one layer of one eviction does not fit the scratch.
@@ -92,12 +94,12 @@ def rescore(
     part = room * lists + told.sums_of(segments, padded)
     of_heads = 0 if prediction is None else prediction.of_heads
     assert prediction is not None or not rescores.predicts
-    # Of what is predicted, the first sum lies at 16 bytes.
+    # The first sum of a prediction is aligned to 16 bytes.
     numbers = layers.moves.numel() - (4 if of_heads else 0)
     step = min(units, numbers // (heads * part + of_heads * room))
     if step == 0:
         raise ValueError(f"scores of {heads} x {room} tokens do not fit {layers.nbytes} bytes")
-    # Idle until compaction.
+    # The scratch of moves, which is unused until compaction.
     scratch = layers.moves.view(torch.float32)
     shared: tuple[Tensor | None, Tensor | None, int | None] = (None, None, None)
     if rescores.shares:
@@ -105,7 +107,7 @@ def rescore(
         shared = (lanes.offsets, lanes.pages, lanes.offsets.shape[1])
     caches = (layers.pointers, key, *key.stride()[:3], *value.stride()[:3])
     sizes = {"KH": heads, "BS": block_size, "num_warps": 4}
-    # A tile is 64 registers of 128 threads.
+    # A tile takes 64 registers of 128 threads.
     wide = {"D": key.shape[3], "DP": padded, "TILE": 8192 // padded}
     for first in range(0, units, step):
         programs = min(step, units - first) * heads
@@ -149,9 +151,9 @@ def rescore(
 @triton.jit
 def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total,
                     KH: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """[TILE]: the highest score, or late part of one, of the fresh tokens around each, itself included.
+    """[TILE]: the highest score, or late part of it, of the fresh tokens around each, itself included.
 
-    Those of others count a little less with each step away from them.
+    The scores of others count a little less with each step away from them.
     """
     highest = tl.full([TILE], float("-inf"), tl.float32)
     for away in range(-_REACH, _REACH + 1):
@@ -171,7 +173,7 @@ def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total
 
 @triton.jit
 def _mixed(bits):
-    """MurmurHash3's finaliser, uint32."""
+    """MurmurHash3's finaliser for uint32."""
     bits = tl.mul(bits ^ (bits >> 16), 0x85EBCA6B, sanitize_overflow=False)
     bits = tl.mul(bits ^ (bits >> 13), 0xC2B2AE35, sanitize_overflow=False)
     return bits ^ (bits >> 16)
@@ -179,7 +181,7 @@ def _mixed(bits):
 
 @triton.jit
 def _draws(layer, head, seen, candidate):
-    """[TILE]: :func:`h2o_vllm.policy.formulas.random`; ``head``: of the model."""
+    """[TILE]: :func:`h2o_vllm.policy.formulas.random`; ``head``: its number in the model."""
     place = candidate.to(tl.uint32)
     unit = place * 0 + ((layer << 16) + head).to(tl.uint32)
     seed = _mixed(_mixed(unit) ^ seen.to(tl.uint32))
@@ -189,7 +191,7 @@ def _draws(layer, head, seen, candidate):
 
 @triton.jit
 def _predicted(sums, position, live):
-    """[TILE]: :func:`h2o_vllm.policy.formulas.predicted` of what is at ``sums``."""
+    """[TILE]: :func:`h2o_vllm.policy.formulas.predicted`, from the sums at ``sums``."""
     found = tl.load(sums, mask=live, other=0.0)
     given = tl.exp(tl.minimum(tl.maximum(found, -50.0), 0.0))
     return tl.where(position < _SINKS, _MOST, given) * tl.exp(position.to(tl.float32) * _NEWER)
@@ -234,7 +236,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     TILE: tl.constexpr,
     ALONE: tl.constexpr,
 ):
-    """A segment of one (eviction, layer, head)'s candidates. ``any_cache`` says how elements are stored."""
+    """A segment of one (eviction, layer, head)'s candidates. ``any_cache`` has the dtype of the caches."""
     layer, head, entry, my_scores, staged = my_part(
         scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part, KH, BS
     )  # fmt: skip
@@ -249,11 +251,11 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
     fresh_from = tl.load(entry + 3)
     seen = tl.load(entry + 4)
     only_keys = ops == _KEY
-    # Else nothing but late attention has been collected.
+    # Without these ranks, only late attention has been collected.
     by_late = (ops & _OF_ALL_ATTENTION) != 0
     my_early = early + (layer * num_blocks * KH + head) * BS
     in_stages = ((ops & (ops - 1)) != 0) | ((ops & (_END | _VALUE)) != 0)
-    # Of all candidates, where a head has other lanes than its own; the fresh ones are its own in any case.
+    # Number of all candidates, if a head has lanes of other heads. Fresh tokens are always in its own lanes.
     first, count, of_head = None, None, total
     if pages is not None:
         pages += layer * num_blocks * KH
@@ -264,7 +266,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
         keys = cache_at(pointers + layer, any_cache) + head * stride_kh
         anchor = sum_of(keys, sums, segments, entry, pages, first, count, of_head, head, stride_kn,
                         stride_ks, stride_kh, True, ALONE, KH, BS, D, DP, TILE)  # fmt: skip
-        # The direction of the mean of the normalised keys.
+        # The direction of the mean normalised key.
         anchor /= tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), 1e-12)
         for at in range(start + tl.where(only_keys, 0, known), total, step):
             candidate = at + tl.arange(0, TILE)
@@ -278,7 +280,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
             else:
                 tl.store(staged + 2 * list_of(ops, _KEY) * room + fresh, new, mask=live)
 
-    if behind is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
+    if behind is not None:  # noqa: SIM102 - decided at compile time
         if (ops & _PREDICTED) != 0:
             unit = (tl.program_id(0) // KH * of_heads + first_of + head).to(tl.int64)
             for at in range(start + known, total, step):
@@ -329,7 +331,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
                 tl.store(staged + 2 * list_of(ops, _END) * room + fresh, nearby, mask=live)
             if (ops & _ATTENTION) != 0:
                 tl.store(staged + 2 * list_of(ops, _ATTENTION) * room + fresh, new, mask=live)
-            # Divided as torch divides a number by a tensor. Candidates lie before the newest query.
+            # Divided as torch divides a number by a tensor. Candidates come before the newest query.
             queries = tl.where(live, seen - fresh_from - fresh, 1).to(tl.float32)
             new *= tl.div_rn(1.0, queries) * seen.to(tl.float32)
             if ((ops & _MEAN) != 0) & in_stages:
@@ -338,7 +340,7 @@ def _rescore(  # noqa: PLR0912, PLR0915 - one kernel, in the order of what it do
                 v = vectors(values, block, slot, live, stride_vn, stride_vs, D, DP)
                 distance = distance_from(centre, v)
                 distances += tl.where(live, distance, 0.0)
-                # Relative to the mean one, which is known when all are.
+                # Divided by the mean distance, which is known when all distances are.
                 new *= distance
                 tl.store(staged + 2 * list_of(ops, _VALUE) * room + fresh, new, mask=live)
             if in_stages == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rescoring is told: a step's evictions whose candidates get new scores before they are ranked."""
+"""Arguments of rescoring: a step's evictions whose candidates get new scores before they are ranked."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from h2o_vllm.policy.ranks import Op
 __all__ = ["HEADER", "Rescore", "Rescores", "scratch_bytes"]
 
 MOST_RANKS = 6
-"""Ranks that may be joined: of ``Op``, predicted, attention, mean, value, end and key."""
+"""The most ranks that may be joined: predicted, attention, mean, value, end and key of ``Op``."""
 HEADER = 7
-"""Numbers before an entry's block ids: known blocks, all blocks, then as in :class:`Rescore`."""
+"""Numbers before an entry's block ids: count of known blocks, of all blocks, fields of :class:`Rescore`."""
 
 
 MOST_SEGMENTS = 64
-"""Programs that share the candidates of one (eviction, layer, head), at most."""
+"""The most programs that share the candidates of one (eviction, layer, head)."""
 SEGMENT = 1024
-"""Candidates of each, where fewer programs are enough."""
+"""Candidates per program, if fewer programs are enough."""
 
 
 def lists_of(ranks: int) -> int:
-    """Numbers in the scratch per fresh token: a score and a place by each rank, a score in order."""
+    """Numbers in the scratch per fresh token: a score and a place per rank, and a sorted score."""
     return 2 * ranks + 1 if ranks > 1 else 1
 
 
 def sums_of(segments: int, padded: int) -> int:
-    """Numbers in the scratch per (layer, head) for what ``segments`` programs add up.
+    """Numbers in the scratch per (layer, head) for the sums of ``segments`` programs.
 
     Args:
-        padded: the head size, as a power of 2.
+        padded: the head size, rounded up to a power of 2.
     """
     return segments * (2 * padded + 1) if segments > 1 else 1
 
 
 def scratch_bytes(kv_heads: int, tokens: int, of_heads: int = 0) -> int:
-    """What the scratch needs for one layer of an eviction that ranks ``tokens`` fresh tokens.
+    """Bytes of scratch for one layer of an eviction that ranks ``tokens`` fresh tokens.
 
     Args:
-        of_heads: for which a rank adds up what is predicted: 0, its own, or all of the model's.
+        of_heads: number of heads for which a rank sums predictions: 0, its own, or all of the model.
     """
     of_head = lists_of(MOST_RANKS) * tokens + sums_of(MOST_SEGMENTS, 256)
     return 4 * (kv_heads * of_head + of_heads * tokens)
@@ -54,12 +54,12 @@ class Rescore:
     """One eviction, on the host.
 
     Attributes:
-        known: ids of the blocks that earlier evictions have ranked; their tokens lie in any order.
-        fresh: ids of the others, in the order of their tokens' positions.
-        ops: those of the policy's ranks, or none: nothing changes. Several are joined.
+        known: ids of the blocks that earlier evictions have ranked. Their tokens are in any order.
+        fresh: ids of the other blocks, in the order of their tokens' positions.
+        ops: operations of the policy's ranks; several are joined. ``Op.NOTHING``: scores do not change.
         fresh_from: position of the first fresh token. seen: queries so far.
         first_kv_head: number of this worker's first KV head in the model.
-        slot: the request's, if its KV heads share the slots of known blocks; else -1.
+        slot: the request's slot, if its KV heads share the slots of known blocks; else -1.
     """
 
     known: Sequence[int]
@@ -72,19 +72,19 @@ class Rescore:
 
     @property
     def staged(self) -> bool:
-        """Whether new scores depend on more than the token's old one, and so go through the scratch."""
+        """Whether a new score depends on scores of other tokens, and so goes through the scratch."""
         return self.ops.bit_count() > 1 or bool(self.ops & (Op.PREDICTED | Op.END | Op.VALUE))
 
 
 @dataclass(frozen=True)
 class Rescores:
-    """All of one step, on the device.
+    """All rescored evictions of one step, on the device.
 
     Attributes:
-        table: [E, HEADER + W], int32: header, ids of known blocks, at once those of fresh ones, padding.
-        max_staged: host number, the most fresh blocks of one that is staged; 0: none is.
-        ranks: host number, the most that are joined of one that is staged; 0: none is.
-        shares: whether the heads of any share slots. predicts: whether any ranks by what is predicted.
+        table: [E, HEADER + W], int32: header, ids of known blocks, then of fresh ones, then padding.
+        max_staged: host number, the most fresh blocks of a staged eviction; 0: none is staged.
+        ranks: host number, the most joined ranks of a staged eviction; 0: none is staged.
+        shares: whether the heads of any request share slots. predicts: whether any uses ``predicted``.
     """
 
     table: Tensor
@@ -95,7 +95,7 @@ class Rescores:
 
     @classmethod
     def pack(cls, rescores: Sequence[Rescore], device: torch.device | str) -> Rescores:
-        """In one asynchronous copy."""
+        """Copy the evictions to the device, in one asynchronous copy."""
         width = max((len(one.known) + len(one.fresh) for one in rescores), default=0)
         rows = []
         for one in rescores:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""First scores of newly written slots, in all layers and heads at once."""
+"""Resets the scores of newly written slots, in all layers and heads at once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def reset_scores(scores: Tensor, slots: Tensor) -> None:
 
     Args:
         scores: [L, N, KH, BS], float32, contiguous.
-        slots: [n], int64, ``block_id * BS + offset``; negative ones (vLLM's padding) are skipped. No slot
-            twice.
+        slots: [n], int64, ``block_id * BS + offset``, each once. Negative ones (vLLM's padding) are skipped.
     """
     layers, blocks, heads, block_size = scores.shape
     count = slots.shape[0]

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the scores of prompts are divided among programs: each row's queries in segments, cut by position.
 
-A prompt of 2,048 tokens has 16 tiles of keys; with two kv heads that is work for 32 programs, on a GPU that
-holds 264 or more. So the queries are divided as well. The first segment of a row adds to the scores; what the
-others have summed is added by a second launch, in their order, without atomics:
+A prompt of 2,048 tokens has 16 tiles of keys. With two KV heads that is work for 32 programs, on a GPU that
+runs 264 or more at a time. So the queries are divided as well. The first segment of a row adds to the scores.
+A second launch adds the sums of the other segments, in order, without atomics:
 
     ((score + first segment) + second segment) + ...
 
-These are the sums that the segments would give one after the other, each in a call of its own. Where a row is
-cut depends on the logical positions of its queries alone: not on the batch, not on the GPU, not on where its
-chunks begin and end. A chunk that ends at a cut changes no bit; one that ends elsewhere, or a prefix that is
-read from the cache, regroups float32 sums, as it did when rows were whole.
+The result is the same as if each segment had a call of its own. The cuts of a row depend on the logical
+positions of its queries alone: not on the batch, the GPU, or the chunks. A chunk that ends at a cut changes
+no bit. A chunk that ends elsewhere, or a prefix from the cache, groups the float32 sums in another way.
 
-Segments are 256 queries long, and from position 4,096 on between a 32nd and a 16th of what lies before them:
-the longer a prompt, the fewer of them does it need to fill a GPU, and the partial sums of a chunk take about
-128 bytes per query and kv head. A row whose partial sums would not fit the scratch has its segments doubled
-until they do, alone in the batch or not; rows that do not fit together are launched one after the other.
+A segment has 256 queries, and from position 4,096 on between a 32nd and a 16th of the number of tokens before
+it: a longer prompt needs fewer segments to fill a GPU, and the partial sums of a chunk take about 128 bytes
+per query and KV head. If the partial sums of a row do not fit the scratch, its segments are doubled until
+they do, whatever else is in the batch. Rows that do not fit together are launched one after the other.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from torch import Tensor
 __all__ = ["SCRATCH_BYTES", "PromptSegments", "cuts"]
 
 SHORTEST = 256
-"""Queries of a segment. A program then loads its keys once for 256 * G rows of products."""
+"""Least queries per segment. A program then loads its keys once for 256 * G rows of products."""
 SCRATCH_BYTES = 32 << 20
-"""The most that the partial sums of one launch take."""
+"""The most bytes that the partial sums of one launch take."""
 FIELDS = 8
-"""Words of one segment: row, its first query and the end of its queries in the batch, offset of its partial
-sums in the scratch or -1 for a row's first, keys that they have room for, how many segments
-follow a first and are summed, two unused. With eight a launch's first segment is aligned like any other:
-Triton compiles for alignment."""
+"""Words of one segment: row, first query and end of its queries in the batch, offset of its partial sums in
+the scratch (-1 for a row's first segment), number of keys that these have room for, number of segments that
+follow a first one, two unused. With eight words all segments have the same alignment, for which Triton
+compiles."""
 _ROOM = 128
-"""Partial sums are written in whole tiles of keys; a multiple of the largest."""
+"""Partial sums are written in whole tiles of keys: a multiple of the largest tile."""
 
 
 def cuts(first: int, end: int, shortest: int = SHORTEST) -> list[int]:
-    """Where the segments of the queries at positions ``first`` .. ``end - 1`` begin, and ``end``.
+    """Starts of the segments of the queries at positions ``first`` .. ``end - 1``, then ``end``.
 
-    Beside ``first`` and ``end`` the same for any part of a sequence.
+    Except for ``first`` and ``end``, the cuts are the same for any part of a sequence.
     """
     found, at = [first], first
     while True:
-        # 16 until position 16 * shortest, and 16 more with each doubling.
+        # 16 segments until position 16 * shortest, and 16 more with each doubling.
         length = shortest << max(0, (at // shortest).bit_length() - 5)
         at = (at // length + 1) * length
         if at >= end:
@@ -59,7 +58,7 @@ def cuts(first: int, end: int, shortest: int = SHORTEST) -> list[int]:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row's segments, and for how many keys each but the first leaves a partial sum of one kv head."""
+    """A row's segments, and the number of keys for which each but the first has partial sums, per KV head."""
 
     segments: list[tuple[int, int]]
     keys: int
@@ -70,7 +69,7 @@ class _Row:
 
     @classmethod
     def cut(cls, start: int, end: int, length: int, live: int, most: int) -> _Row:
-        # Positions less this are tokens of the batch.
+        # A position minus this is a token's index in the batch.
         ahead, shortest = length - end, SHORTEST
         keys = -(-live // _ROOM) * _ROOM
         while True:
@@ -82,13 +81,13 @@ class _Row:
 
 @dataclass(frozen=True)
 class PromptSegments:
-    """The scored queries of a step's prompts. Made once per step, used by each of its layers.
+    """The scored queries of a step's prompts. Made once per step, used by all layers.
 
     Attributes:
-        segments: [I, 8], int32, on the device; what the words are, says ``FIELDS``.
-        launches: segments of each launch, from .. to, and how many partial sums per kv head they leave.
-        max_keys: no row has more.
-        partial: float32, the partial sums of one launch; ``None`` if all rows are whole.
+        segments: [I, 8], int32, on the device; see ``FIELDS`` for the words.
+        launches: per launch its first segment, the end, and its number of partial sums per KV head.
+        max_keys: the most keys of any row.
+        partial: float32, the partial sums of one launch; ``None`` if each row is one segment.
     """
 
     segments: Tensor
@@ -108,14 +107,13 @@ class PromptSegments:
         device: torch.device | str,
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> PromptSegments:
-        """Divide the rows' queries; one asynchronous copy.
+        """Divide the rows' queries into segments, and copy these to the device in one asynchronous copy.
 
         Args:
-            rows: which rows of the batch, each once.
-            starts, ends: where in the batch their scored queries begin and end; the last one of each is
-                the last of its row.
-            lengths: their logical lengths, these queries included: where they are cut.
-            live: no row's live length is larger; host numbers, they size grid and scratch.
+            rows: rows of the batch, each once.
+            starts, ends: the range of their scored queries in the batch, up to the last query of the row.
+            lengths: logical lengths, these queries included. They decide the cuts.
+            live: upper bounds of the rows' live lengths; host numbers, they size grid and scratch.
             kv_heads: KH of this rank.
             scratch_bytes: see :data:`SCRATCH_BYTES`.
         """

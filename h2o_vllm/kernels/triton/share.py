@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""How many lanes each KV head gets, layer by layer: steps 1 to 3 of :mod:`h2o_vllm.kernels.lanes`.
+"""The number of lanes of each KV head, per layer: steps 1 to 3 of :mod:`h2o_vllm.kernels.lanes`.
 
-The first kernel lists each head's candidates, page by page; the second finds the layer's best tokens among
-all of them and gives out lanes. What they find lies in the scratch, a part for each (eviction, layer)::
+The first kernel lists each head's candidates, page by page. The second finds the layer's best tokens among
+all of them, and assigns lanes. The results are in the scratch, with one part per (eviction, layer)::
 
     candidate pages, by head | begins | counts | owned | lanes | moves | lists of moves
     W * KH                   | KH     | KH     | KH    | KH    | KH    | 2 * slots of the heavy blocks
 
-``begins`` and ``counts``: of a head's candidates in the first list; ``owned``: how many of them, the first
-ones, are in heavy blocks; ``lanes``: that it gets; ``moves``: how many of its tokens move. A head's moves,
-pairs of slots from and to, begin where its slots would if all heads' lanes lay side by side: there are no
-more.
+``begins`` and ``counts``: the range of a head's candidates in the first list; ``owned``: how many of them,
+the first ones, are in heavy blocks; ``lanes``: the number of lanes that it gets; ``moves``: how many of its
+tokens move. A head's moves are pairs of slots, from and to. They begin where its slots would begin if the
+lanes of all heads were contiguous: a head has no more moves than slots.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SIZES = [
     "pages_room",
     "unit_room",
 ]
-"""Arguments of all of these kernels, for which none is compiled anew."""
+"""Arguments that all kernels of sharing take without specialisation: new values compile nothing."""
 _FIELDS = tl.constexpr(5)
 _LOWEST = tl.constexpr(-(1 << 30))
 
 
 def unit_words(blocks: int, heavy: int, kv_heads: int, block_size: int) -> int:
-    """Words of 32 bits that one (eviction, layer) takes of the scratch, an even number."""
+    """32-bit words of scratch per (eviction, layer), an even number."""
     words = blocks * kv_heads + 5 * kv_heads
     return words + words % 2 + 2 * heavy * kv_heads * block_size
 
@@ -47,7 +47,7 @@ def unit_words(blocks: int, heavy: int, kv_heads: int, block_size: int) -> int:
 def of_place(
     blocks, counts, scratch, place, first_unit, num_layers, stride_blocks, stride_counts, unit_room
 ):
-    """Layer, block ids, heavy and doomed blocks, slot, and part of the scratch, of one (eviction, layer)."""
+    """Layer, block ids, numbers of heavy and doomed blocks, slot and scratch of one (eviction, layer)."""
     unit = first_unit + place
     eviction = (unit // num_layers).to(tl.int64)
     mine = counts + eviction * stride_counts
@@ -59,7 +59,7 @@ def of_place(
 
 @triton.jit
 def field(mine, pages_room, which: tl.constexpr, KH: tl.constexpr):
-    """Pointer to one of a unit's numbers per head, in the order above."""
+    """Pointer to one of the fields with a number per head, in the order above."""
     return mine + pages_room + which * KH
 
 
@@ -79,7 +79,7 @@ def list_lanes(
     KH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The candidate pages of one head, in the order of blocks and lanes."""
+    """List the candidate pages of one head, in the order of blocks and lanes."""
     head = tl.program_id(1)
     layer, my_blocks, heavy, doomed, _slot, mine = of_place(
         blocks, counts, scratch, tl.program_id(0), first_unit, num_layers, stride_blocks, stride_counts,
@@ -110,7 +110,7 @@ def list_lanes(
 
 @triton.jit
 def _page_and_owner(my_blocks, my_owners, index, live, KH: tl.constexpr):
-    """Page and head of each of an eviction's lanes, in order; of no lane, no head's number."""
+    """Page and head of each lane of an eviction, in order; after the last lane, a number of no head."""
     block = tl.load(my_blocks + index // KH, mask=live, other=0)
     fresh = block < 0
     page = tl.where(fresh, -1 - block, block) * KH + index % KH
@@ -139,7 +139,7 @@ def share_lanes(
     BS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Give out the lanes of one layer's heavy blocks."""
+    """Assign the lanes of one layer's heavy blocks."""
     layer, _blocks, heavy, doomed, slot, mine = of_place(
         blocks, counts, scratch, tl.program_id(0), first_unit, num_layers, stride_blocks, stride_counts,
         unit_room,
@@ -149,7 +149,7 @@ def share_lanes(
     threshold, above = lowest_survivor(
         my_scores, mine, keep, keep + doomed * KH * BS, 1, BS, CHUNK, ONE_CHUNK=False
     )  # fmt: skip
-    # Of each head: tokens above the threshold, and at it.
+    # Per head: numbers of tokens above the threshold, and at it.
     heads = tl.arange(0, KHP)
     better = tl.zeros([KHP], tl.int32)
     ties = tl.zeros([KHP], tl.int32)
@@ -162,7 +162,7 @@ def share_lanes(
             this = heads == head
             better += tl.where(this, tl.sum((ranks > threshold).to(tl.int32), 0), 0)
             ties += tl.where(this, tl.sum((ranks == threshold).to(tl.int32), 0), 0)
-    # Of equal tokens those of the lower heads are the better ones.
+    # Of tokens with equal scores, those of lower heads come first.
     ties = tl.minimum(tl.maximum(keep - above - (tl.cumsum(ties, 0) - ties), 0), ties)
     lanes = _given(better + ties, heavy * KH, heads, KH, BS)
     tl.store(field(mine, pages_room, 3, KH) + heads, lanes, mask=heads < KH)
@@ -173,12 +173,12 @@ def share_lanes(
 
 @triton.jit
 def _given(wanted, lanes, heads, KH: tl.constexpr, BS: tl.constexpr):
-    """[KHP]: the lanes of each head, which wants so many tokens."""
+    """[KHP]: the lanes of each head; ``wanted``: the tokens that each head wants."""
     real = heads < KH
     given = real.to(tl.int32)
     left = lanes - KH
-    # One after the other to the head that wants most, all at once: each is given at a want, which falls by a
-    # lane's tokens with each. What is looked for is the want of the last one.
+    # The rule gives lanes one by one to the head that wants most tokens, and each lane lowers what the head
+    # wants. This finds the want at which the last lane is given, and so gives all lanes at once.
     rest = tl.where(real, wanted - given * BS, _LOWEST)
     low = -lanes * BS
     high = lanes * BS
@@ -195,5 +195,5 @@ def _given(wanted, lanes, heads, KH: tl.constexpr, BS: tl.constexpr):
 
 @triton.jit
 def _given_from(rest, want, BS: tl.constexpr):
-    """Lanes that are given at this want or at a higher one."""
+    """Number of lanes that are given at this want or a higher one."""
     return tl.where(rest >= want, tl.maximum(rest - want, 0) // BS + 1, 0)

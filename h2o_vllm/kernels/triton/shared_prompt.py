@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Attention of several queries of rows whose KV heads share slots, with its log-sum-exp.
+"""Attention, with its log-sum-exp, of rows with several queries whose KV heads share slots.
 
-vLLM's kernels read a lane as its own head's. Who meets this one: later chunks of bounded prompts, and what a
-preempted request computes again of its answer.
+vLLM's kernels assume that a head owns its lane of each block. This kernel serves later chunks of bounded
+prompts, and preempted requests that compute their answers again.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def attend_shared_prompts(
         query: [T, H, D]; may be strided along T.
         key_cache, value_cache: see :func:`.decode.attend_decode`.
         block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
-        seq_lens: [B], int32, live lengths including the chunk: of all heads of a row, on average.
+        seq_lens: [B], int32, live lengths including the chunk, averaged over a row's heads.
         scale: factor on q.k before the softmax.
         out: [T, H, D], may be strided along T. lse: [H, T], float32, any strides: natural logs of the softmax
-            denominators. Other rows' queries are left alone.
-        max_query_len: no listed row has more queries; a host number, it sizes the grid.
-        rows: [R], int32: the rows to look at, each once.
-        lanes: whose heads share which slots. layer: whose caches these are, in them.
+            denominators. Queries of other rows are not written.
+        max_query_len: the most queries of a listed row; a host number, it sizes the grid.
+        rows: [R], int32: the rows to process, each once.
+        lanes: the owners of lanes. layer: index of these caches' layer.
         query_scale, key_scale, value_scale, softcap, sinks: see :func:`.decode.attend_decode`.
     """
     if rows.shape[0] == 0:
@@ -63,7 +63,7 @@ def attend_shared_prompts(
     _, block_size, kv_heads, size = key_cache.shape
     padded = max(16, triton.next_power_of_2(size))
     group = query.shape[1] // kv_heads
-    # Queries per tile; more keys would spill on Ampere. float32 keeps its operands in registers.
+    # Queries per tile. More keys per tile would spill on Ampere. float32 keeps its operands in registers.
     tile, warps = (64, 4) if padded <= 128 else (32, 4)
     if query.dtype == torch.float32:
         tile, warps = 16, 8
@@ -152,7 +152,7 @@ def _attend_shared_prompts(  # noqa: PLR0915 - one kernel, in the order of what 
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """One tile of (token, q head) pairs of one row and kv head, numbered token by token."""
+    """One tile of (token, q head) pairs of one row and KV head, numbered token by token."""
     row = tl.load(rows + tl.program_id(2))
     kv_head = tl.program_id(1).to(tl.int64)
     start = tl.load(query_start_loc + row)
@@ -179,7 +179,7 @@ def _attend_shared_prompts(  # noqa: PLR0915 - one kernel, in the order of what 
         scale_log2 *= tl.load(query_scale)
     if key_scale is not None:
         scale_log2 *= tl.load(key_scale)
-    # A pair that is none sees the first key, so that nothing is infinite.
+    # A padded pair sees the first key, so that no value is infinite.
     position = tl.where(real, length - tokens + token, 0)
     last = tl.minimum(first_pair + QUERIES, tokens * G) - 1
     seen = length - tokens + last // G + 1
@@ -198,7 +198,7 @@ def _attend_shared_prompts(  # noqa: PLR0915 - one kernel, in the order of what 
         k = load_keys(key_cache + dims[:, None], at_key, wide, live, "")
         logits = dot(q, k.to(AS), tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
         logits = cap_logits(logits, cap)
-        # The first tile shows every pair at least one key: the maximum is finite from then on.
+        # Each pair sees a key of the first tile: from then on the maximum is finite.
         logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         prob = tl.exp2(logits - highest[:, None])

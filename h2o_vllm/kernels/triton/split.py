@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Scores of whole rows, split where the attention of late queries is kept apart."""
+"""Splits the scores of rows into early attention and the attention of late queries."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["split_scores"]
 def split_scores(
     scores: Tensor, early: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor, max_len: int
 ) -> None:
-    """Make ``early`` the scores of some rows less what it holds, in all layers and heads. Eager, one launch.
+    """Replace ``early`` by ``scores - early`` for some rows, in all layers and heads. Eager, one launch.
 
-    Once per row: after the attention, or all of it in which late queries are, has been added to the scores,
-    and that of the late ones to ``early``.
+    Call it once per row, in the step of the row's first late query: after the attention of all queries has
+    been added to ``scores``, and that of late queries to ``early``.
 
     Args:
         scores: [L, N, KH, BS], float32, contiguous. early: the same.
         block_table: [B, MB], int32, without holes. seq_lens: [B], int32, live lengths.
-        rows: [R], int32: the rows to look at, each once.
-        max_len: no listed row is longer; a host number, it sizes the grid.
+        rows: [R], int32: the rows to process, each once.
+        max_len: the largest live length of a listed row; a host number, it sizes the grid.
     """
     layers, blocks, heads, block_size = scores.shape
     if rows.shape[0] == 0 or max_len < 1:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Keys and values of an eviction's candidates, and what they add up to, for rescoring.
+"""Keys and values of an eviction's candidates, and their sums, for rescoring.
 
-The candidates of one (eviction, layer, head) are divided into segments of every n-th tile, one program for
-each, where there are many. Per segment the scratch then holds a sum of normalised keys and one of values,
-``DP`` numbers each, behind the lists of :mod:`.ranks`; at the end of the part, one number per segment, what
-values' distances from their mean add up to, divided by how many they are.
+If there are many candidates, those of one (eviction, layer, head) are divided into segments. Segment i of n
+has every n-th tile, and one program processes it. After the lists of :mod:`.ranks` the scratch holds, per
+segment, a sum of normalised keys and a sum of values, ``DP`` numbers each. At the end of the part it holds
+one number per segment: the sum of the values' distances from their mean, divided by the number of candidates.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _TINY = tl.constexpr(1e-20)
 
 @triton.jit
 def cache_at(pointer, any_cache):
-    """A layer's keys or values; elements as in ``any_cache``. ``checks.check_layers``: aligned to 8 bytes."""
+    """Pointer to a layer's keys or values, with the dtype of ``any_cache``, aligned to 8 bytes."""
     return tl.multiple_of(tl.load(pointer).to(any_cache.dtype), 8)
 
 
 @triton.jit
 def vectors(cache, block, slot, live, stride_n, stride_s, D: tl.constexpr, DP: tl.constexpr):
-    """Keys or values of one head, [TILE, DP], float32; zeros beyond the head size and where nothing lives."""
+    """Keys or values of one head, [TILE, DP], float32; zeros beyond the head size and for padding."""
     return _vectors_at(cache, block * stride_n + slot * stride_s, live, D, DP)
 
 
@@ -60,7 +60,7 @@ def _vectors_at(cache, at, live, D: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def vectors_of_any(cache, entry, pages, first, count, candidate, live, head, stride_n, stride_s, stride_h,
                    KH: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """As :func:`vectors`, of any candidates of a head, which may have lanes of others."""
+    """As :func:`vectors`, for any candidates of a head, which may have lanes of other heads."""
     if pages is None:
         block, slot = place_of(entry, candidate, live, BS)
         at = block * stride_n + slot * stride_s
@@ -74,13 +74,13 @@ def vectors_of_any(cache, entry, pages, first, count, candidate, live, head, str
 
 @triton.jit
 def inverse_length(keys):
-    """[TILE]: one over the length of each."""
+    """[TILE]: the inverse of each key's length."""
     return tl.rsqrt(tl.maximum(tl.sum(keys * keys, 1), _TINY))
 
 
 @triton.jit
 def distance_from(centre, values):
-    """[TILE]: how far each value is from ``centre``, [DP]."""
+    """[TILE]: the distance of each value from ``centre``, [DP]."""
     away = values - centre[None, :]
     return tl.sqrt(tl.sum(away * away, 1))
 
@@ -89,7 +89,7 @@ def distance_from(centre, values):
 def _sum(cache, entry, pages, first, count, start, total, step, head, stride_n, stride_s, stride_h,
          NORMALISED: tl.constexpr, KH: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
          TILE: tl.constexpr):  # fmt: skip
-    """[DP]: the sum of the vectors of every ``step``-th candidate's tile from ``start`` on."""
+    """[DP]: the sum of the candidates' vectors in the tiles at ``start``, ``start + step``, ..."""
     sums = tl.zeros([TILE, DP], tl.float32)
     for at in range(start, total, step):
         candidate = at + tl.arange(0, TILE)
@@ -105,7 +105,7 @@ def _sum(cache, entry, pages, first, count, start, total, step, head, stride_n, 
 def sum_of(cache, sums, segments, entry, pages, first, count, total, head, stride_n, stride_s, stride_h,
            NORMALISED: tl.constexpr, ALONE: tl.constexpr, KH: tl.constexpr, BS: tl.constexpr,
            D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """[DP]: the sum over all candidates; of the segments' sums, unless the program is ``ALONE``."""
+    """[DP]: the sum over all candidates, from the segments' sums, or computed here if ``ALONE``."""
     if ALONE:
         found = _sum(cache, entry, pages, first, count, 0, total, TILE, head, stride_n, stride_s, stride_h,
                      NORMALISED, KH, BS, D, DP, TILE)  # fmt: skip
@@ -146,7 +146,7 @@ def add_up(
     DP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One segment of the candidates of one (eviction, layer, head)."""
+    """The sums of one segment of the candidates of one (eviction, layer, head)."""
     layer, head, entry, _, staged = my_part(
         scores, table, scratch, first_unit, num_layers, num_blocks, stride_table, part, KH, BS
     )  # fmt: skip

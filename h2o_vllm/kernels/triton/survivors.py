@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Which candidates of an eviction survive: scores as integers of one order, and the lowest that stays."""
+"""Which candidates of an eviction survive: scores as ordered integers, and the lowest that survives."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def _slot_of(blocks, candidate, live, BS: tl.constexpr):
 
 @triton.jit
 def ranks_of(my_scores, blocks, candidate, live, KH: tl.constexpr, BS: tl.constexpr):
-    """Scores as unsigned integers of the same order: NaN as -inf, -0 as 0; 0 for no candidate.
+    """Scores as unsigned integers of the same order: NaN as -inf, -0 as 0; 0 for padding.
 
-    ``KH``: 1 where ``blocks`` are pages.
+    ``KH``: 1 if ``blocks`` are pages.
     """
     slot = _slot_of(blocks, candidate, live, BS)
     at = (slot // BS).to(tl.int64) * (KH * BS) + slot % BS
     bits = tl.load(my_scores + at, mask=live, other=0.0).to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     bits = tl.where(magnitude == 0, 0, bits)
-    # Negative floats order the other way round; the sign bit, flipped, puts them below the positive ones.
+    # The bits of negative floats are in reverse order. The flipped sign bit puts them below positive ones.
     flipped = tl.where(bits < 0, ~bits, bits | -0x80000000)
-    # ~(bits of -inf): what -inf itself maps to.
+    # ~(bits of -inf), to which -inf maps.
     flipped = tl.where(magnitude > 0x7F800000, 0x007FFFFF, flipped)
     return tl.where(live, flipped, 0).to(tl.uint32, bitcast=True)
 
@@ -40,13 +40,13 @@ def lowest_survivor(
     my_scores, blocks, keep, total,
     KH: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The rank of the last of the ``keep`` best of ``total`` candidates, and how many rank higher.
+    """The lowest rank among the ``keep`` best of ``total`` candidates, and how many candidates rank higher.
 
-    Bit by bit. ``ONE_CHUNK``: all of them are held in registers; else they are read again for each bit.
+    It is found bit by bit. ``ONE_CHUNK``: the candidates are in registers; else each bit reads them again.
     """
     lanes = tl.arange(0, CHUNK)
-    # The highest threshold that at least `keep` candidates reach, from the top bit down. A candidate's rank
-    # is never 0, so that the lanes beyond the last one never count.
+    # Finds the highest threshold that at least `keep` candidates reach, from the top bit down. A candidate's
+    # rank is never 0, so padding never counts.
     threshold = tl.full([], 0, tl.uint32)
     bit = tl.full([], 1 << 31, tl.uint32)
     if ONE_CHUNK:
@@ -78,15 +78,15 @@ def list_moves(
     my_scores, blocks, keep, total, kept, moves,
     KH: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """List the moves of one head, pairs of slots from and to; returns how many of each.
+    """List the moves of one head, pairs of slots from and to; returns the numbers of both.
 
     Args:
-        keep: so many of the ``total`` candidates survive. kept: so many of them, the first ones, are in slots
-            that the head keeps: survivors stay there, and others come to the free ones.
+        keep: number of the ``total`` candidates that survive. kept: number of candidates, the first ones, in
+            slots that the head keeps. Survivors there do not move; other survivors move to the free slots.
     """
     threshold, above = lowest_survivor(my_scores, blocks, keep, total, KH, BS, CHUNK, ONE_CHUNK)
-    # In candidate order: of those at the threshold the first ones stay; survivors behind the kept slots and
-    # losers in them are numbered, and equal numbers meet.
+    # In candidate order. Of candidates at the threshold the first ones survive. Survivors after the kept
+    # slots and losers in kept slots are both numbered, and equal numbers form a move.
     ties_left = keep - above
     leavers = 0
     takers = 0

@@ -11,11 +11,11 @@ from torch import Tensor
 __all__ = ["EVICTING", "PINNED", "SCORED", "compact_tables"]
 
 EVICTING = 1
-"""Flag of a row whose table may have holes: ids 0 in its used part are dropped."""
+"""Flag of a row that may have holes in its table: ids 0 in its used part are dropped."""
 SCORED = 2
-"""Flag of a row whose attention is scored: ours, not vLLM's."""
+"""Flag of a row that our kernels attend in place of vLLM's."""
 PINNED = 4
-"""For ``DecodeWorkspace.plan``: so many times the row's first tokens whose scores nobody wants."""
+"""Factor of a row's number of first tokens without scores in its flags, for ``DecodeWorkspace.plan``."""
 
 _WIDTH = 512
 
@@ -30,18 +30,18 @@ def compact_tables(
     out_scored: Tensor | None = None,
     out_rest: Tensor | None = None,
 ) -> None:
-    """The batch as attention should see it. Eager, one launch, no synchronisation.
+    """Write block tables without holes, and live lengths. Eager, one launch, no synchronisation.
 
-    Only the used part of each row of ``out_table`` is written: what lies behind the live length is stale.
+    Only the used part of each row of ``out_table`` is written. After the live length it holds old values.
 
     Args:
         block_table: [B, MB], int32; may be strided along B. seq_lens: [B], int32, logical lengths.
         flags: [B], int32, sums of the constants above. Rows that do not evict are copied.
         out_table: [at least B, MB], int32, another tensor than ``block_table``; may be strided.
         out_lens: [at least B], int32: live lengths.
-        out_scored: live lengths of the scored rows, 0 for the others: for ``DecodeWorkspace.plan`` and
+        out_scored: live lengths of ``SCORED`` rows, 0 for others: for ``DecodeWorkspace.plan`` and
             :func:`.prompt.add_prompt_scores`.
-        out_rest: live lengths of the rows left to vLLM, 0 for the scored ones.
+        out_rest: live lengths of the rows that vLLM attends, 0 for ``SCORED`` rows.
     """
     _compact_tables[(seq_lens.shape[0],)](
         block_table,
@@ -77,7 +77,7 @@ def _compact_tables(
     SCORES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One row: live ids move up by the number of holes before them."""
+    """One row: each live id moves forward by the number of holes before it."""
     row = tl.program_id(0)
     length = tl.load(seq_lens + row)
     flag = tl.load(flags + row)

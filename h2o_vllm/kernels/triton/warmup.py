@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling every kernel before the first request, in the form that serving will call."""
+"""Compiles all kernels before the first request, in the variants that serving calls."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def warm_up(
     lanes: LaneTables | None = None,
     prediction: Prediction | None = None,
 ) -> None:
-    """Run each kernel on the real caches with nothing to do: compiles, changes no KV and no score.
+    """Run each kernel on the real caches, without work to do. This compiles it; no KV and no score changes.
 
-    On the real tensors because Triton compiles for their strides and alignment. A kernel that is first called
-    while serving would stall all requests for seconds, and fail inside of a CUDA graph's capture.
-    ``compact_tables`` is left to its caller, whose buffers decide its form; compiling it is quick.
+    It takes the real tensors because Triton compiles for their strides and alignment. A kernel that is first
+    called while serving would stall all requests for seconds, and fail in the capture of a CUDA graph. The
+    caller compiles ``compact_tables``: its own buffers select the variant.
 
     Args:
         planes: [2, L, N, KH, BS], scores and their early parts.
-        query, out: [at least 2, H, D], of the dtypes and strides that serving will use. Not written.
+        query, out: [at least 2, H, D], with the dtypes and strides of serving. Not written.
         query_scale, key_scale, value_scale, softcap, sinks: given exactly if serving gives them.
-        lanes: given exactly if heads may share slots; of nobody, as they are now.
+        lanes: given exactly if heads may share slots. It must hold no request.
         prediction: given exactly if there is a calibration.
     """
     scores, early = planes
@@ -66,7 +66,7 @@ def warm_up(
             sinks, shared,
         )  # fmt: skip
     lse = torch.zeros(query.shape[1], 2, device=device)
-    # Two positions, and a cut between them: both launches of sums.
+    # Two positions with a cut between them, for both launches of sums.
     rows = ([0], [0], [2], [SHORTEST + 1], [block_size])
     prompts = PromptSegments.cut(*rows, scores.shape[2], device)
     given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
@@ -75,18 +75,19 @@ def warm_up(
     split_scores(scores, early, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     reset_scores(scores, padding)
-    # The device looks up what is to be done; "staged", so that all kernels are launched, of few and of many.
+    # The device reads an eviction without candidates. It counts as staged, so that all kernels are launched,
+    # those for few candidates and those for many.
     for candidates in (0, 2 * SEGMENT):
-        nobody = scores.new_zeros(1, HEADER + candidates // block_size, dtype=torch.int32)
+        empty = scores.new_zeros(1, HEADER + candidates // block_size, dtype=torch.int32)
         staged = 1 + candidates // block_size
         for shared in forms:
             given_none = Rescores(
-                nobody, staged, ranks=2, shares=shared is not None, predicts=prediction is not None
+                empty, staged, ranks=2, shares=shared is not None, predicts=prediction is not None
             )
             rescore(layers, scores, early, given_none, shared, prediction)
-    # Laid out as Evictions.pack does: alignment counts.
+    # With the layout of Evictions.pack, as alignment matters.
     packed = torch.zeros(1, 3, dtype=torch.int32, device=device)
-    # As many candidates as each chunk takes at most, then one block more than fits any.
+    # As many candidates as each chunk holds, then one block more than the largest holds.
     for candidates in (*_CHUNKS, _CHUNKS[-1] + block_size):
         heavy = candidates // block_size - 1
         compact(layers, scores, Evictions(packed[:, 2:], packed[:, :2], heavy, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the decode kernels, and the sizes in which they work."""
+"""Memory and tile sizes of the decode kernels."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from h2o_vllm.kernels.triton.tables import PINNED
 __all__ = ["SPAN", "DecodeWorkspace"]
 
 SPAN = 256
-"""Keys per step of what turns the scratch into scores, which waits for memory once per step; whole tiles."""
+"""Keys per step when scores are computed from the scratch: whole tiles. Each step waits for memory once."""
 
 _ROWS = 128
 _LISTED = 32
 """Blocks whose pages a program lists at a time."""
 _MIN_PIECE = 128
-"""Keys. 64 KiB of K and V at D = 128 in 16 bits, against 2 KiB of partial sums per 4 q heads."""
+"""Least keys per piece. That is 64 KiB of K and V at D = 128 in 16 bits, for 2 KiB of partial sums per 4 q
+heads."""
 _PROGRAMS_PER_PROCESSOR = 4
 """About as many run at a time. With eight, and tiles of twice the size, eight rows of 2,048 tokens took 1.4
 times as long on an H200. Two and eight were not timed with these tiles."""
 
 
 def _tile_of(head_size: int, dtype: torch.dtype) -> int:
-    """Keys per step: 8 KiB of keys at D = 64 and 128 in 16 bits.
+    """Keys per tile: 8 KiB of keys at D = 64 and 128 in 16 bits.
 
-    Several programs then share a processor, each with two tiles of keys and of values on their way. Tiles of
-    twice that took 1.07 to 1.36 times as long at D = 128 on an H200.
+    Then several programs share a processor, each with two tiles of keys and of values being loaded. Tiles of
+    twice the size took 1.07 to 1.36 times as long at D = 128 on an H200.
     """
     wide = triton.next_power_of_2(head_size) * dtype.itemsize > 128
     return 32 if wide else 64
 
 
 class DecodeWorkspace:
-    """What :func:`.decode.attend_decode` needs beside its tensors; one per worker, shared by its layers.
+    """The plan and the scratch of :func:`.decode.attend_decode`; one per worker, shared by its layers.
 
-    Fixed addresses and sizes, so CUDA graphs may hold it. The layers of a model run one after the other; two
-    streams that decode at once need two.
+    Addresses and sizes are fixed, so CUDA graphs may hold it. The layers of a model run one after the other.
+    Two streams that decode at the same time would need two workspaces.
 
     Attributes:
-        tile: keys per step of the kernel's loop. spare: pieces beyond one per row.
+        tile: keys per step of the kernel's loop. spare: pieces in addition to one per row.
         pieces: [max_batch + spare, 9], int32, the plan.
-        head_pieces: [L, (max_batch + spare) * KH, 12], int32: the plans of the layers, of heads; ``None``:
-            nobody's heads share slots. Scratch and partial results are then numbered by these.
-        part_out: [max_batch + spare, H, D], part_max, part_sum: [max_batch + spare, H], float32: what
-            the pieces of a row hand over.
+        head_pieces: [L, (max_batch + spare) * KH, 12], int32: each layer's plan of heads; ``None``: heads
+            cannot share slots. With a plan of heads, scratch and partial results are numbered by its pieces.
+        part_out: [max_batch + spare, H, D], part_max, part_sum: [max_batch + spare, H], float32: partial
+            results of pieces.
         probs: [H, (tiles + slack) * tile]: exp(logit - maximum so far) of each key, float16 (float32 for a
-            float32 cache, whose tests are as strict).
+            float32 cache, whose tests need that precision).
         tile_max: [KH, tiles + slack, G], float32: that maximum, in units of log2.
     """
 
@@ -66,16 +67,16 @@ class DecodeWorkspace:
         spare: int | None = None,
         sharing_layers: int = 0,
     ) -> None:
-        """Allocate.
+        """Allocate the memory.
 
         Args:
             max_batch: the largest number of rows B of any batch, padding included.
-            max_tokens: N * BS of the pool: scored rows share no block but pinned ones, so behind these never
-                more are live. Rows that do not fit are attended, but their probabilities are dropped.
+            max_tokens: N * BS of the pool. Scored rows share only pinned blocks, so never more tokens after
+                these are live. Rows that do not fit are attended, but their probabilities are dropped.
             num_heads: H of this rank. num_kv_heads: KH of this rank.
             dtype: of query and output. head_size: D.
-            spare: pieces beyond one per row; by default, what keeps this GPU's processors busy.
-            sharing_layers: of how many layers heads may share slots.
+            spare: pieces in addition to one per row; by default enough to fill this GPU.
+            sharing_layers: number of layers with heads that may share slots.
         """
         device = torch.device(device)
         if spare is None:
@@ -86,9 +87,9 @@ class DecodeWorkspace:
         self.tile = _tile_of(head_size, dtype)
         self.max_batch = max_batch
         self.spare = spare
-        # Of every row the last tile may be unfinished, and the first one begin among pinned tokens.
+        # The last tile of each row may be incomplete, and its first tile may begin among pinned tokens.
         self.max_tiles = max_tokens // self.tile + 2 * max_batch
-        # The second launch reads whole spans, unmasked, and so beyond the last row's tiles.
+        # The second launch reads whole spans without a mask, so it reads beyond the last row's tiles.
         tiles = self.max_tiles + SPAN // self.tile
         rows = max_batch + spare
 
@@ -109,7 +110,7 @@ class DecodeWorkspace:
 
     @property
     def nbytes(self) -> int:
-        """Device memory held, to be subtracted from the KV budget."""
+        """Device memory in bytes, which the KV cache cannot use."""
         held = [self.pieces, self.part_out, self.part_max, self.part_sum, self.probs, self.tile_max]
         held += [] if self.head_pieces is None else [self.head_pieces]
         return sum(tensor.nbytes for tensor in held)
@@ -123,22 +124,22 @@ class DecodeWorkspace:
         block_table: Tensor | None = None,
         block_size: int = 0,
     ) -> None:
-        """Cut this step's rows, or with ``lanes`` their heads, into pieces. Once, before its first layer.
+        """Cut this step's rows, or with ``lanes`` their heads, into pieces. Call it before the first layer.
 
-        Eager, not in the graph; one launch, or with ``lanes`` two; no synchronisation. A graph captured with
-        B rows serves plans of at most B rows.
+        Eager, not in the graph; one launch, two with ``lanes``; no synchronisation. A graph captured with B
+        rows serves plans of at most B rows.
 
         Args:
-            query_start_loc: [B + 1], int32. seq_lens: [B], int32: live lengths of the rows to attend here;
-                0 = not ours, or padding. Rows with another number of queries than one are left out as well.
-            flags: [B], int32. As many of a row's first tokens as it has times :data:`.PINNED`, rounded down
-                to tiles, are attended without scores: any rows may share their blocks.
-            lanes: for :func:`.decode.attend_decode` with lanes: whose heads share slots of blocks of
-                ``block_size``, among these rows. Their keys are listed in it.
-            block_table: given with ``lanes``, as the attention is.
+            query_start_loc: [B + 1], int32. seq_lens: [B], int32: live lengths of our rows; 0 for other rows
+                and for padding. Rows with another number of queries than one are also skipped.
+            flags: [B], int32. A flag divided by :data:`.PINNED` is the number of a row's first tokens without
+                scores, which is rounded down to tiles. Rows may share the blocks of such tokens.
+            lanes: the lanes of rows whose heads share slots; their keys are listed in it. Then
+                :func:`.decode.attend_decode` must get it as well.
+            block_table: [B, MB], int32, as attention gets it; given with ``lanes``, as is ``block_size``.
 
         Raises:
-            ValueError: more rows than the workspace was made for.
+            ValueError: the workspace was made for fewer rows.
         """
         if seq_lens.shape[0] > self.max_batch:
             raise ValueError(
@@ -173,7 +174,7 @@ class DecodeWorkspace:
         )
         if lanes is not None:
             assert block_table is not None
-            # As many as the attention looks at; what lies behind is nobody's.
+            # The pieces that attention reads for B rows; later ones are unused.
             list_keys[((rows + self.spare) * heads, layers)](
                 block_table,
                 pieces,

@@ -39,7 +39,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Window:
-    """What is asked of whom.
+    """The server, the time and the variables of the queries.
 
     Attributes:
         url: the Prometheus server.

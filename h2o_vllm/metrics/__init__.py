@@ -19,8 +19,8 @@ vLLM sends the statistics of a step to exactly one API server. So the engine sen
 and Prometheus' multiprocess mode sums them over the servers; gauges are "most recent". The counters of a
 restarted engine begin at zero, as Prometheus allows.
 
-``H2OStatLogger`` is no entry point of the group ``vllm.stat_logger_plugins``. vLLM would load it into each
-server of the environment and enable statistics for it, even under ``--disable-log-stats``. But installing
-this package must change nothing for a plain ``vllm serve`` (law 10). So ``h2o-serve`` adds the logger to its
-own servers, and sets :data:`~h2o_vllm.config.keys.METRICS_KEY` so that the engine sends the counts.
+The stat logger is no entry point of ``vllm.stat_logger_plugins``. vLLM would load it into each server
+of the environment and enable statistics for it, even under ``--disable-log-stats``. But installing this
+package must change nothing for a plain ``vllm serve`` (law 10). So ``h2o-serve`` adds the logger to its own
+servers, and sets :data:`~h2o_vllm.config.keys.METRICS_KEY` so that the engine sends the counts.
 """

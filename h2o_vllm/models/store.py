@@ -57,8 +57,8 @@ def _fill(directory: Path, convert: Callable[[Path], None]) -> None:
     part = directory.with_name(directory.name + ".part")
     started = time.monotonic()
     _say(f"preparing {directory.name}; once, usually less than 30 s ...")
-    # We hold the lock, so these can only be remains: of a killed conversion, or of a directory from
-    # which someone deleted files.
+    # We hold the lock, so these can only be remains: of a killed conversion, or of a directory in which files
+    # were deleted.
     _remove(part)
     _remove(directory)
     try:

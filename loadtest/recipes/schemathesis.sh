@@ -11,7 +11,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here"
-# /v1/systemone answers 501 for models that cannot do it. Who leaves the length out gets a long answer: wait for it.
+# /v1/systemone answers 501 for models that cannot do it. A request without a length gets a long answer: wait for it.
 SCHEMATHESIS_HOOKS=schemathesis_hooks exec "${ST:-st}" run "${URL:-http://127.0.0.1:8000}/openapi.json" \
     --header "Authorization: Bearer ${API_KEY:-none}" \
     --checks not_a_server_error --max-examples "${EXAMPLES:-100}" --phases fuzzing --continue-on-failure \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Live gauges, read from /metrics while somebody looks.
+// Live gauges, read from /metrics while the page is visible.
 
 import { ask } from "./api.js";
 import { list } from "./report.js";

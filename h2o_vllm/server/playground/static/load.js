@@ -32,7 +32,7 @@ export async function send(model, budget, cache) {
     speed.toFixed(0),
     result.kv_cache.tokens_seen,
     result.kv_cache.tokens_held,
-    // Over before anybody looked: not known.
+    // Unknown if the requests ended before the first look.
     peak || "-",
     Math.floor((REQUESTS * cache.num_tokens) / result.kv_cache.tokens_held),
   ];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The heavy-hitter picture: tokens shaded by who holds them, a heat map, a slider over time.
+// The heavy-hitter picture: tokens shaded by the heads that hold them, a heat map, a slider over time.
 
 import { drawHeat } from "./heat.js";
 import { counts, decode, seenAt, shares } from "./trace.js";
@@ -80,7 +80,7 @@ function draw() {
     `choice: ${number.format(everywhere)} are held by all, ${number.format(nowhere)} by none.`;
   drawHeat(element("heat"), history, time, chosen().head);
   element("heat-caption").textContent =
-    `Who holds what: ${history.layers} layers from top to bottom, positions from left to right.`;
+    `What each layer holds: ${history.layers} layers from top to bottom, positions from left to right.`;
   describe();
 }
 

@@ -248,7 +248,7 @@ class H2OScheduler(LimitingScheduler):
             if request.resumable:
                 if not asked.keys().isdisjoint(REQUEST_FIELDS):
                     raise BudgetError("kv_budget", asked, "left out of a streaming-input session")
-                # A session has no fixed prompt behind which evictions could start.
+                # A session has no fixed prompt after which evictions could begin.
                 return self._full
             return budget
         except BudgetError as error:

@@ -28,13 +28,9 @@ POOLED = 7
 
 # Law 4 does not hold without BEHIND and NEWER: of equal scores that of the lower candidate stays, and at a
 # second eviction candidates lie in any order.
-NEARER = 2.0**-18
-"""How much less of a neighbour's score counts with each step away: tokens around one hit do not tie."""
-
 BEHIND = 2.0**-20
 """How much less of its size a score is by the second rank, twice that by the third, ...: tokens of one rank
-by different measures do not tie. Eight times what float32 can tell apart, so sums stay apart as well; a
-quarter of :data:`NEARER`, so that neighbours that ``end`` pools do not tie again."""
+by different measures do not tie. Eight times what float32 can tell apart, so sums stay apart as well."""
 
 SINKS, MOST = 4, 2.0
 """As many first tokens have a predicted score that is higher than any attention; kvpress keeps as many."""
@@ -88,18 +84,8 @@ def end(candidates: Candidates) -> Tensor:
 
 
 def pooled(fresh: Tensor) -> Tensor:
-    """The highest score of each token's neighbourhood, [L, KH, n]; at the ends it has one half.
-
-    A neighbour's score counts a little less, by :data:`NEARER` of its size per step. The steps go to the
-    token behind it, the one before it, the second behind it, ...
-    """
-    reach, count = POOLED // 2, fresh.shape[-1]
-    padded, highest = F.pad(fresh, (reach, reach), value=float("-inf")), fresh
-    for away in range(-reach, reach + 1):
-        steps = max(2 * away, -2 * away - 1)
-        theirs = padded[..., reach + away : reach + away + count]
-        highest = torch.maximum(highest, theirs * (1 - steps * NEARER))
-    return highest
+    """The highest score of each token's neighbourhood, [L, KH, n]; at the ends it has one half."""
+    return F.max_pool1d(fresh, POOLED, stride=1, padding=POOLED // 2)
 
 
 def key(candidates: Candidates) -> Tensor:

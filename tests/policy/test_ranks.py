@@ -3,7 +3,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from h2o_vllm.policy.candidates import Candidates
@@ -38,22 +37,9 @@ def test_end_pools_the_fresh_tokens_once() -> None:
     scores[..., 2], scores[..., 10], scores[..., 20] = 9.0, 5.0, 7.0
     new = scored("end", replace(candidates_of(scores, 8, 50, 100), late=scores))
     assert new[0, 0, :8].tolist() == [0, 0, 9, 0, 0, 0, 0, 0]
-    assert new[0, 0, 8:14].tolist() == pytest.approx([5.0] * 6, rel=3e-5)
-    assert new[0, 0, 17:24].tolist() == pytest.approx([7.0] * 7, rel=3e-5)
+    assert new[0, 0, 8:14].tolist() == [5.0] * 6
+    assert new[0, 0, 17:24].tolist() == [7.0] * 7
     assert new.count_nonzero() == 1 + 6 + 7
-
-
-@pytest.mark.parametrize("at", [13, 29])
-def test_end_parts_tokens_around_a_hit(at: int) -> None:
-    """The hit, then the token behind it, before it, ...; at the end of the fresh ones as in their midst."""
-    scores = torch.full((1, 1, 30), 1e-9)
-    scores[..., at] = 5.0
-    new = scored("end", replace(candidates_of(scores, 8, 50, 100), late=scores))
-    best = new[0, 0].argsort(descending=True, stable=True).tolist()
-    expected = [at, at + 1, at - 1, at + 2, at - 2, at + 3, at - 3]
-    expected = [one for one in expected if one < 30]
-    assert best[: len(expected)] == expected
-    assert len(new[0, 0, best[: len(expected)]].unique()) == len(expected)
 
 
 def test_key_keeps_the_odd_key_out() -> None:

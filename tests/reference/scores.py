@@ -25,9 +25,9 @@ NEWER, FIRST = 2.0**-17, 4
 """KVzap's scores say nothing of where a token stands: by how much more, of its size, the next one counts, and
 how many first tokens count twice as much as any attention."""
 
-NEARER, BEHIND = 2.0**-18, 2.0**-20
-"""How much less, of its size, a score is to a token's neighbours, for each that comes before; and to a token
-that has its rank in another way, for each way that comes before."""
+BEHIND = 2.0**-20
+"""How much less, of its size, a score is to a token that has its rank in another way, for each way that comes
+before."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,9 @@ class ReferenceScores:
         """As :meth:`_first_scores`, by SnapKV."""
         _, start, end = self.ranked[number]
         sums = rows[:, max(0, self.prompt - WINDOW) :].sum(1)
-        # Of those around one hit, itself counts first, then the token behind it, the one before it, ...
         places = torch.arange(end - start)
         away = places - places[:, None]
-        less = 1 - (2 * away.abs() - (away < 0).int()) * NEARER
-        around = (sums[:, None] * less).masked_fill(away.abs() > KERNEL // 2, -math.inf)
-        return around.amax(2)
+        return sums[:, None].masked_fill(away.abs() > KERNEL // 2, -math.inf).amax(2)
 
     def _by_the_best_rank(
         self, layer: Layer, number: int, scores: Tensor, *others: Tensor

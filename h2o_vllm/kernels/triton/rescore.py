@@ -51,7 +51,6 @@ _END = tl.constexpr(int(Op.END))
 _KEY = tl.constexpr(int(Op.KEY))
 _RANDOM = tl.constexpr(int(Op.RANDOM))
 _OF_ALL_ATTENTION = tl.constexpr(int(Op.ATTENTION | Op.MEAN | Op.VALUE))
-_NEARER = tl.constexpr(2.0**-18)
 _REACH = tl.constexpr(3)
 _SINKS, _MOST = tl.constexpr(4), tl.constexpr(2.0)
 _NEWER = tl.constexpr(2.0**-17)
@@ -151,10 +150,7 @@ def rescore(
 @triton.jit
 def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total,
                     KH: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """[TILE]: the highest score, or late part of it, of the fresh tokens around each, itself included.
-
-    The scores of others count a little less with each step away from them.
-    """
+    """[TILE]: the highest score, or late part of it, of the fresh tokens around each, itself included."""
     highest = tl.full([TILE], float("-inf"), tl.float32)
     for away in range(-_REACH, _REACH + 1):
         other = candidate + away
@@ -164,9 +160,6 @@ def _highest_nearby(my_scores, my_early, by_late, entry, candidate, known, total
         if by_late:
             at = my_early + block * (KH * BS) + slot
             score -= tl.load(at, mask=there, other=0.0)
-        offset = other - candidate
-        steps = tl.maximum(2 * offset, -2 * offset - 1)
-        score *= 1.0 - steps.to(tl.float32) * _NEARER
         highest = tl.where(there, tl.maximum(highest, score), highest)
     return highest
 

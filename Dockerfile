@@ -3,7 +3,7 @@
 # docker build --target cuda -t h2o-vllm:cuda . && docker run --gpus all --ipc host -p 8000:8000 h2o-vllm:cuda
 #
 # Arguments after the image's name go to h2o-serve in place of CMD. deploy/README.md says what of this has been
-# executed: the cpu target, built and started; nothing of the cuda target.
+# executed: all of the cpu target, nothing of the cuda target.
 # Both listen on all interfaces of the container: set VLLM_API_KEY where others can reach it.
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm

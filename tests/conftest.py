@@ -42,11 +42,8 @@ ALL_CORES = (
 """Tests of several threads, ranks or servers, of speed, of load on a schedule, or of much memory: nothing
 runs beside them."""
 
-EVERY = 7
-"""``--reduced`` takes the first and each n-th case of a grid; of one with three dtypes that is all three."""
-
 TIERS = ("slow", "long")
-HOW = {"slow": "tests/run --full", "long": "tests/run --long", "reduced": "tests/run --full"}
+HOW = {"slow": "tests/run --full", "long": "tests/run --long", "reduced": "tests/run --long"}
 
 left_out: dict[str, set[str]] = {tier: set() for tier in HOW}
 
@@ -74,7 +71,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="searches end with the first counterexample and look for no smaller one",
     )
-    group.addoption("--reduced", action="store_true", help=f"of every grid each {EVERY}th case")
+    group.addoption(
+        "--every",
+        type=int,
+        default=1,
+        help="of each grid the first case and each n-th; a prime above 3 takes all values of short axes",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -142,7 +144,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # A long test of a slow file has both marks, and is long.
         unwanted = (tier for tier in TIERS if tier not in wanted)
         reason = next((tier for tier in unwanted if item.get_closest_marker(tier)), None)
-        if config.option.reduced and cases[function] % EVERY:
+        if cases[function] % config.option.every:
             reason = "reduced"
         if reason is None:
             kept.append(item)

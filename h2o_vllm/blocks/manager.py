@@ -210,6 +210,15 @@ class H2OBlockManager(SqueezingManager):
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )
 
+    def _withdraw(self, request_id: str, computed: int) -> None:
+        """Forget what a preempted request has published and not computed.
+
+        vLLM 0.32 publishes what a step is to fill. By priority a request may be preempted that had its turn
+        in the same step.
+        """
+        unfilled = self.req_to_blocks.get(request_id, [])[computed // self.block_size :]
+        self.block_pool.evict_blocks({b.block_id for b in unfilled if b.block_hash is not None})
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As the base class; also cancels a pending eviction, and forgets the request if it is finished.
 
@@ -227,5 +236,6 @@ class H2OBlockManager(SqueezingManager):
                 self._elastic.pop(request_id, None)
                 self._promising.pop(request_id, None)
             else:
+                self._withdraw(request_id, state.counts.num_computed_tokens)
                 state.release()
         return super().pop_blocks_for_free(request_id)

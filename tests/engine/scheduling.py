@@ -300,6 +300,16 @@ class Rig:
             self.step()
         raise AssertionError(f"not done after {limit} steps")
 
+    def take(self, leave: int) -> None:
+        """Somebody holds all free blocks but so many, until :meth:`give_back`."""
+        pool = self.blocks.block_pool
+        taken = pool.get_new_blocks(pool.get_num_free_blocks() - leave)
+        self.blocks.req_to_blocks["taker"] = taken
+
+    def give_back(self) -> None:
+        """See :meth:`take`."""
+        self.blocks.block_pool.free_blocks(self.blocks.req_to_blocks.pop("taker"))
+
     def live_blocks(self, request_id: str) -> int:
         """Blocks a request holds right now."""
         return sum(not b.is_null for b in self.blocks.req_to_blocks[request_id])

@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eviction state of one request: which tokens it may read from the prefix cache and publish, its report.
+"""The eviction state of one request: what it may read from the prefix cache and publish.
 
 Runs in the engine core. Imports no vLLM: it handles block-table indices, never blocks.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from h2o_vllm.blocks.plan import EvictionParams
-from h2o_vllm.blocks.report import budget_values, request_report
-from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.timeline import EvictionIndices, Timeline
-from h2o_vllm.config.request_budget import RequestBudget
 
 __all__ = ["EvictionIndices", "EvictionState"]
 
@@ -31,17 +25,6 @@ class EvictionState(Timeline):
 
     _untouched: int
     """Number of first blocks that no eviction writes, and that no later eviction ranks by their scores."""
-
-    def __init__(
-        self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
-    ) -> None:
-        self._cached: int | None = None
-        self.drafted = 0
-        """Draft tokens that were computed for it."""
-        self.accepted = 0
-        """Draft tokens that became tokens of the answer."""
-        super().__init__(counts, budget, block_size, max_model_len)
-        self._budget_values = budget_values(self.budget, block_size)
 
     @property
     def stock(self) -> bool:
@@ -109,35 +92,3 @@ class EvictionState(Timeline):
         in the cache, computed by another request that did not evict.
         """
         return known if self.stock else min(known, self._readable * self.block_size)
-
-    def params(self) -> EvictionParams:
-        """What workers need to know about the request."""
-        return EvictionParams(
-            first_scored=self.policy.first_scored(self.prompt_tokens),
-            late_from=self.policy.late_from(self.prompt_tokens),
-            traced=self.budget.trace,
-            shares_heads=self.budget.heads == "shared",
-            pinned=self.pinned_tokens,
-        )
-
-    def admitted(self, cached: int) -> None:
-        """Note that the request starts after ``cached`` tokens from the prefix cache.
-
-        Only the first call counts, as in vLLM: a resumed request keeps its first number.
-        """
-        if self._cached is None:
-            self._cached = cached
-
-    def report(self) -> dict[str, object]:
-        """The ``kv_cache`` report of this request so far."""
-        return request_report(self.budget, self.block_size, *self._counts())
-
-    def report_values(self) -> tuple[Any, ...]:
-        """The values from which :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report."""
-        return (*self._budget_values, *self._counts())
-
-    def _counts(self) -> tuple[int, int, int, int, int | None, int, int]:
-        # The last sampled token has no KV yet, and async scheduling counts steps in flight.
-        seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
-        drafts = (self.drafted, self.accepted)
-        return seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at, *drafts

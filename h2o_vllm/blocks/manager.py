@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.pool_check import check_pool, check_private
+from h2o_vllm.blocks.request_state import RequestState
+from h2o_vllm.blocks.settled import SettledBlocks
+from h2o_vllm.blocks.settling_state import SettlingState
 from h2o_vllm.blocks.squeezing import SqueezingManager
 from h2o_vllm.config.request_budget import RequestBudget
 
@@ -41,21 +44,44 @@ class H2OBlockManager(SqueezingManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._final_reports: dict[str, dict[str, object]] = {}
-        self._promising: dict[str, EvictionState] = {}
+        self._promising: dict[str, RequestState] = {}
+        self._settling: dict[str, SettlingState] = {}
+        self._settled = SettledBlocks(self)
+        self._settle_shortages = 0
 
-    def track(self, request: Request, budget: RequestBudget, max_model_len: int) -> EvictionState:
-        """Begin to manage a request's evictions. Call it before the request's first allocation."""
-        state = EvictionState(request, budget, self.block_size, max_model_len)
+    def track(self, request: Request, budget: RequestBudget, max_model_len: int) -> RequestState:
+        """Begin to follow a request. Must precede the request's first allocation."""
+        counts = (budget, self.block_size, max_model_len)
+        state: RequestState
+        if budget.settle:
+            state = settling = SettlingState(request, *counts)
+            if state.evicts:
+                self._settling[request.request_id] = settling
+        else:
+            state = evicting = EvictionState(request, *counts)
+            if evicting.squeezable:
+                self._elastic[request.request_id] = evicting
         self._eviction_states[request.request_id] = state
-        if state.squeezable:
-            self._elastic[request.request_id] = state
         if state.promised_tokens:
             self._promising[request.request_id] = state
         return state
 
-    def eviction_state(self, request_id: str) -> EvictionState | None:
-        """The state of a request, or ``None`` if it is not tracked."""
+    def eviction_state(self, request_id: str) -> RequestState | None:
+        """A request's state, if it is tracked."""
         return self._eviction_states.get(request_id)
+
+    def find_hit(self, request_id: str, most: int) -> tuple[list[KVCacheBlock], int] | None:
+        """What a request whose segments settle finds of ``most`` first tokens; ``None``: none settles.
+
+        Blocks, null blocks among them, and how many tokens these are.
+        """
+        state = self._settling.get(request_id)
+        return None if state is None else self._settled.find(state, most)
+
+    def take_settle_shortages(self) -> int:
+        """Drain how often a segment could not settle at once, because too few blocks were free."""
+        count, self._settle_shortages = self._settle_shortages, 0
+        return count
 
     def take_evictions(self) -> tuple[Eviction, ...]:
         """Return the evictions of this step, at most one per request, and forget them."""
@@ -87,7 +113,7 @@ class H2OBlockManager(SqueezingManager):
         """
         del processed_computed_tokens, num_prompt_tokens
         state = self._eviction_states.get(request_id)
-        if state is None or not state.evicts:
+        if not isinstance(state, EvictionState) or not state.evicts:
             return
         seen = state.counts.num_computed_tokens
         indices = state.evict(seen)
@@ -104,9 +130,12 @@ class H2OBlockManager(SqueezingManager):
     ) -> int:
         """As the base class; if fewer blocks are free, elastic requests are squeezed first.
 
-        vLLM calls this right before it counts the free blocks, and allocates if there are enough. To admit a
-        request, it calls this for all known tokens at once. Then the result is the most blocks that these
-        tokens ever hold at once, plus the blocks that running bounded prompts have not taken yet.
+        A segment that is due settles here. It needs blocks for a moment, before it gives back others: if they
+        are missing, more is asked for than there is, and vLLM preempts somebody and asks again.
+
+        vLLM asks right before it counts the free blocks, and gives blocks out if there are enough. To admit a
+        request it asks for all known tokens at once: they count as many as will ever be held together, and
+        beside them counts what others that are in will take whose prompts have a bound.
         """
         held = num_tokens
         if options.get("apply_admission_cap"):
@@ -114,11 +143,16 @@ class H2OBlockManager(SqueezingManager):
             if state is not None:
                 promised = self._promise(state) * self.block_size
                 held = max(state.peak_tokens(num_tokens), promised)
+                # The base class takes a hit's null blocks for blocks.
+                held += sum(block.is_null for block in new_computed_blocks) * self.block_size
         asked = super().get_num_blocks_to_allocate(
             request_id, held, new_computed_blocks, *counts, **options
         )
         if options.get("apply_admission_cap"):
             asked += self._promised_blocks(request_id)
+        short = self._settle_due(request_id)
+        asked += short
+        self._settle_shortages += short > 0
         if not self._elastic:
             return asked
         admitting = not self.req_to_blocks.get(request_id)
@@ -132,7 +166,19 @@ class H2OBlockManager(SqueezingManager):
         if admitting:
             needed += self._rules.watermark_blocks
         self._squeeze_for(request_id, new_computed_blocks, needed, admitting=admitting)
-        return asked
+        return asked if not short or self._settle_due(request_id) else asked - short
+
+    def _settle_due(self, request_id: str) -> int:
+        """Let the segment settle that is due, if one is; returns how many blocks are asked for in vain."""
+        state = self._settling.get(request_id)
+        number = None if state is None else state.due(state.counts.num_computed_tokens)
+        if state is None or number is None:
+            return 0
+        eviction = self._settled.settle(request_id, state, number)
+        if eviction is None:
+            return state.schedule.kept
+        self._evictions[request_id] = eviction
+        return 0
 
     def _promised_blocks(self, request_id: str) -> int:
         """Blocks that the bounded prompts of other running requests will hold, and do not hold yet.
@@ -147,7 +193,7 @@ class H2OBlockManager(SqueezingManager):
                 promised += max(0, self._promise(state) - live)
         return promised
 
-    def _promise(self, state: EvictionState) -> int:
+    def _promise(self, state: RequestState) -> int:
         return -(-state.promised_tokens // self.block_size)
 
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
@@ -202,13 +248,31 @@ class H2OBlockManager(SqueezingManager):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
-        """As the base class, for the tokens that may be published."""
-        state = self._eviction_states.get(request.request_id)
+        """As the base class, for the part of the sequence that may be shared."""
+        state, computed = self._eviction_states.get(request.request_id), num_tokens
         if state is not None:
             num_tokens = state.publishable_tokens(num_tokens)
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )
+        settling = self._settling.get(request.request_id)
+        if settling is not None:
+            self._settled.publish(request.request_id, settling, computed)
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """As the base class; what was found has settled. Reached only when the request is admitted."""
+        super().add_local_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+        settling = self._settling.get(request_id)
+        if settling is not None:
+            settling.resume(num_local_computed_tokens)
 
     def _withdraw(self, request_id: str, computed: int) -> None:
         """Forget what a preempted request has published and not computed.
@@ -222,19 +286,22 @@ class H2OBlockManager(SqueezingManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As the base class; also cancels a pending eviction, and forgets the request if it is finished.
 
-        A finished elastic request that was never squeezed publishes all that it has computed: no eviction
-        will rank it.
+        Who was never squeezed publishes what it has computed: nobody will rank it any more. What settles in
+        this step does so in any case: others may have found it.
         """
-        self._evictions.pop(request_id, None)
+        if request_id not in self._settling:
+            self._evictions.pop(request_id, None)
         state = self._eviction_states.get(request_id)
         if state is not None:
             if state.counts.is_finished():
-                if state.squeezable and self.enable_caching:
-                    self._publish(state)
+                elastic = self._elastic.get(request_id)
+                if elastic is not None and elastic.squeezable and self.enable_caching:
+                    self._publish(elastic)
                 self._final_reports[request_id] = state.report()
                 del self._eviction_states[request_id]
                 self._elastic.pop(request_id, None)
                 self._promising.pop(request_id, None)
+                self._settling.pop(request_id, None)
             else:
                 self._withdraw(request_id, state.counts.num_computed_tokens)
                 state.release()

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from h2o_vllm.blocks.budget import budget_tokens, protected_tokens
+from h2o_vllm.blocks.settling import SettlingSchedule
 from h2o_vllm.config.options import FIELDS
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.policy.policy import Policy
@@ -37,8 +38,9 @@ def request_report(
 ) -> dict[str, object]:
     """The report of a request.
 
-    Its ``budget`` is the fraction in force, ``None`` for an absolute budget. Its ``budget_tokens`` is the
-    budget in tokens at ``seen``, floor, limits and protected tokens included.
+    ``budget`` is the fraction in force (``None`` for an absolute budget), ``budget_tokens``
+    what that means for the tokens seen so far, floor, limits and protected tokens included.
+    ``tokens_settled`` of them lie in segments of which the budget's share is left.
 
     Args:
         budget: with protected tokens and the prompt's bound rounded to whole blocks.
@@ -48,9 +50,14 @@ def request_report(
         drafted: draft tokens of speculative decoding. accepted: how many of them became output.
     """
     evicted = holes * block_size
+    allowed, settled = budget_tokens(budget, seen), 0
+    if budget.settle:
+        schedule = SettlingSchedule.of(budget, block_size, seen)
+        allowed = schedule.held_tokens(seen)
+        settled = holes // max(1, schedule.given_back) * schedule.segment
     return {
         "budget": None if budget.tokens is not None else budget.fraction,
-        "budget_tokens": budget_tokens(budget, seen),
+        "budget_tokens": allowed,
         **{key: _plain(getattr(budget, attribute)) for key, attribute in SETTINGS.items()},
         "squeezed_at": squeezed_at,
         "tokens_seen": seen,
@@ -58,6 +65,7 @@ def request_report(
         "tokens_protected": protected_tokens(budget, seen),
         "tokens_held": seen - evicted,
         "tokens_evicted": evicted,
+        "tokens_settled": settled,
         "blocks_freed": holes,
         "peak_blocks": peak_blocks,
         "tokens_drafted": drafted,

@@ -16,18 +16,17 @@ come back.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from h2o_vllm.blocks.budget import blocks_freed, budget_tokens, next_eviction, recent_from
-from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError
 
-__all__ = ["EvictionSchedule", "GroupBeside", "default_blocks"]
+__all__ = ["EvictionSchedule", "GroupBeside", "Schedule", "whole_blocks"]
 
 LEAST_BOUND_BLOCKS = 4
 """Smallest bound, in blocks: a quarter of it is one block."""
@@ -49,12 +48,17 @@ class GroupBeside(NamedTuple):
         return min(-(-tokens // self.block_size), self.most)
 
 
+def whole_blocks(budget: RequestBudget, block_size: int) -> int:
+    """Tokens in the blocks that protected tokens fill; ``budget.protect`` must be a number."""
+    return math.ceil(int(budget.protect) / block_size) * block_size
+
+
 @dataclass(frozen=True)
-class EvictionSchedule:
-    """The eviction points of one request.
+class Schedule(ABC):
+    """The counts of one request.
 
     Attributes:
-        budget: with protected tokens and the prompt's bound rounded to whole blocks.
+        budget: its protected tokens fill whole blocks, as does what bounds its prompt.
         block_size: tokens per block.
         prompt_tokens: tokens of the prompt.
     """
@@ -62,18 +66,89 @@ class EvictionSchedule:
     budget: RequestBudget
     block_size: int
     prompt_tokens: int
+    bounded_by: ClassVar[str]
+    """The field that bounds what a prompt holds."""
+
+    @property
+    @abstractmethod
+    def bound(self) -> int:
+        """Its value."""
+
+    @property
+    def first(self) -> int | None:
+        """Tokens seen at the first eviction inside of the prompt, if its length has a say in it."""
+        return None
+
+    @abstractmethod
+    def can_evict(self, last: int) -> bool:
+        """Whether anything is ever given back before the token at position ``last`` is computed."""
+
+    @abstractmethod
+    def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
+        """Blocks that the request may hold at once, if it generates ``max_tokens``."""
+
+    @abstractmethod
+    def promised_tokens(self, total: int) -> int:
+        """What a bounded prompt, and the beginning of its answer, hold at most; 0 for any other.
+
+        Args:
+            total: tokens that it may have in the end.
+        """
+
+    def check_fits(
+        self,
+        pool: int,
+        max_tokens: int | None,
+        max_model_len: int,
+        beside: Sequence[GroupBeside] = (),
+        drafts: int = 0,
+    ) -> None:
+        """Whether a pool of so many blocks can ever hold the request.
+
+        Args:
+            beside: groups of other layers, which take their blocks of the same pool.
+            drafts: tokens that a step may compute behind the answer's last one, and reject.
+
+        Raises:
+            BudgetError: it cannot; a smaller budget, bound or answer might.
+        """
+        most = max_model_len if max_tokens is None else max_tokens
+        needed = self.needed_blocks(most + drafts, max_model_len)
+        tokens = min(self.prompt_tokens + most + drafts, max_model_len)
+        room = max(0, pool - sum(group.needed(tokens) for group in beside))
+        if needed > room:
+            size, answer = self.block_size, min(most, max_model_len - self.prompt_tokens)
+            others = " beside that of its other layers" if beside else ""
+            raise BudgetError(
+                self.bounded_by,
+                self.bound,
+                f"such that at most {room * size} tokens of KV are held at once, all there is room for"
+                f"{others} (a prompt of {self.prompt_tokens} tokens and an answer of up to {answer} may hold "
+                f"{needed * size}; a smaller kv_budget or max_tokens helps, too)",
+            )
+
+
+@dataclass(frozen=True)
+class EvictionSchedule(Schedule):
+    """The counts of one request whose budget rules behind its prompt."""
+
+    bounded_by = "kv_prefill_tokens"
 
     @classmethod
     def of(cls, budget: RequestBudget, block_size: int, prompt_tokens: int) -> Self:
-        """Round ``budget`` to whole blocks. ``budget.protect`` must be a number."""
-        protect = math.ceil(int(budget.protect) / block_size)
+        """Round what ``budget`` says to whole blocks; ``budget.protect`` must be a number."""
         prefill = 0
         if budget.prefill:
             # Three quarters of the bound have to hold the floor.
             least = max(LEAST_BOUND_BLOCKS, 2 * math.ceil(budget.floor / block_size))
             prefill = max(budget.prefill // block_size, least) * block_size
-        rounded = replace(budget, protect=protect * block_size, prefill=prefill)
+        rounded = replace(budget, protect=whole_blocks(budget, block_size), prefill=prefill)
         return cls(rounded, block_size, prompt_tokens)
+
+    @property
+    def bound(self) -> int:
+        """See the base class."""
+        return self.budget.prefill
 
     @cached_property
     def earliest(self) -> int:
@@ -123,39 +198,6 @@ class EvictionSchedule:
     def can_evict(self, last: int) -> bool:
         """Whether a block is ever given back before the token at position ``last`` is computed."""
         return self.freed(last, self.earliest) > 0
-
-    def check_fits(
-        self,
-        pool: int,
-        max_tokens: int | None,
-        max_model_len: int,
-        beside: Sequence[GroupBeside] = (),
-        drafts: int = 0,
-    ) -> None:
-        """Check that an empty pool can hold the request.
-
-        Args:
-            pool: blocks in the pool. max_tokens: of the answer; ``None``: up to ``max_model_len``.
-            beside: groups of other layers, which take blocks from the same pool.
-            drafts: draft tokens that a step may compute after the answer's last token, and reject.
-
-        Raises:
-            BudgetError: the pool is too small; a smaller budget, bound or answer may fit.
-        """
-        most = max_model_len if max_tokens is None else max_tokens
-        needed = self.needed_blocks(most + drafts, max_model_len)
-        tokens = min(self.prompt_tokens + most + drafts, max_model_len)
-        room = max(0, pool - sum(group.needed(tokens) for group in beside))
-        if needed > room:
-            size, answer = self.block_size, min(most, max_model_len - self.prompt_tokens)
-            others = " beside that of its other layers" if beside else ""
-            raise BudgetError(
-                "kv_prefill_tokens",
-                self.budget.prefill,
-                f"such that at most {room * size} tokens of KV are held at once, all there is room for"
-                f"{others} (a prompt of {self.prompt_tokens} tokens and an answer of up to {answer} may hold "
-                f"{needed * size}; a smaller kv_budget or max_tokens helps, too)",
-            )
 
     def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
         """The most blocks that the request holds at once, if it generates ``max_tokens``.
@@ -208,15 +250,3 @@ class EvictionSchedule:
         steps = max(0, (seen - self.first) // self.step + 1)
         due = self.first + steps * self.step
         return due if due < self.prompt_tokens else None
-
-
-def default_blocks(config: H2OConfig, block_size: int, max_model_len: int) -> int:
-    """The most blocks that a request with the server's default budget holds at once."""
-
-    def schedule(prompt: int) -> EvictionSchedule:
-        return EvictionSchedule.of(resolve_for(config, None, prompt), block_size, prompt)
-
-    longest = max_model_len - 1
-    # A longer prompt holds more, up to its bound, and leaves less room for the answer.
-    prompts = {1, schedule(longest).first or longest, longest}
-    return max(schedule(one).needed_blocks(max_model_len, max_model_len) for one in prompts)

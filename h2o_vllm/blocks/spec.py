@@ -15,7 +15,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from h2o_vllm.blocks.schedule import GroupBeside, default_blocks
+from h2o_vllm.blocks.schedule import GroupBeside
+from h2o_vllm.blocks.settling import default_blocks
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
 

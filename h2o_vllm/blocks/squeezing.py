@@ -15,6 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from h2o_vllm.blocks.beside import LimitedManager
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SqueezingManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._eviction_states: dict[str, EvictionState] = {}
+        self._eviction_states: dict[str, RequestState] = {}
         self._evictions: dict[str, Eviction] = {}
         self._elastic: dict[str, EvictionState] = {}
         self._running: tuple[str, ...] = ()

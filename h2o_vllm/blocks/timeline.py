@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 from h2o_vllm.blocks.request_counts import RequestCounts
+from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.schedule import EvictionSchedule
 from h2o_vllm.blocks.split import BlockSplit, drop_oldest, rank_all
 from h2o_vllm.config.request_budget import RequestBudget
@@ -29,8 +30,8 @@ class EvictionIndices(NamedTuple):
     fresh: range
 
 
-class Timeline:
-    """The blocks that a request holds and those that it has given back.
+class Timeline(RequestState):
+    """What a request holds and what it has given back.
 
     ::
 
@@ -52,8 +53,7 @@ class Timeline:
         max_model_len: the most tokens of any sequence.
     """
 
-    holes: int
-    """Number of blocks given back."""
+    schedule: EvictionSchedule
     _evicted_at: int | None
     """Tokens seen at the first eviction since the request was admitted or resumed."""
     _candidates: list[int]
@@ -66,48 +66,17 @@ class Timeline:
     def __init__(
         self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
     ) -> None:
-        self.counts = counts
-        self.block_size = block_size
-        self.prompt_tokens = counts.num_prompt_tokens
-        """Tokens of the prompt. A preemption does not change it."""
-        self.schedule = EvictionSchedule.of(budget, block_size, self.prompt_tokens)
-        self.budget = self.schedule.budget
-        """The budget, rounded to blocks."""
-        self.pinned = int(self.budget.protect) // block_size
-        """Number of pinned blocks: the first ones of the table, which hold the protected tokens."""
-        self.policy = budget.policy
-        # Evictions come before a forward pass, so the last sampled token causes none. The excess never falls
-        # as a sequence grows, so it is enough to check the last count.
-        last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)
-        self.evicts = self.schedule.can_evict(last)
-        """Whether this request can ever give back a block. If not, stock vLLM serves it."""
-        self.promised_tokens = self.schedule.promised_tokens(last + 1) if self.evicts else 0
-        self._last = last
+        schedule = EvictionSchedule.of(budget, block_size, counts.num_prompt_tokens)
+        super().__init__(counts, schedule, max_model_len)
         lossless = budget.elastic and self.schedule.first is None
         self._evict_from = None if lossless else self.schedule.earliest
-        """Tokens seen before which the budget evicts nothing; ``None``: elastic, and not squeezed yet."""
-        self.peak_blocks = 0
-        self._squeezed_at: int | None = None
+        """Tokens seen before which the budget takes nothing; ``None``: no squeeze has happened yet."""
         self.release()
-
-    @property
-    def pinned_tokens(self) -> int:
-        """Tokens in pinned blocks."""
-        return self.pinned * self.block_size
 
     @property
     def squeezable(self) -> bool:
         """Whether the request is elastic and not squeezed yet: it keeps everything until then."""
         return self.evicts and self._evict_from is None
-
-    @property
-    def squeezed_at(self) -> int | None:
-        """Tokens seen when evictions began; ``None`` while no token of the answer came after an eviction.
-
-        Asynchronous scheduling may evict from a request while its last token is being computed.
-        """
-        at = self._squeezed_at
-        return at if at is not None and self.counts.num_tokens > at + 1 else None
 
     def evict(self, computed: int) -> EvictionIndices | None:
         """Choose the blocks to give back before the token at position ``computed`` is computed.

@@ -20,6 +20,7 @@ from h2o_vllm.config.request_fields import (
     REMOVED_FIELDS,
     check_heads,
     check_prefill,
+    check_settle,
 )
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.policy.policy import Policy, accepted_policies, joinable_ranks
@@ -51,6 +52,7 @@ class H2OConfig:
     Attributes:
         kv_heads_equal_because: why heads cannot share in this engine; empty: they can. No option: the engine
             knows, see :func:`h2o_vllm.engine.core.support.config_of`.
+        kv_settles_not_because: the same, why no request can settle.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -101,6 +103,11 @@ class H2OConfig:
         "Unprotected tokens a prompt may hold while it is computed; 0: all.",
         asked=True, attribute="prefill", reported="prefill_tokens",
     )  # fmt: skip
+    kv_settle_tokens: int = setting(
+        0,
+        "Newest tokens kept whole; of older ones a share settles, to be read by later turns; 0: off.",
+        asked=True, attribute="settle", reported="settle_tokens",
+    )  # fmt: skip
     kv_budget_min: float = setting(
         0.01,
         "Smallest kv_budget one may ask for.",
@@ -132,6 +139,7 @@ class H2OConfig:
     kv_trace: bool = setting(False, "Let requests ask what was kept.")
     kv_calibration: str | None = setting(None, "From python -m h2o_vllm.calibrate.", metavar="FILE")
     kv_heads_equal_because: str = ""
+    kv_settles_not_because: str = ""
 
     def __post_init__(self) -> None:
         try:
@@ -152,6 +160,8 @@ class H2OConfig:
                 row.check(value)
         default = self.default_policy
         check_prefill(self.kv_prefill_tokens, default)
+        named = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked}
+        check_settle(named, default)
         if self.kv_heads is not None:
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
 
@@ -198,7 +208,7 @@ class H2OConfig:
     @property
     def default_policy(self) -> Policy:
         """That of a request that names nothing."""
-        bounded = bool(self.kv_prefill_tokens)
+        bounded = bool(self.kv_prefill_tokens or self.kv_settle_tokens)
         return Policy.parse(self.kv_policy, calibrated=self.calibrated, bounded=bounded)
 
     def policy_of(self, asked: Any, *, bounded: bool) -> Policy:
@@ -232,14 +242,22 @@ class H2OConfig:
             return self.kv_heads
         return "shared" if policy.shares else "equal"
 
-    def defaults(self, policy: Policy) -> dict[str, Any]:
-        """What a request with ``policy`` gets for each field that it does not name, by name."""
+    def defaults(self, policy: Policy, settle: int | None = None) -> dict[str, Any]:
+        """What a request with ``policy`` gets for each field that it does not name, by name.
+
+        Args:
+            settle: its ``kv_settle_tokens``; ``None``: it does not say. What settling excludes yields to it.
+        """
+        settle = self.kv_settle_tokens if settle is None else settle
         values = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked}
         return values | {
             "kv_policy": policy.name,
             "kv_recent": self.recent_of(policy),
             "kv_protect": self.protect_of(policy),
-            "kv_heads": self.heads_of(policy),
+            "kv_heads": "equal" if settle else self.heads_of(policy),
+            "kv_elastic": self.kv_elastic and not settle,
+            "kv_prefill_tokens": 0 if settle else self.kv_prefill_tokens,
+            "kv_settle_tokens": settle,
         }
 
     def range_of(self, name: str) -> tuple[float | None, float | None]:

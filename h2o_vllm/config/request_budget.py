@@ -32,6 +32,8 @@ class RequestBudget:
             :class:`h2o_vllm.blocks.schedule.EvictionSchedule`, which rounds it.
         trace: whether the report says which positions each layer and KV head still holds.
         heads: one of :data:`~h2o_vllm.config.request_fields.HEADS`.
+        settle: newest tokens that are kept whole where older ones settle; 0: none does. See
+            :class:`h2o_vllm.blocks.settling.SettlingSchedule`, which rounds it.
     """
 
     fraction: float
@@ -48,6 +50,7 @@ class RequestBudget:
     prefill: int = 0
     trace: bool = False
     heads: str = "equal"
+    settle: int = 0
 
     @property
     def evicts(self) -> bool:

@@ -7,6 +7,9 @@ checks here know more than type and range, which :mod:`h2o_vllm.config.options` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy.policy import Policy
 
@@ -17,6 +20,8 @@ __all__ = [
     "PROTECT_WORDS",
     "check_heads",
     "check_prefill",
+    "check_settle",
+    "settles_not_because",
 ]
 
 HEADS = ("equal", "shared")
@@ -33,6 +38,15 @@ REMOVED_FIELDS = {
     "kv_sinks": "it was removed; kv_protect keeps a number of first tokens, in whole blocks beside the budget"
 }
 """Fields and options of earlier releases, and what replaces each."""
+
+SETTLES_NOT_WITH = {
+    "kv_budget_tokens": "of each segment a share stays, which kv_budget says",
+    "kv_elastic": "what has settled does not wait for memory to be short",
+    "kv_evict_from": "segments settle where they end",
+    "kv_prefill_tokens": "a prompt settles while it is computed, which bounds it",
+    "kv_trace": "no trace follows tokens that several requests hold",
+}
+"""Fields that cannot be set where ``kv_settle_tokens`` is, and why."""
 
 MAX_DELAY = 256
 """While an eviction is delayed, a request holds more than ``kv_budget_max`` says: not for long."""
@@ -63,4 +77,23 @@ def check_prefill(tokens: int, policy: Policy) -> int:
             f"0 with kv_policy {policy.name}, which has nothing to rank by before the prompt's end"
         )
         raise BudgetError("kv_prefill_tokens", tokens, accepted)
+    return tokens
+
+
+def settles_not_because(given: Mapping[str, Any]) -> str:
+    """Which of some fields keeps a request from settling, and why; empty: none does."""
+    for name, why in SETTLES_NOT_WITH.items():
+        if given.get(name):
+            return f"with {name}: {why}"
+    if given.get("kv_heads") == "shared":
+        return "with kv_heads 'shared': in what has settled every head has its own slots"
+    return ""
+
+
+def check_settle(given: Mapping[str, Any], policy: Policy) -> int:
+    """``kv_settle_tokens`` among some fields; 0 beside fields and with policies that cannot settle."""
+    tokens: int = given["kv_settle_tokens"]
+    because = settles_not_because(given) or policy.settles_not_because
+    if tokens and because:
+        raise BudgetError("kv_settle_tokens", tokens, f"0 {because}")
     return tokens

@@ -14,8 +14,15 @@ from typing import Any
 from h2o_vllm.checks import MAX_TOKENS
 from h2o_vllm.config.options import FIELDS, REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.config.request_fields import REMOVED_FIELDS, check_heads, check_prefill
+from h2o_vllm.config.request_fields import (
+    REMOVED_FIELDS,
+    check_heads,
+    check_prefill,
+    check_settle,
+    settles_not_because,
+)
 from h2o_vllm.errors import BudgetError
+from h2o_vllm.policy.policy import Policy
 
 __all__ = ["for_prompt", "resolve", "resolve_for"]
 
@@ -36,9 +43,8 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         if asked and asked.get(name) is not None:
             raise BudgetError(name, asked[name], f"left out: {instead}")
     given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
-    bounded = bool(given.get("kv_prefill_tokens", config.kv_prefill_tokens))
-    policy = config.policy_of(given.get("kv_policy"), bounded=bounded)
-    settings = config.defaults(policy) | given
+    policy, settle = _policy(config, given)
+    settings = config.defaults(policy, settle) | given
     values = {
         row.attribute: _checked(config, row.name, settings[row.name])
         for row in FIELDS.values()
@@ -46,7 +52,10 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     }
     check_prefill(values["prefill"], policy)
     fraction, tokens = _budget(config, given)
-    elastic, evict_from = _begin(config, given)
+    if settle and tokens is not None:
+        accepted = "0 where the server's budget is --kv-budget-tokens, unless kv_budget is given"
+        raise BudgetError("kv_settle_tokens", settle, accepted)
+    elastic, evict_from = _begin(config, given, settle=settle)
     values |= {
         "policy": policy,
         "fraction": fraction,
@@ -111,12 +120,31 @@ def _budget(config: H2OConfig, given: Mapping[str, Any]) -> tuple[float, int | N
     return config.kv_budget, config.kv_budget_tokens
 
 
-def _begin(config: H2OConfig, given: Mapping[str, Any]) -> tuple[bool, int]:
+def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
+    """The policy of a :class:`RequestBudget`, and how many tokens it keeps whole where others settle.
+
+    Defaults yield to what a request names: settling where it names what excludes it, and the other way round.
+    """
+    name, asked = "kv_settle_tokens", given.get("kv_policy")
+    settle = _checked(config, name, given.get(name, config.kv_settle_tokens))
+    if config.kv_settles_not_because and settle:
+        raise BudgetError(name, settle, f"0 on this server ({config.kv_settles_not_because})")
+    if settle and name not in given and settles_not_because(given):
+        settle = 0
+    bounded = bool(settle or given.get("kv_prefill_tokens", config.kv_prefill_tokens))
+    policy = config.policy_of(asked, bounded=bounded)
+    if settle and name not in given and policy.settles_not_because:
+        settle = 0
+    return policy, check_settle({**given, name: settle}, policy)
+
+
+def _begin(config: H2OConfig, given: Mapping[str, Any], *, settle: int) -> tuple[bool, int]:
     """When evictions begin: ``elastic`` and ``evict_from`` of a :class:`RequestBudget`.
 
     A server that bounds budgets lets requests keep everything for a while only by choice.
     """
-    elastic = _checked(config, "kv_elastic", given.get("kv_elastic", config.kv_elastic))
+    default = config.kv_elastic and not settle
+    elastic = _checked(config, "kv_elastic", given.get("kv_elastic", default))
     bounded = config.kv_budget_max < 1.0
     if elastic and bounded and not config.kv_elastic:
         raise BudgetError("kv_elastic", True, f"false {_bounded_server(config)}")

@@ -14,10 +14,11 @@ import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
@@ -28,9 +29,9 @@ __all__ = [
     "model_norms",
     "model_rotation",
     "runner_metadata_builders",
-    "runner_punch_holes",
     "runner_row_request_ids",
     "runner_spared_generators",
+    "runner_write_table",
     "set_attention_isa",
 ]
 
@@ -44,7 +45,7 @@ class LimitingScheduler(AsyncScheduler):
 
     ``Scheduler._get_local_prefix_cache_hit`` (0.32) is where every waiting request, also a preempted one,
     looks into the prefix cache. A request can only be told to read all or nothing
-    (``skip_reading_prefix_cache``); goes when it can be told how much.
+    (``skip_reading_prefix_cache``); goes when it can be told how much, and by which keys.
 
     ``Scheduler._update_after_schedule`` (0.32) sees a step before anything counts its tokens. A step in which
     requests with one unknown token are padded with drafts that do not exist, as CUDA graphs want it, is made
@@ -81,10 +82,20 @@ class LimitingScheduler(AsyncScheduler):
         del request
         return cached
 
+    def own_cache_hit(
+        self, request: Request, *longest: int | None
+    ) -> tuple[Sequence[KVCacheBlock], int] | None:
+        """What a request finds in another way than vLLM's: blocks, and how many tokens they are."""
+        del request, longest
+        return None
+
     def _get_local_prefix_cache_hit(
         self, request: Request, *longest: int | None
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         # 0.33 also says how long a hit may be.
+        own = self.own_cache_hit(request, *longest)
+        if own is not None:
+            return self.kv_cache_manager.create_kv_cache_blocks((own[0],)), own[1], 0, False
         hit = super()._get_local_prefix_cache_hit(request, *longest)
         limit = self.limit_cache_hit(request, hit[1])
         if limit >= hit[1]:
@@ -162,14 +173,14 @@ def runner_row_request_ids(model_runner: Any) -> list[str]:
     return list(model_runner.input_batch.req_ids)
 
 
-def runner_punch_holes(
-    model_runner: Any, group: int, request_id: str, holes: tuple[int, ...]
+def runner_write_table(
+    model_runner: Any, group: int, request_id: str, entries: Mapping[int, int]
 ) -> None:
-    """Write the null block into the worker's copies of a request's block table.
+    """Write block ids, the null block's among them, into the worker's copies of a request's block table.
 
     Args:
         group: index of the KV cache group whose table it is.
-        holes: table indices; a request the worker does not know is ignored.
+        entries: block ids by table index; a request the worker does not know is ignored.
 
     The table is append-only towards vLLM's scheduler output; block 0 is the null block. Goes when
     ``CachedRequestData`` can replace single entries.
@@ -177,11 +188,12 @@ def runner_punch_holes(
     state = model_runner.requests.get(request_id)
     if state is None:
         return
-    for index in holes:
-        state.block_ids[group][index] = 0
+    for index, block in entries.items():
+        state.block_ids[group][index] = block
     row = model_runner.input_batch.req_id_to_index.get(request_id)
     if row is not None:
-        model_runner.input_batch.block_table[group].block_table.np[row, list(holes)] = 0
+        table = model_runner.input_batch.block_table[group].block_table.np
+        table[row, list(entries)] = list(entries.values())
 
 
 def runner_metadata_builders(model_runner: Any) -> list[tuple[Any, Any]]:

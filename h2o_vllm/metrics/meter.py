@@ -34,6 +34,7 @@ class Meter:
         self._freed_blocks = 0
         self._cached_tokens = self._protected_tokens = 0
         self._squeezes = SqueezeCounts()
+        self._settled_segments = self._found_segments = self._settle_shortages = 0
         self._elastic_answers = self._lossless_answers = 0
         self._eviction_seconds: list[float] = []
         self._budgets: list[float] = []
@@ -42,12 +43,19 @@ class Meter:
         """Count the evictions of one step."""
         for eviction in evictions:
             self._freed_blocks += len(eviction.holes)
+            if eviction.places:
+                self._settled_segments += 1
+                self._found_segments += not eviction.moves
 
     def squeezed(self, counts: SqueezeCounts) -> None:
         """Add the counts of squeezes."""
         self._squeezes.requests += counts.requests
         self._squeezes.blocks += counts.blocks
         self._squeezes.preemptions_avoided += counts.preemptions_avoided
+
+    def settle_was_short(self, times: int) -> None:
+        """Count segments that had to wait for free blocks."""
+        self._settle_shortages += times
 
     def eviction_took(self, seconds: float | None) -> None:
         """Note the time that a worker took for the evictions of one step; ``None``: there were none."""
@@ -91,6 +99,9 @@ class Meter:
             "squeezed_requests": self._squeezes.requests,
             "squeezed_blocks": self._squeezes.blocks,
             "preemptions_avoided": self._squeezes.preemptions_avoided,
+            "settled_segments": self._settled_segments,
+            "found_segments": self._found_segments,
+            "settle_shortages": self._settle_shortages,
             "elastic_answers": self._elastic_answers,
             "lossless_answers": self._lossless_answers,
             "request_kv_budget": self._budgets,
@@ -99,6 +110,7 @@ class Meter:
         self._freed_blocks, self._budgets, self._eviction_seconds = 0, [], []
         self._cached_tokens = self._protected_tokens = 0
         self._squeezes = SqueezeCounts()
+        self._settled_segments = self._found_segments = self._settle_shortages = 0
         self._elastic_answers = self._lossless_answers = 0
         return stats
 

@@ -89,6 +89,22 @@ TABLE = (
         "one request for each.",
     ),
     Metric(
+        "h2o:settled_segments",
+        "counter",
+        "Segments that have settled while their request was running (kv_settle_tokens), without those that "
+        "it has read from the prefix cache when it was admitted.",
+    ),
+    Metric(
+        "h2o:found_segments",
+        "counter",
+        "Those of them that another request had ranked before: nothing was moved.",
+    ),
+    Metric(
+        "h2o:settle_shortages",
+        "counter",
+        "Times that a segment could not settle at once because too few blocks were free.",
+    ),
+    Metric(
         "h2o:elastic_answers",
         "counter",
         "Ended requests with kv_elastic.",

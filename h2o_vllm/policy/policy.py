@@ -155,6 +155,18 @@ class Policy:
         return self.ranks[0].collects is not Collects.END
 
     @property
+    def settles_not_because(self) -> str:
+        """Why tokens cannot settle by it: others read what has settled. Empty: they can."""
+        if self.needs_scores:
+            return (
+                f"with kv_policy {self.name}, which collects attention, of which cached KV has none; "
+                "'later' and 'random' collect none"
+            )
+        if not self.moves_tokens:
+            return f"with kv_policy {self.name}, which moves no tokens"
+        return ""
+
+    @property
     def recent(self) -> float:
         """Share of a budget for the newest tokens, by default."""
         return (

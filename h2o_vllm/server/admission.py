@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 
-from h2o_vllm.blocks.schedule import EvictionSchedule, GroupBeside
+from h2o_vllm.blocks.schedule import GroupBeside
+from h2o_vllm.blocks.settling import schedule_of
 from h2o_vllm.blocks.trace import check_traceable
 from h2o_vllm.config.keys import REPORT_KEY
 from h2o_vllm.config.resolve import for_prompt, resolve
@@ -174,8 +175,8 @@ class _Step:
         budget = for_prompt(self._config, budget, length, named=named)
         if budget.trace:
             self._check_trace(params, tokens)
-        if self._is_small:
-            schedule = EvictionSchedule.of(budget, self._block_size, length)
+        if self._is_small or budget.settle:
+            schedule = schedule_of(budget, self._block_size, length)
             longest = self._model.max_model_len
             others = (self._beside, self._drafts)
             schedule.check_fits(self._pool, params.max_tokens, longest, *others)

@@ -20,6 +20,7 @@ SUMMED = (
     "tokens_protected",
     "tokens_held",
     "tokens_evicted",
+    "tokens_settled",
     "blocks_freed",
     "peak_blocks",
     "tokens_drafted",

@@ -25,7 +25,7 @@ def _holes_stay(_: Any) -> Any:
     """The freed blocks stay in the worker's block table, and are attended to."""
     from h2o_vllm.engine.cpu import worker
 
-    return replaced(worker, "runner_punch_holes", lambda *_: None)
+    return replaced(worker, "runner_write_table", lambda *_: None)
 
 
 def _survivors_are_lost(worker: Any) -> Any:

@@ -23,6 +23,9 @@ from vllm.v1.kv_cache_interface import (
 
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.plan import StepPlan
+from h2o_vllm.blocks.request_state import RequestState
+from h2o_vllm.blocks.settling import SettlingSchedule
+from h2o_vllm.blocks.settling_state import SettlingState
 
 __all__ = ["GhostWorker", "Layer", "layers_of"]
 
@@ -116,10 +119,15 @@ class Memory:
         self.kv = np.random.default_rng(0).integers(1, 2**63, shape, dtype=np.uint64)
         self.scores = np.zeros(shape, dtype=np.uint64)
 
-    def compact(self, heavy: Sequence[int], doomed: Sequence[int], *, scored: bool) -> None:
-        """Keep the best of an eviction's tokens in its heavy blocks, by score or by what they are."""
-        blocks, kept = [*heavy, *doomed], len(heavy) * self.block_size
-        if not heavy:
+    def compact(
+        self, heavy: Sequence[int], doomed: Sequence[int], *, scored: bool, settle: bool = False
+    ) -> None:
+        """Keep the best of an eviction's tokens in its heavy blocks, by score or by what they are.
+
+        ``settle``: the heavy blocks hold none of them yet.
+        """
+        blocks, kept = [*([] if settle else heavy), *doomed], len(heavy) * self.block_size
+        if not heavy or not doomed:
             return
         for index, layer in enumerate(self.layers):
             if layer.kind == "full":
@@ -213,12 +221,12 @@ class GhostWorker:
 
     def __init__(self, layers: Sequence[Layer], num_blocks: int, block_size: int) -> None:
         self._memory = Memory(layers, num_blocks, block_size)
-        self._states: dict[str, EvictionState] = {}
+        self._states: dict[str, RequestState] = {}
         self._prompts: dict[str, list[int]] = {}
         self._unconfirmed: list[Draft] = []
         self.outputs: dict[str, dict[int, int]] = {}
 
-    def follow(self, request_id: str, prompt: Sequence[int], state: EvictionState) -> None:
+    def follow(self, request_id: str, prompt: Sequence[int], state: RequestState) -> None:
         """A request has been admitted to the queue."""
         self._states[request_id], self._prompts[request_id] = state, list(prompt)
         self.outputs[request_id] = {}
@@ -240,7 +248,8 @@ class GhostWorker:
         self._confirm(plan.confirmed)
         for one in plan.evictions:
             scored = self._scored(one.request_id)
-            self._memory.compact(one.heavy_blocks, one.doomed_blocks, scored=scored)
+            blocks = (one.heavy_blocks, one.doomed_blocks)
+            self._memory.compact(*blocks, scored=scored, settle=bool(one.places))
         rows = {}
         for name, (start, end) in computed.items():
             if name in self._states:
@@ -287,6 +296,9 @@ class GhostWorker:
 
     def _alone(self, name: str, total: int) -> list[int]:
         state, size = self._states[name], self._memory.block_size
+        if isinstance(state, SettlingState):
+            return self._alone_settling(name, total, state.schedule if state.evicts else None)
+        assert isinstance(state, EvictionState)
         squeezed = (
             state.budget.elastic and state._evict_from is not None and not state.schedule.first
         )
@@ -319,4 +331,27 @@ class GhostWorker:
             memory.forward([row])
             outputs.extend(row.hidden.tolist())
             start = end
+        return outputs
+
+    def _alone_settling(
+        self, name: str, total: int, schedule: SettlingSchedule | None
+    ) -> list[int]:
+        """Chunk by chunk: what has settled lies in blocks of its own."""
+        size = self._memory.block_size
+        memory = Memory(self._memory.layers, 2 * (-(-total // size) + 1), size)
+        table, outputs = list(range(1, -(-total // size) + 1)), list[int]()
+        fresh = iter(range(len(table) + 1, 2 * len(table) + 2))
+        number = 1
+        while len(outputs) < total:
+            start = len(outputs)
+            end = total if schedule is None else min(total, schedule.due(number))
+            row = Row([table], start, end, self._tokens(name, start, end), scored=False)
+            memory.forward([row])
+            outputs.extend(row.hidden.tolist())
+            if schedule is not None and end < total:
+                blocks = slice(schedule.end(number - 1) // size, schedule.end(number) // size)
+                into = [next(fresh) for _ in range(schedule.kept)]
+                memory.compact(into, table[blocks], scored=False, settle=True)
+                table[blocks] = [*into, *[0] * schedule.given_back]
+                number += 1
         return outputs

@@ -69,14 +69,19 @@ def _speculative(drafts: int, model: ModelConfig, parallel: ParallelConfig) -> S
 
 
 def check_commuting(evictions: Sequence[Eviction]) -> None:
-    """The law of :class:`h2o_vllm.blocks.plan.StepPlan`: no order of a step's evictions is another."""
+    """The law of :class:`h2o_vllm.blocks.plan.StepPlan`: which order of a step's evictions is another."""
     assert len({eviction.request_id for eviction in evictions}) == len(evictions)
     # Who has nowhere to move tokens reads none.
-    moving = [eviction for eviction in evictions if eviction.heavy_blocks]
+    moving = [eviction for eviction in evictions if eviction.moves]
+    for one, other in itertools.combinations(moving, 2):
+        written, read = {*one.heavy_blocks}, {*one.doomed_blocks}
+        assert written.isdisjoint(other.doomed_blocks), "one reads what an earlier one writes"
+        if not other.places:
+            # Else it was given back, and taken for what settles: workers keep to the order.
+            touched = written | read
+            assert touched.isdisjoint(other.heavy_blocks), "one writes what another has"
     for one, other in itertools.permutations(moving, 2):
-        touched = {*other.heavy_blocks, *other.doomed_blocks}
-        assert touched.isdisjoint(one.heavy_blocks), "one writes what another reads or writes"
-        shared = touched.intersection(one.doomed_blocks)
+        shared = {*one.doomed_blocks}.intersection(other.doomed_blocks)
         if shared:
             assert not Policy.of(one.ranks).needs_scores, "others may rescore what is ranked"
             assert shared <= {*one.fresh_blocks}, "others hold what an eviction has written"
@@ -317,12 +322,18 @@ class Rig:
     def _check_plan(self, output: SchedulerOutput) -> None:
         check_commuting(output.h2o.evictions)
         for eviction in output.h2o.evictions:
+            if eviction.request_id not in self.blocks.req_to_blocks:
+                assert eviction.places, "an eviction of who was preempted"
+                continue
             table = self.blocks.req_to_blocks[eviction.request_id]
             live = {block.block_id for block in table if not block.is_null}
             assert set(eviction.heavy_blocks) <= live
+            entries = [table[index].block_id for index in eviction.places]
+            assert not entries or entries == [*eviction.heavy_blocks]
             # A doomed block may come straight back as one the next tokens need.
             new = {block.block_id for block in table[max(eviction.holes) + 1 :]}
             assert live & set(eviction.doomed_blocks) <= new
             assert not set(eviction.heavy_blocks) & set(eviction.doomed_blocks)
             assert all(table[index].is_null for index in eviction.holes)
-            assert len(eviction.holes) == len(eviction.doomed_blocks)
+            if not eviction.places:
+                assert len(eviction.holes) == len(eviction.doomed_blocks)

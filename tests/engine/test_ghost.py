@@ -94,10 +94,17 @@ def test_law07_a_squeeze_takes_back_what_other_layers_publish_in_its_step(
         rig.run()
 
 
-def test_law05_nobody_finds_what_a_preempted_request_was_to_compute(model_dir: str) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [None, {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 128}],
+    ids=["stock", "settling"],
+)
+def test_law05_nobody_finds_what_a_preempted_request_was_to_compute(
+    model_dir: str, asked: Any
+) -> None:
     """By priority it is preempted in the step in which it had its turn: vLLM has published its blocks."""
     rig = Rig(model_dir, 60, ghost=True, policy="priority", kv_min_tokens=16)
-    low = rig.add("low", PROMPT[:150], max_tokens=100, priority=1)
+    low = rig.add("low", PROMPT[:150], asked, max_tokens=100, priority=1)
     while low.num_computed_tokens != 174:
         rig.step()
     rig.add("high", range(5000, 5200), max_tokens=8)
@@ -108,5 +115,5 @@ def test_law05_nobody_finds_what_a_preempted_request_was_to_compute(model_dir: s
     rig.step()
     assert rig.preemptions == 1
     rig.give_back()
-    rig.add("reader", [*PROMPT[:150], *[7] * 40], max_tokens=4)
+    rig.add("reader", [*PROMPT[:150], *[7] * 40], asked, max_tokens=4)
     rig.run()

@@ -47,6 +47,7 @@ UNSCORED: list[dict[str, Any]] = [
     {"kv_budget": 0.2, "kv_policy": "window"},
     {"kv_budget": 0.2, "kv_policy": "key"},
     {"kv_budget": 0.2, "kv_policy": "predicted"},
+    {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256},
 ]
 
 
@@ -126,7 +127,8 @@ def test_law12_scores_and_kept_sets_are_those_without_drafts(
 def test_law12_policies_without_scores_need_nothing_of_drafts(
     drafting: Engine, text_tokens: list[int], asked: dict[str, Any]
 ) -> None:
-    prompt, traced = text_tokens[300:900], asked | {"kv_trace": True}
+    # No trace follows what settles.
+    prompt, traced = text_tokens[300:900], asked | {"kv_trace": "kv_settle_tokens" not in asked}
     (alone,) = drafting.generate([prompt], traced, max_tokens=ANSWER)
     Drafter.known = [[*prompt, *tokens_of(alone)]]
     for mode in ("right", "any"):

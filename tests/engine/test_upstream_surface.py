@@ -20,9 +20,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -45,7 +46,15 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (FullAttentionManager.cache_blocks,
      "self request num_tokens retention_interval replay_boundaries"),
     (FullAttentionManager.pop_blocks_for_free, "self request_id"),
+    (FullAttentionManager.add_local_computed_blocks,
+     "self request_id new_computed_blocks num_local_computed_tokens num_external_computed_tokens"),
     (BlockPool.free_blocks, "self ordered_blocks"),
+    (BlockPool.evict_blocks, "self block_ids"),
+    (BlockPool.get_cached_block, "self block_hash kv_cache_group_ids"),
+    (BlockHashToBlockMap.insert, "self key block"),
+    (KVCacheBlock.set_block_hash, "self block_hash num_tokens"),
+    (make_block_hash_with_group_id, "block_hash group_id"),
+    (KVCacheManager.prefix_cache_lookup_enabled, "self request"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
     (AsyncScheduler._update_after_schedule, "self scheduler_output"),
     (KVCacheManager.create_kv_cache_blocks, "self blocks"),

@@ -18,3 +18,10 @@ def test_waves_keep_apart_what_meets_and_nothing_else() -> None:
         [first, third, nothing],
         [second, meets_both],
     ]
+
+
+def test_what_settles_in_blocks_that_another_gives_back_comes_after_it() -> None:
+    gives_back = Eviction("a", (1,), (2, 3), (4, 5), places=(3,))
+    takes = Eviction("b", (3,), (6, 7), (9,), places=(8,))
+    found = Eviction("c", (1,), (), (9,), places=(8,))
+    assert waves([gives_back, takes, found]) == [[gives_back, found], [takes]]

@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.budget import blocks_freed, budget_tokens
 from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.blocks.settling_state import SettlingState
 from h2o_vllm.config.options import ADMISSIONS
 from tests.engine.scheduling import CHUNKS, STATES, WINDOW, Rig
 from tests.engine.traffic_fields import bounds, budgets, elastic, protects
@@ -196,7 +197,7 @@ class Traffic(RuleBasedStateMachine):
         """Law 6: a hit never passes the pin, nor without scores what the first eviction will free."""
         for started in admitted:
             state = self.rig.blocks.eviction_state(started.req_id)
-            if state is None or state.stock or not state.policy.moves_tokens:
+            if not isinstance(state, EvictionState) or state.stock or not state.policy.moves_tokens:
                 continue
             pinned, hit = state.pinned * self.rig.block_size, started.num_computed_tokens
             assert hit <= first_ranked(state) * self.rig.block_size
@@ -215,6 +216,10 @@ class Traffic(RuleBasedStateMachine):
             state = blocks.eviction_state(request.request_id)
             assert state is not None
             seen = request.num_computed_tokens
+            if isinstance(state, SettlingState):
+                self.check_settling(state, seen, blocks.req_to_blocks[request.request_id])
+                continue
+            assert isinstance(state, EvictionState)
             if not state.evicts:
                 # Served as by stock vLLM: nothing may ever have become due, before its last token was.
                 last = min(seen, state.prompt_tokens + state.counts.max_tokens - 2)
@@ -255,6 +260,21 @@ class Traffic(RuleBasedStateMachine):
         ranked = [block for block in table[first_ranked(state) :] if not block.is_null]
         assert all(block.ref_cnt == 1 for block in ranked), "others score what is ranked"
         assert all(block.block_hash is None for block in ranked), "others can find what is ranked"
+
+    def check_settling(self, state: SettlingState, seen: int, table: Any) -> None:
+        """Laws 3 and 6: what is held, and where it lies."""
+        schedule, size = state.schedule, state.block_size
+        settled, segment = state.settled, schedule.segment // size
+        assert settled == (max(0, (seen - 1 - schedule.due(0)) // (segment * size)) * state.evicts)
+        first, live = schedule.pin // size, [not block.is_null for block in table]
+        kept = [True] * schedule.kept + [False] * (segment - schedule.kept)
+        assert live[first : first + settled * segment] == kept * settled
+        assert all(live[:first]) and all(live[first + settled * segment :])
+        whole = self.rig.reached.get(state.counts.request_id, seen) - schedule.end(settled)  # type: ignore[attr-defined]
+        assert whole <= schedule.window + segment * size or not state.evicts
+        held = first + settled * schedule.kept + -(-max(whole, 0) // size) + 1
+        assert sum(live) <= held or not state.evicts
+        assert settled + state.holes > 0 or not any(block.is_null for block in table)
 
     def check_latch(self, request_id: str, state: EvictionState) -> None:
         """Squeezed once, and for good."""

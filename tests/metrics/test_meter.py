@@ -33,6 +33,10 @@ def report(budget: float | None, budget_tokens: int = 100, seen: int = 400) -> d
 def test_what_happened_is_handed_over_once() -> None:
     meter = Meter(block_size=16)
     meter.evicted([eviction(3), eviction(2)])
+    meter.evicted(
+        [Eviction("s", (7,), (1, 2), (1,), places=(0,)), Eviction("s", (9,), (), (), places=(2,))]
+    )
+    meter.settle_was_short(3)
     meter.eviction_took(0.25)
     meter.eviction_took(None)
     # Only of requests with a budget: the other would have read the cache anyway.
@@ -41,8 +45,8 @@ def test_what_happened_is_handed_over_once() -> None:
     meter.squeezed(SqueezeCounts(requests=2, blocks=9, preemptions_avoided=1))
     meter.ended([report(0.3) | {"elastic": True, "squeezed_at": at} for at in (None, 321)])
     assert meter.hand_over([(400, 5), (100, 0)]) == {
-        "evicted_tokens": 80,
-        "freed_blocks": 5,
+        "evicted_tokens": 96,
+        "freed_blocks": 6,
         "cached_tokens": 3 * 96,
         "protected_tokens": 3 * 128,
         "kv_tokens_full": 500,
@@ -50,6 +54,9 @@ def test_what_happened_is_handed_over_once() -> None:
         "squeezed_requests": 2,
         "squeezed_blocks": 9,
         "preemptions_avoided": 1,
+        "settled_segments": 2,
+        "found_segments": 1,
+        "settle_shortages": 3,
         "elastic_answers": 2,
         "lossless_answers": 1,
         "request_kv_budget": [0.2, 1.0, 1.0, 0.3],
@@ -65,6 +72,9 @@ def test_what_happened_is_handed_over_once() -> None:
         "squeezed_requests": 0,
         "squeezed_blocks": 0,
         "preemptions_avoided": 0,
+        "settled_segments": 0,
+        "found_segments": 0,
+        "settle_shortages": 0,
         "elastic_answers": 0,
         "lossless_answers": 0,
         "request_kv_budget": [],

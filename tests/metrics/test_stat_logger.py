@@ -131,6 +131,7 @@ def test_two_api_servers_make_one_scrape(tmp_path: Path) -> None:
                       "kv_tokens_full": 500, "request_kv_budget": [0.2], "eviction_seconds": [0.1],
                       "cached_tokens": 64, "protected_tokens": 96,
                       "squeezed_requests": 1, "squeezed_blocks": 5, "preemptions_avoided": 1,
+                      "settled_segments": 1, "found_segments": 1, "settle_shortages": 1,
                       "elastic_answers": 3, "lossless_answers": 2}
             stats = Bag(kv_connector_stats={METRICS_KEY: counts})
             logger.record(stats, None, engine_idx=1)

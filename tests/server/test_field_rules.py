@@ -179,3 +179,67 @@ def test_a_removed_field_is_refused_and_the_refusal_names_what_replaces_it(
         resolve(config, {"kv_sinks": 4})
     with pytest.raises(ConfigError, match="kv_sinks: it was removed; kv_protect"):
         engine_args(kv_sinks=4)
+
+
+SETTLES = {"kv_settle_tokens": 512, "kv_policy": "key"}
+
+
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        ({"kv_elastic": True}, "with kv_elastic: "),
+        ({"kv_prefill_tokens": 512}, "with kv_prefill_tokens: "),
+        ({"kv_budget_tokens": 100}, "with kv_budget_tokens: "),
+        ({"kv_evict_from": 300}, "with kv_evict_from: "),
+        ({"kv_heads": "shared", "kv_policy": "predicted"}, "with kv_heads 'shared': "),
+        *(
+            ({"kv_policy": policy}, f"with kv_policy {policy_of(policy).name}, which ")
+            for policy in SERVED
+            if policy_of(policy).needs_scores or policy == "window"
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_settle_says_why(beside: dict[str, Any], why: str) -> None:
+    config = H2OConfig(kv_calibration="unread")
+    refusal = refused(config, body(**SETTLES | beside))
+    assert refusal.param == "kv_settle_tokens"
+    assert f"must be 0 {why}" in refusal.message
+    # A server's default is for those that it can be for.
+    server = H2OConfig(kv_calibration="unread", kv_budget=0.2, kv_settle_tokens=512)
+    assert resolve(server, beside).settle == 0
+    assert resolve(server, None).settle == 512
+    if "kv_evict_from" not in beside:
+        with pytest.raises(ConfigError, match=f"--kv-settle-tokens: .* 0 {re.escape(why)}"):
+            H2OConfig(kv_calibration="unread", **SETTLES | beside)
+
+
+def test_a_trace_does_not_follow_what_settles() -> None:
+    config = H2OConfig(kv_trace=True)
+    assert "0 with kv_trace: " in refused(config, body(**SETTLES, kv_trace=True)).message
+
+
+def test_nothing_settles_in_an_engine_that_cannot() -> None:
+    engine = H2OConfig(kv_settles_not_because="no table of its can be written")
+    refusal = refused(engine, body(**SETTLES))
+    assert refusal.message == (
+        "kv_settle_tokens must be 0 on this server (no table of its can be written), got 512"
+    )
+    assert passed(engine, body(kv_policy="key", kv_settle_tokens=0))
+
+
+def test_what_settling_excludes_yields_to_it_if_it_is_the_servers() -> None:
+    server = H2OConfig(
+        kv_calibration="unread", kv_elastic=True, kv_prefill_tokens=512, kv_heads="shared"
+    )
+    asked = {"kv_settle_tokens": 256, "kv_budget": 0.2}
+    one = resolve(server, asked)
+    assert (one.settle, one.elastic, one.prefill, one.heads) == (256, False, 0, "equal")
+    # What has no score of attention is what a calibration predicts.
+    assert one.policy.name == "predicted+key"
+    with pytest.raises(BudgetError, match="0 with kv_policy value"):
+        resolve(H2OConfig(), asked)
+    tokens = H2OConfig(kv_budget_tokens=300)
+    assert resolve(tokens, SETTLES | {"kv_budget": 0.2}).settle == 512
+    with pytest.raises(BudgetError, match="0 where the server's budget is --kv-budget-tokens"):
+        resolve(tokens, SETTLES)

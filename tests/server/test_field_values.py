@@ -49,6 +49,12 @@ BAD_VALUES: dict[str, list[str]] = {
         *("-1", "2147483648", "1" + "0" * 400, "512.0", "NaN", "-Infinity", "true", "false"),
         *('"512"', '""', "[]", "[512]", "{}"),
     ],
+    "kv_settle_tokens": [
+        *("-1", "2147483648", "1" + "0" * 400, "512.0", "NaN", "-Infinity", "true", "false"),
+        *('"512"', '""', "[]", "[512]", "{}"),
+        # The server's policy collects attention.
+        "512",
+    ],
     "kv_heads": [
         *('""', '"Shared"', '"shared "', '"layer"', '"global"', '"' + "equal" * 3000 + '"'),
         *("0", "1", "true", "false", "NaN", "[]", '["shared"]', "{}", '{"a": 1}'),

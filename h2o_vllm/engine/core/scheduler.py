@@ -7,7 +7,7 @@ attaches the ``kv_cache`` report to the request's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 from h2o_vllm.blocks.beside import LimitedManager
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.blocks.plan import StepPlan
+from h2o_vllm.blocks.settling import schedule_of
 from h2o_vllm.blocks.spec import H2OAttentionSpec, groups_beside
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
@@ -36,12 +37,12 @@ from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.metrics.meter import Meter
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-    from h2o_vllm.blocks.eviction_state import EvictionState
 
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
@@ -74,6 +75,11 @@ class H2OScheduler(LimitingScheduler):
             beside=self._bound_beside(),
         )
         self._beside = groups_beside(self.kv_cache_config, self.vllm_config)
+        if self._beside and self.h2o_config.kv_settle_tokens:
+            raise ConfigError(
+                "h2o_vllm cannot work with --kv-settle-tokens for a model with windows, chunks or states "
+                "beside full attention: what they hold is not found by the keys of what has settled"
+            )
         connector = self.get_kv_connector()
         if connector is not None:
             check_single_group(len(self.kv_cache_config.kv_cache_groups))
@@ -134,7 +140,6 @@ class H2OScheduler(LimitingScheduler):
             if self._traces is not None and budget.trace:
                 self._traces.follow(request.request_id, self._most_tokens(request))
             state = self.blocks.track(request, budget, self.max_model_len)
-            self._check_fits(request, state)
             if not state.readable_tokens(request.num_tokens):
                 # It reads nothing from the cache: no look-up, and no miss in the metrics.
                 request.skip_reading_prefix_cache = True
@@ -152,6 +157,15 @@ class H2OScheduler(LimitingScheduler):
         """Limit a cache hit to the tokens that the request may read from the prefix cache."""
         state = self.blocks.eviction_state(request.request_id)
         return cached if state is None else state.readable_tokens(cached)
+
+    def own_cache_hit(
+        self, request: Request, *longest: int | None
+    ) -> tuple[Sequence[KVCacheBlock], int] | None:
+        """What has settled under the request's lineage, and what was computed behind it."""
+        if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            return None
+        limits = [one for one in (request.num_tokens - 1, *longest) if one is not None]
+        return self.blocks.find_hit(request.request_id, min(limits))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
@@ -203,6 +217,7 @@ class H2OScheduler(LimitingScheduler):
             return stats
         self._collect_reports()
         meter.squeezed(self.blocks.take_squeezes())
+        meter.settle_was_short(self.blocks.take_settle_shortages())
         if meter.due(idle=not self.running):
             # The only field of the stats that is a free dict and is sent between processes. It belongs to the
             # KV connector; the connector's own numbers stay in it.
@@ -248,22 +263,21 @@ class H2OScheduler(LimitingScheduler):
             if request.resumable:
                 if not asked.keys().isdisjoint(REQUEST_FIELDS):
                     raise BudgetError("kv_budget", asked, "left out of a streaming-input session")
-                # A session has no fixed prompt after which evictions could begin.
-                return self._full
+                # A session has no fixed prompt behind which evictions could start.
+                budget = self._full
+            self._check_fits(request, budget)
             return budget
         except BudgetError as error:
-            # The server refuses these with a 400, so only the offline API gets here, as in _check_fits.
+            # The server refuses these with a 400; only the offline API gets here.
             self._rejected[request.request_id] = str(error)
             return self._full
 
-    def _check_fits(self, request: Request, state: EvictionState) -> None:
-        """Reject a request that needs more blocks than the pool has: it would be preempted for ever."""
+    def _check_fits(self, request: Request, budget: RequestBudget) -> None:
+        """Who needs more blocks than there are would be preempted and begun anew for ever."""
         pool = self.blocks.block_pool.num_gpu_blocks - 1
-        try:
-            most = (request.max_tokens, self.max_model_len, self._beside, self.num_spec_tokens)
-            state.schedule.check_fits(pool, *most)
-        except BudgetError as error:
-            self._rejected.setdefault(request.request_id, str(error))
+        most = (request.max_tokens, self.max_model_len, self._beside, self.num_spec_tokens)
+        schedule = schedule_of(budget, self.blocks.block_size, request.num_prompt_tokens)
+        schedule.check_fits(pool, *most)
 
     def _most_tokens(self, request: Request) -> int:
         return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)

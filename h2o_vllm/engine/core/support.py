@@ -31,6 +31,8 @@ TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
 DRAFTING = ("ngram", "suffix", "custom_class")
 """Methods of speculative decoding in vLLM that hold no KV of their own: their drafters read tokens only."""
 
+_NO_SETTLING = "our GPU worker does not put blocks in the place of others yet"
+
 _KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -58,7 +60,12 @@ def config_of(config: VllmConfig) -> H2OConfig:
         ConfigError: it is invalid, or its defaults need what this engine cannot do.
     """
     ours = H2OConfig.from_mapping((config.additional_config or {})[CONFIG_KEY])
-    return replace(ours, kv_heads_equal_because=_equal_heads_because(config))
+    device = config.device_config.device_type
+    return replace(
+        ours,
+        kv_heads_equal_because=_equal_heads_because(config),
+        kv_settles_not_because="" if device == "cpu" else _NO_SETTLING,
+    )
 
 
 def _equal_heads_because(config: VllmConfig) -> str:
@@ -261,6 +268,10 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             bool(_option(config, "kv_trace")) and parallel.tensor_parallel_size > 1,
             "--kv-trace on several GPUs: each process knows only what its own heads lose",
+        ),
+        (
+            bool(_option(config, "kv_settle_tokens")),
+            f"--kv-settle-tokens on GPUs: {_NO_SETTLING}. On CPUs it is served",
         ),
         (
             not config.use_v2_model_runner,

@@ -15,9 +15,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from h2o_vllm.calibration.file import Calibration, Traits
 from h2o_vllm.calibration.learner import Learner, Softmax
 from h2o_vllm.engine.compat import (
-    runner_punch_holes,
     runner_row_request_ids,
     runner_spared_generators,
+    runner_write_table,
 )
 from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
@@ -119,9 +119,9 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         finished: set[str] = scheduler_output.finished_req_ids
         return finished
 
-    def _punch_holes(self, state: CPUState, eviction: Eviction) -> None:
+    def _write_table(self, state: CPUState, eviction: Eviction) -> None:
         group, runner = state.kv_cache_group, self.model_runner
-        runner_punch_holes(runner, group, eviction.request_id, eviction.holes)
+        runner_write_table(runner, group, eviction.request_id, eviction.table_entries)
 
     def _evictable_layer(self, name: str, num_blocks: int) -> Any:
         layer = super()._evictable_layer(name, num_blocks)

@@ -150,7 +150,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         finished: set[str] = scheduler_output.finished_req_ids
         return finished.union(scheduler_output.preempted_req_ids or ())
 
-    def _punch_holes(self, state: CudaState, eviction: Eviction) -> None:
+    def _write_table(self, state: CudaState, eviction: Eviction) -> None:
         group, runner = state.kv_cache_group, self.model_runner
         runner_stage_holes(runner, group, eviction.request_id, eviction.holes)
         state.punched(eviction.request_id, len(eviction.holes))

@@ -34,7 +34,9 @@ def candidate_blocks(eviction: Eviction) -> list[int]:
 
 
 def known_blocks(eviction: Eviction) -> list[int]:
-    """Those of the blocks that an earlier eviction has ranked."""
+    """Those of the blocks that an earlier eviction has ranked; none where a segment settles."""
+    if eviction.places:
+        return []
     fresh = set(eviction.fresh_blocks)
     return [b for b in (*eviction.heavy_blocks, *eviction.doomed_blocks) if b not in fresh]
 

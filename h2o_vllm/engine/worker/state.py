@@ -80,14 +80,17 @@ class WorkerState(ABC):
         """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
 
         Policies may adjust the scores first. Must run before the forward pass of the step that
-        carries the evictions, in any order: see :class:`h2o_vllm.blocks.plan.StepPlan`. Those that rank the
-        same blocks take turns: what one makes of their scores is only its own.
+        carries the evictions: see :class:`h2o_vllm.blocks.plan.StepPlan`. Those that have blocks in common
+        take turns, in order: what one makes of their scores is only its own.
         """
         for wave in waves(evictions):
-            moving = [eviction for eviction in wave if eviction.heavy_blocks]
+            moving = [eviction for eviction in wave if eviction.moves]
             adjusted = [one for one in moving if Policy.of(one.ranks).adjusts]
             if adjusted:
                 self._adjust_scores(adjusted)
+            for eviction in moving:
+                if eviction.places:
+                    self._empty(eviction)
             recorder = self.recorder
             if recorder is not None:
                 for eviction in wave:
@@ -95,6 +98,14 @@ class WorkerState(ABC):
                         recorder.record(eviction, self.scores, self._owners(eviction))
             if moving:
                 self._move_tokens(moving)
+
+    def _empty(self, eviction: Eviction) -> None:
+        """Rank what lies in blocks in which tokens settle behind all of these, whatever their scores are."""
+        lowest = torch.finfo(torch.float32).min
+        settling = list(eviction.doomed_blocks)
+        scores = self.scores[:, settling]
+        self.scores[:, settling] = scores.nan_to_num(nan=lowest, neginf=lowest)
+        self.scores[:, list(eviction.heavy_blocks)] = -torch.inf
 
     def start_tokens(self, rows: StepRows, slot_mapping: torch.Tensor) -> None:
         """Let the scores of this step's tokens, where attention is collected, begin at zero.

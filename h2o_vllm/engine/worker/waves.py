@@ -13,7 +13,7 @@ __all__ = ["waves"]
 
 
 def waves(evictions: Iterable[Eviction]) -> list[list[Eviction]]:
-    """Cut a step's evictions into groups in which no two rank the same block; each in one group.
+    """Cut a step's evictions into groups in which no two rank or write one block; those that do keep order.
 
     Scores lie beside the tokens, one for each. So of two requests that rank a block, each by scores that it
     makes for itself, one has to have moved its tokens before the other makes its own. Only doomed blocks are

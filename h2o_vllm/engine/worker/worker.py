@@ -134,7 +134,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
         with self._timer.measure(plan.evictions):
             state.compact(plan.evictions)
             for eviction in plan.evictions:
-                self._punch_holes(state, eviction)
+                self._write_table(state, eviction)
         state.in_step = True
         drafted = scheduler_output.scheduled_spec_decode_tokens
         state.expect(scheduler_output.num_scheduled_tokens, drafted)
@@ -156,8 +156,8 @@ class EvictingWorker(WorkerBase, Generic[State]):
         """Requests that are unknown to the runner from this step on; should they return, they are new."""
 
     @abstractmethod
-    def _punch_holes(self, state: State, eviction: Eviction) -> None:
-        """Write the null block into the runner's block table."""
+    def _write_table(self, state: State, eviction: Eviction) -> None:
+        """Write the null block, and blocks in which tokens have settled, into the runner's block table."""
 
     def _bound_state(self) -> State:
         if self._state is None:

@@ -73,6 +73,7 @@ def reasons(config: Any) -> list[str]:
         ({"is_hybrid": True}, "hybrid models on GPUs"),
         ({"use_ubatching": True}, "--enable-dbo"),
         ({"additional_config": {"h2o": {"kv_full_kernel": "h2o"}}}, "--kv-full-kernel h2o on GPUs"),
+        ({"additional_config": {"h2o": {"kv_settle_tokens": 512}}}, "--kv-settle-tokens on GPUs"),
         (
             {"additional_config": {"h2o": {"kv_trace": True}}, "tensor_parallel_size": 2},
             "--kv-trace on several GPUs",
@@ -149,6 +150,7 @@ def test_batches_without_graphs_are_said_once(
         scheduler_config=SimpleNamespace(max_num_seqs=seqs),
         model_config=SimpleNamespace(enforce_eager=eager),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cuda"),
         additional_config={"h2o": {}},
     )
     with caplog.at_level("WARNING", start_notes.logger.name):

@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     Mutant(
         "law05-no-hole-in-a-row-that-is-not-in-the-batch",
-        "state.block_ids[group][index] = 0",
+        "state.block_ids[group][index] = block",
         "del index",
         ("tests/engine/test_elastic_tokens.py",),
     ),

@@ -99,8 +99,8 @@ MUTANTS = (
     ),
     Mutant(
         "law03-the-pin-is-a-block-short",
-        "protect = math.ceil(int(budget.protect) / block_size)",
-        "protect = int(budget.protect) // block_size",
+        "math.ceil(int(budget.protect) / block_size)",
+        "int(budget.protect) // block_size",
         PROTECT,
     ),
     Mutant(

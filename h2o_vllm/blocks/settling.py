@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""When segments of a sequence settle, and what is held then: counts alone. Engine core and API server.
+
+::
+
+    seen      0 .. pinned | segment 1 | segment 2 | ... | newest: at least the window, at most a segment more
+    table     [ pinned ]  [best][NULL][best][NULL] ...    [ raw ][ raw ][ raw ][ tail ]
+
+As soon as a whole segment lies ``window`` tokens behind the newest one it settles, once and for all: the best
+``kept`` blocks of its tokens stay. Neither where the prompt ends nor the batch has a say: what is held after
+n tokens is a function of these tokens and of the numbers here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from h2o_vllm.blocks.schedule import EvictionSchedule, GroupBeside, Schedule, whole_blocks
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.resolve import resolve_for
+from h2o_vllm.errors import BudgetError
+
+__all__ = ["SettlingSchedule", "default_blocks", "schedule_of"]
+
+QUARTERS = 4
+"""A quarter of the window settles at a time."""
+
+_EPSILON = 1e-9
+"""Keeps ``ceil(0.1 * 30)`` at 3."""
+
+_VERSION = 1
+"""Of what a lineage means."""
+
+
+@dataclass(frozen=True)
+class SettlingSchedule(Schedule):
+    """The counts of one request whose segments settle; segments are numbered from 1."""
+
+    bounded_by = "kv_settle_tokens"
+
+    @classmethod
+    def of(cls, budget: RequestBudget, block_size: int, prompt_tokens: int) -> Self:
+        """Round what ``budget`` says to whole blocks; ``budget.protect`` must be a number."""
+        segment = math.ceil(max(budget.settle, budget.floor) / QUARTERS / block_size) * block_size
+        rounded = replace(
+            budget, protect=whole_blocks(budget, block_size), settle=QUARTERS * segment
+        )
+        return cls(rounded, block_size, prompt_tokens)
+
+    @property
+    def bound(self) -> int:
+        """See the base class."""
+        return self.budget.settle
+
+    @property
+    def pin(self) -> int:
+        """Tokens before the first segment."""
+        return int(self.budget.protect)
+
+    @property
+    def window(self) -> int:
+        """Newest tokens that are whole in any case."""
+        return self.budget.settle
+
+    @cached_property
+    def segment(self) -> int:
+        """Tokens of a segment."""
+        return self.window // QUARTERS
+
+    @cached_property
+    def kept(self) -> int:
+        """Blocks that stay of a segment."""
+        return math.ceil(self.budget.fraction * self.segment / self.block_size - _EPSILON)
+
+    @cached_property
+    def given_back(self) -> int:
+        """Blocks of a segment that go."""
+        return self.segment // self.block_size - self.kept
+
+    def end(self, number: int) -> int:
+        """Tokens up to the end of a segment."""
+        return self.pin + number * self.segment
+
+    def due(self, number: int) -> int:
+        """Tokens seen when a segment settles, before the next one is computed."""
+        return self.end(number) + self.window
+
+    @property
+    def stock_until(self) -> int:
+        """Tokens seen before which nothing has settled: KV up to there is everybody's."""
+        return self.due(1)
+
+    def settled(self, seen: int) -> int:
+        """Segments that have settled before the token at position ``seen`` is computed."""
+        return max(0, (seen - self.pin - self.window) // self.segment)
+
+    def can_evict(self, last: int) -> bool:
+        """See the base class."""
+        return self.given_back > 0 and self.settled(last) > 0
+
+    def held_tokens(self, seen: int) -> int:
+        """Tokens whose KV exists once ``seen`` have been computed and what is due has settled."""
+        return seen - self.settled(seen) * self.given_back * self.block_size
+
+    def peak_tokens(self, total: int) -> int:
+        """Tokens that are never exceeded by what is held while ``total`` are computed.
+
+        A segment that settles is there twice for a moment, as a whole and as what stays of it.
+        """
+        number = self.settled(total - 1)
+        if not number or not self.given_back:
+            return total
+        in_passing = self.held_tokens(self.due(number) - 1) + 1 + self.kept * self.block_size
+        return max(in_passing, self.held_tokens(total - 1) + 1)
+
+    def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
+        """See the base class."""
+        # The last token sampled has no KV.
+        total = min(self.prompt_tokens + max_tokens, max_model_len) - 1
+        return math.ceil(self.peak_tokens(total) / self.block_size)
+
+    def promised_tokens(self, total: int) -> int:
+        """What a prompt that settles while it is computed holds at most; 0 for any other."""
+        prompt = min(self.prompt_tokens, total)
+        return self.peak_tokens(prompt) if self.can_evict(prompt) else 0
+
+    def check_fits(
+        self,
+        pool: int,
+        max_tokens: int | None,
+        max_model_len: int,
+        beside: Sequence[GroupBeside] = (),
+        drafts: int = 0,
+    ) -> None:
+        """As the base class; nothing settles beside other layers, whose blocks have no such keys."""
+        if beside:
+            accepted = "0 for a model with windows, chunks or states beside full attention"
+            raise BudgetError(self.bounded_by, self.bound, accepted)
+        super().check_fits(pool, max_tokens, max_model_len, beside, drafts)
+
+    def lineage(self) -> bytes:
+        """All that KV behind the first settled segment depends on, beside its tokens: 32 bytes."""
+        policy = self.budget.policy.name
+        counts = (self.pin, self.segment, self.window, self.kept, self.block_size)
+        return hashlib.sha256(repr((_VERSION, policy, *counts)).encode()).digest()
+
+
+def schedule_of(
+    budget: RequestBudget, block_size: int, prompt_tokens: int
+) -> EvictionSchedule | SettlingSchedule:
+    """The counts of one request; ``budget.protect`` must be a number."""
+    kind = SettlingSchedule if budget.settle else EvictionSchedule
+    return kind.of(budget, block_size, prompt_tokens)
+
+
+def default_blocks(config: H2OConfig, block_size: int, max_model_len: int) -> int:
+    """Blocks that a request needs at most which leaves its budget to the server."""
+
+    def schedule(prompt: int) -> EvictionSchedule | SettlingSchedule:
+        return schedule_of(resolve_for(config, None, prompt), block_size, prompt)
+
+    longest = max_model_len - 1
+    # What a prompt holds grows with it up to its bound, and what an answer holds shrinks with its prompt.
+    prompts = {1, schedule(longest).first or longest, longest}
+    return max(schedule(one).needed_blocks(max_model_len, max_model_len) for one in prompts)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one request whose segments settle, from counts alone. Engine core; no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+from h2o_vllm.blocks.request_counts import RequestCounts
+from h2o_vllm.blocks.request_state import RequestState
+from h2o_vllm.blocks.settling import SettlingSchedule
+from h2o_vllm.config.request_budget import RequestBudget
+
+__all__ = ["HashedCounts", "SettlingState"]
+
+
+class HashedCounts(RequestCounts, Protocol):
+    """A request of which vLLM hashes the blocks."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Of its full blocks; each covers all tokens before it."""
+
+
+class SettlingState(RequestState):
+    """How many segments of a request have settled; what comes next follows from it.
+
+    Args:
+        counts, budget, block_size, max_model_len: as for :class:`.Timeline`.
+    """
+
+    schedule: SettlingSchedule
+    counts: HashedCounts
+
+    def __init__(
+        self, counts: HashedCounts, budget: RequestBudget, block_size: int, max_model_len: int
+    ) -> None:
+        schedule = SettlingSchedule.of(budget, block_size, counts.num_prompt_tokens)
+        super().__init__(counts, schedule, max_model_len)
+        self.release()
+
+    @cached_property
+    def lineage(self) -> bytes:
+        """See :meth:`.SettlingSchedule.lineage`."""
+        return self.schedule.lineage()
+
+    def due(self, computed: int) -> int | None:
+        """The segment that settles before the token at position ``computed`` is computed, if one does."""
+        following = self.settled + 1
+        return following if self.evicts and computed >= self.schedule.due(following) else None
+
+    def resume(self, computed: int) -> None:
+        """So many tokens are computed, and what is due by now has settled: it was found, or does so now."""
+        self.settled = self.schedule.settled(computed)
+        self.holes = self.settled * self.schedule.given_back
+        if self.settled:
+            self._squeezed_at = self.schedule.stock_until
+
+    def release(self) -> None:
+        """See the base class."""
+        self.settled = self.holes = 0
+
+    def chunk_limit(self, computed: int, num_tokens: int) -> int:
+        """See the base class: chunks, and drafts, end where a segment settles."""
+        due = self.schedule.due(self.schedule.settled(computed) + 1)
+        return min(num_tokens, due - computed)
+
+    def peak_tokens(self, total: int) -> int:
+        """See the base class."""
+        return self.schedule.peak_tokens(total) if self.evicts else total
+
+    def publishable_tokens(self, computed: int) -> int:
+        """See the base class."""
+        return min(computed, self.schedule.stock_until) if self.evicts else computed
+
+    def readable_tokens(self, known: int) -> int:
+        """See the base class: what settles is found by keys of its own."""
+        return known

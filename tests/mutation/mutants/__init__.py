@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs to plant, each one that a user or a law would notice: at least one per law and per room."""
 
-from tests.mutation.mutants import blocks, engine, evictions, kernels, laws, server
+from tests.mutation.mutants import blocks, engine, evictions, kernels, laws, server, settled
 
 __all__ = ["MUTANTS"]
 
@@ -9,6 +9,7 @@ MUTANTS = (
     *laws.MUTANTS,
     *evictions.MUTANTS,
     *blocks.MUTANTS,
+    *settled.MUTANTS,
     *kernels.MUTANTS,
     *engine.MUTANTS,
     *server.MUTANTS,

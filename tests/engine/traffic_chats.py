@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats among all the traffic of ``traffic.py``: turns that go on, are cut and branch, and losses between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import multiple, rule
+
+from tests.engine.traffic import FAMILIES, Traffic
+
+__all__ = ["Chats"]
+
+LONGEST = 300
+"""Tokens of a prompt."""
+
+settling = st.fixed_dictionaries(
+    {
+        "kv_budget": st.sampled_from([0.5, 0.5, 0.25, 0.75]),
+        "kv_policy": st.sampled_from(["key", "key", "predicted+key", "random"]),
+        "kv_settle_tokens": st.sampled_from([128, 128, 192]),
+        "kv_protect": st.sampled_from([0, 0, 20, 64]),
+    }
+)
+lineages = st.one_of(
+    settling,
+    st.just({"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 128, "kv_protect": 0}),
+)
+
+
+class Chats(Traffic):
+    """As the base class, with clients that come back."""
+
+    turns = settled = found = resumed = shared = shortages = 0
+    """Of all runs together. ``settled``: segments ranked; ``found`` where others had ranked them;
+    ``resumed``: admissions that read behind a settling; ``shared``: times that two held one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: dict[str, list[int]] = {}
+        self.own = 100_000
+
+    def history(self, which: int, cut: float) -> list[int]:
+        """Of one of the last requests: its prompt and what it has answered so far, cut."""
+        names = list(self.prompts)[-6:]
+        if not names:
+            return list(FAMILIES[0][:180])
+        name = names[which % len(names)]
+        tokens = [*self.prompts[name], *self.rig.tokens[name]]
+        return tokens[: max(1, int(len(tokens) * cut))]
+
+    def say(self, prompt: list[int], asked: Any, max_tokens: int) -> str:
+        """A turn of a chat."""
+        name = self.add(prompt[:LONGEST], asked, max_tokens)
+        self.prompts[name] = prompt[:LONGEST]
+        Chats.turns += 1
+        return name
+
+    def new_tokens(self, count: int) -> list[int]:
+        self.own += count
+        return list(range(self.own - count, self.own))
+
+    @rule(
+        target=Traffic.live,
+        which=st.integers(0, 5),
+        cut=st.one_of(st.just(1.0), st.floats(0.4, 1.0)),
+        more=st.integers(1, 60),
+        asked=lineages,
+        max_tokens=st.integers(1, 60),
+        steps=st.integers(0, 30),
+    )
+    def next_turn(
+        self, which: int, cut: float, more: int, asked: Any, max_tokens: int, steps: int
+    ) -> str:
+        """What was said so far and more; cut: thinking stripped, an answer made anew, a message edited."""
+        name = self.say([*self.history(which, cut), *self.new_tokens(more)], asked, max_tokens)
+        self.go_on(steps)
+        return name
+
+    @rule(
+        target=Traffic.live,
+        length=st.integers(170, 240),
+        readers=st.lists(st.integers(1, 50), min_size=2, max_size=4),
+        asked=lineages,
+        apart=st.integers(0, 8),
+    )
+    def same_document(self, length: int, readers: Any, asked: Any, apart: int) -> Any:
+        """Several at once, that begin alike."""
+        begin, names = self.new_tokens(length), []
+        for more in readers:
+            names.append(self.say([*begin, *self.new_tokens(more)], asked, 20))
+            self.go_on(apart)
+        return multiple(*names)
+
+    @rule(blocks=st.integers(1, 20))
+    def lose(self, blocks: int) -> None:
+        """Somebody takes so many free blocks for a moment."""
+        self.add(self.new_tokens(16 * blocks), None, 1)
+        self.go_on(2)
+
+    def go_on(self, steps: int) -> None:
+        """As the base class."""
+        for _ in range(steps):
+            evictions = len(self.rig.evictions)
+            super().go_on(1)
+            for one in self.rig.evictions[evictions:]:
+                if one.places:
+                    Chats.settled += one.moves
+                    Chats.found += not one.moves
+            blocks = self.rig.blocks
+            for request_id, state in blocks._settling.items():
+                first = state.pinned
+                table = blocks.req_to_blocks.get(request_id, [])
+                settled = table[first : first + state.settled * state.schedule.segment // 16]
+                Chats.shared += any(not one.is_null and one.ref_cnt > 1 for one in settled)
+            Chats.shortages += blocks.take_settle_shortages()
+
+    def check_hits(self, admitted: Any) -> None:
+        """As the base class."""
+        super().check_hits(admitted)
+        for started in admitted:
+            state = self.rig.blocks._settling.get(started.req_id)
+            Chats.resumed += state is not None and state.settled > 0

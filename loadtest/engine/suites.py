@@ -22,6 +22,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 """As vLLM's documents have it; four tokens are drafted at most."""
 
 _FIFTH = {"kv_budget": 0.2}
+_SETTLES = {**_FIFTH, "kv_settle_tokens": 512, "kv_policy": "later"}
 _ENDLESS = {"kv_budget_tokens": 512, "kv_prefill_tokens": 512}
 
 
@@ -132,6 +133,10 @@ class CPUSuite(Suite):
                      ({**_FIFTH, "kv_protect": 1500},), f"chats{pool}", shared=1500),
             Workload(f"chats{pool}", "8 chats of 6 turns, prompts protected", 8, 420, 160,
                      ({**_FIFTH, "kv_protect": "prompt"},), f"chats{pool}", shared=300, turns=6),
+            Workload(f"forgotten{pool}", "the same chats, nothing protected", 8, 420, 160,
+                     (_FIFTH,), f"chats{pool}", shared=300, turns=6),
+            Workload(f"settled{pool}", "the same chats, what is older than 512 tokens settles", 8, 420, 160,
+                     (_SETTLES,), f"chats{pool}", shared=300, turns=6),
         )),
         Workload("answers", "8 answers to one question, prompt protected", 1, 1000, 512,
                  ({**_FIFTH, "kv_protect": "prompt"},), "chats", answers=8, temperature=0.8),

@@ -180,6 +180,17 @@ PANELS = (
         {"Engine {{engine}}": f"sum by (engine) (rate(h2o:eviction_seconds_sum{MODEL}{RATE}))"},
         unit="percentunit",
     ),
+    Panel(
+        "Settled Segments",
+        "Segments per second that have settled, those among them that another request had ranked before, and "
+        "times that too few blocks were free.",
+        {
+            "Settled": per_second("h2o:settled_segments_total"),
+            "Found": per_second("h2o:found_segments_total"),
+            "Short": per_second("h2o:settle_shortages_total"),
+        },
+        unit="ops",
+    ),
 )
 
 

@@ -263,17 +263,17 @@ class H2OScheduler(LimitingScheduler):
             if request.resumable:
                 if not asked.keys().isdisjoint(REQUEST_FIELDS):
                     raise BudgetError("kv_budget", asked, "left out of a streaming-input session")
-                # A session has no fixed prompt behind which evictions could start.
+                # A session has no fixed prompt after which evictions could begin.
                 budget = self._full
             self._check_fits(request, budget)
             return budget
         except BudgetError as error:
-            # The server refuses these with a 400; only the offline API gets here.
+            # The server refuses these with a 400, so only the offline API gets here.
             self._rejected[request.request_id] = str(error)
             return self._full
 
     def _check_fits(self, request: Request, budget: RequestBudget) -> None:
-        """Who needs more blocks than there are would be preempted and begun anew for ever."""
+        """Reject a request that needs more blocks than the pool has: it would be preempted for ever."""
         pool = self.blocks.block_pool.num_gpu_blocks - 1
         most = (request.max_tokens, self.max_model_len, self._beside, self.num_spec_tokens)
         schedule = schedule_of(budget, self.blocks.block_size, request.num_prompt_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eviction state of one request: what it may read from the prefix cache and publish.
+"""The eviction state of one request: which tokens it may read from the prefix cache and publish.
 
 Runs in the engine core. Imports no vLLM: it handles block-table indices, never blocks.
 """

@@ -50,7 +50,7 @@ class H2OBlockManager(SqueezingManager):
         self._settle_shortages = 0
 
     def track(self, request: Request, budget: RequestBudget, max_model_len: int) -> RequestState:
-        """Begin to follow a request. Must precede the request's first allocation."""
+        """Begin to manage a request's evictions. Call it before the request's first allocation."""
         counts = (budget, self.block_size, max_model_len)
         state: RequestState
         if budget.settle:
@@ -67,19 +67,21 @@ class H2OBlockManager(SqueezingManager):
         return state
 
     def eviction_state(self, request_id: str) -> RequestState | None:
-        """A request's state, if it is tracked."""
+        """The state of a request, or ``None`` if it is not tracked."""
         return self._eviction_states.get(request_id)
 
     def find_hit(self, request_id: str, most: int) -> tuple[list[KVCacheBlock], int] | None:
-        """What a request whose segments settle finds of ``most`` first tokens; ``None``: none settles.
+        """Look up the first ``most`` tokens of a request whose segments settle.
 
-        Blocks, null blocks among them, and how many tokens these are.
+        Returns:
+            The blocks, null blocks included, and the number of tokens that they stand for. ``None``: no
+            segment of the request settles, so vLLM's own look-up serves it.
         """
         state = self._settling.get(request_id)
         return None if state is None else self._settled.find(state, most)
 
     def take_settle_shortages(self) -> int:
-        """Drain how often a segment could not settle at once, because too few blocks were free."""
+        """Return how often too few blocks were free for a segment that was due, and reset the count."""
         count, self._settle_shortages = self._settle_shortages, 0
         return count
 
@@ -130,12 +132,13 @@ class H2OBlockManager(SqueezingManager):
     ) -> int:
         """As the base class; if fewer blocks are free, elastic requests are squeezed first.
 
-        A segment that is due settles here. It needs blocks for a moment, before it gives back others: if they
-        are missing, more is asked for than there is, and vLLM preempts somebody and asks again.
+        A segment that is due settles here. It takes its new blocks before it frees the old ones. If too few
+        blocks are free, the result exceeds the number of free blocks, so vLLM preempts a request and calls
+        this again.
 
-        vLLM asks right before it counts the free blocks, and gives blocks out if there are enough. To admit a
-        request it asks for all known tokens at once: they count as many as will ever be held together, and
-        beside them counts what others that are in will take whose prompts have a bound.
+        vLLM calls this right before it counts the free blocks, and allocates if there are enough. To admit a
+        request, it calls this for all known tokens at once. Then the result is the most blocks that these
+        tokens ever hold at once, plus the blocks that running bounded prompts have not taken yet.
         """
         held = num_tokens
         if options.get("apply_admission_cap"):
@@ -143,7 +146,7 @@ class H2OBlockManager(SqueezingManager):
             if state is not None:
                 promised = self._promise(state) * self.block_size
                 held = max(state.peak_tokens(num_tokens), promised)
-                # The base class takes a hit's null blocks for blocks.
+                # The base class counts a hit's null blocks as if each held tokens.
                 held += sum(block.is_null for block in new_computed_blocks) * self.block_size
         asked = super().get_num_blocks_to_allocate(
             request_id, held, new_computed_blocks, *counts, **options
@@ -169,7 +172,11 @@ class H2OBlockManager(SqueezingManager):
         return asked if not short or self._settle_due(request_id) else asked - short
 
     def _settle_due(self, request_id: str) -> int:
-        """Let the segment settle that is due, if one is; returns how many blocks are asked for in vain."""
+        """Settle the segment that is due, if any.
+
+        Returns:
+            0, or, if too few blocks are free, the number of blocks that it needs.
+        """
         state = self._settling.get(request_id)
         number = None if state is None else state.due(state.counts.num_computed_tokens)
         if state is None or number is None:
@@ -248,7 +255,7 @@ class H2OBlockManager(SqueezingManager):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
-        """As the base class, for the part of the sequence that may be shared."""
+        """As the base class, for the tokens that may be published."""
         state, computed = self._eviction_states.get(request.request_id), num_tokens
         if state is not None:
             num_tokens = state.publishable_tokens(num_tokens)
@@ -266,7 +273,7 @@ class H2OBlockManager(SqueezingManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """As the base class; what was found has settled. Reached only when the request is admitted."""
+        """As the base class; also notes the segments of the hit. vLLM calls this only at admission."""
         super().add_local_computed_blocks(
             request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
@@ -275,10 +282,10 @@ class H2OBlockManager(SqueezingManager):
             settling.resume(num_local_computed_tokens)
 
     def _withdraw(self, request_id: str, computed: int) -> None:
-        """Forget what a preempted request has published and not computed.
+        """Remove from the prefix cache the blocks that a preempted request has published and not computed.
 
-        vLLM 0.32 publishes what a step is to fill. By priority a request may be preempted that had its turn
-        in the same step.
+        vLLM 0.32 publishes the blocks that a step will fill. With priority scheduling it may preempt a
+        request that it has already scheduled in the same step.
         """
         unfilled = self.req_to_blocks.get(request_id, [])[computed // self.block_size :]
         self.block_pool.evict_blocks({b.block_id for b in unfilled if b.block_hash is not None})
@@ -286,8 +293,8 @@ class H2OBlockManager(SqueezingManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As the base class; also cancels a pending eviction, and forgets the request if it is finished.
 
-        Who was never squeezed publishes what it has computed: nobody will rank it any more. What settles in
-        this step does so in any case: others may have found it.
+        A finished elastic request that was never squeezed publishes all that it has computed: no eviction
+        will rank it. A segment that settles in this step is not cancelled: other requests may have found it.
         """
         if request_id not in self._settling:
             self._evictions.pop(request_id, None)

@@ -42,19 +42,23 @@ class Eviction:
     """One request gives back blocks before this step's forward pass.
 
     Attributes:
-        request_id: whose blocks.
-        heavy_blocks: physical ids that survive, or are new, and receive the best tokens; may be empty.
-        doomed_blocks: physical ids that are freed. Read if there are heavy ones, never written: they may
-            still be valid prefix-cache entries, or belong to another request from this step on.
-        holes: block-table indices of ``doomed_blocks``, which now hold the null block.
-        ranks: by which tokens are ranked, as indices into :data:`h2o_vllm.policy.ranks.RANKS`.
-        fresh_blocks: those of the heavy and doomed blocks that no eviction has ranked before, in
-            table order. Their tokens lie where they were written, all others where they were moved.
-        fresh_from: logical position of the first token in ``fresh_blocks``; the others follow.
-        seen: tokens computed so far, which is the number of queries so far.
-        places: where segments settle, table indices of ``heavy_blocks``. These have held nothing of the
-            request, so what is in them is not ranked; where no block is doomed they hold what stays of the
-            segment already.
+        request_id: the request that owns the blocks.
+        heavy_blocks: ids of the blocks that receive the best tokens; may be empty. They survive, or are new
+            ones if a segment settles.
+        doomed_blocks: ids of the blocks that are freed. They are read if there are heavy blocks, and never
+            written: they may still be valid prefix-cache entries, or belong to another request from this step
+            on.
+        holes: block-table indices that now hold the null block. They are those of ``doomed_blocks``; if a
+            segment settles, those of its table entries that no heavy block takes.
+        ranks: the ranks of the policy, as indices into :data:`h2o_vllm.policy.ranks.RANKS`.
+        fresh_blocks: the heavy and doomed blocks that no earlier eviction has ranked, in table order. Their
+            tokens lie where they were written; the tokens of all other blocks lie where they were moved.
+        fresh_from: logical position of the first token in ``fresh_blocks``. The others follow it without
+            gaps.
+        seen: tokens computed so far, which equals the number of queries so far.
+        places: table indices of ``heavy_blocks`` if a segment settles, else empty. These blocks hold none of
+            the candidates, so their content is not ranked. If no block is doomed, they already hold the
+            tokens that stay: another request has ranked the same segment.
     """
 
     request_id: str
@@ -69,17 +73,17 @@ class Eviction:
 
     @property
     def moves(self) -> bool:
-        """Whether tokens move, from doomed blocks into heavy ones."""
+        """Whether tokens move from doomed blocks into heavy ones."""
         return bool(self.heavy_blocks and self.doomed_blocks)
 
     @property
     def ranked_blocks(self) -> frozenset[int]:
-        """Ids of the blocks whose tokens are read, and ranked, or written: none, if no tokens move."""
+        """Ids of the blocks whose tokens are read and ranked, or written: none if no tokens move."""
         return frozenset((*self.heavy_blocks, *self.doomed_blocks) if self.moves else ())
 
     @property
     def table_entries(self) -> dict[int, int]:
-        """The block table's entries that change, by index: block ids, 0 where there is none any more."""
+        """The block table's entries that change: index -> block id, 0 for the null block."""
         return dict(zip(self.places, self.heavy_blocks, strict=False)) | dict.fromkeys(
             self.holes, 0
         )
@@ -89,9 +93,10 @@ class Eviction:
 class StepPlan:
     """Attached to vLLM's ``SchedulerOutput`` as attribute ``h2o``.
 
-    **The evictions of one step commute.** Workers may run them in any order, or at the same time where they
-    rank no block in common. An eviction without heavy blocks reads and writes nothing. Of the others, a block
-    that one of them writes (a heavy block) is in no other, neither as heavy nor as doomed:
+    **The evictions of one step commute if no segment settles.** Workers may run them in any order, or at the
+    same time where they have no block in common. An eviction that moves no tokens reads and writes nothing.
+    Of the others, a block that one of them writes (a heavy block) is in no other, neither as heavy nor as
+    doomed:
 
     * When an eviction is decided, its heavy blocks have one owner and no hash, so no other table holds them.
       If another request gave back such a block earlier in this step, that request moves no tokens: if it
@@ -100,17 +105,18 @@ class StepPlan:
       an earlier eviction of the step freed can become its newest block, never a heavy one.
     * If a request is preempted later in the step, its heavy blocks are freed and its eviction is cancelled.
 
-    Where segments settle (``places``) order matters, and it is the one in which they stand here: what settles
-    goes into blocks that were free, perhaps because an earlier one gave them back in this step and still
-    reads them. Such an eviction is not cancelled: others may have found what it writes.
+    If segments settle (``places``), workers keep the order of ``evictions`` among those that have a block in
+    common. A segment settles into blocks that were free. An earlier eviction of this step may have freed
+    them, and still reads them. An eviction that settles a segment is not cancelled: other requests may have
+    found the blocks that it writes.
 
-    A doomed block may be doomed by several of them: requests that need no scores, whose prompts begin alike,
-    read it from the cache until each evicts for the first time. Each ranks by scores that it makes itself, so
-    these take turns (:func:`.worker.waves.waves`), and what one leaves there means nothing to others.
-    Candidates that are ranked by scores kept of them are in no other eviction: their owner has computed them,
-    and publishes none before it has ranked it; pinned blocks, all that it reads from the cache, are none.
+    Several evictions may doom the same block. Requests that need no scores and have a common prefix read it
+    from the cache, until each of them evicts for the first time. Each computes the scores that it ranks by,
+    so these evictions take turns (:func:`.worker.waves.waves`), and none uses scores that another left there.
 
-    Workers may run at once, or in any order, those that have no block in common.
+    A block that is ranked by collected scores is in one eviction only. Its owner has computed it, and does
+    not publish it before it has ranked it. The only blocks that such a request reads from the cache are
+    pinned ones, which are never ranked.
 
     Attributes:
         policies: parameters of each request that evicts and is admitted or resumed in this step.

@@ -38,9 +38,10 @@ def request_report(
 ) -> dict[str, object]:
     """The report of a request.
 
-    ``budget`` is the fraction in force (``None`` for an absolute budget), ``budget_tokens``
-    what that means for the tokens seen so far, floor, limits and protected tokens included.
-    ``tokens_settled`` of them lie in segments of which the budget's share is left.
+    Its ``budget`` is the fraction in force, ``None`` for an absolute budget. Its ``budget_tokens`` is the
+    budget in tokens at ``seen``, floor, limits and protected tokens included. If segments settle, it is the
+    number of tokens held when every segment that is due has settled. Its ``tokens_settled`` is the number of
+    tokens seen that lie in settled segments, evicted ones included.
 
     Args:
         budget: with protected tokens and the prompt's bound rounded to whole blocks.

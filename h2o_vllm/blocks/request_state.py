@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the manager and the scheduler ask of a request with a budget, and its report. Engine core; no vLLM."""
+"""The state of a request, as the manager and the scheduler use it, and its report. Engine core; no vLLM."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["RequestState"]
 
 
 class RequestState(ABC):
-    """The counts of one request: what it has given back, may read from the prefix cache, and may publish.
+    """The blocks that one request has given back, and the tokens that it may read from the cache and publish.
 
     Args:
         counts: the request; read, never written.
-        schedule: when it gives back blocks.
-        max_model_len: tokens no sequence exceeds.
+        schedule: when it gives back blocks, and how many.
+        max_model_len: the most tokens of any sequence.
     """
 
     holes: int
-    """Blocks given back."""
+    """Number of blocks given back."""
     schedule: Schedule
 
     def __init__(self, counts: RequestCounts, schedule: Schedule, max_model_len: int) -> None:
@@ -32,23 +32,23 @@ class RequestState(ABC):
         self.schedule = schedule
         self.block_size = schedule.block_size
         self.prompt_tokens = schedule.prompt_tokens
-        """Fixed at admission: also after a preemption, all that was known before the answer."""
+        """Tokens of the prompt. A preemption does not change it."""
         self.budget = schedule.budget
-        """Rounded to blocks."""
+        """The budget, rounded to blocks."""
         self.pinned = int(self.budget.protect) // self.block_size
-        """Blocks of the protected tokens: the first of the table, in the end all of them full."""
+        """Number of pinned blocks: the first ones of the table, which hold the protected tokens."""
         self.policy = self.budget.policy
-        # Evictions come before a forward pass, so the last token ever sampled never causes one; what is
-        # in excess never falls as a sequence grows, so the last count tells for all of them.
+        # Evictions come before a forward pass, so the last sampled token causes none. The excess never falls
+        # as a sequence grows, so it is enough to check the last count.
         self._last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)
         self.evicts = schedule.can_evict(self._last)
-        """Whether this request can ever give back a block. If not, it is served by stock vLLM."""
+        """Whether this request can ever give back a block. If not, stock vLLM serves it."""
         self.promised_tokens = schedule.promised_tokens(self._last + 1) if self.evicts else 0
         self.peak_blocks = 0
         self.drafted = 0
-        """Tokens that were drafted for it, and computed."""
+        """Draft tokens that were computed for it."""
         self.accepted = 0
-        """Those of them that became tokens of the answer."""
+        """Draft tokens that became tokens of the answer."""
         self._cached: int | None = None
         self._squeezed_at: int | None = None
         self._budget_values = budget_values(self.budget, self.block_size)
@@ -60,35 +60,35 @@ class RequestState(ABC):
 
     @property
     def squeezed_at(self) -> int | None:
-        """Tokens seen when evictions began; ``None`` as long as no token of the answer came after one.
+        """Tokens seen when evictions began; ``None`` while no token of the answer came after an eviction.
 
-        Asynchronous scheduling may evict from a request whose last token is being computed.
+        Asynchronous scheduling may evict from a request while its last token is being computed.
         """
         at = self._squeezed_at
         return at if at is not None and self.counts.num_tokens > at + 1 else None
 
     @abstractmethod
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
-        """How many of ``num_tokens`` to compute now so that no eviction point is skipped."""
+        """The number of tokens to compute now, at most ``num_tokens``, so that no eviction is skipped."""
 
     @abstractmethod
     def peak_tokens(self, total: int) -> int:
-        """Most tokens that are held at once while ``total`` are computed, if nobody squeezes the request."""
+        """The most tokens held at once while ``total`` are computed, if the request is never squeezed."""
 
     @abstractmethod
     def release(self) -> None:
-        """Nothing is held any more: the request was preempted or has finished."""
+        """Note that the request was preempted or has finished, and holds no blocks."""
 
     @abstractmethod
     def publishable_tokens(self, computed: int) -> int:
-        """How many leading tokens' KV may be hashed into the prefix cache under vLLM's own keys."""
+        """How many leading tokens the prefix cache may hold under vLLM's own keys."""
 
     @abstractmethod
     def readable_tokens(self, known: int) -> int:
         """How many of the ``known`` tokens may be read from the prefix cache."""
 
     def params(self) -> EvictionParams:
-        """What workers have to know of it."""
+        """What workers need to know about the request."""
         return EvictionParams(
             first_scored=self.policy.first_scored(self.prompt_tokens),
             late_from=self.policy.late_from(self.prompt_tokens),
@@ -98,16 +98,19 @@ class RequestState(ABC):
         )
 
     def admitted(self, cached: int) -> None:
-        """The request starts behind ``cached`` tokens; counts the first time only, as vLLM does."""
+        """Note that the request starts after ``cached`` tokens from the prefix cache.
+
+        Only the first call counts, as in vLLM: a resumed request keeps its first number.
+        """
         if self._cached is None:
             self._cached = cached
 
     def report(self) -> dict[str, object]:
-        """The ``kv_cache`` report of this request, as of now."""
+        """The ``kv_cache`` report of this request so far."""
         return request_report(self.budget, self.block_size, *self._counts())
 
     def report_values(self) -> tuple[Any, ...]:
-        """What :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report of."""
+        """The values from which :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report."""
         return (*self._budget_values, *self._counts())
 
     def _counts(self) -> tuple[int, int, int, int, int | None, int, int]:

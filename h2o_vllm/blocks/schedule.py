@@ -49,16 +49,16 @@ class GroupBeside(NamedTuple):
 
 
 def whole_blocks(budget: RequestBudget, block_size: int) -> int:
-    """Tokens in the blocks that protected tokens fill; ``budget.protect`` must be a number."""
+    """The protected tokens, rounded up to whole blocks. ``budget.protect`` must be a number."""
     return math.ceil(int(budget.protect) / block_size) * block_size
 
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """The counts of one request.
+    """When one request gives back blocks, and how many.
 
     Attributes:
-        budget: its protected tokens fill whole blocks, as does what bounds its prompt.
+        budget: with protected tokens and the prompt's bound rounded to whole blocks.
         block_size: tokens per block.
         prompt_tokens: tokens of the prompt.
     """
@@ -67,32 +67,32 @@ class Schedule(ABC):
     block_size: int
     prompt_tokens: int
     bounded_by: ClassVar[str]
-    """The field that bounds what a prompt holds."""
+    """The request field that bounds the blocks of a prompt; an error names it."""
 
     @property
     @abstractmethod
     def bound(self) -> int:
-        """Its value."""
+        """The value of that field, rounded to whole blocks."""
 
     @property
     def first(self) -> int | None:
-        """Tokens seen at the first eviction inside of the prompt, if its length has a say in it."""
+        """Tokens seen at the first eviction within the prompt; ``None``: the bound sets no such point."""
         return None
 
     @abstractmethod
     def can_evict(self, last: int) -> bool:
-        """Whether anything is ever given back before the token at position ``last`` is computed."""
+        """Whether a block is ever given back before the token at position ``last`` is computed."""
 
     @abstractmethod
     def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
-        """Blocks that the request may hold at once, if it generates ``max_tokens``."""
+        """The most blocks that the request holds at once, if it generates ``max_tokens``."""
 
     @abstractmethod
     def promised_tokens(self, total: int) -> int:
-        """What a bounded prompt, and the beginning of its answer, hold at most; 0 for any other.
+        """The most tokens that a bounded prompt and the start of its answer hold; 0: the prompt has no bound.
 
         Args:
-            total: tokens that it may have in the end.
+            total: the most tokens that the request can have at its end.
         """
 
     def check_fits(
@@ -103,14 +103,15 @@ class Schedule(ABC):
         beside: Sequence[GroupBeside] = (),
         drafts: int = 0,
     ) -> None:
-        """Whether a pool of so many blocks can ever hold the request.
+        """Check that an empty pool can hold the request.
 
         Args:
-            beside: groups of other layers, which take their blocks of the same pool.
-            drafts: tokens that a step may compute behind the answer's last one, and reject.
+            pool: blocks in the pool. max_tokens: of the answer; ``None``: up to ``max_model_len``.
+            beside: groups of other layers, which take blocks from the same pool.
+            drafts: draft tokens that a step may compute after the answer's last token, and reject.
 
         Raises:
-            BudgetError: it cannot; a smaller budget, bound or answer might.
+            BudgetError: the pool is too small; a smaller budget, bound or answer may fit.
         """
         most = max_model_len if max_tokens is None else max_tokens
         needed = self.needed_blocks(most + drafts, max_model_len)
@@ -130,13 +131,13 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class EvictionSchedule(Schedule):
-    """The counts of one request whose budget rules behind its prompt."""
+    """The eviction points of one request whose budget applies after its prompt."""
 
     bounded_by = "kv_prefill_tokens"
 
     @classmethod
     def of(cls, budget: RequestBudget, block_size: int, prompt_tokens: int) -> Self:
-        """Round what ``budget`` says to whole blocks; ``budget.protect`` must be a number."""
+        """Round ``budget`` to whole blocks. ``budget.protect`` must be a number."""
         prefill = 0
         if budget.prefill:
             # Three quarters of the bound have to hold the floor.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has settled, and what was computed behind it, in vLLM's prefix cache. Engine core.
+"""Settled segments, and the blocks computed after them, in vLLM's prefix cache. Engine core.
 
-Keys are made of vLLM's block hashes, which cover all tokens so far, salt, adapter and media, and of the
-lineage, which covers the rest that KV depends on (law 7)::
+A key joins vLLM's block hash and the lineage. The hash covers all tokens so far, salt, adapter and media. The
+lineage covers all else that KV depends on (law 7)::
 
-    pinned     segment 1, of K blocks       segment 2        whole, up to the first settling    and behind it
-    vLLM's     hash at its end + lineage    the same         vLLM's                             hash + lineage
+    blocks     pinned    settled segment 1, 2 ...         whole, first settling not yet due    whole, after it
+    key        vLLM's    hash at its end + lineage + n    vLLM's                               hash + lineage
 
-So requests that begin alike and settle alike find what one of them has computed; nobody else does.
+``n`` numbers the blocks that stay of a segment. So a request finds these blocks if it has the same first
+tokens and the same lineage as the request that computed them, and only then.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["SettledBlocks"]
 
 
 class SettledBlocks:
-    """Settles segments, publishes them, and finds them again, in the tables of a manager."""
+    """Settles segments in the tables of a manager, publishes them, and looks them up."""
 
     def __init__(self, manager: SingleTypeKVCacheManager) -> None:
         self._manager = manager
@@ -38,9 +39,12 @@ class SettledBlocks:
         self._size = manager.block_size
 
     def find(self, state: SettlingState, most: int) -> tuple[list[KVCacheBlock], int]:
-        """The blocks of at most ``most`` first tokens, null blocks among them, and how many tokens these are.
+        """Look up the blocks of at most the first ``most`` tokens.
 
-        A hit never ends where a segment is still to settle: a request settles before a step of its own.
+        A hit never ends where a segment is due: it ends before that point, or includes the settled segment.
+
+        Returns:
+            The blocks, null blocks included, and the number of tokens that they stand for.
         """
         schedule, size = state.schedule, self._size
         limit, pinned = most // size, schedule.pin // size
@@ -64,11 +68,14 @@ class SettledBlocks:
         raise AssertionError("without a settled segment any number of blocks is a hit")
 
     def settle(self, request_id: str, state: SettlingState, number: int) -> Eviction | None:
-        """Let a segment settle that is due; ``None``: too few blocks are free.
+        """Settle a segment that is due.
 
-        What others have made of it is taken. Else its best tokens go into blocks that nobody holds, which
-        others may find from now on: who does needs them in this step or later, and workers compact before the
-        forward pass.
+        If another request has settled the same segment, the request takes those blocks. Otherwise the best
+        tokens go into new blocks, and other requests may find these from now on. No request reads them before
+        the forward pass of this step, and workers compact before it.
+
+        Returns:
+            What workers have to do; ``None``: too few blocks are free, and nothing has changed.
         """
         schedule, pool = state.schedule, self._pool
         first, kept = schedule.end(number - 1) // self._size, schedule.kept
@@ -82,7 +89,7 @@ class SettledBlocks:
             return None
         found = into is not None
         if into is None:
-            # Before anything is freed: what is read must not be written.
+            # Taken before the segment's own blocks are freed: a block that is read must not be written.
             into = pool.get_new_blocks(kept)
             self._publish_segment(state, number, into)
         table[span] = [*into, *[pool.null_block] * schedule.given_back]
@@ -102,7 +109,7 @@ class SettledBlocks:
         )
 
     def publish(self, request_id: str, state: SettlingState, computed: int) -> None:
-        """Publish full blocks that were computed behind the first settled segment."""
+        """Publish the full blocks that were computed after the first segment settled."""
         cached = self._manager.num_cached_block
         begin = max(cached.get(request_id, 0), state.schedule.stock_until // self._size)
         table, end = self._manager.req_to_blocks[request_id], computed // self._size
@@ -112,7 +119,7 @@ class SettledBlocks:
             cached[request_id] = end
 
     def _run(self, state: SettlingState, first: int, stop: int) -> list[KVCacheBlock]:
-        """Whole blocks from ``first`` on that can be found, before ``stop``."""
+        """The cached unsettled blocks at table indices ``first`` to ``stop - 1``, up to the first miss."""
         found: list[KVCacheBlock] = []
         for index in range(first, stop):
             block = self._look_up(self._raw_key(state, index))
@@ -122,7 +129,7 @@ class SettledBlocks:
         return found
 
     def _segment(self, state: SettlingState, number: int) -> list[KVCacheBlock] | None:
-        """All blocks of a settled segment, or nothing: those of two settlings do not belong together."""
+        """All blocks of a settled segment, or ``None``: blocks of two settlings must not be joined."""
         if not self._manager.enable_caching:
             return None
         blocks = [self._look_up(key) for key in self._segment_keys(state, number)]
@@ -133,7 +140,7 @@ class SettledBlocks:
         if not self._manager.enable_caching:
             return
         keys = self._segment_keys(state, number)
-        # Of equal scores another token may have stayed there.
+        # Blocks of an earlier settling. Where scores are equal, it may have kept other tokens.
         left = [block for block in map(self._look_up, keys) if block is not None]
         self._pool.evict_blocks({block.block_id for block in left})
         for key, block in zip(keys, into, strict=True):

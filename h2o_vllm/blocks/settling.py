@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""When segments of a sequence settle, and what is held then: counts alone. Engine core and API server.
+r"""When segments of a sequence settle, and how many blocks stay: counts alone. Engine core and API server.
 
 ::
 
     seen      0 .. pinned | segment 1 | segment 2 | ... | newest: at least the window, at most a segment more
     table     [ pinned ]  [best][NULL][best][NULL] ...    [ raw ][ raw ][ raw ][ tail ]
 
-As soon as a whole segment lies ``window`` tokens behind the newest one it settles, once and for all: the best
-``kept`` blocks of its tokens stay. Neither where the prompt ends nor the batch has a say: what is held after
-n tokens is a function of these tokens and of the numbers here.
+A segment settles as soon as ``window`` tokens follow it: the best tokens of it stay, in ``kept`` blocks, and
+it is never ranked again. This depends neither on the prompt's end nor on the batch: the tokens held after n
+tokens are a function of these n tokens and of the numbers here.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from h2o_vllm.errors import BudgetError
 __all__ = ["SettlingSchedule", "default_blocks", "schedule_of"]
 
 QUARTERS = 4
-"""A quarter of the window settles at a time."""
+"""Segments per window."""
 
 _EPSILON = 1e-9
 """Keeps ``ceil(0.1 * 30)`` at 3."""
 
 _VERSION = 1
-"""Of what a lineage means."""
+"""Version of the lineage. Increase it when the same numbers come to mean another result."""
 
 
 @dataclass(frozen=True)
 class SettlingSchedule(Schedule):
-    """The counts of one request whose segments settle; segments are numbered from 1."""
+    """The eviction points of one request whose segments settle. Segments are numbered from 1."""
 
     bounded_by = "kv_settle_tokens"
 
     @classmethod
     def of(cls, budget: RequestBudget, block_size: int, prompt_tokens: int) -> Self:
-        """Round what ``budget`` says to whole blocks; ``budget.protect`` must be a number."""
+        """Round ``budget`` to whole blocks. ``budget.protect`` must be a number."""
         segment = math.ceil(max(budget.settle, budget.floor) / QUARTERS / block_size) * block_size
         rounded = replace(
             budget, protect=whole_blocks(budget, block_size), settle=QUARTERS * segment
@@ -65,39 +65,39 @@ class SettlingSchedule(Schedule):
 
     @property
     def window(self) -> int:
-        """Newest tokens that are whole in any case."""
+        """Number of newest tokens that never settle."""
         return self.budget.settle
 
     @cached_property
     def segment(self) -> int:
-        """Tokens of a segment."""
+        """Tokens per segment."""
         return self.window // QUARTERS
 
     @cached_property
     def kept(self) -> int:
-        """Blocks that stay of a segment."""
+        """Blocks per segment that stay."""
         return math.ceil(self.budget.fraction * self.segment / self.block_size - _EPSILON)
 
     @cached_property
     def given_back(self) -> int:
-        """Blocks of a segment that go."""
+        """Blocks per segment that are given back."""
         return self.segment // self.block_size - self.kept
 
     def end(self, number: int) -> int:
-        """Tokens up to the end of a segment."""
+        """Tokens up to the end of segment ``number``; 0: the pinned tokens."""
         return self.pin + number * self.segment
 
     def due(self, number: int) -> int:
-        """Tokens seen when a segment settles, before the next one is computed."""
+        """Tokens seen when segment ``number`` settles, before the next token is computed."""
         return self.end(number) + self.window
 
     @property
     def stock_until(self) -> int:
-        """Tokens seen before which nothing has settled: KV up to there is everybody's."""
+        """Tokens seen when the first segment settles: KV before it equals that of stock vLLM."""
         return self.due(1)
 
     def settled(self, seen: int) -> int:
-        """Segments that have settled before the token at position ``seen`` is computed."""
+        """Number of segments that have settled when the token at position ``seen`` is computed."""
         return max(0, (seen - self.pin - self.window) // self.segment)
 
     def can_evict(self, last: int) -> bool:
@@ -105,13 +105,13 @@ class SettlingSchedule(Schedule):
         return self.given_back > 0 and self.settled(last) > 0
 
     def held_tokens(self, seen: int) -> int:
-        """Tokens whose KV exists once ``seen`` have been computed and what is due has settled."""
+        """Tokens held once ``seen`` are computed and each segment that is due has settled."""
         return seen - self.settled(seen) * self.given_back * self.block_size
 
     def peak_tokens(self, total: int) -> int:
-        """Tokens that are never exceeded by what is held while ``total`` are computed.
+        """The most tokens held at once while ``total`` are computed.
 
-        A segment that settles is there twice for a moment, as a whole and as what stays of it.
+        A segment that settles counts twice in that step: its own blocks, and the new blocks that stay.
         """
         number = self.settled(total - 1)
         if not number or not self.given_back:
@@ -121,12 +121,12 @@ class SettlingSchedule(Schedule):
 
     def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
         """See the base class."""
-        # The last token sampled has no KV.
+        # The last sampled token has no KV.
         total = min(self.prompt_tokens + max_tokens, max_model_len) - 1
         return math.ceil(self.peak_tokens(total) / self.block_size)
 
     def promised_tokens(self, total: int) -> int:
-        """What a prompt that settles while it is computed holds at most; 0 for any other."""
+        """The most tokens that a prompt holds if segments settle while it is computed; 0: none does."""
         prompt = min(self.prompt_tokens, total)
         return self.peak_tokens(prompt) if self.can_evict(prompt) else 0
 
@@ -138,14 +138,14 @@ class SettlingSchedule(Schedule):
         beside: Sequence[GroupBeside] = (),
         drafts: int = 0,
     ) -> None:
-        """As the base class; nothing settles beside other layers, whose blocks have no such keys."""
+        """As the base class; refuses models with layers beside, whose blocks have no keys with a lineage."""
         if beside:
             accepted = "0 for a model with windows, chunks or states beside full attention"
             raise BudgetError(self.bounded_by, self.bound, accepted)
         super().check_fits(pool, max_tokens, max_model_len, beside, drafts)
 
     def lineage(self) -> bytes:
-        """All that KV behind the first settled segment depends on, beside its tokens: 32 bytes."""
+        """Digest of all that KV after the first settled segment depends on, except its tokens: 32 bytes."""
         policy = self.budget.policy.name
         counts = (self.pin, self.segment, self.window, self.kept, self.block_size)
         return hashlib.sha256(repr((_VERSION, policy, *counts)).encode()).digest()
@@ -154,18 +154,18 @@ class SettlingSchedule(Schedule):
 def schedule_of(
     budget: RequestBudget, block_size: int, prompt_tokens: int
 ) -> EvictionSchedule | SettlingSchedule:
-    """The counts of one request; ``budget.protect`` must be a number."""
+    """The eviction points of one request. ``budget.protect`` must be a number."""
     kind = SettlingSchedule if budget.settle else EvictionSchedule
     return kind.of(budget, block_size, prompt_tokens)
 
 
 def default_blocks(config: H2OConfig, block_size: int, max_model_len: int) -> int:
-    """Blocks that a request needs at most which leaves its budget to the server."""
+    """The most blocks that a request with the server's default budget holds at once."""
 
     def schedule(prompt: int) -> EvictionSchedule | SettlingSchedule:
         return schedule_of(resolve_for(config, None, prompt), block_size, prompt)
 
     longest = max_model_len - 1
-    # What a prompt holds grows with it up to its bound, and what an answer holds shrinks with its prompt.
+    # A longer prompt holds more, up to its bound, and leaves less room for the answer.
     prompts = {1, schedule(longest).first or longest, longest}
     return max(schedule(one).needed_blocks(max_model_len, max_model_len) for one in prompts)

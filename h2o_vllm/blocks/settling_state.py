@@ -16,15 +16,15 @@ __all__ = ["HashedCounts", "SettlingState"]
 
 
 class HashedCounts(RequestCounts, Protocol):
-    """A request of which vLLM hashes the blocks."""
+    """The counts of a request, with the hashes of its blocks."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Of its full blocks; each covers all tokens before it."""
+        """Hashes of its full blocks, by vLLM. Each covers all tokens up to its block's end."""
 
 
 class SettlingState(RequestState):
-    """How many segments of a request have settled; what comes next follows from it.
+    """How many segments of a request have settled, which determines the next one.
 
     Args:
         counts, budget, block_size, max_model_len: as for :class:`.Timeline`.
@@ -46,12 +46,12 @@ class SettlingState(RequestState):
         return self.schedule.lineage()
 
     def due(self, computed: int) -> int | None:
-        """The segment that settles before the token at position ``computed`` is computed, if one does."""
+        """The segment that settles before the token at position ``computed`` is computed, or ``None``."""
         following = self.settled + 1
         return following if self.evicts and computed >= self.schedule.due(following) else None
 
     def resume(self, computed: int) -> None:
-        """So many tokens are computed, and what is due by now has settled: it was found, or does so now."""
+        """Note that ``computed`` tokens have KV, and that each segment due by then has settled."""
         self.settled = self.schedule.settled(computed)
         self.holes = self.settled * self.schedule.given_back
         if self.settled:
@@ -62,7 +62,7 @@ class SettlingState(RequestState):
         self.settled = self.holes = 0
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
-        """See the base class: chunks, and drafts, end where a segment settles."""
+        """See the base class. A chunk, drafts included, ends where a segment settles."""
         due = self.schedule.due(self.schedule.settled(computed) + 1)
         return min(num_tokens, due - computed)
 
@@ -75,5 +75,5 @@ class SettlingState(RequestState):
         return min(computed, self.schedule.stock_until) if self.evicts else computed
 
     def readable_tokens(self, known: int) -> int:
-        """See the base class: what settles is found by keys of its own."""
+        """See the base class. Settled segments have other keys, see :class:`.settled.SettledBlocks`."""
         return known

@@ -31,7 +31,7 @@ class EvictionIndices(NamedTuple):
 
 
 class Timeline(RequestState):
-    """What a request holds and what it has given back.
+    """The blocks that a request holds and those that it has given back.
 
     ::
 
@@ -70,7 +70,7 @@ class Timeline(RequestState):
         super().__init__(counts, schedule, max_model_len)
         lossless = budget.elastic and self.schedule.first is None
         self._evict_from = None if lossless else self.schedule.earliest
-        """Tokens seen before which the budget takes nothing; ``None``: no squeeze has happened yet."""
+        """Tokens seen before which the budget evicts nothing; ``None``: elastic, and not squeezed yet."""
         self.release()
 
     @property

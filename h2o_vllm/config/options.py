@@ -52,7 +52,7 @@ class H2OConfig:
     Attributes:
         kv_heads_equal_because: why heads cannot share in this engine; empty: they can. No option: the engine
             knows, see :func:`h2o_vllm.engine.core.support.config_of`.
-        kv_settles_not_because: the same, why no request can settle.
+        kv_settles_not_because: why segments cannot settle in this engine; empty: they can. No option, either.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -105,7 +105,7 @@ class H2OConfig:
     )  # fmt: skip
     kv_settle_tokens: int = setting(
         0,
-        "Newest tokens kept whole; of older ones a share settles, to be read by later turns; 0: off.",
+        "Newest tokens kept whole; older ones settle at kv_budget, and later turns read them; 0: off.",
         asked=True, attribute="settle", reported="settle_tokens",
     )  # fmt: skip
     kv_budget_min: float = setting(
@@ -246,7 +246,8 @@ class H2OConfig:
         """What a request with ``policy`` gets for each field that it does not name, by name.
 
         Args:
-            settle: its ``kv_settle_tokens``; ``None``: it does not say. What settling excludes yields to it.
+            settle: its ``kv_settle_tokens``; ``None``: the request does not name it. If it is not 0, it
+                overrides the defaults that settling excludes.
         """
         settle = self.kv_settle_tokens if settle is None else settle
         values = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked}

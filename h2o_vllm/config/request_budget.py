@@ -32,7 +32,7 @@ class RequestBudget:
             :class:`h2o_vllm.blocks.schedule.EvictionSchedule`, which rounds it.
         trace: whether the report says which positions each layer and KV head still holds.
         heads: one of :data:`~h2o_vllm.config.request_fields.HEADS`.
-        settle: newest tokens that are kept whole where older ones settle; 0: none does. See
+        settle: newest tokens that do not settle; 0: no token settles. See
             :class:`h2o_vllm.blocks.settling.SettlingSchedule`, which rounds it.
     """
 

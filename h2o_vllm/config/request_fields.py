@@ -46,7 +46,7 @@ SETTLES_NOT_WITH = {
     "kv_prefill_tokens": "a prompt settles while it is computed, which bounds it",
     "kv_trace": "no trace follows tokens that several requests hold",
 }
-"""Fields that cannot be set where ``kv_settle_tokens`` is, and why."""
+"""Fields that a request cannot combine with ``kv_settle_tokens``, and why."""
 
 MAX_DELAY = 256
 """While an eviction is delayed, a request holds more than ``kv_budget_max`` says: not for long."""
@@ -81,7 +81,7 @@ def check_prefill(tokens: int, policy: Policy) -> int:
 
 
 def settles_not_because(given: Mapping[str, Any]) -> str:
-    """Which of some fields keeps a request from settling, and why; empty: none does."""
+    """Which of the fields in ``given`` excludes settling, and why; empty: none does."""
     for name, why in SETTLES_NOT_WITH.items():
         if given.get(name):
             return f"with {name}: {why}"
@@ -91,7 +91,11 @@ def settles_not_because(given: Mapping[str, Any]) -> str:
 
 
 def check_settle(given: Mapping[str, Any], policy: Policy) -> int:
-    """``kv_settle_tokens`` among some fields; 0 beside fields and with policies that cannot settle."""
+    """Check ``kv_settle_tokens`` in ``given``: it must be 0 if another field or the policy excludes settling.
+
+    Raises:
+        BudgetError: it is not 0.
+    """
     tokens: int = given["kv_settle_tokens"]
     because = settles_not_because(given) or policy.settles_not_because
     if tokens and because:

@@ -121,9 +121,10 @@ def _budget(config: H2OConfig, given: Mapping[str, Any]) -> tuple[float, int | N
 
 
 def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
-    """The policy of a :class:`RequestBudget`, and how many tokens it keeps whole where others settle.
+    """``policy`` and ``settle`` of a :class:`RequestBudget`.
 
-    Defaults yield to what a request names: settling where it names what excludes it, and the other way round.
+    A field of the request overrides a default that it excludes: a default for settling, or, if the request
+    names ``kv_settle_tokens``, defaults that exclude settling.
     """
     name, asked = "kv_settle_tokens", given.get("kv_policy")
     settle = _checked(config, name, given.get(name, config.kv_settle_tokens))

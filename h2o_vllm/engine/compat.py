@@ -45,7 +45,7 @@ class LimitingScheduler(AsyncScheduler):
 
     ``Scheduler._get_local_prefix_cache_hit`` (0.32) is where every waiting request, also a preempted one,
     looks into the prefix cache. A request can only be told to read all or nothing
-    (``skip_reading_prefix_cache``); goes when it can be told how much, and by which keys.
+    (``skip_reading_prefix_cache``); goes when it can be told how much, and under which keys.
 
     ``Scheduler._update_after_schedule`` (0.32) sees a step before anything counts its tokens. A step in which
     requests with one unknown token are padded with drafts that do not exist, as CUDA graphs want it, is made
@@ -85,7 +85,7 @@ class LimitingScheduler(AsyncScheduler):
     def own_cache_hit(
         self, request: Request, *longest: int | None
     ) -> tuple[Sequence[KVCacheBlock], int] | None:
-        """What a request finds in another way than vLLM's: blocks, and how many tokens they are."""
+        """Its hit under our own keys: blocks and number of tokens; ``None``: vLLM looks it up."""
         del request, longest
         return None
 
@@ -176,11 +176,11 @@ def runner_row_request_ids(model_runner: Any) -> list[str]:
 def runner_write_table(
     model_runner: Any, group: int, request_id: str, entries: Mapping[int, int]
 ) -> None:
-    """Write block ids, the null block's among them, into the worker's copies of a request's block table.
+    """Write block ids, also that of the null block, into the worker's copies of a request's block table.
 
     Args:
         group: index of the KV cache group whose table it is.
-        entries: block ids by table index; a request the worker does not know is ignored.
+        entries: table index -> block id. A request that the worker does not know is ignored.
 
     The table is append-only towards vLLM's scheduler output; block 0 is the null block. Goes when
     ``CachedRequestData`` can replace single entries.

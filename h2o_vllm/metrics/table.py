@@ -91,18 +91,18 @@ TABLE = (
     Metric(
         "h2o:settled_segments",
         "counter",
-        "Segments that have settled while their request was running (kv_settle_tokens), without those that "
-        "it has read from the prefix cache when it was admitted.",
+        "Segments that settled while their request ran (kv_settle_tokens). Segments that a request read from "
+        "the prefix cache at its admission do not count.",
     ),
     Metric(
         "h2o:found_segments",
         "counter",
-        "Those of them that another request had ranked before: nothing was moved.",
+        "Segments among h2o:settled_segments that another request had ranked before: no tokens were moved.",
     ),
     Metric(
         "h2o:settle_shortages",
         "counter",
-        "Times that a segment could not settle at once because too few blocks were free.",
+        "Times that a segment was due and too few blocks were free for it.",
     ),
     Metric(
         "h2o:elastic_answers",

@@ -156,7 +156,7 @@ class Policy:
 
     @property
     def settles_not_because(self) -> str:
-        """Why tokens cannot settle by it: others read what has settled. Empty: they can."""
+        """Why segments cannot settle with this policy, as the refusal says it; empty: they can."""
         if self.needs_scores:
             return (
                 f"with kv_policy {self.name}, which collects attention, of which cached KV has none; "

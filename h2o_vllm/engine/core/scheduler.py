@@ -161,7 +161,7 @@ class H2OScheduler(LimitingScheduler):
     def own_cache_hit(
         self, request: Request, *longest: int | None
     ) -> tuple[Sequence[KVCacheBlock], int] | None:
-        """What has settled under the request's lineage, and what was computed behind it."""
+        """Look up settled segments, and blocks computed after them, by the keys of the request's lineage."""
         if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return None
         limits = [one for one in (request.num_tokens - 1, *longest) if one is not None]

@@ -54,7 +54,7 @@ def check_supported(config: VllmConfig) -> None:
 
 
 def config_of(config: VllmConfig) -> H2OConfig:
-    """Our configuration, with the limits of this engine (``kv_heads_equal_because``).
+    """Our configuration, with the limits of this engine (its fields ``..._because``).
 
     Raises:
         ConfigError: it is invalid, or its defaults need what this engine cannot do.

@@ -34,7 +34,7 @@ def candidate_blocks(eviction: Eviction) -> list[int]:
 
 
 def known_blocks(eviction: Eviction) -> list[int]:
-    """Those of the blocks that an earlier eviction has ranked; none where a segment settles."""
+    """Those of the blocks that an earlier eviction has ranked; none if a segment settles."""
     if eviction.places:
         return []
     fresh = set(eviction.fresh_blocks)

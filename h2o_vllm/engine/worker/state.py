@@ -79,9 +79,9 @@ class WorkerState(ABC):
     def compact(self, evictions: Sequence[Eviction]) -> None:
         """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
 
-        Policies may adjust the scores first. Must run before the forward pass of the step that
-        carries the evictions: see :class:`h2o_vllm.blocks.plan.StepPlan`. Those that have blocks in common
-        take turns, in order: what one makes of their scores is only its own.
+        Policies may adjust the scores first. Call it before the forward pass of the step that carries the
+        evictions, see :class:`h2o_vllm.blocks.plan.StepPlan`. Evictions that have blocks in common take
+        turns, in order: the scores that one computes are not valid for another.
         """
         for wave in waves(evictions):
             moving = [eviction for eviction in wave if eviction.moves]
@@ -100,7 +100,11 @@ class WorkerState(ABC):
                 self._move_tokens(moving)
 
     def _empty(self, eviction: Eviction) -> None:
-        """Rank what lies in blocks in which tokens settle behind all of these, whatever their scores are."""
+        """Rank the old content of a settling segment's heavy blocks below all tokens of the segment.
+
+        NaN and minus infinity become the lowest finite float32 in the segment; in the heavy blocks all scores
+        become minus infinity.
+        """
         lowest = torch.finfo(torch.float32).min
         settling = list(eviction.doomed_blocks)
         scores = self.scores[:, settling]

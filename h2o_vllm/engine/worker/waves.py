@@ -13,12 +13,14 @@ __all__ = ["waves"]
 
 
 def waves(evictions: Iterable[Eviction]) -> list[list[Eviction]]:
-    """Cut a step's evictions into groups in which no two rank or write one block; those that do keep order.
+    """Divide a step's evictions into groups. Two evictions of one group never rank or write the same block.
 
-    Scores lie beside the tokens, one for each. So of two requests that rank a block, each by scores that it
-    makes for itself, one has to have moved its tokens before the other makes its own. Only doomed blocks are
-    ever shared (see :class:`h2o_vllm.blocks.plan.StepPlan`), by requests with one beginning that evict for
-    the first time: there is nearly always one wave.
+    Evictions that have a block in common keep their order: the earlier one is in an earlier group.
+
+    Each token has one score. If two evictions rank the same block, each computes its own scores, so the
+    first must have moved its tokens before the second computes scores. If a segment settles into a block that
+    another eviction of the step freed, that eviction must have read the block before. Both are rare (see
+    :class:`h2o_vllm.blocks.plan.StepPlan`): there is nearly always one group.
     """
     found: list[list[Eviction]] = []
     turns: dict[int, int] = {}

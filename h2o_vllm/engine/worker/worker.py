@@ -157,7 +157,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
 
     @abstractmethod
     def _write_table(self, state: State, eviction: Eviction) -> None:
-        """Write the null block, and blocks in which tokens have settled, into the runner's block table."""
+        """Write the null block, and the blocks of a settled segment, into the runner's block table."""
 
     def _bound_state(self) -> State:
         if self._state is None:

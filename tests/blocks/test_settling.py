@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When segments settle, and what is held then: closed forms against loops over single tokens."""
+"""When segments settle, and how many tokens are held: closed forms against loops over single tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made(block: int, prompt: int, **asked: Any) -> SettlingSchedule:
 
 
 class Loop:
-    """Token by token: blocks that are whole, and those that have settled."""
+    """Counts whole and settled blocks token by token."""
 
     def __init__(self, one: SettlingSchedule) -> None:
         self.size, self.pin, self.window = one.block_size, one.pin, one.window
@@ -45,7 +45,7 @@ class Loop:
         self.whole_from = one.pin
 
     def compute(self) -> None:
-        """One token more; before it what is due settles."""
+        """Settle the segment that is due, if any, then compute one token."""
         segment = self.window // 4
         if self.seen - self.whole_from == segment + self.window:
             kept = math.ceil(self.share * segment / self.size)
@@ -76,7 +76,7 @@ def test_counts_are_those_of_a_loop(one: SettlingSchedule) -> None:
 
 @given(one=schedules, chunks=st.lists(st.integers(1, 90), min_size=1))
 def test_chunks_end_where_a_segment_settles(one: SettlingSchedule, chunks: list[int]) -> None:
-    """However a sequence is cut, no two segments are due at once, and a late start changes nothing."""
+    """With any chunks, no two segments are due at once, and a start after a hit gives the same counts."""
     state = started(one)
     seen = 0
     for chunk in chunks * 20:

@@ -124,7 +124,7 @@ class Memory:
     ) -> None:
         """Keep the best of an eviction's tokens in its heavy blocks, by score or by what they are.
 
-        ``settle``: the heavy blocks hold none of them yet.
+        ``settle``: the heavy blocks hold no candidates; their content is not ranked.
         """
         blocks, kept = [*([] if settle else heavy), *doomed], len(heavy) * self.block_size
         if not heavy or not doomed:
@@ -336,7 +336,7 @@ class GhostWorker:
     def _alone_settling(
         self, name: str, total: int, schedule: SettlingSchedule | None
     ) -> list[int]:
-        """Chunk by chunk: what has settled lies in blocks of its own."""
+        """Compute chunk by chunk; each segment settles into new blocks."""
         size = self._memory.block_size
         memory = Memory(self._memory.layers, 2 * (-(-total // size) + 1), size)
         table, outputs = list(range(1, -(-total // size) + 1)), list[int]()

@@ -69,15 +69,15 @@ def _speculative(drafts: int, model: ModelConfig, parallel: ParallelConfig) -> S
 
 
 def check_commuting(evictions: Sequence[Eviction]) -> None:
-    """The law of :class:`h2o_vllm.blocks.plan.StepPlan`: which order of a step's evictions is another."""
+    """The law of :class:`h2o_vllm.blocks.plan.StepPlan`: which of a step's evictions commute."""
     assert len({eviction.request_id for eviction in evictions}) == len(evictions)
-    # Who has nowhere to move tokens reads none.
+    # An eviction that moves no tokens reads none.
     moving = [eviction for eviction in evictions if eviction.moves]
     for one, other in itertools.combinations(moving, 2):
         written, read = {*one.heavy_blocks}, {*one.doomed_blocks}
         assert written.isdisjoint(other.doomed_blocks), "one reads what an earlier one writes"
         if not other.places:
-            # Else it was given back, and taken for what settles: workers keep to the order.
+            # Otherwise a segment settles into blocks that an earlier eviction freed: workers keep the order.
             touched = written | read
             assert touched.isdisjoint(other.heavy_blocks), "one writes what another has"
     for one, other in itertools.permutations(moving, 2):
@@ -306,13 +306,13 @@ class Rig:
         raise AssertionError(f"not done after {limit} steps")
 
     def take(self, leave: int) -> None:
-        """Somebody holds all free blocks but so many, until :meth:`give_back`."""
+        """Take all free blocks except ``leave`` out of the pool, until :meth:`give_back`."""
         pool = self.blocks.block_pool
         taken = pool.get_new_blocks(pool.get_num_free_blocks() - leave)
         self.blocks.req_to_blocks["taker"] = taken
 
     def give_back(self) -> None:
-        """See :meth:`take`."""
+        """Return the blocks that :meth:`take` took."""
         self.blocks.block_pool.free_blocks(self.blocks.req_to_blocks.pop("taker"))
 
     def live_blocks(self, request_id: str) -> int:

@@ -102,7 +102,7 @@ def test_law07_a_squeeze_takes_back_what_other_layers_publish_in_its_step(
 def test_law05_nobody_finds_what_a_preempted_request_was_to_compute(
     model_dir: str, asked: Any
 ) -> None:
-    """By priority it is preempted in the step in which it had its turn: vLLM has published its blocks."""
+    """Priority scheduling preempts it in a step that has already scheduled it and published its blocks."""
     rig = Rig(model_dir, 60, ghost=True, policy="priority", kv_min_tokens=16)
     low = rig.add("low", PROMPT[:150], asked, max_tokens=100, priority=1)
     while low.num_computed_tokens != 174:
@@ -110,7 +110,7 @@ def test_law05_nobody_finds_what_a_preempted_request_was_to_compute(
     rig.add("high", range(5000, 5200), max_tokens=8)
     rig.step()
     rig.take(leave=2)
-    # "low" has its turn first, and fills a block; then "high" takes four for its prompt.
+    # vLLM schedules "low" first, which fills a block; then "high" takes four blocks for its prompt.
     assert low.num_computed_tokens == 175
     rig.step()
     assert rig.preemptions == 1

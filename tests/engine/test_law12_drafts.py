@@ -127,7 +127,7 @@ def test_law12_scores_and_kept_sets_are_those_without_drafts(
 def test_law12_policies_without_scores_need_nothing_of_drafts(
     drafting: Engine, text_tokens: list[int], asked: dict[str, Any]
 ) -> None:
-    # No trace follows what settles.
+    # A request whose segments settle cannot have a trace.
     prompt, traced = text_tokens[300:900], asked | {"kv_trace": "kv_settle_tokens" not in asked}
     (alone,) = drafting.generate([prompt], traced, max_tokens=ANSWER)
     Drafter.known = [[*prompt, *tokens_of(alone)]]

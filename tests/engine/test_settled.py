@@ -13,7 +13,7 @@ import pytest
 from tests.engine.scheduling import Rig
 
 ASKED = {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 128}
-"""Segments of 32 tokens, of which one block of 16 stays; the first settles behind 160 tokens."""
+"""Segments of 32 tokens, of which one block of 16 stays. The first settles at 160 tokens."""
 WIDER = {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256}
 """Segments of 64 tokens, of which two blocks stay."""
 PROMPT = list(range(1000, 1400))
@@ -24,7 +24,7 @@ def made(model_dir: str, num_blocks: int = 200, **options: Any) -> Rig:
 
 
 def ask(rig: Rig, name: str, prompt: Any, asked: Any, max_tokens: int = 8) -> Mapping[str, Any]:
-    """Run it alone, compare with what it would be without all others, and forget it."""
+    """Run one request, compare its output with that on an empty cache, and forget it."""
     rig.add(name, prompt, asked, max_tokens=max_tokens)
     rig.run()
     assert rig.ghost is not None
@@ -52,7 +52,7 @@ def test_the_next_turn_reads_what_has_settled(model_dir: str, protect: int, draf
 @pytest.mark.parametrize("asked", [ASKED, WIDER, ASKED | {"kv_protect": 20}], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_law05_histories_with_losses(model_dir: str, asked: dict[str, Any], seed: int) -> None:
-    """Turns that go on, are cut and branch, while the cache loses blocks: each gives what it gives alone."""
+    """Turns continue, are cut and branch; the cache loses blocks. Each output equals that of a lone run."""
     chance, rig = random.Random(seed), made(model_dir)
     histories, cached = [PROMPT[:200]], 0
     for turn in range(25):
@@ -87,7 +87,7 @@ def test_law05_histories_with_losses(model_dir: str, asked: dict[str, Any], seed
 def test_law07_others_do_not_find_what_was_computed_behind_a_settling(
     model_dir: str, other: Any
 ) -> None:
-    """Not even where they settle at the same points: only what no settling came before is everybody's."""
+    """Also if they settle at the same points: they share only blocks computed before the first settling."""
     rig = made(model_dir)
     for number, asked in enumerate([ASKED, other, ASKED, other]):
         read = ask(rig, f"turn-{number}", PROMPT, asked)["tokens_cached"]
@@ -111,7 +111,7 @@ def test_law05_a_hit_ends_anywhere_but_where_a_segment_settles(model_dir: str) -
         prompt = [*PROMPT[:length], *range(50_000 + 100 * length, 50_040 + 100 * length)]
         whole = length // 16 * 16
         assert ask(rig, f"turn-{length}", prompt, ASKED)["tokens_cached"] == whole
-        # What the last one settled is lost: behind it nothing can be read.
+        # The cache loses the last settled segment: no block after it can be read.
         due = max(160, (whole - 128) // 32 * 32 + 128)
         last = [e.heavy_blocks for e in rig.evictions if e.seen == due and e.moves][-1]
         rig.blocks.block_pool.evict_blocks({*last})
@@ -122,7 +122,7 @@ def test_law05_a_hit_ends_anywhere_but_where_a_segment_settles(model_dir: str) -
 
 
 def test_law05_a_segment_of_which_a_block_is_lost_settles_anew(model_dir: str) -> None:
-    """And is then of one settling: what was left of the other is forgotten."""
+    """All its blocks are then of the new settling: the cache drops the rest of the old one."""
     rig = made(model_dir)
     ask(rig, "first", PROMPT, WIDER)
     pool, first = rig.blocks.block_pool, rig.evictions[0]
@@ -137,7 +137,7 @@ def test_law05_a_segment_of_which_a_block_is_lost_settles_anew(model_dir: str) -
 
 
 def test_readers_of_one_document_share_what_one_has_settled(model_dir: str) -> None:
-    """Together they hold it once; those that are there in the step in which it settles as well."""
+    """They hold it once, also those that run in the step in which it settles."""
     rig = made(model_dir, 60, max_num_batched_tokens=512)
     for number in range(4):
         rig.add(f"reader-{number}", [*PROMPT[:390], number, *range(9)], ASKED, max_tokens=60)
@@ -158,7 +158,7 @@ def test_law03_what_is_held(model_dir: str, caching: bool) -> None:
         rig.step()
         state = rig.blocks.eviction_state("one")
         assert state is not None
-        # Of each segment that has settled a block has gone, and one is left.
+        # Each settled segment has freed one block and kept one.
         whole = request.num_computed_tokens - 32 * state.holes
         assert rig.live_blocks("one") == state.holes + math.ceil(whole / 16)
         assert whole <= 160
@@ -170,7 +170,7 @@ def test_law03_what_is_held(model_dir: str, caching: bool) -> None:
 
 
 def test_law02_blocks_that_are_missing_for_a_moment_are_waited_for(model_dir: str) -> None:
-    """Who cannot settle is preempted; it settles where it is due all the same."""
+    """A request that cannot settle is preempted; later the segment settles at the same token count."""
     rig = made(model_dir)
     first = rig.add("first", PROMPT[:170], ASKED, max_tokens=100)
     while first.num_computed_tokens != 192:
@@ -181,7 +181,7 @@ def test_law02_blocks_that_are_missing_for_a_moment_are_waited_for(model_dir: st
     assert [e.seen for e in rig.evictions] == [160]
     rig.give_back()
     rig.run()
-    # The first one is found in the cache.
+    # The resumed request finds the first segment in the cache.
     assert [e.seen for e in rig.evictions] == [160, 192, 224, 256]
 
 
@@ -201,14 +201,14 @@ def test_a_squeeze_makes_room_for_what_settles(model_dir: str) -> None:
 
 
 def test_a_preemption_does_not_take_back_what_others_may_have_found(model_dir: str) -> None:
-    """By priority a request may be preempted that had its turn, and its settling, in the same step."""
+    """Priority scheduling may preempt a request after a segment of it has settled in the same step."""
     rig = made(model_dir, policy="priority")
     low = rig.add("low", PROMPT[:170], ASKED, max_tokens=100, priority=1)
     while low.num_computed_tokens != 191:
         rig.step()
     rig.add("high", range(5000, 5300), max_tokens=8)
     rig.step()
-    # What settles gives back two blocks and takes another for the next token: too few for the prompt's rest.
+    # The segment frees two blocks, and the next token takes one: too few are left for the prompt's rest.
     rig.take(leave=1)
     rig.step()
     assert rig.both == rig.preemptions == 1
@@ -231,7 +231,7 @@ def test_admission_counts_blocks_and_no_null_blocks(model_dir: str) -> None:
     )
     state = rig.blocks.eviction_state("second")
     assert state is not None
-    # The blocks of the hit are free ones, until it is taken.
+    # The blocks of the hit are free until the request takes them.
     assert asked == math.ceil(state.peak_tokens(500) / 16)
     rig.run()
 

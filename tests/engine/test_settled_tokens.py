@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 1 and 4 to 7 of settled segments where they speak of tokens: the real engine, float32.
+"""Laws 1 and 4 to 7 of settled segments, on tokens: the real engine, float32.
 
-A request finds what others have computed under its lineage, and answers what it answers with an empty cache.
+A request reads the blocks that others have computed under its lineage. Its answer equals that with an empty
+cache.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def test_law04_what_settles_is_what_a_plain_model_keeps(
 
 
 class Chats:
-    """Conversations that go on, are cut and branch; each turn is what a client sends next."""
+    """Conversations that continue, are cut and branch; each turn is the next prompt of a client."""
 
     def __init__(self, texts: list[int], seed: int) -> None:
         self._chance, self._texts = random.Random(seed), texts
@@ -73,7 +74,7 @@ class Chats:
         chance = self._chance
         history = list(chance.choice(self._histories[-4:]))
         if chance.random() < 0.4:
-            # Thinking stripped, an answer made anew, a message edited.
+            # Thinking stripped, an answer generated again, a message edited.
             history = history[: chance.randint(len(history) // 2, len(history))]
         begin = chance.randrange(len(self._texts) - 200)
         return history + self._texts[begin : begin + chance.randint(20, 160)]
@@ -113,7 +114,7 @@ def test_law05_turns_of_chats_give_what_they_give_alone(
 
 
 def test_law05_lineages_do_not_see_each_other(clean: Engine, text_tokens: list[int]) -> None:
-    """Of one beginning, three of each together in a pool that is too small, in any order."""
+    """Requests with a common prefix, three of each lineage, run at once in a small pool, in random order."""
     chance = random.Random(4)
     prompts = [text_tokens[200:700] + text_tokens[a : a + 100] for a in (1000, 2000, 1000)]
     asked = [(prompt, one) for prompt in prompts for one in LINEAGES]
@@ -127,21 +128,21 @@ def test_law05_lineages_do_not_see_each_other(clean: Engine, text_tokens: list[i
 
 
 def test_law06_what_memory_held_before_means_nothing(clean: Engine, text_tokens: list[int]) -> None:
-    """Blocks in which tokens settle hold others' KV, and scores above all others."""
+    """The blocks into which segments settle hold old KV, and scores above all candidates'."""
     prompt = text_tokens[400:1000]
     (alone,) = clean.generate([prompt], SETTLES, max_tokens=30)
     assert clean.llm.reset_prefix_cache()
     state = clean.worker._state
     state.scores.fill_(torch.inf)
     for kv in state.kv_caches:
-        # Not NaN: of its newest block vLLM's kernel reads slots that hold nothing yet.
+        # Not NaN: in the newest block vLLM's kernel also reads slots that are not written yet.
         kv.fill_(1e4)
     (again,) = clean.generate([prompt], SETTLES, max_tokens=30)
     assert tokens_of(again) == tokens_of(alone) and kept_of(again) == kept_of(alone)
 
 
 def test_law01_until_something_settles_it_is_stock(clean: Engine, text_tokens: list[int]) -> None:
-    """It reads what stock requests have computed, and leaves them what it computes."""
+    """It reads blocks that stock requests have computed, and they read its blocks."""
     prompt = text_tokens[100:400]
     (full,) = clean.generate([prompt], max_tokens=19)
     (short,) = clean.generate([prompt], SETTLES, max_tokens=19)
@@ -158,7 +159,7 @@ def test_law01_until_something_settles_it_is_stock(clean: Engine, text_tokens: l
 def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int], lost: bool
 ) -> None:
-    """It finds its own blocks again, or computes all of them anew."""
+    """It finds its own blocks in the cache, or computes all of them again."""
     from vllm import SamplingParams
 
     prompt = text_tokens[100:500]

@@ -262,7 +262,7 @@ class Traffic(RuleBasedStateMachine):
         assert all(block.block_hash is None for block in ranked), "others can find what is ranked"
 
     def check_settling(self, state: SettlingState, seen: int, table: Any) -> None:
-        """Laws 3 and 6: what is held, and where it lies."""
+        """Laws 3 and 6: which blocks a request holds, and at which table indices."""
         schedule, size = state.schedule, state.block_size
         settled, segment = state.settled, schedule.segment // size
         assert settled == (max(0, (seen - 1 - schedule.due(0)) // (segment * size)) * state.evicts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats among all the traffic of ``traffic.py``: turns that go on, are cut and branch, and losses between."""
+"""Chats beside the traffic of ``traffic.py``: turns continue, are cut and branch; the cache loses blocks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ lineages = st.one_of(
 
 
 class Chats(Traffic):
-    """As the base class, with clients that come back."""
+    """As the base class, with clients that send further turns."""
 
     turns = settled = found = resumed = shared = shortages = 0
-    """Of all runs together. ``settled``: segments ranked; ``found`` where others had ranked them;
-    ``resumed``: admissions that read behind a settling; ``shared``: times that two held one."""
+    """Counts of all runs together. ``settled``: segments that were ranked; ``found``: segments that another
+    request had ranked; ``resumed``: admissions whose hit includes a settled segment; ``shared``: times that
+    two requests held one segment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Chats(Traffic):
         self.own = 100_000
 
     def history(self, which: int, cut: float) -> list[int]:
-        """Of one of the last requests: its prompt and what it has answered so far, cut."""
+        """The prompt of one of the last requests and its answer so far, cut."""
         names = list(self.prompts)[-6:]
         if not names:
             return list(FAMILIES[0][:180])
@@ -51,7 +52,7 @@ class Chats(Traffic):
         return tokens[: max(1, int(len(tokens) * cut))]
 
     def say(self, prompt: list[int], asked: Any, max_tokens: int) -> str:
-        """A turn of a chat."""
+        """Send one turn of a chat."""
         name = self.add(prompt[:LONGEST], asked, max_tokens)
         self.prompts[name] = prompt[:LONGEST]
         Chats.turns += 1
@@ -73,7 +74,7 @@ class Chats(Traffic):
     def next_turn(
         self, which: int, cut: float, more: int, asked: Any, max_tokens: int, steps: int
     ) -> str:
-        """What was said so far and more; cut: thinking stripped, an answer made anew, a message edited."""
+        """The history and new tokens. A cut: thinking stripped, an answer replaced, a message edited."""
         name = self.say([*self.history(which, cut), *self.new_tokens(more)], asked, max_tokens)
         self.go_on(steps)
         return name
@@ -86,7 +87,7 @@ class Chats(Traffic):
         apart=st.integers(0, 8),
     )
     def same_document(self, length: int, readers: Any, asked: Any, apart: int) -> Any:
-        """Several at once, that begin alike."""
+        """Several requests at once, with a common prefix."""
         begin, names = self.new_tokens(length), []
         for more in readers:
             names.append(self.say([*begin, *self.new_tokens(more)], asked, 20))
@@ -95,7 +96,7 @@ class Chats(Traffic):
 
     @rule(blocks=st.integers(1, 20))
     def lose(self, blocks: int) -> None:
-        """Somebody takes so many free blocks for a moment."""
+        """Another request takes ``blocks`` free blocks for a few steps."""
         self.add(self.new_tokens(16 * blocks), None, 1)
         self.go_on(2)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments that settle, in plain torch: a quarter of the window at a time, ranked once, among themselves.
+"""Segments that settle, in plain torch: a quarter of the window each, ranked once and apart from all others.
 
 Imports nothing of h2o_vllm.
 """
@@ -21,7 +21,7 @@ class SettlingModel(PolicyModel):
     """Greedy generation of one sequence whose segments settle.
 
     Args:
-        window: newest tokens that are whole in any case: four segments of whole blocks.
+        window: number of newest tokens that never settle: four segments of whole blocks.
     """
 
     window: int = 0

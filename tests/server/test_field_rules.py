@@ -205,7 +205,7 @@ def test_what_cannot_settle_says_why(beside: dict[str, Any], why: str) -> None:
     refusal = refused(config, body(**SETTLES | beside))
     assert refusal.param == "kv_settle_tokens"
     assert f"must be 0 {why}" in refusal.message
-    # A server's default is for those that it can be for.
+    # A server's default applies only to requests that can settle.
     server = H2OConfig(kv_calibration="unread", kv_budget=0.2, kv_settle_tokens=512)
     assert resolve(server, beside).settle == 0
     assert resolve(server, None).settle == 512
@@ -235,7 +235,7 @@ def test_what_settling_excludes_yields_to_it_if_it_is_the_servers() -> None:
     asked = {"kv_settle_tokens": 256, "kv_budget": 0.2}
     one = resolve(server, asked)
     assert (one.settle, one.elastic, one.prefill, one.heads) == (256, False, 0, "equal")
-    # What has no score of attention is what a calibration predicts.
+    # `auto` must collect no attention, so it ranks by the attention that the calibration predicts.
     assert one.policy.name == "predicted+key"
     with pytest.raises(BudgetError, match="0 with kv_policy value"):
         resolve(H2OConfig(), asked)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``h2o-serve --kv-settle-tokens`` as clients of chats see it, with a pool smaller than the model's length.
 
-What the model says does not matter here: it is a tiny one of random weights.
+The model is tiny and has random weights: the text of its answers does not matter.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def turn(client: openai.OpenAI, messages: list[Any], **fields: Any) -> Any:
 
 
 def chat(client: openai.OpenAI, turns: int, first: str, **fields: Any) -> list[Any]:
-    """Reports of a conversation, each turn of which sends what was said so far."""
+    """The responses of a conversation. Each turn sends all earlier messages."""
     messages: list[Any] = [{"role": "system", "content": first}]
     responses = []
     for number in range(turns):
         messages.append({"role": "user", "content": f"Question {number}: " + "why is it so? " * 20})
         response = turn(client, messages, **fields)
-        # Not the model's words, which another tokenisation might write otherwise.
+        # Not the model's answer: its text may have other tokens when it is sent back.
         messages.append({"role": "assistant", "content": f"Because of {number}."})
         responses.append(response)
     return responses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs in how segments settle, in what names them, and in who finds them."""
+"""Bugs in how segments settle, in their keys, and in the look-up."""
 
 from tests.mutation.mutant import Mutant
 

@@ -66,7 +66,9 @@ def calibrate(
         "max_num_seqs": 1, "max_num_batched_tokens": length, "enable_prefix_caching": False,
         "enforce_eager": True,
     }  # fmt: skip
-    llm = LLM(**{**engine_args(), "max_model_len": length, **engine, **whole})
+    # The pool holds one request, in blocks of 16 tokens or more, and not 60 % of the free memory.
+    sizes = {"max_model_len": length, "num_gpu_blocks_override": -(-length // 16) + 1}
+    llm = LLM(**{**engine_args(), **sizes, **engine, **whole})
     tokenizer = llm.get_tokenizer()
     encode = partial(tokenizer.encode, add_special_tokens=False)
     between = instruction(tokenizer)

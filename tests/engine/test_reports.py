@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from h2o_vllm.blocks import eviction_state
+from h2o_vllm.blocks import request_state
 from h2o_vllm.blocks.report import report_from_values, request_report
 from tests.engine.scheduling import Rig
 
@@ -42,7 +42,7 @@ def test_a_server_gets_what_a_report_is_made_of(
         built.append(args)
         return request_report(*args)
 
-    monkeypatch.setattr(eviction_state, "request_report", counting)
+    monkeypatch.setattr(request_state, "request_report", counting)
     rig = Rig(model_dir, 60, metered=True, kv_min_tokens=16)
     rig.add("0_a", PROMPT, {"kv_budget": 0.2}, max_tokens=40, stop=["x"])
     rig.add("1_a", PROMPT[::-1], {"kv_budget_tokens": 60}, max_tokens=30, stop=["x"])

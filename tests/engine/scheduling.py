@@ -243,8 +243,10 @@ class Rig:
     def _sample(self, name: str, output: SchedulerOutput) -> list[int]:
         request = self.scheduler.requests[name]
         before = request.num_computed_tokens - output.num_scheduled_tokens[name]
+        # A request that was preempted may begin again behind a hit.
+        begins = name in output.scheduled_cached_reqs.resumed_req_ids or not before
         self.reached[name] = max(
-            request.num_computed_tokens, self.reached.get(name, 0) if before else 0
+            request.num_computed_tokens, 0 if begins else self.reached.get(name, 0)
         )
         if request.is_prefill_chunk:
             return []

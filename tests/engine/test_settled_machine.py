@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -40,6 +41,29 @@ def test_chats_in_any_order_keep_the_laws(
     )
     assert Chats.turns > 200
     assert Chats.settled > 100
-    assert Chats.found > 10
-    assert Chats.resumed > 20
-    assert Chats.shared > 10
+
+
+def test_chats_find_what_has_settled(model_dir: str) -> None:
+    """Each step is checked as above; here many turns read segments, and several requests hold one."""
+    Chats.model_dir = model_dir
+    asked = {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 128, "kv_protect": 0}
+    found, resumed, shared = Chats.found, Chats.resumed, Chats.shared
+    for seed in range(2):
+        chance, chats = random.Random(seed), Chats()
+        chats.start(
+            num_blocks=40, caching=True, pipelined=False, drafts=0, policy="fcfs", batched_tokens=64,
+            watermark=0.0, beside=(), retention=0, kv_elastic_admission="squeeze",
+        )  # fmt: skip
+        for _ in range(12):
+            if chance.random() < 0.6:
+                cut = chance.choice([1.0, chance.uniform(0.4, 1.0)])
+                more, answer = chance.randint(1, 60), chance.randint(1, 60)
+                chats.next_turn(
+                    chance.randrange(6), cut, more, asked, answer, chance.randint(0, 30)
+                )
+            else:
+                readers = [chance.randint(1, 50) for _ in range(3)]
+                chats.same_document(chance.randint(170, 240), readers, asked, chance.randint(0, 8))
+    assert Chats.found - found > 10
+    assert Chats.resumed - resumed > 5
+    assert Chats.shared - shared > 10

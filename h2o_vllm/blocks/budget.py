@@ -36,6 +36,7 @@ __all__ = [
     "protected_tokens",
     "recent_from",
     "recent_tokens",
+    "share_of",
 ]
 
 _EPSILON = 1e-9
@@ -75,12 +76,17 @@ def blocks_freed(budget: RequestBudget, seen: int, block_size: int) -> int:
     return (seen - budget_tokens(budget, seen)) // block_size
 
 
+def share_of(fraction: float, tokens: int) -> int:
+    """``fraction`` of ``tokens``, rounded up."""
+    return math.ceil(fraction * tokens - _EPSILON)
+
+
 def _kept_of_rest(budget: RequestBudget, rest: int) -> int:
     if budget.tokens is None:
-        wanted = math.ceil(budget.fraction * rest - _EPSILON)
+        wanted = share_of(budget.fraction, rest)
     else:
-        low = math.ceil(budget.min_fraction * rest - _EPSILON)
-        high = math.ceil(budget.max_fraction * rest - _EPSILON)
+        low = share_of(budget.min_fraction, rest)
+        high = share_of(budget.max_fraction, rest)
         wanted = min(max(budget.tokens, low), high)
     return min(rest, max(wanted, budget.floor))
 

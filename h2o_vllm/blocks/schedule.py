@@ -84,8 +84,17 @@ class Schedule(ABC):
         """Whether a block is ever given back before the token at position ``last`` is computed."""
 
     @abstractmethod
+    def peak_tokens(self, total: int) -> int:
+        """Upper bound of the tokens that are held at once while ``total`` are computed."""
+
     def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
-        """The most blocks that the request holds at once, if it generates ``max_tokens``."""
+        """The most blocks that the request holds at once, if it generates ``max_tokens``.
+
+        An elastic request is counted as if its budget applied from the earliest count on.
+        """
+        # The last sampled token has no KV.
+        total = min(self.prompt_tokens + max_tokens, max_model_len) - 1
+        return math.ceil(self.peak_tokens(total) / self.block_size)
 
     @abstractmethod
     def promised_tokens(self, total: int) -> int:
@@ -200,21 +209,13 @@ class EvictionSchedule(Schedule):
         """Whether a block is ever given back before the token at position ``last`` is computed."""
         return self.freed(last, self.earliest) > 0
 
-    def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
-        """The most blocks that the request holds at once, if it generates ``max_tokens``.
-
-        An elastic request is counted as if its budget applied from the earliest count on.
-        """
-        # The last token sampled has no KV.
-        total = min(self.prompt_tokens + max_tokens, max_model_len) - 1
-        return math.ceil(self.peak_tokens(total, self.earliest) / self.block_size)
-
-    def peak_tokens(self, total: int, begin: int) -> int:
-        """Upper bound of the tokens that are held at once while ``total`` are computed.
+    def peak_tokens(self, total: int, begin: int | None = None) -> int:
+        """See the base class.
 
         Args:
-            begin: as for :meth:`freed`.
+            begin: tokens seen from which on the budget applies; ``None``: the earliest count.
         """
+        begin = self.earliest if begin is None else begin
         inside = min(total, self.prompt_tokens, self.first or total)
         if total <= self.prompt_tokens:
             return inside
@@ -236,7 +237,7 @@ class EvictionSchedule(Schedule):
         if self.first is None:
             return 0
         beginning = budget_tokens(self.budget, self.prompt_tokens) + self.block_size
-        return max(self.first, min(beginning, self.peak_tokens(total, self.earliest)))
+        return max(self.first, min(beginning, self.peak_tokens(total)))
 
     def _freed_inside(self, seen: int) -> int:
         """Blocks evicted by the bound. None at the prompt's end: the next token belongs to the answer."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from h2o_vllm.blocks.budget import share_of
 from h2o_vllm.blocks.schedule import EvictionSchedule, GroupBeside, Schedule, whole_blocks
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
@@ -30,9 +31,6 @@ __all__ = ["SettlingSchedule", "default_blocks", "schedule_of"]
 
 QUARTERS = 4
 """Segments per window."""
-
-_EPSILON = 1e-9
-"""Keeps ``ceil(0.1 * 30)`` at 3."""
 
 _VERSION = 1
 """Version of the lineage. Increase it when the same numbers come to mean another result."""
@@ -76,7 +74,7 @@ class SettlingSchedule(Schedule):
     @cached_property
     def kept(self) -> int:
         """Blocks per segment that stay."""
-        return math.ceil(self.budget.fraction * self.segment / self.block_size - _EPSILON)
+        return -(-share_of(self.budget.fraction, self.segment) // self.block_size)
 
     @cached_property
     def given_back(self) -> int:
@@ -109,7 +107,7 @@ class SettlingSchedule(Schedule):
         return seen - self.settled(seen) * self.given_back * self.block_size
 
     def peak_tokens(self, total: int) -> int:
-        """The most tokens held at once while ``total`` are computed.
+        """See the base class.
 
         A segment that settles counts twice in that step: its own blocks, and the new blocks that stay.
         """
@@ -118,12 +116,6 @@ class SettlingSchedule(Schedule):
             return total
         in_passing = self.held_tokens(self.due(number) - 1) + 1 + self.kept * self.block_size
         return max(in_passing, self.held_tokens(total - 1) + 1)
-
-    def needed_blocks(self, max_tokens: int, max_model_len: int) -> int:
-        """See the base class."""
-        # The last sampled token has no KV.
-        total = min(self.prompt_tokens + max_tokens, max_model_len) - 1
-        return math.ceil(self.peak_tokens(total) / self.block_size)
 
     def promised_tokens(self, total: int) -> int:
         """The most tokens that a prompt holds if segments settle while it is computed; 0: none does."""

@@ -8,7 +8,7 @@ requests must not find that KV in the prefix cache (law 7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -22,22 +22,45 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
+    from h2o_vllm.blocks.request_state import RequestState
+
 __all__ = [
     "H2OChunkedManager",
     "H2OMambaManager",
     "H2OSlidingWindowManager",
     "LimitedManager",
+    "published_from",
+    "withdraw_unfilled",
 ]
+
+
+def published_from(
+    manager: SingleTypeKVCacheManager, request_id: str, computed: int
+) -> list[KVCacheBlock]:
+    """Blocks after ``computed`` tokens that are published although this step only now fills them."""
+    table = manager.req_to_blocks.get(request_id, [])
+    unfilled = table[computed // manager.block_size :]
+    return [block for block in unfilled if block.block_hash is not None]
+
+
+def withdraw_unfilled(manager: SingleTypeKVCacheManager, request_id: str, computed: int) -> None:
+    """Remove from the prefix cache the blocks that a preempted request has published and not computed.
+
+    vLLM 0.32 publishes the blocks that a step will fill. With priority scheduling it may preempt a request
+    that it has already scheduled in the same step.
+    """
+    unfilled = published_from(manager, request_id, computed)
+    manager.block_pool.evict_blocks({block.block_id for block in unfilled})
 
 
 class LimitedManager(SingleTypeKVCacheManager):
     """Publishes no block of a request after its first eviction. The first base of the managers below."""
 
-    _has_evicted: Callable[[str], bool] | None = None
+    _states: Mapping[str, RequestState] | None = None
 
-    def limit(self, has_evicted: Callable[[str], bool]) -> None:
-        """Set the function that says, by a request's id, whether it has evicted."""
-        self._has_evicted = has_evicted
+    def limit(self, states: Mapping[str, RequestState]) -> None:
+        """Set the states of all requests, by their ids. The evictable group's manager keeps them."""
+        self._states = states
 
     def cache_blocks(
         self,
@@ -51,18 +74,22 @@ class LimitedManager(SingleTypeKVCacheManager):
 
         Earlier steps have published what they computed. The tokens of this step come after the eviction.
         """
-        assert self._has_evicted is not None, "the scheduler binds every manager"
-        if not self._has_evicted(request.request_id):
+        state = self._state(request.request_id)
+        if state is None or not state.holes:
             super().cache_blocks(
                 request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
             )
 
-    def published_from(self, request_id: str, computed: int) -> list[KVCacheBlock]:
-        """Blocks after ``computed`` tokens that are published although this step only now fills them."""
-        table = self.req_to_blocks.get(request_id, [])
-        return [
-            block for block in table[computed // self.block_size :] if block.block_hash is not None
-        ]
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """As the base class; a preempted request first withdraws what it has not computed."""
+        state = self._state(request_id)
+        if state is not None and not state.counts.is_finished():
+            withdraw_unfilled(self, request_id, state.counts.num_computed_tokens)
+        return super().pop_blocks_for_free(request_id)
+
+    def _state(self, request_id: str) -> RequestState | None:
+        assert self._states is not None, "the scheduler binds every manager"
+        return self._states.get(request_id)
 
 
 class H2OSlidingWindowManager(LimitedManager, SlidingWindowManager):

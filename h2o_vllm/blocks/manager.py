@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from h2o_vllm.blocks.beside import withdraw_unfilled
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.pool_check import check_pool, check_private
@@ -281,15 +282,6 @@ class H2OBlockManager(SqueezingManager):
         if settling is not None:
             settling.resume(num_local_computed_tokens)
 
-    def _withdraw(self, request_id: str, computed: int) -> None:
-        """Remove from the prefix cache the blocks that a preempted request has published and not computed.
-
-        vLLM 0.32 publishes the blocks that a step will fill. With priority scheduling it may preempt a
-        request that it has already scheduled in the same step.
-        """
-        unfilled = self.req_to_blocks.get(request_id, [])[computed // self.block_size :]
-        self.block_pool.evict_blocks({b.block_id for b in unfilled if b.block_hash is not None})
-
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As the base class; also cancels a pending eviction, and forgets the request if it is finished.
 
@@ -310,6 +302,6 @@ class H2OBlockManager(SqueezingManager):
                 self._promising.pop(request_id, None)
                 self._settling.pop(request_id, None)
             else:
-                self._withdraw(request_id, state.counts.num_computed_tokens)
+                withdraw_unfilled(self, request_id, state.counts.num_computed_tokens)
                 state.release()
         return super().pop_blocks_for_free(request_id)

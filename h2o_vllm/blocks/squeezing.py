@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from h2o_vllm.blocks.beside import LimitedManager
+from h2o_vllm.blocks.beside import LimitedManager, published_from
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.request_state import RequestState
@@ -46,7 +46,7 @@ class SqueezingManager(FullAttentionManager):
         """Set when to squeeze, and the other managers that share the pool (``beside``)."""
         self._rules, self._beside = rules, tuple(beside)
         for manager in self._beside:
-            manager.limit(self._has_evicted)
+            manager.limit(self._eviction_states)
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """Set the requests that this step may squeeze: the ``running`` ones. Workers hold their tables."""
@@ -57,10 +57,6 @@ class SqueezingManager(FullAttentionManager):
         """Return the counts of squeezes since the last call, and reset them."""
         counts, self._squeezes = self._squeezes, SqueezeCounts()
         return counts
-
-    def _has_evicted(self, request_id: str) -> bool:
-        state = self._eviction_states.get(request_id)
-        return state is not None and state.holes > 0
 
     def _squeeze_for(
         self, request_id: str, hits: Sequence[KVCacheBlock], needed: int, *, admitting: bool
@@ -127,7 +123,7 @@ class SqueezingManager(FullAttentionManager):
         return [
             block
             for manager in self._beside
-            for block in manager.published_from(request_id, computed)
+            for block in published_from(manager, request_id, computed)
         ]
 
     def _withdrawn(

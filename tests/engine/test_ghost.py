@@ -94,26 +94,38 @@ def test_law07_a_squeeze_takes_back_what_other_layers_publish_in_its_step(
         rig.run()
 
 
+SETTLING = {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 128}
+
+
 @pytest.mark.parametrize(
-    "asked",
-    [None, {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 128}],
-    ids=["stock", "settling"],
+    ("kind", "asked"),
+    [*((kind, None) for kind in BESIDE), ("alone", SETTLING)],
+    ids=lambda value: value if isinstance(value, str) else "settling" if value else "stock",
 )
-def test_law05_nobody_finds_what_a_preempted_request_was_to_compute(
-    model_dir: str, asked: Any
+def test_law05_no_request_finds_what_a_preempted_one_was_to_compute(
+    model_dir: str, kind: str, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Priority scheduling preempts it in a step that has already scheduled it and published its blocks."""
-    rig = Rig(model_dir, 60, ghost=True, policy="priority", kv_min_tokens=16)
-    low = rig.add("low", PROMPT[:150], asked, max_tokens=100, priority=1)
-    while low.num_computed_tokens != 174:
+    withdrawn: list[int] = []
+    for free in range(12):
+        rig = Rig(
+            model_dir, 200, beside=BESIDE[kind], retention=None, ghost=True, policy="priority",
+            kv_min_tokens=16,
+        )  # fmt: skip
+        # The step fills two blocks of "low". "high" takes the second one; the first one is left.
+        rig.config.scheduler_config.long_prefill_token_threshold = 32
+        rig.add("low", PROMPT[:320], asked, max_tokens=4, priority=1)
         rig.step()
-    rig.add("high", range(5000, 5200), max_tokens=8)
-    rig.step()
-    rig.take(leave=2)
-    # vLLM schedules "low" first, which fills a block; then "high" takes four blocks for its prompt.
-    assert low.num_computed_tokens == 175
-    rig.step()
-    assert rig.preemptions == 1
-    rig.give_back()
-    rig.add("reader", [*PROMPT[:150], *[7] * 40], asked, max_tokens=4)
-    rig.run()
+        high = rig.add("high", range(5000, 5031), max_tokens=8)
+        while high.num_computed_tokens != 32:
+            rig.step()
+        rig.take(leave=free)
+        evict = rig.blocks.block_pool.evict_blocks
+        monkeypatch.setattr(
+            rig.blocks.block_pool, "evict_blocks", lambda ids: withdrawn.append(len(ids)) or evict(ids)
+        )
+        rig.step()
+        rig.give_back()
+        rig.add("reader", PROMPT[:330], asked, max_tokens=4)
+        rig.run()
+    assert any(withdrawn)

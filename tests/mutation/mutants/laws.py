@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "law07-other-layers-publish-behind-an-eviction",
-        "if not self._has_evicted(request.request_id):",
+        "if state is None or not state.holes:",
         "if request:",
         ("tests/engine/test_ghost.py",),
     ),

@@ -38,6 +38,20 @@ def planted():
 planted()
 """
 
+POLLS = """
+import threading, time
+from pathlib import Path
+
+def poll():
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("gloo_tcp_loop")
+    while True:
+        sum(range(20_000))
+        time.sleep(0.01)
+
+threading.Thread(target=poll, daemon=True).start()
+threading.Event().wait(60)
+"""
+
 WAITS_FOR_A_LOCK = """
 import fcntl, os, sys, time
 path = "{path}"
@@ -80,6 +94,12 @@ def test_engine_that_stands_still_is_ended_and_its_stack_kept() -> None:
 def test_engine_without_a_stack_is_ended_as_well() -> None:
     done = start("engine", "import time; time.sleep(60)")
     assert "engine: -9" in done.stdout and "Python does not say" in done.stdout, done.stderr
+
+
+def test_threads_that_only_poll_show_no_progress() -> None:
+    """As those of gloo do in an engine that hangs while it loads the model. They use 5 % of a core."""
+    done = start("engine", POLLS)
+    assert "engine: -9" in done.stdout, done.stdout + done.stderr
 
 
 def test_server_that_waits_for_no_engine_ends_with_an_error() -> None:

@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# Before torch is imported, here and in what tests start. At the first request for ``logprobs`` each engine
+# compiles the function that ranks them: 25 s that show nothing of ours. Tests of compiling unset it.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
 LONGEST_FIRST = (
     "tests/engine/test_laws_tokens.py",
     "tests/reliability/test_corruption.py",

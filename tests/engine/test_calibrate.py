@@ -29,7 +29,7 @@ MISSING = "no-such-model"
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_model_is_learned_and_predicted(embedded_dir: str, tmp_path: Path) -> None:
     """Judged by a transformers model, on a text that nobody has learned from."""
     file = tmp_path / "model.h2o"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from h2o_vllm.engine import compiling
-from tests.engine.conftest import run_engine
+from tests.engine.conftest import INSIDE, run_engine
 
 
 @pytest.fixture
@@ -63,6 +63,8 @@ def test_logprobs_are_answered_where_nothing_can_be_compiled(
     model_dir: str, text_tokens: list[int], tmp_path: Path
 ) -> None:
     environment = {
+        **INSIDE,
+        compiling.VARIABLE: "",
         "CXX": "no-such-compiler",
         "H2O_CPU_KERNEL": "reference",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),

@@ -21,13 +21,13 @@ def embedded(embedded_dir: str) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     ("fraction", "recent", "length", "protect"),
     [
-        (0.2, 0.5, 400, 0),
-        (0.5, 0.25, 230, 0),
-        (0.1, 0.8, 1100, 0),
-        (0.3, 0.0, 90, 0),
-        (0.2, 0.5, 400, 96),
+        pytest.param(0.2, 0.5, 400, 0, id="0.2"),
+        pytest.param(0.2, 0.5, 400, 96, id="protected"),
+        pytest.param(0.1, 0.8, 1100, 0, id="0.1-recent-several-chunks", marks=pytest.mark.slow),
+        # The tiny models of tests/families have these in the full tier.
+        pytest.param(0.5, 0.25, 230, 0, id="0.5-heavy", marks=pytest.mark.long),
+        pytest.param(0.3, 0.0, 90, 0, id="short-no-recent", marks=pytest.mark.long),
     ],
-    ids=["0.2", "0.5-heavy", "0.1-recent-several-chunks", "short-no-recent", "protected"],
 )
 def test_kept_tokens_scores_and_logits_equal_the_papers(
     embedded: Engine, embedded_dir: str, text_tokens: list[int], fraction: float, recent: float,

@@ -36,11 +36,13 @@ ANSWER = 120
 """Tokens: several evictions, which meet drafts at any place."""
 SCORED: list[dict[str, Any]] = [
     {"kv_budget": 0.2},
-    {"kv_budget": 0.3, "kv_recent": 0.1, "kv_delay": 20},
     {"kv_budget": 0.2, "kv_protect": 100},
     {"kv_budget": 0.2, "kv_policy": "value+end+key"},
-    {"kv_budget": 0.2, "kv_policy": "snapkv"},
     {"kv_budget": 0.2, "kv_heads": "shared"},
+]
+MORE_SCORED: list[dict[str, Any]] = [
+    {"kv_budget": 0.3, "kv_recent": 0.1, "kv_delay": 20},
+    {"kv_budget": 0.2, "kv_policy": "snapkv"},
     {"kv_budget": 0.2, "kv_prefill_tokens": 128},
 ]
 UNSCORED: list[dict[str, Any]] = [
@@ -96,7 +98,9 @@ def watch(
     return output, scores
 
 
-@pytest.mark.parametrize("asked", SCORED, ids=str)
+@pytest.mark.parametrize(
+    "asked", [*SCORED, *(pytest.param(one, marks=pytest.mark.long) for one in MORE_SCORED)], ids=str
+)
 def test_law12_scores_and_kept_sets_are_those_without_drafts(
     drafting: Engine, text_tokens: list[int], asked: dict[str, Any]
 ) -> None:
@@ -146,7 +150,7 @@ def test_law01_and_law05_tokens_do_not_depend_on_batch_or_drafts(
     """With a budget and without, alone without drafts and in a crowd with them, in too small a pool."""
     chance = random.Random(5)
     prompt = text_tokens[500:800]
-    asked = [None, {"kv_budget": 1.0}, *SCORED, *UNSCORED]
+    asked = [None, {"kv_budget": 1.0}, *SCORED, *MORE_SCORED, *UNSCORED]
     alone = [drafting.generate([prompt], one, max_tokens=60)[0] for one in asked]
     Drafter.known = [[*prompt, *tokens_of(one)] for one in alone]
     assert tokens_of(alone[0]) == tokens_of(alone[1])
@@ -233,7 +237,7 @@ def test_law02_law03_and_law06_hold_after_any_mix_with_drafts(
         length = chance.choice([1, 33, 65, chance.randint(10, 500)])
         params = SamplingParams(
             max_tokens=40,
-            extra_args=chance.choice([None, *SCORED, *UNSCORED]),
+            extra_args=chance.choice([None, *SCORED, *MORE_SCORED, *UNSCORED]),
             **chance.choice(kinds),
         )
         prompt = text_tokens[i % 3 * 50 :][:length]
@@ -294,7 +298,7 @@ def test_law01_and_law12_ngram_gives_the_tokens_of_stock_vllm_and_of_budgets_alo
     # Ours as well in a process of its own: `ngram` imports numba, and vLLM 0.32 starts no engine in a process
     # that has done so (`triton_utils.dispatcher` takes llvmlite's `lib` for an object with a dict).
     stock = run_engine(model_dir, texts, engine=engine, environment=INSIDE, **few)
-    asked = [None, {"kv_budget": 1.0}, *SCORED[:4]]
+    asked = [None, {"kv_budget": 1.0}, *SCORED[:3], MORE_SCORED[0]]
     without = [tokens_of(one) for fields in asked for one in clean.generate(texts, fields, **few)]
     ours = run_engine(
         model_dir,

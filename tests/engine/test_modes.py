@@ -48,10 +48,20 @@ def budgets_held(results: list[dict[str, Any]], block_size: int) -> None:
     [
         # vLLM's switch for tests: traced and run through the compiled path, without the minutes
         # that its C++ compilation takes.
-        ({"dtype": "bfloat16", "enforce_eager": False}, 32, {"VLLM_CPU_CI_ENV": "1"}),
-        ({"dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": 192}, 16, {}),
+        pytest.param(
+            {"dtype": "bfloat16", "enforce_eager": False},
+            32,
+            {"VLLM_CPU_CI_ENV": "1", "TORCH_COMPILE_DISABLE": ""},
+            id="bf16-compiled",
+        ),
+        pytest.param(
+            {"dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": 192},
+            16,
+            {},
+            id="bf16-block16",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["bf16-compiled", "bf16-block16"],
 )
 @pytest.mark.slow
 def test_budgets_hold_in_every_mode(

@@ -34,13 +34,14 @@ def test_chats_in_any_order_keep_the_laws(
     Chats.model_dir = model_dir
     unwanted = {Phase.shrink} if pytestconfig.getoption("--no-shrink") else set()
     phases = [phase for phase in Phase if phase not in unwanted]
-    run(3000 if long else 80, 60 if long else 30, derandomize=not long, phases=phases)
+    run(3000 if long else 25, 60 if long else 30, derandomize=not long, phases=phases)
     print(
         f"{Chats.turns} turns, {Chats.settled} segments settled, {Chats.found} found, "
         f"{Chats.resumed} resumed behind one, {Chats.shared} times two held one, {Chats.shortages} shortages"
     )
-    assert Chats.turns > 200
-    assert Chats.settled > 100
+    assert Chats.turns > 100
+    assert Chats.settled > 50
+    assert Chats.found > 10
 
 
 def test_chats_find_what_has_settled(model_dir: str) -> None:

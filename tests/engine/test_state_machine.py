@@ -33,7 +33,7 @@ def test_any_order_of_events_keeps_the_laws(
     run_state_machine_as_test(
         Traffic,
         settings=settings(
-            max_examples=3000 if long else 100,
+            max_examples=3000 if long else 30,
             stateful_step_count=60 if long else 30,
             deadline=None,
             derandomize=not long,
@@ -51,11 +51,11 @@ def test_any_order_of_events_keeps_the_laws(
     # Far below what was seen: which events are drawn changes with every number in the code that is loaded, of
     # which hypothesis makes use. Hits and meetings have scripts of their own: ``test_doomed_hits_tokens.py``,
     # ``test_eviction_order.py``, ``test_ghost.py``.
-    assert Traffic.steps > 10_000
-    assert Traffic.evictions > 1000
-    assert Traffic.preemptions > 50
+    assert Traffic.steps > 4000
+    assert Traffic.evictions > 500
+    assert Traffic.preemptions > 20
     assert Traffic.squeezes > 10
-    assert Traffic.crowds > 20
+    assert Traffic.crowds > 5
     assert Traffic.bounded > 50
     assert Traffic.drafted > 1000 and Traffic.accepted > 500
 

@@ -33,6 +33,21 @@ FAMILIES = tuple(range(1000 * n, 1000 * n + 200) for n in (1, 2))
 """Prompts are beginnings of these, so that many share blocks. With its answer each fits into the pool."""
 
 
+RIGS: dict[str, Any] = {
+    "num_blocks": st.integers(24, 40),
+    "caching": st.booleans(),
+    "pipelined": st.booleans(),
+    "drafts": st.sampled_from([0, 1, 4, 20]),
+    "policy": st.sampled_from(["fcfs", "priority"]),
+    "batched_tokens": st.sampled_from([16, 64, 512]),
+    "watermark": st.sampled_from([0.0, 0.2]),
+    "beside": st.sampled_from([(), (), (WINDOW,), (CHUNKS,), (STATES,)]),
+    "retention": st.sampled_from([None, 0]),
+    "kv_elastic_admission": st.sampled_from(ADMISSIONS),
+}
+"""What a run of the machine may serve with."""
+
+
 class Traffic(RuleBasedStateMachine):
     """Clients, scheduler and pool; ``model_dir`` is set by the test."""
 
@@ -56,18 +71,7 @@ class Traffic(RuleBasedStateMachine):
         self.points: dict[str, int] = {}
         """Where."""
 
-    @initialize(
-        num_blocks=st.integers(24, 40),
-        caching=st.booleans(),
-        pipelined=st.booleans(),
-        drafts=st.sampled_from([0, 1, 4, 20]),
-        policy=st.sampled_from(["fcfs", "priority"]),
-        batched_tokens=st.sampled_from([16, 64, 512]),
-        watermark=st.sampled_from([0.0, 0.2]),
-        beside=st.sampled_from([(), (), (WINDOW,), (CHUNKS,), (STATES,)]),
-        retention=st.sampled_from([None, 0]),
-        kv_elastic_admission=st.sampled_from(ADMISSIONS),
-    )
+    @initialize(**RIGS)
     def start(
         self, batched_tokens: int, num_blocks: int, beside: Any, drafts: int, **options: Any
     ) -> None:

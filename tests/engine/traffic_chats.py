@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import multiple, rule
+from hypothesis.stateful import initialize, multiple, rule
 
-from tests.engine.traffic import FAMILIES, Traffic
+from tests.engine.traffic import FAMILIES, RIGS, Traffic
 
 __all__ = ["Chats"]
 
@@ -41,6 +41,11 @@ class Chats(Traffic):
         super().__init__()
         self.prompts: dict[str, list[int]] = {}
         self.own = 100_000
+
+    @initialize(**RIGS | {"caching": st.just(True), "beside": st.just(())})
+    def start(self, **options: Any) -> None:
+        """As the base class, where segments settle and are found."""
+        super().start(**options)
 
     def history(self, which: int, cut: float) -> list[int]:
         """The prompt of one of the last requests and its answer so far, cut."""

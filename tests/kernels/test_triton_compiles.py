@@ -119,7 +119,7 @@ def test_programs_of_decodes_share_a_processor(size: int) -> None:
         assert row["stack_bytes"] == 0 and programs(row) >= 4, row
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_kernel_compiles_for_other_gpus() -> None:
     others = set(ARCHS) - {90}
     rows = compiled_with_the_locks_triton("--shapes", "1", "--archs", *map(str, others))
@@ -136,7 +136,7 @@ def test_every_kernel_compiles_for_every_gpu_and_shape() -> None:
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.long
 def test_kernels_equal_their_reference_with_the_locks_triton() -> None:
     folder = ROOT / "tests/kernels/triton"
     run_interpreted(sorted(folder.glob("test_*.py")), fast=True, long=False, first=cuda_triton())

@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def rows(long: bool) -> list[dict[str, Any]]:
     # Seeds whose mixes share many prompts, and squeeze many requests: that is looked at below.
-    rounds, requests = ("20", "200") if long else ("2", "100")
-    options = ("--rounds", rounds, "--requests", requests, "--seed", "7", "--self-check")
-    return hunt(*options, long=long)
+    rounds, requests, blocks = ("20", "200", "190") if long else ("2", "50", "100")
+    options = ("--rounds", rounds, "--requests", requests, "--blocks", blocks, "--seed", "7")
+    return hunt(*options, "--self-check", long=long)
 
 
 def hunt(*options: str, long: bool) -> list[dict[str, Any]]:
@@ -48,30 +48,30 @@ def test_a_batch_generates_what_each_request_generates_alone(
         assert row["ties"] <= 2
         # What it was meant to be: crowded, short of blocks, and with something to corrupt.
         requests = row["requests"]
-        assert requests == (200 if long else 100)
-        assert row["running_max"] > 40
+        assert requests == (200 if long else 50)
+        assert row["running_max"] > requests / 4
         # Admission counts what prompts are to hold: few take others' blocks unless they grow.
         assert row["preemptions"] > requests / (2 if row["mix"] == "growing" else 20)
         assert row["evictions"] > 1.5 * requests
-        assert row["squeezed"] > 5
-        assert row["aborted"] > 5
+        assert row["squeezed"] > 2
+        assert row["aborted"] > 2
         assert row["cached_tokens"] > 50
-        assert row["poisoned_blocks"] > 1000
+        assert row["poisoned_blocks"] > 5 * requests
     assert len(rounds) == (20 if long else 2)
     assert [row["mix"] for row in rounds[:2]] == ["mixed", "growing"]
-    assert rounds[0]["cached_tokens"] > 1000 and rounds[1]["cached_tokens"] > 300
+    assert rounds[0]["cached_tokens"] > 400 and rounds[1]["cached_tokens"] > 100
 
 
 def test_a_batch_on_our_kernel_alone_generates_what_each_request_generates_alone(
     long: bool,
 ) -> None:
     """``--kv-full-kernel h2o``: rows with and without scores share calls."""
-    requests, rounds = ("200", "20") if long else ("80", "1")
-    options = ("--kv-full-kernel", "h2o", "--requests", requests, "--rounds", rounds, "--seed", "7")
-    for row in hunt(*options, long=long):
+    requests, rounds, blocks = ("200", "20", "190") if long else ("40", "1", "90")
+    options = ("--requests", requests, "--rounds", rounds, "--blocks", blocks, "--seed", "7")
+    for row in hunt("--kv-full-kernel", "h2o", *options, long=long):
         assert row["wrong"] == []
         assert row["ties"] <= 2
-        assert row["running_max"] > 20 and row["evictions"] > 100 and row["preemptions"] > 0
+        assert row["running_max"] > 10 and row["evictions"] > 50 and row["preemptions"] > 0
         assert row["poisoned_blocks"] > 100
 
 

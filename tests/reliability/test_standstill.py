@@ -61,7 +61,15 @@ def plant(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("place", ["in", "behind-once", "worker-once", "before", "loading"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *(pytest.param(place, marks=pytest.mark.long) for place in ("in", "behind-once")),
+        "worker-once",
+        "before",
+        "loading",
+    ],
+)
 def test_hang_is_noticed_wherever_it_is(place: str, plant: Path, tiny: list[str]) -> None:
     environment = {
         "PYTHONPATH": str(plant),
@@ -74,7 +82,7 @@ def test_hang_is_noticed_wherever_it_is(place: str, plant: Path, tiny: list[str]
     server = LiveServer(plant / "log", *tiny, *options, environment=environment)
     try:
         if place in ("before", "loading"):
-            assert server.process.wait(timeout=300) == 1
+            assert server.process.wait(timeout=600) == 1
             last = server.log.read_text().strip().splitlines()[-1]
             assert last.startswith("h2o-serve: error: the ") and "stands still" in last
             assert ("for the second time" in last) == (place == "loading")

@@ -160,6 +160,7 @@ def serve(*options: str) -> subprocess.CompletedProcess[str]:
             ["--distributed-executor-backend", "mp"],
             "its weights cannot be loaded",
             id="worker",
+            marks=pytest.mark.long,
         ),
         pytest.param(["--max-model-len", "9999999"], "max_model_len (9999999)", id="server"),
     ],
@@ -181,6 +182,7 @@ def test_failed_start_of_any_process_is_one_line_and_a_file(
         file.unlink()
 
 
+@pytest.mark.long
 def test_debugging_shows_the_traceback_and_says_the_line_all_the_same(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path)
     done = serve("--model", str(model), "--max-model-len", "9999999", "--log-level", "DEBUG")

@@ -28,7 +28,10 @@ READERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("num_blocks", "pipelined", "base"),
-    [(120, True, "triton"), pytest.param(17, False, "flash", marks=pytest.mark.long)],
+    [
+        pytest.param(120, True, "triton", marks=pytest.mark.slow),
+        pytest.param(17, False, "flash", marks=pytest.mark.long),
+    ],
     ids=["async-triton", "preempting-flash"],
 )
 def test_readers_of_one_prompt_keep_what_they_would_alone(

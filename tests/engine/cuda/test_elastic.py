@@ -24,7 +24,10 @@ def asked_by(policy: str, **begin: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("pipelined", "base"),
-    [(True, "triton"), pytest.param(False, "flash", marks=pytest.mark.long)],
+    [
+        pytest.param(True, "triton", marks=pytest.mark.slow),
+        pytest.param(False, "flash", marks=pytest.mark.long),
+    ],
     ids=["async-triton", "sync-flash"],
 )
 def test_law05_squeezed_rows_attend_like_their_replays(

@@ -155,6 +155,7 @@ def computed_outputs(model_dir: str, names: list[str], *, preempt: bool) -> dict
         return {name: torch.stack([gpu.outputs[name, at] for at in range(149)]) for name in names}
 
 
+@pytest.mark.long
 def test_law05_a_request_that_shares_is_the_same_alone_and_among_others(model_dir: str) -> None:
     """vLLM's kernel cannot read it: ours attends, preempted and in any batch."""
     alone = computed_outputs(model_dir, ["b"], preempt=False)

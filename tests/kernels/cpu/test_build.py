@@ -110,7 +110,7 @@ def test_one_that_is_asked_for_is_not_replaced(
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("option", "needs", "name"),
     [

@@ -196,7 +196,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "unpacked"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_installed_package_needs_no_compiler(real: Path, tmp_path: Path) -> None:
     """Changed sources in it do: then the library is built once more."""
     code = "from h2o_vllm.kernels import cpu; print(cpu.__file__, cpu.describe())"
@@ -222,7 +222,7 @@ def test_the_installed_package_needs_no_compiler(real: Path, tmp_path: Path) -> 
     assert len(list((tmp_path / "cache" / "h2o_vllm").iterdir())) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("level", toolchain.LEVELS)
 def test_every_level_equals_the_reference(real: Path, level: str) -> None:
     if not build.cpu_features() >= {*toolchain.LEVELS[level].needs}:

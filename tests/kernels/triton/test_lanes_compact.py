@@ -58,7 +58,7 @@ def test_lanes_go_back_and_forth() -> None:
     assert check_lanes_go_back_and_forth(caches, scores, 6, [2] * 6) > 10
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_compaction_equals_the_rule_on_any_scores(data: st.DataObject) -> None:
     """Many ties, infinities, NaN and both zeros; any split of the blocks; lanes of anybody's."""

@@ -71,7 +71,7 @@ def test_all_answers_count_and_a_turn_goes_on_from_the_one_before(
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_small_run_writes_every_row(tiny: list[str], tmp_path: Path) -> None:
     options = [
         "--rounds",

@@ -31,6 +31,7 @@ TOLD = (
 IDLE = (
     "CPU backend doesn't allow to use `torch.set_num_threads`",
     "Enforce eager set",
+    "TORCH_COMPILE_DISABLE is set",
     "Found ulimit of",
     "Inductor compilation was disabled by user settings",
     "Model Runner V2 requires Triton",

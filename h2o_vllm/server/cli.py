@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_early(arguments)
         # Before torch is there, here and in the fork server.
         spin_briefly()
-        lacking = compiling.switch_off()
+        lacking = compiling.switch_off(eager=_is_eager(arguments))
         quiet.prepare(wanted=not any(map(os.environ.get, LOGGING)))
         if not _asks_for_help(arguments):
             if _talks():
@@ -110,6 +110,13 @@ def _serve(
 
 def _asks_for_help(arguments: Sequence[str]) -> bool:
     return any(argument.startswith(("--help", "-h")) for argument in arguments)
+
+
+def _is_eager(arguments: Sequence[str]) -> bool:
+    """Whether the last option of its kind is ``--enforce-eager``."""
+    given = [argument.replace("_", "-") for argument in arguments]
+    given = [argument for argument in given if argument.endswith("-enforce-eager")]
+    return given[-1:] == ["--enforce-eager"]
 
 
 def _talks() -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from h2o_vllm.engine import compiling
+from h2o_vllm.server import cli
 from tests.engine.conftest import INSIDE, run_engine
 
 
@@ -44,6 +45,31 @@ def test_compiling_is_off_where_a_part_is_missing(
         (system / lacks).unlink()
     assert lacks.removeprefix("my-") in compiling.switch_off()
     assert os.environ[compiling.VARIABLE] == "1"
+
+
+def test_an_eager_engine_on_a_cpu_compiles_nothing(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiling.switch_off(eager=True) == ""
+    assert os.environ[compiling.VARIABLE] == "1"
+    monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cu130")
+    monkeypatch.delenv(compiling.VARIABLE)
+    assert compiling.switch_off(eager=True) == ""
+    assert compiling.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "eager"),
+    [
+        ([], False),
+        (["--enforce-eager", "--port", "1"], True),
+        (["--enforce_eager"], True),
+        (["--enforce-eager", "--no-enforce-eager"], False),
+        (["--no-enforce-eager", "--enforce-eager"], True),
+    ],
+)
+def test_the_last_option_says_whether_an_engine_is_eager(arguments: list[str], eager: bool) -> None:
+    assert cli._is_eager(arguments) is eager
 
 
 def test_other_builds_and_a_given_choice_are_left_alone(

@@ -44,6 +44,12 @@ MUTANTS = (
         TOKENS,
     ),
     Mutant(
+        "server-threads-that-only-poll-are-progress",
+        'POLLERS = ("gloo_tcp_loop",)',
+        "POLLERS: tuple[str, ...] = ()",
+        ("tests/server/test_still.py",),
+    ),
+    Mutant(
         "server-get-needs-no-key",
         'scope["method"] == "OPTIONS"',
         'scope["method"] in ("OPTIONS", "GET")',

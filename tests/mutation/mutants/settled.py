@@ -67,8 +67,15 @@ MUTANTS = (
     ),
     Mutant(
         "law05-what-a-preempted-request-was-to-compute-can-be-found",
-        "self._withdraw(request_id, state.counts.num_computed_tokens)",
+        "withdraw_unfilled(self, request_id, state.counts.num_computed_tokens)",
         "pass",
+        ("tests/engine/test_ghost.py",),
+        "blocks/manager.py",
+    ),
+    Mutant(
+        "law05-what-it-was-to-compute-can-be-found-in-other-groups",
+        "if state is not None and not state.counts.is_finished():",
+        "if state is None:",
         ("tests/engine/test_ghost.py",),
     ),
     Mutant(

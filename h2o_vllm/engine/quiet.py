@@ -31,11 +31,11 @@ TOLD = (
 IDLE = (
     "CPU backend doesn't allow to use `torch.set_num_threads`",
     "Enforce eager set",
-    "TORCH_COMPILE_DISABLE is set",
     "Found ulimit of",
     "Inductor compilation was disabled by user settings",
     "Model Runner V2 requires Triton",
     "Reset SSM cache type",
+    "TORCH_COMPILE_DISABLE is set",
     "Triton is not installed",
     "Triton is installed, but doesn't include CPU backend",
     "Using custom scheduler class",

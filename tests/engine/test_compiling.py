@@ -12,7 +12,7 @@ import pytest
 
 from h2o_vllm.engine import compiling
 from h2o_vllm.server import cli
-from tests.engine.conftest import INSIDE, run_engine
+from tests.engine.conftest import run_engine
 
 
 @pytest.fixture
@@ -89,7 +89,6 @@ def test_logprobs_are_answered_where_nothing_can_be_compiled(
     model_dir: str, text_tokens: list[int], tmp_path: Path
 ) -> None:
     environment = {
-        **INSIDE,
         compiling.VARIABLE: "",
         "CXX": "no-such-compiler",
         "H2O_CPU_KERNEL": "reference",

@@ -56,7 +56,7 @@ def test_any_order_of_events_keeps_the_laws(
     assert Traffic.preemptions > 20
     assert Traffic.squeezes > 10
     assert Traffic.crowds > 5
-    assert Traffic.bounded > 50
+    assert Traffic.bounded > 20
     assert Traffic.drafted > 1000 and Traffic.accepted > 500
 
 

@@ -43,7 +43,7 @@ def missing() -> str:
 
 
 def switch_off(*, eager: bool = False) -> str:
-    """Switch it off where it cannot work, or on CPUs where nobody asks for it, unless the variable is set.
+    """Switch it off on CPUs where it cannot work or the engine is eager, unless the variable is set.
 
     Args:
         eager: the model itself is not compiled.

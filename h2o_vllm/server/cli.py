@@ -113,7 +113,7 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def _is_eager(arguments: Sequence[str]) -> bool:
-    """Whether the last option of its kind is ``--enforce-eager``."""
+    """Whether the command line asks for an eager engine; its last ``--[no-]enforce-eager`` counts."""
     given = [argument.replace("_", "-") for argument in arguments]
     given = [argument for argument in given if argument.endswith("-enforce-eager")]
     return given[-1:] == ["--enforce-eager"]

@@ -63,6 +63,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     from vllm.platforms import current_platform
 
     from h2o_vllm.calibration.file import check_exists
+    from h2o_vllm.engine.core.support import EXACT_DRAFTER
     from h2o_vllm.engine.core.version import check_vllm_version
 
     if config is not None and options:
@@ -97,6 +98,12 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
         compiling.switch_off()
         args["block_size"] = CPU_BLOCK_SIZE
         args["distributed_executor_backend"] = CPU_EXECUTOR
+    if config.exact_drafts:
+        args["speculative_config"] = {
+            "method": "custom_class",
+            "model": EXACT_DRAFTER,
+            "num_speculative_tokens": config.exact_drafts,
+        }
     if device == "cuda":
         # Ours, once our worker has registered it; CPU has no such choice.
         args["attention_backend"] = "CUSTOM"

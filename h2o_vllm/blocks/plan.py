@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Eviction", "EvictionParams", "StepPlan"]
+__all__ = ["Eviction", "EvictionParams", "ExactParams", "StepPlan"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,20 @@ class EvictionParams:
     traced: bool = False
     shares_heads: bool = False
     pinned: int = 0
+
+
+@dataclass(frozen=True)
+class ExactParams:
+    """What a worker needs to know about an exact request, which keeps everything and drafts on a part of it.
+
+    Attributes:
+        prompt_tokens: of the request. share: of its tokens, which drafts attend to. tokens: a number of
+            tokens instead, or ``None``.
+    """
+
+    prompt_tokens: int
+    share: float
+    tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -123,8 +137,10 @@ class StepPlan:
         evictions: at most one per request, in the order in which the scheduler decided them.
         confirmed: for each request that had drafts in the previous step, the number of its tokens whose KV is
             certain. The drafts after them were rejected.
+        exact: parameters of each exact request that is admitted or resumed in this step.
     """
 
     policies: dict[str, EvictionParams] = field(default_factory=dict)
     evictions: tuple[Eviction, ...] = ()
     confirmed: dict[str, int] = field(default_factory=dict)
+    exact: dict[str, ExactParams] = field(default_factory=dict)

@@ -39,6 +39,9 @@ __all__ = [
 ADMISSIONS = ("squeeze", "queue")
 """What ``--kv-elastic-admission`` may be."""
 
+MOST_DRAFTS = 16
+"""Of ``--kv-exact-drafts``."""
+
 FULL_KERNELS = ("auto", "vllm", "h2o")
 """What ``--kv-full-kernel`` may be."""
 
@@ -53,6 +56,7 @@ class H2OConfig:
         kv_heads_equal_because: why heads cannot share in this engine; empty: they can. No option: the engine
             knows, see :func:`h2o_vllm.engine.core.support.config_of`.
         kv_settles_not_because: why segments cannot settle in this engine; empty: they can. No option, either.
+        kv_exact_not_because: why no request can be exact in this engine; empty: they can. No option, either.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -108,6 +112,16 @@ class H2OConfig:
         "Newest tokens kept whole; older ones settle at kv_budget, and later turns read them; 0: off.",
         asked=True, attribute="settle", reported="settle_tokens",
     )  # fmt: skip
+    kv_exact: bool = setting(
+        False,
+        "Evict nothing: kv_budget, or a tenth, is what drafts attend to, and all KV verifies them.",
+        asked=True, attribute="exact", reported="exact",
+    )  # fmt: skip
+    kv_exact_drafts: int = setting(
+        0,
+        "Tokens drafted at once for requests with kv_exact, which 0 refuses; 4 with --kv-exact.",
+        high=MOST_DRAFTS, metavar="N",
+    )  # fmt: skip
     kv_budget_min: float = setting(
         0.01,
         "Smallest kv_budget one may ask for.",
@@ -140,6 +154,7 @@ class H2OConfig:
     kv_calibration: str | None = setting(None, "From python -m h2o_vllm.calibrate.", metavar="FILE")
     kv_heads_equal_because: str = ""
     kv_settles_not_because: str = ""
+    kv_exact_not_because: str = ""
 
     def __post_init__(self) -> None:
         try:
@@ -168,6 +183,11 @@ class H2OConfig:
     def _check_limits(self) -> None:
         """The limits are in order, and hold for the default budget."""
         low, high = self.kv_budget_min, self.kv_budget_max
+        if self.exact_drafts and high < 1.0:
+            raise ConfigError(
+                f"--kv-exact and --kv-exact-drafts need --kv-budget-max 1, got {high}: exact requests keep "
+                "all KV"
+            )
         if low > high:
             raise ConfigError(f"--kv-budget-min {low} is larger than --kv-budget-max {high}")
         if self.kv_budget_tokens is not None:
@@ -204,6 +224,11 @@ class H2OConfig:
     def calibrated(self) -> bool:
         """Whether policies may use a calibration."""
         return self.kv_calibration is not None
+
+    @property
+    def exact_drafts(self) -> int:
+        """Tokens drafted at once for exact requests; 0: they are refused."""
+        return self.kv_exact_drafts or (4 if self.kv_exact else 0)
 
     @property
     def default_policy(self) -> Policy:

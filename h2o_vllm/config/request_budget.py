@@ -34,6 +34,7 @@ class RequestBudget:
         heads: one of :data:`~h2o_vllm.config.request_fields.HEADS`.
         settle: newest tokens that do not settle; 0: no token settles. See
             :class:`h2o_vllm.blocks.settling.SettlingSchedule`, which rounds it.
+        exact: nothing is evicted; what this budget says is what drafts attend to.
     """
 
     fraction: float
@@ -51,8 +52,10 @@ class RequestBudget:
     trace: bool = False
     heads: str = "equal"
     settle: int = 0
+    exact: bool = False
 
     @property
     def evicts(self) -> bool:
         """Whether this request can ever give up a token. If not, it is served by stock vLLM."""
-        return self.tokens is not None or self.fraction < 1.0 or self.prefill > 0
+        asked = self.tokens is not None or self.fraction < 1.0 or self.prefill > 0
+        return asked and not self.exact

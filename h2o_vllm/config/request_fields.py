@@ -14,6 +14,8 @@ from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy.policy import Policy
 
 __all__ = [
+    "EXACT_NOT_WITH",
+    "EXACT_SHARE",
     "HEADS",
     "MAX_DELAY",
     "MAX_TRACE_TOKENS",
@@ -47,6 +49,15 @@ SETTLES_NOT_WITH = {
     "kv_trace": "no trace follows tokens that several requests hold",
 }
 """Fields that a request cannot combine with ``kv_settle_tokens``, and why."""
+
+EXACT_NOT_WITH = (
+    "kv_recent", "kv_policy", "kv_heads", "kv_protect", "kv_delay", "kv_elastic", "kv_prefill_tokens",
+    "kv_settle_tokens", "kv_evict_from", "kv_trace",
+)  # fmt: skip
+"""Fields that a request cannot combine with ``kv_exact``: they say how something is evicted."""
+
+EXACT_SHARE = 0.1
+"""Share of an exact request's tokens that drafts attend to, where no budget is named."""
 
 MAX_DELAY = 256
 """While an eviction is delayed, a request holds more than ``kv_budget_max`` says: not for long."""

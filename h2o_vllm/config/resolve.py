@@ -15,6 +15,8 @@ from h2o_vllm.checks import MAX_TOKENS
 from h2o_vllm.config.options import FIELDS, REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import (
+    EXACT_NOT_WITH,
+    EXACT_SHARE,
     REMOVED_FIELDS,
     check_heads,
     check_prefill,
@@ -69,7 +71,19 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     }
     if "kv_heads" in given:
         check_heads(values["heads"], policy, config.kv_heads_equal_because)
+    values["exact"] = _exact(config, given)
+    if values["exact"]:
+        values |= _NOTHING_EVICTED
+        if fraction == 1.0 and "kv_budget" not in given:
+            values["fraction"] = EXACT_SHARE
     return RequestBudget(**values)
+
+
+_NOTHING_EVICTED = {
+    "heads": "equal", "protect": 0, "delay": 0, "elastic": False, "prefill": 0, "settle": 0,
+    "evict_from": 0, "trace": False,
+}  # fmt: skip
+"""Attributes of an exact request's budget, whatever the server's defaults."""
 
 
 def resolve_for(
@@ -137,6 +151,26 @@ def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
     if settle and name not in given and policy.settles_not_because:
         settle = 0
     return policy, check_settle({**given, name: settle}, policy)
+
+
+def _exact(config: H2OConfig, given: Mapping[str, Any]) -> bool:
+    """Whether the request is exact. A field that says how something is evicted overrides the default."""
+    name = "kv_exact"
+    if not _checked(config, name, given.get(name, config.kv_exact)):
+        return False
+    other = next((field for field in EXACT_NOT_WITH if given.get(field)), None)
+    if name not in given:
+        return other is None
+    because = config.kv_exact_not_because
+    if not because and not config.exact_drafts:
+        because = "it was started without --kv-exact and --kv-exact-drafts"
+    if because:
+        raise BudgetError(name, True, f"false on this server ({because})")
+    if config.kv_budget_max < 1.0:
+        raise BudgetError(name, True, f"false {_bounded_server(config)}")
+    if other is not None:
+        raise BudgetError(name, True, f"false with {other}: an exact request evicts nothing")
+    return True
 
 
 def _begin(config: H2OConfig, given: Mapping[str, Any], *, settle: int) -> tuple[bool, int]:

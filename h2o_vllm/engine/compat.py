@@ -16,6 +16,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import nn
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -28,6 +30,7 @@ __all__ = [
     "block_managers",
     "model_norms",
     "model_rotation",
+    "runner_block_table",
     "runner_metadata_builders",
     "runner_row_request_ids",
     "runner_spared_generators",
@@ -194,6 +197,14 @@ def runner_write_table(
     if row is not None:
         table = model_runner.input_batch.block_table[group].block_table.np
         table[row, list(entries)] = list(entries.values())
+
+
+def runner_block_table(
+    model_runner: Any, group: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The block tables of all rows of a KV cache group, [B, MB], and how many blocks each row has, [B]."""
+    table = model_runner.input_batch.block_table[group]
+    return table.block_table.np, table.num_blocks_per_row
 
 
 def runner_metadata_builders(model_runner: Any) -> list[tuple[Any, Any]]:

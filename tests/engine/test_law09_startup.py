@@ -88,6 +88,32 @@ def test_unsupported_options_are_refused_by_name(
         check_supported(config)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("speculative_config", None, "without our drafter"),
+        ("speculative_config", SimpleNamespace(method="ngram", model=None), "without our drafter"),
+        ("parallel_config.tensor_parallel_size", 2, "--kv-exact with tensor parallelism"),
+        ("lora_config", SimpleNamespace(), "--kv-exact with LoRA"),
+        ("model_config.uses_mrope", True, "M-RoPE"),
+    ],
+)
+def test_what_exact_requests_cannot_go_with_is_refused_by_name(
+    path: str, value: object, says: str
+) -> None:
+    config = SimpleNamespace(
+        additional_config={"h2o": {"kv_exact_drafts": 4}},
+        speculative_config=SimpleNamespace(method="custom_class", model=support.EXACT_DRAFTER),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        lora_config=None,
+        model_config=SimpleNamespace(uses_mrope=False),
+    )
+    assert not any(refused for refused, _ in support._exact_on_cpu(config))
+    set_path(config, path, value)
+    reasons = [why for refused, why in support._exact_on_cpu(config) if refused]
+    assert len(reasons) == 1 and says in reasons[0]
+
+
 @pytest.mark.parametrize("method", support.DRAFTING)
 def test_drafts_of_tokens_alone_are_served_on_cpus_and_refused_by_name_elsewhere(
     rig: Rig, method: str

@@ -27,6 +27,7 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "squeezed_at": None,
         "prefill_tokens": 0,
         "settle_tokens": 0,
+        "exact": False,
         "tokens_seen": 100,
         "tokens_cached": 0,
         "tokens_protected": 0,

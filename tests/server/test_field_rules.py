@@ -243,3 +243,53 @@ def test_what_settling_excludes_yields_to_it_if_it_is_the_servers() -> None:
     assert resolve(tokens, SETTLES | {"kv_budget": 0.2}).settle == 512
     with pytest.raises(BudgetError, match="0 where the server's budget is --kv-budget-tokens"):
         resolve(tokens, SETTLES)
+
+
+EXACT = H2OConfig(kv_exact_drafts=4)
+
+
+def test_an_exact_request_evicts_nothing_and_drafts_on_its_budget() -> None:
+    one = resolve(EXACT, {"kv_exact": True})
+    assert (one.exact, one.evicts, one.fraction) == (True, False, 0.1)
+    assert resolve(EXACT, {"kv_exact": True, "kv_budget": 1.0}).fraction == 1.0
+    assert resolve(EXACT, {"kv_exact": True, "kv_budget_tokens": 700}).tokens == 700
+    server = H2OConfig(kv_exact=True, kv_budget=0.2, kv_elastic=True, kv_protect="prompt")
+    assert server.exact_drafts == 4
+    one = resolve(server, None)
+    assert (one.exact, one.fraction, one.elastic, one.protect) == (True, 0.2, False, 0)
+    one = resolve(server, {"kv_exact": False})
+    assert (one.exact, one.evicts, one.elastic) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"kv_policy": "h2o"},
+        {"kv_heads": "equal"},
+        {"kv_protect": 8},
+        {"kv_delay": 4},
+        {"kv_recent": 0.5},
+        {"kv_elastic": True},
+        {"kv_evict_from": 300},
+        {"kv_prefill_tokens": 512},
+        {"kv_settle_tokens": 512, "kv_policy": "key"},
+        {"kv_trace": True},
+    ],
+    ids=str,
+)
+def test_how_to_evict_contradicts_exact_and_overrides_its_default(beside: dict[str, Any]) -> None:
+    server = H2OConfig(kv_exact_drafts=4, kv_trace=True)
+    refusal = refused(server, body(kv_exact=True, **beside))
+    assert refusal.param == "kv_exact"
+    assert "must be false with kv_" in refusal.message
+    assert not resolve(H2OConfig(kv_exact=True, kv_trace=True), beside).exact
+
+
+def test_where_nothing_drafts_no_request_is_exact() -> None:
+    assert "started without --kv-exact" in refused(H2OConfig(), body(kv_exact=True)).message
+    engine = H2OConfig(kv_exact_drafts=2, kv_exact_not_because="it is a sundial")
+    assert "(it is a sundial)" in refused(engine, body(kv_exact=True)).message
+    assert passed(engine, body(kv_exact=False))
+    for bounded in ({"kv_exact": True}, {"kv_exact_drafts": 4}):
+        with pytest.raises(ConfigError, match=r"need --kv-budget-max 1, got 0\.5"):
+            H2OConfig(kv_budget=0.2, kv_budget_max=0.5, **bounded)

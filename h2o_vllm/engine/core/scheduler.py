@@ -80,6 +80,11 @@ class H2OScheduler(LimitingScheduler):
                 "h2o_vllm cannot work with --kv-settle-tokens for a model with windows, chunks or states "
                 "beside full attention: what they hold is not found by the keys of what has settled"
             )
+        if self._beside and self.h2o_config.exact_drafts:
+            raise ConfigError(
+                "h2o_vllm cannot work with --kv-exact for a model with windows, chunks or states beside full "
+                "attention: drafts would not know them"
+            )
         connector = self.get_kv_connector()
         if connector is not None:
             check_single_group(len(self.kv_cache_config.kv_cache_groups))
@@ -177,7 +182,7 @@ class H2OScheduler(LimitingScheduler):
         }
         output = super().schedule(*args, **kwargs)
         self._drafted = tuple(output.scheduled_spec_decode_tokens)
-        policies = {}
+        policies, exact = {}, {}
         for started in output.scheduled_new_reqs:
             state = self.blocks.eviction_state(started.req_id)
             if state is None:
@@ -185,8 +190,10 @@ class H2OScheduler(LimitingScheduler):
             state.admitted(started.num_computed_tokens)
             if state.evicts:
                 policies[started.req_id] = state.params()
+            elif state.budget.exact:
+                exact[started.req_id] = state.exact_params()
         evictions = self.blocks.take_evictions()
-        output.h2o = StepPlan(policies, evictions, confirmed)
+        output.h2o = StepPlan(policies, evictions, confirmed, exact)
         if self._meter is not None and evictions:
             self._meter.evicted(evictions)
         return output

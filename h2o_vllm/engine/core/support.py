@@ -31,6 +31,11 @@ TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
 DRAFTING = ("ngram", "suffix", "custom_class")
 """Methods of speculative decoding in vLLM that hold no KV of their own: their drafters read tokens only."""
 
+EXACT_DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
+"""What drafts for exact requests, as ``speculative_config["model"]`` of method ``custom_class``."""
+
+_NO_EXACT = "vLLM's model runner for GPUs takes no drafter but its own"
+
 _NO_SETTLING = "our GPU worker does not put blocks in the place of others yet"
 
 _KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -65,6 +70,7 @@ def config_of(config: VllmConfig) -> H2OConfig:
         ours,
         kv_heads_equal_because=_equal_heads_because(config),
         kv_settles_not_because="" if device == "cpu" else _NO_SETTLING,
+        kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
     )
 
 
@@ -81,6 +87,35 @@ def _protects_roles_without_a_server(additional_config: Mapping[str, Any]) -> bo
 
 def _option(config: VllmConfig, name: str) -> Any:
     return (config.additional_config or {}).get(CONFIG_KEY, {}).get(name)
+
+
+def _exact(config: VllmConfig) -> bool:
+    return bool(_option(config, "kv_exact") or _option(config, "kv_exact_drafts"))
+
+
+def _exact_on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
+    if not _exact(config):
+        return []
+    drafting = config.speculative_config
+    return [
+        (
+            drafting is None or drafting.model != EXACT_DRAFTER,
+            "--kv-exact or --kv-exact-drafts without our drafter: build the arguments with "
+            "h2o_vllm.engine_args()",
+        ),
+        (
+            config.parallel_config.tensor_parallel_size > 1,
+            "--kv-exact with tensor parallelism: only one process knows the next token of a draft",
+        ),
+        (
+            config.lora_config is not None,
+            "--kv-exact with LoRA adapters: vLLM sets them for the rows of its own steps",
+        ),
+        (
+            config.model_config.uses_mrope,
+            "--kv-exact for a model whose tokens have several positions each (M-RoPE)",
+        ),
+    ]
 
 
 def _is_of(config: VllmConfig, kind: str) -> bool:
@@ -221,6 +256,7 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         _other_kv(config, (), "on CPU: our kernels there read KV of 16 and 32 bits"),
         *_drafts_on_cpu(config),
+        *_exact_on_cpu(config),
         (
             # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
             _is_of(config, CONVOLUTIONS)
@@ -268,6 +304,10 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             bool(_option(config, "kv_trace")) and parallel.tensor_parallel_size > 1,
             "--kv-trace on several GPUs: each process knows only what its own heads lose",
+        ),
+        (
+            _exact(config),
+            f"--kv-exact and --kv-exact-drafts on GPUs: {_NO_EXACT}. On CPUs they are served",
         ),
         (
             bool(_option(config, "kv_settle_tokens")),

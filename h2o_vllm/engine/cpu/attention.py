@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
     from h2o_vllm.engine.cpu.state import CPUState
+    from h2o_vllm.engine.cpu.views import Look, Views
 
 __all__ = ["H2OAttentionBackend", "H2OAttentionImpl", "H2OMetadataBuilder", "register_backend"]
 
@@ -62,12 +64,14 @@ class H2OMetadata(CPUAttentionMetadata):
         rest: metadata of the rows left to vLLM, if there are any.
         shared: the rows whose heads share slots, if there are any.
         later: queries whose tokens are not certain, if there are any.
+        look: how exact requests choose what their drafts attend to, and the views, if any does in this step.
     """
 
     split: RowSplit | None = None
     rest: CPUAttentionMetadata | None = None
     shared: SharedRows | None = None
     later: LaterQueries | None = None
+    look: tuple[Views, Look] | None = None
 
 
 class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -114,25 +118,30 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
                 tables = (live.block_table_tensor, live.seq_lens)
                 state.at_end(partial(state.split_scores, *tables, crossing))
         drafting = state.drafting(common, rows)
-        later = drafts = None
+        later = look = None
+        ours, origin = np.zeros(len(rows.evicts), dtype=np.bool_), None
         if drafting.any():
             apart = QueriesApart.of(rows, drafting)
-            rows, drafts = apart.rows, apart.later
+            rows, ours, origin = apart.rows, apart.later, apart.origin
             live, shared = apart.batch(live), apart.shared(shared)
             later = state.later = apart.later_queries(live, shared, state.row_request_ids())
-        split = split_rows(rows, full=state.full_kernel, shared=shared, drafts=drafts)
+        if len(state.views):
+            exact, look = state.exact_rows(rows, origin, live.block_table_tensor)
+            ours |= exact
+        split = split_rows(rows, full=state.full_kernel, shared=shared, ours=ours)
         if split is None:
             return super().build(common_prefix_len, live, fast_build)
         rest = self._subset(live, split) if split.rest_rows.numel() else None
         # vLLM's kernel serves the rest only; ours read nothing but these three tensors.
         metadata = super().build(common_prefix_len, rest or live, fast_build)
-        ours: dict[str, Any] = {
+        more: dict[str, Any] = {
             "query_start_loc": live.query_start_loc,
             "seq_lens": live.seq_lens,
             "block_table": live.block_table_tensor,
         }
-        ours |= {"split": split, "rest": rest and metadata, "shared": shared, "later": later}
-        return H2OMetadata(**{**vars(metadata), **ours})
+        more |= {"split": split, "rest": rest and metadata, "shared": shared, "later": later}
+        more["look"] = look and (state.views, look)
+        return H2OMetadata(**{**vars(metadata), **more})
 
     @staticmethod
     def _subset(common: CommonAttentionMetadata, split: RowSplit) -> CommonAttentionMetadata:
@@ -199,6 +208,10 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
                 kernels.attend_decode, scale=self.scale, softcap=softmax[0], sinks=sinks
             )
             batch.later.keep(ours, self._layer, score)
+        if batch.look is not None:
+            views, look = batch.look
+            score = partial(kernels.score_prompt, scale=self.scale, softcap=softmax[0], sinks=sinks)
+            views.look(look, ours, self._layer, score)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):

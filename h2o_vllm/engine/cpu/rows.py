@@ -88,28 +88,26 @@ def split_rows(
     *,
     full: bool,
     shared: SharedRows | None = None,
-    drafts: NDArray[np.bool_] | None = None,
+    ours: NDArray[np.bool_] | bool = False,
 ) -> RowSplit | None:
     """Sort the rows of a batch by kernel; ``None`` if all are left to vLLM.
 
     Args:
         full: whether rows without scores are ours, too.
         shared: rows that vLLM's kernel cannot read: they are ours in any case.
-        drafts: rows that hold a query of a row of ours: so are they, and without scores; [B].
+        ours: rows that are ours in any case, with scores or without; [B].
     """
     scored, lens = rows.scored_queries, rows.query_lens
-    if not full and not scored.any() and shared is None:
+    if not full and not scored.any() and shared is None and not np.any(ours):
         return None
-    unreadable = np.zeros(len(lens), dtype=np.bool_)
+    unreadable = np.zeros(len(lens), dtype=np.bool_) | ours
     if shared is not None:
         unreadable[list(shared.heavy_blocks)] = True
-    if drafts is not None:
-        unreadable |= drafts
     whole = (scored == lens) & (lens > 0)
-    ours = whole | ((full | unreadable) & (lens > 0))
-    decode, decode_scored = _scored_first(ours & (lens == 1), whole)
-    prompt, prompt_scored = _scored_first(ours & (lens > 1), whole)
-    rest = np.flatnonzero(~ours & (not full))
+    chosen = whole | ((full | unreadable) & (lens > 0))
+    decode, decode_scored = _scored_first(chosen & (lens == 1), whole)
+    prompt, prompt_scored = _scored_first(chosen & (lens > 1), whole)
+    rest = np.flatnonzero(~chosen & (not full))
     last = np.flatnonzero(~whole & (scored > 0))
     rest_starts, rest_tokens = _gathered(rows, rest, lens[rest])
     return RowSplit(

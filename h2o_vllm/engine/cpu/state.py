@@ -14,6 +14,7 @@ from h2o_vllm.engine.cpu.drafts import LaterQueries
 from h2o_vllm.engine.cpu.lanes import LaneStore
 from h2o_vllm.engine.cpu.predicting import predicted
 from h2o_vllm.engine.cpu.rows import SharedRows
+from h2o_vllm.engine.cpu.views import Look, Views
 from h2o_vllm.engine.worker.eviction_scores import (
     early_part,
     eviction_scores,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from h2o_vllm.blocks.plan import Eviction, EvictionParams
+    from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams
     from h2o_vllm.calibration.file import Part
 
 __all__ = ["CPUState"]
@@ -51,6 +52,7 @@ class CPUState(WorkerState):
         full_kernel: whether our kernels also serve rows without scores.
         sharing: ids of the requests whose heads share slots.
         lanes: which of their heads has which lane, once they have evicted.
+        views: what drafts of exact requests attend to.
         later: queries of the last step whose tokens were not certain in it, if there are any.
         calibration: this rank's part of the model's, if there is one.
         add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
@@ -62,6 +64,7 @@ class CPUState(WorkerState):
     full_kernel: bool = False
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
+    views: Views = field(init=False)
     later: LaterQueries | None = field(default=None, init=False)
     _expected: set[str] = field(default_factory=set, init=False)
     _drafted: frozenset[str] = field(default=frozenset(), init=False)
@@ -72,6 +75,7 @@ class CPUState(WorkerState):
         super().__post_init__()
         layers, _, heads, _ = self.scores.shape
         self.lanes = LaneStore(layers, heads)
+        self.views = Views(self.scores.shape)
 
     def warm_up(self, num_heads: int) -> None:
         """Run every kernel once on scratch memory.
@@ -105,6 +109,10 @@ class CPUState(WorkerState):
             if params.shares_heads:
                 self.sharing.add(request_id)
 
+    def start_exact(self, exact: Mapping[str, ExactParams]) -> None:
+        """As the base class."""
+        self.views.start(exact)
+
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Unknown ids are fine."""
         gone = list(request_ids)
@@ -112,10 +120,13 @@ class CPUState(WorkerState):
             self.evicting.pop(request_id, None)
         self.sharing.difference_update(gone)
         self.lanes.drop(gone)
+        self.views.release(gone)
 
     def restart(self, request_ids: Iterable[str]) -> None:
         """Requests that return after a preemption hold nothing of what they held. Unknown ids are fine."""
-        self.lanes.drop(request_ids)
+        ids = list(request_ids)
+        self.lanes.drop(ids)
+        self.views.restart(ids)
 
     def compact(self, evictions: Sequence[Eviction]) -> None:
         """As the base class; a request of which nothing is left to rank has no lanes either."""
@@ -145,6 +156,7 @@ class CPUState(WorkerState):
                 "answer would come of null blocks"
             )
         super().finish_step()
+        self.views.finish_step()
 
     def shared_rows(self, common: CommonAttentionMetadata) -> SharedRows | None:
         """The rows of this batch whose heads share slots, if there are any."""
@@ -158,16 +170,30 @@ class CPUState(WorkerState):
 
     def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
         """The rows of this batch, or ``None`` if vLLM's kernel serves all: none of them evicts."""
-        if not self.in_step or not (self.evicting or self.full_kernel):
+        if not self.in_step or not (self.evicting or self.full_kernel or len(self.views)):
             return None
         ids = self.row_request_ids()[: common.num_reqs]
         self._expected.difference_update(ids)
         known = [self.evicting.get(request_id, _NEVER_EVICTS) for request_id in ids]
         evicts = np.array([one is not _NEVER_EVICTS for one in known])
-        if not (self.full_kernel or evicts.any()):
+        if not (self.full_kernel or evicts.any() or len(self.views)):
             return None
         starts, seq_lens = common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()
         return StepRows.of(evicts, starts, seq_lens, *np.array(known, dtype=np.int32).T)
+
+    def exact_rows(
+        self, rows: StepRows, origin: NDArray[np.intp] | None, table: torch.Tensor
+    ) -> tuple[NDArray[np.bool_], Look | None]:
+        """See :meth:`.Views.begin_step`.
+
+        Args:
+            origin: the batch's row that each of ``rows`` comes from, [B]; ``None``: the same one.
+        """
+        ids = self.row_request_ids()
+        places = range(len(rows.evicts)) if origin is None else origin.tolist()
+        # Padding rows have no requests.
+        names = [ids[place] if place < len(ids) else "" for place in places]
+        return self.views.begin_step(names, rows, table)
 
     def drafting(self, common: CommonAttentionMetadata, rows: StepRows) -> NDArray[np.bool_]:
         """The rows of this batch that have scored queries and drafts, [B]."""

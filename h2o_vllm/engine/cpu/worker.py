@@ -22,6 +22,7 @@ from h2o_vllm.engine.compat import (
 from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
 from h2o_vllm.engine.cpu.compiled import find_compiled_again
+from h2o_vllm.engine.cpu.exact import ViewDrafter
 from h2o_vllm.engine.cpu.heap import keep_freed_memory
 from h2o_vllm.engine.cpu.huge import collapse
 from h2o_vllm.engine.cpu.pages import ZeroPages, in_background
@@ -78,6 +79,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
     impl_cls = H2OAttentionImpl
     _layers: Sequence[Any] = ()
     """The evictable ones."""
+    _layer_names: Sequence[str] = ()
     _learner: Learner | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -103,6 +105,8 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         in_background(collapse)
         with ZeroPages():
             super().initialize_from_config(kv_cache_config)
+        if isinstance(drafter := getattr(self.model_runner, "drafter", None), ViewDrafter):
+            drafter.bind(self._bound_state(), self.model_runner, self._layer_names)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As the base class, also where a request with a seed has a prompt of several chunks."""
@@ -130,7 +134,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         return layer
 
     def _make_state(self, layers: list[Any], group: Any) -> CPUState:
-        self._layers = layers
+        self._layers, self._layer_names = layers, group.layer_names
         kv_caches = [layer.kv_cache for layer in layers]
         num_heads = layers[0].impl.num_heads
         planes = torch.zeros(2, len(layers), *kv_caches[0].shape[:3])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from h2o_vllm.blocks.plan import Eviction, EvictionParams
+    from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams
     from h2o_vllm.engine.trace import TraceRecorder
     from h2o_vllm.engine.worker.rows import StepRows
 
@@ -64,6 +64,9 @@ class WorkerState(ABC):
     @abstractmethod
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Learn what the requests that evict and enter the batch depend on."""
+
+    def start_exact(self, exact: Mapping[str, ExactParams]) -> None:  # noqa: B027 - CPUs alone have any
+        """Learn what the exact requests that enter the batch depend on."""
 
     @abstractmethod
     def release(self, request_ids: Iterable[str]) -> None:

@@ -128,6 +128,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
         state.release(left)
         state.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         state.start(plan.policies)
+        state.start_exact(plan.exact)
         if state.recorder is not None:
             state.recorder.release(left)
             state.recorder.start(plan.policies)

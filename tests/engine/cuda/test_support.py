@@ -74,6 +74,8 @@ def reasons(config: Any) -> list[str]:
         ({"use_ubatching": True}, "--enable-dbo"),
         ({"additional_config": {"h2o": {"kv_full_kernel": "h2o"}}}, "--kv-full-kernel h2o on GPUs"),
         ({"additional_config": {"h2o": {"kv_settle_tokens": 512}}}, "--kv-settle-tokens on GPUs"),
+        ({"additional_config": {"h2o": {"kv_exact": True}}}, "--kv-exact and --kv-exact-drafts on"),
+        ({"additional_config": {"h2o": {"kv_exact_drafts": 2}}}, "--kv-exact and"),
         (
             {"additional_config": {"h2o": {"kv_trace": True}}, "tensor_parallel_size": 2},
             "--kv-trace on several GPUs",

@@ -10,6 +10,7 @@ PROTECT = ("tests/blocks/test_eviction_state.py", "tests/engine/test_protect.py"
 FULL = ("tests/engine/test_full_kernel.py",)
 
 DRAFTS = ("tests/engine/test_law12_drafts.py",)
+EXACT = ("tests/engine/test_exact.py",)
 
 MUTANTS = (
     Mutant(
@@ -20,13 +21,13 @@ MUTANTS = (
     ),
     Mutant(
         "law01-our-kernel-serves-nobody-who-has-no-budget",
-        "if not self.in_step or not (self.evicting or self.full_kernel):",
-        "if not self.in_step or not self.evicting:",
+        "if not self.in_step or not (self.evicting or self.full_kernel or len(self.views)):",
+        "if not self.in_step or not (self.evicting or len(self.views)):",
         FULL,
     ),
     Mutant(
         "law01-our-kernel-skips-chunks-without-scores",
-        "_scored_first(ours & (lens > 1), whole)",
+        "_scored_first(chosen & (lens > 1), whole)",
         "_scored_first(whole & (lens > 1), whole)",
         FULL,
     ),
@@ -182,6 +183,24 @@ MUTANTS = (
         "            begin = computed\n",
         "            return num_tokens\n",
         ("tests/engine/test_drafts.py", *BLOCKS),
+    ),
+    Mutant(
+        "law13-a-draft-is-written-behind-the-table",
+        "* state.block_size - lens + 1",
+        "* state.block_size - lens + 9",
+        EXACT,
+    ),
+    Mutant(
+        "law13-a-draft-overwrites-a-token",
+        "places = lens - 1",
+        "places = lens - 2",
+        EXACT,
+    ),
+    Mutant(
+        "law13-a-view-has-the-least-attended-pages",
+        ".topk(count, dim=1)",
+        ".topk(count, dim=1, largest=False)",
+        EXACT,
     ),
     Mutant(
         "law12-padding-counts-as-drafts",

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of each exact request, the pages that its drafts attend to. Worker process, CPU only.
+
+An exact request keeps all its KV. Its drafts attend to a *view* of it: per layer and KV head the pages that
+have received the most attention, and all newer blocks. TriForce (https://arxiv.org/abs/2404.11912) drafts so,
+from a copy of the chosen KV; here a view is a list of pages, and copies nothing.
+
+A view is chosen anew every :data:`LOOKS_APART` tokens, by the attention of that step's queries alone. So it
+depends on the request alone. A view that is chosen badly costs time, and changes no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from h2o_vllm.blocks.budget import share_of
+from h2o_vllm.engine.cpu.rows import LastQueries
+from h2o_vllm.kernels import cpu as kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from h2o_vllm.blocks.plan import ExactParams
+    from h2o_vllm.engine.worker.rows import StepRows
+
+__all__ = ["Costs", "Look", "View", "Views"]
+
+LOOKS_APART = 48
+"""Tokens between two choices of a view."""
+
+LOOKING = 32
+"""Queries that choose a view, at most: the last ones of a step. SnapKV's window."""
+
+LEAST = 512
+"""Tokens of a view, at least: below, a draft takes about as long as a token."""
+
+RECENT = 0.5
+"""Share of a view for the newest tokens, as in H2O."""
+
+LIKELY = 0.85
+"""How likely a draft is thought to be accepted before any was."""
+
+MEMORY = 0.97
+"""What is left of a draft's weight in a request's rate when one more is verified: the last 30 or so count."""
+
+QUERY = 0.15
+"""What one more query of a row costs, of one alone: keys and values are read once, and multiplied again."""
+
+MARGIN = 1.05
+"""Drafts are made where they promise so many times the tokens per second."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the steps of a batch read, in bytes: by that the CPU's time goes.
+
+    Attributes:
+        weights: of the model. full: KV of all rows. view: KV that drafts of exact rows attend to.
+        exact: share of the rows that are exact.
+    """
+
+    weights: int
+    full: int
+    view: int
+    exact: float
+
+    def drafts(self, rate: float, most: int) -> int:
+        """How many drafts of a request, at most ``most``, give most tokens per second; 0: none pays.
+
+        Args:
+            rate: how likely one is accepted if those before it are.
+        """
+        best, found, tokens = MARGIN, 0, 0.0
+        for count in range(1, most + 1):
+            tokens += rate**count
+            drafting = count * (self.weights + self.view)
+            verifying = self.weights + self.full * (1 + QUERY * count)
+            gain = (1 + self.exact * tokens) * (self.weights + self.full) / (drafting + verifying)
+            if gain > best:
+                best, found = gain, count
+        return found
+
+
+@dataclass
+class View:
+    """What one request's drafts attend to.
+
+    Attributes:
+        due: tokens of the sequence from which on the view is chosen anew.
+        heavy: so many first blocks of its table are seen only by the chosen pages; 0: it sees all.
+        pages: ids of the chosen pages, ``block * KH + head``, [L, KH, n], int32.
+        rate: how likely a draft is accepted if those before it are.
+        drafted: tokens that the last drafting gave.
+    """
+
+    params: ExactParams
+    due: int
+    heavy: int = 0
+    pages: torch.Tensor | None = None
+    rate: float = LIKELY
+    drafted: int = 0
+
+    def tokens(self, seen: int) -> int:
+        """How many of ``seen`` tokens a view should have."""
+        asked = self.params.tokens
+        return max(LEAST, share_of(self.params.share, seen) if asked is None else asked)
+
+    def attended(self, seen: int, block_size: int) -> int:
+        """How many of ``seen`` tokens it has."""
+        chosen = 0 if self.pages is None else self.pages.shape[2]
+        return seen - (self.heavy - chosen) * block_size
+
+    def verified(self, accepted: int) -> None:
+        """Note how many of the last drafts were accepted.
+
+        Where nothing was drafted the rate moves towards :data:`LIKELY`: after a while it is tried again.
+        """
+        judged = min(accepted + 1, self.drafted)
+        for place in range(judged):
+            self.rate = MEMORY * self.rate + (1 - MEMORY) * (place < accepted)
+        if not judged:
+            self.rate = MEMORY * self.rate + (1 - MEMORY) * LIKELY
+        self.drafted = 0
+
+
+@dataclass
+class Look:
+    """A step in which some requests choose their views.
+
+    Attributes:
+        queries: those that choose, of each of the rows.
+        request_ids: whose the rows are. seen: their tokens, those of this step included.
+        mass: of each of the rows, the attention that each page receives, [L, blocks, KH], float32.
+    """
+
+    queries: list[LastQueries]
+    request_ids: list[str]
+    seen: list[int]
+    mass: list[torch.Tensor]
+    tables: list[NDArray[np.int32]] = field(default_factory=list)
+
+
+class Views:
+    """The exact requests of the batch.
+
+    Args:
+        shape: of the scores of the evictable layers, [L, N, KH, BS].
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._layers, self._blocks, self._heads, self.block_size = shape
+        self._requests: dict[str, View] = {}
+        self._look: Look | None = None
+        self._scores = torch.zeros(0)
+        """One row's and one layer's, [N, KH, BS]: nothing of it outlives a call of :meth:`look`."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: str) -> View | None:
+        """That of a request, if it is exact."""
+        return self._requests.get(request_id)
+
+    def start(self, exact: Mapping[str, ExactParams]) -> None:
+        """Exact requests enter the batch."""
+        for request_id, params in exact.items():
+            self._requests[request_id] = View(params, params.prompt_tokens)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Drop requests that leave the batch. Unknown ids are fine."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    def restart(self, request_ids: Iterable[str]) -> None:
+        """Requests that return after a preemption have other blocks. Unknown ids are fine."""
+        for request_id in request_ids:
+            view = self._requests.get(request_id)
+            if view is not None:
+                self._requests[request_id] = View(view.params, view.params.prompt_tokens)
+
+    def begin_step(
+        self, request_ids: Sequence[str], rows: StepRows, table: torch.Tensor
+    ) -> tuple[NDArray[np.bool_], Look | None]:
+        """Find the exact rows of a step, and what is to be looked at in it.
+
+        Args:
+            request_ids: those of the rows, [B]; empty for padding.
+            table: block tables of the rows, [B, MB], int32.
+
+        Returns:
+            The rows that our kernels have to serve, [B]: exact ones that verify drafts or choose a view; and
+            the look, if any does.
+        """
+        ours = np.zeros(len(rows.query_lens), dtype=np.bool_)
+        look = Look([], [], [], [])
+        for row, request_id in enumerate(request_ids):
+            view, seen = self._requests.get(request_id), int(rows.seq_lens[row])
+            if view is None:
+                continue
+            ours[row] = seen >= view.due or rows.computed[row] >= view.params.prompt_tokens
+            if seen < view.due:
+                continue
+            blocks = -(-seen // self.block_size)
+            look.request_ids.append(request_id)
+            look.seen.append(seen)
+            look.tables.append(table[row, :blocks].numpy().copy())
+            count = np.minimum(rows.query_lens[row : row + 1], LOOKING)
+            look.queries.append(LastQueries.of(rows, np.array([row]), count))
+            look.mass.append(torch.zeros(self._layers, blocks, self._heads))
+        self._look = look if look.request_ids else None
+        if self._look is not None and not self._scores.numel():
+            self._scores = torch.zeros(self._blocks, self._heads, self.block_size)
+        return ours, self._look
+
+    def look(
+        self,
+        look: Look,
+        batch: kernels.PagedBatch,
+        layer: int,
+        score: Callable[[kernels.PagedBatch, torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """Note the attention that the pages of a layer receive.
+
+        Args:
+            score: adds the attention of queries, given their starts and rows, to the scores of a batch.
+        """
+        for queries, table, mass in zip(look.queries, look.tables, look.mass, strict=True):
+            blocks = torch.from_numpy(table).long()
+            self._scores[blocks] = 0.0
+            gathered = batch._replace(query=batch.query[queries.tokens], scores=self._scores)
+            score(gathered, queries.starts, queries.rows)
+            mass[layer] = self._scores[blocks].sum(2)
+
+    def finish_step(self) -> None:
+        """Choose the views of the requests that have looked in this step."""
+        look, self._look = self._look, None
+        if look is None:
+            return
+        for request_id, seen, table, mass in zip(
+            look.request_ids, look.seen, look.tables, look.mass, strict=True
+        ):
+            view = self._requests[request_id]
+            view.due = seen + LOOKS_APART
+            tokens = view.tokens(seen)
+            # Only full blocks are left out.
+            view.heavy = max(0, seen - round(RECENT * tokens)) // self.block_size
+            count = max(1, -(-tokens // self.block_size) - (len(table) - view.heavy))
+            if count >= view.heavy:
+                view.heavy, view.pages = 0, None
+                continue
+            best = mass[:, : view.heavy].topk(count, dim=1).indices.transpose(1, 2)
+            blocks = torch.from_numpy(table)[best]
+            view.pages = (blocks * self._heads + torch.arange(self._heads)[:, None]).int()
+
+    def lanes(self, request_ids: Sequence[str]) -> list[kernels.Lanes] | None:
+        """For each layer, what drafts of these rows attend to; ``None``: each sees all of its KV."""
+        known = [self._requests[request_id] for request_id in request_ids]
+        chosen = [view for view in known if view.pages is not None]
+        if not chosen:
+            return None
+        counts = [view.pages.shape[2] for view in chosen if view.pages is not None]
+        pages = torch.zeros(self._layers, len(chosen), self._heads, max(counts), dtype=torch.int32)
+        rows = torch.full((len(known),), -1, dtype=torch.int32)
+        slot = 0
+        for row, view in enumerate(known):
+            if view.pages is not None:
+                pages[:, slot, :, : view.pages.shape[2]] = view.pages
+                rows[row] = slot
+                slot += 1
+        width = torch.tensor(counts, dtype=torch.int32)[:, None].repeat(1, self._heads)
+        heavy = torch.tensor([view.heavy for view in chosen], dtype=torch.int32)
+        return [kernels.Lanes(rows, pages[layer], width, heavy) for layer in range(self._layers)]

@@ -23,6 +23,10 @@ needs_triton = pytest.mark.skipif(
 )
 
 
+OTHERS = "the-others"
+"""The files that share a process."""
+
+
 def files_of(
     folder: Path, by_themselves: Collection[str] = (), slow: Collection[str] = ()
 ) -> pytest.MarkDecorator:
@@ -31,18 +35,18 @@ def files_of(
     Args:
         folder: where the tests are.
         by_themselves: names of files that get a process of their own.
-        slow: those among them that are of the slow tier.
+        slow: those among them that are of the slow tier; :data:`OTHERS` stands for all other files.
     """
     files = sorted(folder.glob("test_*.py"))
-    missing = {*by_themselves, *slow} - {file.name for file in files}
+    missing = {*by_themselves, *slow} - {file.name for file in files} - {OTHERS}
     assert not missing, f"no {missing} in {folder}"
-    groups = [
-        pytest.param([file], id=file.name, marks=[pytest.mark.slow] if file.name in slow else [])
-        for file in files
-        if file.name in by_themselves
+    groups = {file.name: [file] for file in files if file.name in by_themselves}
+    groups[OTHERS] = [file for file in files if file.name not in by_themselves]
+    params = [
+        pytest.param(paths, id=name, marks=[pytest.mark.slow] if name in slow else [])
+        for name, paths in groups.items()
     ]
-    others = [file for file in files if file.name not in by_themselves]
-    return pytest.mark.parametrize("paths", [*groups, pytest.param(others, id="the-others")])
+    return pytest.mark.parametrize("paths", params)
 
 
 def run_interpreted(

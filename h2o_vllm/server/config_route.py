@@ -166,7 +166,8 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
         models=[engine.model_config.served_model_name],
         defaults=Defaults(**config.defaults(config.default_policy)),
         limits=Limits(
-            **limits | {"kv_protect_max": config.protect_limit},
+            **limits
+            | {"kv_protect_max": config.protect_limit, "kv_exact_drafts": config.exact_drafts},
             kv_trace_tokens_max=MAX_TRACE_TOKENS,
             kv_policies=list(policy_names(calibrated=config.calibrated)),
             kv_ranks=list(joinable_ranks(calibrated=config.calibrated)),

@@ -99,6 +99,7 @@ def test_law05_cold_and_warm_runs_are_one(
     clean.scheduler.blocks.check_integrity(idle=True)
 
 
+@pytest.mark.slow
 def test_law05_readers_of_one_prompt_do_not_see_each_other(
     clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

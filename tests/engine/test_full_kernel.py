@@ -75,6 +75,7 @@ def test_law01_our_kernel_gives_the_tokens_and_logprobs_of_stock_vllm(
                 assert found == pytest.approx(entries, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_law01_and_law05_mixed_batches_give_the_tokens_of_vllms_kernel(
     own: Engine, clean: Engine, text_tokens: list[int]

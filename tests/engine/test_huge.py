@@ -90,6 +90,7 @@ def move_and_look() -> None:
     assert huge_bytes() - before < LARGE, "what has moved is left alone"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not linux_collapses(), reason="this Linux moves nothing to huge pages by request (6.1, madvise)"
 )

@@ -250,6 +250,7 @@ def every_kind(text_tokens: list[int]) -> tuple[list[list[int]], list[dict[str, 
     return [text_tokens[900 + 40 * i : 1160 + 60 * i] for i in range(len(asked))], asked
 
 
+@pytest.mark.slow
 def test_law05_tokens_depend_neither_on_the_batch_nor_on_whose_kernel_serves_others(
     clean: Engine, own: Engine, text_tokens: list[int]
 ) -> None:

@@ -94,7 +94,7 @@ def assert_as_alone(
         assert {**kept_of(output), "peak_blocks": None} == expected, one
 
 
-@pytest.mark.parametrize("protect", [0, 50])
+@pytest.mark.parametrize("protect", [0, pytest.param(50, marks=pytest.mark.slow)])
 def test_law05_turns_of_chats_give_what_they_give_alone(
     clean: Engine, text_tokens: list[int], protect: int
 ) -> None:
@@ -113,6 +113,7 @@ def test_law05_turns_of_chats_give_what_they_give_alone(
     assert_as_alone(clean, turns, outputs, max_tokens=30)
 
 
+@pytest.mark.slow
 def test_law05_lineages_do_not_see_each_other(clean: Engine, text_tokens: list[int]) -> None:
     """Requests with a common prefix, three of each lineage, run at once in a small pool, in random order."""
     chance = random.Random(4)

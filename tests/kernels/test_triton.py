@@ -3,11 +3,11 @@
 
 from pathlib import Path
 
-from tests.interpreted import files_of, needs_triton, run_interpreted
+from tests.interpreted import OTHERS, files_of, needs_triton, run_interpreted
 
 
 @needs_triton
-@files_of(Path(__file__).parent / "triton", ("test_compact.py", "test_decode.py"))
+@files_of(Path(__file__).parent / "triton", ("test_compact.py", "test_decode.py"), slow=(OTHERS,))
 def test_kernels_equal_their_reference_under_the_interpreter(
     paths: list[Path], fast: bool, long: bool
 ) -> None:

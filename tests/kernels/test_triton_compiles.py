@@ -82,6 +82,7 @@ def programs(row: dict[str, Any]) -> int:
     )
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_hopper() -> None:
     rows = compiled_with_the_locks_triton("--archs", "90", "--shapes", "1")
     assert len(rows) > len(KERNELS)

@@ -129,7 +129,7 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("argument", ["--help", "--port=0"])
+@pytest.mark.parametrize("argument", ["--help", pytest.param("--port=0", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_dependency_that_cannot_be_imported_is_one_line(
     package: str, argument: str, tmp_path: Path

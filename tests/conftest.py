@@ -79,7 +79,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every",
         type=int,
         default=1,
-        help="of each grid the first case and each n-th; a prime above 3 takes all values of short axes",
+        help="of each grid the first case and each n-th, of what is marked table all; a prime above 3 takes "
+        "all values of short axes",
     )
 
 
@@ -148,7 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # A long test of a slow file has both marks, and is long.
         unwanted = (tier for tier in TIERS if tier not in wanted)
         reason = next((tier for tier in unwanted if item.get_closest_marker(tier)), None)
-        if cases[function] % config.option.every:
+        if cases[function] % config.option.every and not item.get_closest_marker("table"):
             reason = "reduced"
         if reason is None:
             kept.append(item)

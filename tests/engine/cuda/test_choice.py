@@ -18,6 +18,8 @@ from h2o_vllm.engine.cuda.flash_warmup import warm_up_flash
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.errors import ConfigError
 
+pytestmark = pytest.mark.table
+
 FLASH, TRITON = backends.H2OFlashBackend, backends.H2OTritonBackend
 
 BUILT_FOR = {2: range(8, 13), 3: (9,), 4: (9, 10, 11)}

@@ -23,6 +23,8 @@ from h2o_vllm.engine.cuda.graphs import (
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.policy.policy import Policy
 
+pytestmark = pytest.mark.table
+
 
 def make_manager(sizes: list[int], mode: CUDAGraphMode, policy: str = "h2o") -> VariantGraphManager:
     config = SimpleNamespace(

@@ -16,6 +16,8 @@ from tests.engine.rows import params_of
 from tests.engine.rows import rows_of as step
 from tests.served import SERVED, policy_of
 
+pytestmark = pytest.mark.table
+
 H2O, WINDOW, RANDOM, SNAPKV, KEY = map(Policy.parse, ("h2o", "window", "random", "snapkv", "key"))
 
 

@@ -25,6 +25,8 @@ from h2o_vllm.kernels.triton.rescores import MOST_RANKS
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.policy.policy import Policy
 
+pytestmark = pytest.mark.table
+
 
 def make_config(**changes: Any) -> Any:
     values: dict[str, Any] = {
@@ -128,7 +130,7 @@ def test_scales_per_head_are_refused() -> None:
     ("seqs", "captured", "mode", "eager", "says"),
     [
         (1024, 512, "FULL_AND_PIECEWISE", False, "--max-cudagraph-capture-size 1024"),
-        (530, 512, "FULL_DECODE_ONLY", False, "for 8 more graphs"),
+        (530, 512, "FULL_DECODE_ONLY", False, "with 8 more graphs"),
         (512, 512, "FULL_AND_PIECEWISE", False, None),
         (1024, 512, "PIECEWISE", False, None),
         (1024, 0, "NONE", False, None),

@@ -11,6 +11,8 @@ from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.triton import checks
 from tests.kernels.triton.cases import halves
 
+pytestmark = pytest.mark.table
+
 
 def cache(
     blocks: int = 4, block_size: int = 16, heads: int = 2, size: int = 64, dtype: torch.dtype = torch.bfloat16

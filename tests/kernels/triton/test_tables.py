@@ -11,6 +11,8 @@ from h2o_vllm.kernels.triton import EVICTING, SCORED, reset_scores, tables
 from tests.kernels.triton.cases import bits
 from tests.kernels.triton.table_laws import check_tables
 
+pytestmark = pytest.mark.table
+
 
 @pytest.mark.parametrize("width", [8, 512])
 def test_tables_lose_their_holes(width: int, monkeypatch: pytest.MonkeyPatch) -> None:

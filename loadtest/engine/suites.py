@@ -99,11 +99,16 @@ class Suite(ABC):
 class CPUSuite(Suite):
     """The embedded model on real English."""
 
-    variants = ("stock", "stock-same-flags", "full-kernel", "h2o", "h2o-ngram")
-    """vLLM with its defaults, vLLM with exactly our flags, full KV on our kernel, ours with budgets, and with
-    drafts beside them."""
-    own = ("full-kernel", "h2o", "h2o-ngram")
-    named: ClassVar = {"h2o-ngram": {"speculative_config": NGRAM}}
+    variants = ("stock", "stock-same-flags", "full-kernel", "h2o", "h2o-ngram", "exact")
+    """vLLM with its defaults, vLLM with exactly our flags, full KV on our kernel, ours with budgets, with
+    drafts beside them, and with exact requests, whose verification is on our kernel as well."""
+    own = ("full-kernel", "h2o", "h2o-ngram", "exact")
+    named: ClassVar = {
+        "h2o-ngram": {"speculative_config": NGRAM},
+        "exact": {
+            "additional_config": {CONFIG_KEY: {"kv_full_kernel": "h2o", "kv_exact_drafts": 4}}
+        },
+    }
     side_by_side = True
     usual = ("tight", "mixed", "ample", "idle", "long-0.2")
     settings: ClassVar = {
@@ -114,6 +119,7 @@ class CPUSuite(Suite):
         "chats": Setting(2400),
         "chats-tight": Setting(2400, pool_tokens=3200),
         "endless": Setting(8192, 1024, config=_ENDLESS),
+        "exact": Setting(8192),
     }
     workloads: ClassVar = _by_name(
         Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (_FIFTH,), "tight"),
@@ -146,6 +152,8 @@ class CPUSuite(Suite):
                  temperature=1.0),
         Workload("one-again", "one request, greedy, its prompt repeats itself", 1, 1000, 256, (_FIFTH,),
                  repeats=5),
+        *(Workload(f"exact-{n}", f"{n} requests of 7,000 tokens, exact", n, 7000, 128, ({"kv_exact": True},),
+                   "exact") for n in (4, 16)),
         Workload("endless", "one request, 8 times longer than the pool", 1, 4000, 4192, (None,), "endless"),
     )  # fmt: skip
 

@@ -126,16 +126,15 @@ def test_the_view_has_the_pages_with_the_most_attention(
     real = views.Views.finish_step
 
     def note(self: views.Views) -> None:
-        look = self._look
+        looks = self._looks
         real(self)
-        if look is not None:
-            found.append((copy(self.get(look.request_ids[0])), look))
+        found.extend((copy(look.view), look) for look in looks)
 
     monkeypatch.setattr(views.Views, "finish_step", note)
     drafting.generate([text_tokens[:600]], EXACT, max_tokens=NEW)
     assert len(found) == 1 + (NEW - 1) // (views.LOOKS_APART + DRAFTS)
     view, look = found[0]
-    (mass,) = look.mass
+    mass = look.mass
     # Each query's probabilities sum up to 1 in each q head.
     heads = drafting.llm.llm_engine.model_config.get_num_attention_heads(
         drafting.llm.llm_engine.vllm_config.parallel_config
@@ -143,7 +142,7 @@ def test_the_view_has_the_pages_with_the_most_attention(
     totals = mass.sum((1, 2))
     torch.testing.assert_close(totals, torch.full_like(totals, heads * views.LOOKING))
     assert view.pages is not None and view.attended(600, BLOCK_SIZE) <= 96 + BLOCK_SIZE
-    table = look.tables[0]
+    table = look.blocks
     for layer in range(mass.shape[0]):
         for head in range(mass.shape[2]):
             best = mass[layer, : view.heavy, head].topk(view.pages.shape[2]).indices

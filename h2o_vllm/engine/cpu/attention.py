@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
     from h2o_vllm.engine.cpu.state import CPUState
-    from h2o_vllm.engine.cpu.views import Look, Views
+    from h2o_vllm.engine.cpu.views import Views
 
 __all__ = ["H2OAttentionBackend", "H2OAttentionImpl", "H2OMetadataBuilder", "register_backend"]
 
@@ -64,14 +64,14 @@ class H2OMetadata(CPUAttentionMetadata):
         rest: metadata of the rows left to vLLM, if there are any.
         shared: the rows whose heads share slots, if there are any.
         later: queries whose tokens are not certain, if there are any.
-        look: how exact requests choose what their drafts attend to, and the views, if any does in this step.
+        views: of exact requests, if any chooses its view in this step.
     """
 
     split: RowSplit | None = None
     rest: CPUAttentionMetadata | None = None
     shared: SharedRows | None = None
     later: LaterQueries | None = None
-    look: tuple[Views, Look] | None = None
+    views: Views | None = None
 
 
 class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -118,7 +118,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
                 tables = (live.block_table_tensor, live.seq_lens)
                 state.at_end(partial(state.split_scores, *tables, crossing))
         drafting = state.drafting(common, rows)
-        later = look = None
+        later = views = None
         ours, origin = np.zeros(len(rows.evicts), dtype=np.bool_), None
         if drafting.any():
             apart = QueriesApart.of(rows, drafting)
@@ -126,8 +126,9 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             live, shared = apart.batch(live), apart.shared(shared)
             later = state.later = apart.later_queries(live, shared, state.row_request_ids())
         if len(state.views):
-            exact, look = state.exact_rows(rows, origin, live.block_table_tensor)
+            exact, looks = state.exact_rows(rows, origin, live.block_table_tensor)
             ours |= exact
+            views = state.views if looks else None
         split = split_rows(rows, full=state.full_kernel, shared=shared, ours=ours)
         if split is None:
             return super().build(common_prefix_len, live, fast_build)
@@ -140,7 +141,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             "block_table": live.block_table_tensor,
         }
         more |= {"split": split, "rest": rest and metadata, "shared": shared, "later": later}
-        more["look"] = look and (state.views, look)
+        more["views"] = views
         return H2OMetadata(**{**vars(metadata), **more})
 
     @staticmethod
@@ -208,10 +209,9 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
                 kernels.attend_decode, scale=self.scale, softcap=softmax[0], sinks=sinks
             )
             batch.later.keep(ours, self._layer, score)
-        if batch.look is not None:
-            views, look = batch.look
+        if batch.views is not None:
             score = partial(kernels.score_prompt, scale=self.scale, softcap=softmax[0], sinks=sinks)
-            views.look(look, ours, self._layer, score)
+            batch.views.look(ours, self._layer, score)
 
 
 class H2OAttentionBackend(CPUAttentionBackend):

@@ -183,7 +183,7 @@ class CPUState(WorkerState):
 
     def exact_rows(
         self, rows: StepRows, origin: NDArray[np.intp] | None, table: torch.Tensor
-    ) -> tuple[NDArray[np.bool_], Look | None]:
+    ) -> tuple[NDArray[np.bool_], list[Look]]:
         """See :meth:`.Views.begin_step`.
 
         Args:

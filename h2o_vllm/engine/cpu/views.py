@@ -12,7 +12,7 @@ depends on the request alone. A view that is chosen badly costs time, and change
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -130,21 +130,23 @@ class View:
         self.drafted = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Look:
-    """A step in which some requests choose their views.
+    """A row of a step in which its request chooses its view.
 
     Attributes:
-        queries: those that choose, of each of the rows.
-        request_ids: whose the rows are. seen: their tokens, those of this step included.
-        mass: of each of the rows, the attention that each page receives, [L, blocks, KH], float32.
+        view: that view.
+        queries: those that choose.
+        seen: tokens of the sequence, those of this step included.
+        blocks: in which they lie, int64.
+        mass: the attention that each page of them receives, [L, blocks, KH], float32.
     """
 
-    queries: list[LastQueries]
-    request_ids: list[str]
-    seen: list[int]
-    mass: list[torch.Tensor]
-    tables: list[NDArray[np.int32]] = field(default_factory=list)
+    view: View
+    queries: LastQueries
+    seen: int
+    blocks: torch.Tensor
+    mass: torch.Tensor
 
 
 class Views:
@@ -157,7 +159,7 @@ class Views:
     def __init__(self, shape: Sequence[int]) -> None:
         self._layers, self._blocks, self._heads, self.block_size = shape
         self._requests: dict[str, View] = {}
-        self._look: Look | None = None
+        self._looks: list[Look] = []
         self._scores = torch.zeros(0)
         """One row's and one layer's, [N, KH, BS]: nothing of it outlives a call of :meth:`look`."""
 
@@ -187,8 +189,8 @@ class Views:
 
     def begin_step(
         self, request_ids: Sequence[str], rows: StepRows, table: torch.Tensor
-    ) -> tuple[NDArray[np.bool_], Look | None]:
-        """Find the exact rows of a step, and what is to be looked at in it.
+    ) -> tuple[NDArray[np.bool_], list[Look]]:
+        """Find the exact rows of a step, and those that choose a view in it.
 
         Args:
             request_ids: those of the rows, [B]; empty for padding.
@@ -196,10 +198,10 @@ class Views:
 
         Returns:
             The rows that our kernels have to serve, [B]: exact ones that verify drafts or choose a view; and
-            the look, if any does.
+            the looks of the latter.
         """
         ours = np.zeros(len(rows.query_lens), dtype=np.bool_)
-        look = Look([], [], [], [])
+        self._looks = []
         for row, request_id in enumerate(request_ids):
             view, seen = self._requests.get(request_id), int(rows.seq_lens[row])
             if view is None:
@@ -207,73 +209,62 @@ class Views:
             ours[row] = seen >= view.due or rows.computed[row] >= view.params.prompt_tokens
             if seen < view.due:
                 continue
-            blocks = -(-seen // self.block_size)
-            look.request_ids.append(request_id)
-            look.seen.append(seen)
-            look.tables.append(table[row, :blocks].numpy().copy())
+            blocks = table[row, : -(-seen // self.block_size)].long()
             count = np.minimum(rows.query_lens[row : row + 1], LOOKING)
-            look.queries.append(LastQueries.of(rows, np.array([row]), count))
-            look.mass.append(torch.zeros(self._layers, blocks, self._heads))
-        self._look = look if look.request_ids else None
-        if self._look is not None and not self._scores.numel():
+            queries = LastQueries.of(rows, np.array([row]), count)
+            mass = torch.zeros(self._layers, len(blocks), self._heads)
+            self._looks.append(Look(view, queries, seen, blocks, mass))
+        if self._looks and not self._scores.numel():
             self._scores = torch.zeros(self._blocks, self._heads, self.block_size)
-        return ours, self._look
+        return ours, self._looks
 
     def look(
         self,
-        look: Look,
         batch: kernels.PagedBatch,
         layer: int,
         score: Callable[[kernels.PagedBatch, torch.Tensor, torch.Tensor], None],
     ) -> None:
-        """Note the attention that the pages of a layer receive.
+        """Note the attention that pages of a layer receive from the rows that choose their views.
 
         Args:
             score: adds the attention of queries, given their starts and rows, to the scores of a batch.
         """
-        for queries, table, mass in zip(look.queries, look.tables, look.mass, strict=True):
-            blocks = torch.from_numpy(table).long()
-            self._scores[blocks] = 0.0
+        for look in self._looks:
+            self._scores[look.blocks] = 0.0
+            queries = look.queries
             gathered = batch._replace(query=batch.query[queries.tokens], scores=self._scores)
             score(gathered, queries.starts, queries.rows)
-            mass[layer] = self._scores[blocks].sum(2)
+            look.mass[layer] = self._scores[look.blocks].sum(2)
 
     def finish_step(self) -> None:
         """Choose the views of the requests that have looked in this step."""
-        look, self._look = self._look, None
-        if look is None:
-            return
-        for request_id, seen, table, mass in zip(
-            look.request_ids, look.seen, look.tables, look.mass, strict=True
-        ):
-            view = self._requests[request_id]
+        for look in self._looks:
+            view, seen = look.view, look.seen
             view.due = seen + LOOKS_APART
             tokens = view.tokens(seen)
             # Only full blocks are left out.
             view.heavy = max(0, seen - round(RECENT * tokens)) // self.block_size
-            count = max(1, -(-tokens // self.block_size) - (len(table) - view.heavy))
+            count = max(1, -(-tokens // self.block_size) - (len(look.blocks) - view.heavy))
             if count >= view.heavy:
                 view.heavy, view.pages = 0, None
                 continue
-            best = mass[:, : view.heavy].topk(count, dim=1).indices.transpose(1, 2)
-            blocks = torch.from_numpy(table)[best]
-            view.pages = (blocks * self._heads + torch.arange(self._heads)[:, None]).int()
+            best = look.mass[:, : view.heavy].topk(count, dim=1).indices.transpose(1, 2)
+            lanes = torch.arange(self._heads)[:, None]
+            view.pages = (look.blocks[best] * self._heads + lanes).int()
+        self._looks = []
 
     def lanes(self, request_ids: Sequence[str]) -> list[kernels.Lanes] | None:
         """For each layer, what drafts of these rows attend to; ``None``: each sees all of its KV."""
-        known = [self._requests[request_id] for request_id in request_ids]
-        chosen = [view for view in known if view.pages is not None]
+        views = [self._requests[request_id] for request_id in request_ids]
+        chosen = {row: view.pages for row, view in enumerate(views) if view.pages is not None}
         if not chosen:
             return None
-        counts = [view.pages.shape[2] for view in chosen if view.pages is not None]
-        pages = torch.zeros(self._layers, len(chosen), self._heads, max(counts), dtype=torch.int32)
-        rows = torch.full((len(known),), -1, dtype=torch.int32)
-        slot = 0
-        for row, view in enumerate(known):
-            if view.pages is not None:
-                pages[:, slot, :, : view.pages.shape[2]] = view.pages
-                rows[row] = slot
-                slot += 1
-        width = torch.tensor(counts, dtype=torch.int32)[:, None].repeat(1, self._heads)
-        heavy = torch.tensor([view.heavy for view in chosen], dtype=torch.int32)
-        return [kernels.Lanes(rows, pages[layer], width, heavy) for layer in range(self._layers)]
+        width = max(mine.shape[2] for mine in chosen.values())
+        pages = torch.zeros(self._layers, len(chosen), self._heads, width, dtype=torch.int32)
+        counts = torch.zeros(len(chosen), self._heads, dtype=torch.int32)
+        heavy = torch.zeros(len(chosen), dtype=torch.int32)
+        rows = torch.full((len(views),), -1, dtype=torch.int32)
+        for slot, (row, mine) in enumerate(chosen.items()):
+            rows[row], heavy[slot], counts[slot] = slot, views[row].heavy, mine.shape[2]
+            pages[:, slot, :, : mine.shape[2]] = mine
+        return [kernels.Lanes(rows, layer, counts, heavy) for layer in pages]

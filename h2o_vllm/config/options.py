@@ -89,7 +89,7 @@ class H2OConfig:
     )  # fmt: skip
     kv_protect: int | str | None = setting(
         None,
-        "First tokens the budget leaves alone: a number, the prompt, a chat's system part; else by policy.",
+        "First tokens beside the budget; else by policy.",
         asked=True, words=PROTECT_WORDS, metavar="TOKENS|prompt|system", attribute="protect",
     )  # fmt: skip
     kv_delay: int = setting(
@@ -99,7 +99,7 @@ class H2OConfig:
     )  # fmt: skip
     kv_elastic: bool = setting(
         False,
-        "Keep everything until memory is short; the budget is the floor.",
+        "Keep all until memory is short.",
         asked=True, attribute="elastic", reported="elastic",
     )  # fmt: skip
     kv_prefill_tokens: int = setting(
@@ -109,17 +109,17 @@ class H2OConfig:
     )  # fmt: skip
     kv_settle_tokens: int = setting(
         0,
-        "Newest tokens kept whole; older ones settle at kv_budget, and later turns read them; 0: off.",
+        "Newest tokens kept whole; older ones settle at kv_budget; 0: off.",
         asked=True, attribute="settle", reported="settle_tokens",
     )  # fmt: skip
     kv_exact: bool = setting(
         False,
-        "Evict nothing: kv_budget, or a tenth, is what drafts attend to, and all KV verifies them.",
+        "Lossless; drafts read kv_budget.",
         asked=True, attribute="exact", reported="exact",
     )  # fmt: skip
     kv_exact_drafts: int = setting(
         0,
-        "Tokens drafted at once for requests with kv_exact, which 0 refuses; 4 with --kv-exact.",
+        "Drafts for kv_exact; 0: none.",
         high=MOST_DRAFTS, metavar="N",
     )  # fmt: skip
     kv_budget_min: float = setting(

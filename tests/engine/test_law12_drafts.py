@@ -34,16 +34,14 @@ pytestmark = pytest.mark.e2e
 ONE_PROCESS = {"distributed_executor_backend": "uni"}
 ANSWER = 120
 """Tokens: several evictions, which meet drafts at any place."""
-SCORED: list[dict[str, Any]] = [
-    {"kv_budget": 0.2},
-    {"kv_budget": 0.2, "kv_protect": 100},
-    {"kv_budget": 0.2, "kv_policy": "value+end+key"},
-    {"kv_budget": 0.2, "kv_heads": "shared"},
-]
-MORE_SCORED: list[dict[str, Any]] = [
-    {"kv_budget": 0.3, "kv_recent": 0.1, "kv_delay": 20},
-    {"kv_budget": 0.2, "kv_policy": "snapkv"},
-    {"kv_budget": 0.2, "kv_prefill_tokens": 128},
+SCORED = [
+    pytest.param({"kv_budget": 0.2}),
+    pytest.param({"kv_budget": 0.2, "kv_protect": 100}),
+    pytest.param({"kv_budget": 0.2, "kv_policy": "value+end+key"}),
+    pytest.param({"kv_budget": 0.2, "kv_heads": "shared"}),
+    pytest.param({"kv_budget": 0.3, "kv_recent": 0.1, "kv_delay": 20}, marks=pytest.mark.long),
+    pytest.param({"kv_budget": 0.2, "kv_policy": "snapkv"}, marks=pytest.mark.long),
+    pytest.param({"kv_budget": 0.2, "kv_prefill_tokens": 128}, marks=pytest.mark.long),
 ]
 UNSCORED: list[dict[str, Any]] = [
     {"kv_budget": 0.2, "kv_policy": "window"},
@@ -51,6 +49,8 @@ UNSCORED: list[dict[str, Any]] = [
     {"kv_budget": 0.2, "kv_policy": "predicted"},
     {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256},
 ]
+ASKED: list[dict[str, Any]] = [*(case.values[0] for case in SCORED), *UNSCORED]  # type: ignore[misc]
+"""Of a mixed batch: all of them."""
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,13 @@ def empty(drafting: Engine) -> None:
 
 
 def watch(
-    engine: Engine, prompt: list[int], asked: dict[str, Any]
+    engine: Engine, prompt: list[int], asked: dict[str, Any], answer: int = ANSWER
 ) -> tuple[Any, dict[int, list[Tensor]]]:
     """Run one request; after each step, by the number of tokens computed: the scores of what it holds."""
     from vllm import SamplingParams
 
     params = SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=ANSWER, detokenize=False, extra_args=asked
+        temperature=0, ignore_eos=True, max_tokens=answer, detokenize=False, extra_args=asked
     )
     llm_engine, state = engine.llm.llm_engine, engine.worker._state
     llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
@@ -98,9 +98,7 @@ def watch(
     return output, scores
 
 
-@pytest.mark.parametrize(
-    "asked", [*SCORED, *(pytest.param(one, marks=pytest.mark.long) for one in MORE_SCORED)], ids=str
-)
+@pytest.mark.parametrize("asked", SCORED, ids=str)
 def test_law12_scores_and_kept_sets_are_those_without_drafts(
     drafting: Engine, text_tokens: list[int], asked: dict[str, Any]
 ) -> None:
@@ -150,7 +148,7 @@ def test_law01_and_law05_tokens_do_not_depend_on_batch_or_drafts(
     """With a budget and without, alone without drafts and in a crowd with them, in too small a pool."""
     chance = random.Random(5)
     prompt = text_tokens[500:800]
-    asked = [None, {"kv_budget": 1.0}, *SCORED, *MORE_SCORED, *UNSCORED]
+    asked = [None, {"kv_budget": 1.0}, *ASKED]
     alone = [drafting.generate([prompt], one, max_tokens=60)[0] for one in asked]
     Drafter.known = [[*prompt, *tokens_of(one)] for one in alone]
     assert tokens_of(alone[0]) == tokens_of(alone[1])
@@ -237,7 +235,7 @@ def test_law02_law03_and_law06_hold_after_any_mix_with_drafts(
         length = chance.choice([1, 33, 65, chance.randint(10, 500)])
         params = SamplingParams(
             max_tokens=40,
-            extra_args=chance.choice([None, *SCORED, *MORE_SCORED, *UNSCORED]),
+            extra_args=chance.choice([None, *ASKED]),
             **chance.choice(kinds),
         )
         prompt = text_tokens[i % 3 * 50 :][:length]
@@ -298,7 +296,7 @@ def test_law01_and_law12_ngram_gives_the_tokens_of_stock_vllm_and_of_budgets_alo
     # Ours as well in a process of its own: `ngram` imports numba, and vLLM 0.32 starts no engine in a process
     # that has done so (`triton_utils.dispatcher` takes llvmlite's `lib` for an object with a dict).
     stock = run_engine(model_dir, texts, engine=engine, environment=INSIDE, **few)
-    asked = [None, {"kv_budget": 1.0}, *SCORED[:3], MORE_SCORED[0]]
+    asked = [None, {"kv_budget": 1.0}, *ASKED[:3], ASKED[4]]
     without = [tokens_of(one) for fields in asked for one in clean.generate(texts, fields, **few)]
     ours = run_engine(
         model_dir,

@@ -111,6 +111,7 @@ class Schedule(ABC):
         max_model_len: int,
         beside: Sequence[GroupBeside] = (),
         drafts: int = 0,
+        ahead: int = 0,
     ) -> None:
         """Check that an empty pool can hold the request.
 
@@ -118,12 +119,15 @@ class Schedule(ABC):
             pool: blocks in the pool. max_tokens: of the answer; ``None``: up to ``max_model_len``.
             beside: groups of other layers, which take blocks from the same pool.
             drafts: draft tokens that a step may compute after the answer's last token, and reject.
+            ahead: tokens after those of a step that have slots as well: a drafter's own KV goes there.
 
         Raises:
             BudgetError: the pool is too small; a smaller budget, bound or answer may fit.
         """
         most = max_model_len if max_tokens is None else max_tokens
         needed = self.needed_blocks(most + drafts, max_model_len)
+        longest = math.ceil(max_model_len / self.block_size)
+        needed = max(needed, min(needed + math.ceil(ahead / self.block_size), longest))
         tokens = min(self.prompt_tokens + most + drafts, max_model_len)
         room = max(0, pool - sum(group.needed(tokens) for group in beside))
         if needed > room:

@@ -129,12 +129,13 @@ class SettlingSchedule(Schedule):
         max_model_len: int,
         beside: Sequence[GroupBeside] = (),
         drafts: int = 0,
+        ahead: int = 0,
     ) -> None:
         """As the base class; refuses models with layers beside, whose blocks have no keys with a lineage."""
         if beside:
             accepted = "0 for a model with windows, chunks or states beside full attention"
             raise BudgetError(self.bounded_by, self.bound, accepted)
-        super().check_fits(pool, max_tokens, max_model_len, beside, drafts)
+        super().check_fits(pool, max_tokens, max_model_len, beside, drafts, ahead)
 
     def lineage(self) -> bytes:
         """Digest of all that KV after the first settled segment depends on, except its tokens: 32 bytes."""

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
@@ -114,8 +115,14 @@ def groups_beside(kv_cache: KVCacheConfig, config: VllmConfig) -> tuple[GroupBes
             spec.max_memory_usage_bytes(config) // spec.page_size_bytes,
         )
         for spec in specs
-        if not isinstance(spec, H2OAttentionSpec)
+        if not _is_evictable(spec)
     )
+
+
+def _is_evictable(spec: KVCacheSpec) -> bool:
+    # The layers of a drafter may have another shape than the model's: then a group has a spec for each layer.
+    layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+    return all(isinstance(layer, H2OAttentionSpec) for layer in layers)
 
 
 def register_specs() -> None:

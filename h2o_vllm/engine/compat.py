@@ -31,6 +31,8 @@ __all__ = [
     "model_norms",
     "model_rotation",
     "runner_block_table",
+    "runner_drafter_builders",
+    "runner_drafter_layers",
     "runner_metadata_builders",
     "runner_row_request_ids",
     "runner_spared_generators",
@@ -168,7 +170,7 @@ def model_norms(model: nn.Module) -> torch.Tensor:
     return torch.stack(sizes).cpu() if sizes else torch.zeros(0)
 
 
-# --- model runner V1 (the default on CPU in 0.32; V2 replaces all four functions) --------------
+# --- model runner V1 (the default on CPU in 0.32; V2 replaces these functions) --------------
 
 
 def runner_row_request_ids(model_runner: Any) -> list[str]:
@@ -215,6 +217,22 @@ def runner_metadata_builders(model_runner: Any) -> list[tuple[Any, Any]]:
         for group in groups
         for builder in group.metadata_builders
     ]
+
+
+def runner_drafter_layers(model_runner: Any) -> frozenset[str]:
+    """Names of the attention layers that only the drafter has, once the models are loaded.
+
+    ``SpecDecodeBaseProposer._draft_attn_layer_names`` (0.32): runner V1 does not set ``is_draft_layer``, as
+    V2 does. Goes when it does.
+    """
+    drafter = getattr(model_runner, "drafter", None)
+    return frozenset(getattr(drafter, "_draft_attn_layer_names", ()))
+
+
+def runner_drafter_builders(model_runner: Any) -> list[Any]:
+    """The metadata builders of these layers. The drafter has its own, beside those of the runner (0.32)."""
+    groups = getattr(getattr(model_runner, "drafter", None), "draft_attn_groups", ())
+    return [builder for group in groups for builder in group.metadata_builders]
 
 
 @contextmanager

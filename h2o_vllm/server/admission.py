@@ -27,6 +27,7 @@ from h2o_vllm.blocks.settling import schedule_of
 from h2o_vllm.blocks.trace import check_traceable
 from h2o_vllm.config.keys import REPORT_KEY
 from h2o_vllm.config.resolve import for_prompt, resolve
+from h2o_vllm.engine.core.drafting import drafts_of_step
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.report import Reports
 from h2o_vllm.server.system_prefix import SystemTokens
@@ -134,7 +135,7 @@ class _Step:
     ) -> None:
         self._config, self._beside = config, beside
         self._model, cache = engine.model_config, engine.cache_config
-        self._drafts = engine.num_speculative_tokens
+        self._drafts = drafts_of_step(engine)
         # That of full attention; the other number is the smallest of all groups.
         self._block_size = (
             getattr(cache, "effective_attention_block_size", None) or cache.block_size
@@ -178,7 +179,7 @@ class _Step:
         if self._is_small or budget.settle:
             schedule = schedule_of(budget, self._block_size, length)
             longest = self._model.max_model_len
-            others = (self._beside, self._drafts)
+            others = (self._beside, *self._drafts)
             schedule.check_fits(self._pool, params.max_tokens, longest, *others)
         return renew
 

@@ -16,10 +16,17 @@ __all__ = ["VOCABULARY", "make_tiny_model"]
 VOCABULARY = 512
 
 
-def make_tiny_model(path: Path, tokenizer_of: Path | None = None, positions: int = 2048) -> Path:
+def make_tiny_model(
+    path: Path,
+    tokenizer_of: Path | None = None,
+    positions: int = 2048,
+    seed: int = 0,
+    **shape: int,
+) -> Path:
     """Write the model, with the tokenizer of another one or none, into the directory ``path``.
 
-    The directory is made if need be. ``positions`` is the longest sequence, in tokens.
+    The directory is made if need be. ``positions`` is the longest sequence, in tokens; ``shape``: what its
+    configuration has another number of.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,16 +38,16 @@ def make_tiny_model(path: Path, tokenizer_of: Path | None = None, positions: int
         for file in tokenizer_of.iterdir():
             if file.name.startswith(("tokenizer", "chat_template")):
                 shutil.copy(file, path)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-        initializer_range=0.2,
-    )
+    torch.manual_seed(seed)
+    usual = {
+        "vocab_size": vocabulary,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": positions,
+    }
+    config = LlamaConfig(**(usual | shape), initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(path)
     return path

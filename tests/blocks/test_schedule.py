@@ -151,6 +151,11 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(BudgetError, match=r"up to 324 may hold 1024"):
         whole.check_fits(63, None, 1024)
     whole.check_fits(64, None, 1024)
+    # A drafter's slots after the last step, up to the model's length.
+    whole.check_fits(64, None, 1024, ahead=3)
+    one.check_fits(17, 20, 1024, ahead=3)
+    with pytest.raises(BudgetError):
+        one.check_fits(16, 20, 1024, ahead=3)
 
 
 def test_rounding_twice_is_rounding_once() -> None:

@@ -58,13 +58,17 @@ STATES = MambaSpec(
 """Groups beside ours, of small spans."""
 
 
-def _speculative(drafts: int, model: ModelConfig, parallel: ParallelConfig) -> SpeculativeConfig:
+def _speculative(
+    drafts: int, model: ModelConfig, parallel: ParallelConfig, *, ahead: bool
+) -> SpeculativeConfig:
+    method: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 2}
+    if ahead:
+        method = {"method": "draft_model", "model": model.model}
     return SpeculativeConfig(
-        method="ngram",
         num_speculative_tokens=drafts,
-        prompt_lookup_max=2,
         target_model_config=model,
         target_parallel_config=parallel,
+        **method,
     )
 
 
@@ -94,7 +98,7 @@ class Rig:
     ``pipelined`` schedules a step before the previous one's tokens are known, as asynchronous
     scheduling does. ``beside``: other groups in the same pool; ``retention``: how often these publish;
     ``ghost``: play the workers on hashes, and check what each token came of; ``drafts``: so many tokens are
-    drafted at most, some of them right.
+    drafted at most, some of them right; ``ahead``: by a drafter with KV, which has as many slots after them.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Rig:
         retention: int | None = 0,
         ghost: bool = False,
         drafts: int = 0,
+        ahead: bool = False,
         **h2o: Any,
     ) -> None:
         register()
@@ -125,7 +130,9 @@ class Rig:
         parallel = ParallelConfig(worker_cls=args["worker_cls"])
         self.config = VllmConfig(
             model_config=model,
-            speculative_config=_speculative(drafts, model, parallel) if drafts else None,
+            speculative_config=(
+                _speculative(drafts, model, parallel, ahead=ahead) if drafts else None
+            ),
             cache_config=CacheConfig(
                 block_size=block_size, enable_prefix_caching=caching, cache_dtype="auto"
             ),
@@ -167,6 +174,8 @@ class Rig:
         self.ghost = GhostWorker(layers_of(groups), num_blocks, block_size) if ghost else None
         self.pipelined = pipelined
         self._drafts, self._chance = drafts, random.Random(drafts)
+        self.ahead = -(-drafts // block_size) if ahead else 0
+        """Blocks that may be held for a drafter alone."""
         self.drafted = self.accepted = 0
         self.reached: dict[str, int] = {}
         """The most tokens of each request that were computed at once, drafts included."""

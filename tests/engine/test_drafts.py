@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ PROMPT = list(range(1000, 1200))
 @pytest.mark.parametrize("policy", ["h2o", "key", "window"])
 def test_law12_evictions_come_where_they_come_without_drafts(model_dir: str, policy: str) -> None:
     asked = {"kv_budget": 0.2, "kv_policy": policy, "kv_delay": 5}
-    rigs = [Rig(model_dir, 60, kv_min_tokens=16, ghost=True, drafts=k) for k in (0, 1, 4, 40)]
+    drafts = [(0, False), (1, False), (4, False), (40, False), (3, True), (40, True)]
+    rigs = [
+        Rig(model_dir, 60, kv_min_tokens=16, ghost=True, drafts=k, ahead=ahead)
+        for k, ahead in drafts
+    ]
     for rig in rigs:
         rig.add("one", PROMPT, asked, max_tokens=120)
         rig.run()
@@ -87,3 +92,26 @@ def test_law08_room_for_drafts_is_asked_for_at_admission(model_dir: str) -> None
         rig.add("two", PROMPT[:165], asked, max_tokens=40)
         rig.run()
         assert len(rig.tokens["two"]) == 40
+
+
+@pytest.mark.parametrize("asked", [{"kv_prefill_tokens": 96}, {"kv_settle_tokens": 128}], ids=str)
+def test_law08_room_for_a_drafters_kv_is_asked_for_at_admission(
+    model_dir: str, asked: dict[str, Any]
+) -> None:
+    """Also while the prompt is computed, when no token is drafted; else it would be begun anew for ever."""
+    asked = {"kv_budget": 0.5, "kv_policy": "key", "kv_delay": 0, **asked}
+    least = []
+    for ahead in (False, True):
+        for blocks in itertools.count(6):
+            rig = Rig(
+                model_dir, blocks + 1, drafts=4, ahead=ahead, kv_budget=0.2, kv_prefill_tokens=64,
+                kv_min_tokens=16, max_num_batched_tokens=512,
+            )  # fmt: skip
+            rig.add("one", PROMPT, asked, max_tokens=40)
+            rejected = "one" in rig.scheduler._rejected
+            rig.run()
+            if not rejected:
+                break
+        assert len(rig.tokens["one"]) == 40 and not rig.preemptions
+        least.append(blocks)
+    assert least[1] == least[0] + 1

@@ -38,6 +38,17 @@ def test_a_worker_without_our_metadata_builder_does_not_start() -> None:
             bare_worker(model_runner=runner)._bind(SimpleNamespace(num_blocks=4))
 
 
+@pytest.mark.parametrize("builders", [[], [SimpleNamespace(layer_names=["drafter"])]])
+def test_a_drafter_whose_metadata_builder_is_not_ours_does_not_start(builders: list[Any]) -> None:
+    """It would attend to null blocks."""
+    drafter = SimpleNamespace(
+        _draft_attn_layer_names={"drafter"},
+        draft_attn_groups=[SimpleNamespace(metadata_builders=builders)],
+    )
+    with pytest.raises(ConfigError, match="0 of the drafter's 1 layers"):
+        bare_worker(model_runner=SimpleNamespace(drafter=drafter))._bind_drafter(SimpleNamespace())
+
+
 def test_another_attention_kernel_is_chosen_for_builder_and_layers() -> None:
     told: list[list[str]] = []
     builder = SimpleNamespace(isa="amx", layer_names=["l"], _set_isa_to_layers=told.append)

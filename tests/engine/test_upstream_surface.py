@@ -32,6 +32,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -163,6 +164,22 @@ def test_the_v1_model_runner_keeps_its_tables_where_we_punch_holes() -> None:
     source = inspect.getsource(GPUModelRunner._update_states)
     assert "block_ids.extend(new_ids)" in source
     assert "self.input_batch.req_id_to_index" in source
+
+
+def test_the_v1_runners_drafter_says_which_layers_are_its_own() -> None:
+    """When V1 sets ``is_draft_layer``, ``runner_drafter_layers`` can go."""
+    loads = inspect.getsource(SpecDecodeBaseProposer.load_model)
+    assert "self._draft_attn_layer_names = {" in loads and "is_draft_layer" not in loads
+    binds = inspect.getsource(SpecDecodeBaseProposer.initialize_attn_backend)
+    assert "attn_group.create_metadata_builders(" in binds and "self.draft_attn_groups =" in binds
+    # Our builders see it as any other batch.
+    assert "self.build(" in inspect.getsource(CPUAttentionMetadataBuilder.build_for_drafting)
+
+
+def test_a_drafters_slots_are_those_that_admission_counts() -> None:
+    ahead = inspect.getsource(VllmConfig.num_lookahead_tokens.fget)
+    assert "use_eagle() or speculative_config.uses_draft_model()" in ahead
+    assert "return self.num_speculative_tokens" in ahead
 
 
 def test_a_cpus_generators_cannot_be_wound_back() -> None:

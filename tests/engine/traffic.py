@@ -38,6 +38,7 @@ RIGS: dict[str, Any] = {
     "caching": st.booleans(),
     "pipelined": st.booleans(),
     "drafts": st.sampled_from([0, 1, 4, 20]),
+    "ahead": st.booleans(),
     "policy": st.sampled_from(["fcfs", "priority"]),
     "batched_tokens": st.sampled_from([16, 64, 512]),
     "watermark": st.sampled_from([0.0, 0.2]),
@@ -73,11 +74,18 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(**RIGS)
     def start(
-        self, batched_tokens: int, num_blocks: int, beside: Any, drafts: int, **options: Any
+        self,
+        batched_tokens: int,
+        num_blocks: int,
+        beside: Any,
+        drafts: int,
+        ahead: bool,
+        **options: Any,
     ) -> None:
+        # The rest is refused at start-up.
         if options["pipelined"] or beside == (STATES,):
-            # Refused at start-up.
             drafts = 0
+        ahead = ahead and bool(drafts) and not beside
         # As many more as other layers take of the longest request.
         more = min(22, 2 * batched_tokens // 16 + 5) * len(beside)
         self.rig = Rig(
@@ -86,6 +94,7 @@ class Traffic(RuleBasedStateMachine):
             max_num_batched_tokens=batched_tokens,
             beside=beside,
             drafts=drafts,
+            ahead=ahead,
             ghost=True,
             kv_min_tokens=16,
             max_num_seqs=8,
@@ -232,7 +241,7 @@ class Traffic(RuleBasedStateMachine):
                 assert last < max(rules_from, state.budget.evict_from) or not owes
             live = self.rig.live_blocks(request.request_id)
             if state.schedule.first is not None and seen <= state.prompt_tokens:
-                assert live <= state.schedule.first // self.rig.block_size
+                assert live <= state.schedule.first // self.rig.block_size + self.rig.ahead
                 Traffic.bounded += state.holes > 0
             if state.squeezable:
                 assert not state.holes, "evicted from who was not squeezed"
@@ -247,7 +256,7 @@ class Traffic(RuleBasedStateMachine):
             if seen > state._evict_from:
                 # A draft is a token seen until it is rejected; its block stays for the next ones.
                 allowed = budget_tokens(state.budget, self.rig.reached[request.request_id])
-                assert live <= math.ceil(allowed / self.rig.block_size) + 1
+                assert live <= math.ceil(allowed / self.rig.block_size) + 1 + self.rig.ahead
             table = blocks.req_to_blocks[request.request_id]
             assert not any(block.is_null for block in table[: state.pinned])
             if state.policy.moves_tokens:
@@ -277,7 +286,7 @@ class Traffic(RuleBasedStateMachine):
         whole = self.rig.reached.get(state.counts.request_id, seen) - schedule.end(settled)  # type: ignore[attr-defined]
         assert whole <= schedule.window + segment * size or not state.evicts
         held = first + settled * schedule.kept + -(-max(whole, 0) // size) + 1
-        assert sum(live) <= held or not state.evicts
+        assert sum(live) <= held + self.rig.ahead or not state.evicts
         assert settled + state.holes > 0 or not any(block.is_null for block in table)
 
     def check_latch(self, request_id: str, state: EvictionState) -> None:

@@ -53,6 +53,7 @@ def serving(
         model_config=SimpleNamespace(max_model_len=LENGTH, is_encoder_decoder=False),
         cache_config=SimpleNamespace(num_gpu_blocks=blocks, block_size=16),
         num_speculative_tokens=0,
+        speculative_config=None,
         parallel_config=SimpleNamespace(data_parallel_size=engines),
     )
     config = H2OConfig(kv_min_tokens=16, **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``h2o-serve --speculative-config`` with ``ngram`` beside budgets, as its clients see it.
+"""``h2o-serve --speculative-config`` beside budgets, as its clients see it: by ``ngram`` and a draft model.
 
 What the model says does not matter here: it is a tiny one of random weights.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -61,3 +62,21 @@ def test_vllms_metrics_count_the_drafts_of_reports(server: LiveServer) -> None:
     report = answer(server.client()).kv_cache
     for name, at, key in zip(names, before, ("tokens_drafted", "tokens_accepted"), strict=True):
         server.wait_for(name, at + report[key])
+
+
+def test_a_draft_model_serves_beside_a_budget(
+    tiny: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """One of the same weights: it is right until an eviction leaves it another part of the prompt."""
+    method = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 3}
+    options = ["--kv-budget", "0.2", "--speculative-config", json.dumps(method)]
+    with live_server(tmp_path / "log", *tiny, *options) as server:
+        free = {"ignore_eos": True, "allowed_token_ids": None}
+        reports = [
+            answer(server.client(), fields=free | {"kv_budget": budget}).kv_cache
+            for budget in (0.2, 1.0)
+        ]
+    for report in reports:
+        assert report["tokens_drafted"] > 0 and report["tokens_seen"] == 479
+    assert reports[0]["tokens_evicted"] > 0 == reports[1]["tokens_evicted"]
+    assert reports[1]["tokens_accepted"] > 40

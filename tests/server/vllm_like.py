@@ -142,6 +142,7 @@ def build(
     app.state.vllm_config = SimpleNamespace(
         additional_config=options,
         num_speculative_tokens=0,
+        speculative_config=None,
         model_config=SimpleNamespace(
             served_model_name="m", is_encoder_decoder=False, max_model_len=256
         ),

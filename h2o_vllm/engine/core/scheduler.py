@@ -28,6 +28,7 @@ from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.core.connector import check_single_group, limited_connector
+from h2o_vllm.engine.core.drafting import drafter_has_kv, drafts_of_step
 from h2o_vllm.engine.core.parallel_choices import ChoiceReports
 from h2o_vllm.engine.core.parent_watch import end_with_parent
 from h2o_vllm.engine.core.support import check_supported, config_of
@@ -132,11 +133,13 @@ class H2OScheduler(LimitingScheduler):
     def _made_traces(self) -> Traces:
         groups = self.kv_cache_config.kv_cache_groups
         group = next(g for g in groups if isinstance(g.kv_cache_spec, H2OAttentionSpec))
-        ranks = self.vllm_config.parallel_config.tensor_parallel_size
-        heads = HeadsOfAllRanks(ranks, self.vllm_config.model_config.get_total_num_kv_heads())
-        return Traces(
-            len(group.layer_names), heads.distinct_ranks * group.kv_cache_spec.num_kv_heads
-        )
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        heads = HeadsOfAllRanks(parallel.tensor_parallel_size, model.get_total_num_kv_heads())
+        layers = len(group.layer_names)
+        if drafter_has_kv(self.vllm_config):
+            # Its layers are in the group, too; of the model's, all are.
+            layers = model.get_num_layers(parallel)
+        return Traces(layers, heads.distinct_ranks * group.kv_cache_spec.num_kv_heads)
 
     def add_request(self, request: Request) -> None:
         """Track the request, then queue it. Never raises because of a client's fields."""
@@ -282,7 +285,8 @@ class H2OScheduler(LimitingScheduler):
     def _check_fits(self, request: Request, budget: RequestBudget) -> None:
         """Reject a request that needs more blocks than the pool has: it would be preempted for ever."""
         pool = self.blocks.block_pool.num_gpu_blocks - 1
-        most = (request.max_tokens, self.max_model_len, self._beside, self.num_spec_tokens)
+        drafts = drafts_of_step(self.vllm_config)
+        most = (request.max_tokens, self.max_model_len, self._beside, *drafts)
         schedule = schedule_of(budget, self.blocks.block_size, request.num_prompt_tokens)
         schedule.check_fits(pool, *most)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.core.architectures import CONVOLUTIONS, MAMBA2, kind_of, refusal_by_name
+from h2o_vllm.engine.core.drafting import drafting_refusals
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -27,9 +28,6 @@ SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
 """KV connectors of vLLM that load after the evictions of a step. ``OffloadingConnector``, which
 ``--kv-offloading-size`` selects, is for GPUs only (0.32) and has not run yet."""
-
-DRAFTING = ("ngram", "suffix", "custom_class")
-"""Methods of speculative decoding in vLLM that hold no KV of their own: their drafters read tokens only."""
 
 EXACT_DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
 """What drafts for exact requests, as ``speculative_config["model"]`` of method ``custom_class``."""
@@ -211,33 +209,6 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
     ]
 
 
-def _drafts_on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
-    if config.speculative_config is None:
-        return []
-    method = config.speculative_config.method
-    return [
-        (
-            method not in DRAFTING,
-            f"speculative decoding by {method!r} on CPU: its own layers hold KV that no budget counts; "
-            f"{', '.join(DRAFTING)} hold none",
-        ),
-        (
-            bool(config.scheduler_config.async_scheduling),
-            "speculative decoding with --async-scheduling: an eviction must know which drafts are accepted. "
-            "Leave the option out",
-        ),
-        (
-            config.model_config.is_hybrid,
-            "speculative decoding of hybrid models, which mix attention with state-space or convolution "
-            "layers: not tested with evictions",
-        ),
-        (
-            config.kv_transfer_config is not None,
-            "speculative decoding beside a KV connector: not tested together with evictions",
-        ),
-    ]
-
-
 def _other_kv(config: VllmConfig, more: tuple[str, ...], why: str) -> tuple[bool, str]:
     """Refuse other KV dtypes than those of 16 and 32 bits and those in ``more``."""
     name = config.cache_config.cache_dtype
@@ -255,7 +226,7 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             "model runner V2 on CPU: unset VLLM_USE_V2_MODEL_RUNNER",
         ),
         _other_kv(config, (), "on CPU: our kernels there read KV of 16 and 32 bits"),
-        *_drafts_on_cpu(config),
+        *drafting_refusals(config),
         *_exact_on_cpu(config),
         (
             # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].

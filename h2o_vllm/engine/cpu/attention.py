@@ -81,6 +81,7 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
     displaced_amx: bool
     """Whether vLLM chose its kernel for AMX, for which the slower generic one now stands in."""
     _state: CPUState | None = None
+    _drafts_for: CPUState | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,6 +99,10 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
         """Hand over the worker's state; until then everything is stock."""
         self._state = state
 
+    def bind_drafter(self, state: CPUState) -> None:
+        """Hand the state to the builder of a drafter's layers: it drops holes, and marks nothing."""
+        self._drafts_for = state
+
     def build(
         self,
         common_prefix_len: int,
@@ -106,6 +111,9 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """As the base class; a step that vLLM's kernel serves alone is left alone entirely."""
         common, state = common_attn_metadata, self._state
+        if self._drafts_for is not None:
+            evicting = self._drafts_for.evicting_rows(common)
+            common = compact_tables(common, evicting, self.block_size)
         rows = None if state is None else state.rows(common)
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)

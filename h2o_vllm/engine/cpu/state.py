@@ -56,6 +56,7 @@ class CPUState(WorkerState):
         later: queries of the last step whose tokens were not certain in it, if there are any.
         calibration: this rank's part of the model's, if there is one.
         add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
+        drafter_caches: KV of each layer of the drafter, in the same blocks; its tokens are not ranked.
     """
 
     kv_caches: list[torch.Tensor]
@@ -70,6 +71,7 @@ class CPUState(WorkerState):
     _drafted: frozenset[str] = field(default=frozenset(), init=False)
     calibration: Part | None = None
     add_ranks: Callable[[torch.Tensor], None] | None = None
+    drafter_caches: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,6 +197,13 @@ class CPUState(WorkerState):
         names = [ids[place] if place < len(ids) else "" for place in places]
         return self.views.begin_step(names, rows, table)
 
+    def evicting_rows(self, common: CommonAttentionMetadata) -> NDArray[np.bool_]:
+        """The rows of this batch whose requests evict, [B]; padding rows do not."""
+        evicts = np.zeros(len(common.seq_lens), dtype=np.bool_)
+        ids = self.row_request_ids()[: common.num_reqs]
+        evicts[: len(ids)] = [request_id in self.evicting for request_id in ids]
+        return evicts
+
     def drafting(self, common: CommonAttentionMetadata, rows: StepRows) -> NDArray[np.bool_]:
         """The rows of this batch that have scored queries and drafts, [B]."""
         has_drafts = np.zeros(len(rows.query_lens), dtype=np.bool_)
@@ -249,6 +258,14 @@ class CPUState(WorkerState):
         if self.calibration is None:
             return None
         return partial(predicted, self.calibration, self.kv_caches, blocks, self.add_ranks)
+
+    def _empty(self, eviction: Eviction) -> None:
+        """As the base class; of the drafter's KV the new blocks get that of the segment's newest blocks."""
+        super()._empty(eviction)
+        into = list(eviction.heavy_blocks)
+        newest = list(eviction.doomed_blocks[-len(into) :])
+        for kv_cache in self.drafter_caches:
+            kv_cache[into] = kv_cache[newest]
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:

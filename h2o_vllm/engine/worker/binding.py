@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 __all__ = [
+    "check_drafter",
     "check_evictable",
     "evictable_group",
     "evictable_layer",
@@ -62,24 +63,56 @@ def check_evictable(specs: Iterable[KVCacheSpec]) -> None:
     )
 
 
-def memory_less_scores(available: int, specs: Iterable[KVCacheSpec]) -> int:
+def check_drafter(
+    specs: Mapping[str, KVCacheSpec], drafter: frozenset[str], *, has_kv: bool
+) -> None:
+    """Check that a drafter's layers can lie in the blocks of the layers that are evicted.
+
+    Args:
+        specs: of all layers, by name. drafter: the names of the drafter's layers.
+        has_kv: whether the method of speculative decoding has such layers.
+
+    Raises:
+        ConfigError: they cannot; or vLLM has them elsewhere, and they would be taken for the model's.
+    """
+    if has_kv != bool(drafter & specs.keys()):
+        raise ConfigError(
+            "h2o_vllm did not find the KV of the drafter where vLLM 0.32 has it; refusing to start"
+        )
+    others = {
+        type(spec).__name__ for spec in specs.values() if not isinstance(spec, H2OAttentionSpec)
+    }
+    if drafter and others:
+        raise ConfigError(
+            "h2o_vllm cannot work with a drafter that holds KV where layers of several kinds need blocks of "
+            f"their own (vLLM keeps {', '.join(sorted(others))}): a drafter shares the blocks of full "
+            "attention, in the model and in the drafter. Leave --speculative-config out, or use ngram"
+        )
+
+
+def memory_less_scores(
+    available: int, specs: Mapping[str, KVCacheSpec], drafter: frozenset[str] = frozenset()
+) -> int:
     """The part of ``available`` bytes that is left for KV once every block has its scores.
 
     Sliding-window layers do not count: their blocks lie in the same memory as ours, and have scores as well.
+    The layers of a ``drafter`` have KV in every block, and no scores.
+
+    Args:
+        specs: of all layers, by name. drafter: the names of the drafter's layers.
 
     Raises:
         ConfigError: there is nothing to evict from.
     """
-    specs = list(specs)
-    ours = [spec for spec in specs if isinstance(spec, H2OAttentionSpec)]
+    ours = {name: spec for name, spec in specs.items() if isinstance(spec, H2OAttentionSpec)}
     if not ours:
-        kinds = sorted({type(spec).__name__ for spec in specs})
+        kinds = sorted({type(spec).__name__ for spec in specs.values()})
         raise ConfigError(
             "h2o_vllm evicts from layers of full attention, and this model has none that is served by our "
             f"backend: vLLM keeps {', '.join(kinds) or 'no KV'}"
         )
-    kv_bytes = sum(spec.page_size_bytes for spec in ours)
-    score_bytes = sum(score_bytes_per_block(spec) for spec in ours)
+    kv_bytes = sum(spec.page_size_bytes for spec in ours.values())
+    score_bytes = sum(score_bytes_per_block(ours[name]) for name in ours.keys() - drafter)
     return available * kv_bytes // (kv_bytes + score_bytes)
 
 
@@ -103,12 +136,15 @@ def large_blocks_note(block_size: int, budget: float) -> str:
     )
 
 
-def evictable_group(builders: Iterable[tuple[Any, Any]], ours: type) -> tuple[Any, Any]:
-    """The one metadata builder of evictable layers, and its ``AttentionGroup``.
+def evictable_group(
+    builders: Iterable[tuple[Any, Any]], ours: type, drafter: frozenset[str] = frozenset()
+) -> tuple[Any, Any, list[str]]:
+    """The one metadata builder of evictable layers, its ``AttentionGroup``, and the names of these layers.
 
     Args:
         builders: all of the runner's builders, each with its group.
         ours: the class it must have.
+        drafter: names of layers that are not evicted, and may be in that group.
 
     Raises:
         ConfigError: there is none, there are several, or it is not ours; or its blocks are those of
@@ -124,14 +160,20 @@ def evictable_group(builders: Iterable[tuple[Any, Any]], ours: type) -> tuple[An
                 "h2o_vllm cannot evict where layers with a sliding window or attention chunks share "
                 "the blocks of full attention: leave --disable-hybrid-kv-cache-manager out"
             )
-    found = [pair for pair in builders if isinstance(pair[1].kv_cache_spec, H2OAttentionSpec)]
+    found = [
+        pair
+        for pair in builders
+        if isinstance(pair[1].kv_cache_spec, H2OAttentionSpec)
+        and not drafter.issuperset(pair[1].layer_names)
+    ]
     if len(found) != 1 or not isinstance(found[0][0], ours):
         names = ", ".join(type(builder).__name__ for builder, _ in found) or "none"
         raise ConfigError(
             f"h2o_vllm needs one group of evictable layers with its own metadata builder, "
             f"vLLM built: {names}. Evictions would silently not happen; refusing to start."
         )
-    return found[0]
+    builder, group = found[0]
+    return builder, group, [name for name in group.layer_names if name not in drafter]
 
 
 def evictable_layer(layers: Mapping[str, Any], name: str, num_blocks: int, ours: type) -> Any:

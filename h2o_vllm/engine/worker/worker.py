@@ -25,11 +25,18 @@ from h2o_vllm.calibration.features import Rotation
 from h2o_vllm.calibration.file import Calibration, Part, Traits
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.compat import model_norms, model_rotation, runner_metadata_builders
+from h2o_vllm.engine.compat import (
+    model_norms,
+    model_rotation,
+    runner_drafter_layers,
+    runner_metadata_builders,
+)
+from h2o_vllm.engine.core.drafting import drafter_has_kv
 from h2o_vllm.engine.core.support import check_supported
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
 from h2o_vllm.engine.worker.binding import (
+    check_drafter,
     check_evictable,
     evictable_group,
     evictable_layer,
@@ -93,13 +100,17 @@ class EvictingWorker(WorkerBase, Generic[State]):
     def determine_available_memory(self) -> int:
         """As the base class, less what the scores of the resulting blocks will take."""
         available = int(super().determine_available_memory())
-        return memory_less_scores(available, self.get_kv_cache_spec().values())
+        return memory_less_scores(available, self.get_kv_cache_spec(), self._drafter_layers())
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """As the base class; the managers of layers that are not evicted learn of evictions beside them."""
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
         check_evictable(specs.values())
+        check_drafter(specs, self._drafter_layers(), has_kv=drafter_has_kv(self.vllm_config))
         return {layer: limited_spec(spec) for layer, spec in specs.items()}
+
+    def _drafter_layers(self) -> frozenset[str]:
+        return runner_drafter_layers(self.model_runner)
 
     def groups_beside(self) -> list[tuple[int, int]]:
         """For the server: :class:`.GroupBeside` of each group of layers that is not evicted."""
@@ -166,12 +177,9 @@ class EvictingWorker(WorkerBase, Generic[State]):
         return self._state
 
     def _bind(self, kv_cache_config: KVCacheConfig) -> State:
-        builder, group = evictable_group(
-            runner_metadata_builders(self.model_runner), self.builder_cls
-        )
-        layers = [
-            self._evictable_layer(name, kv_cache_config.num_blocks) for name in group.layer_names
-        ]
+        builders = runner_metadata_builders(self.model_runner)
+        builder, group, names = evictable_group(builders, self.builder_cls, self._drafter_layers())
+        layers = [self._evictable_layer(name, kv_cache_config.num_blocks) for name in names]
         state = self._make_state(layers, group)
         if self._h2o_config().kv_trace:
             state.recorder = self._make_recorder(state)

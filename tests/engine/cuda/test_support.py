@@ -244,12 +244,18 @@ def test_graphs_without_our_kernels_do_not_serve() -> None:
 def test_scores_take_their_share_of_the_memory() -> None:
     ours = H2OAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     # 2 * 64 * 2 bytes of KV, and 2 * 4 of its score and the early part of it, per token and head.
-    assert binding.memory_less_scores(26_000_000, [ours, ours]) == 26_000_000 * 256 // 264
+    assert binding.memory_less_scores(26_000_000, {"a": ours, "b": ours}) == 26_000_000 * 256 // 264
     # Sliding-window layers lie in the same blocks, which are as large as the evictable layers' alone.
     window = SlidingWindowSpec(
         block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=64
     )
-    assert binding.memory_less_scores(26_000_000, [window, ours]) == 26_000_000 * 256 // 264
+    assert (
+        binding.memory_less_scores(26_000_000, {"w": window, "a": ours}) == 26_000_000 * 256 // 264
+    )
+    # A drafter's layers have KV in each block, and no scores.
+    both = {"a": ours, "drafter": ours}
+    left = binding.memory_less_scores(26_000_000, both, frozenset({"drafter"}))
+    assert left == 26_000_000 * 512 // 520
 
 
 WINDOW = SlidingWindowSpec(
@@ -259,7 +265,7 @@ WINDOW = SlidingWindowSpec(
 
 def test_models_without_full_attention_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"full attention, and .* vLLM keeps SlidingWindowSpec"):
-        binding.memory_less_scores(1 << 30, [WINDOW, WINDOW])
+        binding.memory_less_scores(1 << 30, {"a": WINDOW, "b": WINDOW})
 
 
 @pytest.mark.parametrize("groups", [1, 6])

@@ -11,6 +11,9 @@ FULL = ("tests/engine/test_full_kernel.py",)
 
 DRAFTS = ("tests/engine/test_law12_drafts.py",)
 EXACT = ("tests/engine/test_exact.py",)
+READS = (
+    "tests/engine/test_law12_drafters.py::test_law12_what_a_drafter_reads_is_what_its_own_layers_wrote",
+)
 
 MUTANTS = (
     Mutant(
@@ -213,5 +216,35 @@ MUTANTS = (
         "state.accepted += max(0, len(sampled) - 1)",
         "state.accepted += len(sampled)",
         DRAFTS,
+    ),
+    Mutant(
+        "law12-a-drafter-reads-null-blocks",
+        "common = compact_tables(common, evicting, self.block_size)",
+        "common = compact_tables(common, evicting & False, self.block_size)",
+        READS,
+    ),
+    Mutant(
+        "law12-a-drafter-is-ranked",
+        "[name for name in group.layer_names if name not in drafter]",
+        "list(group.layer_names)",
+        ("tests/engine/test_law09_startup.py",),
+    ),
+    Mutant(
+        "law12-a-drafters-tokens-have-scores",
+        "for name in ours.keys() - drafter)",
+        "for name in ours)",
+        ("tests/engine/cuda/test_support.py::test_scores_take_their_share_of_the_memory",),
+    ),
+    Mutant(
+        "law12-a-drafter-reads-what-others-left-in-a-settled-segment",
+        "kv_cache[into] = kv_cache[newest]",
+        "kv_cache[into] = kv_cache[into]",
+        READS,
+    ),
+    Mutant(
+        "law08-no-room-for-a-drafters-slots",
+        "min(needed + math.ceil(ahead / self.block_size), longest)",
+        "min(needed, longest)",
+        ("tests/blocks/test_schedule.py", "tests/engine/test_drafts.py"),
     ),
 )

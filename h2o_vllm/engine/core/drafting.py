@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which methods of speculative decoding are served, and what a drafter takes. Engine core and workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["WITHOUT_KV", "WITH_KV", "drafter_has_kv", "drafting_refusals", "drafts_of_step"]
+
+WITHOUT_KV = ("ngram", "suffix", "custom_class")
+"""Methods that hold no KV of their own: their drafters read tokens only."""
+
+WITH_KV = ("draft_model", "eagle", "eagle3", "mtp")
+"""Methods whose drafters have layers of attention, and draft one token after the other."""
+
+
+def drafter_has_kv(config: VllmConfig) -> bool:
+    """Whether there is a drafter with layers that hold KV."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method in WITH_KV
+
+
+def drafts_of_step(config: VllmConfig) -> tuple[int, int]:
+    """The most drafts that a step computes for a request, and the most slots after them that a drafter takes.
+
+    The latter is vLLM's ``num_lookahead_tokens`` (0.32) for these methods.
+    """
+    drafts: int = config.num_speculative_tokens
+    return drafts, drafts if drafter_has_kv(config) else 0
+
+
+def drafting_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
+    """What is refused of speculative decoding on CPU: whether it is asked for, and the reason."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return []
+    method, served = speculative.method, (*WITHOUT_KV, *WITH_KV)
+    with_kv = method in WITH_KV
+    return [
+        (
+            method not in served,
+            f"speculative decoding by {method!r} on CPU: not tested with evictions. Tested: "
+            f"{', '.join(served)}",
+        ),
+        (
+            bool(config.scheduler_config.async_scheduling),
+            "speculative decoding with --async-scheduling: an eviction must know which drafts are accepted. "
+            "Leave the option out",
+        ),
+        (
+            config.model_config.is_hybrid,
+            "speculative decoding of hybrid models, which mix attention with state-space or convolution "
+            "layers: not tested with evictions",
+        ),
+        (
+            config.kv_transfer_config is not None,
+            "speculative decoding beside a KV connector: not tested together with evictions",
+        ),
+        (
+            # ``Scheduler._reserve_prefill_lookahead`` (0.32) lengthens or drops such a chunk.
+            with_kv and speculative.use_multi_module_mtp(),
+            "speculative decoding by several MTP modules: chunks of a prompt could not end where an eviction "
+            "is due. Set num_speculative_tokens to 1",
+        ),
+        (
+            with_kv and speculative.parallel_drafting,
+            "parallel_drafting in --speculative-config: not tested with evictions. Leave it out",
+        ),
+        (
+            with_kv and speculative.kv_cache_dtype is not None,
+            "kv_cache_dtype in --speculative-config: not tested with evictions. Leave it out",
+        ),
+    ]

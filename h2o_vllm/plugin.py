@@ -63,7 +63,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     from vllm.platforms import current_platform
 
     from h2o_vllm.calibration.file import check_exists
-    from h2o_vllm.engine.core.support import EXACT_DRAFTER
+    from h2o_vllm.engine.core.drafting import EXACT_DRAFTER
     from h2o_vllm.engine.core.version import check_vllm_version
 
     if config is not None and options:

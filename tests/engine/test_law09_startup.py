@@ -104,14 +104,14 @@ def test_what_exact_requests_cannot_go_with_is_refused_by_name(
 ) -> None:
     config = SimpleNamespace(
         additional_config={"h2o": {"kv_exact_drafts": 4}},
-        speculative_config=SimpleNamespace(method="custom_class", model=support.EXACT_DRAFTER),
+        speculative_config=SimpleNamespace(method="custom_class", model=drafting.EXACT_DRAFTER),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         lora_config=None,
         model_config=SimpleNamespace(uses_mrope=False),
     )
-    assert not any(refused for refused, _ in support._exact_on_cpu(config))
+    assert not any(refused for refused, _ in drafting._exact(config))
     set_path(config, path, value)
-    reasons = [why for refused, why in support._exact_on_cpu(config) if refused]
+    reasons = [why for refused, why in drafting._exact(config) if refused]
     assert len(reasons) == 1 and says in reasons[0]
 
 

@@ -5,16 +5,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from h2o_vllm.config.keys import CONFIG_KEY
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["WITHOUT_KV", "WITH_KV", "drafter_has_kv", "drafting_refusals", "drafts_of_step"]
+__all__ = [
+    "EXACT_DRAFTER",
+    "WITHOUT_KV",
+    "WITH_KV",
+    "asks_for_exact",
+    "drafter_has_kv",
+    "drafting_refusals",
+    "drafts_of_step",
+]
 
 WITHOUT_KV = ("ngram", "suffix", "custom_class")
 """Methods that hold no KV of their own: their drafters read tokens only."""
 
 WITH_KV = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods whose drafters have layers of attention, and draft one token after the other."""
+
+EXACT_DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
+"""What drafts for exact requests, as ``speculative_config["model"]`` of method ``custom_class``."""
 
 
 def drafter_has_kv(config: VllmConfig) -> bool:
@@ -32,8 +45,18 @@ def drafts_of_step(config: VllmConfig) -> tuple[int, int]:
     return drafts, drafts if drafter_has_kv(config) else 0
 
 
+def asks_for_exact(config: VllmConfig) -> bool:
+    """Whether requests may be exact, or are by default."""
+    options = (config.additional_config or {}).get(CONFIG_KEY, {})
+    return bool(options.get("kv_exact") or options.get("kv_exact_drafts"))
+
+
 def drafting_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
     """What is refused of speculative decoding on CPU: whether it is asked for, and the reason."""
+    return [*_methods(config), *_exact(config)]
+
+
+def _methods(config: VllmConfig) -> list[tuple[bool, str]]:
     speculative = config.speculative_config
     if speculative is None:
         return []
@@ -72,5 +95,30 @@ def drafting_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             with_kv and speculative.kv_cache_dtype is not None,
             "kv_cache_dtype in --speculative-config: not tested with evictions. Leave it out",
+        ),
+    ]
+
+
+def _exact(config: VllmConfig) -> list[tuple[bool, str]]:
+    if not asks_for_exact(config):
+        return []
+    speculative = config.speculative_config
+    return [
+        (
+            speculative is None or speculative.model != EXACT_DRAFTER,
+            "--kv-exact or --kv-exact-drafts without our drafter: build the arguments with "
+            "h2o_vllm.engine_args()",
+        ),
+        (
+            config.parallel_config.tensor_parallel_size > 1,
+            "--kv-exact with tensor parallelism: only one process knows the next token of a draft",
+        ),
+        (
+            config.lora_config is not None,
+            "--kv-exact with LoRA adapters: vLLM sets them for the rows of its own steps",
+        ),
+        (
+            config.model_config.uses_mrope,
+            "--kv-exact for a model whose tokens have several positions each (M-RoPE)",
         ),
     ]

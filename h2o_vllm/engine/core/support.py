@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.core.architectures import CONVOLUTIONS, MAMBA2, kind_of, refusal_by_name
-from h2o_vllm.engine.core.drafting import drafting_refusals
+from h2o_vllm.engine.core.drafting import asks_for_exact, drafting_refusals
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -28,9 +28,6 @@ SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
 """KV connectors of vLLM that load after the evictions of a step. ``OffloadingConnector``, which
 ``--kv-offloading-size`` selects, is for GPUs only (0.32) and has not run yet."""
-
-EXACT_DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
-"""What drafts for exact requests, as ``speculative_config["model"]`` of method ``custom_class``."""
 
 _NO_EXACT = "vLLM's model runner for GPUs takes no drafter but its own"
 
@@ -85,35 +82,6 @@ def _protects_roles_without_a_server(additional_config: Mapping[str, Any]) -> bo
 
 def _option(config: VllmConfig, name: str) -> Any:
     return (config.additional_config or {}).get(CONFIG_KEY, {}).get(name)
-
-
-def _exact(config: VllmConfig) -> bool:
-    return bool(_option(config, "kv_exact") or _option(config, "kv_exact_drafts"))
-
-
-def _exact_on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
-    if not _exact(config):
-        return []
-    drafting = config.speculative_config
-    return [
-        (
-            drafting is None or drafting.model != EXACT_DRAFTER,
-            "--kv-exact or --kv-exact-drafts without our drafter: build the arguments with "
-            "h2o_vllm.engine_args()",
-        ),
-        (
-            config.parallel_config.tensor_parallel_size > 1,
-            "--kv-exact with tensor parallelism: only one process knows the next token of a draft",
-        ),
-        (
-            config.lora_config is not None,
-            "--kv-exact with LoRA adapters: vLLM sets them for the rows of its own steps",
-        ),
-        (
-            config.model_config.uses_mrope,
-            "--kv-exact for a model whose tokens have several positions each (M-RoPE)",
-        ),
-    ]
 
 
 def _is_of(config: VllmConfig, kind: str) -> bool:
@@ -227,7 +195,6 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         _other_kv(config, (), "on CPU: our kernels there read KV of 16 and 32 bits"),
         *drafting_refusals(config),
-        *_exact_on_cpu(config),
         (
             # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
             _is_of(config, CONVOLUTIONS)
@@ -277,7 +244,7 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             "--kv-trace on several GPUs: each process knows only what its own heads lose",
         ),
         (
-            _exact(config),
+            asks_for_exact(config),
             f"--kv-exact and --kv-exact-drafts on GPUs: {_NO_EXACT}. On CPUs they are served",
         ),
         (

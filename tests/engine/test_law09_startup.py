@@ -54,7 +54,7 @@ REFUSED = [
     *(
         (
             "speculative_config",
-            SimpleNamespace(method=method),
+            SimpleNamespace(method=method, num_speculative_tokens=4),
             f"speculative decoding by {method!r} on CPU",
         )
         for method in ("medusa", "ngram_gpu", "dflash", "dspark", "extract_hidden_states")
@@ -116,6 +116,7 @@ def test_what_exact_requests_cannot_go_with_is_refused_by_name(
 
 
 PLAIN = {
+    "num_speculative_tokens": 4,
     "use_multi_module_mtp": lambda: False,
     "parallel_drafting": False,
     "kv_cache_dtype": None,
@@ -148,6 +149,11 @@ def test_drafts_are_served_on_cpus_and_refused_by_name_elsewhere(rig: Rig, metho
     ("name", "value", "says"),
     [
         ("use_multi_module_mtp", lambda: True, "several MTP modules"),
+        (
+            "num_speculative_tokens",
+            64,
+            "64 speculative tokens in steps of 64: .* would wait for ever",
+        ),
         ("parallel_drafting", True, "parallel_drafting"),
         ("kv_cache_dtype", "fp8", "kv_cache_dtype in --speculative-config"),
     ],

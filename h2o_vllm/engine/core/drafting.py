@@ -69,6 +69,14 @@ def _methods(config: VllmConfig) -> list[tuple[bool, str]]:
             f"{', '.join(served)}",
         ),
         (
+            # A request with one token to compute is admitted with all drafts of a step or waits, for ever if
+            # they fit no step (``Scheduler.schedule``, 0.32).
+            speculative.num_speculative_tokens >= config.scheduler_config.max_num_batched_tokens,
+            f"{speculative.num_speculative_tokens} speculative tokens in steps of "
+            f"{config.scheduler_config.max_num_batched_tokens}: a request that found its prompt in the "
+            "prefix cache, or was preempted, would wait for ever. Raise --max-num-batched-tokens",
+        ),
+        (
             bool(config.scheduler_config.async_scheduling),
             "speculative decoding with --async-scheduling: an eviction must know which drafts are accepted. "
             "Leave the option out",

@@ -14,6 +14,8 @@ from pathlib import Path
 __all__ = ["VOCABULARY", "make_tiny_model"]
 
 VOCABULARY = 512
+WITH_TOKENIZER = 2048
+"""So many tokens say any text; all 49,152 would make logits most of a step's work."""
 
 
 def make_tiny_model(
@@ -23,7 +25,7 @@ def make_tiny_model(
     seed: int = 0,
     **shape: int,
 ) -> Path:
-    """Write the model, with the tokenizer of another one or none, into the directory ``path``.
+    """Write the model, with the shortened tokenizer of another one or none, into the directory ``path``.
 
     The directory is made if need be. ``positions`` is the longest sequence, in tokens; ``shape``: what its
     configuration has another number of.
@@ -34,10 +36,11 @@ def make_tiny_model(
     path.mkdir(exist_ok=True)
     vocabulary = VOCABULARY
     if tokenizer_of is not None:
-        vocabulary = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
+        vocabulary = WITH_TOKENIZER
         for file in tokenizer_of.iterdir():
             if file.name.startswith(("tokenizer", "chat_template")):
                 shutil.copy(file, path)
+        shorten(path / "tokenizer.json", vocabulary)
     torch.manual_seed(seed)
     usual = {
         "vocab_size": vocabulary,
@@ -51,3 +54,12 @@ def make_tiny_model(
     config = LlamaConfig(**(usual | shape), initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(path)
     return path
+
+
+def shorten(tokenizer: Path, size: int) -> None:
+    """Keep the first ``size`` tokens of a byte-level BPE, in its file, and the merges that lead to them."""
+    described = json.loads(tokenizer.read_text())
+    model = described["model"]
+    model["vocab"] = {token: at for token, at in model["vocab"].items() if at < size}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    tokenizer.write_text(json.dumps(described))

@@ -7,6 +7,7 @@ Whoever names files or tests, or gives ``-k``, gets those whatever their tier.
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(kept, key=_rank)
 
 
+def pytest_collection_finish() -> None:
+    # What the tests are made of stays to the end; collections of garbage need not look at it.
+    gc.freeze()
+
+
 def _is_alone(item: pytest.Item) -> bool:
     return item.nodeid.startswith(ALL_CORES)
 
@@ -177,6 +183,7 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()
     if _is_worker(session.config):
         output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
         output["left_out"] = {tier: sorted(names) for tier, names in left_out.items()}

@@ -88,6 +88,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "hybrid_override_pattern": "M*M-M*"}
         | {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 64, "n_groups": 1},
     ),
+    # vLLM's kernels take key and value heads of 64 at least. Both experts serve each token, so that rounding
+    # chooses none.
+    "qwen3-next": (
+        "qwen3_next",
+        {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 6}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2}
+        | {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"num_experts": 2, "num_experts_per_tok": 2, "mlp_only_layers": [0, 1, 2, 4, 5]}
+        | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    ),
     "llama-4": (
         "llama4_text",
         {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 4}
@@ -136,7 +148,13 @@ def save_random_model(name: str, directory: str, **others: Any) -> None:
                 parameter.normal_(0, 0.3, generator=generator)
             elif "experts" in part:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
-            elif part.endswith("conv.weight"):
+            elif part.endswith("A_log"):
+                # States forget half of a token within some 80 more.
+                parameter.normal_(-5, 1, generator=generator)
+            elif kind == "qwen3_next" and part.endswith(("q_norm.weight", "k_norm.weight")):
+                # In place of the projections' spread, which these norms undo.
+                parameter.normal_(0.4, 0.1, generator=generator)
+            elif part.endswith(("conv.weight", "conv1d.weight")):
                 # [H, 1, K]: a short convolution of each channel.
                 parameter.normal_(0, parameter.shape[2] ** -0.5, generator=generator)
             elif parameter.dim() == 2:

@@ -18,10 +18,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.model_executor.models import registry
 
 from h2o_vllm.engine.core import support
-from h2o_vllm.engine.core.architectures import CONVOLUTIONS, KINDS, MAMBA2, kind_of
+from h2o_vllm.engine.core.architectures import (
+    CONVOLUTIONS,
+    DELTA_NETS,
+    DELTA_NETS_AND_IMAGES,
+    KINDS,
+    MAMBA2,
+    kind_of,
+)
 
 LISTED: dict[str, tuple[str, str]] = {
     **registry._TEXT_GENERATION_MODELS,
@@ -30,8 +38,8 @@ LISTED: dict[str, tuple[str, str]] = {
 }
 """Architecture: its module, in vLLM's own folder unless the name has a dot, and its class there."""
 
-HYBRID = {CONVOLUTIONS, MAMBA2}
-HYBRID |= {"gated delta networks beside attention", "Mamba1 beside attention"}
+SERVED_HYBRID = {CONVOLUTIONS, MAMBA2, DELTA_NETS, DELTA_NETS_AND_IMAGES}
+HYBRID = {*SERVED_HYBRID, "gated delta networks of OLMo's own", "Mamba1 beside attention"}
 HYBRID |= {"attention blocks that several layers share", "attention of the model's own"}
 HYBRID |= {"latent attention (MLA)"}
 """Kinds in which layers may keep states."""
@@ -88,9 +96,8 @@ def test_vllms_classes_are_of_the_kind_that_the_table_says(kind: Any) -> None:
         of = bases(*LISTED[name])
         assert ("IsAttentionFree" in of) == (kind.name == "states only"), name
         assert kind.name in HYBRID or "IsHybrid" not in of, name
-        if kind.name in (CONVOLUTIONS, MAMBA2, "gated delta networks beside attention"):
-            assert "IsHybrid" in of, name
-        if kind.name == "images with M-RoPE":
+        assert kind.name not in SERVED_HYBRID or "IsHybrid" in of, name
+        if kind.name in ("images with M-RoPE", DELTA_NETS_AND_IMAGES):
             assert "SupportsMRoPE" in of or LISTED[name][0] == "transformers", name
 
 
@@ -100,7 +107,7 @@ def model(architecture: str, **config: Any) -> Any:
     values = {
         "is_attention_free": False, "use_mla": False, "is_encoder_decoder": False,
         "runner_type": "generate", "uses_mrope": False, "multimodal_config": None,
-        "get_total_num_kv_heads": lambda: 2, **config,
+        "get_total_num_kv_heads": lambda: 2, "dtype": torch.bfloat16, **config,
     }  # fmt: skip
     one = SimpleNamespace(
         tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1,
@@ -152,6 +159,10 @@ TEXT_ALONE = SimpleNamespace(get_limit_per_prompt=lambda _: 0)
          "--language-model-only"),
         ("Lfm2ForCausalLM", {"custom_ops": ["all"]}, "--enforce-eager with LFM2"),
         ("FalconH1ForCausalLM", {}, "--no-enable-prefix-caching"),
+        ("Qwen3NextForCausalLM", {"dtype": torch.float32}, "in float32.*--dtype bfloat16"),
+        ("Qwen3_5ForConditionalGeneration", {"dtype": torch.float16}, "--dtype bfloat16"),
+        ("Qwen3_5ForConditionalGeneration", {"uses_mrope": True, "multimodal_config": MEDIA},
+         "--language-model-only"),
         ("WhisperForConditionalGeneration", {"is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )  # fmt: skip
@@ -170,6 +181,7 @@ def test_what_the_configuration_tells_is_refused_with_its_reason(
         ("LlavaForConditionalGeneration", {"multimodal_config": MEDIA}),
         ("Lfm2ForCausalLM", {"custom_ops": ["all", "-rotary_embedding"]}),
         ("FalconH1ForCausalLM", {"prefixes": False}),
+        ("Qwen3_5ForConditionalGeneration", {"uses_mrope": True, "multimodal_config": TEXT_ALONE}),
         ("SomeNewForCausalLM", {}),
     ],
 )

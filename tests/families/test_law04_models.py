@@ -7,12 +7,14 @@ its own any more and serves it through its Transformers backend. Gemma 2 stands 
 gpt-oss for attention sinks; in both every other layer has a sliding window, which nothing is evicted from.
 Mistral stands for windows that no sequence is long enough to leave. Llama 4's attention in chunks is
 left alone like windows. LFM2 stands for convolutions beside attention, Granite 4 H, Falcon-H1 and Nemotron-H
-for state-space layers: there vLLM makes blocks as large as a state, and blocks of that size are evicted.
+for state-space layers, Qwen3-Next for gated delta networks, partly rotated keys and gates behind attention:
+there vLLM makes blocks as large as a state, and blocks of that size are evicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ import pytest
 from h2o_vllm.errors import ConfigError
 from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
 from tests.engine.fidelity import Case, assert_as_expected, expect
+from tests.families.delta_nets import in_float32
 from tests.families.random_models import (
     MODELS,
     OPTIONS,
@@ -37,7 +40,7 @@ BUDGETS = {
 }
 """Share kept, recent share of it, tokens of the prompt."""
 
-BLOCKS = {"granite-4-h": 160, "falcon-h1": 160, "nemotron-h": 160}
+BLOCKS = {"granite-4-h": 160, "falcon-h1": 160, "nemotron-h": 160, "qwen3-next": 160}
 """Tokens per block, where vLLM makes them larger than we ask for."""
 
 UNROTATED = {"llama-4", "nemotron-h"}
@@ -74,7 +77,10 @@ def served(
         }
     # A tokenizer would have nothing to say.
     options = {**ENGINE, "skip_tokenizer_init": True, **OPTIONS.get(kind, {})}
-    with started(directory, options, kv_min_tokens=FLOOR) as engine:
+    with (
+        in_float32() if kind == "qwen3-next" else nullcontext(),
+        started(directory, options, kv_min_tokens=FLOOR) as engine,
+    ):
         yield Served(engine, cases, kind not in UNROTATED)
 
 

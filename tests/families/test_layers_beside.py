@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 1, 2, 5, 6 and 7 where layers with a window or a state lie beside evictable ones.
 
-Tiny random models: Gemma 2's windows, LFM2's convolutions, Granite 4 H's Mamba2 layers. vLLM gives each kind
-a KV cache group of its own, on the blocks of one pool. They forget by themselves; only full attention is
-evicted. Law 4 of the same models: ``test_law04_models.py``.
+Tiny random models: Gemma 2's windows, LFM2's convolutions, Granite 4 H's Mamba2 layers, Qwen3-Next's gated
+delta networks. vLLM gives each kind KV cache groups of its own, on the blocks of one pool. They forget by
+themselves; only full attention is evicted. Law 4 of the same models: ``test_law04_models.py``.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,11 +26,13 @@ from tests.engine.conftest import (
     started,
     tokens_of,
 )
+from tests.families.delta_nets import in_float32
 from tests.families.random_models import OPTIONS, one_thread, random_prompt, save_random_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-KINDS = {"gemma2": H2OSlidingWindowSpec, "lfm2": H2OMambaSpec, "granite-4-h": H2OMambaSpec}
+KINDS = {"gemma2": H2OSlidingWindowSpec, "lfm2": H2OMambaSpec}
+KINDS |= {"granite-4-h": H2OMambaSpec, "qwen3-next": H2OMambaSpec}
 """What lies beside the two evictable layers of each."""
 LENGTHS = (300, 650)
 STEPS = 40
@@ -46,7 +49,13 @@ BUDGETS: list[dict[str, Any] | None] = [
 
 @pytest.fixture(
     scope="module",
-    params=[("gemma2", "vllm"), ("gemma2", "h2o"), ("lfm2", "vllm"), ("granite-4-h", "vllm")],
+    params=[
+        ("gemma2", "vllm"),
+        ("gemma2", "h2o"),
+        ("lfm2", "vllm"),
+        ("granite-4-h", "vllm"),
+        ("qwen3-next", "vllm"),
+    ],
     ids="-".join,
 )
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
@@ -86,7 +95,10 @@ def lossless(directory: str) -> list[list[int]]:
 def engine(case: tuple[str, str], directory: str) -> Iterator[Engine]:
     options = {**ENGINE, "skip_tokenizer_init": True, **OPTIONS.get(case[0], {})}
     h2o: dict[str, Any] = {"kv_min_tokens": FLOOR, "kv_full_kernel": case[1]}
-    with started(directory, options, **h2o) as engine:
+    with (
+        in_float32() if case[0] == "qwen3-next" else nullcontext(),
+        started(directory, options, **h2o) as engine,
+    ):
         yield engine
 
 
@@ -154,7 +166,7 @@ def test_law06_evictions_leave_shared_prefixes_as_they_are(engine: Engine) -> No
 
 def test_law07_others_do_not_read_what_others_computed_after_an_eviction(engine: Engine) -> None:
     """A prompt gives back blocks while it is computed; the same text without a budget comes behind it."""
-    text = random_prompt(600)
+    text = random_prompt(1100)
 
     def logprobs(more: int) -> list[float]:
         prompt = [*text, *random_prompt(more)]

@@ -12,7 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["CONVOLUTIONS", "KINDS", "MAMBA2", "Kind", "kind_of", "refusal_by_name"]
+__all__ = [
+    "CONVOLUTIONS",
+    "DELTA_NETS",
+    "DELTA_NETS_AND_IMAGES",
+    "KINDS",
+    "MAMBA2",
+    "Kind",
+    "kind_of",
+    "refusal_by_name",
+]
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,8 @@ class Kind:
 
 
 CONVOLUTIONS = "convolutions beside attention"
+DELTA_NETS = "gated delta networks beside attention"
+DELTA_NETS_AND_IMAGES = "gated delta networks beside attention, images with M-RoPE"
 MAMBA2 = "Mamba2 beside attention"
 KINDS = (
     Kind(
@@ -135,6 +146,22 @@ KINDS = (
         """,
     ),
     Kind(
+        DELTA_NETS,
+        "served on CPU",
+        """
+        Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM
+        """,
+    ),
+    Kind(
+        DELTA_NETS_AND_IMAGES,
+        "served on CPU without images",
+        """
+        InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration
+        MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+        Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration
+        """,
+    ),
+    Kind(
         "images with M-RoPE",
         "served without images",
         """
@@ -152,17 +179,13 @@ KINDS = (
         """,
     ),
     Kind(
-        "gated delta networks beside attention",
+        "gated delta networks of OLMo's own",
         "refused",
         """
-        InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration
-        MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration OlmoHybridForCausalLM
-        Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM
-        Qwen3_5MoeForConditionalGeneration Qwen3NextForCausalLM
+        OlmoHybridForCausalLM
         """,
         refused=(
-            "linear attention (gated delta networks): on CPU vLLM computes it in bfloat16 only, where "
-            "evictions cannot be checked against an independent model. Serve it with: vllm serve"
+            "gated delta networks of OLMo's own: vLLM has no CPU kernel for them. Serve it with: vllm serve"
         ),
     ),
     Kind(

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.core.architectures import CONVOLUTIONS, MAMBA2, kind_of, refusal_by_name
+from h2o_vllm.engine.core.architectures import (
+    CONVOLUTIONS,
+    DELTA_NETS,
+    DELTA_NETS_AND_IMAGES,
+    MAMBA2,
+    kind_of,
+    refusal_by_name,
+)
 from h2o_vllm.engine.core.drafting import asks_for_exact, drafting_refusals
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
@@ -32,6 +39,9 @@ TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
 _NO_EXACT = "vLLM's model runner for GPUs takes no drafter but its own"
 
 _NO_SETTLING = "our GPU worker does not put blocks in the place of others yet"
+
+DELTA_NET_DTYPES = ("bfloat16",)
+"""What ``cpu_gdn_attention_core`` (0.32) computes in on CPU; its kernels take nothing else."""
 
 _KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -84,9 +94,9 @@ def _option(config: VllmConfig, name: str) -> Any:
     return (config.additional_config or {}).get(CONFIG_KEY, {}).get(name)
 
 
-def _is_of(config: VllmConfig, kind: str) -> bool:
-    kinds = (kind_of(name) for name in config.model_config.architectures)
-    return any(one is not None and one.name == kind for one in kinds)
+def _is_of(config: VllmConfig, *kinds: str) -> bool:
+    rows = (kind_of(name) for name in config.model_config.architectures)
+    return any(row is not None and row.name in kinds for row in rows)
 
 
 def _rotates_images(config: VllmConfig) -> bool:
@@ -188,6 +198,7 @@ def _other_kv(config: VllmConfig, more: tuple[str, ...], why: str) -> tuple[bool
 
 
 def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
     return [
         (
             config.use_v2_model_runner,
@@ -208,6 +219,11 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             _is_of(config, MAMBA2) and bool(config.cache_config.enable_prefix_caching),
             "prefix caching for Mamba2 layers on CPU: it ends the engine of vLLM 0.32 at the first long "
             "prompt, with and without budgets. Add --no-enable-prefix-caching",
+        ),
+        (
+            _is_of(config, DELTA_NETS, DELTA_NETS_AND_IMAGES) and dtype not in DELTA_NET_DTYPES,
+            f"gated delta networks in {dtype} on CPU: vLLM 0.32 has kernels for bfloat16 alone, and its "
+            "engine ends at the first prompt, with and without budgets. Set --dtype bfloat16",
         ),
     ]
 

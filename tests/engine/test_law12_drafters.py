@@ -38,7 +38,9 @@ SETTLING = {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256}
 WINDOW = {"kv_budget": 0.2, "kv_policy": "window"}
 """Moves nothing: a drafter that is the model itself has the model's own KV, so it is never wrong."""
 TEXT = [random.Random(2).randrange(VOCABULARY) for _ in range(3000)]
-KINDS = [pytest.param(one, marks=[] if one == "smaller" else [SLOW]) for one in DRAFTERS]
+TIERS = {"smaller": [], "eagle3": [SLOW], "mtp": [SLOW]}
+KINDS = [pytest.param(one, marks=TIERS.get(one, [pytest.mark.long])) for one in DRAFTERS]
+"""One of each kind of drafter in the full tier: with a model of its own, and heads outside and in the model."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -58,7 +58,8 @@ class H2OConfig:
             knows, see :func:`h2o_vllm.engine.core.support.config_of`.
         kv_settles_not_because: why segments cannot settle in this engine; empty: they can. No option, either.
         kv_exact_not_because: why no request can be exact in this engine; empty: they can. No option, either.
-        kv_keeps_all: whether this engine evicts nothing, whatever requests ask. No option, either.
+        kv_evicts_not_because: why this engine evicts nothing, whatever requests ask; empty: it does. No
+            option, either.
         kv_collects_not_because: why the attention of prompts is not known in this engine; empty: it is. No
             option, either.
 
@@ -159,7 +160,7 @@ class H2OConfig:
     kv_heads_equal_because: str = ""
     kv_settles_not_because: str = ""
     kv_exact_not_because: str = ""
-    kv_keeps_all: bool = False
+    kv_evicts_not_because: str = ""
     kv_collects_not_because: str = ""
 
     def __post_init__(self) -> None:

@@ -77,7 +77,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         values |= _NOTHING_EVICTED
         if fraction == 1.0 and "kv_budget" not in given:
             values["fraction"] = EXACT_SHARE
-    if config.kv_keeps_all:
+    if config.kv_evicts_not_because:
         everything = {"fraction": 1.0, "max_fraction": 1.0, "tokens": None, "exact": False}
         values |= _NOTHING_EVICTED | everything
     budget = RequestBudget(**values)

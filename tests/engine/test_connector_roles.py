@@ -105,7 +105,9 @@ def test_a_decode_server_refuses_what_needs_the_prompts_attention(
         resolve(config, allowed)
     with pytest.raises(ConfigError, match=r"--kv-policy.*a decode server"):
         H2OConfig(kv_budget=0.2, kv_collects_not_because="a decode server has none")
-    everything = resolve(H2OConfig(kv_budget=0.2, kv_budget_max=0.5, kv_keeps_all=True), KEYS)
+    everything = resolve(
+        H2OConfig(kv_budget=0.2, kv_budget_max=0.5, kv_evicts_not_because="of two"), KEYS
+    )
     assert not everything.evicts
     assert everything.max_fraction == 1.0
 

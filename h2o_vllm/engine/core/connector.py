@@ -34,7 +34,7 @@ __all__ = [
     "check_single_group",
     "collects_not_because",
     "connector_refusals",
-    "keeps_all",
+    "evicts_not_because",
     "role_note",
     "share_of",
 ]
@@ -66,10 +66,12 @@ def share_of(state: RequestState | None, transfer: KVTransferConfig) -> Share:
     return Share(pinned if ranks_by_attention else EVERYTHING, 0)
 
 
-def keeps_all(config: VllmConfig) -> bool:
-    """Whether the engine computes prompts for others, which need all their KV: it evicts nothing."""
+def evicts_not_because(config: VllmConfig) -> str:
+    """Why the engine evicts nothing, whatever requests ask; empty: it does."""
     transfer = config.kv_transfer_config
-    return transfer is not None and transfer.kv_role == "kv_producer"
+    if transfer is None or transfer.kv_role != "kv_producer":
+        return ""
+    return "a prefill server (kv_producer) computes prompts for others, which need all their KV"
 
 
 def collects_not_because(config: VllmConfig) -> str:

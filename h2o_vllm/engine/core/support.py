@@ -20,7 +20,11 @@ from h2o_vllm.engine.core.architectures import (
     kind_of,
     refusal_by_name,
 )
-from h2o_vllm.engine.core.connector import collects_not_because, connector_refusals, keeps_all
+from h2o_vllm.engine.core.connector import (
+    collects_not_because,
+    connector_refusals,
+    evicts_not_because,
+)
 from h2o_vllm.engine.core.drafting import asks_for_exact, drafting_refusals
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
@@ -73,7 +77,7 @@ def config_of(config: VllmConfig) -> H2OConfig:
         kv_heads_equal_because=_equal_heads_because(config),
         kv_settles_not_because="" if device == "cpu" else _NO_SETTLING,
         kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
-        kv_keeps_all=keeps_all(config),
+        kv_evicts_not_because=evicts_not_because(config),
         kv_collects_not_because=collects_not_because(config),
     )
 

@@ -43,7 +43,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine-a-producer-evicts",
-        "    if config.kv_keeps_all:",
+        "    if config.kv_evicts_not_because:",
         "    if False:",
         (*CONNECTOR, *ROLES),
     ),

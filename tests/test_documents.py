@@ -170,5 +170,10 @@ def test_policies_are_those_of_the_table() -> None:
 def test_every_budget_option_exists(document: Path) -> None:
     options = {f"--{field.name.replace('_', '-')}" for field in fields(H2OConfig)}
     # The server's own, of whose page no engine knows; and vLLM's.
-    options |= {"--kv-playground", "--kv-cache-dtype", "--kv-offloading-size"}
+    options |= {
+        "--kv-playground",
+        "--kv-cache-dtype",
+        "--kv-offloading-size",
+        "--kv-transfer-config",
+    }
     assert set(re.findall(r"--kv-[a-z-]+(?=[`\s,)])", document.read_text())) <= options

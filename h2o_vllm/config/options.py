@@ -20,6 +20,7 @@ from h2o_vllm.config.request_fields import (
     REMOVED_FIELDS,
     check_heads,
     check_prefill,
+    check_received,
     check_settle,
 )
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -57,6 +58,10 @@ class H2OConfig:
             knows, see :func:`h2o_vllm.engine.core.support.config_of`.
         kv_settles_not_because: why segments cannot settle in this engine; empty: they can. No option, either.
         kv_exact_not_because: why no request can be exact in this engine; empty: they can. No option, either.
+        kv_evicts_not_because: why this engine evicts nothing, whatever requests ask; empty: it does. No
+            option, either.
+        kv_collects_not_because: why the attention of prompts is not known in this engine; empty: it is. No
+            option, either.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -155,6 +160,8 @@ class H2OConfig:
     kv_heads_equal_because: str = ""
     kv_settles_not_because: str = ""
     kv_exact_not_because: str = ""
+    kv_evicts_not_because: str = ""
+    kv_collects_not_because: str = ""
 
     def __post_init__(self) -> None:
         try:
@@ -179,6 +186,8 @@ class H2OConfig:
         check_settle(named, default)
         if self.kv_heads is not None:
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
+        if self.kv_budget < 1.0 or self.kv_budget_tokens is not None:
+            check_received(named, default, self.kv_collects_not_because)
 
     def _check_limits(self) -> None:
         """The limits are in order, and hold for the default budget."""

@@ -22,6 +22,7 @@ __all__ = [
     "PROTECT_WORDS",
     "check_heads",
     "check_prefill",
+    "check_received",
     "check_settle",
     "settles_not_because",
 ]
@@ -89,6 +90,26 @@ def check_prefill(tokens: int, policy: Policy) -> int:
         )
         raise BudgetError("kv_prefill_tokens", tokens, accepted)
     return tokens
+
+
+def check_received(values: Mapping[str, Any], policy: Policy, because: str) -> None:
+    """Check what evicts where prompts come with their KV and without its attention (``because``).
+
+    Args:
+        values: the fields of a request that evicts, by name.
+        because: why that is so; empty: it is not, and everything is accepted.
+
+    Raises:
+        BudgetError: the policy collects attention, or something is evicted before the prompt's end.
+    """
+    if not because:
+        return
+    if policy.needs_scores:
+        accepted = f"one that collects no attention: {because}; 'later', 'window' and 'random' collect none"
+        raise BudgetError("kv_policy", policy.name, accepted)
+    for name in ("kv_prefill_tokens", "kv_settle_tokens"):
+        if values[name]:
+            raise BudgetError(name, values[name], f"0 on this server: {because}")
 
 
 def settles_not_because(given: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from h2o_vllm.config.request_fields import (
     REMOVED_FIELDS,
     check_heads,
     check_prefill,
+    check_received,
     check_settle,
     settles_not_because,
 )
@@ -76,14 +77,20 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         values |= _NOTHING_EVICTED
         if fraction == 1.0 and "kv_budget" not in given:
             values["fraction"] = EXACT_SHARE
-    return RequestBudget(**values)
+    if config.kv_evicts_not_because:
+        everything = {"fraction": 1.0, "max_fraction": 1.0, "tokens": None, "exact": False}
+        values |= _NOTHING_EVICTED | everything
+    budget = RequestBudget(**values)
+    if budget.evicts:
+        check_received(settings, policy, config.kv_collects_not_because)
+    return budget
 
 
-_NOTHING_EVICTED = {
+_NOTHING_EVICTED: dict[str, Any] = {
     "heads": "equal", "protect": 0, "delay": 0, "elastic": False, "prefill": 0, "settle": 0,
     "evict_from": 0, "trace": False,
 }  # fmt: skip
-"""Attributes of an exact request's budget, whatever the server's defaults."""
+"""Attributes of the budget of a request that keeps all KV, whatever the server's defaults."""
 
 
 def resolve_for(

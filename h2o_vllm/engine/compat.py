@@ -8,6 +8,7 @@ Each entry says what it is for, since when it is needed, and what would make it 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LimitingScheduler",
     "block_managers",
+    "example_folder",
     "model_norms",
     "model_rotation",
     "runner_block_table",
@@ -126,6 +128,14 @@ def _drop_padding(scheduler_output: SchedulerOutput) -> None:
 def block_managers(scheduler: Any) -> tuple[SingleTypeKVCacheManager, ...]:
     """The block manager of each KV cache group (0.32; ``KVCacheManager`` exposes no accessor)."""
     return tuple(scheduler.kv_cache_manager.coordinator.single_type_managers)
+
+
+def example_folder(connector: Any, token_ids: torch.Tensor, media: list[str]) -> Path:
+    """Where ``ExampleConnector`` (0.32) stores the KV of first tokens, int64, [n].
+
+    Its worker's half finds the folder by the same function. Goes when a connector says what it has stored.
+    """
+    return Path(connector._generate_foldername_debug(token_ids, media))  # noqa: SLF001 - as above
 
 
 def set_attention_isa(builder: Any, isa: str) -> None:

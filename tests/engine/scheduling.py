@@ -14,12 +14,14 @@ from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -98,7 +100,8 @@ class Rig:
     ``pipelined`` schedules a step before the previous one's tokens are known, as asynchronous
     scheduling does. ``beside``: other groups in the same pool; ``retention``: how often these publish;
     ``ghost``: play the workers on hashes, and check what each token came of; ``drafts``: so many tokens are
-    drafted at most, some of them right; ``ahead``: by a drafter with KV, which has as many slots after them.
+    drafted at most, some of them right; ``ahead``: by a drafter with KV, which has as many slots after them;
+    ``transfer``: a KV connector, whose workers a test plays itself.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class Rig:
         ghost: bool = False,
         drafts: int = 0,
         ahead: bool = False,
+        transfer: KVTransferConfig | None = None,
         **h2o: Any,
     ) -> None:
         register()
@@ -149,6 +153,7 @@ class Rig:
                 watermark=watermark,
             ),
             device_config=DeviceConfig("cpu"),
+            kv_transfer_config=transfer,
             additional_config=args["additional_config"] | ({METRICS_KEY: True} if metered else {}),
         )
         self.config.cache_config.num_gpu_blocks = num_blocks
@@ -205,6 +210,8 @@ class Rig:
         *,
         max_tokens: int = 8,
         priority: int = 0,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         **params: Any,
     ) -> Request:
         """Queue a request."""
@@ -216,6 +223,8 @@ class Rig:
             ),
             pooling_params=None,
             priority=priority,
+            cache_salt=cache_salt,
+            lora_request=lora_request,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Law 6 beside a KV connector: what can evict neither loads nor saves; all others use it as in vLLM."""
+"""Laws 2, 3, 6, 7 and 8 beside a KV connector: the real scheduler and both halves of the real connector."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,209 +14,291 @@ import pytest
 import safetensors.torch
 import torch
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import SchedulerOutput
 
-from h2o_vllm.config.keys import METRICS_KEY
-from h2o_vllm.engine.core.connector import check_single_group, limited_connector
-from h2o_vllm.engine.core.support import check_supported
-from h2o_vllm.errors import ConfigError
+from h2o_vllm.engine.core import connector_halves
 from tests.engine.conftest import FLOOR, INSIDE, run_engine
 from tests.engine.scheduling import Rig
 
-BUDGET = {"kv_budget": 0.3}
+BLOCK = 16
+MOVED = -1
+KEYS = {"kv_budget": 0.3, "kv_policy": "key"}
+"""A budget whose policy collects no attention."""
 
 
-class Recorder:
-    """A connector in the scheduler's role that notes what it is told, and finds 16 tokens of any request."""
-
-    supports_divergent_local_hybrid_hits = False
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
-        self.steps: list[Any] = []
-
-    def on_new_request(self, request: Any) -> None:
-        self.told.append(("new", request.request_id))
-
-    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
-        self.told.append(("asked", request.request_id))
-        return max(0, 16 - computed), False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
-        self.told.append(("allocated", request.request_id))
-
-    def get_external_cache_hit_sources(self, request: Any, hits: int) -> None:
-        self.told.append(("source", request.request_id))
-
-    def build_connector_meta(self, output: Any) -> str:
-        self.steps.append(output)
-        return "meta"
-
-    def request_finished(self, request: Any, blocks: Any) -> tuple[bool, None]:
-        self.told.append(("finished", request.request_id))
-        return False, None
-
-    def get_kv_connector_stats(self) -> None:
-        return None
-
-    def take_events(self) -> tuple[()]:
-        return ()
-
-    def has_pending_block_frees(self) -> bool:
-        return False
-
-    def has_pending_push_work(self) -> bool:
-        return False
-
-    def names(self) -> set[str]:
-        return {name for _, name in self.told}
+def shared_folder(folder: Path, role: str) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role=role,
+        kv_connector_extra_config={"shared_storage_path": str(folder)},
+    )
 
 
-@pytest.fixture
-def recorded(model_dir: str) -> tuple[Rig, Recorder]:
-    """A real scheduler whose requests go through the recorder, as they would through a connector."""
-    rig, recorder = Rig(model_dir, 60, caching=False, max_num_batched_tokens=512), Recorder()
-    rig.scheduler.connector = limited_connector(recorder, rig.scheduler._evicts)
-    return rig, recorder
+class Side(Rig):
+    """A scheduler with a connector, and workers whose KV of a token is its position and its id.
+
+    Evictions leave :data:`MOVED` in what they write. So a file shows whether it holds what its key says.
+    """
+
+    def __init__(self, model_dir: str, folder: Path, role: str, blocks: int = 60, **more: Any):
+        transfer = shared_folder(folder, role)
+        super().__init__(model_dir, blocks, transfer=transfer, kv_min_tokens=32, **more)
+        cache = self.scheduler.kv_cache_config
+        self.worker = ExampleConnector(self.config, KVConnectorRole.WORKER, cache)
+        self.pool = torch.zeros(blocks, 1, self.block_size, 2)
+        self.loaded: list[int] = []
+        self.saved: list[int] = []
+
+    def _check_plan(self, output: SchedulerOutput) -> None:
+        """As the base class; also what the workers do to KV in this step, in their order."""
+        super()._check_plan(output)
+        for eviction in output.h2o.evictions:
+            self.pool[list(eviction.heavy_blocks)] = MOVED
+        admitted = {one.req_id for one in output.scheduled_new_reqs}
+        admitted |= output.scheduled_cached_reqs.resumed_req_ids
+        known = {
+            block.block_id
+            for name, table in self.blocks.req_to_blocks.items()
+            for block in table
+            if name not in admitted
+        }
+        for one in output.kv_connector_metadata.requests:
+            (self.saved if one.is_store else self.loaded).append(len(one.token_ids))
+            written = {int(slot) // self.block_size for slot in one.slot_mapping}
+            assert one.is_store or written.isdisjoint(known), "law 6: others hold it"
+        self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        layers = {"layer0": SimpleNamespace(kv_cache=self.pool)}
+        self.worker.start_load_kv(
+            SimpleNamespace(attn_metadata={"layer0": None}, no_compile_layers=layers)  # type: ignore[arg-type]
+        )
+        self._compute(output)
+        self.worker.save_kv_layer("layer0", self.pool, None)  # type: ignore[arg-type]
+
+    def _compute(self, output: SchedulerOutput) -> None:
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            table = self.blocks.req_to_blocks[name]
+            first = request.num_computed_tokens - count
+            for place in range(first, min(request.num_computed_tokens, request.num_prompt_tokens)):
+                block = table[place // self.block_size].block_id
+                kv = torch.tensor([place, request.all_token_ids[place]])
+                self.pool[block, 0, place % self.block_size] = kv
 
 
-def run(rig: Rig, jobs: dict[str, dict[str, Any] | None], tokens: int = 150) -> None:
-    for name, asked in jobs.items():
-        rig.add(name, list(range(3, 3 + tokens)), max_tokens=30, asked=asked)
-    rig.run()
+def stored(folder: Path) -> list[torch.Tensor]:
+    """The KV of each stored prompt, [tokens, 2]."""
+    files = sorted(folder.glob("*/layer0.safetensors"))
+    return [safetensors.torch.load_file(file)["kv_cache"][:, 0] for file in files]
 
 
-def test_law06_a_connector_is_told_of_no_request_that_can_evict(
-    recorded: tuple[Rig, Recorder],
+def check_files(folder: Path, prompts: list[list[int]]) -> list[int]:
+    """Each file holds the KV of first tokens of one of the prompts; returns how many, in order."""
+    for kv in stored(folder):
+        places, tokens = kv[:, 0].tolist(), kv[:, 1].tolist()
+        assert places == list(range(len(places)))
+        assert any(prompt[: len(tokens)] == tokens for prompt in prompts)
+    return sorted(len(kv) for kv in stored(folder))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [3 + (seed * 7919 + i * 31) % 400 for i in range(length)]
+
+
+def test_law06_law07_who_can_evict_saves_and_loads_what_it_pins(
+    model_dir: str, tmp_path: Path
 ) -> None:
-    rig, recorder = recorded
-    elastic = {"kv_budget": 0.3, "kv_elastic": True}
-    run(rig, {"full": None, "evicts": BUDGET, "whole": {"kv_budget": 1.0}, "elastic": elastic})
-    assert recorder.names() == {"full", "whole"}
-    assert {what for what, _ in recorder.told} == {
-        "new", "asked", "allocated", "finished",
+    """Prompts of several chunks, so nothing is saved before it is computed."""
+    side = Side(model_dir, tmp_path, "kv_both")
+    prompts = [prompt_of(150, seed) for seed in range(5)]
+    pinned = {"kv_budget": 0.3, "kv_protect": 40}
+    jobs = [None, {"kv_budget": 0.3}, pinned, {**pinned, "kv_elastic": True}, {"kv_budget": 1.0}]
+    for number, (prompt, asked) in enumerate(zip(prompts, jobs, strict=True)):
+        side.add(str(number), prompt, asked, max_tokens=30)
+    side.run()
+    assert side.evictions
+    assert side.loaded == []
+    # 40 tokens are three blocks; the prompt's last token is never stored.
+    assert check_files(tmp_path, prompts) == [48, 48, 144, 144]
+    other = [*prompts[2][:48], *prompt_of(100, 9)]
+    again = Side(model_dir, tmp_path, "kv_both")
+    again.add("same pins", other, pinned, max_tokens=30)
+    again.add("none", prompts[0], {"kv_budget": 0.3}, max_tokens=30)
+    again.add("all", prompts[0], max_tokens=30)
+    again.run()
+    assert sorted(again.loaded) == [48, 144]
+    assert {name: r["tokens_cached"] for name, r in reports(again).items()} == {
+        "same pins": 48, "none": 0, "all": 144,
     }  # fmt: skip
-    seen: set[str] = set()
-    for step in recorder.steps:
-        names = set(step.num_scheduled_tokens)
-        assert names <= {"full", "whole"}
-        assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values())
-        cached = step.scheduled_cached_reqs
-        assert names == {one.req_id for one in step.scheduled_new_reqs} | set(cached.req_ids)
-        assert len(cached.req_ids) == len(cached.new_block_ids) == len(cached.num_computed_tokens)
-        seen |= names
-    assert seen == {"full", "whole"}
 
 
-def test_others_read_what_a_connector_finds_and_the_step_itself_stays_whole(
-    recorded: tuple[Rig, Recorder],
-) -> None:
-    rig, recorder = recorded
-    for name, asked in (("evicts", BUDGET), ("full", None)):
-        rig.add(name, list(range(3, 153)), max_tokens=30, asked=asked)
-    output = rig.scheduler.schedule()
-    computed = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
-    assert computed == {"evicts": 0, "full": 16}
-    assert output.num_scheduled_tokens == {"evicts": 150, "full": 134}
-    assert recorder.steps[-1].num_scheduled_tokens == {"full": 134}
-    assert output.kv_connector_metadata == "meta"
-
-
-def test_connectors_of_all_groups_stay_what_vllm_asks_for() -> None:
-    class AllGroups(Recorder, SupportsHMA):
-        def request_finished_all_groups(self, request: Any, blocks: Any) -> tuple[bool, None]:
-            return self.request_finished(request, blocks)
-
-    recorder = AllGroups()
-    limited = limited_connector(recorder, lambda name: name == "evicts")
-    assert isinstance(limited, SupportsHMA)
-    assert not isinstance(limited_connector(Recorder(), lambda _: True), SupportsHMA)
-    for name in ("evicts", "full"):
-        request: Any = SimpleNamespace(request_id=name)
-        assert limited.request_finished_all_groups(request, ((1,),)) == (False, None)
-    assert recorder.names() == {"full"}
+def reports(side: Rig) -> dict[str, dict[str, Any]]:
+    return {name: dict(report["0"]) for name, report in side.reports.items()}
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"kv_connector": "NixlConnector"}, "the KV connector NixlConnector: .* Tried: Example"),
-        (
-            {"kv_connector": "ExampleConnector", "kv_connector_module_path": "theirs"},
-            "the KV connector ExampleConnector of theirs",
-        ),
-        ({"kv_connector": "ExampleConnector"}, ""),
-        ({"kv_connector": "OffloadingConnector"}, ""),
-    ],
+    "asked", [KEYS, {**KEYS, "kv_policy": "window"}, {**KEYS, "kv_elastic": True}]
 )
-def test_untried_connectors_are_refused_by_name(
-    model_dir: str, asked: dict[str, str], says: str
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_law02_law03_prompts_computed_elsewhere_are_evicted_here(
+    model_dir: str, tmp_path: Path, asked: dict[str, Any], pipelined: bool
 ) -> None:
-    config = copy.copy(Rig(model_dir, 20).config)
-    transfer = KVTransferConfig(kv_role="kv_both", **asked)
-    object.__setattr__(config, "kv_transfer_config", transfer)
-    with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
-        check_supported(config)
+    prompts = [prompt_of(150 + 16 * seed, seed) for seed in range(3)]
+    prefill = Side(model_dir, tmp_path, "kv_producer", pipelined=pipelined)
+    for number, prompt in enumerate(prompts):
+        # Also a policy that the other side refuses: here it has no effect.
+        prefill.add(str(number), prompt, {"kv_budget": 0.2, "kv_policy": "h2o"}, max_tokens=1)
+    prefill.run()
+    assert prefill.evictions == []
+    assert {report["budget"] for report in reports(prefill).values()} == {1.0}
+    assert check_files(tmp_path, prompts) == [144, 160, 176]
+
+    decode = Side(model_dir, tmp_path, "kv_consumer", blocks=40, pipelined=pipelined)
+    for number, prompt in enumerate([*prompts, prompts[0]]):
+        decode.add(str(number), prompt, asked, max_tokens=40)
+    decode.run()
+    # Who may read all that the first has loaded finds it in the prefix cache.
+    assert sorted(set(decode.loaded)) == [144, 160, 176]
+    assert decode.saved == []
+    assert decode.evictions
+    for name, report in reports(decode).items():
+        assert report["tokens_cached"] == (len(prompts[int(name) % 3]) - 1) // BLOCK * BLOCK
+        if report["squeezed_at"] is not None:
+            assert report["tokens_held"] <= report["budget_tokens"] + BLOCK
 
 
-def test_models_of_several_groups_are_refused() -> None:
-    check_single_group(1)
-    with pytest.raises(ConfigError, match="layers of several kinds"):
-        check_single_group(2)
+def test_what_is_loaded_is_evicted_as_what_is_computed(model_dir: str, tmp_path: Path) -> None:
+    prompt = prompt_of(150)
+    prefill = Side(model_dir, tmp_path, "kv_producer")
+    prefill.add("p", prompt, max_tokens=1)
+    prefill.run()
+    evictions, loaded = [], []
+    for folder in (tmp_path, tmp_path / "empty"):
+        decode = Side(model_dir, folder, "kv_consumer")
+        decode.add("d", prompt, KEYS, max_tokens=60)
+        decode.run()
+        evictions.append([(e.holes, e.ranks, e.seen) for e in decode.evictions])
+        loaded += decode.loaded
+    assert loaded == [144]
+    assert evictions[0] == evictions[1] != []
 
 
-def test_a_connectors_own_numbers_stay_beside_ours(model_dir: str) -> None:
-    rig = Rig(model_dir, 40, metered=True)
+def test_a_preempted_request_loads_again(model_dir: str, tmp_path: Path) -> None:
+    prompts = [prompt_of(100, seed) for seed in range(4)]
+    prefill = Side(model_dir, tmp_path, "kv_producer")
+    for number, prompt in enumerate(prompts):
+        prefill.add(str(number), prompt, max_tokens=1)
+    prefill.run()
+    decode = Side(model_dir, tmp_path, "kv_consumer", blocks=32)
+    for number, prompt in enumerate(prompts):
+        decode.add(str(number), prompt, {**KEYS, "kv_budget": 0.9}, max_tokens=100)
+    decode.run()
+    assert decode.preemptions
+    assert len(decode.loaded) == len(prompts) + decode.preemptions
+    assert {len(tokens) for tokens in decode.tokens.values()} == {100}
 
-    class Numbers:
-        def to_dict(self) -> dict[str, Any]:
-            return {"loads": 3}
 
-    stats = rig.scheduler.make_stats(None, Numbers())
-    assert stats is not None and stats.kv_connector_stats is not None
-    assert stats.kv_connector_stats["loads"] == 3
-    assert METRICS_KEY in stats.kv_connector_stats
+def test_blocks_that_others_share_are_not_loaded_into(model_dir: str, tmp_path: Path) -> None:
+    """The step checks it. A longer file replaces a hit; a hit as long as the file stays."""
+    long = prompt_of(150)
+    prefill = Side(model_dir, tmp_path, "kv_producer")
+    prefill.add("p", long, max_tokens=1)
+    prefill.run()
+    decode = Side(model_dir, tmp_path, "kv_consumer")
+    for name, prompt in (("begins", long[:80]), ("whole", long), ("again", long)):
+        decode.add(name, prompt, max_tokens=4)
+        decode.run()
+    assert decode.loaded == [144]
+    cached = {name: report["tokens_cached"] for name, report in reports(decode).items()}
+    assert cached == {"begins": 0, "whole": 144, "again": 144}
+
+
+@pytest.mark.parametrize("damage", ["short", "missing", "no header"])
+def test_what_a_killed_server_left_is_not_loaded_and_is_written_anew(
+    model_dir: str, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(150)
+
+    def run(role: str) -> Side:
+        side = Side(model_dir, tmp_path, role)
+        side.add("r", prompt, KEYS, max_tokens=20)
+        side.run()
+        return side
+
+    run("kv_producer")
+    (file,) = tmp_path.glob("*/*")
+    whole = file.read_bytes()
+    left = {"short": whole[:-1], "no header": whole[:20], "missing": b""}[damage]
+    file.write_bytes(left)
+    if damage == "missing":
+        file.unlink()
+    decode = run("kv_consumer")
+    assert decode.loaded == decode.saved == []
+    assert len(decode.tokens["r"]) == 20
+    # It may be about to be written by another server.
+    assert run("kv_producer").saved == []
+    long_ago = time.time() - connector_halves.ABANDONED_SECONDS - 1
+    os.utime(file.parent, (long_ago, long_ago))
+    assert run("kv_producer").saved == [144]
+    assert file.read_bytes() == whole
+    assert run("kv_consumer").loaded == [144]
+
+
+def test_law08_what_a_key_does_not_name_stays_out(model_dir: str, tmp_path: Path) -> None:
+    prompt = prompt_of(150)
+    side = Side(model_dir, tmp_path, "kv_both")
+    side.add("short", prompt[:2], max_tokens=3)
+    side.add("salted", prompt, max_tokens=3, cache_salt="pepper")
+    side.add("adapted", prompt, max_tokens=3, lora_request=LoRARequest("one", 1, "nowhere"))
+    side.run()
+    assert side.saved == []
+    side.add("plain", prompt, {"kv_transfer_params": "no mapping"}, max_tokens=3)
+    side.run()
+    assert side.saved == [144]
 
 
 @pytest.fixture(scope="module")
-def ask(model_dir: str, text_tokens: list[int]) -> Callable[..., list[list[int]]]:
-    """Greedy answers of an engine without prefix cache, with or without vLLM's ExampleConnector."""
+def ask(model_dir: str, text_tokens: list[int]) -> Callable[..., list[dict[str, Any]]]:
+    """Greedy answers of an engine in a process of its own, with or without a shared folder."""
 
     def answers(
-        jobs: list[tuple[int, dict[str, Any] | None]], folder: Path | None, seats: int = 1
-    ) -> list[list[int]]:
+        jobs: list[tuple[int, dict[str, Any] | None]],
+        folder: Path | None,
+        role: str = "kv_both",
+        seats: int = 1,
+        **params: Any,
+    ) -> list[dict[str, Any]]:
         engine: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": seats}
         if folder is not None:
             engine["kv_transfer_config"] = {
                 "kv_connector": "ExampleConnector",
-                "kv_role": "kv_both",
+                "kv_role": role,
                 "kv_connector_extra_config": {"shared_storage_path": str(folder)},
             }
-        # A prompt is one chunk: what the example saves of a longer one is not computed yet.
-        prompts = [text_tokens[start : start + 250] for start, _ in jobs]
-        results = run_engine(
+        prompts = [text_tokens[start : start + 700] for start, _ in jobs]
+        return run_engine(
             model_dir, prompts, h2o={"kv_min_tokens": FLOOR}, asked=[asked for _, asked in jobs],
-            engine=engine, environment=INSIDE,
+            engine=engine, environment=INSIDE, **params,
         )  # fmt: skip
-        return [one["tokens"] for one in results]
 
     return answers
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_law06_poisoned_files_reach_requests_without_a_budget_alone(
-    ask: Callable[..., list[list[int]]], tmp_path: Path
+def test_two_processes_say_what_one_says(
+    ask: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """The first row saves, the third would load what the first has saved. Then all files hold other KV."""
-    jobs = [(0, None), (700, BUDGET), (0, BUDGET), (0, None)]
-    alone = ask(jobs, None)
-    assert ask(jobs, tmp_path) == alone
-    folders = [path for path in tmp_path.iterdir() if any(path.iterdir())]
-    assert len(folders) == 1, "one prompt was saved: that of the request without a budget"
-    for file in folders[0].iterdir():
-        kv = safetensors.torch.load_file(file)["kv_cache"]
-        safetensors.torch.save_file({"kv_cache": torch.randn_like(kv)}, file)
-    poisoned = ask(jobs, tmp_path, seats=4)
-    assert poisoned[1:3] == alone[1:3]
-    assert poisoned[0] != alone[0] and poisoned[3] != alone[3], "nothing was loaded: proves nothing"
+    """Prompts of two chunks, in float32. Were nothing loaded, 672 tokens would be other requests' KV."""
+    policies = [KEYS, {**KEYS, "kv_policy": "window"}, {**KEYS, "kv_policy": "random"}, None]
+    jobs = [(start, asked) for start, asked in zip((0, 700, 1400, 2100), policies, strict=True)]
+    alone = ask(jobs, None, max_tokens=60)
+    ask(jobs, tmp_path, role="kv_producer", max_tokens=1)
+    apart = ask(jobs, tmp_path, role="kv_consumer", seats=4, max_tokens=60)
+    assert [one["tokens"] for one in apart] == [one["tokens"] for one in alone]
+    assert [one["report"]["tokens_cached"] for one in apart] == [672] * 4
+    assert [one["report"]["tokens_evicted"] for one in apart] == [
+        one["report"]["tokens_evicted"] for one in alone
+    ]

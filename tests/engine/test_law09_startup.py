@@ -368,6 +368,7 @@ def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, beca
             additional_config={"h2o": options},
             device_config=SimpleNamespace(device_type=device),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+            kv_transfer_config=None,
         )
 
     config = support.config_of(engine())

@@ -4,7 +4,8 @@
 ===================== ===========================================================================
 ``scheduler``         vLLM's scheduler with budgets; sends evictions and reports
 ``parallel_choices``  collects the reports of a request's choices (``n > 1``)
-``connector``         limits a KV connector to requests that keep all KV
+``connector``         what a KV connector may load and save of a request, by the engine's role
+``connector_halves``  the scheduler's halves of the connectors that were tried
 ``parent_watch``      ends the engine core when its server is gone
 ``support``           refuses unsupported configurations at start-up; workers call it, too
 ``architectures``     the outcome for each architecture that vLLM lists

@@ -1,126 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits a KV connector to requests that keep all KV. Runs in the engine core.
+"""What a KV connector may load and save of a request, by the role of its engine. Engine core, API server.
 
-A connector loads and saves KV by position. KV that it loads has no scores, and after an eviction a block no
-longer holds the tokens of its positions. So a request that can evict neither loads nor saves. All other
-requests use the connector as in vLLM.
+A connector loads and saves KV by position. KV that it loads comes without the attention that it got. After an
+eviction a block no longer holds the tokens of its positions. Pinned blocks are never ranked nor written.
+
+=============== ============================== ==============================================
+role            requests that can evict        requests that keep all KV
+=============== ============================== ==============================================
+``kv_both``     load and save what they pin    load and save as in vLLM
+``kv_producer`` there are none                 load and save as in vLLM
+``kv_consumer`` load their prompt, save none   load their prompt, save none
+=============== ============================== ==============================================
+
+A consumer refuses policies that collect attention, so its requests rank what they load by its KV alone. What
+they load lies in new blocks, which no other request knows.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+import sys
+from typing import TYPE_CHECKING, NamedTuple
 
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from vllm.config import KVTransferConfig, VllmConfig
 
-    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-    from vllm.v1.request import Request
+    from h2o_vllm.blocks.request_state import RequestState
 
-__all__ = ["check_single_group", "limited_connector"]
+__all__ = [
+    "TRIED_CONNECTORS",
+    "Share",
+    "check_single_group",
+    "collects_not_because",
+    "connector_refusals",
+    "evicts_not_because",
+    "role_note",
+    "share_of",
+]
 
+EXAMPLE, OFFLOADING = "ExampleConnector", "OffloadingConnector"
 
-def limited_connector(connector: Any, evicts: Callable[[str], bool]) -> Any:
-    """A wrapper of ``connector`` that hides the requests for which ``evicts`` is true.
+TRIED_CONNECTORS = (EXAMPLE, OFFLOADING)
+"""KV connectors of vLLM that load after the evictions of a step. ``OffloadingConnector``, which
+``--kv-offloading-size`` selects, is for GPUs only (0.32); only its scheduler's half has run."""
 
-    Args:
-        connector: a connector in the scheduler's role (``KVConnectorBase_V1``).
-        evicts: whether the request with this id can evict. It must know before the request is queued.
-    """
-    whole = isinstance(connector, SupportsHMA)
-    return (_LimitedOfAllGroups if whole else _Limited)(connector, evicts)
-
-
-class _Limited:
-    """Forwards calls for requests that do not evict, and calls that concern no request."""
-
-    def __init__(self, connector: Any, evicts: Callable[[str], bool]) -> None:
-        self._connector = connector
-        self._evicts = evicts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connector, name)
-
-    def on_new_request(self, request: Request) -> None:
-        if not self._evicts(request.request_id):
-            self._connector.on_new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        if self._evicts(request.request_id):
-            return 0, False
-        found: tuple[int | None, bool] = self._connector.get_num_new_matched_tokens(
-            request, num_computed_tokens
-        )
-        return found
-
-    def update_state_after_alloc(self, request: Request, *args: Any) -> None:
-        if not self._evicts(request.request_id):
-            self._connector.update_state_after_alloc(request, *args)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        return self._connector.build_connector_meta(self._of_others(scheduler_output))
-
-    def request_finished(self, request: Request, *args: Any) -> Any:
-        if self._evicts(request.request_id):
-            return False, None
-        return self._connector.request_finished(request, *args)
-
-    def register_finished_partial_tail(self, request: Request, *args: Any) -> bool:
-        if self._evicts(request.request_id):
-            return False
-        return bool(self._connector.register_finished_partial_tail(request, *args))
-
-    def _of_others(self, output: SchedulerOutput) -> SchedulerOutput:
-        """A copy of the step without the requests that can evict."""
-        counts = {
-            request_id: count
-            for request_id, count in output.num_scheduled_tokens.items()
-            if not self._evicts(request_id)
-        }
-        if len(counts) == len(output.num_scheduled_tokens):
-            return output
-        new = [one for one in output.scheduled_new_reqs if not self._evicts(one.req_id)]
-        return replace(
-            output,
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=self._cached_of_others(output.scheduled_cached_reqs),
-            num_scheduled_tokens=counts,
-            total_num_scheduled_tokens=sum(counts.values()),
-        )
-
-    def _cached_of_others(self, cached: CachedRequestData) -> CachedRequestData:
-        rows = [row for row, name in enumerate(cached.req_ids) if not self._evicts(name)]
-        ids = {cached.req_ids[row] for row in rows}
-
-        def of(values: list[Any]) -> list[Any]:
-            # Some lists are empty where no part of vLLM needs them.
-            return [values[row] for row in rows] if values else values
-
-        return replace(
-            cached,
-            req_ids=of(cached.req_ids),
-            resumed_req_ids=cached.resumed_req_ids & ids,
-            new_token_ids=of(cached.new_token_ids),
-            all_token_ids={k: v for k, v in cached.all_token_ids.items() if k in ids},
-            new_block_ids=of(cached.new_block_ids),
-            num_computed_tokens=of(cached.num_computed_tokens),
-            num_output_tokens=of(cached.num_output_tokens),
-        )
+EVERYTHING = sys.maxsize
+"""More tokens than any request has."""
 
 
-class _LimitedOfAllGroups(_Limited, SupportsHMA):
-    """The same for a connector that takes the blocks of all KV cache groups: vLLM checks its type."""
+class Share(NamedTuple):
+    """How many first tokens of a request a connector may load, and how many it may save."""
 
-    def request_finished_all_groups(self, request: Request, *args: Any) -> Any:
-        if self._evicts(request.request_id):
-            return False, None
-        return self._connector.request_finished_all_groups(request, *args)
+    load: int
+    save: int
+
+
+def share_of(state: RequestState | None, transfer: KVTransferConfig) -> Share:
+    """The share of a request; ``None``: it is not tracked, so stock vLLM serves it."""
+    evicts = state is not None and state.evicts
+    pinned = state.pinned_tokens if state is not None and evicts else EVERYTHING
+    if not _is_consumer(transfer):
+        return Share(pinned, pinned)
+    ranks_by_attention = state is not None and evicts and state.policy.needs_scores
+    return Share(pinned if ranks_by_attention else EVERYTHING, 0)
+
+
+def evicts_not_because(config: VllmConfig) -> str:
+    """Why the engine evicts nothing, whatever requests ask; empty: it does."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_role != "kv_producer":
+        return ""
+    return "a prefill server (kv_producer) computes prompts for others, which need all their KV"
+
+
+def collects_not_because(config: VllmConfig) -> str:
+    """Why the engine does not know the attention of prompts; empty: it does."""
+    transfer = config.kv_transfer_config
+    if transfer is None or not _is_consumer(transfer):
+        return ""
+    return "a decode server (kv_consumer) receives the KV of prompts and no attention to it"
+
+
+def role_note(transfer: KVTransferConfig) -> str:
+    """What a start says of budgets beside the connector."""
+    if transfer.kv_role == "kv_producer":
+        return "prompts are computed for others, so nothing is evicted, whatever requests ask"
+    if _is_consumer(transfer):
+        return "prompts are loaded whole, and evicted by the request's budget"
+    return "requests that can evict load and save what they protect (kv_protect), all others everything"
+
+
+def connector_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
+    """Connectors that were not tried, and what those that were cannot do."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return []
+    name = str(transfer.kv_connector)
+    module = transfer.kv_connector_module_path
+    ranks = config.parallel_config.tensor_parallel_size
+    return [
+        (
+            name not in TRIED_CONNECTORS or module is not None,
+            f"the KV connector {name}{f' of {module}' if module else ''}: it may load into blocks that an "
+            f"eviction still reads. Tried: {', '.join(TRIED_CONNECTORS)}",
+        ),
+        (
+            name == OFFLOADING and transfer.kv_role != "kv_both",
+            f"{name} as {transfer.kv_role}: it keeps the KV of one engine. To compute prompts elsewhere, use "
+            f"{EXAMPLE}",
+        ),
+        (
+            name == EXAMPLE and ranks > 1,
+            f"{name} under tensor parallelism: its files do not say whose heads they hold",
+        ),
+    ]
 
 
 def check_single_group(groups: int) -> None:
@@ -134,3 +128,8 @@ def check_single_group(groups: int) -> None:
             "h2o_vllm cannot work with a KV connector on this model, which has layers of several kinds "
             "(sliding windows, states): not tested with evictions"
         )
+
+
+def _is_consumer(transfer: KVTransferConfig) -> bool:
+    # vLLM's own ``is_kv_consumer`` is also true of ``kv_both``.
+    return transfer.kv_role == "kv_consumer"

@@ -27,7 +27,8 @@ from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
-from h2o_vllm.engine.core.connector import check_single_group, limited_connector
+from h2o_vllm.engine.core.connector import Share, check_single_group, role_note, share_of
+from h2o_vllm.engine.core.connector_halves import limited_connector
 from h2o_vllm.engine.core.drafting import drafter_has_kv, drafts_of_step
 from h2o_vllm.engine.core.parallel_choices import ChoiceReports
 from h2o_vllm.engine.core.parent_watch import end_with_parent
@@ -86,14 +87,11 @@ class H2OScheduler(LimitingScheduler):
                 "h2o_vllm cannot work with --kv-exact for a model with windows, chunks or states beside full "
                 "attention: drafts would not know them"
             )
-        connector = self.get_kv_connector()
-        if connector is not None:
+        connector, transfer = self.get_kv_connector(), self.vllm_config.kv_transfer_config
+        if connector is not None and transfer is not None:
             check_single_group(len(self.kv_cache_config.kv_cache_groups))
-            self.connector = limited_connector(connector, self._evicts)
-            logger.info(
-                "h2o: requests that keep all KV use the KV connector; those that can evict neither load from "
-                "it nor save to it"
-            )
+            self.connector = limited_connector(connector, self._share, self.kv_cache_config)
+            logger.info("h2o: KV connector: %s", role_note(transfer))
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
         # Without our server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
@@ -148,8 +146,9 @@ class H2OScheduler(LimitingScheduler):
             if self._traces is not None and budget.trace:
                 self._traces.follow(request.request_id, self._most_tokens(request))
             state = self.blocks.track(request, budget, self.max_model_len)
-            if not state.readable_tokens(request.num_tokens):
-                # It reads nothing from the cache: no look-up, and no miss in the metrics.
+            if self.connector is None and not state.readable_tokens(request.num_tokens):
+                # It reads nothing from the cache: no look-up, and no miss in the metrics. vLLM would not ask
+                # a connector, either.
                 request.skip_reading_prefix_cache = True
             self._choices.started(request.request_id)
         super().add_request(request)
@@ -162,9 +161,15 @@ class H2OScheduler(LimitingScheduler):
         return state.chunk_limit(computed, num_tokens)
 
     def limit_cache_hit(self, request: Request, cached: int) -> int:
-        """Limit a cache hit to the tokens that the request may read from the prefix cache."""
+        """Limit a cache hit to the tokens that the request may read from the prefix cache.
+
+        Nothing if a connector has more: it loads all of them, and not into blocks that others share.
+        """
         state = self.blocks.eviction_state(request.request_id)
-        return cached if state is None else state.readable_tokens(cached)
+        readable = cached if state is None else state.readable_tokens(cached)
+        if readable and self.connector is not None:
+            readable = 0 if self.connector.held_outside(request) > readable else readable
+        return readable
 
     def own_cache_hit(
         self, request: Request, *longest: int | None
@@ -259,9 +264,8 @@ class H2OScheduler(LimitingScheduler):
             state = self.blocks.eviction_state(request.request_id)
             yield request.num_computed_tokens, state.holes if state is not None else 0
 
-    def _evicts(self, request_id: str) -> bool:
-        state = self.blocks.eviction_state(request_id)
-        return state is not None and state.evicts
+    def _share(self, request_id: str) -> Share:
+        return share_of(self.blocks.eviction_state(request_id), self.vllm_config.kv_transfer_config)
 
     def _budget(self, request: Request) -> RequestBudget:
         params = request.sampling_params

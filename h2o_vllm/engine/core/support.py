@@ -20,21 +20,22 @@ from h2o_vllm.engine.core.architectures import (
     kind_of,
     refusal_by_name,
 )
+from h2o_vllm.engine.core.connector import (
+    collects_not_because,
+    connector_refusals,
+    evicts_not_because,
+)
 from h2o_vllm.engine.core.drafting import asks_for_exact, drafting_refusals
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
 
-__all__ = ["TRIED_CONNECTORS", "check_supported", "config_of"]
+__all__ = ["check_supported", "config_of"]
 
 SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 """Path of our scheduler's class, as ``--scheduler-cls`` takes it."""
-
-TRIED_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
-"""KV connectors of vLLM that load after the evictions of a step. ``OffloadingConnector``, which
-``--kv-offloading-size`` selects, is for GPUs only (0.32) and has not run yet."""
 
 _NO_EXACT = "vLLM's model runner for GPUs takes no drafter but its own"
 
@@ -76,6 +77,8 @@ def config_of(config: VllmConfig) -> H2OConfig:
         kv_heads_equal_because=_equal_heads_because(config),
         kv_settles_not_because="" if device == "cpu" else _NO_SETTLING,
         kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
+        kv_evicts_not_because=evicts_not_because(config),
+        kv_collects_not_because=collects_not_because(config),
     )
 
 
@@ -156,12 +159,7 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (model.is_encoder_decoder, "encoder-decoder models: cross attention is not scored"),
         (model.runner_type == "pooling", "pooling models: they generate nothing to evict for"),
-        (
-            config.kv_transfer_config is not None
-            and not _is_tried_connector(config.kv_transfer_config),
-            f"the KV connector {_connector_name(config)}: it may load into blocks that an "
-            f"eviction still reads. Tried: {', '.join(TRIED_CONNECTORS)}",
-        ),
+        *connector_refusals(config),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism: it splits one head's tokens among processes, and each would rank only "
@@ -317,17 +315,6 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
 
 
 _BY_DEVICE = {"cpu": _on_cpu, "cuda": _on_cuda}
-
-
-def _connector_name(config: VllmConfig) -> str:
-    transfer = config.kv_transfer_config
-    if transfer is None or transfer.kv_connector_module_path is None:
-        return "" if transfer is None else str(transfer.kv_connector)
-    return f"{transfer.kv_connector} of {transfer.kv_connector_module_path}"
-
-
-def _is_tried_connector(transfer: KVTransferConfig) -> bool:
-    return transfer.kv_connector in TRIED_CONNECTORS and transfer.kv_connector_module_path is None
 
 
 def _is_ours(scheduler_cls: type) -> bool:

@@ -6,9 +6,47 @@ from tests.mutation.mutant import CUDA, TOKENS, Mutant
 __all__ = ["MUTANTS"]
 
 LANES = ("tests/engine/test_lanes.py",)
+CONNECTOR = ("tests/engine/test_connector.py",)
+ROLES = ("tests/engine/test_connector_roles.py",)
 PREDICTING = ("tests/engine/test_predicting.py",)
 
 MUTANTS = (
+    Mutant(
+        "engine-who-can-evict-saves-its-whole-prompt",
+        "        return Share(pinned, pinned)",
+        "        return Share(pinned, EVERYTHING)",
+        (*CONNECTOR, *ROLES),
+    ),
+    Mutant(
+        "engine-a-connector-loads-its-cap-behind-a-hit",
+        "return (0, False) if limited and num_computed_tokens else found",
+        "return found",
+        ROLES,
+    ),
+    Mutant(
+        "engine-a-prompt-is-saved-with-its-first-chunk",
+        "and computed[name] + count >= len(save.tokens)",
+        "and count",
+        CONNECTOR,
+    ),
+    Mutant(
+        "engine-half-a-file-counts-as-whole",
+        "return file.stat().st_size == 8 + length + end",
+        "return bool(end)",
+        CONNECTOR,
+    ),
+    Mutant(
+        "engine-a-hit-hides-a-longer-file",
+        "readable = 0 if self.connector.held_outside(request) > readable else readable",
+        "pass",
+        CONNECTOR,
+    ),
+    Mutant(
+        "engine-a-producer-evicts",
+        "    if config.kv_evicts_not_because:",
+        "    if False:",
+        (*CONNECTOR, *ROLES),
+    ),
     Mutant(
         "engine-scores-are-never-split",
         "state.finish_step()",

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which KV connectors are served in which role, and law 6 beside vLLM's native offload."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+
+from h2o_vllm.config.keys import METRICS_KEY
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.resolve import resolve
+from h2o_vllm.engine.core.connector import check_single_group
+from h2o_vllm.engine.core.support import check_supported, config_of
+from h2o_vllm.errors import BudgetError, ConfigError
+from tests.engine.scheduling import Rig
+from tests.engine.test_connector import KEYS, prompt_of, shared_folder
+
+
+class Offloading(Rig):
+    """A scheduler that offloads, and workers that have done each transfer right after its step."""
+
+    def __init__(self, model_dir: str, **more: Any) -> None:
+        transfer = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_bytes_to_use": 1 << 28},
+        )
+        super().__init__(model_dir, 60, transfer=transfer, kv_min_tokens=32, **more)
+        self.moved: dict[str, dict[str, int]] = {}
+        """Blocks that each request has loaded and saved."""
+
+    def step(self) -> SchedulerOutput:
+        output = super().step()
+        meta: Any = output.kv_connector_metadata
+        done, received = OffloadingWorkerMetadata(), set()
+        for kind, jobs in (("load", meta.load_jobs), ("store", meta.store_jobs)):
+            for number, job in jobs.items():
+                done.mark_completed(number)
+                received |= {job.req_id} if kind == "load" else set()
+                counts = self.moved.setdefault(job.req_id, {"load": 0, "store": 0})
+                counts[kind] += len(job.src_spec.block_ids)
+        self.scheduler._update_from_kv_xfer_finished(
+            KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=done)
+        )
+        return output
+
+
+def test_law06_offloading_keeps_to_pinned_blocks(model_dir: str) -> None:
+    """A client's own caps count if they are lower; behind a hit of the prefix cache nothing is loaded."""
+    rig = Offloading(model_dir, caching=False)
+    pinned = {"kv_budget": 0.3, "kv_protect": 64}
+    less = {"kv_transfer_params": {"max_load_tokens": 32, "max_offload_tokens": "all"}}
+    for name, asked in (
+        ("pins", pinned),
+        ("pins as well", pinned),
+        ("less", {**pinned, **less}),
+        ("none", {"kv_budget": 0.3}),
+        ("all", None),
+        ("all again", None),
+    ):
+        rig.add(name, prompt_of(150), asked, max_tokens=30)
+        rig.run()
+    assert rig.evictions
+    assert rig.moved == {
+        "pins": {"load": 0, "store": 4},
+        "pins as well": {"load": 4, "store": 0},
+        "less": {"load": 2, "store": 0},
+        # Prompts alone.
+        "all": {"load": 4, "store": 5},
+        "all again": {"load": 9, "store": 0},
+    }
+    cached = Offloading(model_dir)
+    for number, length in enumerate((40, 150)):
+        cached.add(str(number), prompt_of(length), max_tokens=2)
+        cached.run()
+    assert cached.scheduler.reset_prefix_cache()
+    cached.add("begins", prompt_of(40), max_tokens=2)
+    cached.run()
+    cached.add("pins", prompt_of(150), {"kv_budget": 0.3, "kv_protect": 64}, max_tokens=30)
+    cached.run()
+    assert cached.moved.get("pins", {"load": 0})["load"] == 0
+
+
+def test_a_decode_server_refuses_what_needs_the_prompts_attention(
+    model_dir: str, tmp_path: Path
+) -> None:
+    config = config_of(Rig(model_dir, 20, transfer=shared_folder(tmp_path, "kv_consumer")).config)
+    for asked, says in (
+        ({"kv_budget": 0.2}, "kv_policy .* collects no attention: a decode server"),
+        ({"kv_budget_tokens": 200, "kv_policy": "snapkv"}, "kv_policy"),
+        ({**KEYS, "kv_prefill_tokens": 512}, "kv_prefill_tokens must be 0 on this server"),
+        ({**KEYS, "kv_settle_tokens": 512}, "kv_settle_tokens must be 0 on this server"),
+    ):
+        with pytest.raises(BudgetError, match=says):
+            resolve(config, asked)
+    for allowed in ({}, {"kv_budget": 1.0}, KEYS, {"kv_budget": 0.2, "kv_policy": "random"}):
+        resolve(config, allowed)
+    with pytest.raises(ConfigError, match=r"--kv-policy.*a decode server"):
+        H2OConfig(kv_budget=0.2, kv_collects_not_because="a decode server has none")
+    everything = resolve(
+        H2OConfig(kv_budget=0.2, kv_budget_max=0.5, kv_evicts_not_because="of two"), KEYS
+    )
+    assert not everything.evicts
+    assert everything.max_fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "role", "says"),
+    [
+        (
+            {"kv_connector": "NixlConnector"},
+            "kv_both",
+            "the KV connector NixlConnector: .* Tried: Ex",
+        ),
+        (
+            {"kv_connector": "ExampleConnector", "kv_connector_module_path": "theirs"},
+            "kv_both",
+            "the KV connector ExampleConnector of theirs",
+        ),
+        ({"kv_connector": "ExampleConnector"}, "kv_consumer", ""),
+        ({"kv_connector": "OffloadingConnector"}, "kv_both", ""),
+        ({"kv_connector": "OffloadingConnector"}, "kv_consumer", "keeps the KV of one engine"),
+    ],
+)
+def test_untried_connectors_are_refused_by_name(
+    model_dir: str, asked: dict[str, str], role: Any, says: str
+) -> None:
+    config = copy.copy(Rig(model_dir, 20).config)
+    transfer = KVTransferConfig(kv_role=role, **asked)
+    object.__setattr__(config, "kv_transfer_config", transfer)
+    with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
+        check_supported(config)
+
+
+def test_files_do_not_tell_ranks_apart(model_dir: str, tmp_path: Path) -> None:
+    config = Rig(model_dir, 20, transfer=shared_folder(tmp_path, "kv_both")).config
+    object.__setattr__(config.parallel_config, "tensor_parallel_size", 2)
+    with pytest.raises(ConfigError, match="ExampleConnector under tensor parallelism"):
+        check_supported(config)
+
+
+def test_models_of_several_groups_are_refused() -> None:
+    check_single_group(1)
+    with pytest.raises(ConfigError, match="layers of several kinds"):
+        check_single_group(2)
+
+
+def test_a_connectors_own_numbers_stay_beside_ours(model_dir: str) -> None:
+    rig = Rig(model_dir, 40, metered=True)
+
+    class Numbers:
+        def to_dict(self) -> dict[str, Any]:
+            return {"loads": 3}
+
+    stats = rig.scheduler.make_stats(None, Numbers())
+    assert stats is not None and stats.kv_connector_stats is not None
+    assert stats.kv_connector_stats["loads"] == 3
+    assert METRICS_KEY in stats.kv_connector_stats

@@ -40,7 +40,7 @@ WINDOW = {"kv_budget": 0.2, "kv_policy": "window"}
 TEXT = [random.Random(2).randrange(VOCABULARY) for _ in range(3000)]
 TIERS = {"smaller": [], "eagle3": [SLOW], "mtp": [SLOW]}
 KINDS = [pytest.param(one, marks=TIERS.get(one, [pytest.mark.long])) for one in DRAFTERS]
-"""One of each kind of drafter in the full tier: with a model of its own, and heads outside and in the model."""
+"""The full tier has a drafter that is a model, one that is a head, and one that is part of the model."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

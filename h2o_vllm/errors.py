@@ -16,7 +16,7 @@ class ConfigError(H2OError, ValueError):
 
 
 class BudgetError(H2OError, ValueError):
-    """A client asked for an impossible budget. Becomes a 400; the engine never sees it.
+    """A client asked for an impossible budget. Becomes a 400; offline, the request ends with an error.
 
     Args:
         parameter: the request field at fault, as the client wrote it.

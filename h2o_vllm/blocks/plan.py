@@ -4,8 +4,8 @@
 ::
 
     position   0        1        2        3        4        5        6        7
-    table     [ heavy ][ heavy ][ NULL  ][ NULL  ][ NULL  ][ recent][ recent][ tail  ]
-                                 freed: back in the pool, re-used by other requests
+    table     [ NULL  ][ NULL  ][ NULL  ][ heavy ][ heavy ][ recent][ recent][ tail  ]
+               freed: back in the pool, re-used by other requests
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 ``parallel_choices``  collects the reports of a request's choices (``n > 1``)
 ``connector``         what a KV connector may load and save of a request, by the engine's role
 ``connector_halves``  the scheduler's halves of the connectors that were tried
+``drafting``          which methods of speculative decoding are served
 ``parent_watch``      ends the engine core when its server is gone
 ``support``           refuses unsupported configurations at start-up; workers call it, too
 ``architectures``     the outcome for each architecture that vLLM lists

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which methods of speculative decoding are served, and what a drafter takes. Engine core and workers."""
+"""Which methods of speculative decoding are served, and what a drafter takes. In all processes of ours."""
 
 from __future__ import annotations
 

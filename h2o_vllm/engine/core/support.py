@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses unsupported configurations at start-up, with the reason. Runs in engine core and workers.
+"""Refuses unsupported configurations at start-up, with the reason. Engine core, workers and API server.
 
 Without these checks an unsupported combination would silently evict nothing, or silently corrupt answers.
 """

@@ -227,7 +227,7 @@ MUTANTS = (
         "law12-a-drafter-is-ranked",
         "[name for name in group.layer_names if name not in drafter]",
         "list(group.layer_names)",
-        ("tests/engine/test_law09_startup.py",),
+        ("tests/engine/test_law09_drafting.py",),
     ),
     Mutant(
         "law12-a-drafters-tokens-have-scores",

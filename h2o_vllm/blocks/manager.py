@@ -116,7 +116,8 @@ class H2OBlockManager(SqueezingManager):
         """
         del processed_computed_tokens, num_prompt_tokens
         state = self._eviction_states.get(request_id)
-        if not isinstance(state, EvictionState) or not state.evicts:
+        # With a KV connector vLLM asks once more when a request has ended.
+        if not isinstance(state, EvictionState) or not state.evicts or state.counts.is_finished():
             return
         seen = state.counts.num_computed_tokens
         indices = state.evict(seen)

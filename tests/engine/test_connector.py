@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from h2o_vllm.engine.core import connector_halves
 from tests.engine.conftest import FLOOR, INSIDE, run_engine
 from tests.engine.scheduling import Rig
 
@@ -215,35 +212,15 @@ def test_blocks_that_others_share_are_not_loaded_into(model_dir: str, tmp_path: 
     assert cached == {"begins": 0, "whole": 144, "again": 144}
 
 
-@pytest.mark.parametrize("damage", ["short", "missing", "no header"])
-def test_what_a_killed_server_left_is_not_loaded_and_is_written_anew(
-    model_dir: str, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_tokens", range(30, 62, 3))
+def test_a_report_counts_no_eviction_after_the_end(
+    model_dir: str, tmp_path: Path, max_tokens: int
 ) -> None:
-    prompt = prompt_of(150)
-
-    def run(role: str) -> Side:
-        side = Side(model_dir, tmp_path, role)
-        side.add("r", prompt, KEYS, max_tokens=20)
-        side.run()
-        return side
-
-    run("kv_producer")
-    (file,) = tmp_path.glob("*/*")
-    whole = file.read_bytes()
-    left = {"short": whole[:-1], "no header": whole[:20], "missing": b""}[damage]
-    file.write_bytes(left)
-    if damage == "missing":
-        file.unlink()
-    decode = run("kv_consumer")
-    assert decode.loaded == decode.saved == []
-    assert len(decode.tokens["r"]) == 20
-    # It may be about to be written by another server.
-    assert run("kv_producer").saved == []
-    long_ago = time.time() - connector_halves.ABANDONED_SECONDS - 1
-    os.utime(file.parent, (long_ago, long_ago))
-    assert run("kv_producer").saved == [144]
-    assert file.read_bytes() == whole
-    assert run("kv_consumer").loaded == [144]
+    plain, side = Rig(model_dir, 60, kv_min_tokens=32), Side(model_dir, tmp_path, "kv_both")
+    for rig in (plain, side):
+        rig.add("r", prompt_of(150), KEYS | {"kv_delay": 0}, max_tokens=max_tokens)
+        rig.run()
+    assert reports(plain) == reports(side)
 
 
 def test_law08_what_a_key_does_not_name_stays_out(model_dir: str, tmp_path: Path) -> None:

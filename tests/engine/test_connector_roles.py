@@ -112,6 +112,12 @@ def test_a_decode_server_refuses_what_needs_the_prompts_attention(
     assert everything.max_fraction == 1.0
 
 
+EXAMPLE: dict[str, Any] = {
+    "kv_connector": "ExampleConnector",
+    "kv_connector_extra_config": {"shared_storage_path": "anywhere"},
+}
+
+
 @pytest.mark.parametrize(
     ("asked", "role", "says"),
     [
@@ -121,17 +127,22 @@ def test_a_decode_server_refuses_what_needs_the_prompts_attention(
             "the KV connector NixlConnector: .* Tried: Ex",
         ),
         (
-            {"kv_connector": "ExampleConnector", "kv_connector_module_path": "theirs"},
+            {**EXAMPLE, "kv_connector_module_path": "theirs"},
             "kv_both",
             "the KV connector ExampleConnector of theirs",
         ),
-        ({"kv_connector": "ExampleConnector"}, "kv_consumer", ""),
+        (EXAMPLE, "kv_consumer", ""),
+        (
+            {"kv_connector": "ExampleConnector"},
+            "kv_both",
+            "without a folder: set 'shared_storage_path'",
+        ),
         ({"kv_connector": "OffloadingConnector"}, "kv_both", ""),
         ({"kv_connector": "OffloadingConnector"}, "kv_consumer", "keeps the KV of one engine"),
     ],
 )
 def test_untried_connectors_are_refused_by_name(
-    model_dir: str, asked: dict[str, str], role: Any, says: str
+    model_dir: str, asked: dict[str, Any], role: Any, says: str
 ) -> None:
     config = copy.copy(Rig(model_dir, 20).config)
     transfer = KVTransferConfig(kv_role=role, **asked)

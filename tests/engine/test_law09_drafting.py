@@ -50,6 +50,7 @@ def test_what_exact_requests_cannot_go_with_is_refused_by_name(
 
 PLAIN = {
     "num_speculative_tokens": 4,
+    "max_num_new_slots_for_drafting": 1,
     "use_multi_module_mtp": lambda: False,
     "parallel_drafting": False,
     "kv_cache_dtype": None,
@@ -85,7 +86,7 @@ def test_drafts_are_served_on_cpus_and_refused_by_name_elsewhere(rig: Rig, metho
         (
             "num_speculative_tokens",
             64,
-            "64 speculative tokens in steps of 64: .* would wait for ever",
+            "64 speculative tokens in steps of 63: .* would wait for ever",
         ),
         ("parallel_drafting", True, "parallel_drafting"),
         ("kv_cache_dtype", "fp8", "kv_cache_dtype in --speculative-config"),

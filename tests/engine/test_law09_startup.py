@@ -53,7 +53,9 @@ REFUSED = [
     *(
         (
             "speculative_config",
-            SimpleNamespace(method=method, num_speculative_tokens=4),
+            SimpleNamespace(
+                method=method, num_speculative_tokens=4, max_num_new_slots_for_drafting=0
+            ),
             f"speculative decoding by {method!r} on CPU",
         )
         for method in ("medusa", "ngram_gpu", "dflash", "dspark", "extract_hidden_states")

@@ -85,7 +85,7 @@ class Traffic(RuleBasedStateMachine):
         # The rest is refused at start-up.
         if options["pipelined"] or beside == (STATES,):
             drafts = 0
-        drafts = min(drafts, batched_tokens - 1)
+        drafts = min(drafts, batched_tokens - 2)
         ahead = ahead and bool(drafts) and not beside
         # As many more as other layers take of the longest request.
         more = min(22, 2 * batched_tokens // 16 + 5) * len(beside)

@@ -143,6 +143,7 @@ def build(
         additional_config=options,
         num_speculative_tokens=0,
         speculative_config=None,
+        kv_transfer_config=None,
         model_config=SimpleNamespace(
             served_model_name="m", is_encoder_decoder=False, max_model_len=256
         ),

@@ -7,6 +7,7 @@
 ``connector``         what a KV connector may load and save of a request, by the engine's role
 ``connector_halves``  the scheduler's halves of the connectors that were tried
 ``drafting``          which methods of speculative decoding are served
+``kv_folder``         the folder in which a connector stores prompts
 ``parent_watch``      ends the engine core when its server is gone
 ``support``           refuses unsupported configurations at start-up; workers call it, too
 ``architectures``     the outcome for each architecture that vLLM lists

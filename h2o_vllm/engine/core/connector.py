@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
+from h2o_vllm.blocks.spec import computes_for_others
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.request_state import RequestState
 
 __all__ = [
+    "FOLDER_KEY",
     "TRIED_CONNECTORS",
     "Share",
     "check_single_group",
@@ -44,6 +46,10 @@ EXAMPLE, OFFLOADING = "ExampleConnector", "OffloadingConnector"
 TRIED_CONNECTORS = (EXAMPLE, OFFLOADING)
 """KV connectors of vLLM that load after the evictions of a step. ``OffloadingConnector``, which
 ``--kv-offloading-size`` selects, is for GPUs only (0.32); only its scheduler's half has run."""
+
+FOLDER_KEY = "shared_storage_path"
+"""Where ``ExampleConnector`` stores prompts, in ``kv_connector_extra_config``. vLLM's default is ``/tmp``,
+which any user can write."""
 
 EVERYTHING = sys.maxsize
 """More tokens than any request has."""
@@ -68,8 +74,7 @@ def share_of(state: RequestState | None, transfer: KVTransferConfig) -> Share:
 
 def evicts_not_because(config: VllmConfig) -> str:
     """Why the engine evicts nothing, whatever requests ask; empty: it does."""
-    transfer = config.kv_transfer_config
-    if transfer is None or transfer.kv_role != "kv_producer":
+    if not computes_for_others(config):
         return ""
     return "a prefill server (kv_producer) computes prompts for others, which need all their KV"
 
@@ -113,6 +118,10 @@ def connector_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             name == EXAMPLE and ranks > 1,
             f"{name} under tensor parallelism: its files do not say whose heads they hold",
+        ),
+        (
+            name == EXAMPLE and not transfer.get_from_extra_config(FOLDER_KEY, ""),
+            f"{name} without a folder: set {FOLDER_KEY!r} in kv_connector_extra_config",
         ),
     ]
 

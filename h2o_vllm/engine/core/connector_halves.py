@@ -6,7 +6,6 @@ Each stands in the place of vLLM's own half, and asks it whatever is not about a
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,10 +18,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 )
 
 from h2o_vllm.engine.compat import example_folder
+from h2o_vllm.engine.core.connector import FOLDER_KEY
+from h2o_vllm.engine.core.kv_folder import KVFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -31,12 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CappedOffload", "PromptFiles", "limited_connector"]
 
-ABANDONED_SECONDS = 60.0
-"""Files that are not whole, and were not touched for so long, are written anew."""
+LOOK_SECONDS = 1.0
+"""How long a request that waits takes the folder to be as it was."""
 
 
 def limited_connector(
-    connector: Any, share: Callable[[str], Share], kv_cache: KVCacheConfig
+    connector: Any, share: Callable[[str], Share], kv_cache: KVCacheConfig, config: VllmConfig
 ) -> PromptFiles | CappedOffload:
     """The half of ``connector`` that keeps to each request's share.
 
@@ -44,9 +46,13 @@ def limited_connector(
         connector: one of those tried, in the scheduler's role.
         share: of the request with this id. It must know before the request is queued.
         kv_cache: with one KV cache group.
+        config: of the engine.
+
+    Raises:
+        ConfigError: the connector's folder cannot be used.
     """
     if isinstance(connector, ExampleConnector):
-        return PromptFiles(connector, share, kv_cache)
+        return PromptFiles(connector, share, kv_cache, config)
     return CappedOffload(connector, share)
 
 
@@ -124,19 +130,36 @@ class PromptFiles(_Half):
     """
 
     def __init__(
-        self, connector: Any, share: Callable[[str], Share], kv_cache: KVCacheConfig
+        self,
+        connector: Any,
+        share: Callable[[str], Share],
+        kv_cache: KVCacheConfig,
+        config: VllmConfig,
     ) -> None:
         super().__init__(connector, share)
         (group,) = kv_cache.kv_cache_groups
-        self._block_size = group.kv_cache_spec.block_size
-        self._layers = group.layer_names
+        spec, layers = group.kv_cache_spec, group.layer_names
+        self._block_size = spec.block_size
+        transfer = config.kv_transfer_config
+        assert transfer is not None
+        about = {
+            "model": Path(config.model_config.model).name,
+            "layers": len(layers),
+            "kv_heads": spec.num_kv_heads,
+            "head_size": spec.head_size,
+            "dtype": str(spec.dtype),
+            "block_size": spec.block_size,
+        }
+        path = Path(transfer.get_from_extra_config(FOLDER_KEY, ""))
+        token_bytes = spec.page_size_bytes // spec.block_size * len(layers)
+        self._folder = KVFolder(path, layers, token_bytes, about)
+        self._looked: dict[str, tuple[float, int]] = {}
+        """When the folder was last looked at for a request, and what was found."""
         self._prompts: dict[str, tuple[_Prompt | None, _Prompt | None]] = {}
         """What each request may load and save."""
         self._to_save: set[str] = set()
         self._to_load: set[str] = set()
         """Requests that were admitted in this step and load."""
-        self._begun: dict[Path, float] = {}
-        """Folders that workers were told to write, and when."""
 
     def on_new_request(self, request: Request) -> None:
         """Note what the request may load and save."""
@@ -149,7 +172,15 @@ class PromptFiles(_Half):
     def held_outside(self, request: Request) -> int:
         """Tokens of the request that files hold: all that it may load, or 0."""
         prompt, _ = self._prompts.get(request.request_id, (None, None))
-        return len(prompt.tokens) if prompt is not None and self._is_whole(prompt.folder) else 0
+        if prompt is None:
+            return 0
+        now = time.monotonic()
+        at, found = self._looked.get(request.request_id, (-LOOK_SECONDS, 0))
+        if now - at >= LOOK_SECONDS:
+            count = len(prompt.tokens)
+            found = count if self._folder.holds(prompt.folder, count) else 0
+            self._looked[request.request_id] = now, found
+        return found
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -183,7 +214,7 @@ class PromptFiles(_Half):
                 and computed[name] + count >= len(save.tokens)
             ):
                 self._to_save.discard(name)
-                if self._begin(save.folder):
+                if self._folder.begin(save.folder, len(save.tokens)):
                     self._add(meta, save, blocks.resolve_block_ids(name)[0], is_store=True)
         self._to_load.clear()
         return meta
@@ -192,6 +223,7 @@ class PromptFiles(_Half):
         """Forget the request. Its blocks may go at once: workers save within a step."""
         del block_ids
         self._prompts.pop(request.request_id, None)
+        self._looked.pop(request.request_id, None)
         self._to_save.discard(request.request_id)
         return False, None
 
@@ -228,32 +260,3 @@ class PromptFiles(_Half):
             is_store=is_store,
             mm_hashes=prompt.names,
         )
-
-    def _begin(self, folder: Path) -> bool:
-        """Whether the folder is to be written: nobody has, and nobody is about to."""
-        now = time.time()
-        self._begun = {k: at for k, at in self._begun.items() if now - at < ABANDONED_SECONDS}
-        if folder in self._begun or self._is_whole(folder):
-            return False
-        if folder.exists() and now - folder.stat().st_mtime < ABANDONED_SECONDS:
-            return False
-        self._begun[folder] = now
-        return True
-
-    def _is_whole(self, folder: Path) -> bool:
-        return all(_is_whole(folder / f"{layer}.safetensors") for layer in self._layers)
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file has the length that its header says.
-
-    The header's length, 8 bytes; the header, JSON; the tensors, whose last one ends the file.
-    """
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
-            end = max(row["data_offsets"][1] for row in header.values() if "data_offsets" in row)
-            return file.stat().st_size == 8 + length + end
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False

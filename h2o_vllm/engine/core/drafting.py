@@ -62,6 +62,12 @@ def _methods(config: VllmConfig) -> list[tuple[bool, str]]:
         return []
     method, served = speculative.method, (*WITHOUT_KV, *WITH_KV)
     with_kv = method in WITH_KV
+    scheduler = config.scheduler_config
+    batched: int = scheduler.max_num_batched_tokens
+    most = min(
+        batched - speculative.max_num_new_slots_for_drafting,
+        scheduler.max_num_scheduled_tokens or batched,
+    )
     return [
         (
             method not in served,
@@ -71,13 +77,13 @@ def _methods(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             # A request with one token to compute is admitted with all drafts of a step or waits, for ever if
             # they fit no step (``Scheduler.schedule``, 0.32).
-            speculative.num_speculative_tokens >= config.scheduler_config.max_num_batched_tokens,
-            f"{speculative.num_speculative_tokens} speculative tokens in steps of "
-            f"{config.scheduler_config.max_num_batched_tokens}: a request that found its prompt in the "
-            "prefix cache, or was preempted, would wait for ever. Raise --max-num-batched-tokens",
+            speculative.num_speculative_tokens + 1 > most,
+            f"{speculative.num_speculative_tokens} speculative tokens in steps of {most}: a request that "
+            "found its prompt in the prefix cache, or was preempted, would wait for ever. Raise "
+            "--max-num-batched-tokens",
         ),
         (
-            bool(config.scheduler_config.async_scheduling),
+            bool(scheduler.async_scheduling),
             "speculative decoding with --async-scheduling: an eviction must know which drafts are accepted. "
             "Leave the option out",
         ),

@@ -90,7 +90,9 @@ class H2OScheduler(LimitingScheduler):
         connector, transfer = self.get_kv_connector(), self.vllm_config.kv_transfer_config
         if connector is not None and transfer is not None:
             check_single_group(len(self.kv_cache_config.kv_cache_groups))
-            self.connector = limited_connector(connector, self._share, self.kv_cache_config)
+            self.connector = limited_connector(
+                connector, self._share, self.kv_cache_config, self.vllm_config
+            )
             logger.info("h2o: KV connector: %s", role_note(transfer))
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
         # Without our server the counts would reach vLLM's own loggers, which fail on them.

@@ -149,6 +149,7 @@ def test_the_runner_captures_for_the_servers_default_policy(
             additional_config={CONFIG_KEY: {"kv_policy": policy}},
             device_config=SimpleNamespace(device_type="cuda"),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+            kv_transfer_config=None,
         )
         runner = H2OModelRunner(config, torch.device("cpu"))
         assert runner.step_variant.captured == variants_for(

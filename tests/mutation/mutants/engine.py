@@ -31,8 +31,14 @@ MUTANTS = (
     ),
     Mutant(
         "engine-half-a-file-counts-as-whole",
-        "return file.stat().st_size == 8 + length + end",
-        "return bool(end)",
+        " and file.stat().st_size == end)",
+        ")",
+        ("tests/engine/test_kv_folder.py",),
+    ),
+    Mutant(
+        "engine-a-report-counts-an-eviction-after-the-end",
+        "not state.evicts or state.counts.is_finished():",
+        "not state.evicts:",
         CONNECTOR,
     ),
     Mutant(

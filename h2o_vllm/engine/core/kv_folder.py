@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder in which ``ExampleConnector`` stores prompts: whose KV it holds, and what of it is whole.
+
+Several servers share it, so nothing in it is trusted: a damaged file counts as absent. Engine core.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from h2o_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+logger = init_logger(f"vllm.{__name__}")
+
+__all__ = ["ABANDONED_SECONDS", "KVFolder"]
+
+ABANDONED_SECONDS = 60.0
+"""Files that are not whole, and were not touched for so long, are written anew."""
+
+ABOUT = "h2o_vllm.json"
+"""The file that says whose KV the folder holds."""
+
+HEADER_BYTES = 100_000_000
+"""The longest header that safetensors reads."""
+
+WAITS = 20
+"""Tenths of a second in which the server that has made that file fills it."""
+
+SPARE_BYTES = 64 << 20
+"""Stay free on the disk beside a prompt that is stored."""
+
+
+class KVFolder:
+    """A folder with a folder for each prompt, and in that a file for each layer.
+
+    Args:
+        path: of the folder. It is made if need be.
+        layers: names of the layers.
+        token_bytes: of one token's KV in all layers.
+        about: what servers that share the folder must have in common, by name.
+
+    Raises:
+        ConfigError: the folder cannot be written, or holds KV of something else.
+    """
+
+    def __init__(
+        self, path: Path, layers: Sequence[str], token_bytes: int, about: Mapping[str, Any]
+    ) -> None:
+        self._path, self._layers, self._token_bytes = path, tuple(layers), token_bytes
+        self._begun: dict[Path, float] = {}
+        """Folders of prompts that workers were told to write, and when."""
+        self._warned: set[str] = set()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            held = _claim(path / ABOUT, about)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot use the KV connector's folder {path}: {error}") from error
+        for name, mine in about.items():
+            if held.get(name) != mine:
+                raise ConfigError(
+                    f"the KV connector's folder {path} holds KV of {name} {held.get(name)!r}, and this "
+                    f"server has {mine!r}. Give it a folder of its own"
+                )
+
+    def holds(self, folder: Path, tokens: int) -> bool:
+        """Whether a prompt's folder has all layers of so many tokens."""
+        return all(
+            self._is_whole(folder / f"{layer}.safetensors", tokens) for layer in self._layers
+        )
+
+    def begin(self, folder: Path, tokens: int) -> bool:
+        """Whether a prompt of so many tokens is to be written: nobody has, and nobody is about to."""
+        now = time.time()
+        self._begun = {k: at for k, at in self._begun.items() if now - at < ABANDONED_SECONDS}
+        if folder in self._begun or self.holds(folder, tokens):
+            return False
+        try:
+            if abs(now - folder.stat().st_mtime) < ABANDONED_SECONDS:
+                return False
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._warn(f"cannot read {folder}: {error}")
+            return False
+        try:
+            free = shutil.disk_usage(self._path).free
+        except OSError as error:
+            self._warn(f"cannot read {self._path}: {error}")
+            return False
+        if free < tokens * self._token_bytes + SPARE_BYTES:
+            self._warn(f"{self._path} has no space for more prompts: they are not stored")
+            return False
+        self._begun[folder] = now
+        return True
+
+    def _is_whole(self, file: Path, tokens: int) -> bool:
+        """Whether a safetensors file has the length that its header says, and the tokens that we say.
+
+        The header's length, 8 bytes; the header, JSON; the tensors, whose last one ends the file.
+        """
+        try:
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                if length > HEADER_BYTES:
+                    return False
+                row = json.loads(stream.read(length))["kv_cache"]
+                end = 8 + length + row["data_offsets"][1]
+                return bool(row["shape"][0] == tokens and file.stat().st_size == end)
+        except PermissionError as error:
+            self._warn(f"cannot read what another server has stored: {error}")
+            return False
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return False
+
+    def _warn(self, what: str) -> None:
+        """Log a line, each once."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("h2o: KV connector: %s", what)
+
+
+def _claim(file: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``file`` says; ``about``, if it did not exist."""
+    try:
+        with file.open("x", encoding="utf-8") as mine:
+            mine.write(json.dumps(dict(about)) + "\n")
+    except FileExistsError:
+        pass
+    text = file.read_text(encoding="utf-8")
+    for _ in range(WAITS):
+        if text:
+            break
+        # Another server has just made it.
+        time.sleep(0.1)
+        text = file.read_text(encoding="utf-8")
+    held = json.loads(text)
+    if not isinstance(held, dict):
+        raise ValueError(f"{file.name} is no JSON object")  # noqa: TRY004 - of a file's content
+    return held

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a KV connector: damaged files, disks that fail, servers that do not fit each other."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from h2o_vllm.engine.core import kv_folder
+from h2o_vllm.errors import ConfigError
+from tests.engine.test_connector import KEYS, Side, prompt_of
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "short": lambda whole: whole[:-1],
+    "missing": lambda whole: None,
+    "no header": lambda whole: whole[:20],
+    "no length": lambda whole: b"\xff" * 8 + whole[8:],
+    "text": lambda whole: b"garbage! " * 20,
+    "deep": lambda whole: (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    "no offsets": lambda whole: _file({"kv_cache": {"shape": [144], "data_offsets": []}}),
+    "a list": lambda whole: _file([]),
+    "other tensors": lambda whole: safetensors.torch.save({"kv": torch.zeros(144, 1, 2)}),
+    "other tokens": lambda whole: safetensors.torch.save({"kv_cache": torch.zeros(143, 1, 2)}),
+    "a number": lambda whole: safetensors.torch.save({"kv_cache": torch.zeros(())}),
+}
+
+
+def _file(header: Any) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_a_killed_server_left_is_not_loaded_and_is_written_anew(
+    model_dir: str, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(150)
+
+    def run(role: str) -> Side:
+        side = Side(model_dir, tmp_path, role)
+        side.add("r", prompt, KEYS, max_tokens=20)
+        side.run()
+        return side
+
+    run("kv_producer")
+    (file,) = tmp_path.glob("*/*")
+    whole = file.read_bytes()
+    left = DAMAGES[damage](whole)
+    if left is None:
+        file.unlink()
+    else:
+        file.write_bytes(left)
+    decode = run("kv_consumer")
+    assert decode.loaded == decode.saved == []
+    assert len(decode.tokens["r"]) == 20
+    # It may be about to be written by another server.
+    assert run("kv_producer").saved == []
+    long_ago = time.time() - kv_folder.ABANDONED_SECONDS - 1
+    os.utime(file.parent, (long_ago, long_ago))
+    assert run("kv_producer").saved == [144]
+    assert file.read_bytes() == whole
+    assert run("kv_consumer").loaded == [144]
+
+
+def test_what_cannot_be_stored_or_read_is_left_out_with_a_line(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(150)
+    lines: list[str] = []
+    monkeypatch.setattr(kv_folder.logger, "warning", lambda text, *at: lines.append(text % at))
+    for what, planted in (
+        ("no space", ("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))),
+        ("cannot read", ("shutil.disk_usage", _stale)),
+        ("cannot read", ("pathlib.Path.stat", _stale)),
+    ):
+        with monkeypatch.context() as plant:
+            side = Side(model_dir, tmp_path, "kv_producer")
+            plant.setattr(*planted)
+            for name in ("a", "b"):
+                side.add(name, prompt, max_tokens=2)
+            side.run()
+        assert side.saved == [] and len(side.tokens["b"]) == 2
+        assert len(lines) == 1 and what in lines.pop()
+
+
+def _stale(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ESTALE, "stale file handle")
+
+
+def test_law09_servers_that_share_a_folder_have_one_model_type_and_block_size(
+    model_dir: str, tmp_path: Path
+) -> None:
+    Side(model_dir, tmp_path, "kv_producer")
+    Side(model_dir, tmp_path, "kv_consumer")
+    with pytest.raises(ConfigError, match=r"holds KV of block_size 16, and this server has 32"):
+        Side(model_dir, tmp_path, "kv_consumer", block_size=32)
+    about = tmp_path / "h2o_vllm.json"
+    held = json.loads(about.read_text())
+    assert {*held} == {"model", "layers", "kv_heads", "head_size", "dtype", "block_size"}
+    for name in held:
+        about.write_text(json.dumps(held | {name: "other"}))
+        with pytest.raises(ConfigError, match=rf"holds KV of {name} 'other', and this server has"):
+            Side(model_dir, tmp_path, "kv_consumer")
+    for left in ("[]", "{"):
+        about.write_text(left)
+        with pytest.raises(ConfigError, match="cannot use the KV connector's folder"):
+            Side(model_dir, tmp_path, "kv_consumer")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot use the KV connector's folder"):
+        Side(model_dir, tmp_path / "file", "kv_consumer")

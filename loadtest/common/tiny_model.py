@@ -14,8 +14,6 @@ from pathlib import Path
 __all__ = ["VOCABULARY", "make_tiny_model"]
 
 VOCABULARY = 512
-WITH_TOKENIZER = 2048
-"""So many tokens say any text; all 49,152 would make logits most of a step's work."""
 
 
 def make_tiny_model(
@@ -23,11 +21,13 @@ def make_tiny_model(
     tokenizer_of: Path | None = None,
     positions: int = 2048,
     seed: int = 0,
+    tokens: int | None = None,
     **shape: int,
 ) -> Path:
-    """Write the model, with the shortened tokenizer of another one or none, into the directory ``path``.
+    """Write the model, with the tokenizer of another one or none, into the directory ``path``.
 
-    The directory is made if need be. ``positions`` is the longest sequence, in tokens; ``shape``: what its
+    The directory is made if need be. ``positions`` is the longest sequence, in tokens; ``tokens``: how
+    many of the tokenizer's tokens it has, all by default; ``shape``: what its
     configuration has another number of.
     """
     import torch
@@ -36,11 +36,13 @@ def make_tiny_model(
     path.mkdir(exist_ok=True)
     vocabulary = VOCABULARY
     if tokenizer_of is not None:
-        vocabulary = WITH_TOKENIZER
+        vocabulary = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
         for file in tokenizer_of.iterdir():
             if file.name.startswith(("tokenizer", "chat_template")):
                 shutil.copy(file, path)
-        shorten(path / "tokenizer.json", vocabulary)
+        if tokens is not None:
+            vocabulary = tokens
+            shorten(path / "tokenizer.json", tokens)
     torch.manual_seed(seed)
     usual = {
         "vocab_size": vocabulary,

@@ -71,7 +71,7 @@ class Traffic:
 
     def probe(self) -> float:
         """Seconds of one request of always the same shape, with a prompt that was never sent before."""
-        prompt = [random.randrange(1000, 2000) for _ in range(PROBE_TOKENS)]
+        prompt = [random.randrange(1000, 40000) for _ in range(PROBE_TOKENS)]
         started = time.monotonic()
         body = {"prompt": prompt, "max_tokens": 16, "ignore_eos": True, "kv_budget": 0.5}
         self._post("/v1/completions", body).raise_for_status()
@@ -100,8 +100,8 @@ class Traffic:
     def _send(self, rng: random.Random) -> str:
         """One request of a random kind; what became of it."""
         kind = rng.choices(("complete", "stream", "leave", "chat", "bad"), (4, 3, 2, 2, 1))[0]
-        shared = [1000 + 3 * i for i in range(rng.choice((0, 0, 200)))]
-        own = [rng.randrange(1000, 2000) for _ in range(rng.randrange(1, 700))]
+        shared = [1000 + 7 * i for i in range(rng.choice((0, 0, 200)))]
+        own = [rng.randrange(1000, 40000) for _ in range(rng.randrange(1, 700))]
         body: dict[str, Any] = {
             "prompt": shared + own,
             "max_tokens": rng.randrange(1, 120),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-    from vllm.v1.request import Request
 
 __all__ = [
     "LimitingScheduler",
@@ -69,7 +69,10 @@ class LimitingScheduler(AsyncScheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         limited = num_new_tokens
-        known = request.num_tokens_with_spec + request.num_output_placeholders
+        # Drafts of a request that waits are not computed.
+        running = request.status is RequestStatus.RUNNING
+        known = request.num_tokens_with_spec if running else request.num_tokens
+        known += request.num_output_placeholders
         # Padding goes below; until then vLLM asserts that it is whole.
         if num_computed_tokens + num_new_tokens <= known:
             limited = self.limit_chunk(request, num_computed_tokens, num_new_tokens)

@@ -276,7 +276,7 @@ class Rig:
 
     def _draft(self) -> None:
         """What comes next in everybody's answer; most are right for a while."""
-        names = list(self.scheduler.requests)
+        names = [request.request_id for request in self.scheduler.running]
         chance, most = self._chance, self._drafts
         drafts = []
         for _ in names:

@@ -26,9 +26,8 @@ def make_tiny_model(
 ) -> Path:
     """Write the model, with the tokenizer of another one or none, into the directory ``path``.
 
-    The directory is made if need be. ``positions`` is the longest sequence, in tokens; ``tokens``: how
-    many of the tokenizer's tokens it has, all by default; ``shape``: what its
-    configuration has another number of.
+    The directory is made if need be. ``positions`` is the longest sequence, in tokens; ``tokens``: how many
+    of the tokenizer's tokens are kept, all by default; ``shape``: other numbers of its configuration.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

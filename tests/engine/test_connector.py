@@ -156,7 +156,7 @@ def test_law02_law03_prompts_computed_elsewhere_are_evicted_here(
     for number, prompt in enumerate([*prompts, prompts[0]]):
         decode.add(str(number), prompt, asked, max_tokens=40)
     decode.run()
-    # Who may read all that the first has loaded finds it in the prefix cache.
+    # A request that may read all that the first one has loaded finds it in the prefix cache.
     assert sorted(set(decode.loaded)) == [144, 160, 176]
     assert decode.saved == []
     assert decode.evictions

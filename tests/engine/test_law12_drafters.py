@@ -70,7 +70,7 @@ def empty(drafting: Engine) -> None:
 
 @contextmanager
 def silence(engine: Engine) -> Iterator[None]:
-    """Within, the drafter drafts, and nobody hears of it."""
+    """Within the block the drafter drafts, and the scheduler does not receive the drafts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.scheduler, "update_draft_token_ids", lambda drafts: None)
         yield

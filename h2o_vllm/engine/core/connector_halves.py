@@ -72,7 +72,7 @@ class _Half:
             request.kv_transfer_params = None
 
     def held_outside(self, request: Request) -> int:
-        """How many first tokens are to be loaded in the place of those that the prefix cache has."""
+        """Number of first tokens that the connector loads in place of the prefix cache."""
         del request
         return 0
 
@@ -94,7 +94,7 @@ class CappedOffload(_Half, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As the base class. Behind a hit a limited request loads nothing: its cap counts from there."""
+        """As the base class. After a hit a capped request loads nothing: vLLM counts the cap from the hit."""
         found: tuple[int | None, bool] = self._connector.get_num_new_matched_tokens(
             request, num_computed_tokens
         )

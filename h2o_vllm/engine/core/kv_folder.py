@@ -72,13 +72,13 @@ class KVFolder:
                 )
 
     def holds(self, folder: Path, tokens: int) -> bool:
-        """Whether a prompt's folder has all layers of so many tokens."""
+        """Whether a prompt's folder has the KV of ``tokens`` tokens for all layers."""
         return all(
             self._is_whole(folder / f"{layer}.safetensors", tokens) for layer in self._layers
         )
 
     def begin(self, folder: Path, tokens: int) -> bool:
-        """Whether a prompt of so many tokens is to be written: nobody has, and nobody is about to."""
+        """Whether to write a prompt of ``tokens`` tokens: it is not stored, and no server writes it now."""
         now = time.time()
         self._begun = {k: at for k, at in self._begun.items() if now - at < ABANDONED_SECONDS}
         if folder in self._begun or self.holds(folder, tokens):
@@ -103,7 +103,7 @@ class KVFolder:
         return True
 
     def _is_whole(self, file: Path, tokens: int) -> bool:
-        """Whether a safetensors file has the length that its header says, and the tokens that we say.
+        """Whether a safetensors file is as long as its header says, and has ``tokens`` tokens.
 
         The header's length, 8 bytes; the header, JSON; the tensors, whose last one ends the file.
         """

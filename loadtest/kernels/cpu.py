@@ -23,7 +23,7 @@ from loadtest.kernels.evictions import EVICTIONS, EvictionCase, eviction_line
 from loadtest.kernels.shapes import BLOCK_SIZE, SHAPES
 from loadtest.kernels.timing import Call, ratio_row, ratio_text, rounds
 
-__all__ = ["CPUBench", "Case"]
+__all__ = ["CPUBench", "Case", "pool"]
 
 LENGTHS = (128, 512, 2048, 8192)
 REQUESTS = (1, 4, 16, 32)
@@ -79,7 +79,7 @@ class Case:
         per_row = -(-self.length // self.block_size)
         blocks = self.requests * per_row + 1
         shape = (blocks, self.kv_heads, self.block_size, 2 * self.size)
-        self.kv_cache = _pool(shape, self.dtype).normal_(generator=gen)
+        self.kv_cache = pool(shape, self.dtype).normal_(generator=gen)
         self.scores = torch.zeros(shape[:3])
         ids = torch.randperm(blocks - 1, generator=gen) + 1
         self.table = ids.view(self.requests, per_row).int()
@@ -159,7 +159,7 @@ class Case:
         key, value = halves(self.kv_cache)
         if isa in {"vec", "vec16"}:
             return key, value
-        cache = _pool(tuple(self.kv_cache.shape), self.dtype)
+        cache = pool(tuple(self.kv_cache.shape), self.dtype)
         tokens = self.kv_cache.shape[0] * self.block_size
         keys = key.reshape(*key.shape[:2], self.size, self.block_size).permute(0, 3, 1, 2)
         ops.cpu_attn_reshape_and_cache(
@@ -170,7 +170,7 @@ class Case:
         return halves(cache)
 
 
-def _pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory as our worker has its KV pool: on huge pages, where it is large and Linux has them."""
     with ZeroPages():
         pages = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.int8)

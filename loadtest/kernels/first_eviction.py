@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a first eviction of the default policy takes on a GPU, by length: all 32 layers of an 8B model.
+"""What a first eviction of the default policy takes, by length: 8B on a GPU, SmolLM2-135M on a CPU.
 
     python -m loadtest.kernels.first_eviction 2048 8192 32768 131072
+    python -m loadtest.kernels.first_eviction --device cpu 1024 5504
     python -m loadtest.kernels.first_eviction --counted 2048 8192 32768 131072     # no GPU
 
-One line of JSON per length: milliseconds of scores and of compaction, medians of several runs. Counted: the
-operations and bytes of each part, and which share of the prompt's own seconds they take by a datasheet.
+One line of JSON per length: milliseconds of scores and of compaction, medians of several runs; on a CPU of
+both together, with a calibration of random weights. Counted: the operations and bytes of each part, and which
+share of the prompt's own seconds they take by a datasheet.
 """
 
 from __future__ import annotations
@@ -20,12 +22,20 @@ from typing import Any
 import torch
 
 from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.calibration.features import Rotation
+from h2o_vllm.calibration.file import Part
+from h2o_vllm.engine.cpu.heap import keep_freed_memory
+from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.policy.policy import Policy
 from loadtest.common.command import command_parser
 from loadtest.kernels.compaction import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, LAYERS
 from loadtest.kernels.counted import first_eviction, prompt, share
+from loadtest.kernels.cpu import pool
+from loadtest.kernels.shapes import BLOCK_SIZE as CPU_BLOCK_SIZE
+from loadtest.kernels.shapes import SHAPES
+from loadtest.kernels.timing import wall_seconds
 
 RUNS = 5
 KEPT = 0.1
@@ -47,7 +57,7 @@ def counted(length: int, ranks: str) -> dict[str, Any]:
     }
 
 
-def measured(length: int) -> dict[str, Any]:
+def on_gpu(length: int) -> dict[str, Any]:
     """The row of one length."""
     blocks = length // BLOCK_SIZE
     shape = (LAYERS, blocks + 1, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE)
@@ -84,12 +94,50 @@ def measured(length: int) -> dict[str, Any]:
     }
 
 
+def on_cpu(length: int) -> dict[str, Any]:
+    """The row of one length: what a worker does at ``kv_budget`` 0.2 and the policy's recent tokens."""
+    keep_freed_memory()
+    layers, _, heads, size = SHAPES["SmolLM2-135M"]
+    blocks = length // CPU_BLOCK_SIZE
+    shape = (layers, blocks + 1, heads, CPU_BLOCK_SIZE)
+    planes = torch.rand(2, *shape)
+    planes[1] *= planes[0]
+    before = planes[0].clone()
+    weights = torch.randn(layers, heads, heads * (size // 2 + size) + 1) / size
+    weights[..., -1] = -4.0
+    state = CPUState(
+        planes=planes, kv_cache_group=0, first_kv_head=0, row_request_ids=list,
+        kv_caches=list(pool((*shape, 2 * size), torch.bfloat16).normal_()),
+        calibration=Part(weights, Rotation(size), 0, of_all_heads=False),
+    )  # fmt: skip
+    policy = Policy.parse(DEFAULTS[1])
+    ids = tuple((torch.randperm(blocks) + 1).tolist())
+    heavy = round(0.2 * (1 - policy.recent) * blocks)
+    first = Eviction(
+        "first", ids[:heavy], ids[heavy:], (), policy.indices(), ids, fresh_from=0, seen=length + 16
+    )
+    times = []
+    for _ in range(RUNS + 1):
+        state.scores.copy_(before)
+        times.append(1000 * wall_seconds(lambda: state.compact([first])))
+    return {
+        "length": length,
+        "ms": median(times[1:]),
+        "ms_range": [min(times[1:]), max(times[1:])],
+        "threads": torch.get_num_threads(),
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """A line per length, and per policy where work is counted."""
     parser = command_parser("loadtest.kernels.first_eviction", __doc__)
     parser.add_argument("lengths", type=int, nargs="+", help="of the prompt, in tokens")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda", help="of a GPU or a CPU"
+    )
     parser.add_argument("--counted", action="store_true", help="count work; no GPU is needed")
     args = parser.parse_args(argv)
+    measured = on_cpu if args.device == "cpu" else on_gpu
     for length in args.lengths:
         rows = (
             [counted(length, ranks) for ranks in DEFAULTS] if args.counted else [measured(length)]

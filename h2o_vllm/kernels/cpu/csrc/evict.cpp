@@ -28,15 +28,21 @@ struct Layer {
   float* scores;
   int heads, size, block;
 
-  // A token's K, V and score; slots are page * block + offset.
-  void move(int64_t from, int64_t to) const {
+  Word* keys(int64_t page) const { return cache + page * 2 * size * block; }
+
+  // A token's K, V and score, from one offset in a page to another.
+  void move(int64_t from, int at, int64_t to, int into) const {
     const int64_t half = int64_t(size) * block;
-    const Word* source = cache + from / block * 2 * half;
-    Word* target = cache + to / block * 2 * half;
-    const int at = int(from % block), into = int(to % block);
+    const Word* source = keys(from);
+    Word* target = keys(to);
     for (int d = 0; d < size; ++d) target[d * block + into] = source[d * block + at];
     std::memcpy(target + half + int64_t(into) * size, source + half + int64_t(at) * size, size * sizeof(Word));
-    scores[to] = scores[from];
+    scores[to * block + into] = scores[from * block + at];
+  }
+
+  // A token is moved from all lines of a page's keys: memory is kept busy only if they are asked for before.
+  void fetch(int64_t page) const {
+    for (int i = 0; i < size * block; i += 64 / sizeof(Word)) __builtin_prefetch(keys(page) + i);
   }
 };
 
@@ -122,11 +128,14 @@ void compact_group(const Layer<Word>& layer, const Eviction& eviction, int first
       const uint64_t bar = nth(head.ranks, int64_t(head.lanes) * block);
       const int64_t room = int64_t(kept) * block;
       int64_t target = 0;
-      for (size_t c = room; c < head.ranks.size(); ++c) {
-        if (head.ranks[c] < bar) continue;
-        while (target < room && head.ranks[target] >= bar) ++target;
-        layer.move(head.pages[c / block] * block + int64_t(c % block), mine[target / block] * block + target % block);
-        ++target;
+      for (size_t p = kept; p < head.pages.size(); ++p) {
+        if (p + 1 < head.pages.size()) layer.fetch(head.pages[p + 1]);
+        for (int at = 0; at < block; ++at) {
+          if (head.ranks[p * block + at] < bar) continue;
+          while (target < room && head.ranks[target] >= bar) ++target;
+          layer.move(head.pages[p], at, mine[target / block], int(target % block));
+          ++target;
+        }
       }
     }
 }

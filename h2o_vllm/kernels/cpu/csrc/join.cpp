@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "vec.hpp"
@@ -26,28 +27,27 @@ H2O_INLINE uint32_t descending(float score) {
   return bits & 0x80000000u ? bits : 0x7fffffffu - bits;
 }
 
-// Sorts the tokens of `scores`, the highest first, of equals the earlier one; they then lie in the result.
-Token* sorted(const float* scores, int count, Token* tokens, Token* other) {
+// Calls `found(place, at)` for each of `scores`: where it stands if the highest comes first, of equals the earlier one,
+// and where it is now. tokens, other: scratch, [count].
+template <class F>
+void sort(const float* scores, int count, Token* tokens, Token* other, F found) {
   for (int i = 0; i < count; ++i) tokens[i] = {descending(scores[i]), i};
   if (count <= FEW) {
     std::stable_sort(tokens, tokens + count, [](const Token& a, const Token& b) { return a.key < b.key; });
-    return tokens;
+    for (int i = 0; i < count; ++i) found(i, tokens[i].at);
+    return;
   }
   int32_t begins[PASSES][BUCKETS] = {};
+  auto bucket_of = [](const Token& token, int pass) { return (token.key >> (BITS * pass)) & (BUCKETS - 1); };
   for (int i = 0; i < count; ++i)
-    for (int pass = 0; pass < PASSES; ++pass) ++begins[pass][(tokens[i].key >> (BITS * pass)) & (BUCKETS - 1)];
-  for (int pass = 0; pass < PASSES; ++pass) {
-    int32_t* begin = begins[pass];
+    for (int pass = 0; pass < PASSES; ++pass) ++begins[pass][bucket_of(tokens[i], pass)];
+  for (int32_t* begin : begins) {
     int32_t sum = 0;
-    for (int bucket = 0; bucket < BUCKETS; ++bucket) {
-      const int32_t here = begin[bucket];
-      begin[bucket] = sum;
-      sum += here;
-    }
-    for (int i = 0; i < count; ++i) other[begin[(tokens[i].key >> (BITS * pass)) & (BUCKETS - 1)]++] = tokens[i];
-    std::swap(tokens, other);
+    for (int bucket = 0; bucket < BUCKETS; ++bucket) sum += std::exchange(begin[bucket], sum);
   }
-  return tokens;
+  for (int pass = 0; pass < PASSES - 1; ++pass, std::swap(tokens, other))
+    for (int i = 0; i < count; ++i) other[begins[pass][bucket_of(tokens[i], pass)]++] = tokens[i];
+  for (int i = 0; i < count; ++i) found(begins[PASSES - 1][bucket_of(tokens[i], PASSES - 1)]++, tokens[i].at);
 }
 
 // As torch.maximum.
@@ -65,13 +65,13 @@ extern "C" void h2o_join(const float* const* ranks, const float* less, float* ou
     for (int64_t row = 0; row < rows; ++row) {
       const float* first = ranks[0] + row * count;
       float* best = out + row * count;
-      const Token* order = sorted(first, count, tokens.data(), other.data());
-      for (int i = 0; i < count; ++i) in_order[i] = first[order[i].at];
+      auto sorted = [&](int way, auto found) {
+        sort(ranks[way] + row * count, count, tokens.data(), other.data(), found);
+      };
+      sorted(0, [&](int place, int at) { in_order[place] = first[at]; });
       std::copy_n(first, count, best);
-      for (int way = 1; way < ways; ++way) {
-        order = sorted(ranks[way] + row * count, count, tokens.data(), other.data());
-        for (int i = 0; i < count; ++i) best[order[i].at] = larger(best[order[i].at], in_order[i] * less[way]);
-      }
+      for (int way = 1; way < ways; ++way)
+        sorted(way, [&](int place, int at) { best[at] = larger(best[at], in_order[place] * less[way]); });
     }
   }
 }

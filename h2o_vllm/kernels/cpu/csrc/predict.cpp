@@ -23,19 +23,10 @@ struct Shape {
   bool across() const { return width - 1 == heads * of_head(); }
 };
 
-H2O_INLINE vf root(vf x) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_sqrt_ps((__m512)x);
-#else
-  for (int i = 0; i < W; ++i) x[i] = std::sqrt(x[i]);
-  return x;
-#endif
-}
-
 // One block's tokens in one layer. cache: its pages, [heads, 2 * size * block], K as [size, block], V as [block, size];
-// weights: [of, width]; sums: scratch, [of, block]; value: scratch, [size].
+// weights: [of, width]; sums: scratch, [of, block]; values: scratch, [W, size].
 template <class Word>
-void of_block(const Shape& s, const Word* cache, const float* weights, float* sums, float* value) {
+void of_block(const Shape& s, const Word* cache, const float* weights, float* sums, float* values) {
   const int half = s.rotary / 2;
   for (int h = 0; h < s.of; ++h) std::fill_n(sums + h * s.block, s.block, weights[(h + 1) * s.width - 1]);
   for (int source = 0; source < s.heads; ++source) {
@@ -59,13 +50,15 @@ void of_block(const Shape& s, const Word* cache, const float* weights, float* su
         }
       }
     }
-    for (int t = 0; t < s.block; ++t, v += s.size) {
-      for (int d = 0; d < s.size; d += W) store(value + d, load(v + d));
+    for (int t = 0; t < s.block; t += W, v += W * s.size) {
+      for (int i = 0; i < W * s.size; i += W) store(values + i, load(v + i));
       for (int h = first; h < last; ++h) {
         const float* weight = mine + h * s.width + s.lengths();
-        vf sum = splat(0.f);
-        for (int d = 0; d < s.size; d += W) sum += load(value + d) * load(weight + d);
-        sums[h * s.block + t] += hsum(sum);
+        vf parts[W] = {};
+        for (int d = 0; d < s.size; d += W)
+          for (int i = 0; i < W; ++i) parts[i] += load(values + i * s.size + d) * load(weight + d);
+        float* sum = sums + h * s.block + t;
+        store(sum, load(sum) + hsums(parts));
       }
     }
   }
@@ -81,16 +74,16 @@ extern "C" void h2o_predict(void* const* caches, const int32_t* blocks, const fl
   const Shape shape{heads, of, size, block, width, rotary, interleaved != 0};
 #pragma omp parallel if (layers * count > 1)
   {
-    std::vector<float> sums(of * block), value(size);
+    std::vector<float> sums(of * block), values(W * size);
 #pragma omp for schedule(static)
     for (int i = 0; i < layers * count; ++i) {
       const int layer = i / count, place = i % count;
       const int64_t at = int64_t(blocks[place]) * heads * 2 * size * block;
       const float* mine = weights + int64_t(layer) * of * width;
       const void* cache = caches[layer];
-      if (dtype == 0) of_block(shape, (const float*)cache + at, mine, sums.data(), value.data());
-      else if (dtype == 1) of_block(shape, (const bf16*)cache + at, mine, sums.data(), value.data());
-      else of_block(shape, (const f16*)cache + at, mine, sums.data(), value.data());
+      if (dtype == 0) of_block(shape, (const float*)cache + at, mine, sums.data(), values.data());
+      else if (dtype == 1) of_block(shape, (const bf16*)cache + at, mine, sums.data(), values.data());
+      else of_block(shape, (const f16*)cache + at, mine, sums.data(), values.data());
       for (int h = 0; h < of; ++h) {
         float* to = out + (int64_t(layer * of + h) * count + place) * block;
         const float* sum = sums.data() + h * block;

@@ -39,40 +39,46 @@ void value_distances(const Head<Word>& head, float* out) {
   for (float& m : mean) m *= share;
   for (int b = 0; b < head.count; ++b) {
     const Word* v = head.values(b);
-    for (int t = 0; t < head.block; ++t, v += size) {
-      vf sum = splat(0.f);
-      for (int d = 0; d < size; d += W) {
-        const vf away = load(v + d) - load(&mean[d]);
-        sum += away * away;
-      }
-      *out++ = std::sqrt(hsum(sum));
+    for (int t = 0; t < head.block; t += W, v += W * size, out += W) {
+      vf parts[W] = {};
+      for (int d = 0; d < size; d += W)
+        for (int i = 0; i < W; ++i) {
+          const vf away = load(v + i * size + d) - load(&mean[d]);
+          parts[i] += away * away;
+        }
+      store(out, root(hsums(parts)));
     }
   }
+}
+
+// The sum over d of `f(x, d)`, x the d-th numbers of W tokens of [size, block], in chains that wait for no other.
+template <class Word, class F>
+H2O_INLINE vf over_numbers(const Word* k, int size, int block, F f) {
+  vf parts[4] = {};
+  for (int d = 0; d < size; d += 4)
+    for (int i = 0; i < 4; ++i) parts[i] += f(load(k + (d + i) * block), d + i);
+  return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
 
 // The cosine of each key and the mean of the normalised keys.
 template <class Word>
 void key_similarity(const Head<Word>& head, float* out) {
   const int size = head.size, block = head.block;
-  std::vector<float> anchor(size, 0.f);
+  std::vector<float> anchor(size), sums(size * W, 0.f);
   // First the keys' inverse lengths, in the place of the result.
   for (int b = 0; b < head.count; ++b) {
     const Word* k = head.keys(b);
     for (int t = 0; t < block; t += W) {
-      vf square = splat(0.f);
-      for (int d = 0; d < size; ++d) {
-        const vf x = load(k + d * block + t);
-        square += x * x;
-      }
-      float* inverse = out + b * block + t;
-      for (int i = 0; i < W; ++i) inverse[i] = 1.f / std::sqrt(square[i] > TINY ? square[i] : TINY);
+      const vf square = over_numbers(k + t, size, block, [](vf x, int) { return x * x; });
+      store(out + b * block + t, splat(1.f) / root(vmax(square, splat(TINY))));
     }
     for (int d = 0; d < size; ++d) {
-      vf sum = splat(0.f);
+      vf sum = load(&sums[d * W]);
       for (int t = 0; t < block; t += W) sum += load(k + d * block + t) * load(out + b * block + t);
-      anchor[d] += hsum(sum);
+      store(&sums[d * W], sum);
     }
   }
+  for (int d = 0; d < size; ++d) anchor[d] = hsum(load(&sums[d * W]));
   float length = 0.f;
   for (float a : anchor) length += a * a;
   length = std::sqrt(length);
@@ -80,8 +86,7 @@ void key_similarity(const Head<Word>& head, float* out) {
   for (int b = 0; b < head.count; ++b) {
     const Word* k = head.keys(b);
     for (int t = 0; t < block; t += W) {
-      vf dot = splat(0.f);
-      for (int d = 0; d < size; ++d) dot += load(k + d * block + t) * anchor[d];
+      const vf dot = over_numbers(k + t, size, block, [&](vf x, int d) { return x * anchor[d]; });
       float* similarity = out + b * block + t;
       store(similarity, dot * load(similarity));
     }

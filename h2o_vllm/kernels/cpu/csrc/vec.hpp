@@ -4,10 +4,11 @@
 // GCC/Clang vector extensions: one source for AVX-512, AVX2, NEON. Compiled with -march=native, never
 // with -ffast-math: the rounding trick in exp2 and the handling of NaN must stay as written.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -42,9 +43,16 @@ H2O_INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 
 H2O_INLINE vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
 H2O_INLINE vf load(const bf16* p) {
+  // GCC 12 makes five instructions of the last lines.
+#if defined(__AVX512F__)
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
   vh h;
   std::memcpy(&h, p, sizeof h);
   return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 H2O_INLINE vf load(const f16* p) {
 #if defined(__AVX512F__)
@@ -96,6 +104,29 @@ H2O_INLINE float hsum(vf v) {
   return s[0];
 }
 #endif
+
+// The sum of each of W vectors.
+H2O_INLINE vf hsums(const vf* v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  auto add = [](vf a, vf b) { return (vf)_mm256_hadd_ps((__m256)a, (__m256)b); };
+  const vf first = add(add(v[0], v[1]), add(v[2], v[3])), last = add(add(v[4], v[5]), add(v[6], v[7]));
+  // Each holds the sums of the lower halves of four vectors, then those of the upper ones.
+  return (vf)_mm256_permute2f128_ps((__m256)first, (__m256)last, 0x20) +
+         (vf)_mm256_permute2f128_ps((__m256)first, (__m256)last, 0x31);
+#else
+  vf sums;
+  for (int i = 0; i < W; ++i) sums[i] = hsum(v[i]);
+  return sums;
+#endif
+}
+
+// One instruction, as std::sqrt sets no errno (-fno-math-errno).
+H2O_INLINE vf root(vf x) {
+  float s[W];
+  store(s, x);
+  for (int i = 0; i < W; ++i) s[i] = std::sqrt(s[i]);
+  return load(s);
+}
 
 // 2^x for x <= 0, relative error below 3e-7; what would be below 2^-126 becomes 2^-126.
 // Polynomial: Cephes exp2f.

@@ -45,11 +45,12 @@ from h2o_vllm.engine.compat import block_managers
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args, register
-from h2o_vllm.policy.policy import Policy
-from tests.engine.ghost import ANSWER, GhostWorker, layers_of
+from tests.engine.ghost import ANSWER, GhostWorker
+from tests.engine.ghost_memory import layers_of
+from tests.engine.plan_checks import check_commuting, check_table
 from tests.published import PUBLISHED
 
-__all__ = ["CHUNKS", "HEADS", "STATES", "WINDOW", "Rig", "check_commuting"]
+__all__ = ["CHUNKS", "HEADS", "STATES", "WINDOW", "Rig"]
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 WINDOW = SlidingWindowSpec(block_size=16, sliding_window=40, **HEADS)
@@ -61,36 +62,16 @@ STATES = MambaSpec(
 
 
 def _speculative(
-    drafts: int, model: ModelConfig, parallel: ParallelConfig, *, ahead: bool
+    drafts: int, model: ModelConfig, parallel: ParallelConfig, ours: Any, *, ahead: bool
 ) -> SpeculativeConfig:
     method: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 2}
     if ahead:
         method = {"method": "draft_model", "model": model.model}
     return SpeculativeConfig(
-        num_speculative_tokens=drafts,
+        **(ours or method | {"num_speculative_tokens": drafts}),
         target_model_config=model,
         target_parallel_config=parallel,
-        **method,
     )
-
-
-def check_commuting(evictions: Sequence[Eviction]) -> None:
-    """The law of :class:`h2o_vllm.blocks.plan.StepPlan`: which of a step's evictions commute."""
-    assert len({eviction.request_id for eviction in evictions}) == len(evictions)
-    # An eviction that moves no tokens reads none.
-    moving = [eviction for eviction in evictions if eviction.moves]
-    for one, other in itertools.combinations(moving, 2):
-        written, read = {*one.heavy_blocks}, {*one.doomed_blocks}
-        assert written.isdisjoint(other.doomed_blocks), "one reads what an earlier one writes"
-        if not other.places:
-            # Otherwise a segment settles into blocks that an earlier eviction freed: workers keep the order.
-            touched = written | read
-            assert touched.isdisjoint(other.heavy_blocks), "one writes what another has"
-    for one, other in itertools.permutations(moving, 2):
-        shared = {*one.doomed_blocks}.intersection(other.doomed_blocks)
-        if shared:
-            assert not Policy.of(one.ranks).needs_scores, "others may rescore what is ranked"
-            assert shared <= {*one.fresh_blocks}, "others hold what an eviction has written"
 
 
 class Rig:
@@ -101,6 +82,7 @@ class Rig:
     scheduling does. ``beside``: other groups in the same pool; ``retention``: how often these publish;
     ``ghost``: play the workers on hashes, and check what each token came of; ``drafts``: so many tokens are
     drafted at most, some of them right; ``ahead``: by a drafter with KV, which has as many slots after them;
+    ``exact``: requests may be exact, for which the model drafts into slots that are verified later;
     ``transfer``: a KV connector, whose workers a test plays itself.
     """
 
@@ -121,6 +103,7 @@ class Rig:
         ghost: bool = False,
         drafts: int = 0,
         ahead: bool = False,
+        exact: bool = False,
         transfer: KVTransferConfig | None = None,
         **h2o: Any,
     ) -> None:
@@ -128,6 +111,8 @@ class Rig:
         init_none_hash(sha256)
         # Only workers read it.
         unread = str(default_calibration())
+        if exact:
+            h2o["kv_exact_drafts"] = drafts
         args = engine_args(**{**PUBLISHED, "kv_calibration": unread, **h2o})
         model = ModelConfig(model=model_dir, max_model_len=4096, dtype="float32", seed=0)
         self.block_size = block_size
@@ -135,7 +120,9 @@ class Rig:
         self.config = VllmConfig(
             model_config=model,
             speculative_config=(
-                _speculative(drafts, model, parallel, ahead=ahead) if drafts else None
+                _speculative(drafts, model, parallel, args.get("speculative_config"), ahead=ahead)
+                if drafts
+                else None
             ),
             cache_config=CacheConfig(
                 block_size=block_size, enable_prefix_caching=caching, cache_dtype="auto"
@@ -179,6 +166,7 @@ class Rig:
         self.ghost = GhostWorker(layers_of(groups), num_blocks, block_size) if ghost else None
         self.pipelined = pipelined
         self._drafts, self._chance = drafts, random.Random(drafts)
+        self.exact = exact
         self.ahead = -(-drafts // block_size) if ahead else 0
         """Blocks that may be held for a drafter alone."""
         self.drafted = self.accepted = 0
@@ -272,6 +260,10 @@ class Rig:
         right = list(itertools.takewhile(lambda token: token == ANSWER, drafts))
         self.drafted += len(drafts)
         self.accepted += len(right)
+        state = self.blocks.eviction_state(name)
+        if self.ghost is not None and state is not None and state.budget.exact:
+            certain = request.num_computed_tokens - len(drafts) + len(right)
+            self.ghost.draft(certain, self._drafts, self._tables(name))
         return [*right, ANSWER]
 
     def _draft(self) -> None:
@@ -292,11 +284,11 @@ class Rig:
             for name, count in output.num_scheduled_tokens.items()
         }  # fmt: skip
 
-        def tables(name: str) -> list[list[int]]:
-            managers = block_managers(self.scheduler)
-            return [[block.block_id for block in m.req_to_blocks[name]] for m in managers]
+        ghost.step(output.h2o, computed, self._tables, output.scheduled_spec_decode_tokens)
 
-        ghost.step(output.h2o, computed, tables, output.scheduled_spec_decode_tokens)
+    def _tables(self, name: str) -> list[list[int]]:
+        managers = block_managers(self.scheduler)
+        return [[block.block_id for block in m.req_to_blocks[name]] for m in managers]
 
     def settle(self) -> None:
         """Let the steps in flight come back."""
@@ -342,18 +334,4 @@ class Rig:
     def _check_plan(self, output: SchedulerOutput) -> None:
         check_commuting(output.h2o.evictions)
         for eviction in output.h2o.evictions:
-            if eviction.request_id not in self.blocks.req_to_blocks:
-                assert eviction.places, "an eviction of who was preempted"
-                continue
-            table = self.blocks.req_to_blocks[eviction.request_id]
-            live = {block.block_id for block in table if not block.is_null}
-            assert set(eviction.heavy_blocks) <= live
-            entries = [table[index].block_id for index in eviction.places]
-            assert not entries or entries == [*eviction.heavy_blocks]
-            # A doomed block may come straight back as one the next tokens need.
-            new = {block.block_id for block in table[max(eviction.holes) + 1 :]}
-            assert live & set(eviction.doomed_blocks) <= new
-            assert not set(eviction.heavy_blocks) & set(eviction.doomed_blocks)
-            assert all(table[index].is_null for index in eviction.holes)
-            if not eviction.places:
-                assert len(eviction.holes) == len(eviction.doomed_blocks)
+            check_table(eviction, self.blocks.req_to_blocks)

@@ -15,7 +15,8 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.worker.waves import waves
 from h2o_vllm.policy.policy import Policy
-from tests.engine.scheduling import Rig, check_commuting
+from tests.engine.plan_checks import check_commuting
+from tests.engine.scheduling import Rig
 
 H2O, KEY = (Policy.parse(name).indices() for name in ("h2o", "key"))
 NUM_BLOCKS, LAYERS, KV_HEADS, SIZE = 50, 2, 2, 16

@@ -21,6 +21,7 @@ from vllm.v1.core.block_pool import BlockPool
 from h2o_vllm.blocks.budget import blocks_freed
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.manager import H2OBlockManager
+from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from tests.engine.traffic import Traffic
 
@@ -46,7 +47,8 @@ def test_any_order_of_events_keeps_the_laws(
         f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, "
         f"{Traffic.doomed_hits} behind it, {Traffic.meetings} pairs that free the same, "
         f"{Traffic.squeezes} squeezes, {Traffic.crowds} large crowds, {Traffic.bounded} times in a bounded "
-        f"prompt, {Traffic.drafted} drafts, {Traffic.accepted} of them accepted"
+        f"prompt, {Traffic.drafted} drafts, {Traffic.accepted} of them accepted, "
+        f"{Traffic.exact} times an exact request ran"
     )
     # Far below what was seen: which events are drawn changes with every number in the code that is loaded, of
     # which hypothesis makes use. Hits and meetings have scripts of their own: ``test_doomed_hits_tokens.py``,
@@ -58,6 +60,7 @@ def test_any_order_of_events_keeps_the_laws(
     assert Traffic.crowds > 5
     assert Traffic.bounded > 20
     assert Traffic.drafted > 1000 and Traffic.accepted > 500
+    assert Traffic.exact > 10
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +233,15 @@ def block_of_drafts_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(H2OBlockManager, "allocate_new_blocks", allocating)
 
 
+def exact_requests_evict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says how much drafts attend to counts as a budget."""
+    monkeypatch.setattr(RequestBudget, "evicts", property(lambda self: self.fraction < 1))
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        exact_requests_evict,
         rejected_drafts_stay,
         accepted_drafts_are_forgotten,
         drafts_cross_an_eviction,

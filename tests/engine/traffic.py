@@ -23,7 +23,7 @@ from vllm.v1.request import RequestStatus
 from h2o_vllm.blocks.budget import blocks_freed, budget_tokens
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.settling_state import SettlingState
-from h2o_vllm.config.options import ADMISSIONS
+from h2o_vllm.config.options import ADMISSIONS, MOST_DRAFTS
 from tests.engine.scheduling import CHUNKS, STATES, WINDOW, Rig
 from tests.engine.traffic_fields import bounds, budgets, elastic, protects
 
@@ -39,6 +39,7 @@ RIGS: dict[str, Any] = {
     "pipelined": st.booleans(),
     "drafts": st.sampled_from([0, 1, 4, 20]),
     "ahead": st.booleans(),
+    "exact": st.sampled_from([False, False, True]),
     "policy": st.sampled_from(["fcfs", "priority"]),
     "batched_tokens": st.sampled_from([16, 64, 512]),
     "watermark": st.sampled_from([0.0, 0.2]),
@@ -54,11 +55,11 @@ class Traffic(RuleBasedStateMachine):
 
     model_dir: str
     steps = evictions = preemptions = both = pinned_hits = 0
-    squeezes = crowds = bounded = doomed_hits = meetings = drafted = accepted = 0
+    squeezes = crowds = bounded = doomed_hits = meetings = drafted = accepted = exact = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
     ``doomed_hits``: behind it, what they will free; ``meetings``: pairs of one step that free the same;
     ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
-    which it had evicted; ``both``: preempted in the
+    which it had evicted; ``exact``: the same of exact ones that run; ``both``: preempted in the
     step that had already evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has a
     script for it."""
     live = RequestIds("live")
@@ -80,9 +81,13 @@ class Traffic(RuleBasedStateMachine):
         beside: Any,
         drafts: int,
         ahead: bool,
+        exact: bool,
         **options: Any,
     ) -> None:
         # The rest is refused at start-up.
+        if exact:
+            options["pipelined"], beside, ahead = False, (), False
+            drafts = min(drafts or 4, MOST_DRAFTS)
         if options["pipelined"] or beside == (STATES,):
             drafts = 0
         drafts = min(drafts, batched_tokens - 2)
@@ -96,6 +101,7 @@ class Traffic(RuleBasedStateMachine):
             beside=beside,
             drafts=drafts,
             ahead=ahead,
+            exact=exact,
             ghost=True,
             kv_min_tokens=16,
             max_num_seqs=8,
@@ -111,6 +117,9 @@ class Traffic(RuleBasedStateMachine):
         priority=st.integers(0, 2),
     )
     def admit(self, family: range, length: int, asked: Any, max_tokens: int, priority: int) -> str:
+        if self.rig.exact and family is FAMILIES[0]:
+            # It keeps all its KV, into which its drafter writes.
+            asked = {"kv_exact": True}
         return self.add(family[:length], asked, max_tokens, priority)
 
     @rule(
@@ -234,10 +243,13 @@ class Traffic(RuleBasedStateMachine):
                 self.check_settling(state, seen, blocks.req_to_blocks[request.request_id])
                 continue
             assert isinstance(state, EvictionState)
+            assert not (state.evicts and state.budget.exact)
             if not state.evicts:
                 # Served as by stock vLLM: nothing may ever have become due, before its last token was.
                 last = min(seen, state.prompt_tokens + state.counts.max_tokens - 2)
-                owes = blocks_freed(state.budget, last, state.block_size)
+                exact = state.budget.exact
+                owes = not exact and blocks_freed(state.budget, last, state.block_size)
+                Traffic.exact += exact
                 rules_from = state.prompt_tokens + state.budget.delay
                 assert last < max(rules_from, state.budget.evict_from) or not owes
             live = self.rig.live_blocks(request.request_id)

@@ -84,7 +84,7 @@ def test_other_builds_and_a_given_choice_are_left_alone(
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.long
 def test_logprobs_are_answered_where_nothing_can_be_compiled(
     model_dir: str, text_tokens: list[int], tmp_path: Path
 ) -> None:

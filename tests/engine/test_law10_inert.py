@@ -8,8 +8,6 @@ import sys
 import textwrap
 from importlib.metadata import entry_points
 
-import pytest
-
 
 def run(code: str) -> None:
     done = subprocess.run(
@@ -18,7 +16,7 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_loading_the_plugin_leaves_every_stock_part_in_place() -> None:
+def test_loading_the_plugin_leaves_every_stock_part_in_place_and_it_registers_twice() -> None:
     run("""
         import sys
         from vllm.plugins import load_general_plugins
@@ -37,6 +35,9 @@ def test_loading_the_plugin_leaves_every_stock_part_in_place() -> None:
         assert bound is managers.FullAttentionManager, bound
         from prometheus_client import generate_latest
         assert b"h2o" not in generate_latest()
+        from h2o_vllm.plugin import register
+        register()
+        register()
     """)
 
 
@@ -44,12 +45,3 @@ def test_statistics_stay_switched_off() -> None:
     # vLLM switches them on wherever a stat logger is installed, also under --disable-log-stats.
     loggers = entry_points(group="vllm.stat_logger_plugins")
     assert not [each for each in loggers if "h2o" in each.value]
-
-
-@pytest.mark.slow
-def test_register_is_idempotent() -> None:
-    run("""
-        from h2o_vllm.plugin import register
-        register()
-        register()
-    """)

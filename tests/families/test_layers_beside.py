@@ -51,7 +51,7 @@ BUDGETS: list[dict[str, Any] | None] = [
     scope="module",
     params=[
         ("gemma2", "vllm"),
-        ("gemma2", "h2o"),
+        pytest.param(("gemma2", "h2o"), marks=pytest.mark.long),
         ("lfm2", "vllm"),
         ("granite-4-h", "vllm"),
         ("qwen3-next", "vllm"),

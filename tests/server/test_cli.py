@@ -129,8 +129,15 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("argument", ["--help", pytest.param("--port=0", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("package", "argument"),
+    [
+        ("torchvision", "--help"),
+        pytest.param("zmq", "--port=0", marks=pytest.mark.slow),
+        pytest.param("uvloop", "--help", marks=pytest.mark.long),
+        pytest.param("torchvision", "--port=0", marks=pytest.mark.long),
+    ],
+)
 def test_a_dependency_that_cannot_be_imported_is_one_line(
     package: str, argument: str, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_vllms_metrics_count_the_drafts_of_reports(server: LiveServer) -> None:
         server.wait_for(name, at + report[key])
 
 
+@pytest.mark.long
 def test_a_draft_model_serves_beside_a_budget(
     tiny: list[str], tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 """Hunt for silent corruption: what a request generates among 200 others is what it generates alone.
 
     python -m loadtest.reliability.corruption [--requests 200] [--rounds 4] [--seed 0] [--model embedded]
-        [--kv-full-kernel h2o] [--self-check]
+        [--kv-full-kernel h2o] [--drafts exact] [--self-check]
 
 Random budgets, policies, lengths and shared prefixes (:mod:`.request_mix`) on a real engine in this process
 (:mod:`.corruption_check`); some requests are aborted after a random number of steps. Prints a line of JSON
@@ -30,7 +30,7 @@ from pathlib import Path
 
 from h2o_vllm.config.options import FULL_KERNELS
 from loadtest.common.tiny_model import make_tiny_model
-from loadtest.reliability.corruption_check import CorruptionCheck
+from loadtest.reliability.corruption_check import DRAFTS, CorruptionCheck
 from loadtest.reliability.planted_bugs import PLANTED, nothing
 from loadtest.reliability.request_mix import MIXES, make_alike, make_requests
 
@@ -56,16 +56,21 @@ def open_check(args: argparse.Namespace) -> CorruptionCheck:
     if args.model == "embedded":
         from h2o_vllm.models import default_model_dir
 
-        return CorruptionCheck(str(default_model_dir()), args.blocks, args.kv_full_kernel)
+        return CorruptionCheck(
+            str(default_model_dir()), args.blocks, args.kv_full_kernel, args.drafts
+        )
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or str(make_tiny_model(Path(folder)))
-        return CorruptionCheck(model, args.blocks, args.kv_full_kernel)
+        return CorruptionCheck(model, args.blocks, args.kv_full_kernel, args.drafts)
 
 
 def run_round(check: CorruptionCheck, args: argparse.Namespace, number: int) -> bool:
     """One round, printed; whether nothing was wrong."""
     mix, seed = args.mixes[number % len(args.mixes)], args.seed + number
     requests = make_requests(random.Random(seed), args.requests, MIXES[mix])
+    if args.drafts == "exact":
+        # Those that keep all their KV are exact, and else few.
+        requests[::2] = [dataclasses.replace(one, budget=None) for one in requests[::2]]
     started = time.monotonic()
     check.run_alone(requests)
     alone = round(time.monotonic() - started, 1)
@@ -106,6 +111,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "mixed: prompts of up to 200 tokens; growing: short prompts and long outputs, so that many run and "
         "then take each other's blocks; default: both")  # fmt: skip
     add("--kv-full-kernel", choices=FULL_KERNELS, default="vllm", help="kernel for rows without scores "
+        "(%(default)s)")  # fmt: skip
+    add("--drafts", choices=DRAFTS, default="none", help="speculative decoding: by ngram for all, or by the "
+        "model for requests that keep all their KV, which are compared with answers without drafts "
         "(%(default)s)")  # fmt: skip
     add("--threads", type=int, default=1, help="threads that compute (%(default)s)")
     add("--model", help="a directory, or 'embedded'; a tiny one of random weights if not given")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine in this process in which every request must generate what it generates alone.
 
-Float32, asynchronous scheduling, chunked prompts, prefix caching, and a pool so small that requests keep
-preempting each other. Freed blocks are poisoned (see :mod:`.poison`), and the pool's books are checked after
-every step.
+Float32, asynchronous scheduling (with drafts synchronous, as everywhere), chunked prompts, prefix caching,
+and a pool so small that requests keep preempting each other. Freed blocks are poisoned (see :mod:`.poison`),
+and the pool's books are checked after every step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,23 @@ from loadtest.reliability.exact_linear import exact_linear_layers
 from loadtest.reliability.planted_bugs import replaced
 from loadtest.reliability.request_mix import TimedRequest
 
-__all__ = ["CorruptionCheck", "Result"]
+__all__ = ["DRAFTS", "CorruptionCheck", "Result"]
 
 BLOCK_SIZE = 16
 FLOOR = 32
 CHUNK = 256
+DRAFTS = ("none", "exact", "ngram")
+"""What drafts: nothing; the model, for requests that keep all their KV; ``ngram``, for all requests."""
 TIE = 1e-3
 """Nats between what a request generated and what it generates alone, below which neither is wrong."""
+
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
 
 
 @dataclass
@@ -50,6 +60,8 @@ class Result:
     squeezed: int = 0
     cached_tokens: int = 0
     poisoned_blocks: int = 0
+    drafted: int = 0
+    accepted: int = 0
     seconds: float = 0.0
     ties: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
@@ -68,17 +80,21 @@ class CorruptionCheck:
 
     Args:
         full_kernel: kernel for rows without scores, as ``--kv-full-kernel``.
+        drafts: one of :data:`DRAFTS`.
 
     Attributes:
         worker: the engine's, for bugs to be planted in.
     """
 
-    def __init__(self, model: str, num_blocks: int, full_kernel: str = "vllm") -> None:
-        self._engine: Any = _start_engine(model, num_blocks, full_kernel)
+    def __init__(
+        self, model: str, num_blocks: int, full_kernel: str = "vllm", drafts: str = "none"
+    ) -> None:
+        self._engine: Any = _start_engine(model, num_blocks, full_kernel, drafts)
+        self._exact = drafts == "exact"
         from loadtest.reliability.poison import Poison
 
         core = self._engine.engine_core.engine_core
-        assert core.batch_queue is not None, "asynchronous scheduling is not on"
+        assert (core.batch_queue is None) == (drafts != "none"), "asynchronous without drafts alone"
         self._scheduler = core.scheduler
         self.worker = self._engine.model_executor.driver_worker.worker
         self._poison = Poison(self._scheduler, self.worker)
@@ -109,7 +125,7 @@ class CorruptionCheck:
         started, result = time.monotonic(), Result(requests=len(requests))
         poisoned = self._poison.count
         with planted or contextlib.nullcontext(), self._counting(result):
-            answers = self._run(requests, result)
+            answers = self._run([self._asked(request) for request in requests], result)
         result.poisoned_blocks = self._poison.count - poisoned
         result.seconds = round(time.monotonic() - started, 1)
         assert self._scheduler.reset_prefix_cache()
@@ -120,6 +136,11 @@ class CorruptionCheck:
                 self.run_alone([request])
             self._compare(number, request, answer.tokens, result, find_ties=find_ties)
         return result
+
+    def _asked(self, request: TimedRequest) -> TimedRequest:
+        """In a batch what would keep all its KV is exact: alone it ran without drafts."""
+        exact = self._exact and request.budget is None
+        return dataclasses.replace(request, budget={"kv_exact": True}) if exact else request
 
     def _compare(
         self,
@@ -186,7 +207,10 @@ class CorruptionCheck:
                 answer = answers[names[output.request_id]]
                 answer.tokens = list(output.outputs[0].token_ids)
                 if output.finished:
-                    answer.squeezed_at = output.kv_transfer_params["h2o"]["0"]["squeezed_at"]
+                    report = output.kv_transfer_params["h2o"]["0"]
+                    answer.squeezed_at = report["squeezed_at"]
+                    result.drafted += report["tokens_drafted"]
+                    result.accepted += report["tokens_accepted"]
                     leaving.pop(output.request_id, None)
                     result.cached_tokens += output.num_cached_tokens or 0
             for name in [name for name, when in leaving.items() if when <= step]:
@@ -236,21 +260,31 @@ class CorruptionCheck:
         self._engine.engine_core.shutdown()
 
 
-def _start_engine(model: str, num_blocks: int, full_kernel: str) -> Any:
+def _start_engine(model: str, num_blocks: int, full_kernel: str, drafts: str) -> Any:
     # In one process: books, poison and planted bugs need both scheduler and worker at hand.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     exact_linear_layers()
     from vllm import LLM
 
+    from h2o_vllm.engine.cpu import views
     from h2o_vllm.plugin import engine_args
     from loadtest.reliability.async_cpu import schedule_asynchronously
 
-    schedule_asynchronously()
-    args = engine_args(kv_min_tokens=FLOOR, kv_full_kernel=full_kernel) | {
-        "block_size": BLOCK_SIZE,
-        "distributed_executor_backend": "uni",
-    }
+    args = engine_args(
+        kv_min_tokens=FLOOR,
+        kv_full_kernel=full_kernel,
+        kv_exact_drafts=4 if drafts == "exact" else 0,
+    )
+    args |= {"block_size": BLOCK_SIZE, "distributed_executor_backend": "uni"}
+    if drafts == "none":
+        schedule_asynchronously()
+    elif drafts == "ngram":
+        args["speculative_config"] = NGRAM
+    else:
+        # Requests are short here, and the model may be tiny: nothing would be drafted.
+        views.LEAST = 0
+        views.Costs.drafts = lambda _costs, _rate, most: most  # type: ignore[assignment, method-assign]
     return LLM(
         model,
         **args,

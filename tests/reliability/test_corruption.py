@@ -76,6 +76,21 @@ def test_a_batch_on_our_kernel_alone_generates_what_each_request_generates_alone
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("drafts", ["exact", "ngram"])
+def test_a_batch_with_drafts_generates_what_each_request_generates_alone(
+    drafts: str, long: bool
+) -> None:
+    """Exact requests, too: what the model drafts on a part of their KV reaches neither them nor others."""
+    requests, rounds, blocks = ("200", "20", "190") if long else ("30", "1", "80")
+    options = ("--requests", requests, "--rounds", rounds, "--blocks", blocks, "--seed", "7")
+    for row in hunt("--drafts", drafts, *options, long=long):
+        assert row["wrong"] == []
+        assert row["ties"] <= 2
+        assert row["evictions"] > 30 and row["preemptions"] > 0 and row["poisoned_blocks"] > 100
+        assert row["drafted"] > row["accepted"] > 0
+
+
+@pytest.mark.long
 def test_planted_bugs_are_found(rows: list[dict[str, Any]]) -> None:
     planted = {row["planted"]: row["wrong"] for row in rows if "planted" in row}
     assert set(planted) == {

@@ -158,9 +158,12 @@ def model_rotation(model: nn.Module) -> tuple[int, bool]:
     """How keys are turned: so many of their first numbers, and whether pairs are neighbours.
 
     ``RotaryEmbedding`` (0.32) has ``rotary_dim`` and ``is_neox_style``, as do its subclasses; a model without
-    one has other positions. Goes when a model's configuration says so.
+    one has other positions. What sees pictures may rotate keys of its own, which are not cached: only the
+    part is asked that ``SupportsMultiModal.get_language_model`` names. Goes when a model's configuration says
+    so.
     """
-    modules: Iterable[Any] = model.modules()
+    language = getattr(model, "get_language_model", lambda: model)()
+    modules: Iterable[Any] = language.modules()
     found = {
         (int(module.rotary_dim), not module.is_neox_style)
         for module in modules

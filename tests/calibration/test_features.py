@@ -13,8 +13,11 @@ from h2o_vllm.calibration.features import Rotation, features, num_features
 HEADS, TOKENS, SIZE = 2, 6, 8
 
 
-def turned(keys: Tensor, rotation: Rotation, at: int) -> Tensor:
-    """Keys at position ``at``, by RoPE's definition: complex numbers times powers of a unit."""
+def turned(keys: Tensor, rotation: Rotation, at: int | Tensor) -> Tensor:
+    """Keys at position ``at``, by RoPE's definition: complex numbers times powers of a unit.
+
+    Or at a position for each pair, as with M-RoPE.
+    """
     size = rotation.size
     part, plain = keys[..., :size], keys[..., size:]
     if rotation.interleaved:
@@ -41,6 +44,9 @@ def test_they_are_the_same_everywhere(rotation: Rotation) -> None:
     assert here.shape == (1, TOKENS, num_features(HEADS, SIZE, SIZE, rotation))
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
     if rotation.size:
+        at = torch.arange(17, 17 + rotation.size // 2)
+        elsewhere = features(turned(keys, rotation, at), values, rotation)
+        torch.testing.assert_close(here, elsewhere, rtol=1e-4, atol=1e-5)
         other = Rotation(rotation.size, not rotation.interleaved)
         wrong = [features(turned(keys, rotation, at), values, other) for at in (3, 1017)]
         assert not torch.allclose(*wrong, atol=0.05)

@@ -13,7 +13,7 @@ import os
 import pydoc_data.topics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,15 @@ def stock(model_dir: str, stock_prompts: list[list[int]]) -> list[dict[str, Any]
     return run_engine(model_dir, stock_prompts, engine=one_process, environment=INSIDE, logprobs=3)
 
 
+Prompt = list[int] | dict[str, Any]
+"""Tokens, or vLLM's dictionary of them and of what else a prompt has."""
+
+
+def whole(prompt: Prompt) -> dict[str, Any]:
+    """As vLLM takes it."""
+    return prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
+
+
 @dataclass
 class Engine:
     """A running engine and the ways tests look into it."""
@@ -100,7 +109,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[Prompt],
         asked: dict[str, Any] | list[dict[str, Any] | None] | None = None,
         **params: Any,
     ) -> list[RequestOutput]:
@@ -110,12 +119,12 @@ class Engine:
         each = asked if isinstance(asked, list) else [asked] * len(prompts)
         params = {"temperature": 0, "ignore_eos": True, "max_tokens": 24} | params
         return self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [whole(prompt) for prompt in prompts],
             [SamplingParams(**params, extra_args=one) for one in each],
             use_tqdm=False,
         )
 
-    def crowd_out(self, prompt: list[int], asked: dict[str, Any], texts: list[int]) -> None:
+    def crowd_out(self, prompt: Prompt, asked: dict[str, Any], texts: list[int]) -> None:
         """Queue three requests that grow until the pool is full, and ``late``, which then has to go."""
         from vllm import SamplingParams
 
@@ -125,7 +134,7 @@ class Engine:
             early = texts[i * 900 : i * 900 + 900]
             llm_engine.add_request(f"early-{i}", {"prompt_token_ids": early}, params)
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=asked)
-        llm_engine.add_request("late", {"prompt_token_ids": prompt}, params)
+        llm_engine.add_request("late", whole(prompt), params)
 
     @property
     def scheduler(self) -> Any:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.cpu.batch import key_value_views
-from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine
+from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine, Prompt, whole
 from tests.reference.h2o import LayerCache, Reference
 
-__all__ = ["STEPS", "Case", "assert_as_expected", "expect"]
+__all__ = ["STEPS", "Case", "assert_as_expected", "expect", "expect_of"]
 
 STEPS = 48
 """Generated tokens: enough for an eviction after the first one."""
@@ -39,7 +39,7 @@ class Seen:
 class Case:
     """A request, and what the reference answers and keeps."""
 
-    prompt: list[int]
+    prompt: Prompt
     asked: dict[str, Any]
     reference: Reference
     tokens: list[int]
@@ -56,10 +56,18 @@ def expect(
 ) -> Case:
     """Ask the reference; ``protect`` first tokens, whole blocks of them, are beside the budget."""
     reference = Reference(model_dir, fraction, recent, block, FLOOR, protected=protect)
-    tokens, logprobs = reference.generate(prompt, STEPS)
+    return expect_of(reference, prompt)
+
+
+def expect_of(reference: Reference, tokens: list[int], prompt: Prompt | None = None) -> Case:
+    """Ask a reference, whose prompt has these tokens; ``prompt``: what an engine is given in their place."""
+    answer, logprobs = reference.generate(tokens, STEPS)
     assert reference.held < reference.seen, "nothing was evicted: the test would prove nothing"
-    asked = {"kv_budget": fraction, "kv_recent": recent, "kv_protect": protect}
-    return Case(prompt, asked, reference, tokens, logprobs)
+    asked = {
+        "kv_budget": reference.fraction, "kv_recent": reference.recent,
+        "kv_protect": reference.protected,
+    }  # fmt: skip
+    return Case(tokens if prompt is None else prompt, asked, reference, answer, logprobs)
 
 
 def assert_as_expected(engine: Engine, case: Case, *, told_apart: bool = True) -> None:
@@ -107,7 +115,7 @@ def positions(keys: Tensor, cache: LayerCache, head: int) -> Tensor:
 
 def run_to_the_end(
     engine: Engine,
-    prompt: list[int],
+    prompt: Prompt,
     asked: dict[str, Any],
     among: list[tuple[list[int], dict[str, Any] | None]] | None = None,
 ) -> Seen:
@@ -127,7 +135,7 @@ def run_to_the_end(
             temperature=0, ignore_eos=True, max_tokens=STEPS + 9, extra_args=its_budget
         )
         llm_engine.add_request(f"other-{number}", {"prompt_token_ids": other}, longer)
-    llm_engine.add_request("law4", {"prompt_token_ids": prompt}, params)
+    llm_engine.add_request("law4", whole(prompt), params)
     seen = None
     while llm_engine.has_unfinished_requests():
         outputs = [output for output in llm_engine.step() if output.request_id == "law4"]

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["MODELS", "OPTIONS", "VOCABULARY", "one_thread", "random_prompt", "save_random_model"]
+__all__ = [
+    "MODELS",
+    "OPTIONS",
+    "VOCABULARY",
+    "one_thread",
+    "random_prompt",
+    "randomise",
+    "save_random_model",
+]
 
 VOCABULARY = 512
 
@@ -124,13 +132,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def save_random_model(name: str, directory: str, **others: Any) -> None:
-    """Weights that keep activations near 1 and attention logits near 2: a few keys get most of the
-    attention, so scores lie far apart; biases that matter. ``others``: sizes in place of its own."""
+    """``others``: sizes in place of its own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = MODELS[name]
     config = AutoConfig.for_model(kind, **{**SIZES, **sizes, **others})
     model = AutoModelForCausalLM.from_config(config)
+    randomise(model, kind)
+    model.save_pretrained(directory)
+
+
+def randomise(model: torch.nn.Module, kind: str) -> None:
+    """Weights that keep activations near 1 and attention logits near 2: a few keys get most of the
+    attention, so scores lie far apart; biases that matter."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for part, parameter in model.named_parameters():
@@ -161,7 +175,6 @@ def save_random_model(name: str, directory: str, **others: Any) -> None:
                 attends = any(it in part for it in ("q_proj", "k_proj", "query_key_value"))
                 spread = (1.5 if attends else 1.0) * parameter.shape[1] ** -0.5
                 parameter.normal_(0, spread, generator=generator)
-    model.save_pretrained(directory)
 
 
 def random_prompt(length: int) -> list[int]:

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models with random weights that see pictures, with their processors; made without a model hub."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+from transformers.video_processing_utils import VideoProcessorMixin
+
+from tests.families.random_models import SIZES, VOCABULARY, randomise
+
+__all__ = [
+    "MODELS",
+    "PILLOW_ALONE",
+    "Pictured",
+    "expanded",
+    "picture",
+    "pictured",
+    "processors",
+    "save_image_model",
+]
+
+CHAT = (
+    "{% for message in messages %}{% if message.content is string %} {{ message.content }}"
+    "{% else %}{% for part in message.content %} {% if part.type == 'text' %}{{ part.text }}"
+    "{% else %}<|image_pad|>{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+PILLOW_ALONE = Path(__file__).parents[1] / "pillow_alone"
+"""Goes on ``PYTHONPATH``."""
+
+IMAGE, VIDEO, START, END = 511, 510, 509, 508
+"""Tokens that stand for something else than words."""
+WORDS = 500
+
+_TEXT = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 3} | {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_QWEN_SIGHT = {"depth": 2, "num_heads": 1, "hidden_size": 128, "intermediate_size": 64} | {
+    "out_hidden_size": 128, "patch_size": 14,
+}  # fmt: skip
+"""Its keys have more numbers that are turned than those of the text."""
+_QWEN_TOKENS = {
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}  # fmt: skip
+_MROPE = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [4, 6, 6]}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", "image_size": 140, "patch_size": 14}
+        | {"hidden_size": 64, "intermediate_size": 64, "projection_dim": 64}
+        | {"num_hidden_layers": 2, "num_attention_heads": 2},
+        "image_token_index": IMAGE,
+    },
+    "qwen2_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {"depth": 2, "num_heads": 2, "embed_dim": 64, "hidden_size": 128},
+        **_QWEN_TOKENS,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {**_QWEN_SIGHT, "window_size": 56, "fullatt_block_indexes": [1]},
+        **_QWEN_TOKENS,
+    },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        "vision_config": {**_QWEN_SIGHT, "num_position_embeddings": 256}
+        | {"deepstack_visual_indexes": [0, 1]},
+        **_QWEN_TOKENS,
+    },
+    "qwen3_5": {
+        "text_config": _TEXT
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 6, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {
+            "rope_parameters": _MROPE
+            | {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+            | {"partial_rotary_factor": 0.25}
+        },
+        "vision_config": {**_QWEN_SIGHT, "num_position_embeddings": 256},
+        **_QWEN_TOKENS,
+    },
+}
+
+
+@dataclass
+class Pictured:
+    """A prompt with pictures: each is one token :data:`IMAGE` until a processor makes it many."""
+
+    tokens: list[int]
+    pictures: list[Image.Image]
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """As vLLM takes it."""
+        return {"prompt_token_ids": self.tokens, "multi_modal_data": {"image": self.pictures}}
+
+
+def picture(seed: int, width: int = 140, height: int = 140) -> Image.Image:
+    """Of random colours."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def pictured(length: int, *pictures: tuple[int, Image.Image]) -> Pictured:
+    """``length`` words, the same ones for the same length, and pictures, each behind so many words."""
+    generator = torch.Generator().manual_seed(length)
+    words = torch.randint(3, WORDS, (length,), generator=generator).tolist()
+    tokens, done = [], 0
+    for at, _ in pictures:
+        tokens += [*words[done:at], START, IMAGE, END]
+        done = at
+    return Pictured([*tokens, *words[done:]], [one for _, one in pictures])
+
+
+def expanded(directory: str, prompt: Pictured) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """The tokens of a prompt as a model computes them, and the pictures as transformers' model takes them."""
+    from transformers import AutoImageProcessor
+
+    if not prompt.pictures:
+        return prompt.tokens, {}
+    seen = AutoImageProcessor.from_pretrained(directory)(prompt.pictures, return_tensors="pt")
+    grids = seen.get("image_grid_thw")
+    # Qwen merges patches two by two in each direction.
+    counts = [100] * len(prompt.pictures) if grids is None else (grids.prod(1) // 4).tolist()
+    number = iter(counts)
+    tokens = [[one] * (next(number) if one == IMAGE else 1) for one in prompt.tokens]
+    return [one for some in tokens for one in some], dict(seen)
+
+
+def save_image_model(kind: str, directory: str) -> None:
+    """The model, and its processor and tokenizer: words are ``t3`` to ``t499``."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    sizes = MODELS[kind]
+    config = AutoConfig.for_model(
+        kind,
+        **{**sizes, "text_config": {**SIZES, **sizes["text_config"]}, "tie_word_embeddings": False},
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    # The text of Qwen3.5 has the layers of Qwen3-Next.
+    randomise(model, "qwen3_next" if kind == "qwen3_5" else kind)
+    model.save_pretrained(directory)
+    if kind == "llava":
+        _name_as_before(Path(directory) / "model.safetensors")
+    with processors():
+        _processor(kind).save_pretrained(directory)
+
+
+def _name_as_before(weights: Path) -> None:
+    """As transformers named CLIP's weights, and vLLM does: the newest one reads both and writes others."""
+    named = load_file(weights)
+    tower = "vision_tower."
+    save_file(
+        {name.replace(tower, f"{tower}vision_model."): one for name, one in named.items()},
+        weights, {"format": "pt"},
+    )  # fmt: skip
+
+
+def _processor(kind: str) -> Any:
+    import transformers
+
+    tokenizer = _tokenizer()
+    if kind == "llava":
+        return transformers.LlavaProcessor(
+            transformers.CLIPImageProcessorPil(size={"shortest_edge": 140}, crop_size=140),
+            tokenizer, patch_size=14, vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )  # fmt: skip
+    cls = {
+        "qwen2_vl": transformers.Qwen2VLProcessor,
+        "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
+        "qwen3_vl": transformers.Qwen3VLProcessor,
+        "qwen3_5": transformers.Qwen3VLProcessor,
+    }[kind]
+    images = transformers.Qwen2VLImageProcessorPil(patch_size=14)
+    return cls(images, tokenizer, NoVideos())
+
+
+@contextmanager
+def processors() -> Iterator[None]:
+    """Processors that need Pillow alone, where there is no torchvision; also for processes that start within.
+
+    Processors of models that take videos also ask for one of videos, which would need it.
+    """
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PILLOW_ALONE), prepend=os.pathsep)
+        # What is put there goes with the block.
+        patch.setitem(sys.modules, "torchvision.transforms.v2", None)
+        runpy.run_path(str(PILLOW_ALONE / "sitecustomize.py"))
+        patch.setattr(transformers, "VideoProcessorMixin", VideoProcessorMixin, raising=False)
+        patch.setattr(AutoVideoProcessor, "from_pretrained", lambda *_, **__: NoVideos())
+        yield
+
+
+class NoVideos(VideoProcessorMixin):
+    """Is there, as processors of some models want it, and is never called."""
+
+    size: ClassVar = {"shortest_edge": 4096, "longest_edge": 65536}
+    patch_size, temporal_patch_size, merge_size = 14, 2, 2
+    fps, min_frames, max_frames = 2, 4, 8
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    named = {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"}
+    named |= {START: "<|vision_start|>", END: "<|vision_end|>", 0: "<unk>", 1: "<s>", 2: "</s>"}
+    words = {named.get(at, f"t{at}"): at for at in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = [named[at] for at in (IMAGE, VIDEO, START, END)]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        extra_special_tokens={"image_token": named[IMAGE], "video_token": named[VIDEO]},
+        additional_special_tokens=special, chat_template=CHAT,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from h2o_vllm.engine.core import drafting
+from h2o_vllm.engine.core import drafting, support
 from h2o_vllm.engine.core.support import check_supported
 from h2o_vllm.engine.cpu.attention import H2OMetadataBuilder
 from h2o_vllm.engine.worker.binding import check_drafter, evictable_group
@@ -100,6 +100,19 @@ def test_drafters_that_were_not_tried_are_refused_by_name(
     object.__setattr__(config, "speculative_config", speculative)
     with pytest.raises(ConfigError, match=says):
         check_supported(config)
+
+
+def test_drafters_with_kv_were_not_tried_with_pictures_of_m_rope(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = copy.copy(rig.config)
+    monkeypatch.setattr(support, "_rotates_images", lambda _: True)
+    for method in (*drafting.WITHOUT_KV, *drafting.WITH_KV):
+        speculative = SimpleNamespace(method=method, **PLAIN)
+        object.__setattr__(config, "speculative_config", speculative)
+        refused = [why for asked, why in support._on_cpu(config) if asked]
+        assert [why for why in refused if "M-RoPE" in why] == refused
+        assert bool(refused) == (method in drafting.WITH_KV)
 
 
 def test_a_drafter_lies_in_the_blocks_of_full_attention_or_nothing_starts() -> None:

@@ -145,7 +145,6 @@ def test_who_is_refused_by_name_is_told_why_and_nobody_else(kind: Any) -> None:
 
 
 MEDIA = SimpleNamespace(get_limit_per_prompt=lambda kind: int(kind == "image"))
-TEXT_ALONE = SimpleNamespace(get_limit_per_prompt=lambda _: 0)
 
 
 @pytest.mark.parametrize(
@@ -155,14 +154,10 @@ TEXT_ALONE = SimpleNamespace(get_limit_per_prompt=lambda _: 0)
         ("MambaForCausalLM", {"is_attention_free": True}, "without attention.*vllm serve"),
         ("Gemma3nForCausalLM", {"text": {"num_kv_shared_layers": 2}}, "shared between layers"),
         ("Gemma4ForCausalLM", {"text": {"num_kv_shared_layers": 2}}, "shared between layers"),
-        ("Qwen3VLForConditionalGeneration", {"uses_mrope": True, "multimodal_config": MEDIA},
-         "--language-model-only"),
         ("Lfm2ForCausalLM", {"custom_ops": ["all"]}, "--enforce-eager with LFM2"),
         ("FalconH1ForCausalLM", {}, "--no-enable-prefix-caching"),
         ("Qwen3NextForCausalLM", {"dtype": torch.float32}, "in float32.*--dtype bfloat16"),
         ("Qwen3_5ForConditionalGeneration", {"dtype": torch.float16}, "--dtype bfloat16"),
-        ("Qwen3_5ForConditionalGeneration", {"uses_mrope": True, "multimodal_config": MEDIA},
-         "--language-model-only"),
         ("WhisperForConditionalGeneration", {"is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )  # fmt: skip
@@ -177,11 +172,11 @@ def test_what_the_configuration_tells_is_refused_with_its_reason(
     ("architecture", "config"),
     [
         ("Gemma4ForCausalLM", {"text": {"num_kv_shared_layers": 0}}),
-        ("Qwen3VLForConditionalGeneration", {"uses_mrope": True, "multimodal_config": TEXT_ALONE}),
+        ("Qwen3VLForConditionalGeneration", {"uses_mrope": True, "multimodal_config": MEDIA}),
         ("LlavaForConditionalGeneration", {"multimodal_config": MEDIA}),
         ("Lfm2ForCausalLM", {"custom_ops": ["all", "-rotary_embedding"]}),
         ("FalconH1ForCausalLM", {"prefixes": False}),
-        ("Qwen3_5ForConditionalGeneration", {"uses_mrope": True, "multimodal_config": TEXT_ALONE}),
+        ("Qwen3_5ForConditionalGeneration", {"uses_mrope": True, "multimodal_config": MEDIA}),
         ("SomeNewForCausalLM", {}),
     ],
 )

@@ -154,7 +154,7 @@ KINDS = (
     ),
     Kind(
         DELTA_NETS_AND_IMAGES,
-        "served on CPU without images",
+        "served on CPU",
         """
         InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration
         MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
@@ -163,7 +163,7 @@ KINDS = (
     ),
     Kind(
         "images with M-RoPE",
-        "served without images",
+        "served; on GPUs without images",
         """
         CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration
         Cosmos3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration

@@ -25,7 +25,12 @@ from h2o_vllm.engine.core.connector import (
     connector_refusals,
     evicts_not_because,
 )
-from h2o_vllm.engine.core.drafting import asks_for_exact, drafting_refusals
+from h2o_vllm.engine.core.drafting import (
+    WITHOUT_KV,
+    asks_for_exact,
+    drafter_has_kv,
+    drafting_refusals,
+)
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -152,11 +157,6 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             "KV shared between layers (Gemma 3n, Gemma 4 E2B and E4B): several layers would have to agree on "
             "the tokens that one of them keeps. Serve it with: vllm serve",
         ),
-        (
-            _rotates_images(config),
-            "images, videos and sound whose tokens have several positions each (M-RoPE): not tested with "
-            "evictions. Serve text alone with --language-model-only, or everything with: vllm serve",
-        ),
         (model.is_encoder_decoder, "encoder-decoder models: cross attention is not scored"),
         (model.runner_type == "pooling", "pooling models: they generate nothing to evict for"),
         *connector_refusals(config),
@@ -204,6 +204,11 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         _other_kv(config, (), "on CPU: our kernels there read KV of 16 and 32 bits"),
         *drafting_refusals(config),
+        (
+            drafter_has_kv(config) and _rotates_images(config),
+            "drafters with KV of their own for images, videos and sound with several positions per token "
+            f"(M-RoPE): not tested with evictions. Drafters of these methods are: {', '.join(WITHOUT_KV)}",
+        ),
         (
             # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
             _is_of(config, CONVOLUTIONS)
@@ -289,6 +294,12 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             model.is_hybrid,
             "hybrid models on GPUs, which mix attention with state-space or convolution layers: there vLLM "
             "does not pass the requests of a batch to attention. Serve it with: vllm serve",
+        ),
+        (
+            _rotates_images(config),
+            "images, videos and sound with several positions per token (M-RoPE) on GPUs: not tested with "
+            "evictions there; on CPUs they are served. Serve text alone with --language-model-only, or "
+            "everything with: vllm serve",
         ),
         (
             parallel.use_ubatching,

@@ -37,6 +37,8 @@ def make_config(**changes: Any) -> Any:
         "is_hybrid": False,
         "use_ubatching": False,
         "is_mm_prefix_lm": False,
+        "uses_mrope": False,
+        "multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda kind: kind == "image"),
         "rswa_window": None,
         "kv_sharing_fast_prefill": False,
         "cache_dtype": "auto",
@@ -94,7 +96,8 @@ def reasons(config: Any) -> list[str]:
                 "draft_model",
             )
         ),
-        ({"is_mm_prefix_lm": True}, "images"),
+        ({"is_mm_prefix_lm": True}, "prefix LM"),
+        ({"uses_mrope": True}, "--language-model-only"),
         ({"rswa_window": 128}, "R-SWA"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
@@ -107,6 +110,12 @@ def test_unsupported_options_are_refused_by_name(change: dict[str, Any], says: s
     assert not reasons(make_config())
     (reason,) = reasons(make_config(**change))
     assert says in reason
+
+
+def test_text_alone_of_a_model_with_m_rope_is_served() -> None:
+    text_alone = SimpleNamespace(get_limit_per_prompt=lambda _: 0)
+    for media in (text_alone, None):
+        assert not reasons(make_config(uses_mrope=True, multimodal_config=media))
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "bfloat16"])

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 1, 2 and 4 to 7 of prompts with pictures: tiny models of random weights that see.
+
+LLaVA stands for pictures whose tokens are rotated one by one, Qwen2.5-VL for those with three positions each
+(M-RoPE). To a budget a picture's tokens are as others: they are counted, ranked, protected and evicted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from h2o_vllm.engine.compat import model_rotation
+from tests.engine.conftest import (
+    BLOCK_SIZE,
+    ENGINE,
+    FLOOR,
+    NUM_BLOCKS,
+    Engine,
+    kept_of,
+    report_of,
+    started,
+    tokens_of,
+)
+from tests.engine.fidelity import Case, assert_as_expected, expect_of
+from tests.engine.test_trace import held
+from tests.families.delta_nets import in_float32
+from tests.families.image_models import (
+    Pictured,
+    expanded,
+    picture,
+    pictured,
+    processors,
+    save_image_model,
+)
+from tests.families.random_models import one_thread, random_prompt
+from tests.reference.images import SeeingReference
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SUNSET, PORTRAIT, WIDE = picture(1), picture(2, 84, 168), picture(3, 252, 112)
+STEPS = 40
+TWO = pictured(300, (40, SUNSET), (60, WIDE))
+ASKED: list[dict[str, Any]] = [
+    {"kv_budget": 0.2},
+    {"kv_budget": 0.3, "kv_policy": "window", "kv_protect": 100},
+    {"kv_budget": 0.3, "kv_policy": "key"},
+    {"kv_budget": 0.3, "kv_heads": "shared"},
+    {"kv_budget": 0.2, "kv_prefill_tokens": 192},
+    {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256},
+]
+FIDELITY = {
+    "0.2": (0.2, 0.5, 0, TWO),
+    "within-the-protected": (0.3, 0.2, 96, pictured(300, (40, PORTRAIT), (200, SUNSET))),
+    # Steps have 512 tokens.
+    "across-two-chunks": (0.1, 0.5, 0, pictured(800, (390, PORTRAIT), (400, SUNSET), (700, WIDE))),
+}
+"""Share kept, recent share of it, protected tokens and the prompt."""
+BLOCKS = {"qwen3_5": 160}
+"""Tokens per block, where vLLM makes them larger than we ask for."""
+
+
+class Served(NamedTuple):
+    """An engine, and what it should do at each budget."""
+
+    engine: Engine
+    directory: str
+    cases: dict[str, Case]
+    lossless: list[int]
+
+
+@contextmanager
+def serving(kind: str, directory: str) -> Iterator[Served]:
+    """An engine of a model of this kind, which is put into the directory."""
+    save_image_model(kind, directory)
+    block = BLOCKS.get(kind, BLOCK_SIZE)
+
+    def reference(fraction: float, recent: float, protect: int, prompt: Pictured) -> Any:
+        tokens, pictures = expanded(directory, prompt)
+        return SeeingReference(
+            directory, fraction, recent, block, FLOOR, protected=protect // block * block,
+            pictures=pictures,
+        ), tokens  # fmt: skip
+
+    with processors(), in_float32() if kind == "qwen3_5" else nullcontext():
+        with one_thread():
+            cases = {
+                name: expect_of(*reference(*case), case[-1].prompt)
+                for name, case in FIDELITY.items()
+            }
+            full, tokens = reference(1.0, 0.5, 0, TWO)
+            lossless, _ = full.generate(tokens, STEPS)
+        limits = {"limit_mm_per_prompt": {"image": 3}}
+        with started(directory, {**ENGINE, **limits}, kv_min_tokens=FLOOR, kv_trace=True) as engine:
+            yield Served(engine, directory, cases, lossless)
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_5_vl"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    with serving(request.param, str(tmp_path_factory.mktemp(request.param))) as one:
+        yield one
+
+
+BOTH = pytest.mark.parametrize(
+    "served",
+    [pytest.param("llava", marks=pytest.mark.long), "qwen2_5_vl"],
+    indirect=True,
+    scope="module",
+)
+"""For tests that take seconds."""
+
+
+@pytest.fixture
+def clean(served: Served) -> Engine:
+    """The engine with an empty prefix cache, an empty cache of pictures, and nothing running."""
+    assert served.engine.llm.reset_prefix_cache()
+    served.engine.llm.reset_mm_cache()
+    return served.engine
+
+
+@pytest.mark.parametrize("case", list(FIDELITY))
+def test_law04_kept_tokens_scores_and_logits_equal_the_papers(served: Served, case: str) -> None:
+    assert_as_expected(served.engine, served.cases[case])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_law04_of_other_models_with_m_rope(kind: str, tmp_path: Path) -> None:
+    """Qwen3-VL adds pictures to several layers and mixes axes in another order, as does Qwen3.5."""
+    with serving(kind, str(tmp_path)) as one:
+        for case in one.cases.values():
+            assert_as_expected(one.engine, case)
+        (output,) = one.engine.generate([TWO.prompt], {"kv_budget": 1.0}, max_tokens=STEPS)
+        assert tokens_of(output) == one.lossless
+
+
+def test_predictions_ask_the_text_how_keys_are_turned(served: Served) -> None:
+    """Not what sees, of which more numbers are turned."""
+    assert model_rotation(served.engine.worker.model_runner.get_model()) == (32, False)
+
+
+def test_law01_a_full_budget_loses_nothing(clean: Engine, served: Served) -> None:
+    for asked in (None, {"kv_budget": 1.0}):
+        (output,) = clean.generate([TWO.prompt], asked, max_tokens=STEPS)
+        assert tokens_of(output) == served.lossless
+
+
+def test_a_pictures_tokens_are_counted(clean: Engine, served: Served) -> None:
+    tokens, _ = expanded(served.directory, TWO)
+    assert len(tokens) > len(TWO.tokens) + 40
+    (output,) = clean.generate([TWO.prompt], {"kv_budget": 0.2}, max_tokens=STEPS)
+    report = report_of(output)
+    # The KV of the last token is not computed.
+    seen = len(tokens) + STEPS - 1
+    assert report["tokens_seen"] == seen == report["tokens_held"] + report["tokens_evicted"]
+    assert 0.2 * seen <= report["tokens_held"] < 0.2 * seen + BLOCK_SIZE
+
+
+def test_recent_tokens_are_those_of_the_highest_index(clean: Engine) -> None:
+    """Not of the highest position: with M-RoPE a picture takes as many positions as its longer side."""
+    prompt = pictured(300, (40, WIDE), (280, WIDE), (290, WIDE))
+    asked = {"kv_budget": 0.3, "kv_policy": "window", "kv_trace": True}
+    (output,) = clean.generate([prompt.prompt], asked, max_tokens=STEPS)
+    report = report_of(output)
+    trace, seen = report["trace"], report["tokens_seen"]
+    recent = report["tokens_held"] - BLOCK_SIZE
+    expected = [*range(BLOCK_SIZE), *range(seen - recent, seen)]
+    for layer in range(trace["layers"]):
+        for head in range(trace["kv_heads"]):
+            assert held(trace, layer, head) == expected
+
+
+@BOTH
+def test_law05_and_law02_any_mix_gives_what_each_gives_alone_and_every_block_comes_home(
+    clean: Engine,
+) -> None:
+    """Beside the same text with other pictures, none, and other texts with the same ones."""
+    asked: list[dict[str, Any] | None] = [None, *ASKED]
+    alone = [clean.generate([TWO.prompt], one, max_tokens=STEPS)[0] for one in asked]
+    assert all(report_of(one)["tokens_evicted"] > 0 for one in alone[1:])
+    assert clean.llm.reset_prefix_cache()
+    chance = random.Random(3)
+    crowd: list[Any] = [
+        pictured(300, (40, WIDE), (60, SUNSET)).prompt,
+        pictured(300).prompt,
+        pictured(250, (20, SUNSET), (90, WIDE), (91, PORTRAIT)).prompt,
+        pictured(600, (490, SUNSET)).prompt,
+    ]
+    budgets = [chance.choice(asked) for _ in crowd]
+    outputs = clean.generate(
+        [*crowd[:2], *[TWO.prompt] * len(asked), *crowd[2:]],
+        [*budgets[:2], *asked, *budgets[2:]],
+        max_tokens=STEPS,
+    )
+    for one, reference, output in zip(asked, alone, outputs[2:], strict=False):
+        assert tokens_of(output) == tokens_of(reference), one
+        assert kept_of(output) == kept_of(reference), one
+    pool = clean.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    clean.scheduler.blocks.check_integrity()
+
+
+@BOTH
+def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
+    clean: Engine, served: Served
+) -> None:
+    asked = {"kv_budget": 0.35}
+    # As many tokens as fit beside the others at first.
+    more = 220 - len(expanded(served.directory, pictured(50, (30, WIDE)))[0])
+    late = pictured(50 + more, (30, WIDE)).prompt
+    (alone,) = clean.generate([late], asked, max_tokens=130)
+    clean.crowd_out(late, asked, random_prompt(2700))
+    llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
+    evicted_before_preemption = 0
+    while llm_engine.has_unfinished_requests():
+        before = {i: clean.scheduler.blocks.eviction_state(i).holes for i in requests}
+        for output in llm_engine.step():
+            if output.request_id == "late" and output.finished:
+                together = output
+        for i, request in requests.items():
+            if i.startswith("late") and request.num_preemptions and not request.num_computed_tokens:
+                evicted_before_preemption = max(evicted_before_preemption, before[i])
+        clean.scheduler.blocks.check_integrity()
+    assert evicted_before_preemption > 0
+    assert tokens_of(together) == tokens_of(alone)
+    assert report_of(together) == report_of(alone)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"kv_budget": 0.3, "kv_protect": 160},
+        {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256, "kv_protect": 64},
+    ],
+    ids=["protected", "settled"],
+)
+def test_law06_and_law07_only_the_same_picture_is_shared(
+    clean: Engine, asked: dict[str, Any]
+) -> None:
+    """Equal tokens, of which those of a picture are all one token, do not make equal prompts."""
+    one, other = (pictured(400, (40, it)).prompt for it in (picture(7), picture(8)))
+    cold = []
+    for prompt in (one, other):
+        assert clean.llm.reset_prefix_cache()
+        cold.append(tokens_of(clean.generate([prompt], asked, max_tokens=STEPS)[0]))
+    assert cold[0] != cold[1]
+    # The other one's blocks are there. Both begin with 41 tokens that are no picture's.
+    (first,) = clean.generate([one], asked, max_tokens=STEPS)
+    assert tokens_of(first) == cold[0]
+    assert report_of(first)["tokens_cached"] == BLOCK_SIZE
+    (again,) = clean.generate([one], asked, max_tokens=STEPS)
+    assert tokens_of(again) == cold[0]
+    assert report_of(again)["tokens_cached"] > BLOCK_SIZE

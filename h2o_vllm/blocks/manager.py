@@ -15,11 +15,12 @@ It calls ``free`` when the request is preempted or finished. Nothing else is ove
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.beside import withdraw_unfilled
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
-from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.blocks.plan import Eviction, Handover
 from h2o_vllm.blocks.pool_check import check_pool, check_private
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.settled import SettledBlocks
@@ -208,12 +209,9 @@ class H2OBlockManager(SqueezingManager):
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
         """Free the doomed blocks, and note the eviction for the workers."""
         table = self.req_to_blocks[request_id]
-        heavy = [table[index] for index in indices.heavy]
         doomed = [table[index] for index in indices.doomed]
-        fresh = tuple(table[index].block_id for index in indices.fresh)
         computed = state.counts.num_computed_tokens
-        if state.policy.moves_tokens:
-            check_private(table[index] for index in state.private(indices))
+        eviction = self._eviction(request_id, state, indices, computed)
         if self.enable_caching:
             # Before the table loses its doomed blocks.
             self._publish(state)
@@ -221,16 +219,44 @@ class H2OBlockManager(SqueezingManager):
             table[index] = self.block_pool.null_block
         # Tail first, as everywhere in vLLM: the first blocks of a prompt are the most likely to be shared.
         self.block_pool.free_blocks(reversed(doomed))
-        self._evictions[request_id] = Eviction(
+        if state.received and computed == state.prompt_tokens:
+            # The heavy blocks hold the tokens that stay.
+            eviction = replace(eviction, doomed_blocks=())
+        self._evictions[request_id] = eviction
+
+    def _eviction(
+        self, request_id: str, state: EvictionState, indices: EvictionIndices, computed: int
+    ) -> Eviction:
+        """What the workers have to know of an eviction once ``computed`` tokens have been seen."""
+        table = self.req_to_blocks[request_id]
+        if state.policy.moves_tokens:
+            check_private(table[index] for index in state.private(indices))
+        return Eviction(
             request_id=request_id,
-            heavy_blocks=tuple(block.block_id for block in heavy),
-            doomed_blocks=tuple(block.block_id for block in doomed),
+            heavy_blocks=tuple(table[index].block_id for index in indices.heavy),
+            doomed_blocks=tuple(table[index].block_id for index in indices.doomed),
             holes=indices.doomed,
             ranks=state.policy.indices(in_prompt=computed < state.prompt_tokens),
-            fresh_blocks=fresh,
+            fresh_blocks=tuple(table[index].block_id for index in indices.fresh),
             fresh_from=indices.fresh.start * self.block_size,
             seen=computed,
         )
+
+    def handover(
+        self, request_id: str, file: str, about: str, shapes: dict[str, tuple[int, ...]]
+    ) -> Handover:
+        """What is kept of a request right behind its prompt, where an eviction is due. Changes nothing.
+
+        Args:
+            file, about, shapes: see :class:`.Handover`.
+        """
+        state = self._eviction_states[request_id]
+        assert isinstance(state, EvictionState)
+        kept, table = state.kept(), self.req_to_blocks[request_id]
+        eviction = self._eviction(request_id, state, kept.indices, state.prompt_tokens)
+        stay = tuple(table[index].block_id for index in kept.stay)
+        every = tuple(block.block_id for block in table)
+        return Handover(eviction, file, about, shapes, stay, every, state.pinned)
 
     def _publish(self, state: EvictionState) -> None:
         # A token that is not sampled yet has no hash, and the last token of an ended request has no KV.
@@ -244,7 +270,8 @@ class H2OBlockManager(SqueezingManager):
         """As the base class; also updates the request's ``peak_blocks``."""
         blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         state = self._eviction_states.get(request_id)
-        if state is not None and blocks:
+        # What a connector loads has its blocks before.
+        if state is not None and (blocks or not state.peak_blocks):
             live = len(self.req_to_blocks[request_id]) - state.holes
             state.peak_blocks = max(state.peak_blocks, live)
         return blocks

@@ -43,7 +43,7 @@ SCORE_BYTES = 8
 
 
 def computes_for_others(config: VllmConfig) -> bool:
-    """Whether the engine computes prompts for other servers, and so evicts nothing."""
+    """Whether the engine computes prompts for other servers, and so evicts nothing before their end."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_role == "kv_producer"
 

@@ -108,6 +108,12 @@ class Timeline(RequestState):
         self._set_next_due(computed)
         return EvictionIndices(split.heavy, split.doomed, fresh)
 
+    def at_end(self) -> EvictionIndices:
+        """What :meth:`evict` chooses right behind the prompt, if the schedule says so. Changes nothing."""
+        seen = self.prompt_tokens
+        split, fresh = self._split(seen, self.schedule.freed(seen, seen))
+        return EvictionIndices(split.heavy, split.doomed, fresh)
+
     def excess(self, computed: int) -> EvictionIndices | None:
         """What :meth:`squeeze` would choose now; ``None`` if the request cannot be squeezed. Changes nothing.
 

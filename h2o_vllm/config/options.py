@@ -62,6 +62,8 @@ class H2OConfig:
             option, either.
         kv_collects_not_because: why the attention of prompts is not known in this engine; empty: it is. No
             option, either.
+        kv_hands_over: whether workers move what an eviction has kept, with its scores, from engine to engine.
+            No option, either.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
@@ -162,6 +164,7 @@ class H2OConfig:
     kv_exact_not_because: str = ""
     kv_evicts_not_because: str = ""
     kv_collects_not_because: str = ""
+    kv_hands_over: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -187,7 +190,8 @@ class H2OConfig:
         if self.kv_heads is not None:
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
         if self.kv_budget < 1.0 or self.kv_budget_tokens is not None:
-            check_received(named, default, self.kv_collects_not_because)
+            because, scores = self.kv_collects_not_because, self.kv_hands_over
+            check_received(named, default, because, with_scores=scores)
 
     def _check_limits(self) -> None:
         """The limits are in order, and hold for the default budget."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.ranks import Collects
 
 __all__ = [
     "EXACT_NOT_WITH",
@@ -24,6 +25,7 @@ __all__ = [
     "check_prefill",
     "check_received",
     "check_settle",
+    "evicts_at_end",
     "settles_not_because",
 ]
 
@@ -50,6 +52,12 @@ SETTLES_NOT_WITH = {
     "kv_trace": "no trace follows tokens that several requests hold",
 }
 """Fields that a request cannot combine with ``kv_settle_tokens``, and why."""
+
+NOT_AT_END = (
+    "kv_delay", "kv_elastic", "kv_evict_from", "kv_prefill_tokens", "kv_settle_tokens", "kv_trace",
+)  # fmt: skip
+"""Fields that, unless they are 0 or false, put the first eviction elsewhere than right behind the prompt, or
+need its history."""
 
 EXACT_NOT_WITH = (
     "kv_recent", "kv_policy", "kv_heads", "kv_protect", "kv_delay", "kv_elastic", "kv_prefill_tokens",
@@ -92,20 +100,36 @@ def check_prefill(tokens: int, policy: Policy) -> int:
     return tokens
 
 
-def check_received(values: Mapping[str, Any], policy: Policy, because: str) -> None:
+def evicts_at_end(values: Mapping[str, Any]) -> bool:
+    """Whether the first eviction can only come right behind the prompt, by the fields of a request."""
+    return not any(values.get(name) for name in NOT_AT_END)
+
+
+def check_received(
+    values: Mapping[str, Any], policy: Policy, because: str, *, with_scores: bool
+) -> None:
     """Check what evicts where prompts come with their KV and without its attention (``because``).
 
     Args:
         values: the fields of a request that evicts, by name.
         because: why that is so; empty: it is not, and everything is accepted.
+        with_scores: whether what others have evicted comes with its attention, and what is loaded can be
+            scored by the queries behind it.
 
     Raises:
-        BudgetError: the policy collects attention, or something is evicted before the prompt's end.
+        BudgetError: the policy needs more attention than there is, or something is evicted before the
+            prompt's end.
     """
     if not because:
         return
-    if policy.needs_scores:
+    known = with_scores and (policy.collects is not Collects.ALL or evicts_at_end(values))
+    if policy.needs_scores and not known:
         accepted = f"one that collects no attention: {because}; 'later', 'window' and 'random' collect none"
+        if with_scores:
+            accepted += (
+                ", 'snapkv' and 'question' only that of the prompt's end, which is computed again; "
+            )
+            accepted += "with kv_delay 0 a prefill server evicts, by any policy"
         raise BudgetError("kv_policy", policy.name, accepted)
     for name in ("kv_prefill_tokens", "kv_settle_tokens"):
         if values[name]:

@@ -22,6 +22,7 @@ from h2o_vllm.config.request_fields import (
     check_prefill,
     check_received,
     check_settle,
+    evicts_at_end,
     settles_not_because,
 )
 from h2o_vllm.errors import BudgetError
@@ -69,6 +70,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         "elastic": elastic,
         "evict_from": evict_from,
         "trace": _trace(config, given),
+        "at_end": evicts_at_end(settings),
     }
     if "kv_heads" in given:
         check_heads(values["heads"], policy, config.kv_heads_equal_because)
@@ -77,18 +79,19 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         values |= _NOTHING_EVICTED
         if fraction == 1.0 and "kv_budget" not in given:
             values["fraction"] = EXACT_SHARE
-    if config.kv_evicts_not_because:
+    if config.kv_evicts_not_because and not (config.kv_hands_over and values["at_end"]):
         everything = {"fraction": 1.0, "max_fraction": 1.0, "tokens": None, "exact": False}
         values |= _NOTHING_EVICTED | everything
     budget = RequestBudget(**values)
     if budget.evicts:
-        check_received(settings, policy, config.kv_collects_not_because)
+        because, scores = config.kv_collects_not_because, config.kv_hands_over
+        check_received(settings, policy, because, with_scores=scores)
     return budget
 
 
 _NOTHING_EVICTED: dict[str, Any] = {
     "heads": "equal", "protect": 0, "delay": 0, "elastic": False, "prefill": 0, "settle": 0,
-    "evict_from": 0, "trace": False,
+    "evict_from": 0, "trace": False, "at_end": False,
 }  # fmt: skip
 """Attributes of the budget of a request that keeps all KV, whatever the server's defaults."""
 

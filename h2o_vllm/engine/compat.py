@@ -35,6 +35,8 @@ __all__ = [
     "runner_block_table",
     "runner_drafter_builders",
     "runner_drafter_layers",
+    "runner_logits",
+    "runner_lost",
     "runner_metadata_builders",
     "runner_row_request_ids",
     "runner_spared_generators",
@@ -215,6 +217,26 @@ def runner_write_table(
     if row is not None:
         table = model_runner.input_batch.block_table[group].block_table.np
         table[row, list(entries)] = list(entries.values())
+
+
+def runner_logits(model_runner: Any, request_id: str) -> torch.Tensor:
+    """The logits, [V], of a request's last token in the step that was computed, before it is sampled from.
+
+    ``GPUModelRunner.execute_model_state`` (0.32): what ``execute_model`` leaves for ``sample_tokens``. A row
+    per request of the batch, without drafts. Goes when a connector may move them.
+    """
+    row = model_runner.input_batch.req_id_to_index[request_id]
+    logits: torch.Tensor = model_runner.execute_model_state.logits[row]
+    return logits
+
+
+def runner_lost(model_runner: Any, blocks: Iterable[int]) -> None:
+    """Tell the scheduler that what a connector should have loaded into these blocks is not there.
+
+    ``GPUModelRunner.kv_connector_output`` (0.32), between ``execute_model`` and ``sample_tokens``. Workers
+    load in the place of the connector's half, which would say so itself.
+    """
+    model_runner.kv_connector_output.invalid_block_ids.update(blocks)
 
 
 def runner_block_table(

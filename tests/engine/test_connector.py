@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.engine.conftest import FLOOR, INSIDE, run_engine
+from h2o_vllm.blocks.plan import Eviction, Handover, Transfers
+from h2o_vllm.engine.cpu.kept_files import read_kept, write_kept
+from h2o_vllm.engine.worker.prompt_files import load_prompt
 from tests.engine.scheduling import Rig
 
 BLOCK = 16
@@ -34,26 +35,45 @@ def shared_folder(folder: Path, role: str) -> KVTransferConfig:
     )
 
 
-class Side(Rig):
-    """A scheduler with a connector, and workers whose KV of a token is its position and its id.
+class PlayedState:
+    """The worker's KV, scores and lanes; a token's KV begins with its position and its id.
 
     Evictions leave :data:`MOVED` in what they write. So a file shows whether it holds what its key says.
     """
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.kv_caches = [torch.zeros(blocks, 1, block_size, 16)]
+        self.planes = torch.zeros(2, 1, blocks, 1, block_size)
+        self.scores = self.planes[0]
+
+    def compact(self, evictions: Sequence[Eviction]) -> None:
+        for eviction in evictions:
+            if eviction.moves:
+                self.kv_caches[0][list(eviction.heavy_blocks)] = MOVED
+                self.scores[:, list(eviction.heavy_blocks)] = MOVED
+
+
+class Side(Rig):
+    """A scheduler with a connector, and workers that play the model and read and write real files."""
 
     def __init__(self, model_dir: str, folder: Path, role: str, blocks: int = 60, **more: Any):
         transfer = shared_folder(folder, role)
         super().__init__(model_dir, blocks, transfer=transfer, kv_min_tokens=32, **more)
         cache = self.scheduler.kv_cache_config
         self.worker = ExampleConnector(self.config, KVConnectorRole.WORKER, cache)
-        self.pool = torch.zeros(blocks, 1, self.block_size, 2)
+        self.state: Any = PlayedState(blocks, self.block_size)
+        self.vocabulary = self.config.model_config.get_vocab_size()
+        self.pool = self.state.kv_caches[0]
         self.loaded: list[int] = []
         self.saved: list[int] = []
+        self.received: list[Handover] = []
+        self.handed_over: list[Handover] = []
 
     def _check_plan(self, output: SchedulerOutput) -> None:
         """As the base class; also what the workers do to KV in this step, in their order."""
         super()._check_plan(output)
-        for eviction in output.h2o.evictions:
-            self.pool[list(eviction.heavy_blocks)] = MOVED
+        self.state.compact(output.h2o.evictions)
+        transfers = output.h2o.transfers
         admitted = {one.req_id for one in output.scheduled_new_reqs}
         admitted |= output.scheduled_cached_reqs.resumed_req_ids
         known = {
@@ -63,16 +83,27 @@ class Side(Rig):
             if name not in admitted
         }
         for one in output.kv_connector_metadata.requests:
-            (self.saved if one.is_store else self.loaded).append(len(one.token_ids))
-            written = {int(slot) // self.block_size for slot in one.slot_mapping}
-            assert one.is_store or written.isdisjoint(known), "law 6: others hold it"
-        self.worker.bind_connector_metadata(output.kv_connector_metadata)
-        layers = {"layer0": SimpleNamespace(kv_cache=self.pool)}
-        self.worker.start_load_kv(
-            SimpleNamespace(attn_metadata={"layer0": None}, no_compile_layers=layers)  # type: ignore[arg-type]
-        )
+            assert one.is_store
+            self.saved.append(len(one.token_ids))
+        for one in (*transfers.loads, *transfers.arrivals):
+            assert known.isdisjoint(one.blocks), "law 6: others hold it"
+        for load in transfers.loads:
+            load_prompt(load, {"layer0": self.pool})
+            self.loaded.append(len(load.blocks) * self.block_size)
         self._compute(output)
+        self.worker.bind_connector_metadata(output.kv_connector_metadata)
         self.worker.save_kv_layer("layer0", self.pool, None)  # type: ignore[arg-type]
+        self._hand_over(transfers)
+
+    def _hand_over(self, transfers: Transfers) -> None:
+        for one in transfers.departures:
+            write_kept(one, self.state, torch.full((self.vocabulary,), float(len(one.blocks))))
+            self.handed_over.append(one)
+        for one in transfers.arrivals:
+            logits = torch.zeros(self.vocabulary)
+            read_kept(one, self.state, logits)
+            assert logits[0] == len(one.blocks)
+            self.received.append(one)
 
     def _compute(self, output: SchedulerOutput) -> None:
         for name, count in output.num_scheduled_tokens.items():
@@ -82,13 +113,13 @@ class Side(Rig):
             for place in range(first, min(request.num_computed_tokens, request.num_prompt_tokens)):
                 block = table[place // self.block_size].block_id
                 kv = torch.tensor([place, request.all_token_ids[place]])
-                self.pool[block, 0, place % self.block_size] = kv
+                self.pool[block, 0, place % self.block_size, :2] = kv
 
 
 def stored(folder: Path) -> list[torch.Tensor]:
     """The KV of each stored prompt, [tokens, 2]."""
     files = sorted(folder.glob("*/layer0.safetensors"))
-    return [safetensors.torch.load_file(file)["kv_cache"][:, 0] for file in files]
+    return [safetensors.torch.load_file(file)["kv_cache"][:, 0, :2] for file in files]
 
 
 def check_files(folder: Path, prompts: list[list[int]]) -> list[int]:
@@ -145,8 +176,9 @@ def test_law02_law03_prompts_computed_elsewhere_are_evicted_here(
     prompts = [prompt_of(150 + 16 * seed, seed) for seed in range(3)]
     prefill = Side(model_dir, tmp_path, "kv_producer", pipelined=pipelined)
     for number, prompt in enumerate(prompts):
-        # Also a policy that the other side refuses: here it has no effect.
-        prefill.add(str(number), prompt, {"kv_budget": 0.2, "kv_policy": "h2o"}, max_tokens=1)
+        # Another moment than the prompt's end: here it has no effect.
+        late = {"kv_budget": 0.2, "kv_policy": "h2o", "kv_delay": 1}
+        prefill.add(str(number), prompt, late, max_tokens=1)
     prefill.run()
     assert prefill.evictions == []
     assert {report["budget"] for report in reports(prefill).values()} == {1.0}
@@ -234,48 +266,3 @@ def test_law08_what_a_key_does_not_name_stays_out(model_dir: str, tmp_path: Path
     side.add("plain", prompt, {"kv_transfer_params": "no mapping"}, max_tokens=3)
     side.run()
     assert side.saved == [144]
-
-
-@pytest.fixture(scope="module")
-def ask(model_dir: str, text_tokens: list[int]) -> Callable[..., list[dict[str, Any]]]:
-    """Greedy answers of an engine in a process of its own, with or without a shared folder."""
-
-    def answers(
-        jobs: list[tuple[int, dict[str, Any] | None]],
-        folder: Path | None,
-        role: str = "kv_both",
-        seats: int = 1,
-        **params: Any,
-    ) -> list[dict[str, Any]]:
-        engine: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": seats}
-        if folder is not None:
-            engine["kv_transfer_config"] = {
-                "kv_connector": "ExampleConnector",
-                "kv_role": role,
-                "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-            }
-        prompts = [text_tokens[start : start + 700] for start, _ in jobs]
-        return run_engine(
-            model_dir, prompts, h2o={"kv_min_tokens": FLOOR}, asked=[asked for _, asked in jobs],
-            engine=engine, environment=INSIDE, **params,
-        )  # fmt: skip
-
-    return answers
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_two_processes_say_what_one_says(
-    ask: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    """Prompts of two chunks, in float32. Were nothing loaded, 672 tokens would be other requests' KV."""
-    policies = [KEYS, {**KEYS, "kv_policy": "window"}, {**KEYS, "kv_policy": "random"}, None]
-    jobs = [(start, asked) for start, asked in zip((0, 700, 1400, 2100), policies, strict=True)]
-    alone = ask(jobs, None, max_tokens=60)
-    ask(jobs, tmp_path, role="kv_producer", max_tokens=1)
-    apart = ask(jobs, tmp_path, role="kv_consumer", seats=4, max_tokens=60)
-    assert [one["tokens"] for one in apart] == [one["tokens"] for one in alone]
-    assert [one["report"]["tokens_cached"] for one in apart] == [672] * 4
-    assert [one["report"]["tokens_evicted"] for one in apart] == [
-        one["report"]["tokens_evicted"] for one in alone
-    ]

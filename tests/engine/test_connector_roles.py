@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +94,40 @@ def test_a_decode_server_refuses_what_needs_the_prompts_attention(
     model_dir: str, tmp_path: Path
 ) -> None:
     config = config_of(Rig(model_dir, 20, transfer=shared_folder(tmp_path, "kv_consumer")).config)
+    no_attention = (
+        "kv_policy .* collects no attention: a decode server .* with kv_delay 0 a prefill server"
+    )
     for asked, says in (
-        ({"kv_budget": 0.2}, "kv_policy .* collects no attention: a decode server"),
-        ({"kv_budget_tokens": 200, "kv_policy": "snapkv"}, "kv_policy"),
+        ({"kv_budget": 0.2, "kv_delay": 1}, no_attention),
+        ({"kv_budget": 0.2, "kv_elastic": True}, no_attention),
+        ({"kv_budget_tokens": 200, "kv_policy": "value+end", "kv_evict_from": 9}, no_attention),
         ({**KEYS, "kv_prefill_tokens": 512}, "kv_prefill_tokens must be 0 on this server"),
         ({**KEYS, "kv_settle_tokens": 512}, "kv_settle_tokens must be 0 on this server"),
     ):
         with pytest.raises(BudgetError, match=says):
             resolve(config, asked)
-    for allowed in ({}, {"kv_budget": 1.0}, KEYS, {"kv_budget": 0.2, "kv_policy": "random"}):
+    end = {"kv_budget": 0.2, "kv_policy": "end+key", "kv_delay": 9}
+    for allowed in ({}, {"kv_budget": 0.2}, KEYS, {"kv_budget": 0.2, "kv_policy": "random"}, end):
         resolve(config, allowed)
+    on_gpu = replace(config, kv_hands_over=False)
+    for asked in ({"kv_budget": 0.2}, end):
+        with pytest.raises(BudgetError, match=r"kv_policy .* collects no attention"):
+            resolve(on_gpu, asked)
     with pytest.raises(ConfigError, match=r"--kv-policy.*a decode server"):
         H2OConfig(kv_budget=0.2, kv_collects_not_because="a decode server has none")
-    everything = resolve(
-        H2OConfig(kv_budget=0.2, kv_budget_max=0.5, kv_evicts_not_because="of two"), KEYS
-    )
-    assert not everything.evicts
-    assert everything.max_fraction == 1.0
+
+
+def test_a_prefill_server_evicts_at_a_prompts_end_or_never() -> None:
+    cpu = H2OConfig(kv_budget=0.2, kv_evicts_not_because="of two", kv_hands_over=True)
+    assert resolve(cpu, KEYS | {"kv_delay": 0}).at_end
+    for config, asked in (
+        (cpu, KEYS),
+        (cpu, {"kv_delay": 0, "kv_prefill_tokens": 512}),
+        (replace(cpu, kv_hands_over=False, kv_budget_max=0.5), {"kv_delay": 0}),
+    ):
+        everything = resolve(config, asked)
+        assert not everything.evicts
+        assert everything.max_fraction == 1.0
 
 
 EXAMPLE: dict[str, Any] = {
@@ -139,6 +157,7 @@ EXAMPLE: dict[str, Any] = {
         ),
         ({"kv_connector": "OffloadingConnector"}, "kv_both", ""),
         ({"kv_connector": "OffloadingConnector"}, "kv_consumer", "keeps the KV of one engine"),
+        (EXAMPLE | {"kv_load_failure_policy": "recompute"}, "kv_both", "kv_load_failure_policy"),
     ],
 )
 def test_untried_connectors_are_refused_by_name(

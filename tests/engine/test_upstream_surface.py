@@ -35,11 +35,12 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import InputBatch
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from h2o_vllm.engine.compat import LimitingScheduler
 
@@ -171,6 +172,16 @@ def test_the_v1_model_runner_keeps_its_tables_where_we_punch_holes() -> None:
     source = inspect.getsource(GPUModelRunner._update_states)
     assert "block_ids.extend(new_ids)" in source
     assert "self.input_batch.req_id_to_index" in source
+
+
+def test_the_v1_runner_keeps_logits_and_lost_blocks_between_its_two_calls() -> None:
+    assert ExecuteModelState._fields[1] == "logits"
+    assert "invalid_block_ids" in {one.name for one in dataclasses.fields(KVConnectorOutput)}
+    before = inspect.getsource(GPUModelRunner.execute_model)
+    after = inspect.getsource(GPUModelRunner.sample_tokens)
+    for name in ("execute_model_state", "kv_connector_output"):
+        assert f"self.{name} = " in before
+        assert f"= self.{name}\n" in after
 
 
 def test_the_v1_runners_drafter_says_which_layers_are_its_own() -> None:

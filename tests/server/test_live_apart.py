@@ -49,7 +49,16 @@ def test_a_pair_serves_and_a_killed_side_takes_only_its_own_streams(
         prompt_tokens = answer["usage"]["prompt_tokens"]
         assert answer["kv_cache"]["tokens_cached"] == (prompt_tokens - 1) // size * size
         assert answer["kv_cache"]["tokens_evicted"] > 0
-        refused = decode.post("/v1/completions", body(TEXT, 9, kv_policy="h2o"))
+        fields: dict[str, Any] = {"kv_budget": 0.3, "kv_policy": "h2o", "kv_delay": 0}
+        fields["return_token_ids"] = True
+        again = "Only what stays travels. " + TEXT
+        computed = prefill.post("/v1/completions", body(again, 1, **fields)).json()
+        assert computed["kv_cache"]["budget"] == 0.3
+        answer = decode.post("/v1/completions", body(again, 60, **fields)).json()
+        assert answer["kv_cache"]["tokens_cached"] == answer["usage"]["prompt_tokens"] - 1
+        first = computed["choices"][0]["token_ids"]
+        assert answer["choices"][0]["token_ids"][:1] == first
+        refused = decode.post("/v1/completions", body(TEXT, 9, kv_policy="h2o", kv_delay=1))
         assert refused.status_code == 400
         assert "receives the KV of prompts and no attention" in refused.text
 

@@ -8,12 +8,14 @@ eviction a block no longer holds the tokens of its positions. Pinned blocks are 
 role            requests that can evict        requests that keep all KV
 =============== ============================== ==============================================
 ``kv_both``     load and save what they pin    load and save as in vLLM
-``kv_producer`` there are none                 load and save as in vLLM
+``kv_producer`` save what they have kept       load and save as in vLLM
 ``kv_consumer`` load their prompt, save none   load their prompt, save none
 =============== ============================== ==============================================
 
-A consumer refuses policies that collect attention, so its requests rank what they load by its KV alone. What
-they load lies in new blocks, which no other request knows.
+A producer's requests evict right behind their prompt, or never. A consumer loads what such a request has
+kept, with its scores, if all fields are the same. Else it loads the prompt as far as the policy ranks by KV
+alone: all of it, up to the first query whose attention is collected, or what is pinned. What it loads lies in
+new blocks, which no other request knows.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.request_state import RequestState
 
 __all__ = [
+    "EVERYTHING",
     "FOLDER_KEY",
     "TRIED_CONNECTORS",
     "Share",
@@ -65,18 +68,21 @@ class Share(NamedTuple):
 def share_of(state: RequestState | None, transfer: KVTransferConfig) -> Share:
     """The share of a request; ``None``: it is not tracked, so stock vLLM serves it."""
     evicts = state is not None and state.evicts
-    pinned = state.pinned_tokens if state is not None and evicts else EVERYTHING
+    if state is None or not evicts:
+        return Share(EVERYTHING, 0 if _is_consumer(transfer) else EVERYTHING)
+    if transfer.kv_role == "kv_producer":
+        return Share(0, 0)
+    pinned = state.pinned_tokens
     if not _is_consumer(transfer):
         return Share(pinned, pinned)
-    ranks_by_attention = state is not None and evicts and state.policy.needs_scores
-    return Share(pinned if ranks_by_attention else EVERYTHING, 0)
+    return Share(max(pinned, state.policy.first_scored(state.prompt_tokens)), 0)
 
 
 def evicts_not_because(config: VllmConfig) -> str:
     """Why the engine evicts nothing, whatever requests ask; empty: it does."""
     if not computes_for_others(config):
         return ""
-    return "a prefill server (kv_producer) computes prompts for others, which need all their KV"
+    return "a prefill server (kv_producer) computes prompts for others, which decide what to evict later"
 
 
 def collects_not_because(config: VllmConfig) -> str:
@@ -90,9 +96,11 @@ def collects_not_because(config: VllmConfig) -> str:
 def role_note(transfer: KVTransferConfig) -> str:
     """What a start says of budgets beside the connector."""
     if transfer.kv_role == "kv_producer":
-        return "prompts are computed for others, so nothing is evicted, whatever requests ask"
+        return "prompts are computed for others; those of requests with kv_delay 0 are evicted at their end"
     if _is_consumer(transfer):
-        return "prompts are loaded whole, and evicted by the request's budget"
+        return (
+            "prompts are loaded, as evicted elsewhere or whole, and evicted by the request's budget"
+        )
     return "requests that can evict load and save what they protect (kv_protect), all others everything"
 
 
@@ -118,6 +126,11 @@ def connector_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             name == EXAMPLE and ranks > 1,
             f"{name} under tensor parallelism: its files do not say whose heads they hold",
+        ),
+        (
+            transfer.kv_load_failure_policy != "fail",
+            f"kv_load_failure_policy {transfer.kv_load_failure_policy!r}: an eviction of what was not "
+            "loaded may be planned by then. Leave it out",
         ),
         (
             name == EXAMPLE and not transfer.get_from_extra_config(FOLDER_KEY, ""),

@@ -17,19 +17,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
     ExampleConnectorMetadata,
 )
 
+from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.blocks.plan import Handover, Load, Transfers
 from h2o_vllm.engine.compat import example_folder
-from h2o_vllm.engine.core.connector import FOLDER_KEY
+from h2o_vllm.engine.core.connector import EVERYTHING, FOLDER_KEY, Share, share_of
+from h2o_vllm.engine.core.kept_prompts import KeptPrompt, KeptPrompts
 from h2o_vllm.engine.core.kv_folder import KVFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from h2o_vllm.engine.core.connector import Share
+    from h2o_vllm.blocks.manager import H2OBlockManager
 
 __all__ = ["CappedOffload", "PromptFiles", "limited_connector"]
 
@@ -38,13 +41,13 @@ LOOK_SECONDS = 1.0
 
 
 def limited_connector(
-    connector: Any, share: Callable[[str], Share], kv_cache: KVCacheConfig, config: VllmConfig
+    connector: Any, blocks: H2OBlockManager, kv_cache: KVCacheConfig, config: VllmConfig
 ) -> PromptFiles | CappedOffload:
     """The half of ``connector`` that keeps to each request's share.
 
     Args:
         connector: one of those tried, in the scheduler's role.
-        share: of the request with this id. It must know before the request is queued.
+        blocks: has to track a request before it is queued.
         kv_cache: with one KV cache group.
         config: of the engine.
 
@@ -52,16 +55,17 @@ def limited_connector(
         ConfigError: the connector's folder cannot be used.
     """
     if isinstance(connector, ExampleConnector):
-        return PromptFiles(connector, share, kv_cache, config)
-    return CappedOffload(connector, share)
+        return PromptFiles(connector, blocks, kv_cache, config)
+    return CappedOffload(connector, blocks, config)
 
 
 class _Half:
     """Forwards whatever it does not have itself."""
 
-    def __init__(self, connector: Any, share: Callable[[str], Share]) -> None:
-        self._connector = connector
-        self._share = share
+    def __init__(self, connector: Any, blocks: H2OBlockManager, config: VllmConfig) -> None:
+        assert config.kv_transfer_config is not None
+        self._connector, self._blocks = connector, blocks
+        self._transfer = config.kv_transfer_config
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connector, name)
@@ -75,6 +79,13 @@ class _Half:
         """Number of first tokens that the connector loads in place of the prefix cache."""
         del request
         return 0
+
+    def take_transfers(self) -> Transfers:
+        """What our workers move in this step, beside what the connector's own halves do."""
+        return Transfers()
+
+    def _share(self, request_id: str) -> Share:
+        return share_of(self._blocks.eviction_state(request_id), self._transfer)
 
 
 class CappedOffload(_Half, SupportsHMA):
@@ -112,11 +123,23 @@ class CappedOffload(_Half, SupportsHMA):
 
 
 class _Prompt(NamedTuple):
-    """First tokens of a prompt, whole blocks, and where their KV is stored."""
+    """First tokens of a prompt, whole blocks, and where their KV is stored.
+
+    ``used`` of them are loaded: whole blocks, too.
+    """
 
     tokens: Sequence[int]
     names: list[str]
     folder: Path
+    used: int
+
+
+class _Plan(NamedTuple):
+    """What a request may load, if ``kept`` is not there, and what it may save, beside ``kept``."""
+
+    load: _Prompt | None = None
+    save: _Prompt | None = None
+    kept: KeptPrompt | None = None
 
 
 class PromptFiles(_Half):
@@ -127,21 +150,22 @@ class PromptFiles(_Half):
     whatever its role. This one saves with the step that computes the last block, and loads whole folders into
     new blocks. Its keys are those of vLLM's half: tokens and media. So requests with an adapter, a cache salt
     or embeddings stay out.
+
+    Our workers load: vLLM's half ends the engine if a file vanishes. They also write and read what evictions
+    have kept (:mod:`.kept_prompts`).
     """
 
     def __init__(
         self,
         connector: Any,
-        share: Callable[[str], Share],
+        blocks: H2OBlockManager,
         kv_cache: KVCacheConfig,
         config: VllmConfig,
     ) -> None:
-        super().__init__(connector, share)
+        super().__init__(connector, blocks, config)
         (group,) = kv_cache.kv_cache_groups
         spec, layers = group.kv_cache_spec, group.layer_names
         self._block_size = spec.block_size
-        transfer = config.kv_transfer_config
-        assert transfer is not None
         about = {
             "model": Path(config.model_config.model).name,
             "layers": len(layers),
@@ -150,13 +174,14 @@ class PromptFiles(_Half):
             "dtype": str(spec.dtype),
             "block_size": spec.block_size,
         }
-        path = Path(transfer.get_from_extra_config(FOLDER_KEY, ""))
+        path = Path(self._transfer.get_from_extra_config(FOLDER_KEY, ""))
         token_bytes = spec.page_size_bytes // spec.block_size * len(layers)
         self._folder = KVFolder(path, layers, token_bytes, about)
-        self._looked: dict[str, tuple[float, int]] = {}
-        """When the folder was last looked at for a request, and what was found."""
-        self._prompts: dict[str, tuple[_Prompt | None, _Prompt | None]] = {}
-        """What each request may load and save."""
+        self._kept = KeptPrompts(self._folder, len(layers), spec, config)
+        self._looked: dict[str, tuple[float, int, bool]] = {}
+        """When the folder was last looked at for a request, how many tokens it had, and whether as kept."""
+        self._plans: dict[str, _Plan] = {}
+        self._transfers = Transfers()
         self._to_save: set[str] = set()
         self._to_load: set[str] = set()
         """Requests that were admitted in this step and load."""
@@ -164,29 +189,47 @@ class PromptFiles(_Half):
     def on_new_request(self, request: Request) -> None:
         """Note what the request may load and save."""
         super().on_new_request(request)
-        load, save = (self._first(request, most) for most in self._share(request.request_id))
-        self._prompts[request.request_id] = load, save
-        if save is not None:
-            self._to_save.add(request.request_id)
+        name, tokens, media = request.request_id, _key(request), _media(request)
+        share = self._share(name)
+        # A decode server looks for what a prefill server has stored, and that is all of it.
+        stored = share.load if self._transfer.kv_role == "kv_both" else len(tokens)
+        load = self._first(tokens, media, stored, share.load)
+        save = self._first(tokens, media, share.save)
+        kept = self._kept.of(tokens, media, self._blocks.eviction_state(name))
+        self._plans[name] = _Plan(load, save, kept)
+        if save is not None or self._kept.writes:
+            self._to_save.add(name)
 
     def held_outside(self, request: Request) -> int:
         """Tokens of the request that files hold: all that it may load, or 0."""
-        prompt, _ = self._prompts.get(request.request_id, (None, None))
-        if prompt is None:
-            return 0
-        now = time.monotonic()
-        at, found = self._looked.get(request.request_id, (-LOOK_SECONDS, 0))
-        if now - at >= LOOK_SECONDS:
-            count = len(prompt.tokens)
-            found = count if self._folder.holds(prompt.folder, count) else 0
-            self._looked[request.request_id] = now, found
-        return found
+        return self._look(request)[0]
+
+    def _look(self, request: Request) -> tuple[int, bool]:
+        """What files hold, and whether it is what an eviction has kept: of all tokens but the last one."""
+        plan, now = self._plans.get(request.request_id, _Plan()), time.monotonic()
+        at, found, kept = self._looked.get(request.request_id, (-LOOK_SECONDS, 0, False))
+        if now - at < LOOK_SECONDS:
+            return found, kept
+        found, kept = 0, self._kept.holds(plan.kept)
+        if kept:
+            found = request.num_prompt_tokens - 1
+        elif plan.load is not None and self._folder.holds(plan.load.folder, len(plan.load.tokens)):
+            found = plan.load.used
+        self._looked[request.request_id] = now, found, kept
+        return found, kept
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """What is loaded, at once: nothing behind a hit, whose blocks others share."""
-        return (0 if num_computed_tokens else self.held_outside(request)), False
+        """What is loaded, at once: nothing behind a hit, whose blocks others share.
+
+        What is kept is noted before vLLM takes blocks for it, and hands them to the prefix cache.
+        """
+        found, kept = (0, False) if num_computed_tokens else self._look(request)
+        state = self._blocks.eviction_state(request.request_id)
+        if isinstance(state, EvictionState):
+            state.received = kept and found > 0 and not request.skip_reading_prefix_cache
+        return found, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, external: int) -> None:
         """Note that the request is admitted, and loads if ``external`` is not 0."""
@@ -195,7 +238,7 @@ class PromptFiles(_Half):
             self._to_load.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleConnectorMetadata:
-        """What this step's requests load before it, and save within it."""
+        """What this step's requests save within it; notes what workers of ours load, and what they write."""
         meta = ExampleConnectorMetadata()
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -203,60 +246,88 @@ class PromptFiles(_Half):
             one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs
         }
         blocks = scheduler_output.kv_connector_block_state
+        loads: list[Load] = []
+        arrivals: list[Handover] = []
+        departures: list[Handover] = []
         for name, count in scheduler_output.num_scheduled_tokens.items():
-            load, save = self._prompts.get(name, (None, None))
-            if load is not None and name in self._to_load:
-                self._add(meta, load, blocks.resolve_block_ids(name)[0], is_store=False)
+            (load, save, kept), until = self._plans.get(name, _Plan()), computed[name] + count
+            if name in self._to_load:
                 self._to_save.discard(name)
-            elif (
-                save is not None
-                and name in self._to_save
-                and computed[name] + count >= len(save.tokens)
-            ):
+                if kept is not None and self._received(name):
+                    arrivals.append(self._handover(name, kept))
+                elif load is not None:
+                    loads.append(self._load(name, load, blocks.resolve_block_ids(name)[0]))
+            elif name not in self._to_save:
+                continue
+            elif kept is not None and until >= kept.tokens:
+                self._to_save.discard(name)
+                if self._kept.begin(kept):
+                    departures.append(self._handover(name, kept))
+            elif save is not None and until >= len(save.tokens):
                 self._to_save.discard(name)
                 if self._folder.begin(save.folder, len(save.tokens)):
-                    self._add(meta, save, blocks.resolve_block_ids(name)[0], is_store=True)
+                    self._save(meta, save, blocks.resolve_block_ids(name)[0])
         self._to_load.clear()
+        self._transfers = Transfers(tuple(loads), tuple(arrivals), tuple(departures))
         return meta
+
+    def take_transfers(self) -> Transfers:
+        """As the base class."""
+        transfers, self._transfers = self._transfers, Transfers()
+        return transfers
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget the request. Its blocks may go at once: workers save within a step."""
         del block_ids
-        self._prompts.pop(request.request_id, None)
+        self._plans.pop(request.request_id, None)
         self._looked.pop(request.request_id, None)
         self._to_save.discard(request.request_id)
         return False, None
 
-    def _first(self, request: Request, most: int) -> _Prompt | None:
-        """At most ``most`` first tokens of the prompt; its last one is always computed."""
-        tokens = request.prompt_token_ids
-        if (
-            not tokens
-            or request.lora_request
-            or request.cache_salt
-            or request.prompt_embeds is not None
-        ):
-            return None
-        count = min(most, len(tokens) - 1) // self._block_size * self._block_size
-        if not count:
-            return None
-        names = [feature.identifier for feature in request.mm_features]
-        folder = example_folder(self._connector, torch.tensor(tokens[:count]), names)
-        return _Prompt(tokens[:count], names, folder)
+    def _first(
+        self, tokens: Sequence[int], media: list[str], most: int, use: int = EVERYTHING
+    ) -> _Prompt | None:
+        """At most ``most`` first tokens of a prompt, of which at most ``use`` are loaded.
 
-    def _add(
-        self,
-        meta: ExampleConnectorMetadata,
-        prompt: _Prompt,
-        block_ids: list[int],
-        *,
-        is_store: bool,
-    ) -> None:
+        The prompt's last token is always computed.
+        """
+        size = self._block_size
+        count = min(most, len(tokens) - 1) // size * size
+        used = min(use, count) // size * size
+        if used <= 0:
+            return None
+        folder = example_folder(self._connector, torch.tensor(tokens[:count]), media)
+        return _Prompt(tokens[:count], media, folder, used)
+
+    def _received(self, name: str) -> bool:
+        state = self._blocks.eviction_state(name)
+        return isinstance(state, EvictionState) and state.received
+
+    def _handover(self, name: str, kept: KeptPrompt) -> Handover:
+        return self._blocks.handover(name, str(kept.file), kept.about, kept.shapes)
+
+    def _load(self, name: str, prompt: _Prompt, block_ids: list[int]) -> Load:
+        state = self._blocks.eviction_state(name)
+        resets = state is not None and state.evicts and state.policy.needs_scores
+        blocks = tuple(block_ids[: prompt.used // self._block_size])
+        return Load(str(prompt.folder), len(prompt.tokens), blocks, resets)
+
+    def _save(self, meta: ExampleConnectorMetadata, prompt: _Prompt, block_ids: list[int]) -> None:
         meta.add_request(
             # It leaves out a last token, and then rounds to blocks.
             token_ids=[*prompt.tokens, 0],
             block_ids=block_ids[: len(prompt.tokens) // self._block_size],
             block_size=self._block_size,
-            is_store=is_store,
+            is_store=True,
             mm_hashes=prompt.names,
         )
+
+
+def _key(request: Request) -> Sequence[int]:
+    """The prompt's tokens; none if its KV depends on more than these and its media."""
+    more = request.lora_request or request.cache_salt or request.prompt_embeds is not None
+    return () if more else request.prompt_token_ids or ()
+
+
+def _media(request: Request) -> list[str]:
+    return [feature.identifier for feature in request.mm_features]

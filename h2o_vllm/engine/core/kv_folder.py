@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder in which ``ExampleConnector`` stores prompts: whose KV it holds, and what of it is whole.
+"""The folder of stored prompts: whose KV it holds, and what of it is whole.
 
-Several servers share it, so nothing in it is trusted: a damaged file counts as absent. Engine core.
+Whole prompts lie in folders, as ``ExampleConnector`` stores them. What an eviction has kept of a prompt lies
+in one file, which says under which fields it was kept. Several servers share all of it, so nothing in it is
+trusted: what is damaged, or is something else, counts as absent. Engine core, and workers which load.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm.logger import init_logger
 
@@ -21,10 +25,13 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["ABANDONED_SECONDS", "KVFolder"]
+__all__ = ["ABANDONED_SECONDS", "ABOUT_KEY", "KVFolder", "header_of"]
 
 ABANDONED_SECONDS = 60.0
 """Files that are not whole, and were not touched for so long, are written anew."""
+
+ABOUT_KEY = "h2o_vllm"
+"""Where a file of what was kept says what it is."""
 
 ABOUT = "h2o_vllm.json"
 """The file that says whose KV the folder holds."""
@@ -91,6 +98,29 @@ class KVFolder:
         except OSError as error:
             self._warn(f"cannot read {folder}: {error}")
             return False
+        if not self._has_space(tokens):
+            return False
+        self._begun[folder] = now
+        return True
+
+    def kept_file(self, about: str) -> Path:
+        """Where what was kept of a prompt lies, if it is what ``about`` says."""
+        return self._path / f"{hashlib.sha256(about.encode()).hexdigest()}.kept"
+
+    def holds_kept(self, file: Path, about: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether a file is whole, says ``about`` of itself, and has tensors of these shapes, by name."""
+        header = self._header(file)
+        if header is None or header.pop("__metadata__", None) != {ABOUT_KEY: about}:
+            return False
+        return {name: tuple(row["shape"]) for name, row in header.items()} == shapes
+
+    def begin_kept(
+        self, file: Path, about: str, shapes: Mapping[str, tuple[int, ...]], tokens: int
+    ) -> bool:
+        """Whether to write what was kept of a prompt, so many ``tokens``: it is not stored."""
+        return not self.holds_kept(file, about, shapes) and self._has_space(tokens)
+
+    def _has_space(self, tokens: int) -> bool:
         try:
             free = shutil.disk_usage(self._path).free
         except OSError as error:
@@ -99,33 +129,56 @@ class KVFolder:
         if free < tokens * self._token_bytes + SPARE_BYTES:
             self._warn(f"{self._path} has no space for more prompts: they are not stored")
             return False
-        self._begun[folder] = now
         return True
 
     def _is_whole(self, file: Path, tokens: int) -> bool:
-        """Whether a safetensors file is as long as its header says, and has ``tokens`` tokens.
+        """Whether a file of ``ExampleConnector`` has the KV of ``tokens`` tokens."""
+        header = self._header(file)
+        return (
+            header is not None
+            and [*header] == ["kv_cache"]
+            and (header["kv_cache"]["shape"][:1] == [tokens])
+        )
 
-        The header's length, 8 bytes; the header, JSON; the tensors, whose last one ends the file.
-        """
+    def _header(self, file: Path) -> dict[str, Any] | None:
         try:
             with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                if length > HEADER_BYTES:
-                    return False
-                row = json.loads(stream.read(length))["kv_cache"]
-                end = 8 + length + row["data_offsets"][1]
-                return bool(row["shape"][0] == tokens and file.stat().st_size == end)
+                return header_of(stream)
         except PermissionError as error:
             self._warn(f"cannot read what another server has stored: {error}")
-            return False
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            return False
+        except (OSError, ValueError):
+            pass
+        return None
 
     def _warn(self, what: str) -> None:
         """Log a line, each once."""
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("h2o: KV connector: %s", what)
+
+
+def header_of(stream: BinaryIO) -> dict[str, Any]:
+    """What a safetensors file says of its tensors, each with a list ``shape``, if it is as long as it says.
+
+    The header's length, 8 bytes; the header, JSON; the tensors, whose last one ends the file.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is no such file, or not whole.
+    """
+    length = int.from_bytes(stream.read(8), "little")
+    if length > HEADER_BYTES:
+        raise ValueError("no header of safetensors")
+    try:
+        header: dict[str, Any] = json.loads(stream.read(length))
+        rows = [row for name, row in header.items() if name != "__metadata__"]
+        end = max(row["data_offsets"][1] for row in rows)
+        whole = stream.seek(0, os.SEEK_END) == 8 + length + end
+        shapes = [row["shape"] for row in rows]
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("no header of safetensors") from error
+    if not whole or not all(isinstance(shape, list) for shape in shapes):
+        raise ValueError("not whole")
+    return header
 
 
 def _claim(file: Path, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.beside import LimitedManager
+from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.manager import H2OBlockManager
-from h2o_vllm.blocks.plan import StepPlan
+from h2o_vllm.blocks.plan import StepPlan, Transfers
 from h2o_vllm.blocks.settling import schedule_of
-from h2o_vllm.blocks.spec import H2OAttentionSpec, groups_beside
+from h2o_vllm.blocks.spec import H2OAttentionSpec, computes_for_others, groups_beside
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config.keys import METRICS_KEY, REPORT_KEY
@@ -27,7 +28,7 @@ from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
-from h2o_vllm.engine.core.connector import Share, check_single_group, role_note, share_of
+from h2o_vllm.engine.core.connector import check_single_group, role_note
 from h2o_vllm.engine.core.connector_halves import limited_connector
 from h2o_vllm.engine.core.drafting import drafter_has_kv, drafts_of_step
 from h2o_vllm.engine.core.parallel_choices import ChoiceReports
@@ -91,7 +92,7 @@ class H2OScheduler(LimitingScheduler):
         if connector is not None and transfer is not None:
             check_single_group(len(self.kv_cache_config.kv_cache_groups))
             self.connector = limited_connector(
-                connector, self._share, self.kv_cache_config, self.vllm_config
+                connector, self.blocks, self.kv_cache_config, self.vllm_config
             )
             logger.info("h2o: KV connector: %s", role_note(transfer))
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
@@ -148,6 +149,8 @@ class H2OScheduler(LimitingScheduler):
             if self._traces is not None and budget.trace:
                 self._traces.follow(request.request_id, self._most_tokens(request))
             state = self.blocks.track(request, budget, self.max_model_len)
+            if isinstance(state, EvictionState) and computes_for_others(self.vllm_config):
+                state.hand_over()
             if self.connector is None and not state.readable_tokens(request.num_tokens):
                 # It reads nothing from the cache: no look-up, and no miss in the metrics. vLLM would not ask
                 # a connector, either.
@@ -203,7 +206,8 @@ class H2OScheduler(LimitingScheduler):
             elif state.budget.exact:
                 exact[started.req_id] = state.exact_params()
         evictions = self.blocks.take_evictions()
-        output.h2o = StepPlan(policies, evictions, confirmed, exact)
+        transfers = self.connector.take_transfers() if self.connector is not None else Transfers()
+        output.h2o = StepPlan(policies, evictions, confirmed, exact, transfers)
         if self._meter is not None and evictions:
             self._meter.evicted(evictions)
         return output
@@ -266,9 +270,6 @@ class H2OScheduler(LimitingScheduler):
             state = self.blocks.eviction_state(request.request_id)
             yield request.num_computed_tokens, state.holes if state is not None else 0
 
-    def _share(self, request_id: str) -> Share:
-        return share_of(self.blocks.eviction_state(request_id), self.vllm_config.kv_transfer_config)
-
     def _budget(self, request: Request) -> RequestBudget:
         params = request.sampling_params
         asked = (params.extra_args if params is not None else None) or {}
@@ -282,6 +283,8 @@ class H2OScheduler(LimitingScheduler):
                 # A session has no fixed prompt after which evictions could begin.
                 budget = self._full
             self._check_fits(request, budget)
+            if computes_for_others(self.vllm_config) and request.max_tokens > 1:
+                return self._full
             return budget
         except BudgetError as error:
             # The server refuses these with a 400, so only the offline API gets here.

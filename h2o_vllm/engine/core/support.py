@@ -84,6 +84,7 @@ def config_of(config: VllmConfig) -> H2OConfig:
         kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
         kv_evicts_not_because=evicts_not_because(config),
         kv_collects_not_because=collects_not_because(config),
+        kv_hands_over=device == "cpu",
     )
 
 

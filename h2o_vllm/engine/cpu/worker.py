@@ -16,6 +16,7 @@ from h2o_vllm.calibration.file import Calibration, Traits
 from h2o_vllm.calibration.learner import Learner, Softmax
 from h2o_vllm.engine.compat import (
     runner_drafter_builders,
+    runner_logits,
     runner_row_request_ids,
     runner_spared_generators,
     runner_write_table,
@@ -26,8 +27,10 @@ from h2o_vllm.engine.cpu.compiled import find_compiled_again
 from h2o_vllm.engine.cpu.exact import ViewDrafter
 from h2o_vllm.engine.cpu.heap import keep_freed_memory
 from h2o_vllm.engine.cpu.huge import collapse
+from h2o_vllm.engine.cpu.kept_files import read_kept, write_kept
 from h2o_vllm.engine.cpu.pages import ZeroPages, in_background
 from h2o_vllm.engine.cpu.state import CPUState
+from h2o_vllm.engine.worker.prompt_files import LOST
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from h2o_vllm.blocks.plan import Eviction
+    from h2o_vllm.blocks.plan import Eviction, Transfers
 
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
@@ -80,7 +83,6 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
     impl_cls = H2OAttentionImpl
     _layers: Sequence[Any] = ()
     """The evictable ones."""
-    _layer_names: Sequence[str] = ()
     _learner: Learner | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -128,6 +130,24 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         group, runner = state.kv_cache_group, self.model_runner
         runner_write_table(runner, group, eviction.request_id, eviction.table_entries)
 
+    def _hand_over(self, state: CPUState, transfers: Transfers) -> list[int]:
+        """As the base class."""
+        lost: list[int] = []
+        for one in transfers.departures:
+            logits = runner_logits(self.model_runner, one.eviction.request_id)
+            try:
+                write_kept(one, state, logits)
+            except (OSError, ValueError) as error:
+                logger.warning("h2o: KV connector: cannot store what was kept: %s", error)
+        for one in transfers.arrivals:
+            logits = runner_logits(self.model_runner, one.eviction.request_id)
+            try:
+                read_kept(one, state, logits)
+            except LOST as error:
+                logger.error("h2o: KV connector: cannot load what was kept: %s", error)  # noqa: TRY400 - a file's fault
+                lost.extend(one.table)
+        return lost
+
     def _evictable_layer(self, name: str, num_blocks: int) -> Any:
         layer = super()._evictable_layer(name, num_blocks)
         if not layer.kv_cache.is_contiguous():
@@ -135,7 +155,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         return layer
 
     def _make_state(self, layers: list[Any], group: Any) -> CPUState:
-        self._layers, self._layer_names = layers, group.layer_names
+        self._layers = layers
         kv_caches = [layer.kv_cache for layer in layers]
         num_heads = layers[0].impl.num_heads
         planes = torch.zeros(2, len(layers), *kv_caches[0].shape[:3])

@@ -6,7 +6,9 @@
     confirm      drafts of the step before that were accepted add to the scores
     compact      move survivors into the heavy blocks   (reads blocks the scheduler has freed)
     punch holes  the doomed blocks leave the block table
+    load         whole prompts of a KV connector
     forward      stock vLLM; the freed blocks may already be another request's
+    hand over    write what is kept of prompts that others go on with; read what others have kept
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from h2o_vllm.engine.compat import (
     model_norms,
     model_rotation,
     runner_drafter_layers,
+    runner_lost,
     runner_metadata_builders,
 )
 from h2o_vllm.engine.core.drafting import drafter_has_kv
@@ -44,17 +47,18 @@ from h2o_vllm.engine.worker.binding import (
     leave_out_idle_windows,
     memory_less_scores,
 )
+from h2o_vllm.engine.worker.prompt_files import LOST, load_prompt
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from h2o_vllm.blocks.plan import Eviction
+    from h2o_vllm.blocks.plan import Eviction, Load, Transfers
     from h2o_vllm.blocks.schedule import GroupBeside
     from h2o_vllm.engine.worker.attention import ScoringImpl
 
@@ -75,6 +79,8 @@ class EvictingWorker(WorkerBase, Generic[State]):
     """The attention that vLLM must have bound."""
 
     _state: State | None = None
+    _layer_names: Sequence[str] = ()
+    """Of the evictable ones."""
     _groups_beside: tuple[GroupBeside, ...] = ()
     _serving = True
     """Whether steps come from our scheduler, and not from vLLM's warm-up."""
@@ -147,12 +153,16 @@ class EvictingWorker(WorkerBase, Generic[State]):
             state.compact(plan.evictions)
             for eviction in plan.evictions:
                 self._write_table(state, eviction)
+        lost = [block for one in plan.transfers.loads for block in self._load(state, one)]
         state.in_step = True
         drafted = scheduler_output.scheduled_spec_decode_tokens
         state.expect(scheduler_output.num_scheduled_tokens, drafted)
         try:
             output = super().execute_model(scheduler_output)
             state.finish_step()
+            lost += self._hand_over(state, plan.transfers)
+            if lost:
+                self._report_lost(lost)
             return output
         finally:
             state.in_step = False
@@ -162,6 +172,28 @@ class EvictingWorker(WorkerBase, Generic[State]):
         output = self._timer.attach(super().sample_tokens(grammar_output))
         recorder = None if self._state is None else self._state.recorder
         return output if recorder is None else recorder.attach(output)
+
+    def _load(self, state: State, load: Load) -> Sequence[int]:
+        """Bring KV of a prompt's first tokens into new blocks; returns those that it did not reach."""
+        layers = self.compilation_config.static_forward_context
+        try:
+            load_prompt(load, {name: layers[name].kv_cache for name in self._layer_names})
+        except LOST as error:
+            logger.error("h2o: KV connector: cannot load a prompt: %s", error)  # noqa: TRY400 - a file's fault
+            return load.blocks
+        if load.resets:
+            state.planes[:, :, list(load.blocks)] = 0
+        return ()
+
+    def _hand_over(self, state: State, transfers: Transfers) -> Sequence[int]:  # noqa: ARG002 - for CPUs
+        """After a step: write and read what evictions have kept; returns blocks of whatever is not there."""
+        if transfers.arrivals or transfers.departures:
+            raise ConfigError("what an eviction has kept travels between engines on CPUs alone")
+        return ()
+
+    def _report_lost(self, blocks: Sequence[int]) -> None:
+        """Have the requests that hold these blocks fail, and no others."""
+        runner_lost(self.model_runner, blocks)
 
     @abstractmethod
     def _left(self, scheduler_output: SchedulerOutput) -> Iterable[str]:
@@ -179,6 +211,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
     def _bind(self, kv_cache_config: KVCacheConfig) -> State:
         builders = runner_metadata_builders(self.model_runner)
         builder, group, names = evictable_group(builders, self.builder_cls, self._drafter_layers())
+        self._layer_names = names
         layers = [self._evictable_layer(name, kv_cache_config.num_blocks) for name in names]
         state = self._make_state(layers, group)
         if self._h2o_config().kv_trace:

@@ -7,6 +7,7 @@ __all__ = ["MUTANTS"]
 
 LANES = ("tests/engine/test_lanes.py",)
 CONNECTOR = ("tests/engine/test_connector.py",)
+APART = ("tests/engine/test_kept_files.py", "tests/engine/test_handover.py")
 ROLES = ("tests/engine/test_connector_roles.py",)
 PREDICTING = ("tests/engine/test_predicting.py",)
 
@@ -25,14 +26,14 @@ MUTANTS = (
     ),
     Mutant(
         "engine-a-prompt-is-saved-with-its-first-chunk",
-        "and computed[name] + count >= len(save.tokens)",
-        "and count",
+        "elif save is not None and until >= len(save.tokens):",
+        "elif save is not None:",
         CONNECTOR,
     ),
     Mutant(
         "engine-half-a-file-counts-as-whole",
-        " and file.stat().st_size == end)",
-        ")",
+        "whole = stream.seek(0, os.SEEK_END) == 8 + length + end",
+        "whole = True",
         ("tests/engine/test_kv_folder.py",),
     ),
     Mutant(
@@ -49,9 +50,70 @@ MUTANTS = (
     ),
     Mutant(
         "engine-a-producer-evicts",
-        "    if config.kv_evicts_not_because:",
-        "    if False:",
+        "    if config.kv_evicts_not_because and not (",
+        "    if False and not (",
         (*CONNECTOR, *ROLES),
+    ),
+    Mutant(
+        "apart-other-fields-find-what-was-kept",
+        '"budget": _values(state.budget),',
+        "",
+        APART,
+    ),
+    Mutant(
+        "apart-a-file-need-not-say-what-it-is",
+        'if header is None or header.pop("__metadata__", None) != {ABOUT_KEY: about}:',
+        'if header is None or not header.pop("__metadata__", None):',
+        APART,
+    ),
+    Mutant("apart-what-is-kept-is-published", "if self.received:", "if False:", APART),
+    Mutant(
+        "apart-what-is-kept-is-ranked-again",
+        "eviction = replace(eviction, doomed_blocks=())",
+        "pass",
+        APART,
+    ),
+    Mutant(
+        "apart-the-last-token-stays-as-it-was-computed-here",
+        "kv_cache[blocks] = pages",
+        "kv_cache[blocks[:-1]] = pages[:-1]",
+        APART,
+    ),
+    Mutant(
+        "apart-a-prefill-server-evicts-of-its-own-answers",
+        "if computes_for_others(self.vllm_config) and request.max_tokens > 1:",
+        "if False:",
+        APART,
+    ),
+    Mutant(
+        "apart-the-first-answer-is-sampled-from-nothing",
+        'logits.copy_(tensors["logits"])',
+        "pass",
+        APART,
+    ),
+    Mutant(
+        "apart-lanes-are-not-checked",
+        "or int(owners.max()) >= heads:",
+        "or False:",
+        APART,
+    ),
+    Mutant(
+        "apart-a-lost-file-is-not-reported",
+        "lost.extend(one.table)",
+        "pass",
+        APART,
+    ),
+    Mutant(
+        "apart-scores-of-former-owners-stay",
+        "state.planes[:, :, list(load.blocks)] = 0",
+        "pass",
+        APART,
+    ),
+    Mutant(
+        "apart-late-queries-are-loaded-over",
+        "return Share(max(pinned, state.policy.first_scored(state.prompt_tokens)), 0)",
+        "return Share(max(pinned, state.prompt_tokens), 0)",
+        APART,
     ),
     Mutant(
         "engine-scores-are-never-split",

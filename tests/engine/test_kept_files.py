@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of what was kept: other fields, damaged ones, ones that change, disks that fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from h2o_vllm.engine.core.kv_folder import ABOUT_KEY
+from h2o_vllm.engine.cpu.kept_files import read_kept, write_kept
+from h2o_vllm.engine.worker.prompt_files import LOST
+from h2o_vllm.models import default_calibration
+from tests.engine.test_connector import prompt_of
+from tests.engine.test_handover import ASKED, prefilled, side_of
+from tests.engine.test_kv_folder import DAMAGES
+
+OTHER: list[dict[str, Any]] = [
+    {"kv_budget_tokens": 46}, {"kv_recent": 0.3}, {"kv_policy": "value"}, {"kv_protect": 33},
+    {"kv_heads": "shared"}, {"kv_delay": 1, "kv_policy": "key"}, {"kv_elastic": True, "kv_policy": "key"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"kv_budget": 0.31}, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER)],
+    ids=str,
+)
+def test_other_fields_are_a_miss(model_dir: str, tmp_path: Path, other: dict[str, Any]) -> None:
+    prompt = prompt_of(150)
+    asked = {k: v for k, v in ASKED.items() if k != "kv_budget" or "kv_budget_tokens" not in other}
+    prefilled(model_dir, tmp_path, (prompt, ASKED), (prompt_of(150, 1), {**asked, **other}))
+    decode = side_of(model_dir, tmp_path, "kv_consumer")
+    decode.add("d", prompt, {**asked, **other}, max_tokens=40)
+    decode.run()
+    assert decode.received == [] and decode.loaded == []
+    assert len(decode.tokens["d"]) == 40
+
+
+def test_one_calibration_and_one_version(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, other = prompt_of(150), tmp_path / "other.h2o"
+    folder = tmp_path / "kv"
+    other.write_bytes(default_calibration().read_bytes() + b"another model's")
+    prefilled(model_dir, folder, (prompt, ASKED))
+    decode = side_of(model_dir, folder, "kv_consumer", kv_calibration=str(other))
+    decode.add("d", prompt, ASKED, max_tokens=40)
+    decode.run()
+    assert decode.received == []
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "another")
+    decode = side_of(model_dir, folder, "kv_consumer")
+    decode.add("d", prompt, ASKED, max_tokens=40)
+    decode.run()
+    assert decode.received == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "another prompt's",
+        "short",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in [*DAMAGES, "other shapes"][1:]),
+    ],
+)
+def test_what_is_damaged_is_computed_again(model_dir: str, tmp_path: Path, damage: str) -> None:
+    prompt = prompt_of(150)
+    prefill = prefilled(model_dir, tmp_path, (prompt, ASKED), (prompt_of(150, 1), ASKED))
+    file, other = (Path(one.file) for one in prefill.handed_over)
+    whole = file.read_bytes()
+    if damage == "another prompt's":
+        left: bytes | None = other.read_bytes()
+    elif damage == "other shapes":
+        tensors = safetensors.torch.load(whole) | {"logits": torch.zeros(3)}
+        left = safetensors.torch.save(tensors, {ABOUT_KEY: prefill.handed_over[0].about})
+    else:
+        left = DAMAGES[damage](whole)
+    file.unlink()
+    if left is not None:
+        file.write_bytes(left)
+    decode = side_of(model_dir, tmp_path, "kv_consumer")
+    decode.add("d", prompt, ASKED, max_tokens=20)
+    decode.run()
+    assert decode.received == [] and len(decode.tokens["d"]) == 20
+    prefilled(model_dir, tmp_path, (prompt, ASKED))
+    assert safetensors.torch.load(file.read_bytes()).keys() == safetensors.torch.load(whole).keys()
+
+
+def test_law08_no_value_in_a_file_reaches_a_kernel_unchecked(
+    model_dir: str, tmp_path: Path
+) -> None:
+    """Files that change between the look and the load; nothing is written then."""
+    shared = {**ASKED, "kv_heads": "shared"}
+    (one,) = prefilled(model_dir, tmp_path, (prompt_of(150), shared)).handed_over
+    file, state = Path(one.file), side_of(model_dir, tmp_path, "kv_consumer").state
+    tensors = safetensors.torch.load(file.read_bytes())
+    logits = torch.zeros(one.shapes["logits"])
+    nan = float("nan")
+    bad: list[dict[str, torch.Tensor]] = [
+        {"owners": tensors["owners"] + 1}, {"owners": tensors["owners"] - 1},
+        {"owners": tensors["owners"].long()}, {"kv": tensors["kv"].half()},
+        {"kv": tensors["kv"] * nan}, {"scores": tensors["scores"] * nan},
+        {"logits": tensors["logits"].double()}, {"logits": tensors["logits"][1:]},
+        {"scores": tensors["scores"][:, :, 1:].contiguous()}, {"more": torch.zeros(1)},
+    ]  # fmt: skip
+    for change in bad:
+        file.write_bytes(safetensors.torch.save({**tensors, **change}, {ABOUT_KEY: one.about}))
+        with pytest.raises(LOST):
+            read_kept(one, state, logits)
+    file.write_bytes(safetensors.torch.save(tensors, {ABOUT_KEY: one.about + " "}))
+    with pytest.raises(LOST):
+        read_kept(one, state, logits)
+    file.unlink()
+    with pytest.raises(LOST):
+        read_kept(one, state, logits)
+    assert not (state.kv_caches[0].any() or state.planes.any() or logits.any() or state.lanes.kept)
+
+
+def test_what_cannot_be_written_is_left_out(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("no space left on device")
+
+    (one,) = prefilled(model_dir, tmp_path / "kv", (prompt_of(150), ASKED)).handed_over
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    state = side_of(model_dir, tmp_path / "kv", "kv_producer").state
+    logits = torch.zeros(one.shapes["logits"])
+    with pytest.raises(OSError, match="no space"):
+        write_kept(replace(one, file=str(tmp_path / "new")), state, logits)
+    with pytest.raises(ValueError, match="was to have"):
+        write_kept(one, state, logits[1:])
+    assert [*tmp_path.iterdir()] == [tmp_path / "kv"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,9 @@ XARGS = "vllm_xargs"
 EXCLUSIVE = ({"kv_budget", "kv_budget_tokens"}, {"kv_elastic", "kv_evict_from"})
 """Fields that contradict each other; the second pair only if ``kv_elastic`` is true."""
 
-VLLM_FIELDS = frozenset({"kv_transfer_params"})
+TO_CONNECTOR = "kv_transfer_params"
+
+VLLM_FIELDS = frozenset({TO_CONNECTOR})
 """Top-level fields of vLLM's own that start with ``kv_``."""
 
 _FLAG = TypeAdapter(bool)
@@ -167,6 +169,7 @@ def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
     """Move the fields of ``request``, in place, into its ``vllm_xargs``."""
     given = request.get(XARGS)
     inner: dict[str, Any] = given if isinstance(given, dict) else {}
+    _refuse_words_to_a_connector((request, inner))
     _refuse_unknown(request, VLLM_FIELDS)
     _refuse_unknown(inner, frozenset())
     asked: dict[str, Any] = {}
@@ -255,6 +258,7 @@ def _refuse_misplaced(request: Mapping[str, Any], query: bytes) -> None:
 
 def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> None:
     """Refuse any budget field, wherever this route could take it to the engine from."""
+    _refuse_words_to_a_connector(_places_of(request or {}))
     for field in _fields_of(body, request):
         raise RefusalError(
             f"{_shown(field)} is not supported by {path}; it is by {', '.join(sorted(LIFTED))}",
@@ -263,15 +267,32 @@ def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> No
         )
 
 
+def _places_of(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The objects of a body from which some route takes arguments for the engine."""
+    sampling = request.get("sampling_params")
+    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
+    places = (request, request.get(XARGS), sampling, extra)
+    return [place for place in places if isinstance(place, dict)]
+
+
+def _refuse_words_to_a_connector(places: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse ``kv_transfer_params`` that are no object: vLLM (0.32) asks them for their members, a 500."""
+    for place in places:
+        value = place.get(TO_CONNECTOR)
+        if value is not None and not isinstance(value, dict):
+            raise RefusalError(
+                f"{TO_CONNECTOR} must be an object, got {_shown(repr(_printable(value)))}",
+                TO_CONNECTOR,
+                "value",
+            )
+
+
 def _fields_of(body: bytes, request: dict[str, Any] | None) -> Iterator[str]:
     if request is None:
         # A form (audio upload): its text parts hold the names as they are.
         yield from (field for field in REQUEST_FIELDS if field.encode() in body)
         return
-    sampling = request.get("sampling_params")
-    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
-    for place in (request, request.get(XARGS), sampling, extra):
-        if isinstance(place, dict):
-            yield from (k for k in place if _is_ours(k) and k not in VLLM_FIELDS)
+    for place in _places_of(request):
+        yield from (k for k in place if _is_ours(k) and k not in VLLM_FIELDS)
     if (found := misplaced(request)) is not None:
         yield found[0]

@@ -154,7 +154,22 @@ def test_unknown_field_of_ours_is_refused_briefly(config: H2OConfig) -> None:
 def test_vllms_own_field_passes_at_its_place_only(config: H2OConfig) -> None:
     params = {"do_remote_decode": True}
     assert passed(config, body(kv_transfer_params=params))["kv_transfer_params"] == params
-    assert refused(config, body(vllm_xargs={"kv_transfer_params": "x"}))
+    assert refused(config, body(vllm_xargs={"kv_transfer_params": params}))
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("value", ["x", 1, [], ["do_remote_decode"], True, "x" * 100_000])
+def test_what_is_for_a_connector_is_an_object_on_every_route(
+    config: H2OConfig, value: Any, rule: Rule
+) -> None:
+    """vLLM asks a string for its members, which is a 500."""
+    words = {"kv_transfer_params": value}
+    in_generate = {"sampling_params": {"extra_args": words}}
+    for fields in (words, {"vllm_xargs": words}, *([in_generate] if rule is Rule.REFUSE else [])):
+        refusal = refused(config, body(**fields), rule)
+        assert refusal.param == "kv_transfer_params"
+        assert refusal.message.startswith("kv_transfer_params must be an object, got ")
+        assert len(refusal.message) < 120
 
 
 @pytest.mark.parametrize("xargs", [[], ["kv_budget"], "kv_budget", 1, True])

@@ -4,13 +4,16 @@
 Triton compiles a kernel anew for other constants, types, alignments and options. :func:`launches` notes what
 is launched, under the key that Triton's launcher would look it up by; :func:`compiled` does for one launch
 what the launcher does when it finds nothing. Runs where Triton is installed, in any process.
+
+Most of our launches name their form themselves (:mod:`h2o_vllm.kernels.triton.launching`). If one name
+stands for two of these keys, a launch that is noted fails.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +33,7 @@ from h2o_vllm.kernels.triton import (
     KVLayers,
     Prediction,
     compact_tables,
+    launching,
     prompt_lse,
     warm_up,
 )
@@ -94,6 +98,15 @@ def launches(*, run: bool) -> Iterator[dict[Form, Launch]]:
         run: whether the kernels run as well; only under Triton's interpreter.
     """
     noted: dict[Form, Launch] = {}
+    named: dict[tuple[int, Hashable], Form] = {}
+    through_triton = launching.through_triton
+
+    def check_name(kernel: Any, grid: Any, name: Hashable, args: Any, constants: Any) -> None:
+        if launching.aligned(args):
+            form, _ = _form_of(kernel, args, dict(constants))
+            known = named.setdefault((id(kernel), name), form)
+            assert known == form, f"{name} names {known} and {form}"
+        through_triton(kernel, grid, name, args, constants)
 
     def note_instead_of(original: Callable[..., Any]) -> Callable[..., Any]:
         def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -104,6 +117,7 @@ def launches(*, run: bool) -> Iterator[dict[Form, Launch]]:
         return note
 
     with (
+        mock.patch.object(launching, "through_triton", check_name),
         mock.patch.object(JITFunction, "run", note_instead_of(JITFunction.run)),
         mock.patch.object(InterpretedFunction, "run", note_instead_of(InterpretedFunction.run)),
     ):

@@ -11,11 +11,14 @@ fixed size; a step that needs more takes several pairs of launches.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.survivors import list_moves
 
 __all__ = ["compact", "copy_moves"]
@@ -57,46 +60,32 @@ def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:
     chunk = _CHUNKS[0] if candidates <= _CHUNKS[0] else _CHUNKS[1]
     key, value = layers.key_caches[0], layers.value_caches[0]
     row_words = key.shape[3] // layers.words
+    strides = tuple(stride // layers.words for stride in (*key.stride()[:3], *value.stride()[:3]))
+    selects = {
+        "KH": heads,
+        "BS": block_size,
+        "CHUNK": chunk,
+        "ONE_CHUNK": candidates <= chunk,
+        "num_warps": 4 if chunk == _CHUNKS[0] else 8,
+        # Without this, ptxas uses fewer registers on sm_80 and sm_89, and spills.
+        "maxnreg": 128,
+    }
+    moves = {
+        "KH": heads, "BS": block_size, "WORDS": row_words, "WORDS_P": triton.next_power_of_2(row_words),
+        "MOVES": _MOVES, "MOVERS": _MOVERS, "num_warps": 4,
+    }  # fmt: skip
     for first in range(0, units, step):
         now = min(step, units - first)
-        _select[(now, heads)](
-            scores,
-            evictions.blocks,
-            evictions.counts,
-            layers.moves,
-            layers.counts,
-            first,
-            num_layers,
-            num_blocks,
-            evictions.blocks.stride(0),
-            evictions.counts.stride(0),
-            room,
-            KH=heads,
-            BS=block_size,
-            CHUNK=chunk,
-            ONE_CHUNK=candidates <= chunk,
-            num_warps=4 if chunk == _CHUNKS[0] else 8,
-            # Without this, ptxas uses fewer registers on sm_80 and sm_89, and spills.
-            maxnreg=128,
-        )
-        _move[(now, heads, _MOVERS)](
-            layers.pointers,
-            scores,
-            layers.moves,
-            layers.counts,
-            first,
-            num_layers,
-            num_blocks,
-            room,
-            *(stride // layers.words for stride in (*key.stride()[:3], *value.stride()[:3])),
-            KH=heads,
-            BS=block_size,
-            WORDS=row_words,
-            WORDS_P=triton.next_power_of_2(row_words),
-            MOVES=_MOVES,
-            MOVERS=_MOVERS,
-            num_warps=4,
-        )
+        given: tuple[Any, ...] = (
+            scores, evictions.blocks, evictions.counts, layers.moves, layers.counts, first, num_layers,
+            num_blocks, evictions.blocks.stride(0), evictions.counts.stride(0), room,
+        )  # fmt: skip
+        launch(_select, (now, heads), tuple(selects.values()), given, selects)
+        given = (
+            layers.pointers, scores, layers.moves, layers.counts, first, num_layers, num_blocks, room,
+            *strides,
+        )  # fmt: skip
+        launch(_move, (now, heads, _MOVERS), (strides, *moves.values()), given, moves)
 
 
 @triton.jit(

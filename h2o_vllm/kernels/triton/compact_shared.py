@@ -11,6 +11,8 @@ temporary copy.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch import Tensor
 from h2o_vllm.kernels.triton.compact import copy_moves
 from h2o_vllm.kernels.triton.evictions import KVLayers, SharedEvictions
 from h2o_vllm.kernels.triton.lanes import LaneTables
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.share import (
     SIZES,
     field,
@@ -79,9 +82,8 @@ def compact_shared(
             room,
         )
         told = (evictions.blocks, evictions.counts)
-        list_lanes[(now, heads)](
-            *told, lanes.owners, *sizes, KH=heads, CHUNK=_CHUNK, num_warps=4
-        )  # fmt: skip
+        lists = {"KH": heads, "CHUNK": _CHUNK, "num_warps": 4}
+        launch(list_lanes, (now, heads), heads, (*told, lanes.owners, *sizes), lists)
         each = {
             "KH": heads,
             "KHP": triton.next_power_of_2(heads),
@@ -91,25 +93,21 @@ def compact_shared(
             # Without this, ptxas uses fewer registers on sm_80 and sm_100, and spills.
             "maxnreg": 128,
         }
-        share_lanes[(now,)](*told, lanes.offsets, lanes.offsets.shape[1], scores, *sizes, **each)
-        _select_shared[(now, heads)](*told, lanes.owners, lanes.pages, scores, *sizes, **each)
-        for gaining in (False, True):
-            _move_shared[(now, heads, _MOVERS)](
-                *told,
-                layers.pointers,
-                scores,
-                *sizes,
-                int(gaining),
-                *(stride // layers.words for stride in (*key.stride()[:3], *value.stride()[:3])),
-                KH=heads,
-                KHP=each["KHP"],
-                BS=block_size,
-                WORDS=row_words,
-                WORDS_P=triton.next_power_of_2(row_words),
-                MOVES=_MOVES,
-                MOVERS=_MOVERS,
-                num_warps=4,
-            )
+        form = (heads, block_size)
+        given: tuple[Any, ...] = (*told, lanes.offsets, lanes.offsets.shape[1], scores, *sizes)
+        launch(share_lanes, (now,), form, given, each)
+        given = (*told, lanes.owners, lanes.pages, scores, *sizes)
+        launch(_select_shared, (now, heads), form, given, each)
+        strides = tuple(
+            stride // layers.words for stride in (*key.stride()[:3], *value.stride()[:3])
+        )
+        moves = {
+            "KH": heads, "KHP": each["KHP"], "BS": block_size, "WORDS": row_words,
+            "WORDS_P": triton.next_power_of_2(row_words), "MOVES": _MOVES, "MOVERS": _MOVERS, "num_warps": 4,
+        }  # fmt: skip
+        for gaining in (0, 1):
+            given = (*told, layers.pointers, scores, *sizes, gaining, *strides)
+            launch(_move_shared, (now, heads, _MOVERS), (strides, *moves.values()), given, moves)
 
 
 @triton.jit

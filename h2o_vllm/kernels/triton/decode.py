@@ -24,6 +24,10 @@ All q heads of a group share each loaded tile: one tensor-core product of [16, D
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,6 +35,7 @@ from torch import Tensor
 from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.finish import OF_LAYER, add_scores, finish, row_totals, scratch_of
 from h2o_vllm.kernels.triton.lanes import LaneTables, locate_listed
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.plan import fits, load_piece, of_head
 from h2o_vllm.kernels.triton.workspace import SPAN, DecodeWorkspace
@@ -56,6 +61,8 @@ def attend_decode(
     sinks: Tensor | None = None,
     lanes: LaneTables | None = None,
     layer: int = 0,
+    *,
+    cut: bool = True,
 ) -> None:
     """Attention of the planned rows' single queries. Adds their probabilities to ``scores``.
 
@@ -75,61 +82,64 @@ def attend_decode(
         softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they do not change.
         sinks: [H], any float dtype: logits without a key, added to the softmax's denominator.
         lanes: given exactly if the plan was made with them. layer: index of these caches' layer.
+        cut: whether the plan may cut rows, see :meth:`.DecodeWorkspace.cuts`.
     """
-    _, block_size, kv_heads, size = key_cache.shape
-    heads = query.shape[1]
-    group = heads // kv_heads
-    padded = max(16, triton.next_power_of_2(size))
-    pieces = block_table.shape[0] + workspace.spare
-    per_stage = 2 * workspace.tile * padded * key_cache.element_size()
+    shape, heads = key_cache.shape, query.shape[1]
     planned = workspace.pieces
-    shared: tuple[Tensor | int | None, ...] = (None, None, None, None)
+    told: tuple[Tensor | int | None, ...] = (None, None, None, None)
     if lanes is not None:
         assert workspace.head_pieces is not None
         planned = workspace.head_pieces
-        shared = (lanes.keys, layer, lanes.keys.stride(0), planned.stride(0))
+        told = (lanes.keys, layer, lanes.keys.stride(0), planned.stride(0))
     handed_over = (
         planned, workspace.part_out, workspace.part_max, workspace.part_sum, workspace.probs,
         workspace.tile_max,
     )  # fmt: skip
     strides = (block_table.stride(0), out.stride(0), out.stride(1), workspace.tile_max.shape[1])
+    of_query, of_keys, of_values = query.stride(), key_cache.stride(), value_cache.stride()
+    form = (
+        shape, of_keys, of_values, heads, of_query, strides[1:3], workspace.tile, workspace.probs.dtype,
+        key_cache.dtype, query.dtype, out.dtype, query_scale is None, key_scale is None, value_scale is None,
+        softcap == 0, None if sinks is None else sinks.dtype, lanes is None,
+    )  # fmt: skip
+    attends, finishes = _constants(shape, heads, workspace.tile, planned.shape[-1], key_cache.dtype)
+    grid = ((block_table.shape[0] + workspace.spare) * shape[2],)
+    given: tuple[Any, ...] = (
+        query, key_cache, value_cache, block_table, out, *handed_over, scores, query_scale, key_scale,
+        value_scale, scale * _LOG2E, cap_of(softcap), sinks, *of_query[:2], *of_keys[:3], *of_values[:3],
+        *strides, *told,
+    )  # fmt: skip
+    launch(_attend, grid, form, given, attends)
+    if not cut:
+        return
+    # At most two programs per piece: rows longer than C have less than 2 * total / C pieces.
+    grid = (workspace.spare * shape[2],)
+    given = (scores, block_table, out, *handed_over, *strides, *told)
+    launch(finish, grid, form, given, finishes)
+
+
+@cache
+def _constants(
+    caches: torch.Size, heads: int, tile: int, fields: int, dtype: torch.dtype
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and options of both launches."""
+    _, block_size, kv_heads, size = caches
+    group = heads // kv_heads
+    padded = max(16, triton.next_power_of_2(size))
     sizes = {
         "H": heads, "KH": kv_heads, "G": group, "GS": triton.next_power_of_2(group), "D": size,
-        "DP": padded, "BS": block_size, "TILE": workspace.tile, "SPAN": SPAN,
-        "FIELDS": planned.shape[-1],
+        "DP": padded, "BS": block_size, "TILE": tile, "SPAN": SPAN, "FIELDS": fields,
     }  # fmt: skip
-    _attend[(pieces * kv_heads,)](
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        out,
-        *handed_over,
-        scores,
-        query_scale,
-        key_scale,
-        value_scale,
-        scale * _LOG2E,
-        cap_of(softcap),
-        sinks,
-        query.stride(0),
-        query.stride(1),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *strides,
-        *shared,
+    attends = {
         **sizes,
-        GP=max(16, triton.next_power_of_2(group)),
+        "GP": max(16, triton.next_power_of_2(group)),
         # float32 uses no tensor core and keeps its operands in registers: more threads share them.
-        num_warps=8 if key_cache.element_size() == 4 else 4,
+        "num_warps": 8 if dtype.itemsize == 4 else 4,
         # Triton divides stages - 1 buffers between block ids and the keys and values loaded by them. Five
         # stages give keys and values two buffers each: a program loads one tile while it computes another.
-        num_stages=5 if per_stage <= 32 << 10 else 3,
-    )
-    # At most two programs per piece: rows longer than C have less than 2 * total / C pieces.
-    finish[(workspace.spare * kv_heads,)](
-        scores, block_table, out, *handed_over, *strides, *shared, **sizes, PARTS=16, num_warps=4
-    )
+        "num_stages": 5 if 2 * tile * padded * dtype.itemsize <= 32 << 10 else 3,
+    }
+    return attends, {**sizes, "PARTS": 16, "num_warps": 4}
 
 
 # Not specialised: arguments that depend on a caller's buffers. A new value would compile while serving.

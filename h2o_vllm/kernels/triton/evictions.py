@@ -85,6 +85,8 @@ class Evictions:
                 [
                     len(heavy),
                     len(doomed),
+                    0,
+                    0,
                     *heavy,
                     *doomed,
                     *[0] * (width - len(heavy) - len(doomed)),
@@ -93,10 +95,11 @@ class Evictions:
             ],
             dtype=torch.int32,
             pin_memory=torch.device(device).type == "cuda",
-        ).view(len(pairs), 2 + width)
+        ).view(len(pairs), 4 + width)
         there = packed.to(device, non_blocking=True)
         return cls(
-            blocks=there[:, 2:],
+            # Aligned to 16 bytes.
+            blocks=there[:, 4:],
             counts=there[:, :2],
             max_heavy=max((len(heavy) for heavy, _ in pairs), default=0),
             max_doomed=max((len(doomed) for _, doomed in pairs), default=0),

@@ -7,12 +7,16 @@ Only with vLLM's Triton backend: FlashAttention returns it. It takes half of att
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.prompt import COMPUTE
 
@@ -55,44 +59,37 @@ def prompt_lse(
     """
     if rows.shape[0] == 0:
         return
-    _, block_size, kv_heads, size = key_cache.shape
+    shape, heads = key_cache.shape, query.shape[1]
+    of_query, of_keys = query.stride(), key_cache.stride()
+    form = (
+        shape, of_keys, heads, of_query, key_cache.dtype, query.dtype, query_scale is None, key_scale is None,
+        softcap == 0, None if sinks is None else sinks.dtype,
+    )  # fmt: skip
+    constants = _constants(shape, heads, query.dtype, capped=bool(softcap))
+    tiles = triton.cdiv(max_query_len * constants["G"], constants["QUERIES"])
+    given = (
+        query, key_cache, block_table, query_start_loc, seq_lens, out, rows, query_scale, key_scale,
+        scale * _LOG2E, cap_of(softcap), sinks, *of_query[:2], *of_keys[:3], block_table.stride(0),
+        *out.stride(),
+    )  # fmt: skip
+    launch(_prompt_lse, (tiles, shape[2], rows.shape[0]), form, given, constants)
+
+
+@cache
+def _constants(
+    caches: torch.Size, heads: int, dtype: torch.dtype, *, capped: bool
+) -> dict[str, Any]:
+    """Constants and options."""
+    _, block_size, kv_heads, size = caches
     padded = max(16, triton.next_power_of_2(size))
-    compute = COMPUTE.get(query.dtype, tl.bfloat16)
     # Queries and keys per tile, as in prompt.py. Larger tiles of float32 would spill kilobytes per thread.
     tile, warps = (128, 8) if padded <= 128 else (64, 4)
-    if query.dtype == torch.float32:
-        tile, warps = 32, 8 if softcap else 4
-    group = query.shape[1] // kv_heads
-    grid = (triton.cdiv(max_query_len * group, tile), kv_heads, rows.shape[0])
-    _prompt_lse[grid](
-        query,
-        key_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        out,
-        rows,
-        query_scale,
-        key_scale,
-        scale * _LOG2E,
-        cap_of(softcap),
-        sinks,
-        query.stride(0),
-        query.stride(1),
-        *key_cache.stride()[:3],
-        block_table.stride(0),
-        out.stride(0),
-        out.stride(1),
-        G=group,
-        AS=compute,
-        D=size,
-        DP=padded,
-        BS=block_size,
-        KEYS=tile,
-        QUERIES=tile,
-        num_warps=warps,
-        num_stages=2,
-    )
+    if dtype == torch.float32:
+        tile, warps = 32, 8 if capped else 4
+    return {
+        "G": heads // kv_heads, "AS": COMPUTE.get(dtype, tl.bfloat16), "D": size, "DP": padded,
+        "BS": block_size, "KEYS": tile, "QUERIES": tile, "num_warps": warps, "num_stages": 2,
+    }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_table", "stride_oh", "stride_ot"])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.candidates import place_of
 from h2o_vllm.kernels.triton.dot import dot
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.sums import cache_at
 from h2o_vllm.policy.ranks import Op
 
@@ -143,27 +144,17 @@ def add_predicted(
         sizes: KH, BS, D and DP of the kernel.
     """
     _, table, scratch, first_unit, num_layers, _, stride_table, _ = given
-    _weigh[(units, triton.cdiv(room, _TILE))](
-        table,
-        scratch,
-        first_unit,
-        num_layers,
-        stride_table,
-        room,
-        behind,
-        *caches,
-        prediction.weights,
+    told = (
+        table, scratch, first_unit, num_layers, stride_table, room, behind, *caches, prediction.weights,
         prediction.constants,
-        TURNED=prediction.turned,
-        INTERLEAVED=prediction.interleaved,
-        OF=prediction.of_heads,
-        COLUMNS=prediction.constants.shape[1],
-        ROWS=prediction.weights.shape[3],
-        TILE=_TILE,
-        WIDE=_WIDE,
-        num_warps=4,
-        **sizes,
-    )
+    )  # fmt: skip
+    constants = {
+        "TURNED": prediction.turned, "INTERLEAVED": prediction.interleaved, "OF": prediction.of_heads,
+        "COLUMNS": prediction.constants.shape[1], "ROWS": prediction.weights.shape[3], "TILE": _TILE,
+        "WIDE": _WIDE, "num_warps": 4, **sizes,
+    }  # fmt: skip
+    form = (caches[1].dtype, caches[2:], *constants.values())
+    launch(_weigh, (units, -(-room // _TILE)), form, told, constants)
     if prediction.add_ranks is not None:
         everything = scratch.view(-1)
         prediction.add_ranks(everything[behind : behind + units * prediction.of_heads * room])

@@ -10,6 +10,9 @@ half of attention's operations (no P.V), over causal tiles only. One program wri
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, in_layer, lanes_of, locate_page
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.partial_sums import SUMMED_KEYS, add_partial_sums
 from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
@@ -62,65 +66,53 @@ def add_prompt_scores(
         query_scale, key_scale, softcap: see :func:`.decode.attend_decode`.
         lanes: given if the heads of a row in ``prompts`` share slots. layer: index of the cache's layer.
     """
-    _, block_size, kv_heads, size = key_cache.shape
-    padded = max(16, triton.next_power_of_2(size))
+    shape, heads = key_cache.shape, query.shape[1]
+    _, block_size, kv_heads, _ = shape
     shared = in_layer(lanes, layer)
-    queries, keys, warps, stages = _tile(query.dtype, padded, capped=bool(softcap))
+    of_query, of_keys = query.stride(), key_cache.stride()
     # Always a tensor: ``None`` would compile another kernel.
     partial = scores if prompts.partial is None else prompts.partial
+    form = (
+        shape, of_keys, heads, of_query, key_cache.dtype, query.dtype, query_scale is None, key_scale is None,
+        softcap == 0, lanes is None,
+    )  # fmt: skip
+    constants, sums_constants = _constants(shape, heads, query.dtype, capped=bool(softcap))
+    batch = (block_table, query_start_loc, seq_lens)
+    stride_table = block_table.stride(0)
     for begin, end, sums in prompts.launches:
-        segments = prompts.segments[begin:end]
-        grid = (triton.cdiv(prompts.max_keys, keys), kv_heads, end - begin)
-        _add_prompt_scores[grid](
-            query,
-            key_cache,
-            scores,
-            partial,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            lse,
-            segments,
-            query_scale,
-            key_scale,
-            scale * _LOG2E,
-            cap_of(softcap),
-            query.stride(0),
-            query.stride(1),
-            *key_cache.stride()[:3],
-            block_table.stride(0),
-            lse.stride(0),
-            lse.stride(1),
-            *shared,
-            KH=kv_heads,
-            G=query.shape[1] // kv_heads,
-            COMPUTE=COMPUTE.get(query.dtype, tl.bfloat16),
-            D=size,
-            DP=padded,
-            BS=block_size,
-            KEYS=keys,
-            QUERIES=queries,
-            FIELDS=FIELDS,
-            num_warps=warps,
-            num_stages=stages,
-        )
+        segments = prompts.segments if len(prompts.launches) == 1 else prompts.segments[begin:end]
+        grid = (-(-prompts.max_keys // constants["KEYS"]), kv_heads, end - begin)
+        given = (
+            query, key_cache, scores, partial, *batch, lse, segments, query_scale, key_scale, scale * _LOG2E,
+            cap_of(softcap), *of_query[:2], *of_keys[:3], stride_table, *lse.stride(), *shared,
+        )  # fmt: skip
+        launch(_add_prompt_scores, grid, form, given, constants)
         if sums:
-            grid = (triton.cdiv(prompts.max_keys, SUMMED_KEYS), kv_heads, end - begin)
-            add_partial_sums[grid](
-                scores,
-                partial,
-                block_table,
-                seq_lens,
-                segments,
-                block_table.stride(0),
-                *shared,
-                KH=kv_heads,
-                BS=block_size,
-                KEYS=SUMMED_KEYS,
-                FIELDS=FIELDS,
-                UNROLLED=8,
-                num_warps=4,
+            grid = (-(-prompts.max_keys // SUMMED_KEYS), kv_heads, end - begin)
+            given = (scores, partial, block_table, seq_lens, segments, stride_table, *shared)
+            launch(
+                add_partial_sums,
+                grid,
+                (kv_heads, block_size, lanes is None),
+                given,
+                sums_constants,
             )
+
+
+@cache
+def _constants(
+    caches: torch.Size, heads: int, dtype: torch.dtype, *, capped: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constants and options of both launches."""
+    _, block_size, kv_heads, size = caches
+    padded = max(16, triton.next_power_of_2(size))
+    queries, keys, warps, stages = _tile(dtype, padded, capped=capped)
+    both = {"KH": kv_heads, "BS": block_size, "FIELDS": FIELDS}
+    scores = {
+        **both, "G": heads // kv_heads, "COMPUTE": COMPUTE.get(dtype, tl.bfloat16), "D": size, "DP": padded,
+        "KEYS": keys, "QUERIES": queries, "num_warps": warps, "num_stages": stages,
+    }  # fmt: skip
+    return scores, {**both, "KEYS": SUMMED_KEYS, "UNROLLED": 8, "num_warps": 4}
 
 
 def _tile(dtype: torch.dtype, padded: int, *, capped: bool) -> tuple[int, int, int, int]:

@@ -25,6 +25,7 @@ from h2o_vllm.kernels.triton.candidates import (
     place_of,
     segments_of,
 )
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.policy.ranks import Op
 
 __all__ = ["FEW", "order_ranks"]
@@ -55,13 +56,15 @@ def order_ranks(
     if ranks > 1:
         alone = room <= TILES[0]
         tile = TILES[0] if alone else TILES[1]
-        grid = (programs, triton.cdiv(room, tile), ranks)
-        _sort_tiles[grid](*given, room, TILE=tile, ALONE=alone, **sizes)
+        grid = (programs, -(-room // tile), ranks)
+        sorts = {"TILE": tile, "ALONE": alone, **sizes}
+        launch(_sort_tiles, grid, tuple(sorts.values()), (*given, room), sorts)
         if not alone:
-            _find_places[grid](*given, room, TILE=tile, HALVINGS=tile.bit_length() - 1, **sizes)
-    _settle_scores[(programs, triton.cdiv(room, _SETTLED))](
-        *given, room, segments, TILE=_SETTLED, **sizes
-    )
+            finds = {"TILE": tile, "HALVINGS": tile.bit_length() - 1, **sizes}
+            launch(_find_places, grid, tuple(finds.values()), (*given, room), finds)
+    settles = {"TILE": _SETTLED, **sizes}
+    tiles = (programs, -(-room // _SETTLED))
+    launch(_settle_scores, tiles, tuple(settles.values()), (*given, room, segments), settles)
 
 
 @triton.jit

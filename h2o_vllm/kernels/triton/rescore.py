@@ -28,6 +28,7 @@ from h2o_vllm.kernels.triton.candidates import (
 )
 from h2o_vllm.kernels.triton.evictions import KVLayers
 from h2o_vllm.kernels.triton.lanes import LaneTables
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.predict import Prediction, add_predicted
 from h2o_vllm.kernels.triton.ranks import order_ranks
 from h2o_vllm.kernels.triton.sums import (
@@ -108,6 +109,7 @@ def rescore(
     sizes = {"KH": heads, "BS": block_size, "num_warps": 4}
     # A tile takes 64 registers of 128 threads.
     wide = {"D": key.shape[3], "DP": padded, "TILE": 8192 // padded}
+    form = (heads, block_size, key.shape[3], key.dtype, caches[2:], rescores.shares)
     for first in range(0, units, step):
         programs = min(step, units - first) * heads
         given = (
@@ -122,7 +124,8 @@ def rescore(
         )
         divided = (room, lists, segments)
         if segments > 1:
-            add_up[(programs, segments)](*given, *divided, *caches, *shared, **wide, **sizes)
+            told_of = (*given, *divided, *caches, *shared)
+            launch(add_up, (programs, segments), form, told_of, {**wide, **sizes})
         of_prediction: tuple[int | None, ...] = (None, None, None)
         if prediction is not None:
             behind = triton.cdiv(programs * part, 4) * 4
@@ -132,17 +135,10 @@ def rescore(
                     programs // heads, room, given, caches, prediction, behind,
                     KH=heads, BS=block_size, D=key.shape[3],
                 )  # fmt: skip
-        _rescore[(programs, segments)](
-            *given,
-            *divided,
-            early,
-            *of_prediction,
-            *caches,
-            *shared,
-            **wide,
-            ALONE=segments == 1,
-            **sizes,
-        )
+        told_of = (*given, *divided, early, *of_prediction, *caches, *shared)
+        constants = {**wide, "ALONE": segments == 1, **sizes}
+        form_of_all = (form, segments == 1, prediction is None)
+        launch(_rescore, (programs, segments), form_of_all, told_of, constants)
         if room:
             order_ranks(programs, room, rescores.ranks, segments, given, **sizes)
 

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_vllm.kernels.triton.launching import launch
+
 __all__ = ["reset_scores"]
 
 _SLOTS = 128
@@ -24,9 +26,9 @@ def reset_scores(scores: Tensor, slots: Tensor) -> None:
     count = slots.shape[0]
     if count == 0:
         return
-    _reset[(triton.cdiv(count, _SLOTS), layers * heads)](
-        scores, slots, count, blocks, KH=heads, BS=block_size, SLOTS=_SLOTS, num_warps=4
-    )
+    constants = {"KH": heads, "BS": block_size, "SLOTS": _SLOTS, "num_warps": 4}
+    grid = (-(-count // _SLOTS), layers * heads)
+    launch(_reset, grid, (heads, block_size), (scores, slots, count, blocks), constants)
 
 
 @triton.jit(do_not_specialize=["count", "num_blocks"])

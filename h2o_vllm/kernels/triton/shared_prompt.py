@@ -8,6 +8,9 @@ prompts, and preempted requests that compute their answers again.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, lanes_of, locate_page
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.paged import load_keys
 from h2o_vllm.kernels.triton.prompt import COMPUTE
 
@@ -60,51 +64,37 @@ def attend_shared_prompts(
     """
     if rows.shape[0] == 0:
         return
-    _, block_size, kv_heads, size = key_cache.shape
+    shape, heads = key_cache.shape, query.shape[1]
+    of_query, of_keys, of_values = query.stride(), key_cache.stride(), value_cache.stride()
+    of_out = out.stride()[:2]
+    form = (
+        shape, of_keys, of_values, heads, of_query, of_out, key_cache.dtype, query.dtype, out.dtype,
+        query_scale is None, key_scale is None, value_scale is None, softcap == 0,
+        None if sinks is None else sinks.dtype,
+    )  # fmt: skip
+    constants = _constants(shape, heads, query.dtype)
+    tiles = triton.cdiv(max_query_len * constants["G"], constants["QUERIES"])
+    given = (
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, lse, rows, query_scale,
+        key_scale, value_scale, scale * _LOG2E, cap_of(softcap), sinks, *of_query[:2], *of_keys[:3],
+        *of_values[:3], block_table.stride(0), *of_out, *lse.stride(), *lanes.of_layer(layer),
+    )  # fmt: skip
+    launch(_attend_shared_prompts, (tiles, shape[2], rows.shape[0]), form, given, constants)
+
+
+@cache
+def _constants(caches: torch.Size, heads: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants and options."""
+    _, block_size, kv_heads, size = caches
     padded = max(16, triton.next_power_of_2(size))
-    group = query.shape[1] // kv_heads
     # Queries per tile. More keys per tile would spill on Ampere. float32 keeps its operands in registers.
     tile, warps = (64, 4) if padded <= 128 else (32, 4)
-    if query.dtype == torch.float32:
+    if dtype == torch.float32:
         tile, warps = 16, 8
-    grid = (triton.cdiv(max_query_len * group, tile), kv_heads, rows.shape[0])
-    _attend_shared_prompts[grid](
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        out,
-        lse,
-        rows,
-        query_scale,
-        key_scale,
-        value_scale,
-        scale * _LOG2E,
-        cap_of(softcap),
-        sinks,
-        query.stride(0),
-        query.stride(1),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        block_table.stride(0),
-        out.stride(0),
-        out.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        *lanes.of_layer(layer),
-        KH=kv_heads,
-        G=group,
-        AS=COMPUTE.get(query.dtype, tl.bfloat16),
-        D=size,
-        DP=padded,
-        BS=block_size,
-        KEYS=32,
-        QUERIES=tile,
-        num_warps=warps,
-        num_stages=2,
-    )
+    return {
+        "KH": kv_heads, "G": heads // kv_heads, "AS": COMPUTE.get(dtype, tl.bfloat16), "D": size,
+        "DP": padded, "BS": block_size, "KEYS": 32, "QUERIES": tile, "num_warps": warps, "num_stages": 2,
+    }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_table", "stride_lh", "stride_lt", *LANES])

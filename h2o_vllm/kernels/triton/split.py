@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_vllm.kernels.triton.launching import launch
+
 __all__ = ["split_scores"]
 
 
@@ -28,19 +30,13 @@ def split_scores(
     layers, blocks, heads, block_size = scores.shape
     if rows.shape[0] == 0 or max_len < 1:
         return
-    _each_block[(triton.cdiv(max_len, block_size), rows.shape[0], layers)](
-        scores,
-        early,
-        block_table,
-        seq_lens,
-        rows,
-        blocks,
-        block_table.stride(0),
-        BS=block_size,
-        PAGE=heads * block_size,
-        PADDED=triton.next_power_of_2(heads * block_size),
-        num_warps=4,
-    )
+    page = heads * block_size
+    constants = {
+        "BS": block_size, "PAGE": page, "PADDED": triton.next_power_of_2(page), "num_warps": 4,
+    }  # fmt: skip
+    grid = (-(-max_len // block_size), rows.shape[0], layers)
+    given = (scores, early, block_table, seq_lens, rows, blocks, block_table.stride(0))
+    launch(_each_block, grid, (heads, block_size), given, constants)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "stride_table"])

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_vllm.kernels.triton.launching import launch
+
 __all__ = ["EVICTING", "PINNED", "SCORED", "compact_tables"]
 
 EVICTING = 1
@@ -43,22 +45,15 @@ def compact_tables(
             :func:`.prompt.add_prompt_scores`.
         out_rest: live lengths of the rows that vLLM attends, 0 for ``SCORED`` rows.
     """
-    _compact_tables[(seq_lens.shape[0],)](
-        block_table,
-        seq_lens,
-        flags,
-        out_table,
-        out_lens,
-        out_scored,
-        out_rest,
-        block_table.stride(0),
+    given = (
+        block_table, seq_lens, flags, out_table, out_lens, out_scored, out_rest, block_table.stride(0),
         out_table.stride(0),
-        BS=block_size,
-        EVICTS=EVICTING,
-        SCORES=SCORED,
-        WIDTH=_WIDTH,
-        num_warps=4,
-    )
+    )  # fmt: skip
+    constants = {
+        "BS": block_size, "EVICTS": EVICTING, "SCORES": SCORED, "WIDTH": _WIDTH, "num_warps": 4,
+    }  # fmt: skip
+    form = (block_size, out_scored is None, out_rest is None)
+    launch(_compact_tables, (seq_lens.shape[0],), form, given, constants)
 
 
 @triton.jit(do_not_specialize=["stride_table", "stride_out"])

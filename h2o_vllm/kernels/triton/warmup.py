@@ -86,15 +86,14 @@ def warm_up(
             )
             rescore(layers, scores, early, given_none, shared, prediction)
     # With the layout of Evictions.pack, as alignment matters.
-    packed = torch.zeros(1, 3, dtype=torch.int32, device=device)
+    packed = torch.zeros(1, 5, dtype=torch.int32, device=device)
     # As many candidates as each chunk holds, then one block more than the largest holds.
     for candidates in (*_CHUNKS, _CHUNKS[-1] + block_size):
         heavy = candidates // block_size - 1
-        compact(layers, scores, Evictions(packed[:, 2:], packed[:, :2], heavy, 1))
+        compact(layers, scores, Evictions(packed[:, 4:], packed[:, :2], heavy, 1))
     if lanes is not None:
         attend_shared_prompts(
             query, key, value, table, starts * 0, nothing, 1.0, out, lse, 1, nothing, lanes, 0, *scales,
             value_scale, softcap, sinks,
         )  # fmt: skip
-        packed = torch.zeros(1, 5, dtype=torch.int32, device=device)
         compact_shared(layers, scores, lanes, SharedEvictions(packed[:, 4:], packed[:, :3], 1))

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import triton
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.lanes import LaneTables, LayerLanes, list_keys
+from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.plan import FIELDS, HEAD_FIELDS, plan_pieces
 from h2o_vllm.kernels.triton.tables import PINNED
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["SPAN", "DecodeWorkspace"]
 
@@ -115,6 +122,12 @@ class DecodeWorkspace:
         held += [] if self.head_pieces is None else [self.head_pieces]
         return sum(tensor.nbytes for tensor in held)
 
+    def cuts(self, lengths: NDArray[np.int32]) -> bool:
+        """Whether a plan of rows of these live lengths, [B], cuts any of them; computed on the host."""
+        target = max(-(-int(lengths.sum()) // self.spare), _MIN_PIECE)
+        target = -(-target // self.tile) * self.tile
+        return bool(int(lengths.max(initial=0)) + target // 2 >= 2 * target)
+
     def plan(
         self,
         query_start_loc: Tensor,
@@ -151,44 +164,26 @@ class DecodeWorkspace:
             assert self.head_pieces is not None
             pieces, told = self.head_pieces[0], lanes.of_layer(0)
             layers, heads = len(self.head_pieces), self.tile_max.shape[0]
-        plan_pieces[(max(1, triton.cdiv(rows * heads, _ROWS)), layers)](
-            query_start_loc,
-            seq_lens,
-            flags,
-            pieces,
-            told.rows,
-            told.offsets,
-            told.num_slots,
-            rows * heads,
-            pieces.shape[0],
-            self.spare * heads,
-            self.max_tiles * heads,
-            TILE=self.tile,
-            MIN_PIECE=_MIN_PIECE,
-            ROWS=_ROWS,
-            FIELDS=pieces.shape[1],
-            PINNED=PINNED,
-            KH=heads,
-            BS=block_size,
-            num_warps=4,
-        )
+        grid = (max(1, -(-rows * heads // _ROWS)), layers)
+        given: tuple[Any, ...] = (
+            query_start_loc, seq_lens, flags, pieces, told.rows, told.offsets, told.num_slots, rows * heads,
+            pieces.shape[0], self.spare * heads, self.max_tiles * heads,
+        )  # fmt: skip
+        constants = {
+            "TILE": self.tile, "MIN_PIECE": _MIN_PIECE, "ROWS": _ROWS, "FIELDS": pieces.shape[1],
+            "PINNED": PINNED, "KH": heads, "BS": block_size, "num_warps": 4,
+        }  # fmt: skip
+        form = (self.tile, heads, block_size, flags is None, lanes is None)
+        launch(plan_pieces, grid, form, given, constants)
         if lanes is not None:
             assert block_table is not None
             # The pieces that attention reads for B rows; later ones are unused.
-            list_keys[((rows + self.spare) * heads, layers)](
-                block_table,
-                pieces,
-                told.rows,
-                told.offsets,
-                told.pages,
-                lanes.keys,
-                told.num_slots,
-                told.num_blocks,
-                pieces.shape[0],
-                block_table.stride(0),
-                KH=heads,
-                BS=block_size,
-                FIELDS=HEAD_FIELDS,
-                WIDTH=_LISTED,
-                num_warps=1,
-            )
+            grid = ((rows + self.spare) * heads, layers)
+            given = (
+                block_table, pieces, told.rows, told.offsets, told.pages, lanes.keys, told.num_slots,
+                told.num_blocks, pieces.shape[0], block_table.stride(0),
+            )  # fmt: skip
+            constants = {
+                "KH": heads, "BS": block_size, "FIELDS": HEAD_FIELDS, "WIDTH": _LISTED, "num_warps": 1,
+            }  # fmt: skip
+            launch(list_keys, grid, (heads, block_size), given, constants)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bound launches are those that Triton would make. No kernel is compiled or run here."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from h2o_vllm.kernels.triton import launching, reset
+from h2o_vllm.kernels.triton.launching import launch
+from loadtest.kernels.forms import launches
+
+STREAM, FUNCTION, METADATA = 11, 22, object()
+
+
+class Kernel:
+    """A ``triton.jit`` function and what it compiles, as :func:`launch` sees them."""
+
+    arg_names = ("x", "count", "y", "SIZE", "WIDE")
+
+    def __init__(self) -> None:
+        self.through_triton: list[Any] = []
+        self.bound: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launched(*args: Any, **constants: Any) -> Any:
+            self.through_triton.append((grid, args, constants))
+            return SimpleNamespace(
+                run=lambda *given: self.bound.append(given), function=FUNCTION, packed_metadata=METADATA
+            )  # fmt: skip
+
+        return launched
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    current = SimpleNamespace(number=0)
+    monkeypatch.setattr(launching, "_bound", {})
+    active = SimpleNamespace(
+        get_current_device=lambda: current.number, get_current_stream=lambda at: STREAM + at
+    )
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
+    return current
+
+
+CONSTANTS = {"WIDE": 4, "SIZE": 3, "num_warps": 8}
+"""In another order than the kernel's."""
+
+
+def test_the_second_launch_of_a_form_is_the_compiled_kernels(device: SimpleNamespace) -> None:
+    kernel, x, y = Kernel(), torch.zeros(64), torch.zeros(64)
+    for count, grid in ((5, (7,)), (6, (8, 9)), (7, (1, 2, 3))):
+        launch(kernel, grid, "form", (x[16 * (count - 5) :], count, None), CONSTANTS)
+    ((grid, (given, *others), constants),) = kernel.through_triton
+    assert (grid, others, constants) == ((7,), [5, None], CONSTANTS) and torch.equal(given, x)
+    fixed = (STREAM, FUNCTION, METADATA, None, None, None)
+    address = x.data_ptr()
+    assert kernel.bound == [
+        (8, 9, 1, *fixed, address + 64, 6, None, 3, 4),
+        (1, 2, 3, *fixed, address + 128, 7, None, 3, 4),
+    ]
+    launch(kernel, (1,), "other form", (x, 5, y), CONSTANTS)
+    launch(Kernel(), (1,), "form", (x, 5, y), CONSTANTS)
+    assert len(kernel.through_triton) == 2 and len(kernel.bound) == 2
+    launch(kernel, (1,), "other form", (x, 5, y), CONSTANTS)
+    assert kernel.bound[-1][9:12] == (address, 5, y.data_ptr())
+
+
+def test_other_alignments_and_devices_go_through_triton(device: SimpleNamespace) -> None:
+    kernel, x = Kernel(), torch.zeros(64)
+    launch(kernel, (1,), "form", (x[1:], 1, None), CONSTANTS)
+    assert not launching._bound
+    for _ in range(2):
+        launch(kernel, (1,), "form", (x, 1, None), CONSTANTS)
+    assert len(kernel.bound) == 1
+    launch(kernel, (1,), "form", (x[1:], 1, None), CONSTANTS)
+    launch(kernel, (1,), "form", (x, 1, None), CONSTANTS)
+    assert len(kernel.bound) == 2
+    device.number = 1
+    launch(kernel, (1,), "form", (x, 1, None), CONSTANTS)
+    launch(kernel, (1,), "form", (x, 1, None), CONSTANTS)
+    assert len(kernel.bound) == 3 and kernel.bound[-1][3] == STREAM + 1
+
+
+@pytest.mark.usefixtures("device")
+def test_an_unknown_triton_is_always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching.triton, "__version__", "4.0.0")
+    kernel, x = Kernel(), torch.zeros(64)
+    for _ in range(3):
+        launch(kernel, (1,), "form", (x, 1, None), CONSTANTS)
+    assert len(kernel.through_triton) == 3 and not kernel.bound
+
+
+def test_a_name_of_two_forms_is_found_where_launches_are_noted() -> None:
+    """As in all tests of the adaptors for GPUs, and of the forms that are warmed up."""
+    scores, slots = torch.zeros(1, 2, 2, 16), torch.zeros(16, dtype=torch.int64)
+    constants = {"KH": 2, "BS": 16, "SLOTS": 128, "num_warps": 4}
+    given = ((1, 2), "name", (scores, slots, 16, 2), constants)
+    with launches(run=False) as noted:
+        launch(reset._reset, *given)
+        launch(reset._reset, *given)
+        for other in (
+            ((1, 2), "name", (scores.double(), slots, 16, 2), constants),
+            ((1, 2), "name", (scores, slots, 16, 2), constants | {"BS": 32}),
+            ((1, 2), "name", (scores, None, 16, 2), constants),
+        ):
+            with pytest.raises(AssertionError, match="names"):
+                launch(reset._reset, *other)
+        # Told apart by the launcher itself.
+        launch(reset._reset, (1, 2), "name", (scores, slots[1:], 16, 2), constants)
+    assert len(noted) == 2
+
+
+def test_triton_calls_compiled_kernels_as_we_do() -> None:
+    """Another version's source may differ: then ``launching._VERSIONS`` must leave it out."""
+    words = "".join(inspect.getsource(CompiledKernel.__getitem__).split())
+    assert (
+        "self.run(grid[0],grid[1],grid[2],stream,self.function,self.packed_metadata,launch_metadata,"
+        "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*args)"
+    ) in words
+    run = inspect.getsource(JITFunction.run)
+    assert "*bound_args.values())\n        return kernel\n" in run
+    made = inspect.getsource(CompiledKernel)
+    assert "self.function = None" in made and "self.packed_metadata = " in made

@@ -43,6 +43,8 @@ __all__ = ["Form", "Launch", "Shape", "compiled", "launch_everything", "launches
 
 _ANY_ARCH = 90
 """The key does not depend on it."""
+_NAMED: dict[tuple[int, Hashable], Form] = {}
+"""What our own names stand for, in all launches that this process has noted."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,12 @@ def launches(*, run: bool) -> Iterator[dict[Form, Launch]]:
         run: whether the kernels run as well; only under Triton's interpreter.
     """
     noted: dict[Form, Launch] = {}
-    named: dict[tuple[int, Hashable], Form] = {}
     through_triton = launching.through_triton
 
     def check_name(kernel: Any, grid: Any, name: Hashable, args: Any, constants: Any) -> None:
         if launching.aligned(args):
             form, _ = _form_of(kernel, args, dict(constants))
-            known = named.setdefault((id(kernel), name), form)
+            known = _NAMED.setdefault((id(kernel), name), form)
             assert known == form, f"{name} names {known} and {form}"
         through_triton(kernel, grid, name, args, constants)
 

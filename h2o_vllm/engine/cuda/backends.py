@@ -111,10 +111,10 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
         scales = Scales.of(call.layer, call.query, keys)
         descales = [None if scale is None else scale.expand(shape) for scale in scales]
         _, lse = flash_attn.flash_attn_varlen_func(
-            q=call.query[: batch.num_tokens],
+            q=call.query,
             k=keys,
             v=values,
-            out=call.output[: batch.num_tokens],
+            out=call.output,
             cu_seqlens_q=stock.query_start_loc,
             max_seqlen_q=stock.max_query_len,
             seqused_k=stock.seq_lens,
@@ -154,8 +154,7 @@ class H2OTritonImpl(CudaScoringImpl, triton_attn.TritonAttentionImpl):
         """Stock attention, then the LSE of the prompt rows."""
         assert batch.prompt_rows is not None
         self.attend_stock(call, batch.stock)
-        query = call.query[: batch.num_tokens]
-        keys, _ = self._views
+        query, (keys, _) = call.query, self._views
         scales = Scales.of(call.layer, query, keys)
         tokens, heads, _ = query.shape
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)

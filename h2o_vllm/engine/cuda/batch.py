@@ -55,6 +55,7 @@ class ScoredBatch:
         num_tokens: tokens without padding.
         block_table: [B, MB], int32. query_start_loc: [B + 1], int32. seq_lens: [B], int32, live lengths.
         decodes: whether our rows with one query may be in the batch. The workspace's plan lists them.
+        cut: whether the plan may cut any of them into pieces.
         prompt_rows: scored rows with several queries that vLLM attends, [R], int32, or ``None``. Never in a
             CUDA graph. max_query_len: the most queries of any of them. prompts: their scored queries.
         lanes: the lanes of rows whose KV heads share slots; ``None``: no row's heads do.
@@ -69,6 +70,7 @@ class ScoredBatch:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     decodes: bool
+    cut: bool = True
     prompt_rows: torch.Tensor | None = None
     max_query_len: int = 0
     prompts: ScoredPrompts = ScoredPrompts()

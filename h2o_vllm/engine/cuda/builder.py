@@ -76,8 +76,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)
         state.start_tokens(rows, common.slot_mapping)
-        shared = state.shared_blocks(common)
-        sharing, pinned = None, state.pinned_tokens(common)
+        shared, live = state.shared_blocks(common), state.live_lens(common)
+        sharing, pinned = np.zeros(common.num_reqs, dtype=np.bool_), state.pinned_tokens(common)
         lanes = None if shared is None else state.lane_rows(common, shared)
         if shared is not None:
             sharing = shared > 0
@@ -93,29 +93,35 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
                     self._live,
                     self._to_device(crossing),
                     # Far fewer than the logical length, if most tokens are evicted.
-                    int(state.live_lens(common)[crossing].max()),
+                    int(live[crossing].max()),
                 )
             )
-        if sharing is None:
-            sharing = np.zeros(len(flags), dtype=np.bool_)
         prompts = np.flatnonzero(rows.prompts & ~sharing)
+        decodes = rows.decodes | (sharing & (rows.query_lens == 1))
+        theirs = live[~(rows.decodes | sharing)]
         return self._batch(
             state.step_variant.current,
-            common,
+            # What vLLM's kernels divide a row by. Never less than the queries of a row.
+            replace(common, max_seq_len=max(int(theirs.max(initial=0)), common.max_query_len)),
             common_prefix_len,
             fast_build,
-            decodes=bool((rows.decodes | (sharing & (rows.query_lens == 1))).any()),
+            decodes=bool(decodes.any()),
+            # The heads of a row that shares slots have other lengths than the row.
+            cut=shared is not None or state.workspace.cuts(live[decodes]),
             prompt_rows=self._to_device(prompts) if prompts.size else None,
             max_query_len=int(rows.query_lens[prompts].max(initial=0)),
-            prompts=self._scored(rows, ~sharing, state.live_lens(common)),
+            prompts=self._scored(rows, ~sharing, live),
             lanes=state.lanes if sharing.any() else None,
-            shared_prompts=None if shared is None else self._shared(common, rows, shared),
+            shared_prompts=None if shared is None else self._shared(live, rows, shared),
         )
 
     def _shared(
-        self, common: CommonAttentionMetadata, rows: StepRows, shared: NDArray[np.int32]
+        self, live: NDArray[np.int32], rows: StepRows, shared: NDArray[np.int32]
     ) -> SharedPrompts | None:
-        """The rows with several queries whose heads share slots, or ``None``; ``shared``: blocks, [B]."""
+        """The rows with several queries whose heads share slots, or ``None``.
+
+        ``live``: live lengths; ``shared``: numbers of blocks with shared slots; [B] each.
+        """
         state = self._state
         assert state is not None
         several = np.flatnonzero((shared > 0) & (rows.query_lens > 1))
@@ -123,7 +129,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             return None
         # The most keys of one head: it has all lanes but one for each other head.
         others = state.scores.shape[2] - 1
-        most = state.live_lens(common) + np.maximum(shared - 1, 0) * others * state.block_size
+        most = live + np.maximum(shared - 1, 0) * others * state.block_size
         return SharedPrompts(
             rows=self._to_device(several),
             max_query_len=int(rows.query_lens[several].max()),

@@ -134,7 +134,12 @@ class CudaScoringImpl(ScoringImpl):
         """Run stock attention for vLLM's rows, then our decodes, then the scores of prompts."""
         self._state.note_served(batch, self._layer)
         keys, values = self._views
-        query, output = call.query[: batch.num_tokens], call.output[: batch.num_tokens]
+        if len(call.query) > batch.num_tokens:
+            without_padding = slice(batch.num_tokens)
+            call = call._replace(
+                query=call.query[without_padding], output=call.output[without_padding]
+            )
+        query, output = call.query, call.output
         scales = Scales.of(call.layer, query, keys)
         lse = None
         if batch.prompt_rows is not None:
@@ -157,6 +162,7 @@ class CudaScoringImpl(ScoringImpl):
                 sinks=self.sinks,
                 lanes=batch.lanes,
                 layer=self._layer,
+                cut=batch.cut,
             )
         if batch.shared_prompts is not None:
             self._attend_shared(query, output, batch, batch.shared_prompts, scales)
@@ -224,6 +230,9 @@ class CudaScoringImpl(ScoringImpl):
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
         """Run stock attention for ``batch.stock``, and return the log-sum-exp of each query.
+
+        Args:
+            call: without padding.
 
         Returns:
             [H, T], float32, natural logarithm, sinks included; defined for the queries of prompt rows.

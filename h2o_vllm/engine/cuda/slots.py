@@ -51,7 +51,7 @@ class PolicySlots:
             if slot is not None:
                 self._evicts[slot] = False
                 self._first_scored[slot] = self._late_from[slot] = NEVER
-                self._pinned[slot] = self._shared[slot] = 0
+                self._pinned[slot] = self._holes[slot] = self._shared[slot] = 0
                 self._placed.discard(slot)
 
     def place(self, slots: Mapping[str, int]) -> None:

@@ -139,7 +139,7 @@ class CudaState(WorkerState):
             self.policies.punched(slot, count)
 
     def live_lens(self, common: CommonAttentionMetadata) -> NDArray[np.int32]:
-        """Live length of each row that evicts, on the host, [B], int32; undefined for other rows."""
+        """Live length of each row, on the host, [B], int32; of a row that does not evict its length."""
         assert common.req_idx is not None and common.seq_lens_cpu_upper_bound is not None
         live: NDArray[np.int32] = common.seq_lens_cpu_upper_bound.numpy().copy()
         live[: len(common.req_idx)] -= self.policies.holes(common.req_idx) * self.block_size

@@ -63,7 +63,11 @@ REFUSED = [
     ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
     ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
     ("parallel_config.pipeline_parallel_size", 2, "pipeline-parallel-size"),
-    ("parallel_config.data_parallel_size", 2, "data-parallel-size"),
+    (
+        "parallel_config.data_parallel_size",
+        2,
+        "data-parallel-size above 1 for a mixture of experts",
+    ),
     ("parallel_config.tensor_parallel_size", 4, "4 above the model's 2 KV heads"),
     ("cache_config.cache_dtype", "fp8", "--kv-cache-dtype fp8 on CPU"),
     ("model_config.runner_type", "pooling", "pooling"),

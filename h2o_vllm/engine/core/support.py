@@ -180,8 +180,9 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             # The engines of a dense model are independent of each other: the value here is 1.
             parallel.data_parallel_size > 1,
-            "--data-parallel-size above 1 for a mixture of experts, whose engines run in lockstep: "
-            "not tested with evictions; use --tensor-parallel-size, or replicas",
+            "--data-parallel-size above 1 for a mixture of experts, whose engines run in lockstep: by the "
+            "code evictions fit in, but no two such engines have run with them; use --tensor-parallel-size, "
+            "or replicas",
         ),
     ]
 

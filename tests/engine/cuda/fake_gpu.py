@@ -199,13 +199,13 @@ class FakeGPU:
         for variant in self.state.step_variant.captured:
             for size in GRAPH_SIZES:
                 self.state.step_variant.capturing = variant
-                metadata = self.builder.build_for_cudagraph_capture(self._dummies(size))
+                metadata = self.builder.build_for_cudagraph_capture(self.dummies(size))
                 self.state.step_variant.capturing = None
                 if variant is not Variant.STOCK:
                     self.state.note_served(metadata, 0)
                 self.graphs[variant, size] = metadata
 
-    def _dummies(self, size: int) -> CommonAttentionMetadata:
+    def dummies(self, size: int) -> CommonAttentionMetadata:
         self.runner.starts[: size + 1] = torch.arange(size + 1)
         self.runner.seq_lens[:size] = 1
         return CommonAttentionMetadata(
@@ -224,7 +224,7 @@ class FakeGPU:
     def step_of_dummies(self, size: int) -> None:
         """What vLLM does between two steps to keep up with other ranks: prepared as if captured, replayed."""
         self.runner.slot_mapping.fill_(-1)
-        self.builder.build_for_cudagraph_capture(self._dummies(size))
+        self.builder.build_for_cudagraph_capture(self.dummies(size))
         # They read the null block, which the stand-in for vLLM's kernel refuses.
         self.runner.seq_lens[:size] = 0
         variant = self.state.step_variant.current

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends import flash_attn
 
 from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.variants import Variant
@@ -214,6 +215,9 @@ def test_a_batch_of_dummies_between_two_steps_changes_nothing(model_dir: str) ->
         scores, replays = gpu.state.scores.clone(), gpu.replays[Variant.STOCK]
         gpu.step_of_dummies(2)
         assert gpu.replays[Variant.STOCK] == replays + 1
+        # Without a graph, as where another rank has a prompt, it is prepared as any batch.
+        assert type(gpu.builder.build(0, gpu.dummies(2))) is flash_attn.FlashAttentionMetadata
+        assert gpu.state.step_variant.current is Variant.STOCK
         assert scores.any() and torch.equal(gpu.state.scores, scores)
         scored = gpu.replays[Variant.SCORED]
         gpu.worker.execute_model(rig.step())

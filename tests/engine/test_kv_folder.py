@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 from h2o_vllm.engine.core import kv_folder
+from h2o_vllm.engine.worker.prompt_files import LOST, tensors_of
 from h2o_vllm.errors import ConfigError
 from tests.engine.test_connector import KEYS, Side, prompt_of
 
@@ -38,6 +39,37 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 def _file(header: Any) -> bytes:
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_law08_a_file_takes_no_more_memory_than_its_content_and_no_time(
+    tmp_path: Path, *, kept: bool
+) -> None:
+    """One that says that it is vast is vast, and a pipe has no end; several servers share the folder."""
+    folder = kv_folder.KVFolder(tmp_path, ["layer0"], 64, {})
+    shapes = {"kv_cache": (2, 1, 16)}
+    file = folder.kept_file("it") if kept else tmp_path / "p" / "layer0.safetensors"
+    file.parent.mkdir(exist_ok=True)
+
+    def holds() -> bool:
+        there = folder.holds_kept(file, "it", shapes) if kept else folder.holds(file.parent, 2)
+        try:
+            tensors_of(file, 128)
+        except LOST:
+            assert not there
+        return there
+
+    row = {"dtype": "F32", "shape": [2, 1, 16], "data_offsets": [0, 128]}
+    about = {"__metadata__": {kv_folder.ABOUT_KEY: "it"}} if kept else {}
+    file.write_bytes(_file({**about, "kv_cache": row}) + bytes(128))
+    assert holds()
+    head = _file({**about, "kv_cache": {**row, "data_offsets": [0, 1 << 42]}})
+    file.write_bytes(head)
+    os.truncate(file, len(head) + (1 << 42))
+    assert not holds()
+    file.unlink()
+    os.mkfifo(file)
+    assert not holds()
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

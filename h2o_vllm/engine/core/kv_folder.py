@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -25,7 +26,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["ABANDONED_SECONDS", "ABOUT_KEY", "KVFolder", "header_of"]
+__all__ = [
+    "ABANDONED_SECONDS",
+    "ABOUT_KEY",
+    "HEADER_BYTES",
+    "KVFolder",
+    "header_of",
+    "most_bytes",
+    "opened",
+]
 
 ABANDONED_SECONDS = 60.0
 """Files that are not whole, and were not touched for so long, are written anew."""
@@ -36,8 +45,11 @@ ABOUT_KEY = "h2o_vllm"
 ABOUT = "h2o_vllm.json"
 """The file that says whose KV the folder holds."""
 
-HEADER_BYTES = 100_000_000
-"""The longest header that safetensors reads."""
+HEADER_BYTES = 1 << 20
+"""More than a header here takes. Safetensors itself would read a hundred times as much."""
+
+WIDEST_BYTES = 8
+"""A number's, of any type."""
 
 WAITS = 20
 """Tenths of a second in which the server that has made that file fills it."""
@@ -109,7 +121,7 @@ class KVFolder:
 
     def holds_kept(self, file: Path, about: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether a file is whole, says ``about`` of itself, and has tensors of these shapes, by name."""
-        header = self._header(file)
+        header = self._header(file, most_bytes(shapes))
         if header is None or header.pop("__metadata__", None) != {ABOUT_KEY: about}:
             return False
         return {name: tuple(row["shape"]) for name, row in header.items()} == shapes
@@ -133,17 +145,17 @@ class KVFolder:
 
     def _is_whole(self, file: Path, tokens: int) -> bool:
         """Whether a file of ``ExampleConnector`` has the KV of ``tokens`` tokens."""
-        header = self._header(file)
+        header = self._header(file, tokens * self._token_bytes // len(self._layers))
         return (
             header is not None
             and [*header] == ["kv_cache"]
             and (header["kv_cache"]["shape"][:1] == [tokens])
         )
 
-    def _header(self, file: Path) -> dict[str, Any] | None:
+    def _header(self, file: Path, most: int) -> dict[str, Any] | None:
         try:
-            with file.open("rb") as stream:
-                return header_of(stream)
+            with opened(file) as stream:
+                return header_of(stream, most)
         except PermissionError as error:
             self._warn(f"cannot read what another server has stored: {error}")
         except (OSError, ValueError):
@@ -157,26 +169,44 @@ class KVFolder:
             logger.warning("h2o: KV connector: %s", what)
 
 
-def header_of(stream: BinaryIO) -> dict[str, Any]:
+def opened(file: Path) -> BinaryIO:
+    """A file to read. Whatever it is, nothing waits: a named pipe without a writer is empty.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+
+
+def most_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The most bytes of tensors of these shapes, of any type."""
+    return WIDEST_BYTES * sum(math.prod(shape) for shape in shapes.values())
+
+
+def header_of(stream: BinaryIO, most: int) -> dict[str, Any]:
     """What a safetensors file says of its tensors, each with a list ``shape``, if it is as long as it says.
 
     The header's length, 8 bytes; the header, JSON; the tensors, whose last one ends the file.
 
+    Args:
+        most: bytes of the tensors. A longer file is refused before it takes memory.
+
     Raises:
-        OSError: it cannot be read. ValueError: it is no such file, or not whole.
+        OSError: it cannot be read. ValueError: it is no such file, too long, or not whole.
     """
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
     length = int.from_bytes(stream.read(8), "little")
-    if length > HEADER_BYTES:
-        raise ValueError("no header of safetensors")
+    if length > HEADER_BYTES or size > 8 + length + most:
+        raise ValueError("too long")
     try:
         header: dict[str, Any] = json.loads(stream.read(length))
         rows = [row for name, row in header.items() if name != "__metadata__"]
         end = max(row["data_offsets"][1] for row in rows)
-        whole = stream.seek(0, os.SEEK_END) == 8 + length + end
         shapes = [row["shape"] for row in rows]
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("no header of safetensors") from error
-    if not whole or not all(isinstance(shape, list) for shape in shapes):
+    if size != 8 + length + end or not all(isinstance(shape, list) for shape in shapes):
         raise ValueError("not whole")
     return header
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import safetensors.torch
 import torch
 
-from h2o_vllm.engine.core.kv_folder import ABOUT_KEY
+from h2o_vllm.engine.core.kv_folder import ABOUT_KEY, most_bytes
 from h2o_vllm.engine.worker.prompt_files import tensors_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def read_kept(one: Handover, state: CPUState, logits: torch.Tensor) -> None:
     Raises:
         One of :data:`.LOST`: the file is gone, or not what it was; nothing is written.
     """
-    tensors, about = tensors_of(Path(one.file))
+    tensors, about = tensors_of(Path(one.file), most_bytes(one.shapes))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if about != {ABOUT_KEY: one.about} or shapes != one.shapes:
         raise ValueError(f"{one.file} is something else by now")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 import safetensors.torch
 
-from h2o_vllm.engine.core.kv_folder import header_of
+from h2o_vllm.engine.core.kv_folder import HEADER_BYTES, header_of, opened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,14 +28,20 @@ LOST = (OSError, ValueError, LookupError, safetensors.SafetensorError)
 """What reading a file raises that is gone, cut short or something else."""
 
 
-def tensors_of(file: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
+def tensors_of(file: Path, most: int) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:
     """The tensors of a safetensors file, and what it says beside.
+
+    Args:
+        most: bytes of the tensors.
 
     Raises:
         One of :data:`LOST`.
     """
-    data = file.read_bytes()
-    header = header_of(io.BytesIO(data))
+    with opened(file) as stream:
+        header_of(stream, most)
+        stream.seek(0)
+        data = stream.read(8 + HEADER_BYTES + most)
+    header = header_of(io.BytesIO(data), most)
     return safetensors.torch.load(data), header.get("__metadata__") or {}
 
 
@@ -50,7 +56,8 @@ def load_prompt(load: Load, layers: Mapping[str, torch.Tensor]) -> None:
     """
     for name, kv_cache in layers.items():
         _, heads, size, width = kv_cache.shape
-        stored = tensors_of(Path(load.folder) / f"{name}.safetensors")[0]["kv_cache"]
+        most = load.tokens * heads * width * kv_cache.itemsize
+        stored = tensors_of(Path(load.folder) / f"{name}.safetensors", most)[0]["kv_cache"]
         if stored.shape != (load.tokens, heads, width) or stored.dtype != kv_cache.dtype:
             raise ValueError(f"{name} of {load.folder} is {stored.dtype}{list(stored.shape)}")
         used = stored[: len(load.blocks) * size]

@@ -14,6 +14,7 @@ import torch
 from h2o_vllm.engine.core.kv_folder import ABOUT_KEY
 from h2o_vllm.engine.cpu.kept_files import read_kept, write_kept
 from h2o_vllm.engine.worker.prompt_files import LOST
+from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.models import default_calibration
 from tests.engine.test_connector import prompt_of
 from tests.engine.test_handover import ASKED, prefilled, side_of
@@ -118,6 +119,31 @@ def test_law08_no_value_in_a_file_reaches_a_kernel_unchecked(
     with pytest.raises(LOST):
         read_kept(one, state, logits)
     assert not (state.kv_caches[0].any() or state.planes.any() or logits.any() or state.lanes.kept)
+
+
+def test_law06_a_file_holds_nothing_of_other_requests(model_dir: str, tmp_path: Path) -> None:
+    """Not in the slots behind the prompt, and nobody else writes where it is written."""
+    left, writing = 77.0, list[Path]()
+    prefill = side_of(model_dir, tmp_path, "kv_producer")
+    prefill.pool[:] = prefill.state.planes[:] = left
+    save = safetensors.torch.save_file
+
+    def saving(tensors: Any, file: Path, about: Any) -> None:
+        writing.append(file)
+        save(tensors, file, about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", saving)
+        prefill.add("0", prompt_of(150), ASKED, max_tokens=1)
+        prefill.run()
+        (one,) = prefill.handed_over
+        write_kept(one, prefill.state, torch.zeros(one.shapes["logits"]))
+    tensors = safetensors.torch.load_file(one.file)
+    # 150 tokens are 9 blocks and 6 slots.
+    keys, values = (view[-1, 0] for view in key_value_views(tensors["kv"][0]))
+    for slots in (keys.T, values, tensors["scores"][:, 0, -1, 0].T):
+        assert slots[:6].all() and not slots[6:].any()
+    assert len({*writing}) == 2
 
 
 def test_what_cannot_be_written_is_left_out(

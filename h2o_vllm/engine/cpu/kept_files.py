@@ -16,7 +16,7 @@ samples. KV, scores and logits of that are then replaced, so it goes on where th
 
 from __future__ import annotations
 
-import os
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ import torch
 
 from h2o_vllm.engine.core.kv_folder import ABOUT_KEY, most_bytes
 from h2o_vllm.engine.worker.prompt_files import tensors_of
+from h2o_vllm.kernels.cpu.batch import key_value_views
 
 if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Handover
@@ -48,12 +49,21 @@ def write_kept(one: Handover, state: CPUState, logits: torch.Tensor) -> None:
     tensors["logits"] = logits.clone()
     if "scores" in one.shapes:
         tensors["scores"] = state.planes[: one.shapes["scores"][0], :, scored]
+    if tail := eviction.seen % state.kv_caches[0].shape[2]:
+        # Behind the prompt the last block holds what the requests before have left there.
+        for pages in tensors["kv"]:
+            keys, values = key_value_views(pages)
+            keys[-1, ..., tail:] = 0
+            values[-1, :, tail:] = 0
+        if "scores" in tensors:
+            tensors["scores"][:, :, -1, :, tail:] = 0
     if "owners" in one.shapes:
         tensors["owners"] = state.lanes.owners(eviction.request_id, eviction.heavy_blocks)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != one.shapes:
         raise ValueError(f"it has {shapes}, and was to have {one.shapes}")
-    unfinished = Path(f"{one.file}.{os.getpid()}")
+    # Processes of several hosts and containers share the folder: their ids are not their own.
+    unfinished = Path(f"{one.file}.{uuid.uuid4().hex}")
     try:
         safetensors.torch.save_file(tensors, unfinished, {ABOUT_KEY: one.about})
         unfinished.replace(one.file)

@@ -36,7 +36,6 @@ __all__ = [
     "runner_drafter_builders",
     "runner_drafter_layers",
     "runner_logits",
-    "runner_lost",
     "runner_metadata_builders",
     "runner_row_request_ids",
     "runner_spared_generators",
@@ -228,15 +227,6 @@ def runner_logits(model_runner: Any, request_id: str) -> torch.Tensor:
     row = model_runner.input_batch.req_id_to_index[request_id]
     logits: torch.Tensor = model_runner.execute_model_state.logits[row]
     return logits
-
-
-def runner_lost(model_runner: Any, blocks: Iterable[int]) -> None:
-    """Tell the scheduler that what a connector should have loaded into these blocks is not there.
-
-    ``GPUModelRunner.kv_connector_output`` (0.32), between ``execute_model`` and ``sample_tokens``. Workers
-    load in the place of the connector's half, which would say so itself.
-    """
-    model_runner.kv_connector_output.invalid_block_ids.update(blocks)
 
 
 def runner_block_table(

@@ -5,15 +5,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import safetensors.torch
 import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.worker_base import WorkerBase
 
+from h2o_vllm.blocks.plan import Load, StepPlan, Transfers
 from h2o_vllm.engine.core.kv_folder import ABOUT_KEY
 from h2o_vllm.engine.cpu.kept_files import read_kept, write_kept
+from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.worker.prompt_files import LOST
+from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.models import default_calibration
 from tests.engine.test_connector import prompt_of
@@ -144,6 +151,54 @@ def test_law06_a_file_holds_nothing_of_other_requests(model_dir: str, tmp_path: 
     for slots in (keys.T, values, tensors["scores"][:, 0, -1, 0].T):
         assert slots[:6].all() and not slots[6:].any()
     assert len({*writing}) == 2
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["CPU", "GPU"])
+def test_law02_what_is_not_there_is_named_by_the_output(tmp_path: Path, *, later: bool) -> None:
+    """By any runner's: that of GPUs keeps nothing between ``execute_model`` and ``sample_tokens``."""
+    runner, load = SimpleNamespace(), Load(str(tmp_path / "gone"), 16, (3, 4), resets=False)
+    outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}) for _ in range(2)]
+    waiting = iter([Later(one) if later else one for one in outputs])
+
+    class Stock(WorkerBase):
+        def execute_model(self, scheduler_output: Any) -> None:
+            """As vLLM's: what is left for ``sample_tokens`` stays in the runner."""
+
+        def sample_tokens(self, grammar_output: Any) -> Any:
+            return next(waiting)
+
+    class Bare(EvictingWorker[Any], Stock):  # type: ignore[misc]
+        __abstractmethods__ = frozenset[str]()
+
+        def _left(self, scheduler_output: Any) -> list[str]:
+            return []
+
+    worker = object.__new__(Bare)
+    worker.model_runner, worker._timer, worker._state = runner, EvictionTimer(), MagicMock()
+    worker._state.recorder = None
+    worker._layer_names = ["layer0"]
+    worker.compilation_config = MagicMock()
+    worker.compilation_config.static_forward_context = {
+        "layer0": SimpleNamespace(kv_cache=torch.zeros(5, 1, 8, 4))
+    }
+    named = []
+    for loads in ((load,), ()):
+        plan = StepPlan(transfers=Transfers(loads))
+        worker.execute_model(MagicMock(h2o=plan))
+        output = worker.sample_tokens(None)
+        output = output.get_output() if later else output
+        named.append(output.kv_connector_output)
+    assert named == [KVConnectorOutput(invalid_block_ids={3, 4}), None]
+
+
+class Later(AsyncModelRunnerOutput):
+    """An output that is still being copied from the device."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self._output
 
 
 def test_what_cannot_be_written_is_left_out(

@@ -35,7 +35,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -174,14 +174,19 @@ def test_the_v1_model_runner_keeps_its_tables_where_we_punch_holes() -> None:
     assert "self.input_batch.req_id_to_index" in source
 
 
-def test_the_v1_runner_keeps_logits_and_lost_blocks_between_its_two_calls() -> None:
+def test_the_v1_runner_keeps_logits_between_its_two_calls() -> None:
     assert ExecuteModelState._fields[1] == "logits"
+    assert "self.execute_model_state = " in inspect.getsource(GPUModelRunner.execute_model)
+    assert "= self.execute_model_state\n" in inspect.getsource(GPUModelRunner.sample_tokens)
+
+
+def test_an_output_names_blocks_that_were_not_loaded() -> None:
+    """And what else it says, ``ExampleConnector`` does not."""
     assert "invalid_block_ids" in {one.name for one in dataclasses.fields(KVConnectorOutput)}
-    before = inspect.getsource(GPUModelRunner.execute_model)
-    after = inspect.getsource(GPUModelRunner.sample_tokens)
-    for name in ("execute_model_state", "kv_connector_output"):
-        assert f"self.{name} = " in before
-        assert f"= self.{name}\n" in after
+    assert "kv_connector_output" in {one.name for one in dataclasses.fields(ModelRunnerOutput)}
+    says = ("get_finished", "get_kv_connector_stats", "get_kv_connector_kv_cache_events",
+            "build_connector_worker_meta", "get_block_ids_with_load_errors")  # fmt: skip
+    assert not [name for name in says if name in vars(ExampleConnector)]
 
 
 def test_the_v1_runners_drafter_says_which_layers_are_its_own() -> None:

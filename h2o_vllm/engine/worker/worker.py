@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from h2o_vllm.blocks.spec import groups_beside, limited_spec, register_specs
@@ -31,11 +32,11 @@ from h2o_vllm.engine.compat import (
     model_norms,
     model_rotation,
     runner_drafter_layers,
-    runner_lost,
     runner_metadata_builders,
 )
 from h2o_vllm.engine.core.drafting import drafter_has_kv
 from h2o_vllm.engine.core.support import check_supported
+from h2o_vllm.engine.output_attrs import noted
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
 from h2o_vllm.engine.worker.binding import (
@@ -82,6 +83,8 @@ class EvictingWorker(WorkerBase, Generic[State]):
     _layer_names: Sequence[str] = ()
     """Of the evictable ones."""
     _groups_beside: tuple[GroupBeside, ...] = ()
+    _lost: Sequence[int] = ()
+    """Blocks that this step was to load, and did not."""
     _serving = True
     """Whether steps come from our scheduler, and not from vLLM's warm-up."""
 
@@ -160,16 +163,23 @@ class EvictingWorker(WorkerBase, Generic[State]):
         try:
             output = super().execute_model(scheduler_output)
             state.finish_step()
-            lost += self._hand_over(state, plan.transfers)
-            if lost:
-                self._report_lost(lost)
+            self._lost = [*lost, *self._hand_over(state, plan.transfers)]
             return output
         finally:
             state.in_step = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As the base class; the output says how long its evictions took, and what traced ones lost."""
+        """As the base class; the output says how long its evictions took, and what traced ones lost.
+
+        It also names the blocks that a connector did not fill: the requests that hold them fail.
+        """
         output = self._timer.attach(super().sample_tokens(grammar_output))
+        lost, self._lost = {*self._lost}, ()
+        if lost:
+            # Of vLLM's halves, that of the connector that loads files has nothing else to say.
+            output = noted(
+                output, "kv_connector_output", lambda: KVConnectorOutput(invalid_block_ids=lost)
+            )
         recorder = None if self._state is None else self._state.recorder
         return output if recorder is None else recorder.attach(output)
 
@@ -190,10 +200,6 @@ class EvictingWorker(WorkerBase, Generic[State]):
         if transfers.arrivals or transfers.departures:
             raise ConfigError("what an eviction has kept travels between engines on CPUs alone")
         return ()
-
-    def _report_lost(self, blocks: Sequence[int]) -> None:
-        """Have the requests that hold these blocks fail, and no others."""
-        runner_lost(self.model_runner, blocks)
 
     @abstractmethod
     def _left(self, scheduler_output: SchedulerOutput) -> Iterable[str]:

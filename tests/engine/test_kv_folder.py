@@ -138,7 +138,7 @@ def test_law09_servers_that_share_a_folder_have_one_model_type_and_block_size(
         Side(model_dir, tmp_path, "kv_consumer", block_size=32)
     about = tmp_path / "h2o_vllm.json"
     held = json.loads(about.read_text())
-    assert {*held} == {"model", "layers", "kv_heads", "head_size", "dtype", "block_size"}
+    assert {*held} == {"model", "layers", "kv_heads", "head_size", "dtype", "block_size", "device"}
     for name in held:
         about.write_text(json.dumps(held | {name: "other"}))
         with pytest.raises(ConfigError, match=rf"holds KV of {name} 'other', and this server has"):

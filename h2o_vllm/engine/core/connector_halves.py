@@ -173,6 +173,7 @@ class PromptFiles(_Half):
             "head_size": spec.head_size,
             "dtype": str(spec.dtype),
             "block_size": spec.block_size,
+            "device": config.device_config.device_type,
         }
         path = Path(self._transfer.get_from_extra_config(FOLDER_KEY, ""))
         token_bytes = spec.page_size_bytes // spec.block_size * len(layers)

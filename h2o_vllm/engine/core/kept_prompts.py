@@ -53,6 +53,7 @@ class KeptPrompts:
         self._vocabulary = config.model_config.get_vocab_size()
         self.writes = ours.kv_hands_over and role == "kv_producer"
         self.reads = ours.kv_hands_over and role == "kv_consumer"
+        self._version = metadata.version("h2o-vllm")
         self._calibration = ""
         if ours.kv_calibration is not None and (self.writes or self.reads):
             self._calibration = _digest(Path(ours.kv_calibration).read_bytes())
@@ -67,7 +68,7 @@ class KeptPrompts:
         assert isinstance(state, EvictionState)
         about = json.dumps(
             {
-                "version": metadata.version("h2o-vllm"),
+                "version": self._version,
                 "prompt": _digest(json.dumps([list(tokens), list(media)]).encode()),
                 "calibration": self._calibration,
                 "budget": _values(state.budget),

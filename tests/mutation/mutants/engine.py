@@ -32,8 +32,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-half-a-file-counts-as-whole",
-        "whole = stream.seek(0, os.SEEK_END) == 8 + length + end",
-        "whole = True",
+        "if size != 8 + length + end or",
+        "if",
         ("tests/engine/test_kv_folder.py",),
     ),
     Mutant(
@@ -225,8 +225,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-holes-of-the-last-request",
-        "self._holes[slot] = self._shared[slot] = 0",
-        "self._shared[slot] = 0",
+        "self._pinned[slot] = self._holes[slot] = self._shared[slot] = 0",
+        "self._pinned[slot] = self._shared[slot] = 0",
         CUDA,
     ),
     Mutant(

@@ -137,8 +137,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernels-triton-gaining-heads-move-first",
-        "for gaining in (False, True):",
-        "for gaining in (True, False):",
+        "for gaining in (0, 1):",
+        "for gaining in (1, 0):",
         TRITON,
     ),
     Mutant(

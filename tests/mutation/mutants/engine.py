@@ -224,9 +224,9 @@ MUTANTS = (
         CUDA,
     ),
     Mutant(
-        "engine-cuda-holes-of-the-last-request",
-        "self._pinned[slot] = self._holes[slot] = self._shared[slot] = 0",
-        "self._pinned[slot] = self._shared[slot] = 0",
+        "engine-cuda-shared-lanes-of-the-last-request",
+        "self._holes[slot] = self._shared[slot] = 0\n            self._placed",
+        "self._holes[slot] = 0\n            self._placed",
         CUDA,
     ),
     Mutant(

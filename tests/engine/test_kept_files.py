@@ -119,6 +119,9 @@ def test_law08_no_value_in_a_file_reaches_a_kernel_unchecked(
         file.write_bytes(safetensors.torch.save({**tensors, **change}, {ABOUT_KEY: one.about}))
         with pytest.raises(LOST):
             read_kept(one, state, logits)
+        # The next look finds no file of these shapes, and computes.
+        shapes = {name: tuple(tensor.shape) for name, tensor in {**tensors, **change}.items()}
+        assert file.exists() == (shapes != one.shapes)
     file.write_bytes(safetensors.torch.save(tensors, {ABOUT_KEY: one.about + " "}))
     with pytest.raises(LOST):
         read_kept(one, state, logits)

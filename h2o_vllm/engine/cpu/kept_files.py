@@ -17,6 +17,7 @@ samples. KV, scores and logits of that are then replaced, so it goes on where th
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,13 +81,20 @@ def read_kept(one: Handover, state: CPUState, logits: torch.Tensor) -> None:
         logits: of the request in this step, [V], written.
 
     Raises:
-        One of :data:`.LOST`: the file is gone, or not what it was; nothing is written.
+        One of :data:`.LOST`: the file is gone, or not what it was; nothing is written. A file whose
+            content is wrong is deleted.
     """
     tensors, about = tensors_of(Path(one.file), most_bytes(one.shapes))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if about != {ABOUT_KEY: one.about} or shapes != one.shapes:
         raise ValueError(f"{one.file} is something else by now")
-    _check(tensors, state, logits)
+    try:
+        _check(tensors, state, logits)
+    except ValueError:
+        # Only its content shows it, so it counts as whole: each request of this prompt would meet it.
+        with suppress(OSError):
+            Path(one.file).unlink()
+        raise
     blocks = list(one.blocks)
     for kv_cache, pages in zip(state.kv_caches, tensors["kv"], strict=True):
         kv_cache[blocks] = pages

@@ -137,7 +137,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             logits = runner_logits(self.model_runner, one.eviction.request_id)
             try:
                 write_kept(one, state, logits)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, MemoryError) as error:
                 logger.warning("h2o: KV connector: cannot store what was kept: %s", error)
         for one in transfers.arrivals:
             logits = runner_logits(self.model_runner, one.eviction.request_id)

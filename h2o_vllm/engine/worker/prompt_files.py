@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOST", "load_prompt", "tensors_of"]
 
-LOST = (OSError, ValueError, LookupError, safetensors.SafetensorError)
+LOST = (OSError, ValueError, LookupError, MemoryError, safetensors.SafetensorError)
 """What reading a file raises that is gone, cut short or something else."""
 
 

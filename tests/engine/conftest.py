@@ -13,7 +13,7 @@ import os
 import pydoc_data.topics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,17 +124,45 @@ class Engine:
             use_tqdm=False,
         )
 
-    def crowd_out(self, prompt: Prompt, asked: dict[str, Any], texts: list[int]) -> None:
-        """Queue three requests that grow until the pool is full, and ``late``, which then has to go."""
+    def crowd_out(
+        self,
+        prompt: Prompt,
+        asked: dict[str, Any],
+        texts: list[int],
+        watch: Callable[[], Any] | None = None,
+    ) -> tuple[RequestOutput, list[Any]]:
+        """Run a request beside three that grow until the pool is full: it has to go, and comes back.
+
+        The books are checked after each step.
+
+        Returns:
+            Its output, and what ``watch`` said before each step that preempted it; by default how many blocks
+            it had given back.
+        """
         from vllm import SamplingParams
 
-        llm_engine = self.llm.llm_engine
+        llm_engine, requests = self.llm.llm_engine, self.scheduler.requests
         for i in range(3):
             params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
             early = texts[i * 900 : i * 900 + 900]
             llm_engine.add_request(f"early-{i}", {"prompt_token_ids": early}, params)
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=asked)
         llm_engine.add_request("late", whole(prompt), params)
+        preempted: list[Any] = []
+        while llm_engine.has_unfinished_requests():
+            before = {
+                name: watch() if watch else self.scheduler.blocks.eviction_state(name).holes
+                for name in requests
+                if name.startswith("late")
+            }
+            for output in llm_engine.step():
+                if output.request_id == "late" and output.finished:
+                    late = output
+            for name, seen in before.items():
+                if name in requests and requests[name].num_preemptions > len(preempted):
+                    preempted.append(seen)
+            self.scheduler.blocks.check_integrity()
+        return late, preempted
 
     @property
     def scheduler(self) -> Any:

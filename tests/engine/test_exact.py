@@ -156,16 +156,7 @@ def test_law13_a_preempted_exact_request_goes_on_as_if_nothing_had_happened(
 ) -> None:
     late = text_tokens[100:320]
     (alone,) = drafting.generate([late], max_tokens=130)
-    llm_engine, preempted = drafting.llm.llm_engine, 0
-    drafting.crowd_out(late, RIGHT, text_tokens)
-    while llm_engine.has_unfinished_requests():
-        for output in llm_engine.step():
-            if output.request_id == "late" and output.finished:
-                together = output
-        for name, request in drafting.scheduler.requests.items():
-            if name.startswith("late"):
-                preempted = max(preempted, request.num_preemptions)
-        drafting.scheduler.blocks.check_integrity()
+    together, preempted = drafting.crowd_out(late, RIGHT, text_tokens)
     assert preempted
     assert tokens_of(together) == tokens_of(alone)
     assert report_of(together)["tokens_accepted"] > 10

@@ -284,18 +284,9 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     asked = {"kv_budget": 0.35, "kv_policy": policy, "kv_heads": "shared"}
     prompt = text_tokens[100:320]
     (alone,) = clean.generate([prompt], asked, max_tokens=130)
-    llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
-    clean.crowd_out(prompt, asked, text_tokens)
-    preempted = with_lanes = False
-    while llm_engine.has_unfinished_requests():
-        before = len(clean.worker._state.lanes)
-        for output in llm_engine.step():
-            if output.request_id == "late" and output.finished:
-                together = output
-        for name, request in requests.items():
-            if name.startswith("late") and request.num_preemptions and not preempted:
-                preempted, with_lanes = True, before == 1
-    assert preempted and with_lanes
+    lanes = clean.worker._state.lanes
+    together, with_lanes = clean.crowd_out(prompt, asked, text_tokens, lambda: len(lanes))
+    assert with_lanes[0] == 1
     assert tokens_of(together) == tokens_of(alone)
     assert kept_of(together) == kept_of(alone)
 

@@ -176,16 +176,7 @@ def test_law05_a_preempted_request_with_drafts_goes_on_as_if_nothing_had_happene
     asked, late = {"kv_budget": 0.35}, text_tokens[100:320]
     (alone,) = drafting.generate([late], asked, max_tokens=130)
     Drafter.mode, Drafter.known = "any", [[*late, *tokens_of(alone)]]
-    llm_engine, preempted = drafting.llm.llm_engine, 0
-    drafting.crowd_out(late, asked, text_tokens)
-    while llm_engine.has_unfinished_requests():
-        for output in llm_engine.step():
-            if output.request_id == "late" and output.finished:
-                together = output
-        for name, request in drafting.scheduler.requests.items():
-            if name.startswith("late"):
-                preempted = max(preempted, request.num_preemptions)
-        drafting.scheduler.blocks.check_integrity()
+    together, preempted = drafting.crowd_out(late, asked, text_tokens)
     assert preempted
     assert tokens_of(together) == tokens_of(alone)
     assert without_drafts(together) == without_drafts(alone)

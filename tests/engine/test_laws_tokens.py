@@ -89,19 +89,8 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     asked = {"kv_budget": 0.35}
     late = text_tokens[100:320]
     (alone,) = clean.generate([late], asked, max_tokens=130)
-    llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
-    clean.crowd_out(late, asked, text_tokens)
-    evicted_before_preemption = 0
-    while llm_engine.has_unfinished_requests():
-        held = {i: clean.scheduler.blocks.eviction_state(i).holes for i in requests}
-        for output in llm_engine.step():
-            if output.request_id == "late" and output.finished:
-                together = output
-        for i, request in requests.items():
-            if i.startswith("late") and request.num_preemptions and not request.num_computed_tokens:
-                evicted_before_preemption = max(evicted_before_preemption, held[i])
-        clean.scheduler.blocks.check_integrity()
-    assert evicted_before_preemption > 0
+    together, evicted_before = clean.crowd_out(late, asked, text_tokens)
+    assert max(evicted_before) > 0
     assert tokens_of(together) == tokens_of(alone)
     assert report_of(together) == report_of(alone)
 

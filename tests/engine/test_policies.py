@@ -243,14 +243,7 @@ def test_a_preempted_request_is_replayed_to_the_same_tokens(
     asked = {"kv_budget": 0.35, "kv_policy": policy}
     prompt = text_tokens[100:320]
     (alone,) = clean.generate([prompt], asked, max_tokens=130)
-    llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
-    clean.crowd_out(prompt, asked, text_tokens)
-    preempted = False
-    while llm_engine.has_unfinished_requests():
-        for output in llm_engine.step():
-            if output.request_id == "late" and output.finished:
-                together = output
-        preempted |= any(i.startswith("late") and r.num_preemptions for i, r in requests.items())
+    together, preempted = clean.crowd_out(prompt, asked, text_tokens)
     assert preempted
     assert tokens_of(together) == tokens_of(alone)
     assert kept_of(together) == kept_of(alone)

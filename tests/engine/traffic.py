@@ -23,31 +23,14 @@ from vllm.v1.request import RequestStatus
 from h2o_vllm.blocks.budget import blocks_freed, budget_tokens
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.settling_state import SettlingState
-from h2o_vllm.config.options import ADMISSIONS, MOST_DRAFTS
-from tests.engine.scheduling import CHUNKS, STATES, WINDOW, Rig
-from tests.engine.traffic_fields import bounds, budgets, elastic, protects
+from h2o_vllm.config.options import MOST_DRAFTS
+from tests.engine.scheduling import STATES, Rig
+from tests.engine.traffic_fields import RIGS, bounds, budgets, elastic, protects
 
 __all__ = ["Traffic"]
 
 FAMILIES = tuple(range(1000 * n, 1000 * n + 200) for n in (1, 2))
 """Prompts are beginnings of these, so that many share blocks. With its answer each fits into the pool."""
-
-
-RIGS: dict[str, Any] = {
-    "num_blocks": st.integers(24, 40),
-    "caching": st.booleans(),
-    "pipelined": st.booleans(),
-    "drafts": st.sampled_from([0, 1, 4, 20]),
-    "ahead": st.booleans(),
-    "exact": st.sampled_from([False, False, True]),
-    "policy": st.sampled_from(["fcfs", "priority"]),
-    "batched_tokens": st.sampled_from([16, 64, 512]),
-    "watermark": st.sampled_from([0.0, 0.2]),
-    "beside": st.sampled_from([(), (), (WINDOW,), (CHUNKS,), (STATES,)]),
-    "retention": st.sampled_from([None, 0]),
-    "kv_elastic_admission": st.sampled_from(ADMISSIONS),
-}
-"""What a run of the machine may serve with."""
 
 
 class Traffic(RuleBasedStateMachine):

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, multiple, rule
 
-from tests.engine.traffic import FAMILIES, RIGS, Traffic
+from tests.engine.traffic import FAMILIES, Traffic
+from tests.engine.traffic_fields import RIGS
 
 __all__ = ["Chats"]
 

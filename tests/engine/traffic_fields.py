@@ -1,13 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budget fields as the clients of ``traffic.py`` give them; hypothesis draws which."""
+"""Servers and their clients' budget fields for ``traffic.py``; hypothesis draws which."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
+from h2o_vllm.config.options import ADMISSIONS
+from tests.engine.scheduling import CHUNKS, STATES, WINDOW
 from tests.served import SERVED
 
-__all__ = ["bounds", "budgets", "elastic", "protects"]
+__all__ = ["RIGS", "bounds", "budgets", "elastic", "protects"]
+
+RIGS: dict[str, Any] = {
+    "num_blocks": st.integers(24, 40),
+    "caching": st.booleans(),
+    "pipelined": st.booleans(),
+    "drafts": st.sampled_from([0, 1, 4, 20]),
+    "ahead": st.booleans(),
+    "exact": st.sampled_from([False, False, True]),
+    "policy": st.sampled_from(["fcfs", "priority"]),
+    "batched_tokens": st.sampled_from([16, 64, 512]),
+    "watermark": st.sampled_from([0.0, 0.2]),
+    "beside": st.sampled_from([(), (), (WINDOW,), (CHUNKS,), (STATES,)]),
+    "retention": st.sampled_from([None, 0]),
+    "kv_elastic_admission": st.sampled_from(ADMISSIONS),
+}
+"""What a run of the machine may serve with."""
 
 protects = st.one_of(st.just("prompt"), st.sampled_from([50, 100]), st.integers(0, 250))
 

@@ -216,19 +216,8 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     more = 220 - len(expanded(served.directory, pictured(50, (30, WIDE)))[0])
     late = pictured(50 + more, (30, WIDE)).prompt
     (alone,) = clean.generate([late], asked, max_tokens=130)
-    clean.crowd_out(late, asked, random_prompt(2700))
-    llm_engine, requests = clean.llm.llm_engine, clean.scheduler.requests
-    evicted_before_preemption = 0
-    while llm_engine.has_unfinished_requests():
-        before = {i: clean.scheduler.blocks.eviction_state(i).holes for i in requests}
-        for output in llm_engine.step():
-            if output.request_id == "late" and output.finished:
-                together = output
-        for i, request in requests.items():
-            if i.startswith("late") and request.num_preemptions and not request.num_computed_tokens:
-                evicted_before_preemption = max(evicted_before_preemption, before[i])
-        clean.scheduler.blocks.check_integrity()
-    assert evicted_before_preemption > 0
+    together, evicted_before = clean.crowd_out(late, asked, random_prompt(2700))
+    assert max(evicted_before) > 0
     assert tokens_of(together) == tokens_of(alone)
     assert report_of(together) == report_of(alone)
 

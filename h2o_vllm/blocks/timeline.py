@@ -12,7 +12,7 @@ from typing import NamedTuple
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.schedule import EvictionSchedule
-from h2o_vllm.blocks.split import BlockSplit, drop_oldest, rank_all
+from h2o_vllm.blocks.split import drop_oldest, rank_all
 from h2o_vllm.config.request_budget import RequestBudget
 
 __all__ = ["EvictionIndices", "Timeline"]
@@ -96,23 +96,22 @@ class Timeline(RequestState):
         if num_doomed <= 0:
             self._set_next_due(computed)
             return None
-        split, fresh = self._split(computed, num_doomed)
-        doomed = frozenset(split.doomed)
-        self._candidates = [i for i in (*self._candidates, *fresh) if i not in doomed]
-        self._next_index = max(self._next_index, fresh.stop)
+        indices = self._split(computed, num_doomed)
+        doomed = frozenset(indices.doomed)
+        self._candidates = [i for i in (*self._candidates, *indices.fresh) if i not in doomed]
+        self._next_index = max(self._next_index, indices.fresh.stop)
         self.holes += num_doomed
         if self._evicted_at is None:
             self._evicted_at = computed
             if self._squeezed_at is None:
                 self._squeezed_at = computed
         self._set_next_due(computed)
-        return EvictionIndices(split.heavy, split.doomed, fresh)
+        return indices
 
     def at_end(self) -> EvictionIndices:
         """What :meth:`evict` chooses right behind the prompt, if the schedule says so. Changes nothing."""
         seen = self.prompt_tokens
-        split, fresh = self._split(seen, self.schedule.freed(seen, seen))
-        return EvictionIndices(split.heavy, split.doomed, fresh)
+        return self._split(seen, self.schedule.freed(seen, seen))
 
     def excess(self, computed: int) -> EvictionIndices | None:
         """What :meth:`squeeze` would choose now; ``None`` if the request cannot be squeezed. Changes nothing.
@@ -125,8 +124,7 @@ class Timeline(RequestState):
         num_doomed = self.schedule.freed(computed, computed)
         if num_doomed <= 0:
             return None
-        split, fresh = self._split(computed, num_doomed)
-        return EvictionIndices(split.heavy, split.doomed, fresh)
+        return self._split(computed, num_doomed)
 
     def _is_squeezable_at(self, computed: int) -> bool:
         return computed >= max(self.schedule.earliest, self.counts.num_tokens - 1)
@@ -149,15 +147,16 @@ class Timeline(RequestState):
             return None
         return self.schedule.next_due(begin - 1, begin, max(self._last, begin))
 
-    def _split(self, computed: int, num_doomed: int) -> tuple[BlockSplit, range]:
+    def _split(self, computed: int, num_doomed: int) -> EvictionIndices:
         until = self.schedule.recent_from(computed)
         # The doomed blocks must lie before the recent window.
         until = max(until, self.holes + num_doomed + self.pinned)
         fresh = range(self._next_index, until)
         candidates = [*self._candidates, *fresh]
         if not self.policy.moves_tokens:
-            return drop_oldest(candidates, num_doomed), fresh
-        return rank_all(candidates, num_doomed, first=self._evicted_at is None), fresh
+            return EvictionIndices(*drop_oldest(candidates, num_doomed), fresh)
+        first = self._evicted_at is None
+        return EvictionIndices(*rank_all(candidates, num_doomed, first=first), fresh)
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """How many of ``num_tokens`` to compute now so that no eviction point is skipped.

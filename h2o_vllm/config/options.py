@@ -58,7 +58,7 @@ class H2OConfig:
             knows, see :func:`h2o_vllm.engine.core.support.config_of`.
         kv_settles_not_because: why segments cannot settle in this engine; empty: they can. No option, either.
         kv_exact_not_because: why no request can be exact in this engine; empty: they can. No option, either.
-        kv_evicts_not_because: why this engine evicts nothing, whatever requests ask; empty: it does. No
+        kv_evicts_not_because: why this engine evicts nothing, unless ``kv_hands_over``; empty: it does. No
             option, either.
         kv_collects_not_because: why the attention of prompts is not known in this engine; empty: it is. No
             option, either.

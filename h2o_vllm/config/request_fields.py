@@ -128,8 +128,8 @@ def check_received(
         if with_scores:
             accepted += (
                 ", 'snapkv' and 'question' only that of the prompt's end, which is computed again; "
+                "with kv_delay 0 a prefill server evicts, by any policy"
             )
-            accepted += "with kv_delay 0 a prefill server evicts, by any policy"
         raise BudgetError("kv_policy", policy.name, accepted)
     for name in ("kv_prefill_tokens", "kv_settle_tokens"):
         if values[name]:

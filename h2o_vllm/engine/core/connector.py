@@ -79,7 +79,7 @@ def share_of(state: RequestState | None, transfer: KVTransferConfig) -> Share:
 
 
 def evicts_not_because(config: VllmConfig) -> str:
-    """Why the engine evicts nothing, whatever requests ask; empty: it does."""
+    """Why the engine evicts nothing, unless it hands over what it keeps of prompts; empty: it does."""
     if not computes_for_others(config):
         return ""
     return "a prefill server (kv_producer) computes prompts for others, which decide what to evict later"

@@ -58,9 +58,8 @@ def compact(layers: KVLayers, scores: Tensor, evictions: Evictions) -> None:
         raise ValueError(f"{heads} lists of {room} moves do not fit {layers.nbytes} bytes")
     candidates = (evictions.max_heavy + evictions.max_doomed) * block_size
     chunk = _CHUNKS[0] if candidates <= _CHUNKS[0] else _CHUNKS[1]
-    key, value = layers.key_caches[0], layers.value_caches[0]
-    row_words = key.shape[3] // layers.words
-    strides = tuple(stride // layers.words for stride in (*key.stride()[:3], *value.stride()[:3]))
+    row_words = layers.key_caches[0].shape[3] // layers.words
+    strides = layers.word_strides
     selects = {
         "KH": heads,
         "BS": block_size,

@@ -67,8 +67,22 @@ def compact_shared(
     step = min(units, scratch.numel() // room)
     if step == 0:
         raise ValueError(f"an eviction's {4 * room} bytes do not fit {layers.nbytes} bytes")
-    key, value = layers.key_caches[0], layers.value_caches[0]
-    row_words = key.shape[3] // layers.words
+    row_words, strides = layers.key_caches[0].shape[3] // layers.words, layers.word_strides
+    told, form = (evictions.blocks, evictions.counts), (heads, block_size)
+    lists = {"KH": heads, "CHUNK": _CHUNK, "num_warps": 4}
+    each = {
+        "KH": heads,
+        "KHP": triton.next_power_of_2(heads),
+        "BS": block_size,
+        "CHUNK": _CHUNK,
+        "num_warps": 8,
+        # Without this, ptxas uses fewer registers on sm_80 and sm_100, and spills.
+        "maxnreg": 128,
+    }
+    moves = {
+        "KH": heads, "KHP": each["KHP"], "BS": block_size, "WORDS": row_words,
+        "WORDS_P": triton.next_power_of_2(row_words), "MOVES": _MOVES, "MOVERS": _MOVERS, "num_warps": 4,
+    }  # fmt: skip
     for first in range(0, units, step):
         now = min(step, units - first)
         sizes = (
@@ -81,30 +95,11 @@ def compact_shared(
             width * heads,
             room,
         )
-        told = (evictions.blocks, evictions.counts)
-        lists = {"KH": heads, "CHUNK": _CHUNK, "num_warps": 4}
         launch(list_lanes, (now, heads), heads, (*told, lanes.owners, *sizes), lists)
-        each = {
-            "KH": heads,
-            "KHP": triton.next_power_of_2(heads),
-            "BS": block_size,
-            "CHUNK": _CHUNK,
-            "num_warps": 8,
-            # Without this, ptxas uses fewer registers on sm_80 and sm_100, and spills.
-            "maxnreg": 128,
-        }
-        form = (heads, block_size)
         given: tuple[Any, ...] = (*told, lanes.offsets, lanes.offsets.shape[1], scores, *sizes)
         launch(share_lanes, (now,), form, given, each)
         given = (*told, lanes.owners, lanes.pages, scores, *sizes)
         launch(_select_shared, (now, heads), form, given, each)
-        strides = tuple(
-            stride // layers.words for stride in (*key.stride()[:3], *value.stride()[:3])
-        )
-        moves = {
-            "KH": heads, "KHP": each["KHP"], "BS": block_size, "WORDS": row_words,
-            "WORDS_P": triton.next_power_of_2(row_words), "MOVES": _MOVES, "MOVERS": _MOVERS, "num_warps": 4,
-        }  # fmt: skip
         for gaining in (0, 1):
             given = (*told, layers.pointers, scores, *sizes, gaining, *strides)
             launch(_move_shared, (now, heads, _MOVERS), (strides, *moves.values()), given, moves)

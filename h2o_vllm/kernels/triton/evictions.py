@@ -50,6 +50,12 @@ class KVLayers:
         self.counts = torch.empty(max(1, lists), dtype=torch.int32, device=first.device)
 
     @property
+    def word_strides(self) -> tuple[int, ...]:
+        """The first three strides of a layer's keys, then of its values, in 8-byte words."""
+        of_both = (self.key_caches[0].stride()[:3], self.value_caches[0].stride()[:3])
+        return tuple(stride // self.words for strides in of_both for stride in strides)
+
+    @property
     def nbytes(self) -> int:
         """Device memory in bytes, without the caches."""
         return self.pointers.nbytes + self.moves.nbytes + self.counts.nbytes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_vllm.calibrate.texts import instruction, pieces
+from h2o_vllm.calibration.learner import SHARES
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 
@@ -29,13 +31,18 @@ LEAST = 2 * LENGTH
 """Tokens to learn from at least: a head has hundreds of weights."""
 
 
+JUDGES = 4
+"""One of so many texts judges what the others have taught, before it is learned from as well."""
+
+
 def calibrate(
-    engine: Mapping[str, Any], output: Path, texts: Sequence[str], most: int = PIECES
+    engine: Mapping[str, Any], output: Path, texts: Sequence[str], source: str, most: int = PIECES
 ) -> None:
-    """Learn the model, and write the file.
+    """Learn the model, write the file, and say what it finds.
 
     Args:
         engine: arguments of vLLM's ``LLM``, ``model`` among them.
+        source: what the texts are, for the file's header.
         most: pieces of each text.
 
     Raises:
@@ -76,27 +83,39 @@ def calibrate(
         raise ConfigError(
             f"the chat template makes the instruction {len(between)} tokens long, wanted at most {BETWEEN}"
         )
-    llm.collective_rpc("learn", args=(LENGTH, 2 * LENGTH + len(between)))
     wanted = list(pieces(texts, encode, LENGTH, most))
     if len(wanted) * LENGTH < LEAST:
         raise ConfigError(
             f"--texts: {len(wanted)} pieces of {LENGTH} tokens, wanted at least {LEAST // LENGTH}; "
             "a text counts in whole pieces"
         )
+    judge_from = len(wanted) - max(1, len(wanted) // JUDGES)
+    llm.collective_rpc("learn", args=(LENGTH, 2 * LENGTH + len(between), judge_from))
     params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+    read_from = time.monotonic()
     for done, piece in enumerate(wanted, start=1):
         llm.generate({"prompt_token_ids": [*piece, *between, *piece]}, params, use_tqdm=False)
-        seconds = time.monotonic() - began
-        print(
-            f"calibrate: {done} of {len(wanted)} pieces, {seconds:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
-    (tokens,) = llm.collective_rpc("tokens_learned")
+        now = time.monotonic()
+        left = (now - read_from) / done * (len(wanted) - done)
+        _say(f"{done} of {len(wanted)} pieces, {now - began:.0f} s, some {left:.0f} s left")
+    ((tokens, found),) = llm.collective_rpc("learned")
     # The first token of a piece is no example.
     assert tokens == len(wanted) * (LENGTH - 1), "vLLM computed a request in several steps"
     about = {
         "model": Path(engine["model"]).name, "tokens": tokens, "pieces": len(wanted),
-        "h2o_vllm": h2o_vllm.__version__,
+        "h2o_vllm": h2o_vllm.__version__, "texts": source,
+        "shares": SHARES, "found": {way: [round(one, 4) for one in shares] for way, shares in found.items()},
     }  # fmt: skip
     llm.collective_rpc("save_calibration", args=(str(output.resolve()), about))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _say(f"{output}: {time.monotonic() - began:.0f} s, {peak / 2**20:.1f} GiB of memory at most")
+    _say(
+        f"of the attention of a repetition, in {len(wanted) - judge_from} pieces not learned from yet:"
+    )
+    for at, share in enumerate(SHARES):
+        known, key, best = (f"{found[way][at]:.0%}" for way in ("predicted", "key", "best"))
+        _say(f"{share:g} of the tokens find {known}; without a calibration {key}, at best {best}")
+
+
+def _say(text: str) -> None:
+    print(f"calibrate: {text}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["PYTHONS", "SOURCES", "instruction", "pieces", "read_texts"]
+__all__ = ["PYTHONS", "SOURCE", "SOURCES", "instruction", "pieces", "read_texts"]
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
 """KVzip's (arXiv 2505.23416)."""
@@ -63,6 +63,10 @@ PYTHONS: tuple[Callable[[], str], ...] = (
 
 SOURCES = (*PYTHONS, _records)
 """What is learned from, unless the user names other texts."""
+
+
+SOURCE = "Python's documentation and library (PSF-2.0), made-up records"
+"""What :data:`SOURCES` are."""
 
 
 def instruction(tokenizer: Any) -> list[int]:

@@ -13,18 +13,22 @@ its queries and keys are at hand: nothing is read from the KV cache, and nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_vllm.calibration.features import Rotation, features
-from h2o_vllm.calibration.regression import Sums
+from h2o_vllm.calibration.regression import Sums, predicted
 
-__all__ = ["Learner", "Softmax", "largest_attention"]
+__all__ = ["SHARES", "Learner", "Softmax", "largest_attention"]
 
 CHUNK = 128
 """Queries at a time: their logits are what memory is needed for."""
+
+SHARES = (0.5, 0.25, 0.125)
+"""Of a text's tokens: how much attention falls on so many of them is what predictions are judged by."""
 
 
 class Softmax(NamedTuple):
@@ -41,16 +45,32 @@ class Softmax(NamedTuple):
 
 
 class Learner:
-    """Adds up the examples of each request.
+    """Adds up the examples of each request, and judges the predictions by texts that it has not read yet.
 
     Args:
         rotation: how the model turns keys.
         text: tokens of a text. request: tokens of a request; steps of another size are not looked at.
+        judge_from: after so many texts, each further one is predicted before it is learned from as well.
+        rivals: other ways to rank tokens, by name, each a function of the keys, [KH, T, D] to [KH, T].
     """
 
-    def __init__(self, layers: int, rotation: Rotation, text: int, request: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        rotation: Rotation,
+        text: int,
+        request: int,
+        judge_from: int | None = None,
+        rivals: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    ) -> None:
         self._sums = [Sums() for _ in range(layers)]
         self._rotation, self._text, self._request = rotation, text, request
+        self._judge_from, self._rivals = judge_from, {} if rivals is None else rivals
+        self._judged: Tensor | None = None
+        self._texts = 0
+        # Per way and share: the sum over heads, layers and texts, and how many there were.
+        self._found: dict[str, Tensor] = {}
+        self._heads = 0
 
     @property
     def tokens(self) -> int:
@@ -70,7 +90,28 @@ class Learner:
         keys, values = (one[: self._text].transpose(0, 1) for one in (key, value))
         known = features(keys, values, self._rotation)
         # The first token takes what no other token gets: it is no example.
-        self._sums[layer].add(known[:, 1:], wanted[:, 1:])
+        known, wanted, keys = known[:, 1:], wanted[:, 1:], keys[:, 1:]
+        if layer == 0 and self._judged is None and self._texts == self._judge_from:
+            self._judged = self.weights()
+        if self._judged is not None:
+            expected = predicted(self._judged[layer], known)
+            ways = {
+                "predicted": expected,
+                **{name: way(keys) for name, way in self._rivals.items()},
+            }
+            for name, ranked in (ways | {"best": wanted}).items():
+                self._found[name] = self._found.get(name, 0.0) + _found(ranked, wanted)
+            self._heads += len(wanted)
+        self._sums[layer].add(known, wanted)
+        self._texts += layer == 0
+
+    def found(self) -> dict[str, list[float]]:
+        """The share of a text's attention that falls on the best tokens of each way, for :data:`SHARES`.
+
+        Means over KV heads, layers and the texts that were judged by; empty without any. ``best`` is what the
+        attention itself would choose.
+        """
+        return {name: (sums / self._heads).tolist() for name, sums in self._found.items()}
 
     def weights(self) -> Tensor:
         """[L, KH, F + 1], float32.
@@ -79,6 +120,14 @@ class Learner:
             ValueError: nothing was learned.
         """
         return torch.stack([sums.solve() for sums in self._sums])
+
+
+def _found(ranked: Tensor, wanted: Tensor) -> Tensor:
+    """Of each share the sum over KV heads; ``ranked``, ``wanted``: [KH, T]. Float64."""
+    in_order = wanted.double().gather(1, ranked.argsort(1, descending=True)).cumsum(1)
+    count = wanted.shape[1]
+    last = [max(1, int(share * count)) - 1 for share in SHARES]
+    return (in_order[:, last] / in_order[:, -1:]).sum(0)
 
 
 def largest_attention(query: Tensor, key: Tensor, softmax: Softmax, text: int) -> Tensor:

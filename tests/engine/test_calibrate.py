@@ -41,6 +41,8 @@ def test_a_real_model_is_learned_and_predicted(embedded_dir: str, tmp_path: Path
     made = Calibration.load(file)
     assert made.about["pieces"] == len(SOURCES)
     assert made.about["tokens"] == (LENGTH - 1) * len(SOURCES)
+    shares = made.about["found"]
+    assert all(known > key for known, key in zip(shares["predicted"], shares["key"], strict=True))
     tokenizer = AutoTokenizer.from_pretrained(embedded_dir)
     source = Path(str(torch.nn.modules.rnn.__file__)).read_text()
     text = tokenizer.encode(source, add_special_tokens=False, verbose=False)[:600]
@@ -54,6 +56,7 @@ def test_a_real_model_is_learned_and_predicted(embedded_dir: str, tmp_path: Path
     assert sum(found) / len(found) > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_weights_are_those_of_an_independent_model(model_dir: str, tmp_path: Path) -> None:
     """Transformers reads the same texts, repeats them from its own KV, and the same regression solves."""
@@ -74,6 +77,12 @@ def test_the_weights_are_those_of_an_independent_model(model_dir: str, tmp_path:
         assert command.main([*arguments, "--dtype", "float32"]) == 0
     found = Calibration.load(file)
     assert found.about["tokens"] == learned[0].tokens == 2 * (LENGTH - 1)
+    assert found.about["texts"] == str(source)
+    for way in "predicted", "key":
+        shares = found.about["found"][way]
+        assert all(
+            0 < one <= best for one, best in zip(shares, found.about["found"]["best"], strict=True)
+        )
     expected = torch.stack([sums.solve() for _, sums in sorted(learned.items())])
     torch.testing.assert_close(found.weights, expected, rtol=1e-3, atol=1e-3)
 
@@ -97,7 +106,7 @@ def test_the_worker_refuses_another_models_calibration(
 
 def test_nothing_was_learned(tmp_path: Path) -> None:
     worker: Any = object.__new__(H2OCPUWorker)
-    assert worker.tokens_learned() == 0
+    assert worker.learned() == (0, {})
     with pytest.raises(ValueError, match="nothing was learned"):
         worker.save_calibration(str(tmp_path / "x"), {})
 
@@ -136,7 +145,7 @@ def test_mistakes_are_one_line(
 def test_gpus_are_told_that_they_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform.device_type", "cuda")
     with pytest.raises(ConfigError, match="calibrations are made on CPUs"):
-        calibrate({"model": MISSING}, tmp_path / "x.h2o", ["text"])
+        calibrate({"model": MISSING}, tmp_path / "x.h2o", ["text"], "a text")
 
 
 def test_texts_are_read_from_files(tmp_path: Path) -> None:

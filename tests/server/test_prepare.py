@@ -56,6 +56,26 @@ class TestPrepare:
         with pytest.raises(ConfigError, match="--kv-policy predicted needs --kv-calibration FILE"):
             calibration("--model", "some/model", "--kv-policy", "predicted")
 
+    @pytest.mark.parametrize(
+        ("argv", "lacks"),
+        [
+            ("--model m --kv-budget 0.2", True),
+            ("--model m --kv-budget-tokens 300 --kv-policy later", True),
+            ("--model m --kv-budget 0.2 --kv-prefill-tokens 512", True),
+            ("--model m", False),
+            ("--model m --kv-budget 0.2 --kv-policy h2o", False),
+            ("--model m --kv-budget 0.2 --kv-calibration {}", False),
+        ],
+    )
+    def test_a_server_knows_what_a_calibration_would_change(
+        self, tmp_path: Path, argv: str, lacks: bool
+    ) -> None:
+        from h2o_vllm.server.serve import lacks_calibration
+
+        (own := tmp_path / "own.h2o").touch()
+        args, _ = cli.parse(argv.format(own).split())
+        assert lacks_calibration(cli.config_of(args)) is lacks
+
     def test_the_page_brings_traces(self) -> None:
         assert self.prepared().additional_config["h2o"]["kv_trace"] is False
         for flag in ("--kv-trace", "--kv-playground"):

@@ -34,6 +34,7 @@ from h2o_vllm.engine.worker.prompt_files import LOST
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
+from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.cpu.checks import check_cache
 
 if TYPE_CHECKING:
@@ -173,14 +174,18 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         state.add_ranks = partial(torch.distributed.all_reduce, group=get_tp_group().cpu_group)
         return state
 
-    def learn(self, text: int, request: int) -> None:
+    def learn(self, text: int, request: int, judge_from: int) -> None:
         """For :mod:`h2o_vllm.calibrate`: from now on, from every step of ``request`` tokens.
 
         Args:
             text: so many of a request's first tokens are the text that it repeats.
+            judge_from: after so many texts, each further one also judges what was learned.
         """
         traits = self._state_traits()
-        self._learner = learner = Learner(traits.layers, traits.rotation, text, request)
+        rivals = {"key": lambda keys: -reference.key_similarity(keys)}
+        self._learner = learner = Learner(
+            traits.layers, traits.rotation, text, request, judge_from, rivals
+        )
 
         def look(index: int, layer: Any, given: tuple[torch.Tensor, ...]) -> None:
             query, key, value = given[:3]
@@ -196,9 +201,9 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         for index, layer in enumerate(self._layers):
             layer.register_forward_pre_hook(partial(look, index))
 
-    def tokens_learned(self) -> int:
-        """Of how many tokens so far."""
-        return 0 if self._learner is None else self._learner.tokens
+    def learned(self) -> tuple[int, dict[str, list[float]]]:
+        """Of how many tokens so far, and :meth:`.Learner.found`."""
+        return (0, {}) if self._learner is None else (self._learner.tokens, self._learner.found())
 
     def save_calibration(self, path: str, about: dict[str, object]) -> None:
         """Write what was learned.

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -20,6 +21,7 @@ from hypothesis import settings
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 LONGEST_FIRST = (
+    "tests/server/test_live.py",
     "tests/engine/test_laws_tokens.py",
     "tests/reliability/test_corruption.py",
     "tests/reliability/test_faults.py",
@@ -46,6 +48,9 @@ ALL_CORES = (
 )
 """Tests of several threads, ranks or servers, of speed, of load on a schedule, or of much memory: nothing
 runs beside them."""
+
+PER_PROCESS = 4 << 30
+"""Bytes of memory of a process of tests with the server that it has started."""
 
 TIERS = ("slow", "long")
 HOW = {"slow": "tests/run --full", "long": "tests/run --long", "reduced": "tests/run --long"}
@@ -97,6 +102,15 @@ def pytest_configure(config: pytest.Config) -> None:
     elif workers := config.getoption("numprocesses", None):
         # Here, as a worker has counted its cores before it reads this file.
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(cores) // workers))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """What ``-n auto`` is: a process per core, as far as there is memory for them; two at least."""
+    memory = psutil.virtual_memory().available
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        memory = min(memory, int(text))
+    return max(2, min(len(os.sched_getaffinity(0)), memory // PER_PROCESS))
 
 
 def _is_worker(config: pytest.Config) -> bool:

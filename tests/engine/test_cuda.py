@@ -10,7 +10,7 @@ from tests.interpreted import OTHERS, files_of, needs_triton, run_interpreted
 @files_of(
     Path(__file__).parent / "cuda",
     ("test_policies.py", "test_steps.py"),
-    slow=("test_policies.py", OTHERS),
+    slow=("test_policies.py", "test_steps.py", OTHERS),
 )
 def test_gpu_adaptors_under_the_interpreter(paths: list[Path], fast: bool, long: bool) -> None:
     run_interpreted(paths, fast=fast, long=long)

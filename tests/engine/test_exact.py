@@ -94,6 +94,7 @@ def test_law13_exact_answers_are_those_of_full_kv(drafting: Engine, text_tokens:
     assert_whole(drafting)
 
 
+@pytest.mark.slow
 def test_law13_views_that_are_wrong_cost_drafts_and_no_token(
     drafting: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_law13_views_that_are_wrong_cost_drafts_and_no_token(
     assert_whole(drafting)
 
 
+@pytest.mark.slow
 def test_the_view_has_the_pages_with_the_most_attention(
     drafting: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

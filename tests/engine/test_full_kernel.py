@@ -55,6 +55,7 @@ def own(model_dir: str) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_law01_our_kernel_gives_the_tokens_and_logprobs_of_stock_vllm(
     own: Engine, text_tokens: list[int], stock_prompts: list[list[int]], stock: list[dict[str, Any]]

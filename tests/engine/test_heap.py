@@ -51,6 +51,7 @@ def test_freed_memory_is_kept() -> None:
     assert kept and pages < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environ",
     [

@@ -276,6 +276,7 @@ def test_law05_tokens_depend_neither_on_the_batch_nor_on_whose_kernel_serves_oth
         assert len(engine.worker._state.lanes) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["attention", "predicted+key"])
 def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int], policy: str

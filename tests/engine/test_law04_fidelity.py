@@ -21,12 +21,12 @@ def embedded(embedded_dir: str) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     ("fraction", "recent", "length", "protect"),
     [
-        pytest.param(0.2, 0.5, 400, 0, id="0.2"),
-        pytest.param(0.2, 0.5, 400, 96, id="protected"),
+        pytest.param(0.2, 0.5, 400, 0, id="0.2", marks=pytest.mark.slow),
+        pytest.param(0.2, 0.5, 400, 96, id="protected", marks=pytest.mark.slow),
         pytest.param(0.1, 0.8, 1100, 0, id="0.1-recent-several-chunks", marks=pytest.mark.slow),
-        # The tiny models of tests/families have these in the full tier.
+        pytest.param(0.3, 0.0, 90, 0, id="short-no-recent"),
+        # The tiny models of tests/families have it in the full tier.
         pytest.param(0.5, 0.25, 230, 0, id="0.5-heavy", marks=pytest.mark.long),
-        pytest.param(0.3, 0.0, 90, 0, id="short-no-recent", marks=pytest.mark.long),
     ],
 )
 def test_kept_tokens_scores_and_logits_equal_the_papers(

@@ -36,9 +36,9 @@ ANSWER = 120
 """Tokens: several evictions, which meet drafts at any place."""
 SCORED = [
     pytest.param({"kv_budget": 0.2}),
-    pytest.param({"kv_budget": 0.2, "kv_protect": 100}),
-    pytest.param({"kv_budget": 0.2, "kv_policy": "value+end+key"}),
-    pytest.param({"kv_budget": 0.2, "kv_heads": "shared"}),
+    pytest.param({"kv_budget": 0.2, "kv_protect": 100}, marks=pytest.mark.slow),
+    pytest.param({"kv_budget": 0.2, "kv_policy": "value+end+key"}, marks=pytest.mark.slow),
+    pytest.param({"kv_budget": 0.2, "kv_heads": "shared"}, marks=pytest.mark.slow),
     pytest.param({"kv_budget": 0.3, "kv_recent": 0.1, "kv_delay": 20}, marks=pytest.mark.long),
     pytest.param({"kv_budget": 0.2, "kv_policy": "snapkv"}, marks=pytest.mark.long),
     pytest.param({"kv_budget": 0.2, "kv_prefill_tokens": 128}, marks=pytest.mark.long),
@@ -142,6 +142,7 @@ def test_law12_policies_without_scores_need_nothing_of_drafts(
         assert report_of(output)["tokens_accepted"] > 0
 
 
+@pytest.mark.slow
 def test_law01_and_law05_tokens_do_not_depend_on_batch_or_drafts(
     drafting: Engine, text_tokens: list[int]
 ) -> None:

@@ -94,7 +94,8 @@ def assert_as_alone(
         assert {**kept_of(output), "peak_blocks": None} == expected, one
 
 
-@pytest.mark.parametrize("protect", [0, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("protect", [0, 50])
 def test_law05_turns_of_chats_give_what_they_give_alone(
     clean: Engine, text_tokens: list[int], protect: int
 ) -> None:
@@ -156,6 +157,7 @@ def test_law01_until_something_settles_it_is_stock(clean: Engine, text_tokens: l
     assert report_of(after)["tokens_cached"] == WINDOW + 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True])
 def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int], lost: bool

@@ -241,17 +241,18 @@ def exact_requests_evict(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        exact_requests_evict,
+        # Found in seconds or in minutes; law 13 has tests of its own.
+        pytest.param(exact_requests_evict, marks=pytest.mark.long),
         rejected_drafts_stay,
         accepted_drafts_are_forgotten,
         drafts_cross_an_eviction,
         # Some draws find it in seconds, others in minutes; `test_drafts.py` has the case by itself.
         pytest.param(drafts_cross_what_a_squeeze_makes_due, marks=pytest.mark.long),
         block_of_drafts_leaks,
-        squeezed_twice,
-        who_was_squeezed_stands_still,
-        squeezed_blocks_stay_published,
-        holes_survive_a_preemption,
+        pytest.param(squeezed_twice, marks=pytest.mark.slow),
+        pytest.param(who_was_squeezed_stands_still, marks=pytest.mark.slow),
+        pytest.param(squeezed_blocks_stay_published, marks=pytest.mark.slow),
+        pytest.param(holes_survive_a_preemption, marks=pytest.mark.slow),
         everything_is_published,
         blocks_are_published_before_they_are_ranked,
         hits_pass_the_pin,

@@ -197,6 +197,7 @@ def test_what_a_trace_holds_is_what_the_reference_keeps(
             assert held(trace, layer, head) == case.reference.kept(layer, head)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize("policy", ["snapkv", "key", "window"])
 def test_every_policy_is_traced_also_among_others_and_preempted(

@@ -90,6 +90,7 @@ def _home(name: str, tree: ast.Module, module: str, cls: str) -> tuple[str, str]
     return module, cls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_vllms_classes_are_of_the_kind_that_the_table_says(kind: Any) -> None:
     for name in kind.architectures:

@@ -91,6 +91,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
     assert all(programs(row) >= 2 for row in rows if row["kernel"] == "_add_prompt_scores")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128])
 def test_programs_of_the_column_sums_share_a_processor(size: int) -> None:
     """One multiplies while another takes exponentials: one alone keeps neither busy."""
@@ -103,6 +104,7 @@ def test_programs_of_the_column_sums_share_a_processor(size: int) -> None:
         assert row["stack_bytes"] == 0 and programs(row) >= 2, row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128])
 def test_programs_of_decodes_share_a_processor(size: int) -> None:
     """Four, as the plan assumes; where heads share slots as many as where they do not."""

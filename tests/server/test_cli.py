@@ -132,8 +132,8 @@ PACKAGES = {
 @pytest.mark.parametrize(
     ("package", "argument"),
     [
-        ("torchvision", "--help"),
-        pytest.param("zmq", "--port=0", marks=pytest.mark.slow),
+        pytest.param("torchvision", "--help", marks=pytest.mark.slow),
+        pytest.param("zmq", "--port=0", marks=pytest.mark.long),
         pytest.param("uvloop", "--help", marks=pytest.mark.long),
         pytest.param("torchvision", "--port=0", marks=pytest.mark.long),
     ],
@@ -159,6 +159,7 @@ def test_a_dependency_that_cannot_be_imported_is_one_line(
     assert ("pip uninstall torchvision" if package == "torchvision" else "deploy/locks") in line
 
 
+@pytest.mark.slow
 def test_a_dependency_that_is_missing_is_one_line() -> None:
     code = "import sys; sys.modules['msgspec'] = None; from h2o_vllm.server.cli import main; main(['--help'])"
     done = subprocess.run(

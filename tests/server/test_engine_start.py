@@ -43,6 +43,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_engine_computes_though_the_server_has_computed_and_has_the_servers_environment(
     tmp_path: Path,
 ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real server with the real model and the real ``openai`` client. The last test stops it."""
+"""The real server with a tiny model and the real ``openai`` client. The last test stops it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LONG = [1000 + 7 * i for i in range(1500)]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with live_server(log, "--api-key", KEY, "--kv-recent", "0.4") as server:
+    with live_server(log, *tiny, "--kv-recent", "0.4") as server:
         yield server
 
 

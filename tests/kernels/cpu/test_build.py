@@ -139,6 +139,7 @@ def test_code_for_other_cpus_equals_the_reference(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_kernels_do_not_import_vllm() -> None:
     code = "import sys; from h2o_vllm.kernels import cpu; cpu.describe(); assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -25,6 +25,7 @@ ABOUT = {
 }
 
 
+@pytest.mark.slow
 def test_rounds_alternate_and_are_reported(
     start_mock: StartMock,
     tmp_path: Path,

@@ -21,7 +21,9 @@ from hypothesis import settings
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 LONGEST_FIRST = (
-    "tests/server/test_live.py",
+    "tests/server/test_playground_browser.py",
+    "tests/server/test_live",
+    "tests/reliability/test_st",
     "tests/engine/test_laws_tokens.py",
     "tests/reliability/test_corruption.py",
     "tests/reliability/test_faults.py",

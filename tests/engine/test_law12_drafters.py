@@ -38,9 +38,9 @@ SETTLING = {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256}
 WINDOW = {"kv_budget": 0.2, "kv_policy": "window"}
 """Moves nothing: a drafter that is the model itself has the model's own KV, so it is never wrong."""
 TEXT = [random.Random(2).randrange(VOCABULARY) for _ in range(3000)]
-TIERS = {"smaller": [SLOW], "eagle3": [SLOW]}
+TIERS = {"smaller": [SLOW]}
 KINDS = [pytest.param(one, marks=TIERS.get(one, [pytest.mark.long])) for one in DRAFTERS]
-"""The full tier has a drafter that is a model, and one that is a head."""
+"""The full tier has a drafter that is a model; heads take the same way through blocks and plans."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -274,7 +274,7 @@ def test_structured_output_and_stop_strings_work_with_drafts_and_a_budget(
     assert report["tokens_evicted"] > 0 and report["tokens_drafted"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_law01_and_law12_ngram_gives_the_tokens_of_stock_vllm_and_of_budgets_alone(
     model_dir: str, clean: Engine, text_tokens: list[int]
 ) -> None:

@@ -333,8 +333,7 @@ def test_who_has_no_key_is_asked_for_it(browser: Any, server: LiveServer) -> Non
     assert not visit.page.is_visible("#key-form") and not visit.page.is_visible("#problem")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_everybody_can_use_it(browser: Any, server: LiveServer, scheme: str, width: int) -> None:
     visit = Visit(
         browser, server, color_scheme=scheme, viewport={"width": width, "height": 844}

@@ -38,7 +38,9 @@ LONGEST_FIRST = (
 """Files that take many seconds: they come first, so that no worker waits for the other's at the end."""
 
 ALL_CORES = (
-    "tests/kernels/cpu/test_attend.py",
+    "tests/kernels/cpu/test_attend.py::test_long_rows_shared_by_threads",
+    "tests/kernels/cpu/test_attend.py::test_rows_behind_the_scored_ones",
+    "tests/kernels/cpu/test_attend.py::test_a_row_does_not_depend",
     "tests/engine/test_modes.py::test_law11",
     "tests/loadtest/engine/test_run.py::test_a_small_run",
     "tests/loadtest/http/test_locust.py",

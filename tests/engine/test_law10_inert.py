@@ -8,6 +8,8 @@ import sys
 import textwrap
 from importlib.metadata import entry_points
 
+import pytest
+
 
 def run(code: str) -> None:
     done = subprocess.run(
@@ -16,6 +18,7 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_loading_the_plugin_leaves_every_stock_part_in_place_and_it_registers_twice() -> None:
     run("""
         import sys

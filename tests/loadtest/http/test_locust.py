@@ -81,6 +81,7 @@ def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(
     assert "| kv=0.2 | 8 | 0 |" in done.stdout
 
 
+@pytest.mark.slow
 def test_open_loop_keeps_its_rate_whatever_the_server_does(
     start_mock: StartMock, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_failures_are_locusts_exit_code(start_mock: StartMock) -> None:
     assert "told to fail" in done.stderr + done.stdout
 
 
+@pytest.mark.slow
 def test_several_processes_have_one_table(start_mock: StartMock) -> None:
     done = locust(
         start_mock(*TIMED), "-u", "4", "-r", "40", "-t", "3", "--processes", "2",
@@ -118,6 +120,7 @@ def test_several_processes_have_one_table(start_mock: StartMock) -> None:
     assert counts["/v1/completions[kv=none]"] == counts["ttft[kv=none]"] > 0
 
 
+@pytest.mark.slow
 def test_what_needs_every_request_is_refused_in_several_processes(
     start_mock: StartMock, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 OPTIONS = ("--quick", "--dtype", "float32", "--policies", "h2o", "random", "--budgets", "0.2",
            "--measures", "nll", "retrieval", "--samples", "retrieval=3")  # fmt: skip
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

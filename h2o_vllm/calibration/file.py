@@ -102,19 +102,27 @@ class Calibration:
     traits: Traits
     about: Mapping[str, Any] = field(default_factory=dict)
 
-    def part(self, first: int, heads: int) -> Part:
-        """What a rank needs that holds ``heads`` of the model's KV heads, from the ``first`` on."""
-        traits = self.traits
+    def part(
+        self, first: int, heads: int, layers: slice = slice(None), *, first_holder: bool = True
+    ) -> Part:
+        """What a worker needs that holds ``heads`` of the model's KV heads, from the ``first`` on.
+
+        Args:
+            layers: of the model, those that it has.
+            first_holder: whether no rank before it holds the same heads; the others have nothing to add.
+        """
+        traits, of_layers = self.traits, self.weights[layers]
         own = num_features(1, traits.key_size, traits.value_size, traits.rotation)
         mine = slice(first, first + heads)
-        if self.weights.shape[2] - 1 != traits.heads * own:
-            return Part(self.weights[:, mine], traits.rotation, 0, of_all_heads=False)
-        constant = torch.zeros_like(self.weights[..., -1:])
+        if of_layers.shape[2] - 1 != traits.heads * own:
+            return Part(of_layers[:, mine], traits.rotation, 0, of_all_heads=False)
+        constant = torch.zeros_like(of_layers[..., -1:])
         # Ranks' sums are added up.
-        constant[:, mine] = self.weights[:, mine, -1:]
-        known = self.weights[..., first * own : (first + heads) * own]
+        constant[:, mine] = of_layers[:, mine, -1:]
+        known = of_layers[..., first * own : (first + heads) * own]
+        weights = torch.cat([known, constant], -1)
         return Part(
-            torch.cat([known, constant], -1),
+            weights if first_holder else torch.zeros_like(weights),
             traits.rotation,
             first,
             of_all_heads=heads < traits.heads,

@@ -173,18 +173,20 @@ def model_rotation(model: nn.Module) -> tuple[int, bool]:
     return max(found, default=(0, False))
 
 
-def model_norms(model: nn.Module) -> torch.Tensor:
-    """The mean size of each layer norm's weights, [n], float32: what tells models of one shape apart.
+def model_norms(model: nn.Module) -> dict[str, float]:
+    """The mean size of each layer norm's weights, float32, by name: what tells models of one shape apart.
 
     Norms stay as they are where other weights are quantised, packed or split among ranks. By the parameters'
-    names, as vLLM's models (0.32) have them; goes when an engine says what it has loaded.
+    names, as vLLM's models (0.32) have them, also those of one stage of a pipeline; goes when an engine says
+    what it has loaded.
     """
-    sizes = [
-        weight.detach().float().abs().mean()
-        for name, weight in sorted(model.named_parameters())
+    sizes = {
+        name: weight.detach().float().abs().mean()
+        for name, weight in model.named_parameters()
         if weight.dim() == 1 and "norm" in name
-    ]
-    return torch.stack(sizes).cpu() if sizes else torch.zeros(0)
+    }
+    known = torch.stack([*sizes.values()]).tolist() if sizes else []
+    return dict(zip(sizes, known, strict=True))
 
 
 # --- model runner V1 (the default on CPU in 0.32; V2 replaces these functions) --------------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long evictions took in a worker, and how the engine core learns of it. Worker and engine core.
 
-Under tensor parallelism it is the time of the rank whose output vLLM keeps.
+Of several workers it is the time of the one whose output vLLM keeps.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 Positions lie in little pages like a layer's KV, heads of one element wide, and the kernel that moves the KV
 moves them, by the same scores, and gives lanes to the same heads: what a trace says is what the kernel does.
-Under tensor parallelism the ranks tell each other what their heads lost, as only one of them answers the
-scheduler.
+Ranks of tensor parallelism tell each other what their heads lost, then stages of a pipeline what their layers
+lost, as only one worker answers the scheduler.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from h2o_vllm.blocks.trace import TracedEviction
 from h2o_vllm.engine.output_attrs import noted
+from h2o_vllm.engine.portion import of_all_stages
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.lanes import own_lanes
 
@@ -138,17 +139,18 @@ class TraceRecorder:
 
 @dataclass(frozen=True)
 class HeadsOfAllRanks:
-    """Joins what the ranks of tensor parallelism know of their KV heads. Each has to call, in the same order.
+    """Joins what workers know of their layers and KV heads. Each has to call, in the same order.
 
-    Every eviction comes to all ranks in the plan of its step, and so does which requests are traced.
+    Every eviction comes to all workers in the plan of its step, and so does which requests are traced.
 
     Args:
-        ranks: how many there are. kv_heads: of the model; where they are fewer than ranks, several
-            neighbours hold the same one.
+        ranks: of tensor parallelism. kv_heads: of the model; where they are fewer than ranks, several
+            neighbours hold the same one. stages: of the pipeline.
     """
 
     ranks: int
     kv_heads: int
+    stages: int = 1
 
     @property
     def distinct_ranks(self) -> int:
@@ -156,7 +158,10 @@ class HeadsOfAllRanks:
         return min(self.ranks, self.kv_heads)
 
     def __call__(self, lost: torch.Tensor) -> torch.Tensor:
-        """[L, KH of this rank, n] -> [L, KH, n], bool."""
+        """[L of this stage, KH of this rank, n] -> [L, KH, n], bool."""
+        return torch.cat(of_all_stages(self._of_all_heads(lost), self.stages))
+
+    def _of_all_heads(self, lost: torch.Tensor) -> torch.Tensor:
         if self.ranks == 1:
             return lost
         own = lost.to(torch.uint8)

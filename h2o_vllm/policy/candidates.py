@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Candidates"]
+__all__ = ["Candidates", "head_number"]
+
+
+def head_number(layer: int, head: int) -> int:
+    """What tells a KV head of the model from all others, in whichever process it is."""
+    return (layer << 16) + head
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class Candidates:
             with padding, of which everything is 0. ``None``: each has all C.
         predicted: computes the attention that each fresh token is expected to get, [L, KH, C - known],
             float32, above 0. ``None`` in an engine without a calibration.
-        first_kv_head: number of the first of these heads in the model; tensor-parallel ranks draw as one.
+        first_head: :func:`head_number` of the first head of the first of these layers: workers that hold
+            parts of a model draw as one that holds all of it.
         merge: a faster :func:`.merge_ranks`, which gives the same.
     """
 
@@ -49,7 +55,7 @@ class Candidates:
     late: Tensor | None = None
     counts: Tensor | None = None
     predicted: Callable[[], Tensor] | None = None
-    first_kv_head: int = 0
+    first_head: int = 0
     merge: Callable[..., Tensor] | None = None
 
     @property

@@ -3,7 +3,7 @@
 
 One function per rank, in plain torch. Each returns ``[L, KH, C - known]``, float32: the scores of the fresh
 tokens; those of ranks that rank ``anew`` return ``[L, KH, C]``, of all candidates. None looks beyond one KV
-head: tensor-parallel ranks have different ones, and must rank as one process would.
+head: workers have different ones, and must rank as one process would.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from h2o_vllm.policy.candidates import head_number
 from h2o_vllm.policy.policy import Policy
 
 if TYPE_CHECKING:
@@ -121,9 +122,9 @@ def random(candidates: Candidates) -> Tensor:
     """
     layers, heads, count = candidates.scores.shape
     device = candidates.scores.device
-    layer = torch.arange(layers, device=device)[:, None]
-    head = torch.arange(heads, device=device) + candidates.first_kv_head
-    seeds = _mixed(_mixed((layer << 16) + head) ^ candidates.seen)
+    layer = torch.arange(layers, device=device)[:, None] * head_number(1, 0)
+    head = torch.arange(heads, device=device) + candidates.first_head
+    seeds = _mixed(_mixed(layer + head) ^ candidates.seen)
     draws = _mixed((seeds[..., None] + torch.arange(count, device=device) * _GOLDEN) & _MASK)
     return (draws >> 8).to(torch.float32) * 2.0**-24
 

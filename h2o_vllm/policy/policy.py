@@ -179,14 +179,26 @@ class Policy:
         return "prompt" if any(rank.protects_prompt for rank in self.ranks) else 0
 
 
-def joinable_ranks(*, calibrated: bool) -> tuple[str, ...]:
-    """Ranks that may be joined, in their order."""
-    return tuple(rank.name for rank in RANKS if rank.joins and (calibrated or not rank.calibrated))
+def joinable_ranks(*, calibrated: bool, scored: bool = True) -> tuple[str, ...]:
+    """Ranks that may be joined, in their order.
+
+    Args:
+        calibrated: whether the engine has a calibration. scored: whether it knows the attention to tokens.
+    """
+    return tuple(
+        rank.name
+        for rank in RANKS
+        if rank.joins
+        and (calibrated or not rank.calibrated)
+        and (scored or rank.collects is Collects.NOTHING)
+    )
 
 
-def policy_names(*, calibrated: bool) -> tuple[str, ...]:
-    """Presets, and single ranks, that requests may name."""
-    return (*(preset.name for preset in PRESETS), *joinable_ranks(calibrated=calibrated))
+def policy_names(*, calibrated: bool, scored: bool = True) -> tuple[str, ...]:
+    """Presets, and single ranks, that requests may name; see :func:`joinable_ranks`."""
+    parsed = {one.name: Policy.parse(one.name, calibrated=calibrated) for one in PRESETS}
+    presets = [name for name, policy in parsed.items() if scored or not policy.needs_scores]
+    return (*presets, *joinable_ranks(calibrated=calibrated, scored=scored))
 
 
 def accepted_policies(*, calibrated: bool) -> str:
@@ -196,14 +208,15 @@ def accepted_policies(*, calibrated: bool) -> str:
     return f"one of {presets}, or one or more of {joined} in this order"
 
 
-def policy_pattern(*, calibrated: bool) -> str:
-    """What ``kv_policy`` may be, as a regular expression."""
-    ranks = joinable_ranks(calibrated=calibrated)
+def policy_pattern(*, calibrated: bool, scored: bool = True) -> str:
+    """What ``kv_policy`` may be, as a regular expression; see :func:`joinable_ranks`."""
+    ranks = joinable_ranks(calibrated=calibrated, scored=scored)
+    presets = policy_names(calibrated=calibrated, scored=scored)[: -len(ranks)]
     joins = [
         first + "".join(rf"(\+{other})?" for other in ranks[place + 1 :])
         for place, first in enumerate(ranks)
     ]
-    return f"^({'|'.join([*(preset.name for preset in PRESETS), *joins])})$"
+    return f"^({'|'.join([*presets, *joins])})$"
 
 
 @cache

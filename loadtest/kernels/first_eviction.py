@@ -106,7 +106,7 @@ def on_cpu(length: int) -> dict[str, Any]:
     weights = torch.randn(layers, heads, heads * (size // 2 + size) + 1) / size
     weights[..., -1] = -4.0
     state = CPUState(
-        planes=planes, kv_cache_group=0, first_kv_head=0, row_request_ids=list,
+        planes=planes, kv_cache_group=0, first_head=0, row_request_ids=list,
         kv_caches=list(pool((*shape, 2 * size), torch.bfloat16).normal_()),
         calibration=Part(weights, Rotation(size), 0, of_all_heads=False),
     )  # fmt: skip

@@ -106,7 +106,7 @@ def state_before(sharing: Sequence[Eviction] = ()) -> CPUState:
     return CPUState(
         planes=torch.rand(2, LAYERS, NUM_BLOCKS, KV_HEADS, 16, generator=gen),
         kv_cache_group=0,
-        first_kv_head=0,
+        first_head=0,
         kv_caches=kv,
         row_request_ids=list,
         sharing={one.request_id for one in sharing if one.ranks == KEY},

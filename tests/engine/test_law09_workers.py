@@ -132,7 +132,7 @@ def test_a_batch_that_evicts_never_falls_back_to_one_that_does_not() -> None:
     """Blocks are gone then: attention would read the null block for each, at full length."""
     planes = torch.zeros(2, 1, 2, 1, 16)
     state = CPUState(
-        planes=planes, kv_cache_group=0, first_kv_head=0, kv_caches=[], in_step=True,
+        planes=planes, kv_cache_group=0, first_head=0, kv_caches=[], in_step=True,
         row_request_ids=lambda: ["somebody"],
     )  # fmt: skip
     common: Any = SimpleNamespace(num_reqs=1)

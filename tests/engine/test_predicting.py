@@ -79,20 +79,22 @@ def test_what_was_learned_of_an_attention_predicts_it(rotation: Rotation) -> Non
     assert attention.max() < 1 and attention.log().std() > 0.3
 
 
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_ranks_predict_together_what_one_does(rotation: Rotation, own: bool) -> None:
+def test_ranks_predict_together_what_one_does(rotation: Rotation, own: bool, copies: int) -> None:
+    """Also where several have a copy of a head, which counts once."""
     calibration, kv_caches, blocks = calibration_of(rotation), caches_of(), (7, 2, 11)
     whole = predicted(calibration.part(0, HEADS), kv_caches, blocks)
-    parts = [calibration.part(rank, 1) for rank in range(HEADS)]
-    caches = [
-        [cache[:, rank : rank + 1].contiguous() for cache in kv_caches] for rank in range(HEADS)
-    ]
-    assert [part.of_all_heads for part in parts] == [not own] * HEADS
+    ranks = range(HEADS * copies)
+    parts = [calibration.part(rank // copies, 1, first_holder=not rank % copies) for rank in ranks]
+    heads = [slice(rank // copies, rank // copies + 1) for rank in ranks]
+    caches = [[cache[:, mine].contiguous() for cache in kv_caches] for mine in heads]
+    assert [part.of_all_heads for part in parts] == [not own] * len(ranks)
     # Each rank alone says what it adds, then gets what all do.
     added: list[Tensor] = []
     for part, mine in zip(parts, caches, strict=True):
         predicted(part, mine, blocks, lambda sums: added.append(sums.clone()))
-    assert len(added) == (0 if own else HEADS)
+    assert len(added) == (0 if own else len(ranks))
 
     def add_ranks(sums: Tensor) -> None:
         sums.copy_(sum(added))  # type: ignore[arg-type]
@@ -100,4 +102,14 @@ def test_ranks_predict_together_what_one_does(rotation: Rotation, own: bool) -> 
     got = [
         predicted(part, mine, blocks, add_ranks) for part, mine in zip(parts, caches, strict=True)
     ]
-    torch.testing.assert_close(torch.cat(got, 1), whole, rtol=5e-5, atol=1e-9)
+    torch.testing.assert_close(torch.cat(got[::copies], 1), whole, rtol=5e-5, atol=1e-9)
+    for rank in ranks:
+        assert torch.equal(got[rank], got[rank - rank % copies]), "copies of a head agree"
+
+
+def test_a_stage_predicts_its_own_layers() -> None:
+    calibration, kv_caches, blocks = calibration_of(ROTATIONS[0]), caches_of(), (7, 2, 11)
+    whole = predicted(calibration.part(0, HEADS), kv_caches, blocks)
+    mine = slice(1, LAYERS)
+    got = predicted(calibration.part(0, HEADS, mine), kv_caches[mine], blocks)
+    assert torch.equal(got, whole[mine])

@@ -72,7 +72,7 @@ def state_of_positions() -> CPUState:
     scores[:, 2:4] = 0.5
     scores[:, 1, :, :4] = float("inf")
     return CPUState(
-        planes=planes, kv_cache_group=0, first_kv_head=0, kv_caches=caches,
+        planes=planes, kv_cache_group=0, first_head=0, kv_caches=caches,
         row_request_ids=list, recorder=TraceRecorder(ALONE),
     )  # fmt: skip
 
@@ -176,6 +176,17 @@ def test_ranks_join_each_head_once_and_in_order(
     heads = HeadsOfAllRanks(ranks, kv_heads)
     assert torch.equal(heads(parts[0].contiguous()), lost)
     assert heads.distinct_ranks * each == kv_heads
+
+
+def test_stages_join_their_layers_in_order(monkeypatch: pytest.MonkeyPatch, model_dir: str) -> None:
+    lost = torch.rand(5, HEADS, 50, generator=torch.Generator().manual_seed(0)) < 0.5
+    parts = [lost[:2], lost[2:]]
+    monkeypatch.setattr(trace_module, "of_all_stages", lambda _, stages: parts[:stages])
+    for mine in parts:
+        assert torch.equal(HeadsOfAllRanks(1, HEADS, stages=2)(mine), lost)
+    # Of the model's three layers the scheduler sees those of one stage.
+    traces = Rig(model_dir, 20, stages=2, kv_trace=True).scheduler._traces
+    assert traces is not None and traces._shape[0] == 3
 
 
 @pytest.mark.e2e

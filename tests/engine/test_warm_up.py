@@ -32,7 +32,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def state(kv_heads: int = 2, size: int = 16) -> CPUState:
     caches = [torch.zeros(4, kv_heads, 32, 2 * size) for _ in range(3)]
     return CPUState(
-        planes=torch.zeros(2, 3, 4, kv_heads, 32), kv_cache_group=0, first_kv_head=0,
+        planes=torch.zeros(2, 3, 4, kv_heads, 32), kv_cache_group=0, first_head=0,
         kv_caches=caches, row_request_ids=list,
     )  # fmt: skip
 

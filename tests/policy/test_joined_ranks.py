@@ -92,7 +92,7 @@ def test_scores_are_finite_and_made_head_by_head(name: str, known: int, count: i
     part = Candidates(
         scores[:, 1:3], known, 100, 200,
         lambda: given.key_similarity()[:, 1:3], lambda: given.value_distances()[:, 1:3],
-        given.late[:, 1:3], predicted=lambda: predicted[:, 1:3], first_kv_head=1,
+        given.late[:, 1:3], predicted=lambda: predicted[:, 1:3], first_head=1,
     )  # fmt: skip
     torch.testing.assert_close(scored(name, part), new[:, 1:3], rtol=1e-6, atol=1e-7)
 

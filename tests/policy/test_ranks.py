@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from h2o_vllm.policy.candidates import Candidates
+from h2o_vllm.policy.candidates import Candidates, head_number
 from tests.policy.cases import candidates_of, measures_of, scored
 
 
@@ -89,7 +89,9 @@ def test_random_draws_anew_at_each_eviction() -> None:
     assert 900 < len(kept[0] & kept[1]) < 1100
 
 
-def test_random_draws_agree_across_tensor_parallel_ranks() -> None:
-    whole = scored("random", candidates_of(torch.zeros(2, 4, 50), 0, 0, 99))
+def test_random_draws_agree_across_ranks_and_stages() -> None:
+    whole = scored("random", candidates_of(torch.zeros(3, 4, 50), 0, 0, 99))
     second = candidates_of(torch.zeros(2, 2, 50), 0, 0, 99)
-    assert torch.equal(whole[:, 2:], scored("random", replace(second, first_kv_head=2)))
+    for layer, head in ((0, 2), (1, 0), (1, 2)):
+        mine = scored("random", replace(second, first_head=head_number(layer, head)))
+        assert torch.equal(whole[layer : layer + 2, head : head + 2], mine)

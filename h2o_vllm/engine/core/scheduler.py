@@ -31,6 +31,7 @@ from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.core.connector import check_single_group, role_note
 from h2o_vllm.engine.core.connector_halves import limited_connector
 from h2o_vllm.engine.core.drafting import drafter_has_kv, drafts_of_step
+from h2o_vllm.engine.core.heads import evictable_kv_heads
 from h2o_vllm.engine.core.parallel_choices import ChoiceReports
 from h2o_vllm.engine.core.parent_watch import end_with_parent
 from h2o_vllm.engine.core.support import check_supported, config_of
@@ -135,11 +136,11 @@ class H2OScheduler(LimitingScheduler):
         groups = self.kv_cache_config.kv_cache_groups
         group = next(g for g in groups if isinstance(g.kv_cache_spec, H2OAttentionSpec))
         model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
-        heads = HeadsOfAllRanks(parallel.tensor_parallel_size, model.get_total_num_kv_heads())
+        heads = HeadsOfAllRanks(parallel.tensor_parallel_size, evictable_kv_heads(model))
         layers = len(group.layer_names)
-        if drafter_has_kv(self.vllm_config):
-            # Its layers are in the group, too; of the model's, all are.
-            layers = model.get_num_layers(parallel)
+        if drafter_has_kv(self.vllm_config) or self.use_pp:
+            # A drafter's layers are in the group, too, and other stages' are not. Of the model's, all are.
+            layers = model.get_total_num_hidden_layers()
         return Traces(layers, heads.distinct_ranks * group.kv_cache_spec.num_kv_heads)
 
     def add_request(self, request: Request) -> None:

@@ -249,7 +249,7 @@ class CPUState(WorkerState):
                 partial(kernels.key_similarity, self.kv_caches, pages),
                 partial(kernels.value_distances, self.kv_caches, pages),
                 self._predicted(eviction.fresh_blocks),
-                self.first_kv_head,
+                self.first_head,
                 kernels.merge_ranks,
             )
 

@@ -165,12 +165,12 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         state = CPUState(
             planes=planes,
             kv_cache_group=group.kv_cache_group_id,
-            first_kv_head=self._first_kv_head(),
+            first_head=self._portion.first_number,
             kv_caches=kv_caches,
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),
         )
         state.warm_up(num_heads)
-        state.calibration = self._calibration(kv_caches[0].shape[3] // 2, *planes.shape[1:4:2])
+        state.calibration = self._calibration(kv_caches[0].shape[3] // 2)
         state.add_ranks = partial(torch.distributed.all_reduce, group=get_tp_group().cpu_group)
         return state
 
@@ -217,9 +217,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         Calibration(self._learner.weights(), self._state_traits(), about).save(Path(path))
 
     def _state_traits(self) -> Traits:
-        state = self._bound_state()
-        layers, _, heads, _ = state.scores.shape
-        return self._traits(state.kv_caches[0].shape[3] // 2, layers, heads)
+        return self._traits(self._bound_state().kv_caches[0].shape[3] // 2)
 
     def _bind_builder(self, builder: Any, state: CPUState) -> None:
         super()._bind_builder(builder, state)

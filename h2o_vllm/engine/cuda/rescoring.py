@@ -24,12 +24,12 @@ def ops_of(ranks: Sequence[int]) -> Op:
     return reduce(or_, (RANKS[index].op for index in ranks), Op.NOTHING)
 
 
-def rescore_of(eviction: Eviction, slot: int = -1, first_kv_head: int = 0) -> Rescore:
+def rescore_of(eviction: Eviction, slot: int = -1, first_head: int = 0) -> Rescore:
     """The kernel's description of an eviction.
 
     Args:
         slot: the request's slot, if its KV heads share the slots of blocks that are ranked again; else -1.
-        first_kv_head: number of this worker's first KV head in the model.
+        first_head: number of the first head of this worker's first layer, see :func:`.head_number`.
     """
     blocks = candidate_blocks(eviction)
     known = len(blocks) - len(eviction.fresh_blocks)
@@ -39,6 +39,6 @@ def rescore_of(eviction: Eviction, slot: int = -1, first_kv_head: int = 0) -> Re
         ops=ops_of(eviction.ranks),
         fresh_from=eviction.fresh_from,
         seen=eviction.seen,
-        first_kv_head=first_kv_head,
+        first_head=first_head,
         slot=slot,
     )

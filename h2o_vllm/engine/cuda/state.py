@@ -175,7 +175,7 @@ class CudaState(WorkerState):
         kernels.reset_scores(scores, slots)
 
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
-        rescores = [rescore_of(one, self._lanes_slot(one), self.first_kv_head) for one in evictions]
+        rescores = [rescore_of(one, self._lanes_slot(one), self.first_head) for one in evictions]
         # In one call, an eviction of few fresh tokens would take as much scratch as one of many.
         few = [one for one in rescores if len(one.fresh) * self.block_size <= kernels.FEW]
         many = [one for one in rescores if len(one.fresh) * self.block_size > kernels.FEW]

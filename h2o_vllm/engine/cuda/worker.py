@@ -179,7 +179,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         return CudaState(
             planes=planes,
             kv_cache_group=group.kv_cache_group_id,
-            first_kv_head=self._first_kv_head(),
+            first_head=self._portion.first_number,
             kv_layers=kv_layers,
             workspace=kernels.DecodeWorkspace(
                 slots,
@@ -199,7 +199,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         )
 
     def _prediction(self, layers: list[Any], heads: int, size: int) -> kernels.Prediction | None:
-        part = self._calibration(size, len(layers), heads)
+        part = self._calibration(size)
         if part is None:
             return None
         scales = kv_scales(layers)

@@ -49,7 +49,7 @@ def eviction_scores(
     key_similarity: Callable[[], torch.Tensor],
     value_distances: Callable[[], torch.Tensor],
     predicted: Callable[[], torch.Tensor] | None = None,
-    first_kv_head: int = 0,
+    first_head: int = 0,
     merge: Callable[..., torch.Tensor] | None = None,
 ) -> None:
     """Adjust the scores of one eviction's candidates, in place.
@@ -58,7 +58,7 @@ def eviction_scores(
         scores: [L, N, KH, BS], float32, contiguous. early: the same, see :class:`.WorkerState`.
         pages: of each head, ``block * KH + lane``, [L, KH, n], on the device of ``scores``; the fresh
             ones last. Heads that share slots have different numbers of them: padding (-1) comes first.
-        key_similarity, value_distances, predicted, first_kv_head, merge: see :class:`.Candidates`; of
+        key_similarity, value_distances, predicted, first_head, merge: see :class:`.Candidates`; of
             ``pages``, in that order.
     """
     policy = Policy.of(eviction.ranks)
@@ -91,7 +91,7 @@ def eviction_scores(
             predicted=predicted,
             late=late,
             counts=(pages >= 0).sum(2, keepdim=True) * block_size if padded else None,
-            first_kv_head=first_kv_head,
+            first_head=first_head,
             merge=merge,
         ),
     )

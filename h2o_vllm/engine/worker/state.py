@@ -39,7 +39,7 @@ class WorkerState(ABC):
             of a token that was never ranked. The step that computes the first late queries puts their part
             here, and takes it from the scores at its end.
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
-        first_kv_head: global index of this rank's first KV head.
+        first_head: number of the first head of the first of these layers, see :func:`.head_number`.
         in_step: whether a real step (not a warm-up) is being executed.
         recorder: notes what traced requests lose; ``None``: no request may have a trace.
     """
@@ -48,7 +48,7 @@ class WorkerState(ABC):
     scores: torch.Tensor = field(init=False)
     early: torch.Tensor = field(init=False)
     kv_cache_group: int
-    first_kv_head: int
+    first_head: int
     in_step: bool = False
     recorder: TraceRecorder | None = None
     _at_end: Callable[[], None] | None = field(default=None, init=False)

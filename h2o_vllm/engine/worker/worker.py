@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.worker_base import WorkerBase
@@ -35,8 +35,10 @@ from h2o_vllm.engine.compat import (
     runner_metadata_builders,
 )
 from h2o_vllm.engine.core.drafting import drafter_has_kv
+from h2o_vllm.engine.core.heads import evictable_kv_heads
 from h2o_vllm.engine.core.support import check_supported
 from h2o_vllm.engine.output_attrs import noted
+from h2o_vllm.engine.portion import Portion, of_all_stages
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
 from h2o_vllm.engine.worker.binding import (
@@ -80,6 +82,8 @@ class EvictingWorker(WorkerBase, Generic[State]):
     """The attention that vLLM must have bound."""
 
     _state: State | None = None
+    _portion: Portion
+    """What this worker holds of the model, once its layers are known."""
     _layer_names: Sequence[str] = ()
     """Of the evictable ones."""
     _groups_beside: tuple[GroupBeside, ...] = ()
@@ -219,6 +223,7 @@ class EvictingWorker(WorkerBase, Generic[State]):
         builder, group, names = evictable_group(builders, self.builder_cls, self._drafter_layers())
         self._layer_names = names
         layers = [self._evictable_layer(name, kv_cache_config.num_blocks) for name in names]
+        self._portion = self._find_portion(len(layers), group.kv_cache_spec.num_kv_heads)
         state = self._make_state(layers, group)
         if self._h2o_config().kv_trace:
             state.recorder = self._make_recorder(state)
@@ -239,17 +244,20 @@ class EvictingWorker(WorkerBase, Generic[State]):
         return state
 
     def _make_recorder(self, state: State) -> TraceRecorder:  # noqa: ARG002 - for GPUs
-        ranks = self.parallel_config.tensor_parallel_size
-        return TraceRecorder(HeadsOfAllRanks(ranks, self.model_config.get_total_num_kv_heads()))
+        parallel = self.parallel_config
+        heads = HeadsOfAllRanks(
+            parallel.tensor_parallel_size, self._portion.heads, parallel.pipeline_parallel_size
+        )
+        return TraceRecorder(heads)
 
     def _h2o_config(self) -> H2OConfig:
         return H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
 
-    def _calibration(self, size: int, layers: int, heads: int) -> Part | None:
-        """This rank's part of the model's calibration, if the server has one.
+    def _calibration(self, size: int) -> Part | None:
+        """This worker's part of the model's calibration, if the server has one.
 
         Args:
-            size: of heads. layers, heads: evictable layers, and KV heads that this rank has of each.
+            size: of heads.
 
         Raises:
             ConfigError: it cannot be read, or is another model's.
@@ -258,14 +266,16 @@ class EvictingWorker(WorkerBase, Generic[State]):
         if name is None:
             return None
         calibration = Calibration.load(Path(name))
-        calibration.check(self._traits(size, layers, heads), Path(name))
-        return calibration.part(self._first_kv_head(), heads)
+        calibration.check(self._traits(size), Path(name))
+        mine = self._portion
+        return calibration.part(
+            mine.first_head, mine.own_heads, mine.own, first_holder=mine.first_holder
+        )
 
-    def _traits(self, size: int, layers: int, heads: int) -> Traits:
-        model = self.model_runner.get_model()
-        ranks: int = self.parallel_config.tensor_parallel_size
-        rotation = Rotation(*model_rotation(model))
-        return Traits(layers, heads * ranks, size, size, rotation, model_norms(model))
+    def _traits(self, size: int) -> Traits:
+        """Of the whole model."""
+        whole, rotation = self._portion, Rotation(*model_rotation(self.model_runner.get_model()))
+        return Traits(whole.layers, whole.heads, size, size, rotation, whole.norms)
 
     def _evictable_layer(self, name: str, num_blocks: int) -> Any:
         layers = self.compilation_config.static_forward_context
@@ -282,8 +292,17 @@ class EvictingWorker(WorkerBase, Generic[State]):
         """What the start-up log says of our kernels, if there is a choice."""
         return ""
 
-    def _first_kv_head(self) -> int:
-        """Global index of this rank's first KV head. More ranks than heads are refused at start-up."""
-        total: int = self.model_config.get_total_num_kv_heads()
-        ranks: int = self.parallel_config.tensor_parallel_size
-        return int(get_tensor_model_parallel_rank()) * total // ranks
+    def _find_portion(self, layers: int, heads: int) -> Portion:
+        """What this worker holds: so many evictable layers, and KV heads of each. Stages ask each other."""
+        parallel = self.parallel_config
+        ranks: int = parallel.tensor_parallel_size
+        stages: int = parallel.pipeline_parallel_size
+        told = of_all_stages((layers, model_norms(self.model_runner.get_model())), stages)
+        return Portion.of(
+            get_tensor_model_parallel_rank(),
+            ranks,
+            heads if ranks == 1 else evictable_kv_heads(self.model_config),
+            heads,
+            get_pp_group().rank_in_group if stages > 1 else 0,
+            told,
+        )

@@ -58,7 +58,7 @@ class Rescore:
         fresh: ids of the other blocks, in the order of their tokens' positions.
         ops: operations of the policy's ranks; several are joined. ``Op.NOTHING``: scores do not change.
         fresh_from: position of the first fresh token. seen: queries so far.
-        first_kv_head: number of this worker's first KV head in the model.
+        first_head: number of the first head of this worker's first layer, see :func:`.head_number`.
         slot: the request's slot, if its KV heads share the slots of known blocks; else -1.
     """
 
@@ -67,7 +67,7 @@ class Rescore:
     ops: Op = Op.NOTHING
     fresh_from: int = 0
     seen: int = 0
-    first_kv_head: int = 0
+    first_head: int = 0
     slot: int = -1
 
     @property
@@ -101,7 +101,7 @@ class Rescores:
         for one in rescores:
             blocks = [*one.known, *one.fresh]
             header = [len(one.known), len(blocks), int(one.ops), one.fresh_from, one.seen]
-            header += [one.first_kv_head, one.slot]
+            header += [one.first_head, one.slot]
             rows.append([*header, *blocks, *[0] * (width - len(blocks))])
         packed = torch.tensor(
             rows, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda"

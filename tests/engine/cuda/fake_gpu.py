@@ -39,6 +39,7 @@ from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_of
 from h2o_vllm.engine.cuda.warmup import warm_up
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.kernels import triton as kernels
+from h2o_vllm.policy.candidates import head_number
 from loadtest.kernels.forms import launches
 from tests.engine.cuda.fake_kernels import FP8, stand_in_for_kernels
 from tests.engine.cuda.fake_runner import GRAPH_SIZES, FakeRunner
@@ -72,8 +73,10 @@ class FakeGPU:
     """Worker, layers and KV of one rank, fed by a :class:`Rig`'s scheduler.
 
     Attributes:
-        kv_heads: those of the model's that this rank has, one after the other; their q heads with them.
-        outputs: (request, position) -> attention output of each layer, [LAYERS, H of this rank, SIZE].
+        layers: those of the model's that this stage has.
+        kv_heads, q_heads: those of the model's that this rank has, one after the other; by default with KV
+            heads go their q heads.
+        outputs: (request, position) -> attention output of each layer, [L, H of this rank, SIZE].
         replays: graph replays per variant.
         stream: where ``torch.cuda.Event`` stands.
         compiled: the forms of our kernels that were launched before the first graph was captured.
@@ -89,13 +92,16 @@ class FakeGPU:
         base: str,
         kv_dtype: str = "auto",
         kv_heads: range = range(KV_HEADS),
+        q_heads: range | None = None,
+        layers: range = range(LAYERS),
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         calibration: Calibration | None = None,
     ) -> None:
         self.kv_heads, group = kv_heads, HEADS // KV_HEADS
         self.calibration = calibration or calibration_of(LAYERS, KV_HEADS, SIZE)
-        self.q_heads = range(kv_heads.start * group, kv_heads.stop * group)
+        self.layers = layers
+        self.q_heads = q_heads or range(kv_heads.start * group, kv_heads.stop * group)
         heads = len(kv_heads)
         self.block_size = rig.block_size
         self.fp8 = kv_dtype == "fp8"
@@ -121,17 +127,17 @@ class FakeGPU:
                 *((0x7F,) if self.fp8 else (float("nan"),)),
                 dtype=spec.dtype,
             ).transpose(1, 2)
-            for _ in range(LAYERS)
+            for _ in layers
         ]
         self.runner = FakeRunner(self, 16, 64)
         table = self.runner.block_tables.input_block_tables[0]
         with set_current_vllm_config(rig.config):
-            names = [f"layer{i}" for i in range(LAYERS)]
+            names = [f"layer{i}" for i in layers]
             self.builder = backend.get_builder_cls()(spec, names, rig.config, torch.device("cpu"))
             self.builder.aot_sliding_window = (-1, -1)
             make = backend.get_impl_cls()
             self.impls = [
-                make(heads * group, SIZE, SCALE, heads, None, None, kv_dtype) for _ in names
+                make(len(self.q_heads), SIZE, SCALE, heads, None, None, kv_dtype) for _ in names
             ]
         for impl in self.impls:
             impl.vllm_flash_attn_version = 3
@@ -157,25 +163,25 @@ class FakeGPU:
         worker._timer = worker._make_timer()
 
     def _state(self, num_blocks: int, rows: int, variants: StepVariant) -> CudaState:
-        heads = len(self.kv_heads)
+        heads, layers = len(self.kv_heads), len(self.layers)
         views = [key_value_views(cache, SIZE) for cache in self.kv]
         return CudaState(
             kv_layers=kernels.KVLayers([k for k, _ in views], [v for _, v in views]),
-            planes=torch.zeros(2, LAYERS, num_blocks, len(self.kv_heads), self.block_size),
+            planes=torch.zeros(2, layers, num_blocks, heads, self.block_size),
             workspace=kernels.DecodeWorkspace(
                 rows,
                 num_blocks * self.block_size,
                 len(self.q_heads),
-                len(self.kv_heads),
+                heads,
                 torch.float32,
                 SIZE,
                 "cpu",
-                sharing_layers=LAYERS,
+                sharing_layers=layers,
             ),
-            lanes=kernels.LaneTables.empty(LAYERS, num_blocks, heads, rows, rows, "cpu"),
+            lanes=kernels.LaneTables.empty(layers, num_blocks, heads, rows, rows, "cpu"),
             prediction=self._prediction(),
             kv_cache_group=0,
-            first_kv_head=self.kv_heads.start,
+            first_head=head_number(self.layers.start, self.kv_heads.start),
             step_variant=variants,
             request_slots=self.runner.req_states.req_id_to_index,
             policies=PolicySlots(rows),
@@ -183,11 +189,13 @@ class FakeGPU:
 
     def _prediction(self) -> kernels.Prediction:
         heads = len(self.kv_heads)
-        part = self.calibration.part(self.kv_heads.start, heads)
+        layers = slice(self.layers.start, self.layers.stop)
+        part = self.calibration.part(self.kv_heads.start, heads, layers)
         scales = None
         if self.fp8:
             of_keys, of_values = SCALES["_k_scale"], SCALES["_v_scale"]
-            scales = torch.full((LAYERS,), of_keys), torch.full((LAYERS,), of_values)
+            count = len(self.layers)
+            scales = torch.full((count,), of_keys), torch.full((count,), of_values)
         return kernels.Prediction.of(part, heads, SIZE, "cpu", scales)
 
     def _layer(self, index: int) -> Any:
@@ -239,12 +247,12 @@ class FakeGPU:
         padded: int,
     ) -> None:
         outs = []
-        for index, impl in enumerate(self.impls):
+        for index, (number, impl) in enumerate(zip(self.layers, self.impls, strict=True)):
             q = torch.zeros(padded, len(self.q_heads), SIZE)
             k, v = torch.zeros(2, padded, len(self.kv_heads), SIZE)
             for i, (request_id, position) in enumerate(tokens):
                 whose = self.whose(request_id, position)
-                all_q, all_k, all_v = qkv(whose, position, index, self.fp8)
+                all_q, all_k, all_v = qkv(whose, position, number, self.fp8)
                 mine = slice(self.kv_heads.start, self.kv_heads.stop)
                 q[i] = all_q[self.q_heads.start : self.q_heads.stop]
                 k[i], v[i] = all_k[mine], all_v[mine]

@@ -37,33 +37,44 @@ def test_any_rotation_of_all_heads_or_of_its_own(size: int, rotation: Rotation, 
     check_rescore(caches, scores, evictions_of(["predicted"] * 2), part=calibration.part(0, HEADS))
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("policy", ["predicted", "predicted+value+key"])
-def test_ranks_predict_together_what_one_does(policy: str, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("policy", "own", "copies"),
+    [
+        ("predicted", False, 1),
+        ("predicted", False, 2),
+        ("predicted", True, 2),
+        ("predicted+value+key", False, 1),
+        ("predicted+value+key", True, 1),
+    ],
+)
+def test_ranks_predict_together_what_one_does(policy: str, own: bool, copies: int) -> None:
+    """Also where several have copies of the same heads, which count once."""
     caches, scores = make_layers(torch.float32, 64, 16, "NHD", LAYERS, BLOCKS, HEADS)
     calibration, early = calibration_of(LAYERS, HEADS, 64, own=own), early_of(scores)
     evictions = evictions_of([policy] * 2)
     want = by_formulas(caches, scores, early, evictions, calibration.part(0, HEADS))
     packed = Rescores.pack([rescore_of(one) for one in evictions], "cpu")
-    # Each rank alone says what it would add, then gets what both do.
-    added: list[list[Tensor]] = [[], []]
-    for rank in range(2):
-        _of_rank(rank, calibration, caches, scores, early, packed, added[rank].append)
+    # Each rank alone says what it would add, then gets what all do.
+    ranks = [(held, copy == 0) for held in range(2) for copy in range(copies)]
+    added: list[list[Tensor]] = [[] for _ in ranks]
+    for rank, mine in zip(ranks, added, strict=True):
+        _of_rank(*rank, calibration, caches, scores, early, packed, mine.append)
     assert bool(added[0]) == (not own)
-    for rank in range(2):
-        both = iter([mine + others for mine, others in zip(*added, strict=True)])
+    for held, first in ranks:
+        everything = iter([sum(parts) for parts in zip(*added, strict=True)])
 
-        def add_up(mine: Tensor, both: Callable[[], Tensor] = both.__next__) -> None:
-            mine.copy_(both())
+        def add_up(mine: Tensor, given: Callable[[], Tensor] = everything.__next__) -> None:
+            mine.copy_(given())
 
-        got = _of_rank(rank, calibration, caches, scores, early, packed, add_up)
+        got = _of_rank(held, first, calibration, caches, scores, early, packed, add_up)
         torch.testing.assert_close(
-            got, want[:, :, 2 * rank : 2 * rank + 2], rtol=1e-4, atol=1e-6, equal_nan=True
+            got, want[:, :, 2 * held : 2 * held + 2], rtol=1e-4, atol=1e-6, equal_nan=True
         )
 
 
 def _of_rank(
-    rank: int,
+    held: int,
+    first: bool,
     calibration: Calibration,
     caches: list[Tensor],
     scores: Tensor,
@@ -72,7 +83,7 @@ def _of_rank(
     add_ranks: Callable[[Tensor], object],
 ) -> Tensor:
     """Scores of a rank with two heads; ``add_ranks`` sees copies of what it would add."""
-    mine = slice(2 * rank, 2 * rank + 2)
+    mine = slice(2 * held, 2 * held + 2)
     keys, values = (
         [halves(cache)[which][:, :, mine].contiguous() for cache in caches] for which in (0, 1)
     )
@@ -85,7 +96,7 @@ def _of_rank(
         else:
             add_ranks(sums)
 
-    part = calibration.part(2 * rank, 2)
+    part = calibration.part(2 * held, 2, first_holder=first)
     prediction = Prediction.of(part, 2, 64, "cpu", add_ranks=add)
     rescore(layers, got, early[:, :, mine].contiguous(), packed, prediction=prediction)
     return got

@@ -12,7 +12,7 @@ import torch
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.kernels.triton import KVLayers, Rescore, Rescores, rescore, rescores
-from h2o_vllm.policy.candidates import Candidates
+from h2o_vllm.policy.candidates import Candidates, head_number
 from h2o_vllm.policy.formulas import random
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import Op
@@ -130,13 +130,13 @@ def test_random_draws_are_those_of_the_formula() -> None:
     """Known and fresh tokens alike, whatever their scores, and the same from any first head on."""
     caches, scores = make_layers(torch.bfloat16, 64, 16, layers=3, blocks=BLOCKS)
     layers = KVLayers(*zip(*(halves(cache) for cache in caches), strict=True), 1 << 20)
-    for heads in (0, 6):
+    for heads in (0, 6, head_number(5, 2)):
         got = torch.full_like(scores, NAN)
-        one = Rescore((3, 5), (1, 2, 9), Op.RANDOM, 160, 1000, first_kv_head=heads)
+        one = Rescore((3, 5), (1, 2, 9), Op.RANDOM, 160, 1000, first_head=heads)
         rescore(layers, got, scores, Rescores.pack([one], "cpu"))
         mine = got[:, [3, 5, 1, 2, 9]].transpose(1, 2).flatten(2)
         nothing: Any = None
-        given = Candidates(mine, 32, 160, 1000, nothing, nothing, first_kv_head=heads)
+        given = Candidates(mine, 32, 160, 1000, nothing, nothing, first_head=heads)
         assert torch.equal(mine, random(given))
         assert got.isnan().sum() == 3 * 2 * 16 * (BLOCKS - 5)
 

@@ -135,8 +135,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-a-second-eviction-rescores-own-lanes",
-        "rescore_of(one, self._lanes_slot(one), self.first_kv_head)",
-        "rescore_of(one, -1, self.first_kv_head)",
+        "rescore_of(one, self._lanes_slot(one), self.first_head)",
+        "rescore_of(one, -1, self.first_head)",
         CUDA,
     ),
     Mutant(

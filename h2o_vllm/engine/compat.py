@@ -36,6 +36,7 @@ __all__ = [
     "runner_drafter_builders",
     "runner_drafter_layers",
     "runner_logits",
+    "runner_make_stage_inputs",
     "runner_metadata_builders",
     "runner_row_request_ids",
     "runner_spared_generators",
@@ -57,8 +58,12 @@ class LimitingScheduler(AsyncScheduler):
 
     ``Scheduler._update_after_schedule`` (0.32) sees a step before anything counts its tokens. A step in which
     requests with one unknown token are padded with drafts that do not exist, as CUDA graphs want it, is made
-    what it is without them; goes when vLLM pads for graphs only. And ``AsyncScheduler`` then leaves
-    placeholders for drafts, which a synchronous step would have to fill; goes when it asks whether it is one.
+    what it is without them; goes when vLLM pads for graphs only.
+
+    ``AsyncScheduler`` (0.32) counts a token that is being computed, so that its request is in the next step,
+    too. A synchronous step is ``Scheduler``'s: with several stages of a pipeline another step is planned
+    before it ends, and the first stage would not know that token. Goes when ``AsyncScheduler`` asks whether
+    it is one.
     """
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
@@ -80,13 +85,17 @@ class LimitingScheduler(AsyncScheduler):
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, limited)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        drafts = bool(self.num_spec_tokens) and not self.scheduler_config.async_scheduling
-        if drafts:
+        if self.scheduler_config.async_scheduling:
+            super()._update_after_schedule(scheduler_output)
+            return
+        if self.num_spec_tokens:
             _drop_padding(scheduler_output)
-        super()._update_after_schedule(scheduler_output)
-        if drafts:
-            for request_id in scheduler_output.num_scheduled_tokens:
-                self.requests[request_id].spec_token_ids = []
+        super(AsyncScheduler, self)._update_after_schedule(scheduler_output)
+
+    def _update_request_with_output(self, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+        if self.scheduler_config.async_scheduling:
+            return super()._update_request_with_output(*args, **kwargs)
+        return super(AsyncScheduler, self)._update_request_with_output(*args, **kwargs)
 
     def limit_cache_hit(self, request: Request, cached: int) -> int:
         """How many of ``cached`` first tokens the request may read."""
@@ -229,6 +238,20 @@ def runner_logits(model_runner: Any, request_id: str) -> torch.Tensor:
     row = model_runner.input_batch.req_id_to_index[request_id]
     logits: torch.Tensor = model_runner.execute_model_state.logits[row]
     return logits
+
+
+def runner_make_stage_inputs(model_runner: Any) -> None:
+    """Allocate what a stage of a pipeline copies its inputs into, unless it is there.
+
+    ``GPUModelRunner._dummy_run`` (0.32) allocates it. With ``--enforce-eager`` a CPU worker has no dummy run,
+    and the second stage fails at its first step. Goes when vLLM allocates it elsewhere.
+    """
+    if model_runner.intermediate_tensors is None:
+        model_runner.intermediate_tensors = model_runner.model.make_empty_intermediate_tensors(
+            batch_size=model_runner.max_num_tokens,
+            dtype=model_runner.model_config.dtype,
+            device=model_runner.device,
+        )
 
 
 def runner_block_table(

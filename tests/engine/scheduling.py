@@ -79,7 +79,8 @@ class Rig:
 
     Every step checks the books (law 2) and that no eviction writes what others can see (law 6).
     ``pipelined`` schedules a step before the previous one's tokens are known, as asynchronous
-    scheduling does. ``beside``: other groups in the same pool; ``retention``: how often these publish;
+    scheduling does; ``stages``: of a pipeline, each of which has a step of its own. ``beside``: other
+    groups in the same pool; ``retention``: how often these publish;
     ``ghost``: play the workers on hashes, and check what each token came of; ``drafts``: so many tokens are
     drafted at most, some of them right; ``ahead``: by a drafter with KV, which has as many slots after them;
     ``exact``: requests may be exact, for which the model drafts into slots that are verified later;
@@ -96,6 +97,7 @@ class Rig:
         caching: bool = True,
         policy: str = "fcfs",
         pipelined: bool = False,
+        stages: int = 1,
         metered: bool = False,
         watermark: float = 0.0,
         beside: Sequence[KVCacheSpec] = (),
@@ -144,6 +146,8 @@ class Rig:
             additional_config=args["additional_config"] | ({METRICS_KEY: True} if metered else {}),
         )
         self.config.cache_config.num_gpu_blocks = num_blocks
+        # Set here: a rig needs no executor of several processes.
+        object.__setattr__(self.config.parallel_config, "pipeline_parallel_size", stages)
         if any(isinstance(one, MambaSpec) for one in beside):
             self.config.cache_config.mamba_cache_mode = "align"
         spec = H2OAttentionSpec(block_size=block_size, **HEADS)
@@ -165,6 +169,10 @@ class Rig:
         self.blocks = self.scheduler.blocks
         self.ghost = GhostWorker(layers_of(groups), num_blocks, block_size) if ghost else None
         self.pipelined = pipelined
+        if pipelined and stages > 1:
+            # Runner V1 has no asynchronous pipelines.
+            self.scheduler.use_v2_model_runner = True
+        self._most_in_flight = stages if pipelined else stages - 1
         self._drafts, self._chance = drafts, random.Random(drafts)
         self.exact = exact
         self.ahead = -(-drafts // block_size) if ahead else 0
@@ -241,7 +249,7 @@ class Rig:
             sampled_token_ids=sampled,
         )
         self._in_flight.append((output, result))
-        while len(self._in_flight) > (1 if self.pipelined and ids else 0):
+        while len(self._in_flight) > (self._most_in_flight if ids else 0):
             self._update(*self._in_flight.popleft())
         self.blocks.check_integrity()
         return output
@@ -332,6 +340,11 @@ class Rig:
         return sum(not b.is_null for b in self.blocks.req_to_blocks[request_id])
 
     def _check_plan(self, output: SchedulerOutput) -> None:
+        drafts = output.scheduled_spec_decode_tokens
+        for name in () if self.pipelined else output.num_scheduled_tokens:
+            request = self.scheduler.requests[name]
+            computed = request.num_computed_tokens - len(drafts.get(name, ()))
+            assert computed <= request.num_tokens, "nobody knows a token that is computed"
         check_commuting(output.h2o.evictions)
         for eviction in output.h2o.evictions:
             state = self.blocks.eviction_state(eviction.request_id)

@@ -18,12 +18,14 @@ PROMPT = list(range(1000, 1200))
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-cache"])
+@pytest.mark.parametrize("stages", [1, 2], ids=["whole", "stages"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_law02_every_block_comes_home(
-    model_dir: str, caching: bool, policy: str, pipelined: bool
+    model_dir: str, caching: bool, policy: str, pipelined: bool, stages: int
 ) -> None:
     """Admit, append, evict, preempt, abort, finish, in a pool that is always too small."""
-    rig = Rig(model_dir, 24, caching=caching, policy=policy, pipelined=pipelined, kv_min_tokens=16)
+    options: dict[str, Any] = {"pipelined": pipelined, "stages": stages, "kv_min_tokens": 16}
+    rig = Rig(model_dir, 24, caching=caching, policy=policy, **options)
     chance = random.Random(0)
     for number in range(60):
         prompt = (
@@ -293,14 +295,16 @@ def test_a_resumed_request_finds_nothing_cached_behind_its_first_eviction(model_
 
 @pytest.mark.parametrize("policy", ["h2o", "window"])
 def test_asynchronous_scheduling_evicts_at_the_same_tokens(model_dir: str, policy: str) -> None:
-    """Decisions hang on counts, not on when results come back."""
+    """Decisions hang on counts, not on when results come back: so each stage of a pipeline evicts alike."""
 
-    def evictions(pipelined: bool) -> tuple[list[tuple[int, ...]], Any]:
-        rig = Rig(model_dir, 60, pipelined=pipelined, kv_min_tokens=16)
+    def evictions(pipelined: bool, stages: int = 1) -> tuple[list[tuple[int, ...]], Any]:
+        rig = Rig(model_dir, 60, pipelined=pipelined, stages=stages, kv_min_tokens=16)
         rig.add("full", PROMPT[:90], max_tokens=70)
         rig.add("one", PROMPT, {"kv_budget": 0.3, "kv_policy": policy}, max_tokens=150)
         rig.run()
         assert len(rig.tokens["one"]) == 150
         return [e.holes for e in rig.evictions], rig.reports["one"]
 
-    assert evictions(True) == evictions(False)
+    whole = evictions(False)
+    assert evictions(True) == whole
+    assert evictions(False, 2) == evictions(True, 2) == evictions(True, 3) == whole

@@ -52,8 +52,9 @@ def test_chats_find_what_has_settled(model_dir: str) -> None:
     for seed in range(2):
         chance, chats = random.Random(seed), Chats()
         chats.start(
-            num_blocks=40, caching=True, pipelined=False, drafts=0, ahead=False, exact=False, policy="fcfs",
-            batched_tokens=64, watermark=0.0, beside=(), retention=0, kv_elastic_admission="squeeze",
+            num_blocks=40, caching=True, pipelined=False, stages=1, drafts=0, ahead=False, exact=False,
+            policy="fcfs", batched_tokens=64, watermark=0.0, beside=(), retention=0,
+            kv_elastic_admission="squeeze",
         )  # fmt: skip
         for _ in range(12):
             if chance.random() < 0.6:

@@ -65,6 +65,7 @@ class Traffic(RuleBasedStateMachine):
         drafts: int,
         ahead: bool,
         exact: bool,
+        stages: int,
         **options: Any,
     ) -> None:
         # The rest is refused at start-up.
@@ -85,6 +86,7 @@ class Traffic(RuleBasedStateMachine):
             drafts=drafts,
             ahead=ahead,
             exact=exact,
+            stages=1 if drafts or beside else stages,
             ghost=True,
             kv_min_tokens=16,
             max_num_seqs=8,

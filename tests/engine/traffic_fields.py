@@ -17,6 +17,7 @@ RIGS: dict[str, Any] = {
     "num_blocks": st.integers(24, 40),
     "caching": st.booleans(),
     "pipelined": st.booleans(),
+    "stages": st.sampled_from([1, 1, 2]),
     "drafts": st.sampled_from([0, 1, 4, 20]),
     "ahead": st.booleans(),
     "exact": st.sampled_from([False, False, True]),

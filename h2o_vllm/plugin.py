@@ -26,7 +26,15 @@ WORKER_CLS = {
     "cpu": "h2o_vllm.engine.cpu.worker.H2OCPUWorker",
     "cuda": "h2o_vllm.engine.cuda.worker.H2OGPUWorker",
 }
-CPU_EXECUTOR = "h2o_vllm.engine.cpu.executor.H2OCPUExecutor"
+
+
+class _ExecutorPath(str):
+    """The path of an executor; vLLM asks whatever is no name of its own whether it serves pipelines."""
+
+    supports_pp = True
+
+
+CPU_EXECUTOR = _ExecutorPath("h2o_vllm.engine.cpu.executor.H2OCPUExecutor")
 CPU_BLOCK_SIZE = 32
 """vLLM's default on CPU is 128, which makes budgets coarse; 32 is the smallest it runs fast."""
 

@@ -41,7 +41,7 @@ ALL_CORES = (
     "tests/kernels/cpu/test_attend.py::test_long_rows_shared_by_threads",
     "tests/kernels/cpu/test_attend.py::test_rows_behind_the_scored_ones",
     "tests/kernels/cpu/test_attend.py::test_a_row_does_not_depend",
-    "tests/engine/test_modes.py::test_law11",
+    "tests/engine/test_law11_ranks.py",
     "tests/loadtest/engine/test_run.py::test_a_small_run",
     "tests/loadtest/http/test_locust.py",
     "tests/loadtest/quality/test_quality_engine.py",

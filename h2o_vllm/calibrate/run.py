@@ -57,6 +57,11 @@ def calibrate(
         raise ConfigError(
             "calibrations are made on CPUs; engines on GPUs serve with a file that was made there"
         )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if engine.get(name, 1) != 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {engine[name]}: one process learns a model; leave it out"
+            )
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no directory {output.parent}")
     if (

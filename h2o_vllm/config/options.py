@@ -21,6 +21,7 @@ from h2o_vllm.config.request_fields import (
     check_heads,
     check_prefill,
     check_received,
+    check_scores,
     check_settle,
 )
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -62,6 +63,8 @@ class H2OConfig:
             option, either.
         kv_collects_not_because: why the attention of prompts is not known in this engine; empty: it is. No
             option, either.
+        kv_scores_not_because: why no policy may collect attention in this engine; empty: they may. No option,
+            either.
         kv_hands_over: whether workers move what an eviction has kept, with its scores, from engine to engine.
             No option, either.
 
@@ -164,6 +167,7 @@ class H2OConfig:
     kv_exact_not_because: str = ""
     kv_evicts_not_because: str = ""
     kv_collects_not_because: str = ""
+    kv_scores_not_because: str = ""
     kv_hands_over: bool = False
 
     def __post_init__(self) -> None:
@@ -189,7 +193,10 @@ class H2OConfig:
         check_settle(named, default)
         if self.kv_heads is not None:
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
-        if self.kv_budget < 1.0 or self.kv_budget_tokens is not None:
+        evicts = self.kv_budget < 1.0 or self.kv_budget_tokens is not None
+        if evicts or self.kv_prefill_tokens:
+            check_scores(default, self.kv_scores_not_because)
+        if evicts:
             because, scores = self.kv_collects_not_because, self.kv_hands_over
             check_received(named, default, because, with_scores=scores)
 

@@ -24,6 +24,7 @@ __all__ = [
     "check_heads",
     "check_prefill",
     "check_received",
+    "check_scores",
     "check_settle",
     "evicts_at_end",
     "settles_not_because",
@@ -65,6 +66,9 @@ EXACT_NOT_WITH = (
 )  # fmt: skip
 """Fields that a request cannot combine with ``kv_exact``: they say how something is evicted."""
 
+WITHOUT_SCORES = "'later', 'window' and 'random' collect none"
+"""Presets that serve where no attention is known."""
+
 EXACT_SHARE = 0.1
 """Share of an exact request's tokens that drafts attend to, where no budget is named."""
 
@@ -100,6 +104,17 @@ def check_prefill(tokens: int, policy: Policy) -> int:
     return tokens
 
 
+def check_scores(policy: Policy, because: str) -> None:
+    """Check that the engine knows what ``policy`` ranks by: no attention, if ``because`` says why.
+
+    Raises:
+        BudgetError: the policy collects attention.
+    """
+    if because and policy.needs_scores:
+        accepted = f"one that collects no attention on this server ({because}); {WITHOUT_SCORES}"
+        raise BudgetError("kv_policy", policy.name, accepted)
+
+
 def evicts_at_end(values: Mapping[str, Any]) -> bool:
     """Whether the first eviction can only come right behind the prompt, by the fields of a request."""
     return not any(values.get(name) for name in NOT_AT_END)
@@ -124,7 +139,7 @@ def check_received(
         return
     known = with_scores and (policy.collects is not Collects.ALL or evicts_at_end(values))
     if policy.needs_scores and not known:
-        accepted = f"one that collects no attention: {because}; 'later', 'window' and 'random' collect none"
+        accepted = f"one that collects no attention: {because}; {WITHOUT_SCORES}"
         if with_scores:
             accepted += (
                 ", 'snapkv' and 'question' only that of the prompt's end, which is computed again; "

@@ -21,6 +21,7 @@ from h2o_vllm.config.request_fields import (
     check_heads,
     check_prefill,
     check_received,
+    check_scores,
     check_settle,
     evicts_at_end,
     settles_not_because,
@@ -84,6 +85,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         values |= _NOTHING_EVICTED | everything
     budget = RequestBudget(**values)
     if budget.evicts:
+        check_scores(policy, config.kv_scores_not_because)
         because, scores = config.kv_collects_not_because, config.kv_hands_over
         check_received(settings, policy, because, with_scores=scores)
     return budget

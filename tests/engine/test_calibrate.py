@@ -129,6 +129,11 @@ def test_what_python_carries_is_enough() -> None:
         (["--output", "{}/a/b.h2o"], "--output {}/a/b.h2o: there is no directory {}/a"),
         (["--output", "{}/b.h2o", "--texts", "{}/none"], "--texts {}/none: "),
         (["--output", "{}/b.h2o", "--pieces", "0"], "--pieces 0: wanted an integer of at least 1"),
+        (["--output", "{}/b.h2o", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2: one"),
+        (
+            ["--output", "{}/b.h2o", "--pipeline-parallel-size", "2"],
+            "--pipeline-parallel-size 2: one",
+        ),
         (["--output", "{}/b.safetensors", "--model", "{}"], "vLLM would load it as weights"),
     ],
 )

@@ -172,9 +172,12 @@ def test_untried_connectors_are_refused_by_name(
 
 def test_files_do_not_tell_ranks_apart(model_dir: str, tmp_path: Path) -> None:
     config = Rig(model_dir, 20, transfer=shared_folder(tmp_path, "kv_both")).config
-    object.__setattr__(config.parallel_config, "tensor_parallel_size", 2)
-    with pytest.raises(ConfigError, match="ExampleConnector under tensor parallelism"):
-        check_supported(config)
+    parallel = config.parallel_config
+    for name, says in (("tensor", "under tensor"), ("pipeline", "with --pipeline-parallel-size")):
+        object.__setattr__(config, "parallel_config", copy.copy(parallel))
+        object.__setattr__(config.parallel_config, f"{name}_parallel_size", 2)
+        with pytest.raises(ConfigError, match=f"ExampleConnector {says}"):
+            check_supported(config)
 
 
 def test_models_of_several_groups_are_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from h2o_vllm.engine.cpu import executor
+from h2o_vllm.plugin import CPU_EXECUTOR
 
 IN_PROCESS, PROCESSES = "in the engine core", "worker processes"
 
@@ -51,3 +52,16 @@ def test_executor_follows_ranks_cores_and_the_user(
     made: Any = executor.H2OCPUExecutor(config)
     assert made.kind == expected
     assert isinstance(made, executor.UniProcExecutor) == (expected == IN_PROCESS)
+
+
+def test_vllm_is_told_that_it_serves_pipelines() -> None:
+    """It asks the option, which is a path."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(pipeline_parallel_size=2, distributed_executor_backend=CPU_EXECUTOR)
+    args._check_feature_supported()
+    args.distributed_executor_backend = str(CPU_EXECUTOR)
+    assert args.distributed_executor_backend == CPU_EXECUTOR
+    with pytest.raises(NotImplementedError, match="Pipeline Parallelism"):
+        args._check_feature_supported()
+    assert executor.H2OCPUExecutor.supports_pp

@@ -28,6 +28,7 @@ def rig(model_dir: str) -> Rig:
         ("speculative_config", None, "without our drafter"),
         ("speculative_config", SimpleNamespace(method="ngram", model=None), "without our drafter"),
         ("parallel_config.tensor_parallel_size", 2, "--kv-exact with tensor parallelism"),
+        ("parallel_config.pipeline_parallel_size", 2, "--kv-exact with pipeline parallelism"),
         ("lora_config", SimpleNamespace(), "--kv-exact with LoRA"),
         ("model_config.uses_mrope", True, "M-RoPE"),
     ],
@@ -38,7 +39,7 @@ def test_what_exact_requests_cannot_go_with_is_refused_by_name(
     config = SimpleNamespace(
         additional_config={"h2o": {"kv_exact_drafts": 4}},
         speculative_config=SimpleNamespace(method="custom_class", model=drafting.EXACT_DRAFTER),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         lora_config=None,
         model_config=SimpleNamespace(uses_mrope=False),
     )
@@ -70,6 +71,12 @@ def test_drafts_are_served_on_cpus_and_refused_by_name_elsewhere(rig: Rig, metho
     with pytest.raises(ConfigError, match="speculative decoding with --async-scheduling"):
         check_supported(config)
     set_path(config, "scheduler_config.async_scheduling", False)
+    parallel = config.parallel_config
+    object.__setattr__(config, "parallel_config", copy.copy(parallel))
+    set_path(config, "parallel_config.pipeline_parallel_size", 2)
+    with pytest.raises(ConfigError, match="speculative decoding with --pipeline-parallel-size"):
+        check_supported(config)
+    object.__setattr__(config, "parallel_config", parallel)
     object.__setattr__(config, "model_config", SimpleNamespace(is_hybrid=True))
     reasons = [why for refused, why in drafting.drafting_refusals(config) if refused]
     assert reasons == [why for why in reasons if "hybrid models" in why] != []

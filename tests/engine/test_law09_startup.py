@@ -62,13 +62,12 @@ REFUSED = [
     ),
     ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
     ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
-    ("parallel_config.pipeline_parallel_size", 2, "pipeline-parallel-size"),
     (
         "parallel_config.data_parallel_size",
         2,
         "data-parallel-size above 1 for a mixture of experts",
     ),
-    ("parallel_config.tensor_parallel_size", 4, "4 above the model's 2 KV heads"),
+    ("parallel_config.tensor_parallel_size", 3, "--tensor-parallel-size 3 for 2 KV heads"),
     ("cache_config.cache_dtype", "fp8", "--kv-cache-dtype fp8 on CPU"),
     ("model_config.runner_type", "pooling", "pooling"),
     ("device_config.device_type", "tpu", "tpu"),
@@ -101,8 +100,31 @@ def test_heads_of_several_ranks_cannot_share(rig: Rig) -> None:
     set_path(config, "additional_config", {"h2o": {}})
     check_supported(config)
     set_path(config, "additional_config", {"h2o": {"kv_heads": "shared"}})
-    with pytest.raises(ConfigError, match="--kv-heads shared here: with tensor parallelism"):
+    with pytest.raises(ConfigError, match=r"--kv-heads: .*\(with tensor parallelism"):
         check_supported(config)
+
+
+def test_law09_copies_of_a_head_rank_by_no_attention(rig: Rig) -> None:
+    """More ranks than KV heads: each copy would see other queries, and keep other tokens."""
+    config = copy.copy(rig.config)
+    object.__setattr__(config, "parallel_config", copy.copy(config.parallel_config))
+    set_path(config, "parallel_config.tensor_parallel_size", 4)
+    evicts = {"kv_budget": 0.2}
+    for served in ({}, {**evicts, "kv_policy": "later"}, {"kv_policy": "h2o"}):
+        set_path(config, "additional_config", {"h2o": served})
+        check_supported(config)
+    because = support.config_of(config).kv_scores_not_because
+    assert "2 KV heads is on 2 of 4 tensor-parallel ranks" in because
+    for options in (evicts, {**evicts, "kv_policy": "snapkv"}, {"kv_prefill_tokens": 512}):
+        set_path(config, "additional_config", {"h2o": options})
+        with pytest.raises(ConfigError, match=r"--kv-policy: .* on 2 of 4 tensor-parallel ranks"):
+            check_supported(config)
+
+
+def test_stages_with_layers_of_several_kinds_are_refused(model_dir: str) -> None:
+    Rig(model_dir, 20, stages=2)
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size above 1 for a model with wind"):
+        Rig(model_dir, 40, stages=2, beside=(WINDOW,))
 
 
 def test_a_scheduler_without_our_block_manager_does_not_start(rig: Rig) -> None:
@@ -266,6 +288,9 @@ def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, beca
             additional_config={"h2o": options},
             device_config=SimpleNamespace(device_type=device),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+            model_config=SimpleNamespace(
+                model_arch_config=[], hf_text_config=None, get_total_num_kv_heads=lambda: 2
+            ),
             kv_transfer_config=None,
         )
 

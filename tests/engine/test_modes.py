@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same engine the way users run it: several processes, compiled, bf16, other block sizes, ranks."""
+"""The same engine the way users run it: several processes, compiled, bf16, other block sizes."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from loadtest.common.tiny_model import make_tiny_model
-from tests.calibration.made import make_calibration
 from tests.engine.conftest import run_engine
 
 pytestmark = pytest.mark.e2e
@@ -21,14 +16,6 @@ ASKED: list[dict[str, Any] | None] = [
     None,
     {"kv_budget": 0.4, "kv_policy": "random"},
     {"kv_budget_tokens": 150, "kv_protect": 60},
-]
-
-TRACED: dict[str, Any] = {"kv_budget": 0.3, "kv_trace": True}
-
-MORE: list[dict[str, Any]] = [
-    {"kv_budget": 0.2, "kv_prefill_tokens": 160},
-    {"kv_budget": 0.2, "kv_elastic": True},
-    {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "key"},
 ]
 
 
@@ -83,57 +70,3 @@ def test_budgets_hold_in_every_mode(
         max_tokens=40,
     )
     budgets_held(results, block_size)
-
-
-@pytest.fixture(scope="module")
-def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose heads two ranks can share; the embedded model's nine cannot be halved."""
-    return make_tiny_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-def test_law11_two_ranks_give_the_tokens_of_one(random_llama: Path, tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    asked = [*ASKED, *MORE, TRACED]
-    prompts = [
-        torch.randint(0, 512, (300 + 90 * i,), generator=generator).tolist()
-        for i in range(len(asked))
-    ]
-    first, second = sorted(os.sched_getaffinity(0))[:2]
-    calibration = str(make_calibration(random_llama, tmp_path / "calibration.h2o"))
-    results = []
-    for ranks, cores in ((1, f"{first}"), (2, f"{first}|{second}")):
-        results.append(
-            run_engine(
-                str(random_llama),
-                prompts,
-                # Ranks cannot let heads share slots, which is the default of what predicts.
-                h2o={
-                    "kv_min_tokens": 64,
-                    "kv_trace": True,
-                    "kv_heads": "equal",
-                    "kv_calibration": calibration,
-                },
-                asked=asked,
-                engine={
-                    "tensor_parallel_size": ranks,
-                    "skip_tokenizer_init": True,
-                    "num_gpu_blocks_override": 65,
-                },
-                environment={"VLLM_CPU_OMP_THREADS_BIND": cores},
-                max_tokens=60,
-                detokenize=False,
-            )
-        )
-    one, two = results
-    assert [r["tokens"] for r in one] == [r["tokens"] for r in two]
-    assert [r["report"] for r in one] == [r["report"] for r in two]
-    budgets_held(one[: len(ASKED)], 32)
-    bounded, *elastic, traced = (result["report"] for result in one[len(ASKED) :])
-    # Compared above, with the heads of both ranks in it.
-    trace = traced["trace"]
-    assert trace["evicted_at"] and len({str(head) for head in trace["lost"][0]}) > 1
-    assert bounded["squeezed_at"] == bounded["prefill_tokens"] == 160
-    # More than the pool holds: somebody had to yield.
-    assert any(report["squeezed_at"] is not None for report in elastic)

@@ -13,6 +13,7 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.plugin import engine_args
+from h2o_vllm.policy.policy import policy_names, policy_pattern
 from h2o_vllm.policy.presets import REMOVED
 from tests.served import SERVED, SHARING, policy_of
 from tests.server.admitting import body, passed, refused
@@ -64,6 +65,27 @@ def test_heads_cannot_share_in_every_engine() -> None:
         "kv_heads must be equal on this server (a rank has only some), got 'shared'"
     )
     assert passed(engine, body(kv_heads="equal"))
+
+
+def test_attention_is_not_known_in_every_engine() -> None:
+    engine = H2OConfig(kv_scores_not_because="of the test", kv_calibration="unread")
+    refusal = refused(engine, body(kv_budget=0.2))
+    assert refusal.param == "kv_policy"
+    assert refusal.message.startswith(
+        "kv_policy must be one that collects no attention on this server (of the test); 'later', "
+    )
+    for policy in ("auto", "h2o", "end", "predicted+end"):
+        assert refused(engine, body(kv_budget_tokens=300, kv_policy=policy)).param == "kv_policy"
+        # It evicts nothing.
+        assert passed(engine, body(kv_budget=1.0, kv_policy=policy))
+    for policy in ("later", "predicted", "key", "random", "window"):
+        assert passed(engine, body(kv_budget=0.2, kv_policy=policy))
+    with pytest.raises(ConfigError, match=r"--kv-policy: .* collects no attention on this server"):
+        H2OConfig(kv_scores_not_because="of the test", kv_budget=0.2)
+    told = {"calibrated": True, "scored": False}
+    assert policy_names(**told) == ("later", "random", "window", "predicted", "key")
+    pattern = re.compile(policy_pattern(**told))
+    assert pattern.match("predicted+key") and not pattern.match("predicted+end")
 
 
 def test_a_trace_changes_nothing_of_what_it_shows() -> None:

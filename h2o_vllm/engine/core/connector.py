@@ -111,7 +111,7 @@ def connector_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
         return []
     name = str(transfer.kv_connector)
     module = transfer.kv_connector_module_path
-    ranks = config.parallel_config.tensor_parallel_size
+    parallel = config.parallel_config
     return [
         (
             name not in TRIED_CONNECTORS or module is not None,
@@ -124,7 +124,11 @@ def connector_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
             f"{EXAMPLE}",
         ),
         (
-            name == EXAMPLE and ranks > 1,
+            parallel.pipeline_parallel_size > 1,
+            f"the KV connector {name} with --pipeline-parallel-size above 1: not tested with evictions",
+        ),
+        (
+            name == EXAMPLE and parallel.tensor_parallel_size > 1,
             f"{name} under tensor parallelism: its files do not say whose heads they hold",
         ),
         (

@@ -53,7 +53,7 @@ def asks_for_exact(config: VllmConfig) -> bool:
 
 def drafting_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
     """What is refused of speculative decoding on CPU: whether it is asked for, and the reason."""
-    return [*_methods(config), *_exact(config)]
+    return [*_exact(config), *_methods(config)]
 
 
 def _methods(config: VllmConfig) -> list[tuple[bool, str]]:
@@ -86,6 +86,10 @@ def _methods(config: VllmConfig) -> list[tuple[bool, str]]:
             bool(scheduler.async_scheduling),
             "speculative decoding with --async-scheduling: an eviction must know which drafts are accepted. "
             "Leave the option out",
+        ),
+        (
+            config.parallel_config.pipeline_parallel_size > 1,
+            "speculative decoding with --pipeline-parallel-size above 1: not tested with evictions",
         ),
         (
             config.model_config.is_hybrid,
@@ -126,6 +130,10 @@ def _exact(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             config.parallel_config.tensor_parallel_size > 1,
             "--kv-exact with tensor parallelism: only one process knows the next token of a draft",
+        ),
+        (
+            config.parallel_config.pipeline_parallel_size > 1,
+            "--kv-exact with pipeline parallelism: a draft needs the layers of all processes",
         ),
         (
             config.lora_config is not None,

@@ -84,6 +84,11 @@ class H2OScheduler(LimitingScheduler):
                 "h2o_vllm cannot work with --kv-settle-tokens for a model with windows, chunks or states "
                 "beside full attention: what they hold is not found by the keys of what has settled"
             )
+        if self._beside and self.use_pp:
+            raise ConfigError(
+                "h2o_vllm cannot work with --pipeline-parallel-size above 1 for a model with windows, chunks "
+                "or states beside full attention: not tested with evictions"
+            )
         if self._beside and self.h2o_config.exact_drafts:
             raise ConfigError(
                 "h2o_vllm cannot work with --kv-exact for a model with windows, chunks or states beside full "

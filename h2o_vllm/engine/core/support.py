@@ -31,6 +31,7 @@ from h2o_vllm.engine.core.drafting import (
     drafter_has_kv,
     drafting_refusals,
 )
+from h2o_vllm.engine.core.heads import evictable_kv_heads, scores_not_because
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -67,6 +68,8 @@ def check_supported(config: VllmConfig) -> None:
     for refused, reason in [*_everywhere(config), *_BY_DEVICE[device](config)]:
         if refused:
             raise ConfigError(f"h2o_vllm cannot work with {reason}")
+    # The defaults, before weights are loaded.
+    config_of(config)
 
 
 def config_of(config: VllmConfig) -> H2OConfig:
@@ -79,6 +82,7 @@ def config_of(config: VllmConfig) -> H2OConfig:
     device = config.device_config.device_type
     return replace(
         ours,
+        kv_scores_not_because=scores_not_because(config),
         kv_heads_equal_because=_equal_heads_because(config),
         kv_settles_not_because="" if device == "cpu" else _NO_SETTLING,
         kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
@@ -120,6 +124,9 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
     model, parallel = config.model_config, config.parallel_config
     by_name = refusal_by_name(model.architectures)
     scheduler_cls = config.scheduler_config.get_scheduler_cls()
+    ranks = parallel.tensor_parallel_size
+    # Models without attention have none.
+    heads = max(1, evictable_kv_heads(model)) if ranks > 1 else 1
     return [
         (
             CONFIG_KEY not in (config.additional_config or {}),
@@ -129,10 +136,6 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             _protects_roles_without_a_server(config.additional_config or {}),
             "kv_protect 'system' without h2o-serve: only a server knows the roles of a chat",
-        ),
-        (
-            _option(config, "kv_heads") == "shared" and bool(_equal_heads_because(config)),
-            f"--kv-heads shared here: {_equal_heads_because(config)}",
         ),
         (
             not _is_ours(scheduler_cls),
@@ -158,6 +161,11 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             "KV shared between layers (Gemma 3n, Gemma 4 E2B and E4B): several layers would have to agree on "
             "the tokens that one of them keeps. Serve it with: vllm serve",
         ),
+        (
+            ranks > heads and ranks % heads != 0,
+            f"--tensor-parallel-size {ranks} for {heads} KV heads: vLLM gives each head to as many ranks. "
+            "Choose a multiple or a divisor",
+        ),
         (model.is_encoder_decoder, "encoder-decoder models: cross attention is not scored"),
         (model.runner_type == "pooling", "pooling models: they generate nothing to evict for"),
         *connector_refusals(config),
@@ -165,17 +173,6 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism: it splits one head's tokens among processes, and each would rank only "
             "its own part",
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            "--pipeline-parallel-size above 1: not tested with evictions; use "
-            "--tensor-parallel-size, or replicas",
-        ),
-        (
-            parallel.tensor_parallel_size > model.get_total_num_kv_heads(),
-            f"--tensor-parallel-size {parallel.tensor_parallel_size} above the model's "
-            f"{model.get_total_num_kv_heads()} KV heads: each copy of a head would score only the queries of "
-            "its own process, and keep other tokens; use at most as many processes as KV heads, and replicas",
         ),
         (
             # The engines of a dense model are independent of each other: the value here is 1.
@@ -261,8 +258,9 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             "--kv-full-kernel h2o on GPUs: there vLLM's own kernels serve all requests that are not scored",
         ),
         (
-            bool(_option(config, "kv_trace")) and parallel.tensor_parallel_size > 1,
-            "--kv-trace on several GPUs: each process knows only what its own heads lose",
+            bool(_option(config, "kv_trace"))
+            and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
+            "--kv-trace on several GPUs: each process knows only what its own layers and heads lose",
         ),
         (
             asks_for_exact(config),

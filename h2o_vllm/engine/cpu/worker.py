@@ -17,6 +17,7 @@ from h2o_vllm.calibration.learner import Learner, Softmax
 from h2o_vllm.engine.compat import (
     runner_drafter_builders,
     runner_logits,
+    runner_make_stage_inputs,
     runner_row_request_ids,
     runner_spared_generators,
     runner_write_table,
@@ -109,6 +110,8 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         in_background(collapse)
         with ZeroPages():
             super().initialize_from_config(kv_cache_config)
+        if self.parallel_config.pipeline_parallel_size > 1:
+            runner_make_stage_inputs(self.model_runner)
         if isinstance(drafter := getattr(self.model_runner, "drafter", None), ViewDrafter):
             drafter.bind(self._bound_state(), self.model_runner, self._layer_names)
 

@@ -28,7 +28,7 @@ def with_traces(config: H2OConfig, ranks: int) -> H2OConfig:
     Which is not on several GPUs: see :mod:`h2o_vllm.engine.core.support`.
 
     Args:
-        ranks: of tensor parallelism.
+        ranks: how many there are, of tensor and of pipeline parallelism.
     """
     from vllm.platforms import current_platform
 

@@ -45,6 +45,7 @@ def make_config(**changes: Any) -> Any:
         "cudagraph_mode": None,
         "additional_config": {"h2o": {}},
         "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "method": None,
         **changes,
     }
@@ -80,9 +81,12 @@ def reasons(config: Any) -> list[str]:
         ({"additional_config": {"h2o": {"kv_settle_tokens": 512}}}, "--kv-settle-tokens on GPUs"),
         ({"additional_config": {"h2o": {"kv_exact": True}}}, "--kv-exact and --kv-exact-drafts on"),
         ({"additional_config": {"h2o": {"kv_exact_drafts": 2}}}, "--kv-exact and"),
-        (
-            {"additional_config": {"h2o": {"kv_trace": True}}, "tensor_parallel_size": 2},
-            "--kv-trace on several GPUs",
+        *(
+            (
+                {"additional_config": {"h2o": {"kv_trace": True}}, f"{kind}_parallel_size": 2},
+                "--kv-trace on several GPUs",
+            )
+            for kind in ("tensor", "pipeline")
         ),
         *(
             ({"method": method}, f"speculative decoding by {method!r} on GPUs")

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Law 11 on two GPUs: each rank keeps its own heads' tokens, and together they say what one GPU says."""
+"""Law 11 on two GPUs: each keeps its own heads' or layers' tokens; together they say what one GPU says."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from loadtest.common.tiny_model import make_tiny_model
 from tests.engine.conftest import run_engine
 from tests.gpu.engine.conftest import ENGINE, FLOOR, MODES, REHEARSED
 
@@ -33,36 +35,66 @@ ASKED: list[dict[str, Any] | None] = [
 ]
 
 
-def run(model: str, ranks: int, mode: str, dtype: str) -> list[dict[str, Any]]:
+RANKS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+
+
+def run(
+    model: str, mode: str, dtype: str, asked: list[dict[str, Any] | None], **workers: int
+) -> list[dict[str, Any]]:
     rnd = random.Random(11)
-    prompts = [[rnd.randrange(2, 512) for _ in range(300 + 60 * i)] for i in range(len(ASKED))]
+    prompts = [[rnd.randrange(2, 512) for _ in range(300 + 60 * i)] for i in range(len(asked))]
     options = {**ENGINE, **MODES[mode], "dtype": dtype, "skip_tokenizer_init": True}
     return run_engine(
         model,
         prompts,
         h2o={"kv_min_tokens": FLOOR},
-        asked=ASKED,
-        engine={**options, "tensor_parallel_size": ranks},
+        asked=asked,
+        engine={**options, **workers},
         max_tokens=60,
         detokenize=False,
     )
 
 
+def asked_of(workers: dict[str, int]) -> list[dict[str, Any] | None]:
+    """In a pipeline others need memory at other times: an elastic request may be squeezed elsewhere."""
+    elastic = [asked for asked in ASKED if asked and "kv_elastic" in asked]
+    return [asked for asked in ASKED if workers is RANKS or asked not in elastic]
+
+
 @pytest.mark.skipif(REHEARSED, reason="kernels compute nothing")
+@pytest.mark.parametrize("workers", [RANKS, STAGES], ids=["ranks", "stages"])
 @pytest.mark.parametrize("mode", ["default", "eager"])
-def test_law11_two_gpus_give_the_tokens_of_one(random_llama: str, mode: str) -> None:
+def test_law11_two_gpus_give_the_tokens_of_one(
+    random_llama: str, mode: str, workers: dict[str, int]
+) -> None:
     """In float32: in 16 bits the sum over ranks rounds differently from a sum within one."""
-    one, two = (run(random_llama, ranks, mode, "float32") for ranks in (1, 2))
+    asked = asked_of(workers)
+    one, two = (run(random_llama, mode, "float32", asked, **some) for some in ({}, workers))
     assert [result["tokens"] for result in one] == [result["tokens"] for result in two]
     assert [result["report"] for result in one] == [result["report"] for result in two]
 
 
-def test_law11_two_gpus_free_the_same_blocks(random_llama: str) -> None:
+@pytest.mark.parametrize("workers", [RANKS, STAGES], ids=["ranks", "stages"])
+def test_law11_two_gpus_free_the_same_blocks(random_llama: str, workers: dict[str, int]) -> None:
     """Captured graphs, 16 bits: counts alone decide, so that reports are those of one GPU."""
-    one, two = (run(random_llama, ranks, "default", "bfloat16") for ranks in (1, 2))
+    asked = asked_of(workers)
+    one, two = (run(random_llama, "default", "bfloat16", asked, **some) for some in ({}, workers))
     assert [result["report"] for result in one] == [result["report"] for result in two]
     assert all(
         result["report"]["blocks_freed"]
-        for asked, result in zip(ASKED, two, strict=True)
-        if asked and "kv_elastic" not in asked
+        for fields, result in zip(asked, two, strict=True)
+        if fields and "kv_elastic" not in fields
     )
+
+
+@pytest.mark.skipif(REHEARSED, reason="kernels compute nothing")
+def test_law11_two_gpus_with_copies_of_a_head_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """A model with one KV head, and policies that collect no attention."""
+    model = str(make_tiny_model(tmp_path, num_key_value_heads=1, head_dim=64))
+    asked: list[dict[str, Any] | None] = [
+        None,
+        *({"kv_budget": 0.3, "kv_policy": policy} for policy in ("random", "key", "window")),
+    ]
+    one, two = (run(model, "default", "float32", asked, **some) for some in ({}, RANKS))
+    assert [result["tokens"] for result in one] == [result["tokens"] for result in two]
+    assert [result["report"] for result in one] == [result["report"] for result in two]

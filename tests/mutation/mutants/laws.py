@@ -15,6 +15,8 @@ READS = (
     "tests/engine/test_law12_drafters.py::test_law12_what_a_drafter_reads_is_what_its_own_layers_wrote",
 )
 
+SHARED = ("tests/engine/test_portion.py", "tests/engine/test_law11_ranks.py")
+
 MUTANTS = (
     Mutant(
         "law01-lossy-by-default",
@@ -141,9 +143,39 @@ MUTANTS = (
     ),
     Mutant(
         "law11-every-rank-takes-itself-for-the-first",
-        "return int(get_tensor_model_parallel_rank()) * total // ranks",
-        "return 0 * total // ranks",
-        ("tests/engine/test_first_kv_head.py", "tests/engine/test_modes.py"),
+        "first_head=rank * heads // ranks,",
+        "first_head=0 * heads // ranks,",
+        SHARED,
+    ),
+    Mutant(
+        "law11-every-stage-takes-itself-for-the-first",
+        "first_layer=sum(counts[:stage]),",
+        "first_layer=0,",
+        SHARED,
+    ),
+    Mutant(
+        "law11-a-stage-weighs-by-the-first-layers",
+        "of_layers = self.traits, self.weights[layers]",
+        "of_layers = self.traits, self.weights[: len(self.weights[layers])]",
+        ("tests/engine/test_predicting.py", "tests/engine/test_law11_ranks.py"),
+    ),
+    Mutant(
+        "law11-copies-of-a-head-add-to-a-prediction-twice",
+        "weights if first_holder else torch.zeros_like(weights),",
+        "weights,",
+        ("tests/engine/test_predicting.py", "tests/kernels/triton/test_predict.py"),
+    ),
+    Mutant(
+        "law11-copies-of-a-head-rank-by-their-own-queries",
+        "if because and policy.needs_scores:",
+        "if because and not policy.moves_tokens:",
+        ("tests/server/test_field_rules.py", "tests/engine/test_law09_startup.py"),
+    ),
+    Mutant(
+        "law11-a-step-is-planned-with-a-token-that-the-first-stage-does-not-know",
+        "super(AsyncScheduler, self)._update_after_schedule(scheduler_output)",
+        "super()._update_after_schedule(scheduler_output)",
+        ("tests/engine/test_laws_blocks.py",),
     ),
     Mutant(
         "law06-who-cannot-evict-is-one-token-off",

@@ -121,12 +121,10 @@ class Calibration:
         constant[:, mine] = of_layers[:, mine, -1:]
         known = of_layers[..., first * own : (first + heads) * own]
         weights = torch.cat([known, constant], -1)
-        return Part(
-            weights if first_holder else torch.zeros_like(weights),
-            traits.rotation,
-            first,
-            of_all_heads=heads < traits.heads,
-        )
+        adds_up = heads < traits.heads
+        if adds_up and not first_holder:
+            weights = torch.zeros_like(weights)
+        return Part(weights, traits.rotation, first, of_all_heads=adds_up)
 
     def save(self, path: Path) -> None:
         """Write it.

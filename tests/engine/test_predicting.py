@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -105,6 +107,19 @@ def test_ranks_predict_together_what_one_does(rotation: Rotation, own: bool, cop
     torch.testing.assert_close(torch.cat(got[::copies], 1), whole, rtol=5e-5, atol=1e-9)
     for rank in ranks:
         assert torch.equal(got[rank], got[rank - rank % copies]), "copies of a head agree"
+
+
+def test_copies_of_the_only_head_each_predict_alone() -> None:
+    (rotation, *_), kv_caches, blocks = ROTATIONS, caches_of(), (7, 2, 11)
+    mine = [cache[:, :1].contiguous() for cache in kv_caches]
+    whole = calibration_of(rotation)
+    count = num_features(1, SIZE, SIZE, rotation)
+    traits = replace(whole.traits, heads=1)
+    alone = Calibration(whole.weights[:, :1, -count - 1 :].contiguous(), traits)
+    first, second = (alone.part(0, 1, first_holder=first) for first in (True, False))
+    assert not second.of_all_heads
+    got = [predicted(part, mine, blocks) for part in (first, second)]
+    assert torch.equal(*got) and got[0].std() > 0
 
 
 def test_a_stage_predicts_its_own_layers() -> None:

@@ -45,8 +45,8 @@ MUTANTS = (
     ),
     Mutant(
         "policy-random-is-alike-in-all-heads",
-        "_mixed((layer << 16) + head)",
-        "_mixed((layer << 16) + 0 * head)",
+        "_mixed(layer + head)",
+        "_mixed(layer + 0 * head)",
         ("tests/policy/test_ranks.py",),
     ),
     Mutant(

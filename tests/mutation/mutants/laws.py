@@ -161,8 +161,8 @@ MUTANTS = (
     ),
     Mutant(
         "law11-copies-of-a-head-add-to-a-prediction-twice",
-        "weights if first_holder else torch.zeros_like(weights),",
-        "weights,",
+        "if adds_up and not first_holder:",
+        "if not adds_up and not first_holder:",
         ("tests/engine/test_predicting.py", "tests/kernels/triton/test_predict.py"),
     ),
     Mutant(

@@ -101,7 +101,7 @@ class H2OBlockManager(SqueezingManager):
         """See :func:`h2o_vllm.blocks.pool_check.check_pool`."""
         managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self._beside)
         tables = [table for manager in managers for table in manager.req_to_blocks.items()]
-        check_pool(self.block_pool, tables, idle=idle)
+        check_pool(self.block_pool, (*tables, *self.loads.tables()), idle=idle)
 
     def remove_skipped_blocks(
         self,
@@ -218,7 +218,7 @@ class H2OBlockManager(SqueezingManager):
         for index in indices.doomed:
             table[index] = self.block_pool.null_block
         # Tail first, as everywhere in vLLM: the first blocks of a prompt are the most likely to be shared.
-        self.block_pool.free_blocks(reversed(doomed))
+        self.loads.free(request_id, doomed[::-1])
         if state.received and computed == state.prompt_tokens:
             # The heavy blocks hold the tokens that stay.
             eviction = replace(eviction, doomed_blocks=())
@@ -287,7 +287,8 @@ class H2OBlockManager(SqueezingManager):
         """As the base class, for the tokens that may be published."""
         state, computed = self._eviction_states.get(request.request_id), num_tokens
         if state is not None:
-            num_tokens = state.publishable_tokens(num_tokens)
+            loads = request.request_id in self.loads
+            num_tokens = 0 if loads else state.publishable_tokens(num_tokens)
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )

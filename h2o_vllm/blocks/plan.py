@@ -13,7 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Eviction", "EvictionParams", "ExactParams", "Handover", "Load", "StepPlan", "Transfers"]
+__all__ = [
+    "Eviction",
+    "EvictionParams",
+    "ExactParams",
+    "Handover",
+    "Load",
+    "Save",
+    "StepPlan",
+    "Transfers",
+]
 
 
 @dataclass(frozen=True)
@@ -110,15 +119,32 @@ class Load:
     """KV of a prompt's first tokens comes from a folder before this step's forward pass.
 
     Attributes:
+        request_id: of the request.
         folder: with a file for each layer. tokens: in each of these. blocks: ids of new ones, which as many
             first tokens fill.
+        table: ids of all blocks of the request, which fails if a file cannot be read. So it is found by
+            blocks that no eviction has freed by then.
         resets: whether the blocks get scores, which begin at zero.
     """
 
+    request_id: str
     folder: str
     tokens: int
     blocks: tuple[int, ...]
+    table: tuple[int, ...]
     resets: bool
+
+
+@dataclass(frozen=True)
+class Save:
+    """KV of a prompt's first tokens goes into a folder after this step's forward pass.
+
+    Attributes:
+        folder: gets a file for each layer. blocks: ids of those that the tokens fill.
+    """
+
+    folder: str
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -142,11 +168,20 @@ class Handover:
 
 
 class Transfers(NamedTuple):
-    """What a KV connector moves in one step: whole prompts before its forward pass, what is kept after it."""
+    """What a KV connector moves in one step: loads come before its forward pass, the others after it."""
 
     loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
     arrivals: tuple[Handover, ...] = ()
     departures: tuple[Handover, ...] = ()
+
+    @property
+    def loading(self) -> tuple[str, ...]:
+        """Ids of the requests whose KV comes from elsewhere in this step."""
+        return (
+            *(one.request_id for one in self.loads),
+            *(one.eviction.request_id for one in self.arrivals),
+        )
 
 
 @dataclass(frozen=True)

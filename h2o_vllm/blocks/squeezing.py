@@ -17,6 +17,7 @@ from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
+from h2o_vllm.blocks.unconfirmed import UnconfirmedLoads
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -37,6 +38,7 @@ class SqueezingManager(FullAttentionManager):
         self._rules = SqueezeRules()
         self._beside: tuple[LimitedManager, ...] = ()
         self._squeezes = SqueezeCounts()
+        self.loads = UnconfirmedLoads(self.block_pool)
 
     @abstractmethod
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
@@ -79,6 +81,9 @@ class SqueezingManager(FullAttentionManager):
         for other in self._running:
             state, table = self._elastic.get(other), self.req_to_blocks.get(other)
             if state is None or not table or (by_priority and state.counts.priority < least):
+                continue
+            # What it gives back while it loads is not free yet.
+            if other in self.loads:
                 continue
             indices = state.excess(state.counts.num_computed_tokens)
             if indices is None or not self._yields(state, indices, table, wanted, read):

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
-from h2o_vllm.blocks.plan import Load, StepPlan, Transfers
+from h2o_vllm.blocks.plan import Load, Save, StepPlan, Transfers
 from h2o_vllm.engine.core.kv_folder import ABOUT_KEY
 from h2o_vllm.engine.cpu.kept_files import read_kept, write_kept
 from h2o_vllm.engine.timing import EvictionTimer
@@ -107,11 +107,13 @@ def test_law08_no_value_in_a_file_reaches_a_kernel_unchecked(
     file, state = Path(one.file), side_of(model_dir, tmp_path, "kv_consumer").state
     tensors = safetensors.torch.load(file.read_bytes())
     logits = torch.zeros(one.shapes["logits"])
-    nan = float("nan")
+    nan, inf = float("nan"), float("inf")
     bad: list[dict[str, torch.Tensor]] = [
         {"owners": tensors["owners"] + 1}, {"owners": tensors["owners"] - 1},
         {"owners": tensors["owners"].long()}, {"kv": tensors["kv"].half()},
         {"kv": tensors["kv"] * nan}, {"scores": tensors["scores"] * nan},
+        {"kv": tensors["kv"] + inf}, {"scores": tensors["scores"] - inf},
+        {"logits": tensors["logits"] + inf},
         {"logits": tensors["logits"].double()}, {"logits": tensors["logits"][1:]},
         {"scores": tensors["scores"][:, :, 1:].contiguous()}, {"more": torch.zeros(1)},
     ]  # fmt: skip
@@ -158,8 +160,14 @@ def test_law06_a_file_holds_nothing_of_other_requests(model_dir: str, tmp_path: 
 
 @pytest.mark.parametrize("later", [False, True], ids=["CPU", "GPU"])
 def test_law02_what_is_not_there_is_named_by_the_output(tmp_path: Path, *, later: bool) -> None:
-    """By any runner's: that of GPUs keeps nothing between ``execute_model`` and ``sample_tokens``."""
-    runner, load = SimpleNamespace(), Load(str(tmp_path / "gone"), 16, (3, 4), resets=False)
+    """By any runner's: that of GPUs keeps nothing between ``execute_model`` and ``sample_tokens``.
+
+    A prompt that cannot be stored disturbs nobody.
+    """
+    runner, load = (
+        SimpleNamespace(),
+        Load("r", str(tmp_path / "gone"), 16, (3, 4), (3, 4, 2), resets=False),
+    )
     outputs = [ModelRunnerOutput(req_ids=[], req_id_to_index={}) for _ in range(2)]
     waiting = iter([Later(one) if later else one for one in outputs])
 
@@ -186,12 +194,13 @@ def test_law02_what_is_not_there_is_named_by_the_output(tmp_path: Path, *, later
     }
     named = []
     for loads in ((load,), ()):
-        plan = StepPlan(transfers=Transfers(loads))
+        saves = (Save(str(tmp_path / "gone" / "too"), (1,)),)
+        plan = StepPlan(transfers=Transfers(loads, saves))
         worker.execute_model(MagicMock(h2o=plan))
         output = worker.sample_tokens(None)
         output = output.get_output() if later else output
         named.append(output.kv_connector_output)
-    assert named == [KVConnectorOutput(invalid_block_ids={3, 4}), None]
+    assert named == [KVConnectorOutput(invalid_block_ids={2, 3, 4}), None]
 
 
 class Later(AsyncModelRunnerOutput):
@@ -218,4 +227,6 @@ def test_what_cannot_be_written_is_left_out(
         write_kept(replace(one, file=str(tmp_path / "new")), state, logits)
     with pytest.raises(ValueError, match="was to have"):
         write_kept(one, state, logits[1:])
+    with pytest.raises(ValueError, match="no finite numbers"):
+        write_kept(one, state, logits + float("inf"))
     assert [*tmp_path.iterdir()] == [tmp_path / "kv"]

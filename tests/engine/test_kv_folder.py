@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from h2o_vllm.blocks.plan import Load, Save
 from h2o_vllm.engine.core import kv_folder
-from h2o_vllm.engine.worker.prompt_files import LOST, tensors_of
+from h2o_vllm.engine.worker.prompt_files import LOST, load_prompt, save_prompt, tensors_of
 from h2o_vllm.errors import ConfigError
 from tests.engine.test_connector import KEYS, Side, prompt_of
 
@@ -150,3 +152,41 @@ def test_law09_servers_that_share_a_folder_have_one_model_type_and_block_size(
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot use the KV connector's folder"):
         Side(model_dir, tmp_path / "file", "kv_consumer")
+
+
+def test_law08_a_file_that_lost_its_bytes_is_not_taken_for_whole(tmp_path: Path) -> None:
+    """As after a power failure: its length and its header are there. vLLM's own files have no sum."""
+    layers = {"layer0": torch.rand(4, 2, 16, 8).to(torch.bfloat16)}
+    save = Save(str(tmp_path / "prompt"), (3, 1))
+    load = Load("r", save.folder, 32, (2, 0), (2, 0), resets=False)
+    folder = kv_folder.KVFolder(tmp_path, ["layer0"], 2 * 2 * 8, {})
+    save_prompt(save, layers)
+    expected = layers["layer0"][[3, 1]]
+    load_prompt(load, layers)
+    assert layers["layer0"][[2, 0]].equal(expected)
+    file = tmp_path / "prompt" / "layer0.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-64] + bytes(64))
+    assert folder.holds(tmp_path / "prompt", 32)
+    with pytest.raises(ValueError, match="damaged"):
+        load_prompt(load, layers)
+    assert not folder.holds(tmp_path / "prompt", 32), "each request of this prompt would meet it"
+    safetensors.torch.save_file({"kv_cache": torch.ones(32, 2, 8, dtype=torch.bfloat16)}, file)
+    load_prompt(load, layers)
+    assert layers["layer0"][[2, 0]].eq(1).all()
+
+
+def test_a_folder_that_vanishes_while_it_is_written_is_an_error_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers log it, and go on."""
+    write = safetensors.torch.save_file
+
+    def vanishing(tensors: Any, file: Path, about: Any) -> None:
+        shutil.rmtree(file.parent)
+        write(tensors, file, about)
+
+    monkeypatch.setattr("safetensors.torch.save_file", vanishing)
+    with pytest.raises(LOST):
+        save_prompt(Save(str(tmp_path / "prompt"), (0,)), {"layer0": torch.zeros(1, 1, 16, 8)})
+    assert [*tmp_path.iterdir()] == []

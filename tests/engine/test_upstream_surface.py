@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
-    ExampleConnector,
-    ExampleConnectorMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
@@ -62,8 +59,6 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (make_block_hash_with_group_id, "block_hash group_id"),
     (KVCacheManager.prefix_cache_lookup_enabled, "self request"),
     (ExampleConnector._generate_foldername_debug, "self token_ids mm_hashes create_folder"),
-    (ExampleConnectorMetadata.add_request,
-     "self token_ids block_ids block_size is_store mm_hashes"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
     (AsyncScheduler._update_after_schedule, "self scheduler_output"),
     (Scheduler._update_after_schedule, "self scheduler_output"),

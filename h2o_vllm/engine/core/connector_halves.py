@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 )
 
 from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.blocks.plan import Handover, Load, Transfers
+from h2o_vllm.blocks.plan import Handover, Load, Save, Transfers
 from h2o_vllm.engine.compat import example_folder
 from h2o_vllm.engine.core.connector import EVERYTHING, FOLDER_KEY, Share, share_of
 from h2o_vllm.engine.core.kept_prompts import KeptPrompt, KeptPrompts
@@ -129,7 +129,6 @@ class _Prompt(NamedTuple):
     """
 
     tokens: Sequence[int]
-    names: list[str]
     folder: Path
     used: int
 
@@ -151,8 +150,8 @@ class PromptFiles(_Half):
     new blocks. Its keys are those of vLLM's half: tokens and media. So requests with an adapter, a cache salt
     or embeddings stay out.
 
-    Our workers load: vLLM's half ends the engine if a file vanishes. They also write and read what evictions
-    have kept (:mod:`.kept_prompts`).
+    Our workers load and save: vLLM's half ends the engine if a file or the folder vanishes. They also write
+    and read what evictions have kept (:mod:`.kept_prompts`).
     """
 
     def __init__(
@@ -184,6 +183,8 @@ class PromptFiles(_Half):
         self._plans: dict[str, _Plan] = {}
         self._transfers = Transfers()
         self._to_save: set[str] = set()
+        self._may_load: set[str] = set()
+        """Requests that load if this step admits them."""
         self._to_load: set[str] = set()
         """Requests that were admitted in this step and load."""
 
@@ -230,6 +231,9 @@ class PromptFiles(_Half):
         state = self._blocks.eviction_state(request.request_id)
         if isinstance(state, EvictionState):
             state.received = kept and found > 0 and not request.skip_reading_prefix_cache
+        if found:
+            self._may_load.add(request.request_id)
+            self._blocks.loads.expect(request.request_id)
         return found, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, external: int) -> None:
@@ -239,8 +243,7 @@ class PromptFiles(_Half):
             self._to_load.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleConnectorMetadata:
-        """What this step's requests save within it; notes what workers of ours load, and what they write."""
-        meta = ExampleConnectorMetadata()
+        """Nothing for vLLM's half; notes what our workers load and save."""
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {
@@ -248,6 +251,7 @@ class PromptFiles(_Half):
         }
         blocks = scheduler_output.kv_connector_block_state
         loads: list[Load] = []
+        saves: list[Save] = []
         arrivals: list[Handover] = []
         departures: list[Handover] = []
         for name, count in scheduler_output.num_scheduled_tokens.items():
@@ -267,10 +271,18 @@ class PromptFiles(_Half):
             elif save is not None and until >= len(save.tokens):
                 self._to_save.discard(name)
                 if self._folder.begin(save.folder, len(save.tokens)):
-                    self._save(meta, save, blocks.resolve_block_ids(name)[0])
+                    saves.append(self._save(save, blocks.resolve_block_ids(name)[0]))
+        for name in self._may_load - self._to_load:
+            self._blocks.loads.confirm(name)
+        self._may_load.clear()
         self._to_load.clear()
-        self._transfers = Transfers(tuple(loads), tuple(arrivals), tuple(departures))
-        return meta
+        self._transfers = Transfers(
+            loads=tuple(loads),
+            saves=tuple(saves),
+            arrivals=tuple(arrivals),
+            departures=tuple(departures),
+        )
+        return ExampleConnectorMetadata()
 
     def take_transfers(self) -> Transfers:
         """As the base class."""
@@ -298,7 +310,7 @@ class PromptFiles(_Half):
         if used <= 0:
             return None
         folder = example_folder(self._connector, torch.tensor(tokens[:count]), media)
-        return _Prompt(tokens[:count], media, folder, used)
+        return _Prompt(tokens[:count], folder, used)
 
     def _received(self, name: str) -> bool:
         state = self._blocks.eviction_state(name)
@@ -310,18 +322,11 @@ class PromptFiles(_Half):
     def _load(self, name: str, prompt: _Prompt, block_ids: list[int]) -> Load:
         state = self._blocks.eviction_state(name)
         resets = state is not None and state.evicts and state.policy.needs_scores
-        blocks = tuple(block_ids[: prompt.used // self._block_size])
-        return Load(str(prompt.folder), len(prompt.tokens), blocks, resets)
+        blocks, table = block_ids[: prompt.used // self._block_size], tuple(block_ids)
+        return Load(name, str(prompt.folder), len(prompt.tokens), tuple(blocks), table, resets)
 
-    def _save(self, meta: ExampleConnectorMetadata, prompt: _Prompt, block_ids: list[int]) -> None:
-        meta.add_request(
-            # It leaves out a last token, and then rounds to blocks.
-            token_ids=[*prompt.tokens, 0],
-            block_ids=block_ids[: len(prompt.tokens) // self._block_size],
-            block_size=self._block_size,
-            is_store=True,
-            mm_hashes=prompt.names,
-        )
+    def _save(self, prompt: _Prompt, block_ids: list[int]) -> Save:
+        return Save(str(prompt.folder), tuple(block_ids[: len(prompt.tokens) // self._block_size]))
 
 
 def _key(request: Request) -> Sequence[int]:

@@ -122,7 +122,8 @@ class KVFolder:
     def holds_kept(self, file: Path, about: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether a file is whole, says ``about`` of itself, and has tensors of these shapes, by name."""
         header = self._header(file, most_bytes(shapes))
-        if header is None or header.pop("__metadata__", None) != {ABOUT_KEY: about}:
+        said = None if header is None else header.pop("__metadata__", None)
+        if header is None or not isinstance(said, dict) or said.get(ABOUT_KEY) != about:
             return False
         return {name: tuple(row["shape"]) for name, row in header.items()} == shapes
 
@@ -146,11 +147,10 @@ class KVFolder:
     def _is_whole(self, file: Path, tokens: int) -> bool:
         """Whether a file of ``ExampleConnector`` has the KV of ``tokens`` tokens."""
         header = self._header(file, tokens * self._token_bytes // len(self._layers))
-        return (
-            header is not None
-            and [*header] == ["kv_cache"]
-            and (header["kv_cache"]["shape"][:1] == [tokens])
-        )
+        if header is None:
+            return False
+        header.pop("__metadata__", None)
+        return [*header] == ["kv_cache"] and header["kv_cache"]["shape"][:1] == [tokens]
 
     def _header(self, file: Path, most: int) -> dict[str, Any] | None:
         try:

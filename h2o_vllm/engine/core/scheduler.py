@@ -228,6 +228,8 @@ class H2OScheduler(LimitingScheduler):
             self._traces.note(traced_evictions(model_runner_output))
         self._count_drafts(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request_id in scheduler_output.h2o.transfers.loading:
+            self.blocks.loads.confirm(request_id)
         if self._rejected:
             self._end_rejected(outputs)
         self._collect_reports()

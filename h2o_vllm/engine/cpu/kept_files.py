@@ -16,16 +16,14 @@ samples. KV, scores and logits of that are then replaced, so it goes on where th
 
 from __future__ import annotations
 
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import safetensors.torch
 import torch
 
 from h2o_vllm.engine.core.kv_folder import ABOUT_KEY, most_bytes
-from h2o_vllm.engine.worker.prompt_files import tensors_of
+from h2o_vllm.engine.worker.prompt_files import store_tensors, tensors_of
 from h2o_vllm.kernels.cpu.batch import key_value_views
 
 if TYPE_CHECKING:
@@ -63,15 +61,8 @@ def write_kept(one: Handover, state: CPUState, logits: torch.Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != one.shapes:
         raise ValueError(f"it has {shapes}, and was to have {one.shapes}")
-    # Processes of several hosts and containers share the folder: their ids are not their own.
-    unfinished = Path(f"{one.file}.{uuid.uuid4().hex}")
-    try:
-        safetensors.torch.save_file(tensors, unfinished, {ABOUT_KEY: one.about})
-        unfinished.replace(one.file)
-    except safetensors.SafetensorError as error:
-        raise OSError(str(error)) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    _check(tensors, state, logits)
+    store_tensors(tensors, Path(one.file), {ABOUT_KEY: one.about})
 
 
 def read_kept(one: Handover, state: CPUState, logits: torch.Tensor) -> None:
@@ -108,7 +99,7 @@ def read_kept(one: Handover, state: CPUState, logits: torch.Tensor) -> None:
 
 
 def _check(tensors: dict[str, torch.Tensor], state: CPUState, logits: torch.Tensor) -> None:
-    """Nothing in the file can make a kernel read or write elsewhere, or stop it from ranking.
+    """Nothing in the file can make a kernel read or write elsewhere, or stop it from ranking or sampling.
 
     Raises:
         ValueError: something could.
@@ -117,8 +108,8 @@ def _check(tensors: dict[str, torch.Tensor], state: CPUState, logits: torch.Tens
     for name, tensor in tensors.items():
         if name in known and tensor.dtype != known[name].dtype:
             raise ValueError(f"{name} of type {tensor.dtype}")
-        if name != "owners" and bool(tensor.isnan().any()):
-            raise ValueError(f"{name} that are no numbers")
+        if name != "owners" and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} that are no finite numbers")
     owners, heads = tensors.get("owners"), state.scores.shape[2]
     if owners is not None:
         if owners.dtype != torch.int32 or int(owners.min()) < 0 or int(owners.max()) >= heads:

@@ -8,6 +8,7 @@
     punch holes  the doomed blocks leave the block table
     load         whole prompts of a KV connector
     forward      stock vLLM; the freed blocks may already be another request's
+    save         whole prompts of a KV connector
     hand over    write what is kept of prompts that others go on with; read what others have kept
 """
 
@@ -50,7 +51,7 @@ from h2o_vllm.engine.worker.binding import (
     leave_out_idle_windows,
     memory_less_scores,
 )
-from h2o_vllm.engine.worker.prompt_files import LOST, load_prompt
+from h2o_vllm.engine.worker.prompt_files import LOST, load_prompt, save_prompt
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import ConfigError
 
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from h2o_vllm.blocks.plan import Eviction, Load, Transfers
+    from h2o_vllm.blocks.plan import Eviction, Load, Save, Transfers
     from h2o_vllm.blocks.schedule import GroupBeside
     from h2o_vllm.engine.worker.attention import ScoringImpl
 
@@ -167,6 +168,8 @@ class EvictingWorker(WorkerBase, Generic[State]):
         try:
             output = super().execute_model(scheduler_output)
             state.finish_step()
+            for one in plan.transfers.saves:
+                self._save(one)
             self._lost = [*lost, *self._hand_over(state, plan.transfers)]
             return output
         finally:
@@ -188,16 +191,26 @@ class EvictingWorker(WorkerBase, Generic[State]):
         return output if recorder is None else recorder.attach(output)
 
     def _load(self, state: State, load: Load) -> Sequence[int]:
-        """Bring KV of a prompt's first tokens into new blocks; returns those that it did not reach."""
-        layers = self.compilation_config.static_forward_context
+        """Bring KV of a prompt's first tokens into new blocks; returns all of the request's if it fails."""
         try:
-            load_prompt(load, {name: layers[name].kv_cache for name in self._layer_names})
+            load_prompt(load, self._caches())
         except LOST as error:
             logger.error("h2o: KV connector: cannot load a prompt: %s", error)  # noqa: TRY400 - a file's fault
-            return load.blocks
+            return load.table
         if load.resets:
             state.planes[:, :, list(load.blocks)] = 0
         return ()
+
+    def _save(self, save: Save) -> None:
+        """Store a prompt's first tokens. Whatever prevents it, the request goes on."""
+        try:
+            save_prompt(save, self._caches())
+        except LOST as error:
+            logger.warning("h2o: KV connector: cannot store a prompt: %s", error)
+
+    def _caches(self) -> dict[str, torch.Tensor]:
+        layers = self.compilation_config.static_forward_context
+        return {name: layers[name].kv_cache for name in self._layer_names}
 
     def _hand_over(self, state: State, transfers: Transfers) -> Sequence[int]:  # noqa: ARG002 - for CPUs
         """After a step: write and read what evictions have kept; returns blocks of whatever is not there."""

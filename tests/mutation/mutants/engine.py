@@ -9,6 +9,9 @@ LANES = ("tests/engine/test_lanes.py",)
 CONNECTOR = ("tests/engine/test_connector.py",)
 APART = ("tests/engine/test_kept_files.py", "tests/engine/test_handover.py")
 ROLES = ("tests/engine/test_connector_roles.py",)
+LOST = ("tests/engine/test_lost_loads.py",)
+LATE = ("tests/engine/test_late_transfers.py",)
+FOLDER = ("tests/engine/test_kv_folder.py",)
 PREDICTING = ("tests/engine/test_predicting.py",)
 
 MUTANTS = (
@@ -16,7 +19,7 @@ MUTANTS = (
         "engine-who-can-evict-saves-its-whole-prompt",
         "        return Share(pinned, pinned)",
         "        return Share(pinned, EVERYTHING)",
-        (*CONNECTOR, *ROLES),
+        (*CONNECTOR, *ROLES, *LATE),
     ),
     Mutant(
         "engine-a-connector-loads-its-cap-behind-a-hit",
@@ -62,8 +65,8 @@ MUTANTS = (
     ),
     Mutant(
         "apart-a-file-need-not-say-what-it-is",
-        'if header is None or header.pop("__metadata__", None) != {ABOUT_KEY: about}:',
-        'if header is None or not header.pop("__metadata__", None):',
+        "not isinstance(said, dict) or said.get(ABOUT_KEY) != about:",
+        "not isinstance(said, dict):",
         APART,
     ),
     Mutant("apart-what-is-kept-is-published", "if self.received:", "if False:", APART),
@@ -107,6 +110,36 @@ MUTANTS = (
         "apart-scores-of-former-owners-stay",
         "state.planes[:, :, list(load.blocks)] = 0",
         "pass",
+        APART,
+    ),
+    Mutant(
+        "apart-blocks-that-may-be-lost-go-to-others",
+        "self._held[request_id] += blocks",
+        "self._pool.free_blocks(blocks)",
+        LOST,
+    ),
+    Mutant(
+        "apart-what-may-be-lost-is-published",
+        "num_tokens = 0 if loads else state.publishable_tokens(num_tokens)",
+        "num_tokens = state.publishable_tokens(num_tokens)",
+        LOST,
+    ),
+    Mutant(
+        "apart-who-was-not-admitted-loads-for-ever",
+        "for name in self._may_load - self._to_load:",
+        "for name in ():",
+        LOST,
+    ),
+    Mutant(
+        "apart-a-file-that-lost-its-bytes-is-whole",
+        "if written is not None and written != _sum(tensors):",
+        "if False:",
+        FOLDER,
+    ),
+    Mutant(
+        "apart-what-cannot-be-stored-ends-the-engine",
+        "            save_prompt(save, self._caches())\n        except LOST as error:",
+        "            save_prompt(save, self._caches())\n        except KeyError as error:",
         APART,
     ),
     Mutant(

@@ -50,8 +50,8 @@ MUTANTS = (
     ),
     Mutant(
         "law02-a-free-is-skipped",
-        "self.block_pool.free_blocks(reversed(doomed))",
-        "self.block_pool.free_blocks(reversed(doomed[1:]))",
+        "self.loads.free(request_id, doomed[::-1])",
+        "self.loads.free(request_id, doomed[:0:-1])",
         BLOCKS,
     ),
     Mutant(

@@ -25,11 +25,12 @@ KEYS = {"kv_budget": 0.3, "kv_policy": "key"}
 """A budget whose policy collects no attention."""
 
 
-def shared_folder(folder: Path, role: str) -> KVTransferConfig:
+def shared_folder(folder: Path, role: str, most_gib: float | None = None) -> KVTransferConfig:
+    bound = {} if most_gib is None else {"max_folder_gib": most_gib}
     return KVTransferConfig(
         kv_connector="ExampleConnector",
         kv_role=role,
-        kv_connector_extra_config={"shared_storage_path": str(folder)},
+        kv_connector_extra_config={"shared_storage_path": str(folder), **bound},
     )
 
 
@@ -54,8 +55,16 @@ class PlayedState:
 class Side(Rig):
     """A scheduler with a connector, and workers that play the model and read and write real files."""
 
-    def __init__(self, model_dir: str, folder: Path, role: str, blocks: int = 60, **more: Any):
-        transfer = shared_folder(folder, role)
+    def __init__(
+        self,
+        model_dir: str,
+        folder: Path,
+        role: str,
+        blocks: int = 60,
+        most_gib: float | None = None,
+        **more: Any,
+    ) -> None:
+        transfer = shared_folder(folder, role, most_gib)
         super().__init__(model_dir, blocks, transfer=transfer, kv_min_tokens=32, **more)
         self.state: Any = PlayedState(blocks, self.block_size)
         self.vocabulary = self.config.model_config.get_vocab_size()

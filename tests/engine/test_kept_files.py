@@ -16,6 +16,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunn
 from vllm.v1.worker.worker_base import WorkerBase
 
 from h2o_vllm.blocks.plan import Load, Save, StepPlan, Transfers
+from h2o_vllm.engine.core import kv_folder
 from h2o_vllm.engine.core.kv_folder import ABOUT_KEY
 from h2o_vllm.engine.cpu.kept_files import read_kept, write_kept
 from h2o_vllm.engine.timing import EvictionTimer
@@ -230,3 +231,25 @@ def test_what_cannot_be_written_is_left_out(
     with pytest.raises(ValueError, match="no finite numbers"):
         write_kept(one, state, logits + float("inf"))
     assert [*tmp_path.iterdir()] == [tmp_path / "kv"]
+
+
+def test_servers_with_other_options_are_told_apart_once(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(kv_folder.logger, "warning", lambda text, *at: lines.append(text % at))
+    prompt = prompt_of(150)
+    prefilled(model_dir, tmp_path, (prompt, ASKED))
+    for options, says in (
+        ({}, []),
+        (
+            {"kv_recent": 0.25, "kv_budget_min": 0.05},
+            ["kv_recent None (here 0.25), kv_budget_min 0.01 (here 0.05)"],
+        ),
+    ):
+        decode = side_of(model_dir, tmp_path, "kv_consumer", **options)
+        for number in range(3):
+            decode.add(str(number), prompt_of(150, 1 + number), ASKED, max_tokens=2)
+        decode.run()
+        assert decode.received == []
+        assert [line.rpartition("other options: ")[2] for line in lines] == says

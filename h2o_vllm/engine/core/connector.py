@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EVERYTHING",
     "FOLDER_KEY",
+    "MOST_KEY",
     "TRIED_CONNECTORS",
     "Share",
     "check_single_group",
@@ -53,6 +54,9 @@ TRIED_CONNECTORS = (EXAMPLE, OFFLOADING)
 FOLDER_KEY = "shared_storage_path"
 """Where ``ExampleConnector`` stores prompts, in ``kv_connector_extra_config``. vLLM's default is ``/tmp``,
 which any user can write."""
+
+MOST_KEY = "max_folder_gib"
+"""How many GiB that folder may take, in ``kv_connector_extra_config``. Without it nothing is deleted."""
 
 EVERYTHING = sys.maxsize
 """More tokens than any request has."""
@@ -140,6 +144,11 @@ def connector_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
             name == EXAMPLE and not transfer.get_from_extra_config(FOLDER_KEY, ""),
             f"{name} without a folder: set {FOLDER_KEY!r} in kv_connector_extra_config",
         ),
+        (
+            not _is_size(transfer.get_from_extra_config(MOST_KEY, 1)),
+            f"{MOST_KEY} {transfer.get_from_extra_config(MOST_KEY, 1)!r} in kv_connector_extra_config: it is "
+            "a number of GiB above 0",
+        ),
     ]
 
 
@@ -154,6 +163,10 @@ def check_single_group(groups: int) -> None:
             "h2o_vllm cannot work with a KV connector on this model, which has layers of several kinds "
             "(sliding windows, states): not tested with evictions"
         )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and value is not True and 0 < value < float("inf")
 
 
 def _is_consumer(transfer: KVTransferConfig) -> bool:

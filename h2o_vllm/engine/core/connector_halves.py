@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.plan import Handover, Load, Save, Transfers
 from h2o_vllm.engine.compat import example_folder
-from h2o_vllm.engine.core.connector import EVERYTHING, FOLDER_KEY, Share, share_of
+from h2o_vllm.engine.core.connector import EVERYTHING, FOLDER_KEY, MOST_KEY, Share, share_of
 from h2o_vllm.engine.core.kept_prompts import KeptPrompt, KeptPrompts
 from h2o_vllm.engine.core.kv_folder import KVFolder
 
@@ -176,7 +176,8 @@ class PromptFiles(_Half):
         }
         path = Path(self._transfer.get_from_extra_config(FOLDER_KEY, ""))
         token_bytes = spec.page_size_bytes // spec.block_size * len(layers)
-        self._folder = KVFolder(path, layers, token_bytes, about)
+        most = int(self._transfer.get_from_extra_config(MOST_KEY, 0) * (1 << 30))
+        self._folder = KVFolder(path, layers, token_bytes, about, most)
         self._kept = KeptPrompts(self._folder, len(layers), spec, config)
         self._looked: dict[str, tuple[float, int, bool]] = {}
         """When the folder was last looked at for a request, how many tokens it had, and whether as kept."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.config.options import OPTIONS
 from h2o_vllm.engine.core.support import config_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.core.kv_folder import KVFolder
 
 __all__ = ["KeptPrompt", "KeptPrompts"]
+
+
+LIMITS = ("kv_budget_min", "kv_budget_max", "kv_min_tokens")
+"""Options that no request can name, and which every budget depends on."""
 
 
 class KeptPrompt(NamedTuple):
@@ -57,6 +62,11 @@ class KeptPrompts:
         self._calibration = ""
         if ours.kv_calibration is not None and (self.writes or self.reads):
             self._calibration = _digest(Path(ours.kv_calibration).read_bytes())
+        self._defaults = {row.name: getattr(ours, row.name) for row in OPTIONS if row.asked}
+        self._defaults |= {name: getattr(ours, name) for name in LIMITS}
+        self._defaults |= {"version": self._version, "calibration": self._calibration[:12]}
+        if self.writes:
+            folder.say_defaults(self._defaults)
 
     def of(
         self, tokens: Sequence[int], media: Sequence[str], state: RequestState | None
@@ -81,7 +91,10 @@ class KeptPrompts:
         """Whether the engine may read it, and it is there."""
         if kept is None or not self.reads:
             return False
-        return self._folder.holds_kept(kept.file, kept.about, kept.shapes)
+        found = self._folder.holds_kept(kept.file, kept.about, kept.shapes)
+        if not found and (differ := self._folder.other_defaults(self._defaults)):
+            self._folder.warn_of_defaults(differ)
+        return found
 
     def begin(self, kept: KeptPrompt) -> bool:
         """Whether to write it now: it is not there."""

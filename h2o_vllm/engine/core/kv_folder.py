@@ -14,10 +14,12 @@ import math
 import os
 import shutil
 import time
+import uuid
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vllm.logger import init_logger
 
+from h2o_vllm.engine.core.kv_folder_size import FolderBound
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +47,9 @@ ABOUT_KEY = "h2o_vllm"
 ABOUT = "h2o_vllm.json"
 """The file that says whose KV the folder holds."""
 
+DEFAULTS = "h2o_vllm.defaults.json"
+"""The file in which a server that writes what it has kept says what its requests get by default."""
+
 HEADER_BYTES = 1 << 20
 """More than a header here takes. Safetensors itself would read a hundred times as much."""
 
@@ -66,18 +71,25 @@ class KVFolder:
         layers: names of the layers.
         token_bytes: of one token's KV in all layers.
         about: what servers that share the folder must have in common, by name.
+        most: bytes of all prompts; 0: no bound, nothing is deleted.
 
     Raises:
         ConfigError: the folder cannot be written, or holds KV of something else.
     """
 
     def __init__(
-        self, path: Path, layers: Sequence[str], token_bytes: int, about: Mapping[str, Any]
+        self,
+        path: Path,
+        layers: Sequence[str],
+        token_bytes: int,
+        about: Mapping[str, Any],
+        most: int = 0,
     ) -> None:
         self._path, self._layers, self._token_bytes = path, tuple(layers), token_bytes
         self._begun: dict[Path, float] = {}
         """Folders of prompts that workers were told to write, and when."""
         self._warned: set[str] = set()
+        self._bound = FolderBound(path, most)
         try:
             path.mkdir(parents=True, exist_ok=True)
             held = _claim(path / ABOUT, about)
@@ -92,9 +104,12 @@ class KVFolder:
 
     def holds(self, folder: Path, tokens: int) -> bool:
         """Whether a prompt's folder has the KV of ``tokens`` tokens for all layers."""
-        return all(
+        whole = all(
             self._is_whole(folder / f"{layer}.safetensors", tokens) for layer in self._layers
         )
+        if whole:
+            self._bound.asked_for(folder)
+        return whole
 
     def begin(self, folder: Path, tokens: int) -> bool:
         """Whether to write a prompt of ``tokens`` tokens: it is not stored, and no server writes it now."""
@@ -125,7 +140,10 @@ class KVFolder:
         said = None if header is None else header.pop("__metadata__", None)
         if header is None or not isinstance(said, dict) or said.get(ABOUT_KEY) != about:
             return False
-        return {name: tuple(row["shape"]) for name, row in header.items()} == shapes
+        whole = {name: tuple(row["shape"]) for name, row in header.items()} == shapes
+        if whole:
+            self._bound.asked_for(file)
+        return whole
 
     def begin_kept(
         self, file: Path, about: str, shapes: Mapping[str, tuple[int, ...]], tokens: int
@@ -142,7 +160,31 @@ class KVFolder:
         if free < tokens * self._token_bytes + SPARE_BYTES:
             self._warn(f"{self._path} has no space for more prompts: they are not stored")
             return False
+        self._bound.stores(tokens * self._token_bytes)
         return True
+
+    def say_defaults(self, defaults: Mapping[str, Any]) -> None:
+        """Write down what requests get by default from the server that stores what it has kept."""
+        file = self._path / DEFAULTS
+        unfinished = file.with_suffix(f".{uuid.uuid4().hex}")
+        try:
+            unfinished.write_text(json.dumps(dict(defaults)) + "\n", encoding="utf-8")
+            unfinished.replace(file)
+        except OSError as error:
+            self._warn(f"cannot write {file}: {error}")
+
+    def other_defaults(self, mine: Mapping[str, Any]) -> str:
+        """What that server's defaults differ in; empty: in nothing, or none has written them down."""
+        try:
+            theirs = json.loads((self._path / DEFAULTS).read_text(encoding="utf-8"))
+            names = [name for name in mine if theirs[name] != mine[name]]
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+        return ", ".join(f"{name} {theirs[name]!r} (here {mine[name]!r})" for name in names)
+
+    def warn_of_defaults(self, differ: str) -> None:
+        """Log once why nothing that was kept is found."""
+        self._warn(f"prompts are computed again, as the prefill server has other options: {differ}")
 
     def _is_whole(self, file: Path, tokens: int) -> bool:
         """Whether a file of ``ExampleConnector`` has the KV of ``tokens`` tokens."""

@@ -11,7 +11,7 @@ APART = ("tests/engine/test_kept_files.py", "tests/engine/test_handover.py")
 ROLES = ("tests/engine/test_connector_roles.py",)
 LOST = ("tests/engine/test_lost_loads.py",)
 LATE = ("tests/engine/test_late_transfers.py",)
-FOLDER = ("tests/engine/test_kv_folder.py",)
+FOLDER = ("tests/engine/test_kv_folder.py", "tests/engine/test_kv_folder_size.py")
 PREDICTING = ("tests/engine/test_predicting.py",)
 
 MUTANTS = (
@@ -141,6 +141,12 @@ MUTANTS = (
         "            save_prompt(save, self._caches())\n        except LOST as error:",
         "            save_prompt(save, self._caches())\n        except KeyError as error:",
         APART,
+    ),
+    Mutant(
+        "apart-a-bound-deletes-files-of-others",
+        "if path.is_symlink() or NAME.fullmatch(path.name) is None:",
+        "if path.is_symlink():",
+        FOLDER,
     ),
     Mutant(
         "apart-late-queries-are-loaded-over",

@@ -174,6 +174,7 @@ def test_every_budget_option_exists(document: Path) -> None:
         "--kv-playground",
         "--kv-cache-dtype",
         "--kv-offloading-size",
+        "--kv-sharing-fast-prefill",
         "--kv-transfer-config",
     }
     assert set(re.findall(r"--kv-[a-z-]+(?=[`\s,)])", document.read_text())) <= options

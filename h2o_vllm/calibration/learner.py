@@ -8,7 +8,8 @@ One long request holds a text, the instruction to repeat it, and the text again:
       token's key, value          any of these queries gives it
 
 The target is KVzip's score (https://arxiv.org/abs/2505.23416). The whole request has to be one step, so that
-its queries and keys are at hand: nothing is read from the KV cache, and nothing is evicted.
+its queries and keys are at hand: nothing is read from the KV cache, and nothing is evicted. If several layers
+read a key, the largest attention that any of them gives it counts, as of query heads.
 """
 
 from __future__ import annotations
@@ -71,28 +72,74 @@ class Learner:
         # Per way and share: the sum over heads, layers and texts, and how many there were.
         self._found: dict[str, Tensor] = {}
         self._heads = 0
+        self._seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """Keys and values of a layer's last step, and the largest attention to them so far."""
 
     @property
     def tokens(self) -> int:
         """Examples so far."""
+        self._learn()
         return self._sums[0].tokens
 
-    def look(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> None:
-        """Learn from one layer's attention in one step.
+    def look(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        softmax: Softmax,
+    ) -> None:
+        """See one layer's attention in one step.
 
         Args:
-            layer: index among the evictable layers.
-            query: [T, H, D]. key, value: [T, KH, D], after rotation.
+            layer: index among the evictable layers that hold KV.
+            query: [T, H, D].
+            key, value: [T, KH, D], after rotation; ``None``: another layer reads those of the last look.
         """
         if len(query) != self._request:
             return
-        wanted = largest_attention(query, key, softmax, self._text)
+        if key is not None and value is not None:
+            self._learn(layer)
+            self._seen[layer] = key, value, key.new_zeros((), dtype=torch.float32)
+        key, value, most = self._seen[layer]
+        most = most.maximum(largest_attention(query, key, softmax, self._text))
+        self._seen[layer] = key, value, most
+
+    def found(self) -> dict[str, list[float]]:
+        """The share of a text's attention that falls on the best tokens of each way, for :data:`SHARES`.
+
+        Means over KV heads, layers and the texts that were judged by; empty without any. ``best`` is what the
+        attention itself would choose.
+        """
+        self._learn()
+        return {name: (sums / self._heads).tolist() for name, sums in self._found.items()}
+
+    def weights(self) -> Tensor:
+        """[L, KH, F + 1], float32.
+
+        Raises:
+            ValueError: nothing was learned.
+        """
+        self._learn()
+        return self._solved()
+
+    def _solved(self) -> Tensor:
+        return torch.stack([sums.solve() for sums in self._sums])
+
+    def _learn(self, *layers: int) -> None:
+        """Learn from what was seen of these layers and is complete by now; by default of all."""
+        for layer in layers or tuple(self._seen):
+            if layer in self._seen:
+                self._learn_from(layer, *self._seen.pop(layer))
+
+    def _learn_from(self, layer: int, key: Tensor, value: Tensor, wanted: Tensor) -> None:
         keys, values = (one[: self._text].transpose(0, 1) for one in (key, value))
         known = features(keys, values, self._rotation)
         # The first token takes what no other token gets: it is no example.
         known, wanted, keys = known[:, 1:], wanted[:, 1:], keys[:, 1:]
         if layer == 0 and self._judged is None and self._texts == self._judge_from:
-            self._judged = self.weights()
+            # All layers have learned from the texts before this one.
+            self._judged = self._solved()
         if self._judged is not None:
             expected = predicted(self._judged[layer], known)
             ways = {
@@ -104,22 +151,6 @@ class Learner:
             self._heads += len(wanted)
         self._sums[layer].add(known, wanted)
         self._texts += layer == 0
-
-    def found(self) -> dict[str, list[float]]:
-        """The share of a text's attention that falls on the best tokens of each way, for :data:`SHARES`.
-
-        Means over KV heads, layers and the texts that were judged by; empty without any. ``best`` is what the
-        attention itself would choose.
-        """
-        return {name: (sums / self._heads).tolist() for name, sums in self._found.items()}
-
-    def weights(self) -> Tensor:
-        """[L, KH, F + 1], float32.
-
-        Raises:
-            ValueError: nothing was learned.
-        """
-        return torch.stack([sums.solve() for sums in self._sums])
 
 
 def _found(ranked: Tensor, wanted: Tensor) -> Tensor:

@@ -46,6 +46,20 @@ def test_it_is_the_largest_attention_of_queries_behind_the_text(
     torch.testing.assert_close(found, expected(query, key, softmax))
 
 
+def test_of_all_layers_that_read_a_key_the_most_attentive_counts() -> None:
+    softmax, learner = Softmax(0.5), Learner(1, Rotation(0), TEXT, REQUEST)
+    query, key, value = request_of()
+    other, _, _ = request_of(9)
+    learner.look(0, query, key, value, softmax)
+    learner.look(0, other, None, None, Softmax(1.5))
+    most = expected(query, key, softmax).maximum(expected(other, key, Softmax(1.5)))
+    sums = Sums()
+    keys, values = key[:TEXT].transpose(0, 1), value[:TEXT].transpose(0, 1)
+    sums.add(features(keys, values, Rotation(0))[:, 1:], most[:, 1:])
+    assert learner.tokens == TEXT - 1
+    torch.testing.assert_close(learner.weights()[0], sums.solve())
+
+
 @pytest.mark.parametrize("rotation", [Rotation(SIZE), Rotation(4, True), Rotation(0)])
 def test_each_layer_learns_the_texts_tokens_but_the_first(rotation: Rotation) -> None:
     """Whatever other steps there are between requests."""

@@ -95,7 +95,7 @@ def clean(mixed: Engine) -> Engine:
 def live_keys(engine: Engine, request_id: str, live: int) -> list[list[torch.Tensor]]:
     """Of each layer and head: the keys that attention sees, [S, D]; ``live`` tokens on average."""
     state = engine.worker._state
-    table = engine.worker.model_runner.requests[request_id].block_ids[0]
+    table = engine.worker.model_runner.requests[request_id].block_ids[state.kv_cache_group]
     blocks = [block for block in table if block != 0]
     shared = state.lanes._requests[request_id]
     found = []

@@ -15,6 +15,7 @@ from h2o_vllm.engine import compat
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
+from h2o_vllm.engine.worker.binding import kv_owners
 from h2o_vllm.errors import ConfigError
 from tests.engine.scheduling import HEADS
 
@@ -86,16 +87,27 @@ def test_a_cache_that_our_kernels_would_misread_does_not_start() -> None:
         worker._bind(SimpleNamespace(num_blocks=4))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("alibi_slopes", torch.ones(1)), ("kv_sharing_target_layer_name", "other")],
-)
-def test_attention_we_cannot_score_is_refused(name: str, value: object) -> None:
+def test_attention_we_cannot_score_is_refused() -> None:
     impl, state = plain_impl(), scores_of_one_layer()
     impl.bind(state, 0)
-    setattr(impl, name, value)
+    impl.alibi_slopes = torch.ones(1)
     with pytest.raises(ConfigError, match="cannot score"):
         impl.bind(state, 0)
+
+
+def reader(target: str | None, window: int | None = None) -> Any:
+    return SimpleNamespace(kv_sharing_target_layer_name=target, sliding_window=window)
+
+
+def test_readers_belong_to_the_layer_whose_kv_they_read() -> None:
+    layers = {"a": reader(None), "b": reader(None), "c": reader("b"), "d": reader("b")}
+    assert kv_owners(layers, ["a", "b", "c", "d"]) == {"a": [], "b": ["c", "d"]}
+
+
+@pytest.mark.parametrize("odd", [reader("b", 64), reader("elsewhere")], ids=["window", "unknown"])
+def test_readers_that_would_see_other_tokens_are_refused(odd: Any) -> None:
+    with pytest.raises(ConfigError, match="layer c reads"):
+        kv_owners({"a": reader(None), "b": reader(None), "c": odd}, ["a", "b", "c"])
 
 
 def test_soft_caps_and_sinks_are_scored() -> None:
@@ -111,7 +123,6 @@ def plain_impl() -> Any:
         "alibi_slopes": None,
         "logits_soft_cap": 0,
         "sinks": None,
-        "kv_sharing_target_layer_name": None,
     }
     for attribute, default in plain.items():
         setattr(impl, attribute, default)

@@ -61,11 +61,12 @@ def plain_model(model_dir: str) -> torch.nn.Module:
 
 def live_keys(engine: Engine, request_id: str, live: int) -> list[torch.Tensor]:
     """Of each layer: the keys that attention sees, [KH, S, D]."""
-    table = engine.worker.model_runner.requests[request_id].block_ids[0]
+    state = engine.worker._state
+    table = engine.worker.model_runner.requests[request_id].block_ids[state.kv_cache_group]
     blocks = torch.tensor([block for block in table if block != 0])
     return [
         key_value_views(kv)[0][blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :live].clone()
-        for kv in engine.worker._state.kv_caches
+        for kv in state.kv_caches
     ]
 
 
@@ -187,7 +188,7 @@ def assert_keeps_as(
         first: so many first tokens must be there.
     """
     swapped = 0
-    for number, heads in enumerate(live):
+    for number, heads in zip(model.layers, live, strict=True):
         layer = model.layers[number]
         for head, keys in enumerate(heads):
             distance = torch.cdist(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with random weights of the families the paper evaluates, and of two that cap their logits or
-give attention to sinks; made without a model hub."""
+"""Tiny models with random weights, one of each kind of attention that is served; made without a model hub."""
 
 from __future__ import annotations
 
@@ -23,6 +22,9 @@ __all__ = [
 VOCABULARY = 512
 
 SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "max_position_embeddings": 2048}
+
+_READ = ["sliding_attention", "full_attention"] * 2
+_READ += ["sliding_attention", "full_attention", "full_attention"]
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": (
@@ -116,6 +118,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_chunk_size": 64, "no_rope_layers": [1, 0, 1, 0]}
         | {"layer_types": ["chunked_attention", "full_attention"] * 2},
     ),
+    # The last three layers have queries alone: two read the KV of the fourth, one, by a window, the third's.
+    "gemma3n": (
+        "gemma3n_text",
+        {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 7}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 64}
+        | {"layer_types": _READ, "num_kv_shared_layers": 3}
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
+        | {"altup_num_inputs": 2, "laurel_rank": 16},
+    ),
+    # Another head size where attention is full, as in all Gemma 4.
+    "gemma4-e": (
+        "gemma4_text",
+        {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 7}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 64}
+        | {"global_head_dim": 64, "layer_types": _READ, "num_kv_shared_layers": 3}
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY},
+    ),
 }  # fmt: skip
 """Head sizes 32, 64, 80 and 96; the last two are those of OPT-2.7B and GPT-NeoX-20B. Gemma 2's cap is small
 enough to matter: attention logits are near 2, those of the keys that matter beyond it."""
@@ -129,6 +148,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nemotron-h": _NO_PREFIX_CACHE,
 }
 """What an engine needs beside the model, for reasons of vLLM's; the same in ``engine/core/support.py``."""
+
+
+_GEMMAS = ("gemma2", "gemma3n_text", "gemma4_text")
+# Products of queries and keys are not scaled: their norms say how large they are.
+_SHARING = {
+    "q_norm": (0.6, 0.1),
+    "k_norm": (0.6, 0.1),
+    "post": (2.0, 0.3),
+    "correct_output_scale": (1.0, 0.3),
+}
+_AROUND: dict[str, dict[str, tuple[float, float]]] = {
+    # What is added to the embedding outweighs it, or the tied output would repeat one token.
+    "gemma2": {"post": (2.0, 0.3), "layernorm": (0.0, 0.3)},
+    # vLLM leaves these out of the text model.
+    "gemma3n_text": _SHARING | {"embed_tokens_per_layer": (0.0, 0.0)},
+    "gemma4_text": _SHARING,
+    # In place of the projections' spread, which these norms undo.
+    "qwen3_next": {"q_norm": (0.4, 0.1), "k_norm": (0.4, 0.1)},
+}
+"""Of some kinds of models: by a part of a parameter's name, mean and spread."""
 
 
 def save_random_model(name: str, directory: str, **others: Any) -> None:
@@ -148,16 +187,17 @@ def randomise(model: torch.nn.Module, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for part, parameter in model.named_parameters():
-            if "embed" in part:
+            words = _AROUND.get(kind, {})
+            around = next((words[word] for word in words if word in part), None)
+            if around is not None:
+                parameter.normal_(*around, generator=generator)
+            elif "embed" in part:
                 # Gemma multiplies it with the root of the hidden size.
-                spread = parameter.shape[1] ** -0.5 if kind == "gemma2" else 1.0
+                spread = parameter.shape[1] ** -0.5 if kind in _GEMMAS else 1.0
                 parameter.normal_(0, spread, generator=generator)
             elif part.endswith("sinks"):
                 # As much as a few hundred keys: about half of the attention.
                 parameter.normal_(6, 1, generator=generator)
-            elif kind == "gemma2" and "layernorm" in part:
-                # What is added to the embedding outweighs it, or the tied output would repeat one token.
-                parameter.normal_(2.0 if "post" in part else 0.0, 0.3, generator=generator)
             elif part.endswith("bias"):
                 parameter.normal_(0, 0.3, generator=generator)
             elif "experts" in part:
@@ -165,9 +205,6 @@ def randomise(model: torch.nn.Module, kind: str) -> None:
             elif part.endswith("A_log"):
                 # States forget half of a token within some 80 more.
                 parameter.normal_(-5, 1, generator=generator)
-            elif kind == "qwen3_next" and part.endswith(("q_norm.weight", "k_norm.weight")):
-                # In place of the projections' spread, which these norms undo.
-                parameter.normal_(0.4, 0.1, generator=generator)
             elif part.endswith(("conv.weight", "conv1d.weight")):
                 # [H, 1, K]: a short convolution of each channel.
                 parameter.normal_(0, parameter.shape[2] ** -0.5, generator=generator)

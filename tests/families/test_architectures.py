@@ -121,13 +121,15 @@ def model(architecture: str, **config: Any) -> Any:
         model_config=SimpleNamespace(architectures=[architecture], hf_text_config=text, **values),
         parallel_config=one,
         scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: H2OScheduler),
-        additional_config={"h2o": {}},
-        speculative_config=None,
-        kv_transfer_config=None,
+        additional_config={"h2o": config.get("h2o", {})},
+        speculative_config=config.get("speculative_config"),
+        kv_transfer_config=config.get("kv_transfer_config"),
         use_v2_model_runner=False,
         compilation_config=SimpleNamespace(custom_ops=config.get("custom_ops", ["none"])),
         cache_config=SimpleNamespace(
-            cache_dtype="auto", enable_prefix_caching=config.get("prefixes", True)
+            cache_dtype="auto",
+            enable_prefix_caching=config.get("prefixes", True),
+            kv_sharing_fast_prefill=config.get("fast_prefill", False),
         ),
     )
 
@@ -145,6 +147,34 @@ def test_who_is_refused_by_name_is_told_why_and_nobody_else(kind: Any) -> None:
     assert not kind.refused or kind.outcome == "refused"
 
 
+SHARED = {"num_kv_shared_layers": 2}
+CONNECTOR = SimpleNamespace(
+    kv_connector="ExampleConnector", kv_connector_module_path=None, kv_role="kv_both",
+    kv_load_failure_policy="fail", get_from_extra_config=lambda *_: "folder",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"kv_transfer_config": CONNECTOR}, "KV connectors where"),
+        ({"h2o": {"kv_exact_drafts": 4}}, "--kv-exact and --kv-exact-drafts where"),
+        (
+            {"speculative_config": SimpleNamespace(method="draft_model")},
+            "drafters with KV of their own where",
+        ),
+    ],
+    ids=["connector", "exact", "drafter"],
+)
+def test_what_was_not_tried_where_layers_share_kv_is_refused_there_alone(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setattr(support, "drafting_refusals", lambda _: [])
+    assert not reasons(model("Gemma4ForCausalLM", **config))
+    (reason,) = reasons(model("Gemma4ForCausalLM", text=SHARED, **config))
+    assert reason == f"{says} layers share KV: not tested with evictions"
+
+
 MEDIA = SimpleNamespace(get_limit_per_prompt=lambda kind: int(kind == "image"))
 
 
@@ -153,8 +183,7 @@ MEDIA = SimpleNamespace(get_limit_per_prompt=lambda kind: int(kind == "image"))
     [
         ("DeepseekV3ForCausalLM", {"use_mla": True}, "MLA.*vllm serve"),
         ("MambaForCausalLM", {"is_attention_free": True}, "without attention.*vllm serve"),
-        ("Gemma3nForCausalLM", {"text": {"num_kv_shared_layers": 2}}, "shared between layers"),
-        ("Gemma4ForCausalLM", {"text": {"num_kv_shared_layers": 2}}, "shared between layers"),
+        ("Gemma4ForCausalLM", {"fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ("Lfm2ForCausalLM", {"custom_ops": ["all"]}, "--enforce-eager with LFM2"),
         ("FalconH1ForCausalLM", {}, "--no-enable-prefix-caching"),
         ("Qwen3NextForCausalLM", {"dtype": torch.float32}, "in float32.*--dtype bfloat16"),
@@ -172,7 +201,8 @@ def test_what_the_configuration_tells_is_refused_with_its_reason(
 @pytest.mark.parametrize(
     ("architecture", "config"),
     [
-        ("Gemma4ForCausalLM", {"text": {"num_kv_shared_layers": 0}}),
+        ("Gemma3nForConditionalGeneration", {"text": SHARED}),
+        ("Gemma4ForCausalLM", {"text": SHARED}),
         ("Qwen3VLForConditionalGeneration", {"uses_mrope": True, "multimodal_config": MEDIA}),
         ("LlavaForConditionalGeneration", {"multimodal_config": MEDIA}),
         ("Lfm2ForCausalLM", {"custom_ops": ["all", "-rotary_embedding"]}),

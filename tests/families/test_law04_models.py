@@ -8,13 +8,13 @@ gpt-oss for attention sinks; in both every other layer has a sliding window, whi
 Mistral stands for windows that no sequence is long enough to leave. Llama 4's attention in chunks is
 left alone like windows. LFM2 stands for convolutions beside attention, Granite 4 H, Falcon-H1 and Nemotron-H
 for state-space layers, Qwen3-Next for gated delta networks, partly rotated keys and gates behind attention:
-there vLLM makes blocks as large as a state, and blocks of that size are evicted.
+there vLLM makes blocks as large as a state, and blocks of that size are evicted. In Gemma 3n and Gemma 4 E
+the last layers read the KV of earlier ones, which is ranked by the attention of all that read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ import pytest
 from h2o_vllm.errors import ConfigError
 from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
 from tests.engine.fidelity import Case, assert_as_expected, expect
-from tests.families.delta_nets import in_float32
 from tests.families.random_models import (
     MODELS,
     OPTIONS,
@@ -31,6 +30,7 @@ from tests.families.random_models import (
     random_prompt,
     save_random_model,
 )
+from tests.families.spared import spared
 
 BUDGETS = {
     "0.1-several-chunks": (0.1, 0.5, 1100),
@@ -78,7 +78,7 @@ def served(
     # A tokenizer would have nothing to say.
     options = {**ENGINE, "skip_tokenizer_init": True, **OPTIONS.get(kind, {})}
     with (
-        in_float32() if kind == "qwen3-next" else nullcontext(),
+        spared(kind),
         started(directory, options, kv_min_tokens=FLOOR) as engine,
     ):
         yield Served(engine, cases, kind not in UNROTATED)

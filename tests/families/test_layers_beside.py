@@ -2,7 +2,8 @@
 """Laws 1, 2, 5, 6 and 7 where layers with a window or a state lie beside evictable ones.
 
 Tiny random models: Gemma 2's windows, LFM2's convolutions, Granite 4 H's Mamba2 layers, Qwen3-Next's gated
-delta networks. vLLM gives each kind KV cache groups of its own, on the blocks of one pool. They forget by
+delta networks; and Gemma 3n and Gemma 4 E, where other layers read the KV of these (``test_shared_kv.py``
+has the rest). vLLM gives each kind KV cache groups of its own, on the blocks of one pool. They forget by
 themselves; only full attention is evicted. Law 4 of the same models: ``test_law04_models.py``.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,12 +26,13 @@ from tests.engine.conftest import (
     started,
     tokens_of,
 )
-from tests.families.delta_nets import in_float32
 from tests.families.random_models import OPTIONS, one_thread, random_prompt, save_random_model
+from tests.families.spared import spared
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KINDS = {"gemma2": H2OSlidingWindowSpec, "lfm2": H2OMambaSpec}
+KINDS |= {"gemma3n": H2OSlidingWindowSpec, "gemma4-e": H2OSlidingWindowSpec}
 KINDS |= {"granite-4-h": H2OMambaSpec, "qwen3-next": H2OMambaSpec}
 """What lies beside the two evictable layers of each."""
 LENGTHS = (300, 650)
@@ -52,6 +53,9 @@ BUDGETS: list[dict[str, Any] | None] = [
     params=[
         ("gemma2", "vllm"),
         pytest.param(("gemma2", "h2o"), marks=pytest.mark.long),
+        ("gemma3n", "vllm"),
+        ("gemma4-e", "vllm"),
+        pytest.param(("gemma4-e", "h2o"), marks=pytest.mark.long),
         ("lfm2", "vllm"),
         ("granite-4-h", "vllm"),
         ("qwen3-next", "vllm"),
@@ -96,7 +100,7 @@ def engine(case: tuple[str, str], directory: str) -> Iterator[Engine]:
     options = {**ENGINE, "skip_tokenizer_init": True, **OPTIONS.get(case[0], {})}
     h2o: dict[str, Any] = {"kv_min_tokens": FLOOR, "kv_full_kernel": case[1]}
     with (
-        in_float32() if case[0] == "qwen3-next" else nullcontext(),
+        spared(case[0]),
         started(directory, options, **h2o) as engine,
     ):
         yield engine
@@ -111,7 +115,9 @@ def test_each_kind_of_layer_has_its_own_blocks(engine: Engine, case: tuple[str, 
     layers = engine.worker.compilation_config.static_forward_context
     attention = {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
     bound = {name for name, layer in attention.items() if layer.impl._state is not None}
-    assert bound == set(kinds[H2OAttentionSpec])
+    readers = {name for name in bound if attention[name].kv_sharing_target_layer_name}
+    assert bound - readers == set(kinds[H2OAttentionSpec])
+    assert len(readers) == (2 if case[0] in ("gemma3n", "gemma4-e") else 0)
 
 
 def test_law01_a_full_budget_loses_nothing(engine: Engine, lossless: list[list[int]]) -> None:

@@ -33,7 +33,7 @@ class States(DynamicCache):
 
 @dataclass
 class LayerCache:
-    """One layer. ``keys``, ``values``: [B, KH, S, D]; ``alive``, ``scores``: [B, KH, S].
+    """One layer that holds KV. ``keys``, ``values``: [B, KH, S, D]; ``alive``, ``scores``: [B, KH, S].
 
     ``window``: how many tokens a query of a sliding-window layer sees, itself included. Such a layer forgets
     by itself, and nothing is evicted from it. ``chunk``: tokens of a chunk, within which a query sees what
@@ -224,17 +224,19 @@ class Reference:
         chunk = self._chunk(module)
         sequences, heads, new = key.shape[:3]
         nothing = torch.zeros(sequences, heads, 0)
+        owner = kv_owner(module)
         cache = self.layers.setdefault(
-            module.layer_idx,
+            owner,
             LayerCache(
                 key[:, :, :0], value[:, :, :0], nothing.bool(), nothing, sliding_window, chunk
             ),
         )
-        alive = torch.ones(sequences, heads, new, dtype=torch.bool)
-        cache.keys = torch.cat([cache.keys, key], 2)
-        cache.values = torch.cat([cache.values, value], 2)
-        cache.alive = torch.cat([cache.alive, alive], 2)
-        cache.scores = torch.cat([cache.scores, torch.zeros(sequences, heads, new)], 2)
+        if owner == module.layer_idx:
+            alive = torch.ones(sequences, heads, new, dtype=torch.bool)
+            cache.keys = torch.cat([cache.keys, key], 2)
+            cache.values = torch.cat([cache.values, value], 2)
+            cache.alive = torch.cat([cache.alive, alive], 2)
+            cache.scores = torch.cat([cache.scores, torch.zeros(sequences, heads, new)], 2)
         total = cache.keys.shape[2]
         grouped = query.unflatten(1, (heads, -1))
         logits = torch.einsum("bkgtd,bksd->bkgts", grouped, cache.keys) * scaling
@@ -252,7 +254,7 @@ class Reference:
             aside = s_aux.detach().view(1, heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, aside], -1)
         prob = logits.softmax(-1)[..., :total]
-        self._note(module.layer_idx, prob)
+        self._note(owner, prob)
         mixed = torch.einsum("bkgts,bksd->bkgtd", prob, cache.values)
         return mixed.flatten(1, 2).transpose(1, 2).contiguous(), None
 
@@ -265,8 +267,26 @@ class Reference:
         return size
 
     def _note(self, layer: int, prob: Tensor) -> None:
-        """Attention of new tokens to all: [B, KH, G, T, S]."""
+        """Attention of new tokens to all that a layer holds: [B, KH, G, T, S].
+
+        If other layers read it as well, each adds its own: a token's KV is worth what all its readers get of
+        it.
+        """
         self.layers[layer].scores += prob.sum((2, 3))
+
+
+def kv_owner(module: Any) -> int:
+    """The layer whose keys and values this layer's queries see: its own, or that of an earlier layer.
+
+    Gemma 3n, Gemma 4 E: the last ``num_kv_shared_layers`` layers read those of the last layer before them
+    that is of their kind.
+    """
+    layer: int = module.layer_idx
+    if not getattr(module, "is_kv_shared_layer", False):
+        return layer
+    config, kinds = module.config, module.config.layer_types
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    return max(other for other in range(own) if kinds[other] == kinds[layer])
 
 
 @dataclass
@@ -296,7 +316,7 @@ class Foresight(Reference):
 
     def _note(self, layer: int, prob: Tensor) -> None:
         if self._seeing:
-            self._foreseen[layer] = prob[0].sum(1)
+            self._foreseen[layer] = self._foreseen.get(layer, 0) + prob[0].sum(1)
         super()._note(layer, prob)
 
     def _evict(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from tests.reference.h2o import kv_owner
 from tests.reference.layer import Layer, note_margins
 from tests.reference.scores import ReferenceScores
 
@@ -51,6 +52,9 @@ class PolicyModel:
     running: ClassVar[PolicyModel | None] = None
     """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
+    """Those with KV that is evicted, by their number in the model."""
+    windows: dict[int, Layer] = field(default_factory=dict)
+    """Those with a sliding window, which forget by themselves."""
     prompt: int = 0
     evicted: int = 0
     ranked: list[tuple[int, int, int]] = field(default_factory=list)
@@ -161,36 +165,45 @@ class PolicyModel:
         return output.logits[0, -1].float()
 
     def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> tuple[Tensor, None]:
-        """query: [1, H, T, D]; key, value: [1, KH, T, D], rotated. Returns [1, T, H, D]."""
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        window: int | None = None,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """query: [1, H, T, D]; key, value: [1, KH, T, D], rotated. Returns [1, T, H, D].
+
+        ``window``: how many tokens a query sees, itself included; ``None``: all.
+        """
         heads, new = key.shape[1], key.shape[2]
         nothing = torch.zeros(heads, 0)
-        layer = self.layers.setdefault(
-            module.layer_idx,
-            Layer(key[0][:, :0], value[0][:, :0], nothing.bool(), []),
+        owner = kv_owner(module)
+        layer = (self.layers if window is None else self.windows).setdefault(
+            owner, Layer(key[0][:, :0], value[0][:, :0], nothing.bool(), [])
         )
         if self.calibration is not None:
-            layer.calibration = self.calibration[module.layer_idx]
-        layer.keys = torch.cat([layer.keys, key[0]], 1)
-        layer.values = torch.cat([layer.values, value[0]], 1)
-        layer.alive = torch.cat([layer.alive, torch.ones(heads, new, dtype=torch.bool)], 1)
+            layer.calibration = self.calibration[owner]
+        if owner == module.layer_idx:
+            layer.keys = torch.cat([layer.keys, key[0]], 1)
+            layer.values = torch.cat([layer.values, value[0]], 1)
+            layer.alive = torch.cat([layer.alive, torch.ones(heads, new, dtype=torch.bool)], 1)
+            layer.seen.append(torch.zeros(heads, new, layer.keys.shape[1]))
         total = layer.keys.shape[1]
         logits = query[0].unflatten(0, (heads, -1)) @ layer.keys[:, None].mT * scaling
         visible = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        if window is not None:
+            visible = visible.triu(total - new - window + 1)
         visible = visible[None] & layer.alive[:, None]
         prob = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
-        layer.seen.append(prob.sum(1))
+        # All layers that read a key give it attention.
+        layer.seen[-1] = layer.seen[-1] + prob.sum(1)
         mixed = prob @ layer.values[:, None]
         return mixed.flatten(0, 1).transpose(0, 1)[None].contiguous(), None
 
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: object,
-    scaling: float, **__: object,
+    scaling: float, sliding_window: int | None = None, **__: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     assert PolicyModel.running is not None
-    return PolicyModel.running.attend(module, query, key, value, scaling)
+    return PolicyModel.running.attend(module, query, key, value, scaling, sliding_window)
 
 
 def _survival(position: int, *, scores: list[float], copied: int) -> tuple[float, bool, int]:

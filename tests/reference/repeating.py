@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from tests.reference.h2o import kv_owner
+
 __all__ = ["most_attended", "repetition"]
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
@@ -35,23 +37,30 @@ def most_attended(
     """Read S tokens and those behind them once, in float32.
 
     Returns:
-        Per layer the prompt's keys (rotated) and values, [KH, S, D], and the largest probability that any
-        query behind the prompt, of any query head of the group, gives to each key, [KH, S].
+        Per layer that holds the KV of more than a window: the prompt's keys (rotated) and values,
+        [KH, S, D], and the largest probability that any query behind the prompt gives to each key, of any
+        query head of the group and any layer that reads it, [KH, S].
     """
     length, found = len(prompt), {}
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, *_: object,
-        scaling: float, **__: object,
+        scaling: float, sliding_window: int | None = None, **__: object,
     ) -> tuple[Tensor, None]:  # fmt: skip
         heads, tokens = key.shape[1:3]
         logits = (
             torch.einsum("kgtd,ksd->kgts", query[0].unflatten(0, (heads, -1)), key[0]) * scaling
         )
         causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        if sliding_window is not None:
+            causal = causal.triu(1 - sliding_window)
         prob = logits.masked_fill(~causal, float("-inf")).softmax(-1)
-        most = prob[:, :, length:, :length].amax((1, 2))
-        found[module.layer_idx] = key[0, :, :length], value[0, :, :length], most
+        if sliding_window is None:
+            most = prob[:, :, length:, :length].amax((1, 2))
+            owner = kv_owner(module)
+            if owner in found:
+                most = most.maximum(found[owner][2])
+            found[owner] = key[0, :, :length], value[0, :, :length], most
         return torch.einsum("kgts,ksd->tkgd", prob, value[0]).flatten(1, 2)[None], None
 
     name = f"repeating_{id(found)}"

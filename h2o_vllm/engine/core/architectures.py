@@ -86,9 +86,16 @@ KINDS = (
     ),
     Kind(
         "Gemma 4; its E models share KV",
-        "served",
+        "served; E on CPU",
         """
         Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
+        """,
+    ),
+    Kind(
+        "KV shared between layers",
+        "served on CPU",
+        """
+        Gemma3nForConditionalGeneration
         """,
     ),
     Kind(
@@ -205,6 +212,18 @@ KINDS = (
         refused="attention blocks that several layers share (Zamba2): not tried. Serve it with: vllm serve",
     ),
     Kind(
+        "per-layer embeddings that vLLM leaves out",
+        "refused",
+        """
+        Gemma3nForCausalLM
+        """,
+        # ``Gemma3nSelfDecoder.forward`` (0.32) takes them as an argument, which only the other model gives.
+        refused=(
+            "Gemma 3n as a text model: vLLM 0.32 computes it without its per-layer embeddings, and answers "
+            "wrongly with and without budgets. Serve the checkpoint with Gemma3nForConditionalGeneration"
+        ),
+    ),
+    Kind(
         "layers with different numbers of KV heads",
         "refused",
         """
@@ -248,13 +267,6 @@ KINDS = (
         KimiLinearForCausalLM KimiVLForConditionalGeneration LongcatFlashForCausalLM
         LongcatFlashNgramForCausalLM MistralLarge3ForCausalLM PanguUltraMoEForCausalLM
         SarvamMLAForCausalLM
-        """,
-    ),
-    Kind(
-        "KV shared between layers",
-        "refused",
-        """
-        Gemma3nForCausalLM Gemma3nForConditionalGeneration
         """,
     ),
     Kind(

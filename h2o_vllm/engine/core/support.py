@@ -32,6 +32,7 @@ from h2o_vllm.engine.core.drafting import (
     drafting_refusals,
 )
 from h2o_vllm.engine.core.heads import evictable_kv_heads, scores_not_because
+from h2o_vllm.engine.core.sharing import shares_kv, sharing_refusals
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -157,9 +158,9 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (bool(by_name), by_name),
         (
-            getattr(model.hf_text_config, "num_kv_shared_layers", 0) > 0,
-            "KV shared between layers (Gemma 3n, Gemma 4 E2B and E4B): several layers would have to agree on "
-            "the tokens that one of them keeps. Serve it with: vllm serve",
+            config.cache_config.kv_sharing_fast_prefill,
+            "--kv-sharing-fast-prefill: layers that read the KV of others skip the prompt, and tokens would "
+            "be ranked without their attention",
         ),
         (
             ranks > heads and ranks % heads != 0,
@@ -208,6 +209,7 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             "drafters with KV of their own for images, videos and sound with several positions per token "
             f"(M-RoPE): not tested with evictions. Drafters of these methods are: {', '.join(WITHOUT_KV)}",
         ),
+        *sharing_refusals(config),
         (
             # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
             _is_of(config, CONVOLUTIONS)
@@ -319,8 +321,9 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             "reference sliding-window attention (R-SWA): it frees blocks by a rule of its own",
         ),
         (
-            config.cache_config.kv_sharing_fast_prefill,
-            "--kv-sharing-fast-prefill: KV shared between layers is not scored",
+            shares_kv(config),
+            "KV shared between layers (Gemma 3n, Gemma 4 E2B and E4B) on GPUs: not tested with evictions "
+            "there. On CPUs it is served",
         ),
     ]
 

@@ -39,7 +39,7 @@ from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.cpu.checks import check_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -83,8 +83,6 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
 
     builder_cls = H2OMetadataBuilder
     impl_cls = H2OAttentionImpl
-    _layers: Sequence[Any] = ()
-    """The evictable ones."""
     _learner: Learner | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +157,6 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         return layer
 
     def _make_state(self, layers: list[Any], group: Any) -> CPUState:
-        self._layers = layers
         kv_caches = [layer.kv_cache for layer in layers]
         num_heads = layers[0].impl.num_heads
         planes = torch.zeros(2, len(layers), *kv_caches[0].shape[:3])
@@ -190,19 +187,21 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             traits.layers, traits.rotation, text, request, judge_from, rivals
         )
 
-        def look(index: int, layer: Any, given: tuple[torch.Tensor, ...]) -> None:
+        def look(index: int, layer: Any, given: tuple[torch.Tensor | None, ...]) -> None:
             query, key, value = given[:3]
             impl = layer.impl
+            assert query is not None
             learner.look(
                 index,
                 query.view(-1, layer.num_heads, layer.head_size),
-                key.view(-1, layer.num_kv_heads, layer.head_size),
-                value.view(-1, layer.num_kv_heads, layer.head_size_v),
+                None if key is None else key.view(-1, layer.num_kv_heads, layer.head_size),
+                None if value is None else value.view(-1, layer.num_kv_heads, layer.head_size_v),
                 Softmax(impl.scale, impl.logits_soft_cap, impl.sinks),
             )
 
-        for index, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(partial(look, index))
+        for index, layers in enumerate(self._layers):
+            for layer in layers:
+                layer.register_forward_pre_hook(partial(look, index))
 
     def learned(self) -> tuple[int, dict[str, list[float]]]:
         """Of how many tokens so far, and :meth:`.Learner.found`."""

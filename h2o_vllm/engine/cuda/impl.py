@@ -120,7 +120,10 @@ class CudaScoringImpl(ScoringImpl):
     """Keys and values of this layer's cache, [N, BS, KH, D] each; views that are made once."""
 
     def bind(self, state: Any, layer: int) -> None:
-        """As the base class."""
+        """As the base class; not tried where layers share KV."""
+        unscorable: Any = self
+        if unscorable.kv_sharing_target_layer_name is not None:
+            raise ConfigError("h2o_vllm does not evict KV that layers share on GPUs")
         super().bind(state, layer)
         caches = state.kv_layers
         self._views = caches.key_caches[layer], caches.value_caches[layer]

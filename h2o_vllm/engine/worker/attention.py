@@ -56,7 +56,7 @@ class ScoringImpl(AttentionImpl[Any]):
     _state: Any = None
     _layer: int
     _scores: torch.Tensor
-    """This layer's, [N, KH, BS], float32."""
+    """Of the KV that this layer reads, [N, KH, BS], float32."""
     _early: torch.Tensor
     """The same, where the first late queries' part goes; see :class:`.WorkerState`."""
 
@@ -64,18 +64,15 @@ class ScoringImpl(AttentionImpl[Any]):
         """Take the worker's state.
 
         Args:
-            layer: index of this layer among the evictable ones.
+            layer: index among the evictable layers that hold KV: of this one, or of the one whose KV it
+                reads. The score of a key is a sum over all layers that read it, as it is over query heads.
 
         Raises:
             ConfigError: this layer's attention is of a kind our kernels do not compute.
         """
         unscorable: Any = self
-        for refused, name in (
-            (unscorable.alibi_slopes is not None, "ALiBi"),
-            (unscorable.kv_sharing_target_layer_name is not None, "KV shared between layers"),
-        ):
-            if refused:
-                raise ConfigError(f"h2o_vllm cannot score attention with {name}")
+        if unscorable.alibi_slopes is not None:
+            raise ConfigError("h2o_vllm cannot score attention with ALiBi")
         self._state, self._layer = state, layer
         self._scores, self._early = state.scores[layer], state.early[layer]
 

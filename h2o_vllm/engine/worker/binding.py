@@ -22,6 +22,7 @@ __all__ = [
     "check_evictable",
     "evictable_group",
     "evictable_layer",
+    "kv_owners",
     "large_blocks_note",
     "leave_out_idle_windows",
     "memory_less_scores",
@@ -194,3 +195,28 @@ def evictable_layer(layers: Mapping[str, Any], name: str, num_blocks: int, ours:
             "--block-size that is a multiple of 32"
         )
     return layer
+
+
+def kv_owners(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[str]]:
+    """The evictable layers that hold KV, in order, each with the layers that read its KV and hold none.
+
+    Args:
+        layers: vLLM's, by name. names: of the evictable ones, in the order of the model.
+
+    Raises:
+        ConfigError: a layer reads through a window what all others see: it would see other tokens than its
+            newest ones once some are evicted.
+    """
+    owners: dict[str, list[str]] = {}
+    for name in names:
+        target = getattr(layers[name], "kv_sharing_target_layer_name", None)
+        if target is None:
+            owners[name] = []
+            continue
+        if layers[name].sliding_window is not None or target not in owners:
+            raise ConfigError(
+                f"h2o_vllm cannot evict what layer {name} reads through a sliding window, or from a layer "
+                f"that it does not evict from: KV of layer {target}"
+            )
+        owners[target].append(name)
+    return owners

@@ -47,6 +47,7 @@ from h2o_vllm.engine.worker.binding import (
     check_evictable,
     evictable_group,
     evictable_layer,
+    kv_owners,
     large_blocks_note,
     leave_out_idle_windows,
     memory_less_scores,
@@ -86,7 +87,9 @@ class EvictingWorker(WorkerBase, Generic[State]):
     _portion: Portion
     """What this worker holds of the model, once its layers are known."""
     _layer_names: Sequence[str] = ()
-    """Of the evictable ones."""
+    """Of the evictable ones that hold KV."""
+    _layers: Sequence[Sequence[Any]] = ()
+    """For each of these, itself and those that read its KV."""
     _groups_beside: tuple[GroupBeside, ...] = ()
     _lost: Sequence[int] = ()
     """Blocks that this step was to load, and did not."""
@@ -234,19 +237,25 @@ class EvictingWorker(WorkerBase, Generic[State]):
     def _bind(self, kv_cache_config: KVCacheConfig) -> State:
         builders = runner_metadata_builders(self.model_runner)
         builder, group, names = evictable_group(builders, self.builder_cls, self._drafter_layers())
-        self._layer_names = names
-        layers = [self._evictable_layer(name, kv_cache_config.num_blocks) for name in names]
-        self._portion = self._find_portion(len(layers), group.kv_cache_spec.num_kv_heads)
-        state = self._make_state(layers, group)
+        owners = kv_owners(self.compilation_config.static_forward_context, names)
+        blocks = kv_cache_config.num_blocks
+        layers = {name: self._evictable_layer(name, blocks) for name in names}
+        self._layer_names = tuple(owners)
+        self._layers = [
+            [layers[name] for name in (owner, *readers)] for owner, readers in owners.items()
+        ]
+        self._portion = self._find_portion(len(owners), group.kv_cache_spec.num_kv_heads)
+        state = self._make_state([owner for owner, *_ in self._layers], group)
         if self._h2o_config().kv_trace:
             state.recorder = self._make_recorder(state)
         self._bind_builder(builder, state)
-        for index, layer in enumerate(layers):
-            layer.impl.bind(state, index)
+        for index, sharing in enumerate(self._layers):
+            for layer in sharing:
+                layer.impl.bind(state, index)
         logger.info(
             "h2o: %d evictable layers on top of %s, block size %d, %.1f MiB of scores%s",
-            len(layers),
-            layers[0].impl.stock.__name__,
+            len(owners),
+            self._layers[0][0].impl.stock.__name__,
             state.block_size,
             state.planes.nbytes / 2**20,
             self._kernels_in_use(state),

@@ -40,7 +40,7 @@ def make_config(**changes: Any) -> Any:
         "uses_mrope": False,
         "multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda kind: kind == "image"),
         "rswa_window": None,
-        "kv_sharing_fast_prefill": False,
+        "num_kv_shared_layers": 0,
         "cache_dtype": "auto",
         "cudagraph_mode": None,
         "additional_config": {"h2o": {}},
@@ -49,7 +49,10 @@ def make_config(**changes: Any) -> Any:
         "method": None,
         **changes,
     }
-    text = SimpleNamespace(global_head_dim=values.pop("global_head_dim", None))
+    text = SimpleNamespace(
+        global_head_dim=values.pop("global_head_dim", None),
+        num_kv_shared_layers=values.pop("num_kv_shared_layers"),
+    )
     part = SimpleNamespace(**values, get_head_size=lambda: values["head_size"], hf_text_config=text)
     return SimpleNamespace(
         use_v2_model_runner=values["use_v2_model_runner"],
@@ -103,7 +106,7 @@ def reasons(config: Any) -> list[str]:
         ({"is_mm_prefix_lm": True}, "prefix LM"),
         ({"uses_mrope": True}, "--language-model-only"),
         ({"rswa_window": 128}, "R-SWA"),
-        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"num_kv_shared_layers": 10}, "KV shared between layers"),
         ({"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"cache_dtype": "fp8_per_token_head"}, "--kv-cache-dtype fp8_per_token_head"),
         ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4"),

@@ -43,6 +43,18 @@ MUTANTS = (
         ("tests/families/test_law04_models.py",),
     ),
     Mutant(
+        "law04-readers-add-to-the-scores-of-another-layer",
+        "owners[target].append(name)",
+        "owners[min(owners)].append(name)",
+        ("tests/families/test_shared_kv.py",),
+    ),
+    Mutant(
+        "calibrations-learn-from-the-last-reader-alone",
+        "most = most.maximum(largest_attention(query, key, softmax, self._text))",
+        "most = largest_attention(query, key, softmax, self._text)",
+        ("tests/calibration/test_learner.py",),
+    ),
+    Mutant(
         "law05-rows-without-scores-change-the-scores-of-others",
         "split.decode_scored,\n            *softmax",
         "None,\n            *softmax",

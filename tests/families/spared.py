@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused for vLLM's sake, and can be tested all the same with a tiny model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from h2o_vllm.engine.core import support
+from tests.families.delta_nets import in_float32
+
+__all__ = ["spared"]
+
+
+@contextmanager
+def spared(name: str) -> Iterator[None]:
+    """For an engine of this one of ``random_models.MODELS``, in this process."""
+    if name == "qwen3-next":
+        with in_float32():
+            yield
+    elif name == "gemma3n":
+        with pytest.MonkeyPatch.context() as patch:
+            # The embeddings that vLLM leaves out of the text model are zero.
+            patch.setattr(support, "refusal_by_name", lambda _: "")
+            yield
+    else:
+        yield

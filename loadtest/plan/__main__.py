@@ -12,11 +12,11 @@ absolute figures rest on assumptions that ``loadtest/plan/cost.py`` names.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 
 from loadtest.common.command import command_parser
 from loadtest.common.tables import markdown_table
+from loadtest.plan.arguments import budget, positive, traffic
 from loadtest.plan.cost import Server
 from loadtest.plan.gpus import GPUS
 from loadtest.plan.shapes import ShapeError, load_shape
@@ -39,10 +39,10 @@ def planned(args: argparse.Namespace) -> str:
     shape, gpu = load_shape(args.model), GPUS[args.gpu]
     prompt, output = args.traffic
     lines, base = [], 0.0
-    for budget in args.budgets:
-        server = Server(shape, gpu, args.gpus, scored=budget < 1)
+    for share in args.budgets:
+        server = Server(shape, gpu, args.gpus, scored=share < 1)
         tokens = args.pool_tokens or server.pool_tokens
-        load = Load(budget, args.delay, prefill=args.prefill_tokens if budget < 1 else 0)
+        load = Load(share, args.delay, prefill=args.prefill_tokens if share < 1 else 0)
         held = held_tokens(prompt, output, load, args.block_size)
         pool = Pool(
             tokens // args.block_size,
@@ -54,7 +54,7 @@ def planned(args: argparse.Namespace) -> str:
         found = simulate(requests, pool, server.seconds)
         base = base or found.tok_per_s
         lines.append([
-            f"{budget:g}", f"{tokens:,}", f"{tokens / held:.0f}", f"{found.running_mean:.0f}",
+            f"{share:g}", f"{tokens:,}", f"{tokens / held:.0f}", f"{found.running_mean:.0f}",
             f"{found.tok_per_s:,.0f}", f"{found.tok_per_s / base:.2f}", f"{found.tok_per_s / output:.2f}",
             f"{found.first_token_s:.1f}", f"{found.preemptions}",
         ])  # fmt: skip
@@ -77,44 +77,23 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="8b or 70b (Llama 3.1's shapes), or a directory with a config.json",
     )
     add("--gpu", choices=GPUS, default="h100", help="by its datasheet")
-    add("--gpus", type=_positive, default=1, help="that share the model")
+    add("--gpus", type=positive, default=1, help="that share the model")
     add(
         "--traffic",
-        type=_traffic,
+        type=traffic,
         default="1000+512",
         metavar="PROMPT+OUTPUT",
         help="tokens of a request",
     )
-    add("--requests", type=_positive, default=256, help="at once")
-    add("--budgets", nargs="+", type=_budget, default=[1.0, 0.5, 0.2], help="kv_budget; 1 is vLLM")
+    add("--requests", type=positive, default=256, help="at once")
+    add("--budgets", nargs="+", type=budget, default=[1.0, 0.5, 0.2], help="kv_budget; 1 is vLLM")
     add("--delay", type=int, default=16, help="kv_delay")
     add("--prefill-tokens", type=int, default=0, help="kv_prefill_tokens; 0: no bound")
     add("--pool-tokens", type=int, default=0, help="KV memory; 0: what the GPUs have room for")
-    add("--block-size", type=_positive, default=16, help="as vLLM's")
-    add("--max-num-seqs", type=_positive, default=256, help="as vLLM's")
-    add("--max-num-batched-tokens", type=_positive, default=8192, help="as vLLM's")
+    add("--block-size", type=positive, default=16, help="as vLLM's")
+    add("--max-num-seqs", type=positive, default=256, help="as vLLM's")
+    add("--max-num-batched-tokens", type=positive, default=8192, help="as vLLM's")
     return parser.parse_args(argv)
-
-
-def _traffic(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", text)
-    if not found:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, wanted PROMPT+OUTPUT tokens such as 1000+512"
-        )
-    return int(found[1]), int(found[2])
-
-
-def _budget(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}, wanted a number in (0, 1]")
-    return value
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, wanted an integer from 1")
-    return value
 
 
 if __name__ == "__main__":

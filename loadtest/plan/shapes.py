@@ -138,4 +138,5 @@ _OTHERS = {
     "kv_lora_rank": "latent attention",
     "quantization_config": "quantised weights",
     "text_config": "more than a language model",
+    "num_kv_shared_layers": "layers that share KV",
 }

@@ -8,16 +8,20 @@ import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers.feature_extraction_utils import BatchFeature
 from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 from transformers.video_processing_utils import VideoProcessorMixin
+from transformers.video_utils import VideoMetadata
 
 from tests.families.random_models import SIZES, VOCABULARY, randomise
 
@@ -26,6 +30,7 @@ __all__ = [
     "PILLOW_ALONE",
     "Pictured",
     "expanded",
+    "film",
     "picture",
     "pictured",
     "processors",
@@ -100,15 +105,34 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Pictured:
-    """A prompt with pictures: each is one token :data:`IMAGE` until a processor makes it many."""
+    """A prompt with pictures and videos: each is one token, :data:`IMAGE` or :data:`VIDEO`, until a
+    processor makes it many.
+
+    ``videos``: frames, [T, H, W, 3], uint8.
+    """
 
     tokens: list[int]
     pictures: list[Image.Image]
+    videos: list[NDArray[np.uint8]] = field(default_factory=list)
 
     @property
     def prompt(self) -> dict[str, Any]:
         """As vLLM takes it."""
-        return {"prompt_token_ids": self.tokens, "multi_modal_data": {"image": self.pictures}}
+        seen: dict[str, Any] = {"image": self.pictures} if self.pictures else {}
+        if self.videos:
+            seen["video"] = [
+                (frames, {**_metadata(len(frames)), "do_sample_frames": False})
+                for frames in self.videos
+            ]
+        return {"prompt_token_ids": self.tokens, "multi_modal_data": seen}
+
+
+def _metadata(frames: int) -> dict[str, Any]:
+    """Of a video of which two frames were taken per second, and all are there."""
+    return {
+        "fps": 2.0, "duration": frames / 2, "total_num_frames": frames,
+        "frames_indices": list(range(frames)), "video_backend": "opencv",
+    }  # fmt: skip
 
 
 def picture(seed: int, width: int = 140, height: int = 140) -> Image.Image:
@@ -118,15 +142,23 @@ def picture(seed: int, width: int = 140, height: int = 140) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
-def pictured(length: int, *pictures: tuple[int, Image.Image]) -> Pictured:
-    """``length`` words, the same ones for the same length, and pictures, each behind so many words."""
+def film(seed: int, frames: int, width: int = 84, height: int = 84) -> NDArray[np.uint8]:
+    """Of random colours, [frames, height, width, 3]."""
+    return np.stack([np.asarray(picture(seed * 100 + at, width, height)) for at in range(frames)])
+
+
+def pictured(length: int, *seen: tuple[int, Image.Image | NDArray[np.uint8]]) -> Pictured:
+    """``length`` words, the same ones for the same length; pictures and videos, each behind so many words."""
     generator = torch.Generator().manual_seed(length)
     words = torch.randint(3, WORDS, (length,), generator=generator).tolist()
-    tokens, done = [], 0
-    for at, _ in pictures:
-        tokens += [*words[done:at], START, IMAGE, END]
+    prompt, done = Pictured([], []), 0
+    for at, one in seen:
+        still = isinstance(one, Image.Image)
+        prompt.tokens += [*words[done:at], START, IMAGE if still else VIDEO, END]
+        (prompt.pictures if still else prompt.videos).append(one)  # type: ignore[arg-type]
         done = at
-    return Pictured([*tokens, *words[done:]], [one for _, one in pictures])
+    prompt.tokens += words[done:]
+    return prompt
 
 
 def expanded(directory: str, prompt: Pictured) -> tuple[list[int], dict[str, torch.Tensor]]:
@@ -190,14 +222,14 @@ def _processor(kind: str) -> Any:
         "qwen3_5": transformers.Qwen3VLProcessor,
     }[kind]
     images = transformers.Qwen2VLImageProcessorPil(patch_size=14)
-    return cls(images, tokenizer, NoVideos())
+    return cls(images, tokenizer, Videos())
 
 
 @contextmanager
 def processors() -> Iterator[None]:
     """Processors that need Pillow alone, where there is no torchvision; also for processes that start within.
 
-    Processors of models that take videos also ask for one of videos, which would need it.
+    Those of models that take videos also ask for one of videos, which would need it: they get ours.
     """
     import transformers
     from transformers.utils import is_torchvision_available
@@ -211,16 +243,34 @@ def processors() -> Iterator[None]:
         patch.setitem(sys.modules, "torchvision.transforms.v2", None)
         runpy.run_path(str(PILLOW_ALONE / "sitecustomize.py"))
         patch.setattr(transformers, "VideoProcessorMixin", VideoProcessorMixin, raising=False)
-        patch.setattr(AutoVideoProcessor, "from_pretrained", lambda *_, **__: NoVideos())
+        patch.setattr(AutoVideoProcessor, "from_pretrained", lambda *_, **__: Videos())
         yield
 
 
-class NoVideos(VideoProcessorMixin):
-    """Is there, as processors of some models want it, and is never called."""
+class Videos(VideoProcessorMixin):
+    """Cuts frames into patches, as Qwen's does. Takes all frames, of multiples of 28 pixels, as they are."""
 
     size: ClassVar = {"shortest_edge": 4096, "longest_edge": 65536}
     patch_size, temporal_patch_size, merge_size = 14, 2, 2
     fps, min_frames, max_frames = 2, 4, 8
+
+    def __call__(
+        self, videos: list[Any], video_metadata: list[VideoMetadata] | None = None, **_: object
+    ) -> BatchFeature:
+        """videos: [T, H, W, 3] each, of 0 to 255; T is even."""
+        patches, grids = [], []
+        for video in videos:
+            frames = torch.as_tensor(np.array(video), dtype=torch.float32) / 127.5 - 1
+            grid = [size // patch for size, patch in zip(frames.shape, (2, 14, 14), strict=False)]
+            # Patches that are merged lie together.
+            cut = frames.view(grid[0], 2, grid[1] // 2, 2, 14, grid[2] // 2, 2, 14, 3)
+            patches.append(cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3 * 2 * 14 * 14))
+            grids.append(grid)
+        about = video_metadata or [VideoMetadata(**_metadata(len(video))) for video in videos]
+        return BatchFeature({
+            "pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids),
+            "video_metadata": about,
+        })  # fmt: skip
 
 
 def _tokenizer() -> Any:

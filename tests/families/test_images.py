@@ -2,7 +2,8 @@
 """Laws 1, 2 and 4 to 7 of prompts with pictures: tiny models of random weights that see.
 
 LLaVA stands for pictures whose tokens are rotated one by one, Qwen2.5-VL for those with three positions each
-(M-RoPE). To a budget a picture's tokens are as others: they are counted, ranked, protected and evicted.
+(M-RoPE). To a budget a picture's tokens are as others: they are counted, ranked, protected and evicted. Of
+videos the tests show laws 2, 5 and 7.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.families.delta_nets import in_float32
 from tests.families.image_models import (
     Pictured,
     expanded,
+    film,
     picture,
     pictured,
     processors,
@@ -78,6 +80,7 @@ class Served(NamedTuple):
 def serving(kind: str, directory: str) -> Iterator[Served]:
     """An engine of a model of this kind, which is put into the directory."""
     save_image_model(kind, directory)
+    filmed = kind == "qwen2_5_vl"
     block = BLOCKS.get(kind, BLOCK_SIZE)
 
     def reference(fraction: float, recent: float, protect: int, prompt: Pictured) -> Any:
@@ -95,7 +98,7 @@ def serving(kind: str, directory: str) -> Iterator[Served]:
             }
             full, tokens = reference(1.0, 0.5, 0, TWO)
             lossless, _ = full.generate(tokens, STEPS)
-        limits = {"limit_mm_per_prompt": {"image": 3}}
+        limits = {"limit_mm_per_prompt": {"image": 3, **({"video": 1} if filmed else {})}}
         with started(directory, {**ENGINE, **limits}, kv_min_tokens=FLOOR, kv_trace=True) as engine:
             yield Served(engine, directory, cases, lossless)
 
@@ -128,6 +131,28 @@ def clean(served: Served) -> Engine:
 @pytest.mark.parametrize("case", list(FIDELITY))
 def test_law04_kept_tokens_scores_and_logits_equal_the_papers(served: Served, case: str) -> None:
     assert_as_expected(served.engine, served.cases[case])
+
+
+VIDEOS = pytest.mark.parametrize("served", ["qwen2_5_vl"], indirect=True, scope="module")
+
+
+@VIDEOS
+def test_law05_and_law07_only_the_same_video_is_shared(clean: Engine) -> None:
+    """Alone, after another one whose tokens are the same, and beside it."""
+    asked = {"kv_budget": 0.3, "kv_protect": 160}
+    one, other = (pictured(300, (40, film(seed, 4))).prompt for seed in (5, 6))
+    cold = []
+    for prompt in (one, other):
+        assert clean.llm.reset_prefix_cache()
+        cold.append(tokens_of(clean.generate([prompt], asked, max_tokens=STEPS)[0]))
+    assert cold[0] != cold[1]
+    (first,) = clean.generate([one], asked, max_tokens=STEPS)
+    assert tokens_of(first) == cold[0] and report_of(first)["tokens_cached"] == BLOCK_SIZE
+    assert clean.llm.reset_prefix_cache()
+    beside = clean.generate([one, other, TWO.prompt], [asked, asked, None], max_tokens=STEPS)
+    assert [tokens_of(output) for output in beside[:2]] == cold
+    assert report_of(beside[0])["tokens_evicted"] > 0
+    assert clean.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
 
 
 @pytest.mark.long

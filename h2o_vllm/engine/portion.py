@@ -13,7 +13,7 @@ from h2o_vllm.errors import ConfigError
 from h2o_vllm.policy.candidates import head_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["Portion", "of_all_stages"]
 
@@ -61,7 +61,7 @@ class Portion:
         heads: int,
         own_heads: int,
         stage: int,
-        told: list[tuple[int, Mapping[str, float]]],
+        told: Sequence[tuple[int, Mapping[str, float]]],
     ) -> Portion:
         """The portion of one worker.
 

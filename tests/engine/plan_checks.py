@@ -7,11 +7,20 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.policy.policy import Policy
 
-__all__ = ["check_commuting", "check_table"]
+__all__ = ["check_commuting", "check_known", "check_table"]
+
+
+def check_known(output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+    """A synchronous step computes no token that nobody knows yet."""
+    for name in output.num_scheduled_tokens:
+        drafts = output.scheduled_spec_decode_tokens.get(name, ())
+        assert requests[name].num_computed_tokens <= requests[name].num_tokens + len(drafts)
 
 
 def check_commuting(evictions: Sequence[Eviction]) -> None:

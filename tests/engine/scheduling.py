@@ -257,8 +257,9 @@ class Rig:
     def _sample(self, name: str, output: SchedulerOutput) -> list[int]:
         request = self.scheduler.requests[name]
         before = request.num_computed_tokens - output.num_scheduled_tokens[name]
-        # A request that was preempted may begin again behind a hit.
-        begins = name in output.scheduled_cached_reqs.resumed_req_ids or not before
+        # A request that was preempted may begin again behind a hit; to runner V2 it is a new one.
+        new = {one.req_id for one in output.scheduled_new_reqs}
+        begins = name in new | output.scheduled_cached_reqs.resumed_req_ids or not before
         self.reached[name] = max(
             request.num_computed_tokens, 0 if begins else self.reached.get(name, 0)
         )

@@ -126,6 +126,8 @@ class Learner:
     def _solved(self) -> Tensor:
         return torch.stack([sums.solve() for sums in self._sums])
 
+    # What was seen is of vLLM's inference mode, and may be asked for outside of it.
+    @torch.inference_mode()
     def _learn(self, *layers: int) -> None:
         """Learn from what was seen of these layers and is complete by now; by default of all."""
         for layer in layers or tuple(self._seen):

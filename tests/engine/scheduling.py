@@ -138,7 +138,6 @@ class Rig:
                 is_encoder_decoder=False,
                 scheduler_cls=args["scheduler_cls"],
                 policy=policy,
-                async_scheduling=pipelined,
                 watermark=watermark,
             ),
             device_config=DeviceConfig("cpu"),
@@ -146,7 +145,8 @@ class Rig:
             additional_config=args["additional_config"] | ({METRICS_KEY: True} if metered else {}),
         )
         self.config.cache_config.num_gpu_blocks = num_blocks
-        # Set here: a rig needs no executor of several processes.
+        # Set here: vLLM schedules CPUs synchronously, and a rig needs no executor of several processes.
+        self.config.scheduler_config.async_scheduling = pipelined
         object.__setattr__(self.config.parallel_config, "pipeline_parallel_size", stages)
         if any(isinstance(one, MambaSpec) for one in beside):
             self.config.cache_config.mamba_cache_mode = "align"

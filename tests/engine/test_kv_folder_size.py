@@ -107,7 +107,8 @@ def test_law09_a_bound_is_a_size(tmp_path: Path, most: object) -> None:
         kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=more
     )
     config: Any = SimpleNamespace(
-        kv_transfer_config=transfer, parallel_config=SimpleNamespace(tensor_parallel_size=1)
+        kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
     )
     said = [reason for refused, reason in connector_refusals(config) if refused]
     assert len(said) == 1 and "max_folder_gib" in said[0]

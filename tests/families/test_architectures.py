@@ -150,7 +150,7 @@ def test_who_is_refused_by_name_is_told_why_and_nobody_else(kind: Any) -> None:
 SHARED = {"num_kv_shared_layers": 2}
 CONNECTOR = SimpleNamespace(
     kv_connector="ExampleConnector", kv_connector_module_path=None, kv_role="kv_both",
-    kv_load_failure_policy="fail", get_from_extra_config=lambda *_: "folder",
+    kv_load_failure_policy="fail", get_from_extra_config={"shared_storage_path": "folder"}.get,
 )  # fmt: skip
 
 

@@ -80,9 +80,10 @@ def test_a_cache_that_our_kernels_would_misread_does_not_start() -> None:
     builder = object.__new__(H2OMetadataBuilder)
     group = SimpleNamespace(layer_names=["l"], kv_cache_spec=SPEC, metadata_builders=[builder])
     worker = bare_worker(
-        model_runner=SimpleNamespace(attn_groups=[[group]], get_model=torch.nn.Module),
+        model_runner=SimpleNamespace(attn_groups=[[group]]),
         compilation_config=SimpleNamespace(static_forward_context={"l": layer}),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        # No ranks to ask.
+        _find_portion=lambda *_: None,
     )
     with pytest.raises(ConfigError, match="multiples of 16"):
         worker._bind(SimpleNamespace(num_blocks=4))

@@ -66,9 +66,9 @@ class Learner:
     ) -> None:
         self._sums = [Sums() for _ in range(layers)]
         self._rotation, self._text, self._request = rotation, text, request
-        self._judge_from, self._rivals = judge_from, {} if rivals is None else rivals
+        self._judge_from_token = None if judge_from is None else judge_from * (text - 1)
+        self._rivals = {} if rivals is None else rivals
         self._judged: Tensor | None = None
-        self._texts = 0
         # Per way and share: the sum over heads, layers and texts, and how many there were.
         self._found: dict[str, Tensor] = {}
         self._heads = 0
@@ -139,20 +139,16 @@ class Learner:
         known = features(keys, values, self._rotation)
         # The first token takes what no other token gets: it is no example.
         known, wanted, keys = known[:, 1:], wanted[:, 1:], keys[:, 1:]
-        if layer == 0 and self._judged is None and self._texts == self._judge_from:
+        if layer == 0 and self._judged is None and self._sums[0].tokens == self._judge_from_token:
             # All layers have learned from the texts before this one.
             self._judged = self._solved()
         if self._judged is not None:
-            expected = predicted(self._judged[layer], known)
-            ways = {
-                "predicted": expected,
-                **{name: way(keys) for name, way in self._rivals.items()},
-            }
-            for name, ranked in (ways | {"best": wanted}).items():
+            ways = {name: way(keys) for name, way in self._rivals.items()}
+            ways |= {"predicted": predicted(self._judged[layer], known), "best": wanted}
+            for name, ranked in ways.items():
                 self._found[name] = self._found.get(name, 0.0) + _found(ranked, wanted)
             self._heads += len(wanted)
         self._sums[layer].add(known, wanted)
-        self._texts += layer == 0
 
 
 def _found(ranked: Tensor, wanted: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ __all__ = ["check_commuting", "check_known", "check_table"]
 
 
 def check_known(output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-    """A synchronous step computes no token that nobody knows yet."""
+    """A synchronous step computes no token that is not known yet."""
     for name in output.num_scheduled_tokens:
         drafts = output.scheduled_spec_decode_tokens.get(name, ())
         assert requests[name].num_computed_tokens <= requests[name].num_tokens + len(drafts)

@@ -163,7 +163,7 @@ def test_law06_a_file_holds_nothing_of_other_requests(model_dir: str, tmp_path: 
 def test_law02_what_is_not_there_is_named_by_the_output(tmp_path: Path, *, later: bool) -> None:
     """By any runner's: that of GPUs keeps nothing between ``execute_model`` and ``sample_tokens``.
 
-    A prompt that cannot be stored disturbs nobody.
+    A prompt that cannot be stored disturbs no other request.
     """
     runner, load = (
         SimpleNamespace(),

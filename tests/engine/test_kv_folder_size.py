@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bound for the folder of stored prompts: what nobody asks for goes first, and nothing else ever goes."""
+"""A bound for the folder of stored prompts: the one whose last request is oldest goes first."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_may_be_about_to_be_loaded_stays(tmp_path: Path) -> None:
 
 
 def test_nothing_but_prompts_goes(tmp_path: Path) -> None:
-    """Not in a folder that is somebody else's as well: no other names, no links, no folders of more."""
+    """Others may use the folder as well: other names, links, and folders that hold more stay."""
     others = [
         tmp_path / "h2o_vllm.json",
         tmp_path / "answers.kept",

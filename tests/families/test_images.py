@@ -133,6 +133,16 @@ def test_law04_kept_tokens_scores_and_logits_equal_the_papers(served: Served, ca
     assert_as_expected(served.engine, served.cases[case])
 
 
+def different_when_cold(clean: Engine, asked: dict[str, Any], *prompts: Any) -> list[list[int]]:
+    """The tokens that each of two prompts gets with an empty cache: others for each."""
+    cold = []
+    for prompt in prompts:
+        assert clean.llm.reset_prefix_cache()
+        cold.append(tokens_of(clean.generate([prompt], asked, max_tokens=STEPS)[0]))
+    assert cold[0] != cold[1]
+    return cold
+
+
 VIDEOS = pytest.mark.parametrize("served", ["qwen2_5_vl"], indirect=True, scope="module")
 
 
@@ -141,11 +151,7 @@ def test_law05_and_law07_only_the_same_video_is_shared(clean: Engine) -> None:
     """Alone, after another one whose tokens are the same, and beside it."""
     asked = {"kv_budget": 0.3, "kv_protect": 160}
     one, other = (pictured(300, (40, film(seed, 4))).prompt for seed in (5, 6))
-    cold = []
-    for prompt in (one, other):
-        assert clean.llm.reset_prefix_cache()
-        cold.append(tokens_of(clean.generate([prompt], asked, max_tokens=STEPS)[0]))
-    assert cold[0] != cold[1]
+    cold = different_when_cold(clean, asked, one, other)
     (first,) = clean.generate([one], asked, max_tokens=STEPS)
     assert tokens_of(first) == cold[0] and report_of(first)["tokens_cached"] == BLOCK_SIZE
     assert clean.llm.reset_prefix_cache()
@@ -260,11 +266,7 @@ def test_law06_and_law07_only_the_same_picture_is_shared(
 ) -> None:
     """Equal tokens, of which those of a picture are all one token, do not make equal prompts."""
     one, other = (pictured(400, (40, it)).prompt for it in (picture(7), picture(8)))
-    cold = []
-    for prompt in (one, other):
-        assert clean.llm.reset_prefix_cache()
-        cold.append(tokens_of(clean.generate([prompt], asked, max_tokens=STEPS)[0]))
-    assert cold[0] != cold[1]
+    cold = different_when_cold(clean, asked, one, other)
     # The other one's blocks are there. Both begin with 41 tokens that are no picture's.
     (first,) = clean.generate([one], asked, max_tokens=STEPS)
     assert tokens_of(first) == cold[0]

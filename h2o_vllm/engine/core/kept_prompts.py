@@ -92,8 +92,8 @@ class KeptPrompts:
         if kept is None or not self.reads:
             return False
         found = self._folder.holds_kept(kept.file, kept.about, kept.shapes)
-        if not found and (differ := self._folder.other_defaults(self._defaults)):
-            self._folder.warn_of_defaults(differ)
+        if not found:
+            self._folder.warn_of_other_defaults(self._defaults)
         return found
 
     def begin(self, kept: KeptPrompt) -> bool:

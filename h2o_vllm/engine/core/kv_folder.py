@@ -173,18 +173,18 @@ class KVFolder:
         except OSError as error:
             self._warn(f"cannot write {file}: {error}")
 
-    def other_defaults(self, mine: Mapping[str, Any]) -> str:
-        """What that server's defaults differ in; empty: in nothing, or none has written them down."""
+    def warn_of_other_defaults(self, mine: Mapping[str, Any]) -> None:
+        """Log once what that server's defaults differ in: nothing that it has kept is found."""
         try:
             theirs = json.loads((self._path / DEFAULTS).read_text(encoding="utf-8"))
             names = [name for name in mine if theirs[name] != mine[name]]
         except (OSError, ValueError, LookupError, TypeError):
-            return ""
-        return ", ".join(f"{name} {theirs[name]!r} (here {mine[name]!r})" for name in names)
-
-    def warn_of_defaults(self, differ: str) -> None:
-        """Log once why nothing that was kept is found."""
-        self._warn(f"prompts are computed again, as the prefill server has other options: {differ}")
+            return
+        if names:
+            differ = ", ".join(f"{name} {theirs[name]!r} (here {mine[name]!r})" for name in names)
+            self._warn(
+                f"prompts are computed again, as the prefill server has other options: {differ}"
+            )
 
     def _is_whole(self, file: Path, tokens: int) -> bool:
         """Whether a file of ``ExampleConnector`` has the KV of ``tokens`` tokens."""

@@ -25,7 +25,7 @@ NAME = re.compile(r"[0-9a-f]{32,}(\.kept(\.[0-9a-f]{32})?)?")
 
 
 class FolderBound:
-    """Deletes the prompts that nobody has asked for longest, while others are stored.
+    """Deletes the prompts whose last request is oldest, while others are stored.
 
     Args:
         folder: of the prompts. most: its bytes, about; 0: nothing is ever deleted.

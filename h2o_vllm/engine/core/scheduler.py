@@ -79,21 +79,20 @@ class H2OScheduler(LimitingScheduler):
             beside=self._bound_beside(),
         )
         self._beside = groups_beside(self.kv_cache_config, self.vllm_config)
-        if self._beside and self.h2o_config.kv_settle_tokens:
-            raise ConfigError(
-                "h2o_vllm cannot work with --kv-settle-tokens for a model with windows, chunks or states "
-                "beside full attention: what they hold is not found by the keys of what has settled"
-            )
-        if self._beside and self.use_pp:
-            raise ConfigError(
-                "h2o_vllm cannot work with --pipeline-parallel-size above 1 for a model with windows, chunks "
-                "or states beside full attention: not tested with evictions"
-            )
-        if self._beside and self.h2o_config.exact_drafts:
-            raise ConfigError(
-                "h2o_vllm cannot work with --kv-exact for a model with windows, chunks or states beside full "
-                "attention: drafts would not know them"
-            )
+        for asked, name, because in (
+            (
+                self.h2o_config.kv_settle_tokens,
+                "--kv-settle-tokens",
+                "what they hold is not found by the keys of what has settled",
+            ),
+            (self.use_pp, "--pipeline-parallel-size above 1", "not tested with evictions"),
+            (self.h2o_config.exact_drafts, "--kv-exact", "drafts would not know them"),
+        ):
+            if self._beside and asked:
+                raise ConfigError(
+                    f"h2o_vllm cannot work with {name} for a model with windows, chunks or states beside "
+                    f"full attention: {because}"
+                )
         connector, transfer = self.get_kv_connector(), self.vllm_config.kv_transfer_config
         if connector is not None and transfer is not None:
             check_single_group(len(self.kv_cache_config.kv_cache_groups))

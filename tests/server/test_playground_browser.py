@@ -75,7 +75,7 @@ def test_both_answers_stand_with_what_the_server_reports(
     visit: Visit, report: dict[str, Any]
 ) -> None:
     for side in ("kept", "full"):
-        lines = visit.page.locator(f"#{side}-side .log p:not(.note)").all_inner_texts()
+        lines = visit.page.locator(f"#{side}-side .log p:not(.note, .turn)").all_inner_texts()
         assert len(lines) == 2 and all(lines)
     kept, full = visit.shown("kept"), visit.shown("full")
     counts = {"tokens seen": "tokens_seen", "held": "tokens_held", "evicted": "tokens_evicted"}
@@ -121,6 +121,27 @@ def test_short_answers_are_evicted_from_unless_they_say_why_not(
     said = visit.page.inner_text("#kept-side")
     assert "Nothing was evicted: no budget falls below 128 tokens" in said
     assert "Nothing was evicted" not in visit.page.inner_text("#full-side")
+
+
+def test_a_chat_whose_older_tokens_settle_reads_them_at_its_next_turn(
+    browser: Any, server: LiveServer
+) -> None:
+    page = Visit(browser, server).ready().page
+    page.fill("#settle", "256")
+    page.select_option("#policy", "later")
+    page.fill("#max-tokens", "8")
+    for button in ("#find", "#ask"):
+        page.click(button)
+        page.wait_for_selector("#ask:enabled")
+    turns = page.locator("#kept-side .turn").all_inner_texts()
+    first, second = (
+        re.match(r"Read from the cache: (\d+) of the prompt's (\d+) tokens", turn) for turn in turns
+    )
+    assert first and second
+    # Of the first prompt other answers may have left what stands before the first segment that settled.
+    assert int(first[1]) < 0.5 * int(first[2]) < 0.8 * int(first[2]) < int(second[1])
+    assert "Nothing was evicted" not in page.inner_text("#kept-side")
+    assert "have no trace" in page.inner_text("#no-picture")
 
 
 def test_the_shades_are_those_of_the_trace(visit: Visit, report: dict[str, Any]) -> None:

@@ -10,8 +10,9 @@ const ENOUGH = 16; // tokens; the speed of fewer is that of whatever else runs
  *
  * @param body model, messages and max_tokens, and the budget fields.
  * @param onText is given each new piece of the answer.
- * @returns text; tokenIds of prompt and answer; report, the kv_cache object; perSecond, of tokens after the first,
- *   null for a short answer.
+ * @returns text; tokenIds of prompt and answer, of which the prompt has `prompt`; report, the kv_cache object;
+ *   firstAfter, seconds to the first token; perSecond, of tokens after the first. Both are null where there are too
+ *   few tokens.
  */
 export async function answer(body, onText, signal) {
   const stream = {
@@ -20,13 +21,17 @@ export async function answer(body, onText, signal) {
     temperature: 0,
     return_token_ids: true,
   };
+  const started = performance.now();
   const response = await ask("v1/chat/completions", { ...body, ...stream }, signal);
-  const result = { text: "", tokenIds: [], report: null, perSecond: null };
+  const result = { text: "", tokenIds: [], prompt: 0, report: null, firstAfter: null, perSecond: null };
   let [answered, first, last] = [0, null, null];
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
     result.report = event.kv_cache ?? result.report;
-    if (event.prompt_token_ids) result.tokenIds.push(...event.prompt_token_ids);
+    if (event.prompt_token_ids) {
+      result.tokenIds.push(...event.prompt_token_ids);
+      result.prompt = event.prompt_token_ids.length;
+    }
     const choice = event.choices?.[0];
     if (choice?.token_ids) result.tokenIds.push(...choice.token_ids);
     answered += choice?.token_ids?.length ?? 0;
@@ -37,6 +42,7 @@ export async function answer(body, onText, signal) {
     result.text += piece;
     onText(piece);
   }
+  if (first !== null) result.firstAfter = (first - started) / 1000;
   if (answered >= ENOUGH) result.perSecond = ((answered - 1) * 1000) / (last - first);
   return result;
 }

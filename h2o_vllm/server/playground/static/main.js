@@ -40,6 +40,7 @@ async function begin() {
   element("budget").value = defaults.kv_budget < 1 ? defaults.kv_budget : 0.2;
   element("delay").value = defaults.kv_delay;
   element("delay").max = limits.kv_delay_max;
+  element("settle").value = defaults.kv_settle_tokens;
   element("protect").value = defaults.kv_protect === "prompt" ? "prompt" : "0";
   element("load-full").disabled = limits.kv_budget_max < MAX_FULL;
   if (limits.kv_budget_max < MAX_FULL)
@@ -55,13 +56,20 @@ async function begin() {
 function fields() {
   const protect = element("protect").value;
   const recent = element("recent").valueAsNumber;
-  return {
+  const settle = Number(element("settle").value);
+  const asked = {
     kv_budget: element("budget").valueAsNumber,
     kv_policy: element("policy").value,
+    kv_protect: protect === "prompt" ? protect : Number(protect),
+    kv_settle_tokens: settle,
+  };
+  // Nothing else has an effect on segments that settle, and they have no trace.
+  if (settle) return asked;
+  return {
+    ...asked,
     // Left empty it is the server's, which depends on the policy.
     ...(Number.isNaN(recent) ? {} : { kv_recent: recent }),
     kv_delay: element("delay").valueAsNumber,
-    kv_protect: protect === "prompt" ? protect : Number(protect),
     // What a budget keeps is to be seen, also where there is memory for all.
     kv_elastic: false,
     ...(config.limits.kv_trace ? { kv_trace: true } : {}),
@@ -115,14 +123,23 @@ async function askOne(side, content, budget) {
   }
   chats[side] = [...messages, { role: "assistant", content: result.text }];
   showReport(element(`${side}-side`), result);
+  say(side, "turn", cost(result));
   if (content.includes(FACT)) say(side, "note", verdict(result));
   if (side === "kept" && budget.kv_budget < MAX_FULL && result.report?.tokens_evicted === 0)
     say(side, "note", whyNothing(result.report, budget));
+  if (budget.kv_settle_tokens)
+    showNothing("Segments that settle have no trace: with kv_settle_tokens 0 the page shows which tokens are kept.");
   if (result.report?.trace) {
     const ids = { token_ids: result.tokenIds };
     const { pieces } = await (await ask("h2o/pieces", ids, running.signal)).json();
     show(result.report.trace, pieces, FACT);
   }
+}
+
+/** What a turn of the chat had to compute. */
+function cost({ report, prompt, firstAfter }) {
+  const after = firstAfter === null ? "" : `; first token after ${firstAfter.toFixed(2)} s`;
+  return `Read from the cache: ${report?.tokens_cached ?? 0} of the prompt's ${prompt} tokens${after}.`;
 }
 
 /** What came of the hidden code. */
@@ -133,7 +150,9 @@ function verdict({ text, report }) {
 }
 
 /** Why both sides hold the same. */
-function whyNothing({ tokens_seen: seen }, { kv_delay: delay }) {
+function whyNothing({ tokens_seen: seen }, { kv_delay: delay, kv_settle_tokens: settle }) {
+  if (settle)
+    return `Nothing was evicted: of ${seen} tokens the newest ${settle} stay, and of each ${settle / 4} before them whole blocks.`;
   const least = config.limits.kv_min_tokens;
   const short = `no budget falls below ${least} tokens, and there were ${seen}`;
   const early = `the answer ended before a block was in excess${delay ? `, or within its kv_delay of ${delay}` : ""}`;

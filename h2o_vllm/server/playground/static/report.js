@@ -17,7 +17,7 @@ export function list(dl, rows) {
 }
 
 /** What the server says of an answer, below it: in one line, and in full. */
-export function showReport(side, { report, perSecond }) {
+export function showReport(side, { report, firstAfter, perSecond }) {
   const [dl, held] = ["dl", ".held"].map((selector) => side.querySelector(selector));
   held.hidden = !report;
   if (!report) return list(dl, [["report", "none"]]);
@@ -34,6 +34,8 @@ export function showReport(side, { report, perSecond }) {
     ["blocks at the end", Math.ceil(report.tokens_held / report.block_size)],
     ["most blocks", report.peak_blocks],
     ["read from the cache", report.tokens_cached],
+    ["settled", report.tokens_settled],
+    ["first token, s", firstAfter === null ? "-" : firstAfter.toFixed(2)],
     ["tokens/s", perSecond === null ? "-" : perSecond.toFixed(1)],
     ["lossless", report.squeezed_at === null ? "yes" : "no"],
   ]);

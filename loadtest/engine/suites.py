@@ -118,6 +118,8 @@ class CPUSuite(Suite):
         "forced": Setting(1700, pool_tokens=6400, forces=True),
         "chats": Setting(2400),
         "chats-tight": Setting(2400, pool_tokens=3200),
+        "agents": Setting(8192),
+        "agents-tight": Setting(8192, pool_tokens=12_800),
         "endless": Setting(8192, 1024, config=_ENDLESS),
         "exact": Setting(8192),
     }
@@ -144,6 +146,13 @@ class CPUSuite(Suite):
             Workload(f"settled{pool}", "the same chats, what is older than 512 tokens settles", 8, 420, 160,
                      (_SETTLES,), f"chats{pool}", shared=300, turns=6),
         )),
+        *(Workload(f"{name}{pool}", f"4 agents of 40 turns, {what}", 4, 640, 48, (fields,), f"agents{pool}",
+                   shared=500, turns=40) for pool in ("", "-tight") for name, what, fields in (
+            ("agents", "what is older than 1,024 tokens settles", {**_SETTLES, "kv_settle_tokens": 1024}),
+            ("agents-forgotten", "budget 0.2", _FIFTH),
+        )),
+        Workload("document", "32 questions to 6,000 tokens, which settle", 32, 6048, 64,
+                 ({**_SETTLES, "kv_settle_tokens": 1024},), "agents-tight", shared=6000),
         Workload("answers", "8 answers to one question, prompt protected", 1, 1000, 512,
                  ({**_FIFTH, "kv_protect": "prompt"},), "chats", answers=8, temperature=0.8),
         Workload("quiet", "short requests, no other process computes", 16, 256, 256, (_FIFTH,)),

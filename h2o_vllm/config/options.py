@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of settings: what requests get that name nothing, and the limits of what they may name.
+"""A server's settings, parsed and checked, and what follows from several of them.
 
-Runs in every process; imports :mod:`h2o_vllm.errors` and its siblings. What a request makes of it:
-:mod:`h2o_vllm.config.resolve`.
+Runs in every process; imports :mod:`h2o_vllm.errors`, the policies and its siblings. The rows:
+:mod:`h2o_vllm.config.settings`. What a request makes of it: :mod:`h2o_vllm.config.resolve`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from h2o_vllm.config.fields import Field, rows_of, setting
 from h2o_vllm.config.request_fields import (
     FEW_PROTECTED,
-    HEADS,
-    MAX_DELAY,
-    PROTECT_WORDS,
     REMOVED_FIELDS,
     check_heads,
     check_prefill,
@@ -24,9 +20,17 @@ from h2o_vllm.config.request_fields import (
     check_scores,
     check_settle,
 )
+from h2o_vllm.config.settings import (
+    ADMISSIONS,
+    FIELDS,
+    FULL_KERNELS,
+    OPTIONS,
+    REQUEST_FIELDS,
+    TESTING_FIELDS,
+    Settings,
+)
 from h2o_vllm.errors import BudgetError, ConfigError
-from h2o_vllm.policy.policy import Policy, accepted_policies, joinable_ranks
-from h2o_vllm.policy.presets import PRESETS
+from h2o_vllm.policy.policy import Policy, accepted_policies
 
 __all__ = [
     "ADMISSIONS",
@@ -38,137 +42,14 @@ __all__ = [
     "H2OConfig",
 ]
 
-ADMISSIONS = ("squeeze", "queue")
-"""What ``--kv-elastic-admission`` may be."""
-
-MOST_DRAFTS = 16
-"""Of ``--kv-exact-drafts``."""
-
-FULL_KERNELS = ("auto", "vllm", "h2o")
-"""What ``--kv-full-kernel`` may be."""
-
 
 @dataclass(frozen=True)
-class H2OConfig:
-    """Server-wide defaults and operator limits: a row for each, and what follows of several.
-
-    A row that is ``asked`` is a field of a request, too; what stands here is its default.
-
-    Attributes:
-        kv_heads_equal_because: why heads cannot share in this engine; empty: they can. No option: the engine
-            knows, see :func:`h2o_vllm.engine.core.support.config_of`.
-        kv_settles_not_because: why segments cannot settle in this engine; empty: they can. No option, either.
-        kv_exact_not_because: why no request can be exact in this engine; empty: they can. No option, either.
-        kv_evicts_not_because: why this engine evicts nothing, unless ``kv_hands_over``; empty: it does. No
-            option, either.
-        kv_collects_not_because: why the attention of prompts is not known in this engine; empty: it is. No
-            option, either.
-        kv_scores_not_because: why no policy may collect attention in this engine; empty: they may. No option,
-            either.
-        kv_hands_over: whether workers move what an eviction has kept, with its scores, from engine to engine.
-            No option, either.
+class H2OConfig(Settings):
+    """Server-wide defaults and operator limits.
 
     Raises:
         ConfigError: a value is out of range, or the defaults violate the limits.
     """
-
-    kv_budget: float = setting(
-        1.0,
-        "Share of its tokens a request keeps: 0.2 is kvpress' compression_ratio 0.8.",
-        asked=True, high=1, low_open=True,
-    )  # fmt: skip
-    kv_budget_tokens: int | None = setting(
-        None, "Keep this many tokens instead.", asked=True, low=1, metavar="N"
-    )
-    kv_recent: float | None = setting(
-        None,
-        "Share of the budget for the newest tokens; else the policy's own.",
-        asked=True, high=1, attribute="recent", reported="recent",
-    )  # fmt: skip
-    kv_policy: str = setting(
-        "auto",
-        "Which tokens stay beside the newest. "
-        + "; ".join(f"{preset.name}: {preset.use}" for preset in PRESETS)
-        + f". Or ranks, joined by +: {'+'.join(joinable_ranks(calibrated=True))}.",
-        asked=True, metavar="POLICY", attribute="policy", reported="policy",
-    )  # fmt: skip
-    kv_heads: str | None = setting(
-        None,
-        "Tokens per KV head: equal, or by need.",
-        asked=True, words=HEADS, attribute="heads", reported="heads",
-    )  # fmt: skip
-    kv_protect: int | str | None = setting(
-        None,
-        "First tokens beside the budget; else by policy.",
-        asked=True, words=PROTECT_WORDS, metavar="TOKENS|prompt|system", attribute="protect",
-    )  # fmt: skip
-    kv_delay: int = setting(
-        16,
-        "Generated tokens before the first eviction; lossless until then.",
-        asked=True, high=MAX_DELAY, attribute="delay", reported="delay",
-    )  # fmt: skip
-    kv_elastic: bool = setting(
-        False,
-        "Keep all until memory is short.",
-        asked=True, attribute="elastic", reported="elastic",
-    )  # fmt: skip
-    kv_prefill_tokens: int = setting(
-        0,
-        "Unprotected tokens a prompt may hold while it is computed; 0: all.",
-        asked=True, attribute="prefill", reported="prefill_tokens",
-    )  # fmt: skip
-    kv_settle_tokens: int = setting(
-        0,
-        "Newest tokens kept whole; older ones settle at kv_budget; 0: off.",
-        asked=True, attribute="settle", reported="settle_tokens",
-    )  # fmt: skip
-    kv_exact: bool = setting(
-        False,
-        "Lossless; drafts read kv_budget.",
-        asked=True, attribute="exact", reported="exact",
-    )  # fmt: skip
-    kv_exact_drafts: int = setting(
-        0,
-        "Drafts for kv_exact; 0: none.",
-        high=MOST_DRAFTS, metavar="N",
-    )  # fmt: skip
-    kv_budget_min: float = setting(
-        0.01,
-        "Smallest kv_budget one may ask for.",
-        high=1,
-        low_open=True,
-    )
-    kv_budget_max: float = setting(
-        1.0,
-        "Largest kv_budget one may ask for.",
-        high=1,
-        low_open=True,
-    )
-    kv_min_tokens: int = setting(128, "No budget falls below so many tokens.", low=1, metavar="N")
-    kv_protect_max: int | None = setting(
-        None,
-        "Most tokens one may protect; else the prompt, or 1024 if --kv-budget-max is below 1.",
-        metavar="N",
-    )
-    kv_elastic_admission: str = setting(
-        "squeeze",
-        "For a waiting prompt elastic requests yield (squeeze), or it waits (queue).",
-        words=ADMISSIONS,
-    )
-    kv_full_kernel: str = setting(
-        "auto",
-        "Of lossless rows; auto: h2o on AMX.",
-        words=FULL_KERNELS,
-    )
-    kv_trace: bool = setting(False, "Let requests ask what was kept.")
-    kv_calibration: str | None = setting(None, "From python -m h2o_vllm.calibrate.", metavar="FILE")
-    kv_heads_equal_because: str = ""
-    kv_settles_not_because: str = ""
-    kv_exact_not_because: str = ""
-    kv_evicts_not_because: str = ""
-    kv_collects_not_because: str = ""
-    kv_scores_not_because: str = ""
-    kv_hands_over: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -193,10 +74,9 @@ class H2OConfig:
         check_settle(named, default)
         if self.kv_heads is not None:
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
-        evicts = self.kv_budget < 1.0 or self.kv_budget_tokens is not None
-        if evicts or self.kv_prefill_tokens:
+        if self.evicts_by_default or self.kv_prefill_tokens:
             check_scores(default, self.kv_scores_not_because)
-        if evicts:
+        if self.evicts_by_default:
             because, scores = self.kv_collects_not_because, self.kv_hands_over
             check_received(named, default, because, with_scores=scores)
 
@@ -244,6 +124,19 @@ class H2OConfig:
     def calibrated(self) -> bool:
         """Whether policies may use a calibration."""
         return self.kv_calibration is not None
+
+    @property
+    def evicts_by_default(self) -> bool:
+        """Whether the budget of a request that names nothing is below all of its tokens."""
+        return self.kv_budget < 1.0 or self.kv_budget_tokens is not None
+
+    @property
+    def accepts(self) -> dict[str, bool]:
+        """What decides which policies a request may name: arguments of :func:`.joinable_ranks`."""
+        return {
+            "calibrated": self.calibrated,
+            "scored": not self.kv_scores_not_because,
+        }
 
     @property
     def exact_drafts(self) -> int:
@@ -324,27 +217,3 @@ class H2OConfig:
         if self.kv_budget_max == 1.0 or isinstance(self.kv_protect, str):
             return None
         return max(FEW_PROTECTED, self.kv_protect or 0)
-
-
-OPTIONS = rows_of(H2OConfig)
-"""The rows of the table: a server's options."""
-
-ASKED_ONLY = (
-    Field(
-        "For tests: evict nothing before this many tokens have been seen.",
-        name="kv_evict_from", asked=True, kind=int, optional=True, low=1,
-    ),
-    Field(
-        "Report which tokens each layer and KV head holds, where the server lets requests ask.",
-        name="kv_trace", asked=True, kind=bool, default=False,
-    ),
-)  # fmt: skip
-"""Request fields that help to test, to debug and to see; a server has no default for them."""
-
-FIELDS = {row.name: row for row in (*OPTIONS, *ASKED_ONLY) if row.asked}
-"""The request fields, by name."""
-
-REQUEST_FIELDS = tuple(FIELDS)
-"""Their names, accepted at the top level of a body and inside ``vllm_xargs``."""
-
-TESTING_FIELDS = tuple(row.name for row in ASKED_ONLY)

@@ -15,8 +15,8 @@ from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import Collects
 
 __all__ = [
-    "EXACT_NOT_WITH",
     "EXACT_SHARE",
+    "EXACT_WITH",
     "HEADS",
     "MAX_DELAY",
     "MAX_TRACE_TOKENS",
@@ -60,11 +60,8 @@ NOT_AT_END = (
 """Fields that, unless they are 0 or false, put the first eviction elsewhere than right behind the prompt, or
 need its history."""
 
-EXACT_NOT_WITH = (
-    "kv_recent", "kv_policy", "kv_heads", "kv_protect", "kv_delay", "kv_elastic", "kv_prefill_tokens",
-    "kv_settle_tokens", "kv_evict_from", "kv_trace",
-)  # fmt: skip
-"""Fields that a request cannot combine with ``kv_exact``: they say how something is evicted."""
+EXACT_WITH = ("kv_budget", "kv_budget_tokens", "kv_exact")
+"""Fields that a request may combine with ``kv_exact``. The others say how something is evicted."""
 
 WITHOUT_SCORES = "'later', 'window' and 'random' collect none"
 """Presets that serve where no attention is known."""

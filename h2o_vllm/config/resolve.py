@@ -8,15 +8,15 @@ without one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from h2o_vllm.checks import MAX_TOKENS
 from h2o_vllm.config.options import FIELDS, REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import (
-    EXACT_NOT_WITH,
     EXACT_SHARE,
+    EXACT_WITH,
     REMOVED_FIELDS,
     check_heads,
     check_prefill,
@@ -91,10 +91,11 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     return budget
 
 
-_NOTHING_EVICTED: dict[str, Any] = {
-    "heads": "equal", "protect": 0, "delay": 0, "elastic": False, "prefill": 0, "settle": 0,
-    "evict_from": 0, "trace": False, "at_end": False,
-}  # fmt: skip
+_NOTHING_EVICTED = {
+    each.name: each.default
+    for each in fields(RequestBudget)
+    if each.default is not MISSING and each.name != "exact"
+}
 """Attributes of the budget of a request that keeps all KV, whatever the server's defaults."""
 
 
@@ -170,7 +171,8 @@ def _exact(config: H2OConfig, given: Mapping[str, Any]) -> bool:
     name = "kv_exact"
     if not _checked(config, name, given.get(name, config.kv_exact)):
         return False
-    other = next((field for field in EXACT_NOT_WITH if given.get(field)), None)
+    others = (field for field in REQUEST_FIELDS if field not in EXACT_WITH)
+    other = next((field for field in others if given.get(field)), None)
     if name not in given:
         return other is None
     because = config.kv_exact_not_because

@@ -160,7 +160,6 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     low, high = supported_versions(device)
     # vLLM sums them over the data-parallel engines.
     blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size
-    scored = not config.kv_scores_not_because
     limits = {row.name: getattr(config, row.name) for row in LIMITS}
     limits |= {f"{row.name}_max": row.high for row in BOUNDED}
     return H2OServerConfig(
@@ -170,8 +169,8 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             **limits
             | {"kv_protect_max": config.protect_limit, "kv_exact_drafts": config.exact_drafts},
             kv_trace_tokens_max=MAX_TRACE_TOKENS,
-            kv_policies=list(policy_names(calibrated=config.calibrated, scored=scored)),
-            kv_ranks=list(joinable_ranks(calibrated=config.calibrated, scored=scored)),
+            kv_policies=list(policy_names(**config.accepts)),
+            kv_ranks=list(joinable_ranks(**config.accepts)),
             kv_heads=list(HEADS[:1] if config.kv_heads_equal_because else HEADS),
             request_fields=list(REQUEST_FIELDS),
         ),

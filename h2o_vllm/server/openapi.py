@@ -25,7 +25,7 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
     """JSON schema of each budget field, with this server's ranges and defaults."""
     defaults = config.defaults(config.default_policy)
     words = {"kv_heads": ("equal",)} if config.kv_heads_equal_because else {}
-    pattern = policy_pattern(calibrated=config.calibrated, scored=not config.kv_scores_not_because)
+    pattern = policy_pattern(**config.accepts)
     policies = Annotated[str, Field(pattern=pattern)]
     fields: dict[str, Any] = {}
     for name, row in FIELDS.items():

@@ -147,10 +147,9 @@ def _calibrated(config: H2OConfig, args: argparse.Namespace) -> H2OConfig:
 
 def lacks_calibration(config: H2OConfig) -> bool:
     """Whether requests without budget fields evict, and would rank by predictions if there were any."""
-    evicts = config.kv_budget < 1.0 or config.kv_budget_tokens is not None
     bounded = bool(config.kv_prefill_tokens or config.kv_settle_tokens)
     with_one = Policy.parse(config.kv_policy, calibrated=True, bounded=bounded)
-    return evicts and config.default_policy != with_one
+    return config.evicts_by_default and config.default_policy != with_one
 
 
 def _refuse_other_frontends(args: argparse.Namespace) -> None:

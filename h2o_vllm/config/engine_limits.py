@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine cannot do, whatever its options say. Every process; imports nothing.
+
+No options: the engine knows, see :func:`h2o_vllm.engine.core.support.config_of`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EngineLimits"]
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Why an engine cannot do something, as a refusal says it; empty: it can.
+
+    Attributes:
+        kv_heads_equal_because: let heads share slots.
+        kv_settles_not_because: let segments settle.
+        kv_exact_not_because: serve exact requests.
+        kv_evicts_not_because: evict, unless ``kv_hands_over``.
+        kv_collects_not_because: know the attention of prompts.
+        kv_scores_not_because: let a policy collect attention.
+        kv_hands_over: whether workers move what an eviction has kept, with its scores, from engine to engine.
+    """
+
+    kv_heads_equal_because: str = ""
+    kv_settles_not_because: str = ""
+    kv_exact_not_because: str = ""
+    kv_evicts_not_because: str = ""
+    kv_collects_not_because: str = ""
+    kv_scores_not_because: str = ""
+    kv_hands_over: bool = False

@@ -22,6 +22,7 @@ class EngineLimits:
         kv_evicts_not_because: evict, unless ``kv_hands_over``.
         kv_collects_not_because: know the attention of prompts.
         kv_scores_not_because: let a policy collect attention.
+        kv_ops_because: rank by what no GPU kernel computes (:attr:`.Rank.op`).
         kv_hands_over: whether workers move what an eviction has kept, with its scores, from engine to engine.
     """
 
@@ -31,4 +32,5 @@ class EngineLimits:
     kv_evicts_not_because: str = ""
     kv_collects_not_because: str = ""
     kv_scores_not_because: str = ""
+    kv_ops_because: str = ""
     kv_hands_over: bool = False

@@ -15,6 +15,7 @@ from h2o_vllm.config.request_fields import (
     FEW_PROTECTED,
     REMOVED_FIELDS,
     check_heads,
+    check_ops,
     check_prefill,
     check_received,
     check_scores,
@@ -76,6 +77,7 @@ class H2OConfig(Settings):
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
         if self.evicts_by_default or self.kv_prefill_tokens:
             check_scores(default, self.kv_scores_not_because)
+            check_ops(default, self.kv_ops_because)
         if self.evicts_by_default:
             because, scores = self.kv_collects_not_because, self.kv_hands_over
             check_received(named, default, because, with_scores=scores)
@@ -136,6 +138,7 @@ class H2OConfig(Settings):
         return {
             "calibrated": self.calibrated,
             "scored": not self.kv_scores_not_because,
+            "on_gpus": bool(self.kv_ops_because),
         }
 
     @property

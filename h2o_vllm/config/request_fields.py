@@ -22,6 +22,7 @@ __all__ = [
     "MAX_TRACE_TOKENS",
     "PROTECT_WORDS",
     "check_heads",
+    "check_ops",
     "check_prefill",
     "check_received",
     "check_scores",
@@ -109,6 +110,17 @@ def check_scores(policy: Policy, because: str) -> None:
     """
     if because and policy.needs_scores:
         accepted = f"one that collects no attention on this server ({because}); {WITHOUT_SCORES}"
+        raise BudgetError("kv_policy", policy.name, accepted)
+
+
+def check_ops(policy: Policy, because: str) -> None:
+    """Check that the engine's kernels compute what ``policy`` ranks by, if ``because`` says why some may not.
+
+    Raises:
+        BudgetError: no kernel computes one of its ranks.
+    """
+    if because and policy.without_op:
+        accepted = f"one without {' and '.join(policy.without_op)} on this server ({because})"
         raise BudgetError("kv_policy", policy.name, accepted)
 
 

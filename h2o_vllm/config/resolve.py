@@ -19,6 +19,7 @@ from h2o_vllm.config.request_fields import (
     EXACT_WITH,
     REMOVED_FIELDS,
     check_heads,
+    check_ops,
     check_prefill,
     check_received,
     check_scores,
@@ -86,6 +87,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     budget = RequestBudget(**values)
     if budget.evicts:
         check_scores(policy, config.kv_scores_not_because)
+        check_ops(policy, config.kv_ops_because)
         because, scores = config.kv_collects_not_because, config.kv_hands_over
         check_received(settings, policy, because, with_scores=scores)
     return budget

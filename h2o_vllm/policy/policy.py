@@ -132,6 +132,11 @@ class Policy:
         return any(rank.calibrated for rank in self.ranks)
 
     @property
+    def without_op(self) -> tuple[str, ...]:
+        """Its ranks that no GPU kernel computes."""
+        return tuple(rank.name for rank in self.ranks if rank.op is None)
+
+    @property
     def adjusts(self) -> bool:
         """Whether an eviction changes scores before it ranks by them."""
         return len(self.ranks) > 1 or not self.ranks[0].as_collected
@@ -179,11 +184,14 @@ class Policy:
         return "prompt" if any(rank.protects_prompt for rank in self.ranks) else 0
 
 
-def joinable_ranks(*, calibrated: bool, scored: bool = True) -> tuple[str, ...]:
+def joinable_ranks(
+    *, calibrated: bool, scored: bool = True, on_gpus: bool = False
+) -> tuple[str, ...]:
     """Ranks that may be joined, in their order.
 
     Args:
         calibrated: whether the engine has a calibration. scored: whether it knows the attention to tokens.
+        on_gpus: whether GPU kernels have to compute them.
     """
     return tuple(
         rank.name
@@ -191,14 +199,21 @@ def joinable_ranks(*, calibrated: bool, scored: bool = True) -> tuple[str, ...]:
         if rank.joins
         and (calibrated or not rank.calibrated)
         and (scored or rank.collects is Collects.NOTHING)
+        and not (on_gpus and rank.op is None)
     )
 
 
-def policy_names(*, calibrated: bool, scored: bool = True) -> tuple[str, ...]:
+def policy_names(
+    *, calibrated: bool, scored: bool = True, on_gpus: bool = False
+) -> tuple[str, ...]:
     """Presets, and single ranks, that requests may name; see :func:`joinable_ranks`."""
     parsed = {one.name: Policy.parse(one.name, calibrated=calibrated) for one in PRESETS}
-    presets = [name for name, policy in parsed.items() if scored or not policy.needs_scores]
-    return (*presets, *joinable_ranks(calibrated=calibrated, scored=scored))
+    presets = [
+        name
+        for name, policy in parsed.items()
+        if (scored or not policy.needs_scores) and not (on_gpus and policy.without_op)
+    ]
+    return (*presets, *joinable_ranks(calibrated=calibrated, scored=scored, on_gpus=on_gpus))
 
 
 def accepted_policies(*, calibrated: bool) -> str:
@@ -208,10 +223,11 @@ def accepted_policies(*, calibrated: bool) -> str:
     return f"one of {presets}, or one or more of {joined} in this order"
 
 
-def policy_pattern(*, calibrated: bool, scored: bool = True) -> str:
+def policy_pattern(*, calibrated: bool, scored: bool = True, on_gpus: bool = False) -> str:
     """What ``kv_policy`` may be, as a regular expression; see :func:`joinable_ranks`."""
-    ranks = joinable_ranks(calibrated=calibrated, scored=scored)
-    presets = policy_names(calibrated=calibrated, scored=scored)[: -len(ranks)]
+    ranks = joinable_ranks(calibrated=calibrated, scored=scored, on_gpus=on_gpus)
+    names = policy_names(calibrated=calibrated, scored=scored, on_gpus=on_gpus)
+    presets = names[: -len(ranks)]
     joins = [
         first + "".join(rf"(\+{other})?" for other in ranks[place + 1 :])
         for place, first in enumerate(ranks)

@@ -47,9 +47,8 @@ class Rank:
 
     Attributes:
         name: its name in ``kv_policy``.
-        keeps: what stays by it, as help and README say it.
         paper: where it is from.
-        op: what the GPU does for it.
+        op: what the GPU does for it; ``None``: no kernel computes it, and GPUs refuse it by name.
         collects: which queries' attention it needs.
         recent: share of a budget for the newest tokens, if it ranks alone and the request does not say.
         equal_because: why the KV heads of a layer cannot share slots by its scores; empty: they can.
@@ -63,9 +62,8 @@ class Rank:
     """
 
     name: str
-    keeps: str
     paper: str
-    op: Op
+    op: Op | None
     collects: Collects = Collects.NOTHING
     recent: float = 0.5
     equal_because: str = ""
@@ -80,7 +78,6 @@ class Rank:
 RANKS = (
     Rank(
         "predicted",
-        "the attention that repeating the prompt would give, predicted by a calibration",
         "https://arxiv.org/abs/2601.07891",
         Op.PREDICTED,
         # It knows what of the prompt will be needed, the newest tokens included.
@@ -89,7 +86,6 @@ RANKS = (
     ),
     Rank(
         "attention",
-        "the most attention so far",
         "https://arxiv.org/abs/2306.14048",
         Op.ATTENTION,
         Collects.ALL,
@@ -97,28 +93,24 @@ RANKS = (
     ),
     Rank(
         "mean",
-        "the most attention per query that could see the token",
         "https://arxiv.org/abs/2402.06262",
         Op.MEAN,
         Collects.ALL,
     ),
     Rank(
         "value",
-        "the same, weighted by how far the token's value is from the others'",
         "https://arxiv.org/abs/2504.14051",
         Op.VALUE,
         Collects.ALL,
     ),
     Rank(
         "end",
-        "the most attention from the prompt's last 32 queries and the answer's, with neighbours",
         "https://arxiv.org/abs/2404.14469",
         Op.END,
         Collects.END,
     ),
     Rank(
         "key",
-        "the keys least similar to the others",
         "https://arxiv.org/abs/2504.15364",
         Op.KEY,
         equal_because="which measures how similar a key is to the others of its head: no measure of need",
@@ -126,7 +118,6 @@ RANKS = (
     ),
     Rank(
         "random",
-        "the prompt, and of the answer a random set, drawn anew at each eviction",
         "https://arxiv.org/abs/2609.03430",
         Op.RANDOM,
         # Of 1,024 to 4,096 tokens the authors keep the newest 64.
@@ -138,7 +129,6 @@ RANKS = (
     ),
     Rank(
         "window",
-        "the first block and the newest ones",
         "https://arxiv.org/abs/2309.17453",
         Op.NOTHING,
         equal_because="which drops whole blocks",

@@ -13,8 +13,10 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.policy.policy import policy_names, policy_pattern
+from h2o_vllm.policy import policy as policies
+from h2o_vllm.policy.policy import joinable_ranks, policy_names, policy_pattern
 from h2o_vllm.policy.presets import REMOVED
+from h2o_vllm.policy.ranks import RANKS
 from tests.served import SERVED, SHARING, policy_of
 from tests.server.admitting import body, passed, refused
 
@@ -86,6 +88,23 @@ def test_attention_is_not_known_in_every_engine() -> None:
     assert policy_names(**told) == ("later", "random", "window", "predicted", "key")
     pattern = re.compile(policy_pattern(**told))
     assert pattern.match("predicted+key") and not pattern.match("predicted+end")
+
+
+def test_gpus_refuse_ranks_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = (dataclasses.replace(rank, op=None) if rank.name == "key" else rank for rank in RANKS)
+    monkeypatch.setattr(policies, "RANKS", tuple(ranks))
+    engine = H2OConfig(kv_ops_because="of the test", kv_policy="value")
+    for policy in ("key", "value+key", "later", "auto"):
+        refusal = refused(engine, body(kv_budget=0.2, kv_policy=policy))
+        assert refusal.message.startswith("kv_policy must be one without key on this server (of th")
+        assert passed(engine, body(kv_budget=1.0, kv_policy=policy)), "it evicts nothing"
+    for policy in ("value", "end", "text", "random", "window"):
+        assert passed(engine, body(kv_budget=0.2, kv_policy=policy))
+    assert passed(H2OConfig(), body(kv_budget=0.2, kv_policy="value+key")), "CPUs serve it"
+    assert "key" not in joinable_ranks(**engine.accepts)
+    assert {"auto", "question", "later", "key"}.isdisjoint(policy_names(**engine.accepts))
+    with pytest.raises(ConfigError, match=r"--kv-policy: .* one without key on this server"):
+        H2OConfig(kv_ops_because="of the test", kv_budget=0.2)
 
 
 def test_a_trace_changes_nothing_of_what_it_shows() -> None:

@@ -46,6 +46,8 @@ SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 
 _NO_EXACT = "vLLM's model runner for GPUs takes no drafter but its own"
 
+_NO_OP = "no kernel computes it on GPUs yet"
+
 _NO_SETTLING = "our GPU worker does not put blocks in the place of others yet"
 
 DELTA_NET_DTYPES = ("bfloat16",)
@@ -89,6 +91,7 @@ def config_of(config: VllmConfig) -> H2OConfig:
         kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
         kv_evicts_not_because=evicts_not_because(config),
         kv_collects_not_because=collects_not_because(config),
+        kv_ops_because="" if device == "cpu" else _NO_OP,
         kv_hands_over=device == "cpu",
     )
 

@@ -21,7 +21,9 @@ __all__ = ["ops_of", "rescore_of"]
 
 def ops_of(ranks: Sequence[int]) -> Op:
     """The operations of ``ranks``, which are indices into :data:`~h2o_vllm.policy.ranks.RANKS`."""
-    return reduce(or_, (RANKS[index].op for index in ranks), Op.NOTHING)
+    # Ranks without one are refused at admission.
+    ops = (RANKS[index].op for index in ranks)
+    return reduce(or_, filter(None, ops), Op.NOTHING)
 
 
 def rescore_of(eviction: Eviction, slot: int = -1, first_head: int = 0) -> Rescore:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_vllm.policy.ranks import Op
+from h2o_vllm.policy.ranks import RANKS, Op
 
 __all__ = ["HEADER", "Rescore", "Rescores", "scratch_bytes"]
 
-MOST_RANKS = 6
-"""The most ranks that may be joined: predicted, attention, mean, value, end and key of ``Op``."""
+MOST_RANKS = sum(bool(rank.joins and rank.op) for rank in RANKS)
+"""The most ranks that may be joined."""
 HEADER = 7
 """Numbers before an entry's block ids: count of known blocks, of all blocks, fields of :class:`Rescore`."""
 

@@ -42,10 +42,10 @@ def result_path(kind: str, folder: Path = RESULTS, name: str | None = None) -> P
     return folder / f"{name or f'{kind}-{stamp}'}.jsonl"
 
 
-def publish(path: Path, text: str, picture: Path | None = None) -> None:
-    """Write ``text`` as Markdown beside the rows in ``path``, and print it and where all is."""
+def publish(path: Path, text: str) -> None:
+    """Write ``text`` as Markdown beside the rows in ``path``, and print it and where the rows are."""
     path.with_suffix(".md").write_text(text)
-    print(f"\n{text}\nrows: {path}" + (f"\nplot: {picture}" if picture else ""))
+    print(f"\n{text}\nrows: {path}")
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -37,11 +37,6 @@ class Estimate(NamedTuple):
         """Counted from another zero."""
         return Estimate(self.value + by, self.low + by, self.high + by, self.samples)
 
-    @property
-    def errors(self) -> tuple[float, float]:
-        """How far the interval reaches down and up: error bars."""
-        return max(0.0, self.value - self.low), max(0.0, self.high - self.value)
-
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The ``share`` quantile (0..1) as numpy has it; NaN of nothing."""

@@ -38,10 +38,10 @@ PROGRAMS = {OURS: H2O_SERVE, VLLM: VLLM_SERVE}
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What one bar of the picture is: what serves, and which budget is asked for.
+    """What one row of the table is: what serves, and which budget is asked for.
 
     Attributes:
-        name: how it is called in tables and pictures.
+        name: how it is called in tables.
         server: ``OURS`` or ``VLLM``.
         budget: as ``--budgets`` of the load test takes it.
     """
@@ -93,7 +93,7 @@ def alternating(configs: Sequence[ServerConfig], rounds: int) -> Iterator[tuple[
 
 
 def label(budget: str) -> str:
-    """How a budget is called in tables and pictures."""
+    """How a budget is called in tables."""
     if budget == "none":
         return "no budget"
     return "full KV" if budget in ("1", "1.0") else f"kv_budget {budget.replace('+', ', ')}"

@@ -7,7 +7,7 @@
 Needs vLLM's build for the device. Every number is taken in rounds that run all contestants one after the
 other in one process; a ratio is the median over rounds of (ours / stock in that round), printed with its
 quartiles. Refuses to time anything that does not first reproduce the reference. Writes one JSON line per
-configuration into ``loadtest/results/``, and on CPU a PNG.
+configuration into ``loadtest/results/``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_run
-from loadtest.common.results import RESULTS, Row, append_rows, result_path
+from loadtest.common.results import RESULTS, append_rows, result_path
 from loadtest.kernels.contract import DeviceBench
 
 __all__ = ["main"]
@@ -36,26 +36,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         bench.gate()
         path = result_path(f"kernels-{args.device}", args.out)
-    rows = measure(bench, args, path)
+    measure(bench, args, path)
     if path is not None:
         print(f"\nrows: {path}")
-        if args.device == "cpu":
-            from loadtest.kernels.plot import plot_kernels
-
-            print(f"plot: {plot_kernels(rows, path.with_suffix('.png'))}")
 
 
-def measure(bench: DeviceBench, args: argparse.Namespace, path: Path | None) -> list[Row]:
+def measure(bench: DeviceBench, args: argparse.Namespace, path: Path | None) -> None:
     """All cases in order; rows go to ``path``, if there is one, as they come."""
     description = describe_run("loadtest.kernels") | bench.limits
     print(bench.heading())
-    rows = []
     for case in bench.cases(args.quick):
-        rows.append(description | case(args.seconds))
-        print(bench.line(rows[-1]), flush=True)
+        row = description | case(args.seconds)
+        print(bench.line(row), flush=True)
         if path is not None:
-            append_rows(path, rows[-1:])
-    return rows
+            append_rows(path, [row])
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,9 +9,7 @@
     measures             one file each: samples, and figures of one output
     offline              what generates: vLLM in this process
     rows, runner         the file of results; what is left to measure, in order
-    figures              rows to numbers with intervals
-    tables, plot         numbers to Markdown and PNG
+    figures, tables      rows to numbers with intervals, and to Markdown
 
-Beside it: ``assumptions`` measures what the paper's theorem assumes, without an engine, and ``trace`` draws
-what one answer of a server kept.
+Beside it: ``assumptions`` measures what the paper's theorem assumes, without an engine.
 """

@@ -4,9 +4,9 @@
     python -m loadtest.quality                      # the embedded model, all policies and budgets
     python -m loadtest.quality --quick              # does it work?
     python -m loadtest.quality --resume FILE.jsonl  # the same options once more: what is left
-    python -m loadtest.quality --report FILE.jsonl  # tables and picture again
+    python -m loadtest.quality --report FILE.jsonl  # the tables again
 
-Writes ``FILE.jsonl`` (a row per line, budget, measure and sample), ``FILE.md`` and ``FILE.png``.
+Writes ``FILE.jsonl`` (a row per line, budget, measure and sample) and ``FILE.md``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> Path:
 
 
 def report(files: list[Path], beside: Path) -> None:
-    """Tables and picture of rows, beside a file."""
+    """The tables of rows, beside a file."""
     runs, rows = read_rows(files)
     # Rows of measures that are gone have no table.
     rows = [row for row in rows if row.measure in MEASURES]
@@ -103,12 +103,8 @@ def report(files: list[Path], beside: Path) -> None:
     figures = Figures.of(rows)
     text = markdown(figures, runs)
     print(f"\n{text}")
-    from loadtest.quality.plot import plot_quality
-
-    image = plot_quality(figures, runs, beside.with_suffix(".png"))
-    page = f"# {beside.stem}\n\n![loss by policy and budget]({image.name})\n\n{text}"
-    beside.with_suffix(".md").write_text(page)
-    print(f"report: {beside.with_suffix('.md')}\nplot: {image}")
+    beside.with_suffix(".md").write_text(f"# {beside.stem}\n\n{text}")
+    print(f"report: {beside.with_suffix('.md')}")
 
 
 def comparable_settings(args: argparse.Namespace, model: Model, sizes: Sizes) -> dict[str, Any]:

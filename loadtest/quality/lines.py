@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of the picture: a policy with what else a request says of it. Points: a line at a budget.
+"""Lines of the tables: a policy with what else a request says of it. Points: a line at a budget.
 
 A line is written ``POLICY[,FIELD=VALUE...]``: ``h2o,delay=8`` is the policy ``h2o`` with ``kv_delay`` 8,
 ``value,heads=shared`` one with ``kv_heads`` "shared".

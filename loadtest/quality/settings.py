@@ -64,7 +64,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--resume", type=Path, metavar="FILE",
         help="an interrupted run's file: measure only what it lacks")  # fmt: skip
     add("--report", nargs="+", type=Path, metavar="FILE",
-        help="measure nothing: tables and picture of rows")  # fmt: skip
+        help="measure nothing: tables of rows")  # fmt: skip
     args = parser.parse_args(argv)
     if args.quick:
         args.eager = True

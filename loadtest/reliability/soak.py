@@ -6,8 +6,8 @@
 Starts ``h2o-serve`` with a pool that is too small for all, and clients that complete, chat, stream,
 send bad budgets, leave half-way and come back. All the while samples resident memory, open files and
 threads of the server's processes. Every two minutes all pause for a moment: then not one block may
-be in use, and a request of always the same shape is timed. Writes JSON lines and a picture, says what grew,
-and exits with 1 if anything did, or if a request failed.
+be in use, and a request of always the same shape is timed. Writes JSON lines, says what grew, and
+exits with 1 if anything did, or if a request failed.
 """
 
 from __future__ import annotations
@@ -97,10 +97,6 @@ def publish(found: Soak, args: argparse.Namespace, path: Path) -> int:
     # With what can only be known at the end in front.
     path.unlink()
     append_rows(path, [description, *found.rows])
-    if not args.no_picture:
-        from loadtest.reliability.soak_plot import plot_soak
-
-        plot_soak(description, found.rows, path.with_suffix(".png"))
     for check in checks:
         print(check)
     print(f"{description['requests']} requests in {args.minutes:g} minutes: {found.outcomes}")
@@ -223,7 +219,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of what the clients do (%(default)s)")
     add("--out", type=Path, default=RESULTS, help="folder (%(default)s)")
     add("--name", help="of the files; soak-DATE if not given")
-    add("--no-picture", action="store_true", help="JSON lines only")
     add("options", nargs="*", help="options of h2o-serve, after --")
     return parser.parse_args(argv)
 

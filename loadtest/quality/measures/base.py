@@ -40,7 +40,6 @@ class Metric:
             samples; ``ratio``: that mean over full KV's.
         better: whether high or low is good; ``None`` where it is neither.
         scale, digits: how it is printed.
-        pictured: whether the picture has a panel for it.
     """
 
     key: str
@@ -49,7 +48,6 @@ class Metric:
     better: Literal["high", "low"] | None = None
     scale: float = 1.0
     digits: int = 1
-    pictured: bool = False
 
 
 class Measure(ABC):

@@ -66,9 +66,7 @@ class NLL(Measure):
     name = "nll"
     forces = True
     metrics: ClassVar = (
-        Metric(
-            "nll", "NLL of real text, loss against full KV, %", "loss", "low", 100, 2, pictured=True
-        ),
+        Metric("nll", "NLL of real text, loss against full KV, %", "loss", "low", 100, 2),
         Metric("nll", "NLL of real text, nats per token", better="low", digits=3),
         *(
             Metric(

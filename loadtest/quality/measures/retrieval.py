@@ -57,7 +57,7 @@ class Retrieval(Measure):
     name = "retrieval"
     metrics: ClassVar = (
         *(
-            Metric(way, f"fact found, question {where}, %", "mean", "high", 100, 0, pictured=True)
+            Metric(way, f"fact found, question {where}, %", "mean", "high", 100, 0)
             for way, where in WAYS.items()
         ),
         Metric("needle", "one fact in the text found (all ways), %", "mean", "high", 100, 0),

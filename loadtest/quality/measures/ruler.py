@@ -27,9 +27,9 @@ class Ruler(Measure):
 
     name = "ruler"
     metrics: ClassVar = (
-        Metric("known", "RULER, question known, %", "mean", "high", 100, 1, pictured=True),
+        Metric("known", "RULER, question known, %", "mean", "high", 100, 1),
         Metric("known", "RULER, question known, % of full KV's", "ratio", "high", 100, 1),
-        Metric("later", "RULER, question later, %", "mean", "high", 100, 1, pictured=True),
+        Metric("later", "RULER, question later, %", "mean", "high", 100, 1),
         Metric("later", "RULER, question later, % of full KV's", "ratio", "high", 100, 1),
         *(Metric(task, f"RULER {task}, both ways, %", "mean", "high", 100, 0) for task in TASKS),
     )

@@ -63,7 +63,7 @@ def test_published_benchmarks_are_drawn(pattern: str, tmp_path: Path) -> None:
      ({"gpu": "H200"}, "H200")],
 )  # fmt: skip
 def test_a_picture_names_what_was_measured(about: dict[str, Any], device: str) -> None:
-    from loadtest.common.plots import caption
+    from loadtest.engine.plot import caption
 
     row = {"machine": "two cores", "date": "2026-11-26T04:00", **about}
     assert caption(row, "8b", None) == f"8b, {device}, 2026-11-26"
@@ -77,13 +77,6 @@ def test_published_gpu_benchmarks_are_drawn(tmp_path: Path) -> None:
     rows = read_rows(published("bench-cuda-*"))
     assert "| 2k-tight | h2o | stock |" in ratio_table(rows, SUITES["cuda"])
     assert plot_bench(rows, SUITES["cuda"], tmp_path / "bench.png").stat().st_size > 10_000
-
-
-def test_published_kernel_times_are_drawn(tmp_path: Path) -> None:
-    from loadtest.kernels.plot import plot_kernels
-
-    path = plot_kernels(read_rows(published("kernels-cpu-*")), tmp_path / "kernels.png")
-    assert path.stat().st_size > 10_000
 
 
 def test_every_published_figure_can_be_traced() -> None:

@@ -31,7 +31,6 @@ def test_an_interval_holds_its_value_and_narrows_with_samples() -> None:
     assert few.value == many.value == 3.0
     assert few.low < many.low < 3.0 < many.high < few.high
     assert (few.samples, many.samples) == (4, 100)
-    assert few.errors == (3.0 - few.low, few.high - 3.0)
     assert mean([2.0, 2.0])[:3] == (2.0, 2.0, 2.0)
 
 

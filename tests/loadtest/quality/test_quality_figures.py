@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rows of the quality run to numbers with intervals, tables and a picture."""
+"""From rows of the quality run to numbers with intervals, and to tables."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,10 +52,3 @@ def test_a_cell_shows_the_interval() -> None:
     assert cell(Estimate(2.14, 1.0, 3.2, 8), 1) == "2.1 (1.0 to 3.2)"
     assert cell(Estimate(2.0, 2.0, 2.0, 8), 0) == "2"
     assert cell(None, 1) == ""
-
-
-def test_the_picture_is_drawn(measured: Any, tmp_path: Path) -> None:
-    from loadtest.quality.plot import plot_quality
-
-    image = plot_quality(*measured, tmp_path / "rows.png")
-    assert image.read_bytes().startswith(b"\x89PNG")

@@ -3,18 +3,23 @@
 
 A *token event* is a chunk of the stream that carries text. Its time is when its last byte was read. A
 server may put several tokens into one event, so the gaps between events are the inter-token latency as a
-client sees it, and token counts come from ``usage`` alone.
+client sees it, and token counts come from ``usage`` alone. Of server-sent events only ``data`` matters here;
+an event that the stream does not end is dropped.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
-from loadtest.http.sse import DONE, Parser
-
 __all__ = ["StreamMeter"]
+
+DONE = "[DONE]"
+"""Data of the event that ends a stream of the OpenAI API."""
+
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
 class StreamMeter:
@@ -35,15 +40,20 @@ class StreamMeter:
         self.finish: str | None = None
         self.error: str | None = None
         self.done = False
-        self._parser = Parser()
+        self._rest = b""
 
     def feed(self, chunk: bytes, now: float) -> None:
         """Take the next bytes of the body, read at ``now``."""
-        for event in self._parser.feed(chunk):
-            if event.data == DONE:
+        # Cut as bytes and decoded whole: a character that two chunks share is put together again.
+        *events, self._rest = _EVENT_END.split(self._rest + chunk)
+        for event in events:
+            lines = [line for line in event.splitlines() if line.startswith(b"data:")]
+            joined = b"\n".join(line.removeprefix(b"data:") for line in lines)
+            data = joined.decode(errors="replace").strip()
+            if data == DONE:
                 self.done = True
-            else:
-                self._event(event.data, now)
+            elif data:
+                self._event(data, now)
 
     @property
     def problem(self) -> str | None:

@@ -30,15 +30,15 @@ from loadtest.kernels.resources import ARCHS, SHARED_LIMIT, taken
 
 KERNELS = {
     "plan_pieces", "_attend", "finish", "_add_prompt_scores", "add_partial_sums", "_reset", "_select",
-    "_move", "_compact_tables", "_each_block", "_weigh", "_rescore", "add_up", "_sort_tiles", "_prompt_lse",
+    "_move", "_compact_tables", "_each_block", "_weigh", "_rescore", "add_up", "_sort_tiles",
     "_find_places", "_settle_scores",
-    "list_lanes", "share_lanes", "_select_shared", "_move_shared", "_attend_shared_prompts", "list_keys",
+    "list_lanes", "share_lanes", "_select_shared", "_move_shared", "_attend_prompts", "list_keys",
 }  # fmt: skip
 
 STACK = {
     ("_add_prompt_scores", 120): 16,
     ("_add_prompt_scores", 80): 8, ("_add_prompt_scores", 89): 8, ("_add_prompt_scores", 100): 48,
-    ("_attend_shared_prompts", 90): 16,
+    ("_attend_prompts", 90): 16,
 }  # fmt: skip
 """Bytes per thread that forms of a kernel take with Triton 3.7.1, two registers to twelve; all others none.
 On sm_90 it is

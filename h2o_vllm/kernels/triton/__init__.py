@@ -38,9 +38,9 @@ from h2o_vllm.kernels.triton.evictions import (
     SharedEvictions,
 )
 from h2o_vllm.kernels.triton.lanes import LaneTables
-from h2o_vllm.kernels.triton.lse import prompt_lse
 from h2o_vllm.kernels.triton.predict import Prediction, prediction_bytes
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
+from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts, prompt_lse
 from h2o_vllm.kernels.triton.ranks import FEW
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import (
@@ -50,7 +50,6 @@ from h2o_vllm.kernels.triton.rescores import (
 )
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import PromptSegments
-from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
 from h2o_vllm.kernels.triton.split import split_scores
 from h2o_vllm.kernels.triton.tables import EVICTING, PINNED, SCORED, compact_tables
 from h2o_vllm.kernels.triton.warmup import warm_up

@@ -13,11 +13,11 @@ from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers, SharedEvictio
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.predict import Prediction
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
+from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts
 from h2o_vllm.kernels.triton.rescore import rescore
 from h2o_vllm.kernels.triton.rescores import HEADER, SEGMENT, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import SHORTEST, PromptSegments
-from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
 from h2o_vllm.kernels.triton.split import split_scores
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 

@@ -19,7 +19,7 @@ from h2o_vllm.kernels.triton import (
     attend_decode,
 )
 from h2o_vllm.kernels.triton.lanes import EVERYWHERE, LaneTables
-from h2o_vllm.kernels.triton.shared_prompt import attend_shared_prompts
+from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts
 from tests.kernels.cpu.cases import assert_no_worse
 from tests.kernels.triton.cases import Batch, bits, exact, plain_torch, row_slots, touched
 from tests.kernels.triton.lane_cases import NOWHERE, heads_apart

@@ -27,8 +27,7 @@ class Candidates:
         0                                  known                                                    C
 
     Attributes:
-        scores: [L, KH, C], float32; finite. Protected first tokens have 0: they stay whatever is made
-            of their scores.
+        scores: [L, KH, C], float32; finite.
         known: how many earlier evictions have ranked and moved.
         fresh_from: position of the first fresh token; the others follow one by one.
         seen: queries so far, which is tokens computed so far.
@@ -36,7 +35,7 @@ class Candidates:
             of all candidates' keys, each of length 1; [L, KH, C], float32.
         value_distances: computes how far each token's value lies from the mean of all candidates'; the same.
         late: [L, KH, C], float32: how much of the scores the prompt's last queries and all behind them have
-            given; 0 for protected tokens, undefined for known ones. ``None`` if no rank wants it.
+            given; undefined for known ones. ``None`` if no rank wants it.
         counts: [L, KH, 1]: how many candidates each head has, where heads share slots. Those with fewer begin
             with padding, of which everything is 0. ``None``: each has all C.
         predicted: computes the attention that each fresh token is expected to get, [L, KH, C - known],

@@ -28,7 +28,7 @@ from h2o_vllm.config.options import REQUEST_FIELDS
 from loadtest.common.child import Child
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu
-from loadtest.common.plan import carry_out, missing
+from loadtest.common.measuring import carry_out, missing
 from loadtest.common.results import RESULTS, Measured, Row, read_rows, result_path
 from loadtest.engine.models import SHAPES, make_model
 from loadtest.engine.suites import SUITES, Suite, suite_of

@@ -33,19 +33,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 OTHERS = ("attention", "window", "random")
 """Kept sets: ``test_law04_fidelity.py``; other batches: ``test_laws_tokens.py``."""
+SIZES = {
+    "mean": (0.5, 260), "value": (0.25, 250), "end": (1.0, 530), "key": (0.0, 200), "predicted": (0.1, 540),
+}  # fmt: skip
 KEPT = {
-    "mean": (0.5, 260),
-    "value": (0.25, 250),
-    "end": (1.0, 530),
-    "key": (0.0, 200),
-    "end+key": (0.25, 530),
-    "value+end+key": (0.25, 530),
-    "predicted": (0.1, 540),
-    "predicted+key": (0.1, 530),
-    "predicted+end+key": (0.25, 530),
-    "predicted+value+end+key": (0.25, 530),
+    name: SIZES.get(name, (policy_of(name).recent, 530)) for name in SERVED if name not in OTHERS
 }
-"""kv_recent, prompt tokens (chunks have 512); a new policy adds a row."""
+"""kv_recent, prompt tokens (chunks have 512)."""
 BOUNDED = ("attention", *(policy for policy in KEPT if policy_of(policy).may_bound))
 PROTECTING = ("attention", "mean", "window", "random")
 STEPS = 36

@@ -14,10 +14,9 @@ from h2o_vllm.policy.policy import Policy, joinable_ranks
 
 __all__ = ["JOINS", "candidates_of", "measures_of", "scored"]
 
+_RANKS = joinable_ranks(calibrated=True)
 JOINS = [
-    "+".join(ranks)
-    for count in range(1, 7)
-    for ranks in combinations(joinable_ranks(calibrated=True), count)
+    "+".join(ranks) for count in range(1, len(_RANKS) + 1) for ranks in combinations(_RANKS, count)
 ]
 """Every set of ranks that may be joined, by name."""
 

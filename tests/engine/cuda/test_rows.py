@@ -65,8 +65,7 @@ def test_a_server_captures_as_many_variants_whatever_its_policy() -> None:
     for name in SERVED:
         stock, mixed, third = variants_for(policy_of(name))
         assert (stock, mixed) == (Variant.STOCK, Variant.MIXED)
-        unscored = name in ("key", "predicted", "predicted+key", "window", "random")
-        assert third is (Variant.HOLES if unscored else Variant.SCORED)
+        assert third is (Variant.SCORED if policy_of(name).needs_scores else Variant.HOLES)
     assert variant_of(None, variants_for(WINDOW)) is Variant.STOCK
 
 

@@ -33,7 +33,6 @@ SIZES = [
     "unit_room",
 ]
 """Arguments that all kernels of sharing take without specialisation: new values compile nothing."""
-_FIELDS = tl.constexpr(5)
 _LOWEST = tl.constexpr(-(1 << 30))
 
 

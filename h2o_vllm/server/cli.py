@@ -32,8 +32,9 @@ PROG = "h2o-serve"
 GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
-GROUP_DESCRIPTION = f"""How much KV cache a request keeps: defaults and limits of its body fields
-{", ".join(row.name for row in OPTIONS if row.asked)}."""
+_LAST_FIELD = [row.flag for row in OPTIONS if row.asked][-1]
+GROUP_DESCRIPTION = f"""How much KV cache a request keeps. Up to {_LAST_FIELD}: what its body fields of
+these names are by default. Then: limits, and what the server does."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -240,6 +241,16 @@ def config_of(args: argparse.Namespace) -> H2OConfig:
     return H2OConfig(**{row.name: getattr(args, row.name) for row in OPTIONS})
 
 
+class _OwnHelp(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the defaults, where there are some; wide enough for most options to take one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class _OwnParser(argparse.ArgumentParser):
     """Our group alone. Needs no vLLM, whose import takes seconds."""
 
@@ -249,7 +260,7 @@ class _OwnParser(argparse.ArgumentParser):
             usage=argparse.SUPPRESS,
             add_help=False,
             allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_OwnHelp,
         )
         _add_options(self.add_argument_group(GROUP, GROUP_DESCRIPTION))
 

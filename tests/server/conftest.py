@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from h2o_vllm.blocks.report import SETTINGS
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.models import default_model_dir
 from loadtest.common.tiny_model import make_tiny_model
@@ -19,15 +20,13 @@ def engine_report(**changes: Any) -> dict[str, Any]:
     return {
         "budget": 0.2,
         "budget_tokens": 20,
+        **dict.fromkeys(SETTINGS, 0),
         "recent": 0.5,
         "policy": "attention",
         "heads": "equal",
-        "delay": 0,
         "elastic": False,
-        "squeezed_at": None,
-        "prefill_tokens": 0,
-        "settle_tokens": 0,
         "exact": False,
+        "squeezed_at": None,
         "tokens_seen": 100,
         "tokens_cached": 0,
         "tokens_protected": 0,

@@ -238,6 +238,14 @@ def test_servers_with_other_options_are_told_apart_once(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(kv_folder.logger, "warning", lambda text, *at: lines.append(text % at))
+    looks: list[str] = []
+    read = Path.read_text
+
+    def looking(file: Path, **more: Any) -> str:
+        looks.append(file.name)
+        return read(file, **more)
+
+    monkeypatch.setattr(Path, "read_text", looking)
     prompt = prompt_of(150)
     prefilled(model_dir, tmp_path, (prompt, ASKED))
     for options, says in (
@@ -248,8 +256,14 @@ def test_servers_with_other_options_are_told_apart_once(
         ),
     ):
         decode = side_of(model_dir, tmp_path, "kv_consumer", **options)
+        looks.clear()
         for number in range(3):
             decode.add(str(number), prompt_of(150, 1 + number), ASKED, max_tokens=2)
         decode.run()
         assert decode.received == []
         assert [line.rpartition("other options: ")[2] for line in lines] == says
+        assert looks == [kv_folder.DEFAULTS], "each miss asks, and it has not changed"
+    side_of(model_dir, tmp_path, "kv_producer", kv_recent=0.25)
+    decode.add("again", prompt_of(150, 9), ASKED, max_tokens=2)
+    decode.run()
+    assert lines[-1].endswith("other options: kv_budget_min 0.01 (here 0.05)")

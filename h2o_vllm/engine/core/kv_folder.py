@@ -89,6 +89,8 @@ class KVFolder:
         self._begun: dict[Path, float] = {}
         """Folders of prompts that workers were told to write, and when."""
         self._warned: set[str] = set()
+        self._defaults_seen: tuple[int, int] | None = None
+        """Inode and time of the other server's defaults, when they were last compared."""
         self._bound = FolderBound(path, most)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -175,8 +177,14 @@ class KVFolder:
 
     def warn_of_other_defaults(self, mine: Mapping[str, Any]) -> None:
         """Log once what that server's defaults differ in: nothing that it has kept is found."""
+        file = self._path / DEFAULTS
         try:
-            theirs = json.loads((self._path / DEFAULTS).read_text(encoding="utf-8"))
+            # Every miss asks; the file is replaced when that server starts.
+            about = file.stat()
+            if self._defaults_seen == (about.st_ino, about.st_mtime_ns):
+                return
+            self._defaults_seen = about.st_ino, about.st_mtime_ns
+            theirs = json.loads(file.read_text(encoding="utf-8"))
             names = [name for name in mine if theirs[name] != mine[name]]
         except (OSError, ValueError, LookupError, TypeError):
             return

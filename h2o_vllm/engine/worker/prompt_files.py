@@ -8,7 +8,6 @@ length without them, as nothing waits for the disk.
 
 from __future__ import annotations
 
-import io
 import uuid
 import zlib
 from contextlib import suppress
@@ -46,10 +45,9 @@ def tensors_of(file: Path, most: int) -> tuple[dict[str, torch.Tensor], Mapping[
             show it, so each request of this prompt would meet it.
     """
     with opened(file) as stream:
-        header_of(stream, most)
+        about = header_of(stream, most).get("__metadata__")
         stream.seek(0)
         data = stream.read(8 + HEADER_BYTES + most)
-    about = header_of(io.BytesIO(data), most).get("__metadata__")
     about = dict(about) if isinstance(about, dict) else {}
     tensors, written = safetensors.torch.load(data), about.pop(SUM_KEY, None)
     if written is not None and written != _sum(tensors):

@@ -27,7 +27,7 @@ from h2o_vllm.config.request_fields import HEADS, MAX_TRACE_TOKENS
 from h2o_vllm.engine.core.version import supported_versions
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
 from h2o_vllm.server.openapi import describe_fields, kind_of
-from h2o_vllm.server.routes import LIFTED, REFUSED
+from h2o_vllm.server.routes import LIFTED, PREPARED, REFUSED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -174,7 +174,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_heads=list(HEADS[:1] if config.kv_heads_equal_because else HEADS),
             request_fields=list(REQUEST_FIELDS),
         ),
-        routes=Routes(accepted=sorted(LIFTED), refused=sorted(REFUSED)),
+        routes=Routes(accepted=sorted(LIFTED | PREPARED), refused=sorted(REFUSED)),
         kv_cache=KVCache(
             block_size=cache.block_size,
             num_blocks=blocks,

@@ -210,7 +210,7 @@ class _Exchange:
         self._reported = admitted.reported
         if admitted.request is None or admitted.budget is None:
             return admitted.body
-        if admitted.budget.trace:
+        if admitted.budget.trace and admitted.reported:
             terms.slots.take(self._path, admitted.request)
             self._traced = True
         request, named = terms.request, admitted.asked.get("kv_protect") is not None

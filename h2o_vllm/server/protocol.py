@@ -98,15 +98,16 @@ def admit(body: bytes, path: str, rule: Rule, config: H2OConfig, query: bytes = 
     try:
         request = _parse(body)
     except (ValueError, RecursionError):
-        if rule is Rule.LIFT:
+        if rule is not Rule.REFUSE:
             raise RefusalError(UNREADABLE, None, "value") from None
         request = None
     if rule is Rule.REFUSE:
         _refuse_fields(body, request, path)
         return Admission(body, reported=False)
     _refuse_misplaced(request or {}, query)
+    answers = rule is Rule.LIFT
     if request is None:
-        return Admission(body, reported=True)
+        return Admission(body, reported=answers)
     moved = _lift(request, config)
     beams = _is_true(request.get("use_beam_search"))
     if beams and moved.asked:
@@ -114,7 +115,7 @@ def admit(body: bytes, path: str, rule: Rule, config: H2OConfig, query: bytes = 
         raise RefusalError(f"{first} cannot be combined with use_beam_search", first, "unsupported")
     # A beam search is hundreds of one-token requests to the engine: no report of one response.
     passed = _serialise(request) if moved.changed else body
-    return Admission(passed, not beams, request, moved.asked, moved.budget)
+    return Admission(passed, answers and not beams, request, moved.asked, moved.budget)
 
 
 def error_body(refusal: RefusalError, path: str = "") -> bytes:

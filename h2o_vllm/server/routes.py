@@ -2,8 +2,9 @@
 """Which of vLLM's POST routes take the budget fields. API-server process; imports nothing of vLLM.
 
 A route that generates tokens either honours the fields (``LIFTED``) or refuses them (``REFUSED``);
-only a route that keeps no KV of a generation may ignore them (``UNTOUCHED``). A test holds these
-three sets against the routes of the installed vLLM, so that a new route cannot be forgotten.
+one that prepares a generation passes them on (``PREPARED``); only a route that keeps no KV of a
+generation may ignore them (``UNTOUCHED``). A test holds these sets against the routes of the installed
+vLLM, so that a new route cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LIFTED", "MESSAGES", "REFUSED", "UNTOUCHED", "Rule", "route_path", "rule_for"]
+__all__ = [
+    "LIFTED",
+    "MESSAGES",
+    "PREPARED",
+    "REFUSED",
+    "UNTOUCHED",
+    "Rule",
+    "route_path",
+    "rule_for",
+]
 
 
 class Rule(enum.Enum):
@@ -20,6 +30,9 @@ class Rule(enum.Enum):
 
     LIFT = "lift"
     """Checked, moved into ``vllm_xargs``, and answered with a ``kv_cache`` report."""
+
+    PREPARE = "prepare"
+    """Checked and moved. vLLM answers with what it would generate from, and generates nothing."""
 
     REFUSE = "refuse"
     """A request that names one gets a 400; all others pass untouched."""
@@ -47,12 +60,19 @@ REFUSED = frozenset(
         "/v1/systemone",
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
+    }
+)
+
+PREPARED = frozenset(
+    {
         "/v1/completions/render",
         "/v1/chat/completions/render",
         "/v1/responses/render",
         "/v1/messages/render",
     }
 )
+"""Open with vLLM's ``--enable-scale-out``; else a 403, as in vLLM. The answer has the fields in its
+``extra_args``: the route that generates from it says that it does not take them."""
 
 UNTOUCHED = frozenset(
     {
@@ -114,6 +134,8 @@ def rule_for(method: str, path: str) -> Rule | None:
         return None
     if path in LIFTED:
         return Rule.LIFT
+    if path in PREPARED:
+        return Rule.PREPARE
     return Rule.REFUSE if path in REFUSED else None
 
 

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 
 from h2o_vllm.config.options import REQUEST_FIELDS
-from h2o_vllm.server.routes import LIFTED, REFUSED
+from h2o_vllm.server.routes import LIFTED, PREPARED, REFUSED
 
 __all__ = ["Nonsense", "nonsense"]
 
@@ -71,9 +71,9 @@ KEYS = (
 )  # fmt: skip
 
 PATHS = (
-    *["/v1/completions"] * 12, *["/v1/messages"] * 3, *sorted(LIFTED), *sorted(REFUSED), "/v1/completions/",
-    "//v1/completions", "/V1/completions", "/v1/completions?kv_budget=7", "/v1/%63ompletions",
-    "/tokenize", "/plugins/h2o/config", "/plugins/h2o/config?kv_budget=0.2",
+    *["/v1/completions"] * 12, *["/v1/messages"] * 3, *sorted(LIFTED), *sorted(REFUSED), *sorted(PREPARED),
+    "/v1/completions/", "//v1/completions", "/V1/completions", "/v1/completions?kv_budget=7",
+    "/v1/%63ompletions", "/tokenize", "/plugins/h2o/config", "/plugins/h2o/config?kv_budget=0.2",
     "/plugins/h2o/config/../config",
 )  # fmt: skip
 

@@ -187,6 +187,17 @@ def test_beam_search_passes_without_a_report(config: H2OConfig) -> None:
     assert admit(body(), PATH, Rule.LIFT, config).reported
 
 
+def test_what_is_rendered_says_what_was_asked(config: H2OConfig) -> None:
+    """Nothing is generated, so nothing is reported. Bodies without a field pass as they are."""
+    admission = admit(body(kv_budget=0.5), PATH, Rule.PREPARE, config)
+    assert b'"vllm_xargs":{"kv_budget":0.5}' in admission.body
+    assert not admission.reported
+    plain = admit(body(), PATH, Rule.PREPARE, config)
+    assert (plain.body, plain.reported) == (body(), False)
+    assert not admit(b"no json", PATH, Rule.PREPARE, config).reported
+    assert refused(config, body(kv_budget=9), Rule.PREPARE).param == "kv_budget"
+
+
 @pytest.mark.parametrize(
     "value", [True, False, None, 1, 0, 1.0, 2, [], *["true", "False", "no", "0", "on", "?", "T"]]
 )

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from h2o_vllm.server.protocol import VLLM_FIELDS, XARGS
-from h2o_vllm.server.routes import LIFTED, REFUSED, UNTOUCHED, Rule, rule_for
+from h2o_vllm.server.routes import LIFTED, PREPARED, REFUSED, UNTOUCHED, Rule, rule_for
 from h2o_vllm.server.shutdown_log import ShutdownFilter
 from h2o_vllm.server.system_part import RENDERED
 
@@ -38,17 +38,19 @@ def post_paths() -> set[str]:
 
 def test_every_post_route_is_classified(post_paths: set[str]) -> None:
     assert len(post_paths) > 30
-    assert post_paths - LIFTED - REFUSED - UNTOUCHED == set()
-    assert post_paths >= LIFTED
+    assert post_paths - LIFTED - PREPARED - REFUSED - UNTOUCHED == set()
+    assert post_paths >= LIFTED | PREPARED
 
 
 def test_no_route_is_classified_twice() -> None:
-    assert len(LIFTED) + len(REFUSED) + len(UNTOUCHED) == len(LIFTED | REFUSED | UNTOUCHED)
+    sets = (LIFTED, PREPARED, REFUSED, UNTOUCHED)
+    assert sum(map(len, sets)) == len(frozenset().union(*sets))
 
 
 def test_rules() -> None:
     assert rule_for("POST", "/v1/completions") is Rule.LIFT
     assert rule_for("POST", "/v1/messages") is Rule.LIFT
+    assert rule_for("POST", "/v1/completions/render") is Rule.PREPARE
     assert rule_for("POST", "/generative_scoring") is Rule.REFUSE
     assert rule_for("POST", "/tokenize") is None
     assert rule_for("GET", "/v1/completions") is None

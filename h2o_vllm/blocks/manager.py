@@ -322,15 +322,20 @@ class H2OBlockManager(SqueezingManager):
         state = self._eviction_states.get(request_id)
         if state is not None:
             if state.counts.is_finished():
-                elastic = self._elastic.get(request_id)
-                if elastic is not None and elastic.squeezable and self.enable_caching:
-                    self._publish(elastic)
-                self._final_reports[request_id] = state.report()
-                del self._eviction_states[request_id]
-                self._elastic.pop(request_id, None)
-                self._promising.pop(request_id, None)
-                self._settling.pop(request_id, None)
+                self.end(request_id)
             else:
                 withdraw_unfilled(self, request_id, state.counts.num_computed_tokens)
                 state.release()
         return super().pop_blocks_for_free(request_id)
+
+    def end(self, request_id: str) -> None:
+        """Report and forget a finished request. A connector may keep its blocks for longer."""
+        state = self._eviction_states.get(request_id)
+        if state is None:
+            return
+        elastic = self._elastic.get(request_id)
+        if elastic is not None and elastic.squeezable and self.enable_caching:
+            self._publish(elastic)
+        self._final_reports[request_id] = state.report()
+        for states in (self._eviction_states, self._elastic, self._promising, self._settling):
+            states.pop(request_id, None)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+    from h2o_vllm.blocks.squeezing import SqueezingManager
 
 __all__ = ["SettledBlocks"]
 
@@ -33,7 +34,7 @@ __all__ = ["SettledBlocks"]
 class SettledBlocks:
     """Settles segments in the tables of a manager, publishes them, and looks them up."""
 
-    def __init__(self, manager: SingleTypeKVCacheManager) -> None:
+    def __init__(self, manager: SqueezingManager) -> None:
         self._manager = manager
         self._pool = manager.block_pool
         self._size = manager.block_size
@@ -77,6 +78,7 @@ class SettledBlocks:
         Returns:
             What workers have to do; ``None``: too few blocks are free, and nothing has changed.
         """
+        assert request_id not in self._manager.loads, "segments do not settle beside a connector"
         schedule, pool = state.schedule, self._pool
         first, kept = schedule.end(number - 1) // self._size, schedule.kept
         span = slice(first, first + schedule.segment // self._size)

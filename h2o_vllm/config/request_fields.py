@@ -21,6 +21,7 @@ __all__ = [
     "MAX_DELAY",
     "MAX_TRACE_TOKENS",
     "PROTECT_WORDS",
+    "check_elastic",
     "check_heads",
     "check_ops",
     "check_prefill",
@@ -158,6 +159,16 @@ def check_received(
     for name in ("kv_prefill_tokens", "kv_settle_tokens"):
         if values[name]:
             raise BudgetError(name, values[name], f"0 on this server: {because}")
+
+
+def check_elastic(elastic: bool, because: str) -> None:
+    """Check ``kv_elastic``.
+
+    Raises:
+        BudgetError: it is true where no request can be squeezed (``because``).
+    """
+    if elastic and because:
+        raise BudgetError("kv_elastic", elastic, f"false on this server ({because})")
 
 
 def settles_not_because(given: Mapping[str, Any]) -> str:

@@ -117,6 +117,68 @@ def test_a_decode_server_refuses_what_needs_the_prompts_attention(
         H2OConfig(kv_budget=0.2, kv_collects_not_because="a decode server has none")
 
 
+def test_segments_settle_beside_no_connector(model_dir: str, tmp_path: Path) -> None:
+    config = config_of(Rig(model_dir, 20, transfer=shared_folder(tmp_path, "kv_both")).config)
+    settling = {"kv_budget": 0.2, "kv_policy": "key", "kv_settle_tokens": 512}
+    with pytest.raises(BudgetError, match=r"kv_settle_tokens must be 0 on this server \(a KV conn"):
+        resolve(config, settling)
+    assert resolve(config_of(Rig(model_dir, 20).config), settling).settle == 512
+
+
+def peer(role: Any) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector="NixlConnector", kv_role=role, engine_id=role)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_nothing_is_squeezed_for_what_is_freed_a_step_later(
+    model_dir: str, *, pipelined: bool
+) -> None:
+    elastic = {**KEYS, "kv_elastic": True}
+    for role in ("kv_producer", "kv_consumer"):
+        config = config_of(Rig(model_dir, 20, transfer=peer(role), pipelined=pipelined).config)
+        assert not config.kv_hands_over, "it travels in files"
+        if pipelined and role == "kv_consumer":
+            with pytest.raises(BudgetError, match=r"kv_elastic must be false .* free a step later"):
+                resolve(config, elastic)
+            with pytest.raises(ConfigError, match="--kv-elastic"):
+                replace(config, kv_elastic=True)
+        else:
+            resolve(config, elastic)
+
+
+class Bench(Rig):
+    """A scheduler whose prompts are filled with numbers, and a pool that shows where."""
+
+    def __init__(self, model_dir: str, role: Any) -> None:
+        transfer = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role=role)
+        super().__init__(model_dir, 60, transfer=transfer, kv_min_tokens=32)
+        self.filled: dict[str, int] = {}
+
+    def _check_plan(self, output: SchedulerOutput) -> None:
+        super()._check_plan(output)
+        meta: Any = output.kv_connector_metadata
+        for name, ((blocks,), tokens) in meta.reqs_to_fill.items():
+            table = [block.block_id for block in self.blocks.req_to_blocks[name]]
+            hit = len(self.scheduler.requests[name].prompt_token_ids) - 1 - tokens
+            assert blocks == table[hit // 16 : -(-(hit + tokens) // 16)]
+            assert all(self.blocks.block_pool.blocks[one].ref_cnt == 1 for one in blocks)
+            self.filled[name] = tokens
+
+
+def test_law06_a_prompt_is_filled_whole_or_computed(model_dir: str) -> None:
+    """As ``kv_both`` vLLM's benchmark fills nothing of a request that can evict, also not what it pins."""
+    for role, filled in (("kv_consumer", {"all", "keys"}), ("kv_both", {"all"})):
+        rig = Bench(model_dir, role)
+        jobs: dict[str, dict[str, Any] | None] = {"all": None, "keys": {**KEYS, "kv_protect": 40}}
+        for seed, (name, asked) in enumerate(jobs.items()):
+            rig.add(name, prompt_of(150, seed), asked, max_tokens=60)
+        rig.run()
+        assert rig.filled == dict.fromkeys(filled, 149)
+        assert {one.request_id for one in rig.evictions} == {"keys"}
+        cached = {name: dict(report["0"])["tokens_cached"] for name, report in rig.reports.items()}
+        assert cached == {name: 149 * (name in filled) for name in jobs}
+
+
 def test_a_prefill_server_evicts_at_a_prompts_end_or_never() -> None:
     cpu = H2OConfig(kv_budget=0.2, kv_evicts_not_because="of two", kv_hands_over=True)
     assert resolve(cpu, KEYS | {"kv_delay": 0}).at_end
@@ -140,10 +202,29 @@ EXAMPLE: dict[str, Any] = {
     ("asked", "role", "says"),
     [
         (
-            {"kv_connector": "NixlConnector"},
+            {"kv_connector": "HiSparseConnector"},
             "kv_both",
-            "the KV connector NixlConnector: .* Tried: Ex",
+            "the KV connector HiSparseConnector: it may load into .* Tried: Ex",
         ),
+        ({"kv_connector": "LMCacheConnectorV1"}, "kv_both", "LMCacheConnectorV1: .* only grows"),
+        (
+            {"kv_connector": "NixlPushConnector"},
+            "kv_producer",
+            "NixlPushConnector: a prefill server",
+        ),
+        ({"kv_connector": "NixlConnector"}, "kv_both", "NixlConnector as kv_both: a peer reads"),
+        ({"kv_connector": "NixlPullConnector"}, "kv_producer", ""),
+        ({"kv_connector": "NixlConnector"}, "kv_consumer", ""),
+        (
+            {
+                "kv_connector": "NixlConnector",
+                "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
+            },
+            "kv_consumer",
+            "with bidirectional_kv_xfer",
+        ),
+        ({"kv_connector": "DecodeBenchConnector"}, "kv_both", ""),
+        ({"kv_connector": "DecodeBenchConnector"}, "kv_producer", "stands for a decode server"),
         (
             {**EXAMPLE, "kv_connector_module_path": "theirs"},
             "kv_both",
@@ -158,6 +239,11 @@ EXAMPLE: dict[str, Any] = {
         ({"kv_connector": "OffloadingConnector"}, "kv_both", ""),
         ({"kv_connector": "OffloadingConnector"}, "kv_consumer", "keeps the KV of one engine"),
         (EXAMPLE | {"kv_load_failure_policy": "recompute"}, "kv_both", "kv_load_failure_policy"),
+        (
+            {"kv_connector": "NixlConnector", "kv_load_failure_policy": "recompute"},
+            "kv_consumer",
+            "",
+        ),
     ],
 )
 def test_untried_connectors_are_refused_by_name(

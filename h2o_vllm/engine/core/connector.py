@@ -16,6 +16,9 @@ A producer's requests evict right behind their prompt, or never. A consumer load
 kept, with its scores, if all fields are the same. Else it loads the prompt as far as the policy ranks by KV
 alone: all of it, up to the first query whose attention is collected, or what is pinned. What it loads lies in
 new blocks, which no other request knows.
+
+What is kept travels in files alone. A peer reads a producer's blocks late, after the request has ended: they
+hold whole prompts, and nothing frees or writes them until the peer has said so.
 """
 
 from __future__ import annotations
@@ -32,24 +35,42 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.request_state import RequestState
 
 __all__ = [
+    "BENCH",
     "EVERYTHING",
     "FOLDER_KEY",
     "MOST_KEY",
+    "PEERS",
     "TRIED_CONNECTORS",
     "Share",
     "check_single_group",
     "collects_not_because",
     "connector_refusals",
     "evicts_not_because",
+    "hands_over",
+    "loads_unordered",
     "role_note",
     "share_of",
+    "squeezes_not_because",
 ]
 
-EXAMPLE, OFFLOADING = "ExampleConnector", "OffloadingConnector"
+EXAMPLE, OFFLOADING, BENCH = "ExampleConnector", "OffloadingConnector", "DecodeBenchConnector"
 
-TRIED_CONNECTORS = (EXAMPLE, OFFLOADING)
-"""KV connectors of vLLM that load after the evictions of a step. ``OffloadingConnector``, which
-``--kv-offloading-size`` selects, is for GPUs only (0.32); only its scheduler's half has run."""
+PEERS = ("NixlConnector", "NixlPullConnector")
+"""Two names of one connector: a decode server reads the blocks of a prefill server."""
+
+TRIED_CONNECTORS = (EXAMPLE, OFFLOADING, BENCH, *PEERS)
+"""KV connectors of vLLM that load after the evictions of a step, or into blocks that no step in flight uses.
+``OffloadingConnector``, which ``--kv-offloading-size`` selects, is for GPUs only (0.32); only its scheduler's
+half has run."""
+
+UNTRIED = {
+    "LMCacheConnectorV1": "it finds tokens by a list of a request's blocks that only grows, and both of its "
+    "halves are those of another package, lmcache",
+    "LMCacheMPConnector": "another process reads blocks late, by a list of them that only grows",
+    "MultiConnector": "each of the connectors that it asks would have to keep to what a request may load",
+    "NixlPushConnector": "a prefill server writes into blocks of this one, at a time of its own",
+}
+"""Why some of the others are refused; by the source of vLLM 0.32."""
 
 FOLDER_KEY = "shared_storage_path"
 """Where ``ExampleConnector`` stores prompts, in ``kv_connector_extra_config``. vLLM's default is ``/tmp``,
@@ -80,6 +101,27 @@ def share_of(state: RequestState | None, transfer: KVTransferConfig) -> Share:
     if not _is_consumer(transfer):
         return Share(pinned, pinned)
     return Share(max(pinned, state.policy.first_scored(state.prompt_tokens)), 0)
+
+
+def hands_over(config: VllmConfig) -> bool:
+    """Whether what an eviction has kept can travel: in files, between CPUs."""
+    transfer = config.kv_transfer_config
+    by_files = transfer is None or transfer.kv_connector == EXAMPLE
+    return by_files and config.device_config.device_type == "cpu"
+
+
+def loads_unordered(config: VllmConfig) -> bool:
+    """Whether blocks may be filled from elsewhere while steps in flight still read or write them."""
+    transfer = config.kv_transfer_config
+    reads = transfer is not None and transfer.kv_connector in PEERS and _is_consumer(transfer)
+    return reads and config.max_concurrent_batches > 1
+
+
+def squeezes_not_because(config: VllmConfig) -> str:
+    """Why no request can be squeezed when others need its blocks; empty: it can."""
+    if not loads_unordered(config):
+        return ""
+    return "a peer may fill freed blocks at once, so with asynchronous scheduling they are free a step later"
 
 
 def evicts_not_because(config: VllmConfig) -> str:
@@ -116,11 +158,26 @@ def connector_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
     name = str(transfer.kv_connector)
     module = transfer.kv_connector_module_path
     parallel = config.parallel_config
+    why = UNTRIED.get(name, "it may load into blocks that an eviction still reads")
     return [
         (
             name not in TRIED_CONNECTORS or module is not None,
-            f"the KV connector {name}{f' of {module}' if module else ''}: it may load into blocks that an "
-            f"eviction still reads. Tried: {', '.join(TRIED_CONNECTORS)}",
+            f"the KV connector {name}{f' of {module}' if module else ''}: {why}. "
+            f"Tried: {', '.join(TRIED_CONNECTORS)}",
+        ),
+        (
+            name in PEERS and transfer.kv_role == "kv_both",
+            f"{name} as kv_both: a peer reads the blocks of requests that have ended, and would read what "
+            "their evictions have left. Set kv_producer on the side that computes prompts, kv_consumer on "
+            "the other",
+        ),
+        (
+            name in PEERS and bool(transfer.get_from_extra_config("bidirectional_kv_xfer", False)),
+            f"{name} with bidirectional_kv_xfer: a prefill server would read what evictions have left",
+        ),
+        (
+            name == BENCH and transfer.kv_role == "kv_producer",
+            f"{name} as kv_producer: it stands for a decode server. Set kv_consumer",
         ),
         (
             name == OFFLOADING and transfer.kv_role != "kv_both",
@@ -136,7 +193,12 @@ def connector_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
             f"{name} under tensor parallelism: its files do not say whose heads they hold",
         ),
         (
-            transfer.kv_load_failure_policy != "fail",
+            name in PEERS and parallel.tensor_parallel_size > 1,
+            f"{name} under tensor parallelism: not tested with evictions",
+        ),
+        (
+            # What peers read is there, or not, before the request is planned.
+            transfer.kv_load_failure_policy != "fail" and name not in PEERS,
             f"kv_load_failure_policy {transfer.kv_load_failure_policy!r}: an eviction of what was not "
             "loaded may be planned by then. Leave it out",
         ),

@@ -16,13 +16,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
     ExampleConnector,
     ExampleConnectorMetadata,
 )
+from vllm.logger import init_logger
 
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.plan import Handover, Load, Save, Transfers
 from h2o_vllm.engine.compat import example_folder
-from h2o_vllm.engine.core.connector import EVERYTHING, FOLDER_KEY, MOST_KEY, Share, share_of
+from h2o_vllm.engine.core.connector import (
+    BENCH,
+    EVERYTHING,
+    FOLDER_KEY,
+    MOST_KEY,
+    PEERS,
+    check_single_group,
+    loads_unordered,
+    role_note,
+)
+from h2o_vllm.engine.core.connector_half import Half
 from h2o_vllm.engine.core.kept_prompts import KeptPrompt, KeptPrompts
 from h2o_vllm.engine.core.kv_folder import KVFolder
+from h2o_vllm.engine.core.whole_loads import PeerReads, WholeLoads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,61 +46,43 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.manager import H2OBlockManager
 
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
 __all__ = ["CappedOffload", "PromptFiles", "limited_connector"]
 
 LOOK_SECONDS = 1.0
 """How long a request that waits takes the folder to be as it was."""
 
 
-def limited_connector(
-    connector: Any, blocks: H2OBlockManager, kv_cache: KVCacheConfig, config: VllmConfig
-) -> PromptFiles | CappedOffload:
-    """The half of ``connector`` that keeps to each request's share.
+def limited_connector(scheduler: Any) -> Half:
+    """The half of the scheduler's connector, one of those tried, that keeps to each request's share.
 
     Args:
-        connector: one of those tried, in the scheduler's role.
-        blocks: has to track a request before it is queued.
-        kv_cache: with one KV cache group.
-        config: of the engine.
+        scheduler: ours, which tracks a request before it is queued.
 
     Raises:
-        ConfigError: the connector's folder cannot be used.
+        ConfigError: there are several KV cache groups, or the connector's folder cannot be used.
     """
+    connector, blocks = scheduler.connector, scheduler.blocks
+    config, kv_cache = scheduler.vllm_config, scheduler.kv_cache_config
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    check_single_group(len(kv_cache.kv_cache_groups))
+    waits = loads_unordered(config)
+    blocks.loads.defer(
+        scheduler.deferred_frees, (lambda: scheduler.sched_step_seq + 1) if waits else None
+    )
+    logger.info("h2o: KV connector: %s", role_note(transfer))
     if isinstance(connector, ExampleConnector):
         return PromptFiles(connector, blocks, kv_cache, config)
-    return CappedOffload(connector, blocks, config)
+    # By name: importing Nixl's connector warns of a missing package.
+    name = transfer.kv_connector
+    half = PeerReads if name in PEERS else WholeLoads if name == BENCH else CappedOffload
+    return half(connector, blocks, config)
 
 
-class _Half:
-    """Forwards whatever it does not have itself."""
-
-    def __init__(self, connector: Any, blocks: H2OBlockManager, config: VllmConfig) -> None:
-        assert config.kv_transfer_config is not None
-        self._connector, self._blocks = connector, blocks
-        self._transfer = config.kv_transfer_config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connector, name)
-
-    def on_new_request(self, request: Request) -> None:
-        """Drop ``kv_transfer_params`` that are none; a client can send them in ``vllm_xargs``."""
-        if not isinstance(request.kv_transfer_params, dict):
-            request.kv_transfer_params = None
-
-    def held_outside(self, request: Request) -> int:
-        """Number of first tokens that the connector loads in place of the prefix cache."""
-        del request
-        return 0
-
-    def take_transfers(self) -> Transfers:
-        """What our workers move in this step, beside what the connector's own halves do."""
-        return Transfers()
-
-    def _share(self, request_id: str) -> Share:
-        return share_of(self._blocks.eviction_state(request_id), self._transfer)
-
-
-class CappedOffload(_Half, SupportsHMA):
+class CappedOffload(Half, SupportsHMA):
     """``OffloadingConnector``, told by its own request fields how much to load and to save."""
 
     def on_new_request(self, request: Request) -> None:
@@ -141,7 +135,7 @@ class _Plan(NamedTuple):
     kept: KeptPrompt | None = None
 
 
-class PromptFiles(_Half):
+class PromptFiles(Half):
     """``ExampleConnector``: a folder for each prompt, with a file for each layer.
 
     vLLM's own scheduler half saves a prompt with its first chunk, when the rest is not computed yet; takes a

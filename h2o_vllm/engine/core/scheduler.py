@@ -28,7 +28,6 @@ from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
-from h2o_vllm.engine.core.connector import check_single_group, role_note
 from h2o_vllm.engine.core.connector_halves import limited_connector
 from h2o_vllm.engine.core.drafting import drafter_has_kv, drafts_of_step
 from h2o_vllm.engine.core.heads import evictable_kv_heads
@@ -93,13 +92,8 @@ class H2OScheduler(LimitingScheduler):
                     f"h2o_vllm cannot work with {name} for a model with windows, chunks or states beside "
                     f"full attention: {because}"
                 )
-        connector, transfer = self.get_kv_connector(), self.vllm_config.kv_transfer_config
-        if connector is not None and transfer is not None:
-            check_single_group(len(self.kv_cache_config.kv_cache_groups))
-            self.connector = limited_connector(
-                connector, self.blocks, self.kv_cache_config, self.vllm_config
-            )
-            logger.info("h2o: KV connector: %s", role_note(transfer))
+        if self.connector is not None:
+            self.connector = limited_connector(self)
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
         # Without our server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served

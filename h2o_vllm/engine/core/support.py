@@ -24,6 +24,8 @@ from h2o_vllm.engine.core.connector import (
     collects_not_because,
     connector_refusals,
     evicts_not_because,
+    hands_over,
+    squeezes_not_because,
 )
 from h2o_vllm.engine.core.drafting import (
     WITHOUT_KV,
@@ -87,13 +89,21 @@ def config_of(config: VllmConfig) -> H2OConfig:
         ours,
         kv_scores_not_because=scores_not_because(config),
         kv_heads_equal_because=_equal_heads_because(config),
-        kv_settles_not_because="" if device == "cpu" else _NO_SETTLING,
+        kv_settles_not_because=_settles_not_because(config),
+        kv_squeezes_not_because=squeezes_not_because(config),
         kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
         kv_evicts_not_because=evicts_not_because(config),
         kv_collects_not_because=collects_not_because(config),
         kv_ops_because="" if device == "cpu" else _NO_OP,
-        kv_hands_over=device == "cpu",
+        kv_hands_over=hands_over(config),
     )
+
+
+def _settles_not_because(config: VllmConfig) -> str:
+    if config.kv_transfer_config is not None:
+        # Nor would what is given back wait for :class:`.UnconfirmedLoads`.
+        return "a KV connector does not know which blocks a segment settles into"
+    return "" if config.device_config.device_type == "cpu" else _NO_SETTLING
 
 
 def _equal_heads_because(config: VllmConfig) -> str:

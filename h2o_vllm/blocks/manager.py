@@ -156,6 +156,8 @@ class H2OBlockManager(SqueezingManager):
         )
         if options.get("apply_admission_cap"):
             asked += self._promised_blocks(request_id)
+        if self._counting:
+            return asked
         short = self._settle_due(request_id)
         asked += short
         self._settle_shortages += short > 0

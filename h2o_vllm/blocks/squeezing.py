@@ -7,7 +7,8 @@ This module finds the requests that can be squeezed. :mod:`h2o_vllm.blocks.squee
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -38,6 +39,7 @@ class SqueezingManager(FullAttentionManager):
         self._rules = SqueezeRules()
         self._beside: tuple[LimitedManager, ...] = ()
         self._squeezes = SqueezeCounts()
+        self._counting = False
         self.loads = UnconfirmedLoads(self.block_pool)
 
     @abstractmethod
@@ -49,6 +51,18 @@ class SqueezingManager(FullAttentionManager):
         self._rules, self._beside = rules, tuple(beside)
         for manager in self._beside:
             manager.limit(self._eviction_states)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """While it lasts, no question how many blocks a request needs has an effect.
+
+        Another request may be about to share blocks, and its own question is still to come.
+        """
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """Set the requests that this step may squeeze: the ``running`` ones. Workers hold their tables."""

@@ -7,7 +7,7 @@ Each entry says what it is for, since when it is needed, and what would make it 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,19 @@ class LimitingScheduler(AsyncScheduler):
     too. A synchronous step is ``Scheduler``'s: with several stages of a pipeline another step is planned
     before it ends, and the first stage would not know that token. Goes when ``AsyncScheduler`` asks whether
     it is one.
+
+    ``Scheduler._request_remaining_blocks`` (0.32) asks how many blocks a running request still needs, with
+    the hit of another one in hand, before that one loads asynchronously. It calls the block managers as if it
+    was about to allocate, which has effects in ours. Goes when it asks otherwise.
     """
+
+    def counting(self) -> AbstractContextManager[None]:
+        """While it lasts, block managers are asked for counts, and nothing is allocated behind it."""
+        return nullcontext()
+
+    def _request_remaining_blocks(self, request: Request) -> int:
+        with self.counting():
+            return super()._request_remaining_blocks(request)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """At most ``num_tokens``, at least 1 if ``num_tokens`` is."""

@@ -60,6 +60,7 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (KVCacheManager.prefix_cache_lookup_enabled, "self request"),
     (ExampleConnector._generate_foldername_debug, "self token_ids mm_hashes create_folder"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
+    (Scheduler._request_remaining_blocks, "self request"),
     (AsyncScheduler._update_after_schedule, "self scheduler_output"),
     (Scheduler._update_after_schedule, "self scheduler_output"),
     (AsyncScheduler._update_request_with_output, "self request new_token_ids is_stale"),

@@ -8,6 +8,7 @@ attaches the ``kv_cache`` report to the request's outputs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -92,7 +93,7 @@ class H2OScheduler(LimitingScheduler):
                     f"h2o_vllm cannot work with {name} for a model with windows, chunks or states beside "
                     f"full attention: {because}"
                 )
-        if self.connector is not None:
+        if self.get_kv_connector() is not None:
             self.connector = limited_connector(self)
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
         # Without our server the counts would reach vLLM's own loggers, which fail on them.
@@ -156,6 +157,10 @@ class H2OScheduler(LimitingScheduler):
                 request.skip_reading_prefix_cache = True
             self._choices.started(request.request_id)
         super().add_request(request)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Nothing is squeezed and no segment settles."""
+        return self.blocks.counting()
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """Shorten a chunk so that it ends where an eviction is due."""

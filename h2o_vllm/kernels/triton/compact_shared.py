@@ -194,7 +194,7 @@ def _take(my_blocks, my_owners, my_pages, entry, page, head, live, KH: tl.conste
     block = tl.load(my_blocks + entry // KH, mask=live, other=0)
     block = tl.where(block < 0, -1 - block, block)
     tl.store(my_pages + block * KH + entry % KH, page, mask=live)
-    tl.store(my_owners + page, tl.zeros_like(page).to(tl.int8) + head.to(tl.int8), mask=live)
+    tl.store(my_owners + page, tl.zeros_like(page).to(tl.int16) + head.to(tl.int16), mask=live)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "gaining"])

@@ -63,7 +63,7 @@ class LaneTables:
     """The lanes of all requests whose heads share slots. Made once, so CUDA graphs may hold the tensors.
 
     Attributes:
-        owners: [L, N, KH], int8: the head that owns each lane of a heavy block; undefined for other blocks.
+        owners: [L, N, KH], int16: the head that owns each lane of a heavy block; undefined for other blocks.
         pages: [L, N, KH], int32: the lists; a page is ``block_id * KH + lane``.
         offsets: [L, S, KH + 1], int32: start and end of each head's entries, by the request's slot.
         rows: [B, 3], int32: per row of the batch the request's slot, its number of pinned blocks, which come
@@ -96,7 +96,7 @@ class LaneTables:
         rows = zeros(max_rows, 3)
         rows[:, 0] = -1
         return cls(
-            owners=zeros(num_layers, num_blocks, num_heads, of=torch.int8),
+            owners=zeros(num_layers, num_blocks, num_heads, of=torch.int16),
             pages=zeros(num_layers, num_blocks, num_heads),
             offsets=zeros(num_layers, num_slots, num_heads + 1),
             rows=rows,

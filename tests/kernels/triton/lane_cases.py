@@ -52,7 +52,7 @@ def lanes_for(
         owners = random_owners(layers, count, heads, gen)
         if own:
             owners = torch.arange(heads).expand(layers, count, heads)
-        tables.owners[:, mine] = owners.to(torch.int8)
+        tables.owners[:, mine] = owners.to(tables.owners)
         for layer in range(layers):
             pages = [pages_of(mine, owners[layer], head) for head in range(heads)]
             tables.offsets[layer, slot] = torch.tensor([0, *map(len, pages)]).cumsum(0)

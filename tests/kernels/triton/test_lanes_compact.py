@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_vllm.kernels.lanes import share_lanes
-from h2o_vllm.kernels.triton import SharedEviction
+from h2o_vllm.kernels.triton import LaneTables, SharedEviction
 from h2o_vllm.kernels.triton.share import unit_words
 from tests.kernels.triton.cases import DTYPES
 from tests.kernels.triton.evict_laws import SPECIAL, make_layers
@@ -38,6 +38,12 @@ def test_compaction_equals_the_rule(
     tables = check_lane_compaction(caches, uneven(scores), [FIRST, LATER])
     # If no head had more than another, nothing would have been shared.
     assert (tables.offsets[:, FIRST.slot].diff() != len(FIRST.heavy)).any()
+
+
+def test_more_heads_than_7_bits_number_are_told_apart() -> None:
+    """As where each of many query heads has KV of its own."""
+    tables = LaneTables.empty(1, 1, 200, 1, 1, "meta")
+    assert torch.iinfo(tables.owners.dtype).max >= tables.owners.shape[2] - 1
 
 
 def test_an_8_bit_cache_is_compacted() -> None:

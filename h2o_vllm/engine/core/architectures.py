@@ -93,7 +93,7 @@ KINDS = (
     ),
     Kind(
         "KV shared between layers",
-        "served on CPU",
+        "served",
         """
         Gemma3nForConditionalGeneration
         """,

@@ -15,18 +15,15 @@ from h2o_vllm.engine.core.drafting import asks_for_exact, drafter_has_kv
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["shares_kv", "sharing_refusals"]
-
-
-def shares_kv(config: VllmConfig) -> bool:
-    """Whether layers read the KV of other layers, in place of KV of their own."""
-    shared: int = getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0)
-    return shared > 0
+__all__ = ["sharing_refusals"]
 
 
 def sharing_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
-    """What is refused of such models on CPU: whether it is asked for, and the reason."""
-    shares = shares_kv(config)
+    """What is refused of such models: whether it is asked for, and the reason.
+
+    All of it is refused beside windows as well, which each Gemma 3n and Gemma 4 E has.
+    """
+    shares = getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0) > 0
     return [
         (shares and asked, f"{what} where layers share KV: not tested with evictions")
         for what, asked in (

@@ -34,7 +34,7 @@ from h2o_vllm.engine.core.drafting import (
     drafting_refusals,
 )
 from h2o_vllm.engine.core.heads import evictable_kv_heads, scores_not_because
-from h2o_vllm.engine.core.sharing import shares_kv, sharing_refusals
+from h2o_vllm.engine.core.sharing import sharing_refusals
 from h2o_vllm.engine.core.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
 
@@ -183,6 +183,7 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         (model.is_encoder_decoder, "encoder-decoder models: cross attention is not scored"),
         (model.runner_type == "pooling", "pooling models: they generate nothing to evict for"),
         *connector_refusals(config),
+        *sharing_refusals(config),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism: it splits one head's tokens among processes, and each would rank only "
@@ -222,7 +223,6 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             "drafters with KV of their own for images, videos and sound with several positions per token "
             f"(M-RoPE): not tested with evictions. Drafters of these methods are: {', '.join(WITHOUT_KV)}",
         ),
-        *sharing_refusals(config),
         (
             # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
             _is_of(config, CONVOLUTIONS)
@@ -332,11 +332,6 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             model.rswa_window is not None,
             "reference sliding-window attention (R-SWA): it frees blocks by a rule of its own",
-        ),
-        (
-            shares_kv(config),
-            "KV shared between layers (Gemma 3n, Gemma 4 E2B and E4B) on GPUs: not tested with evictions "
-            "there. On CPUs it is served",
         ),
     ]
 

@@ -120,10 +120,7 @@ class CudaScoringImpl(ScoringImpl):
     """Keys and values of this layer's cache, [N, BS, KH, D] each; views that are made once."""
 
     def bind(self, state: Any, layer: int) -> None:
-        """As the base class; not tried where layers share KV."""
-        unscorable: Any = self
-        if unscorable.kv_sharing_target_layer_name is not None:
-            raise ConfigError("h2o_vllm does not evict KV that layers share on GPUs")
+        """As the base class."""
         super().bind(state, layer)
         caches = state.kv_layers
         self._views = caches.key_caches[layer], caches.value_caches[layer]
@@ -135,7 +132,7 @@ class CudaScoringImpl(ScoringImpl):
 
     def attend(self, call: AttentionCall, batch: ScoredBatch) -> None:
         """Run stock attention for vLLM's rows, then our decodes, then the scores of prompts."""
-        self._state.note_served(batch, self._layer)
+        self._state.note_served(batch, self)
         keys, values = self._views
         if len(call.query) > batch.num_tokens:
             without_padding = slice(batch.num_tokens)

@@ -59,6 +59,7 @@ class CudaState(WorkerState):
     _heavy_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """For those of them that have evicted: their blocks with shared lanes, in the order of the list."""
     _captured: dict[Variant, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Which layers' attention each graph has, by identity: layers that share KV have one number."""
 
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Take the parameters of requests that evict and enter the batch."""
@@ -158,13 +159,13 @@ class CudaState(WorkerState):
         """Compute the early part of the scores of some rows, see :func:`.kernels.split_scores`."""
         kernels.split_scores(self.scores, self.early, table, live, rows, max_len)
 
-    def note_served(self, batch: ScoredBatch, layer: int) -> None:
+    def note_served(self, batch: ScoredBatch, attention: object) -> None:
         """Note that a layer's attention ran for a batch with budgets, if a graph is being captured."""
         if batch.capturing:
-            self._captured[batch.variant].add(layer)
+            self._captured[batch.variant].add(id(attention))
 
     def layers_captured(self, variant: Variant) -> int:
-        """Number of evictable layers that called our kernels while this variant was captured."""
+        """Number of layers that called our kernels while this variant was captured."""
         return len(self._captured[variant])
 
     def to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:

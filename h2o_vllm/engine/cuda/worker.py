@@ -171,7 +171,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         planes = torch.zeros(shape, device=self.device)
         self._first_layer, num_heads = first, first.impl.num_heads
         check_scales(layers)
-        check_softmaxes([layer.impl for layer in layers])
+        check_softmaxes([layer.impl for sharing in self._layers for layer in sharing])
         check_layers(kv_layers.key_caches, kv_layers.value_caches, planes[0], num_heads)
         slots = runner_block_table(self.model_runner, group.kv_cache_group_id).shape[0]
         sharing = len(layers) if self._may_share() else 0
@@ -218,7 +218,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         if self.model_config.enforce_eager or not mode.has_full_cudagraphs():
             return
         counts = captured_variants(self.model_runner.cudagraph_manager)
-        layers = state.scores.shape[0]
+        layers = sum(map(len, self._layers))
         for variant in self.model_runner.step_variant.captured:
             if variant is Variant.STOCK:
                 continue

@@ -58,6 +58,7 @@ __all__ = [
     "UNEVEN",
     "FakeGPU",
     "fake_gpu",
+    "module_of",
     "qkv",
 ]
 
@@ -73,7 +74,7 @@ class FakeGPU:
     """Worker, layers and KV of one rank, fed by a :class:`Rig`'s scheduler.
 
     Attributes:
-        layers: those of the model's that this stage has.
+        layers: those of the model's that this stage has, without those that read the KV of the last one.
         kv_heads, q_heads: those of the model's that this rank has, one after the other; by default with KV
             heads go their q heads.
         outputs: (request, position) -> attention output of each layer, [L, H of this rank, SIZE].
@@ -97,6 +98,7 @@ class FakeGPU:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         calibration: Calibration | None = None,
+        readers: int = 0,
     ) -> None:
         self.kv_heads, group = kv_heads, HEADS // KV_HEADS
         self.calibration = calibration or calibration_of(LAYERS, KV_HEADS, SIZE)
@@ -132,13 +134,17 @@ class FakeGPU:
         self.runner = FakeRunner(self, 16, 64)
         table = self.runner.block_tables.input_block_tables[0]
         with set_current_vllm_config(rig.config):
-            names = [f"layer{i}" for i in layers]
+            names = [f"layer{layers.start + i}" for i in range(len(layers) + readers)]
             self.builder = backend.get_builder_cls()(spec, names, rig.config, torch.device("cpu"))
             self.builder.aot_sliding_window = (-1, -1)
             make = backend.get_impl_cls()
             self.impls = [
-                make(len(self.q_heads), SIZE, SCALE, heads, None, None, kv_dtype) for _ in names
-            ]
+                make(
+                    len(self.q_heads), SIZE, SCALE, heads, None, None, kv_dtype,
+                    kv_sharing_target_layer_name=None if i < len(layers) else names[len(layers) - 1],
+                )
+                for i in range(len(names))
+            ]  # fmt: skip
         for impl in self.impls:
             impl.vllm_flash_attn_version = 3
             # As on CUDA; the implementations ask the platform.
@@ -157,7 +163,7 @@ class FakeGPU:
             warm_up(self.state, self._layer(0), torch.float32)
         self.compiled = bound.keys() | warm.keys()
         for index, impl in enumerate(self.impls):
-            impl.bind(self.state, index)
+            impl.bind(self.state, self._owner(index))
         self._capture()
         worker._state, worker._serving, worker.model_runner = self.state, True, self.runner
         worker._timer = worker._make_timer()
@@ -198,6 +204,10 @@ class FakeGPU:
             scales = torch.full((count,), of_keys), torch.full((count,), of_values)
         return kernels.Prediction.of(part, heads, SIZE, "cpu", scales)
 
+    def _owner(self, index: int) -> int:
+        """The layer whose KV this one attends to."""
+        return min(index, len(self.kv) - 1)
+
     def _layer(self, index: int) -> Any:
         scales = {name: torch.tensor(scale if self.fp8 else 1.0) for name, scale in SCALES.items()}
         return SimpleNamespace(impl=self.impls[index], **scales)
@@ -209,8 +219,8 @@ class FakeGPU:
                 self.state.step_variant.capturing = variant
                 metadata = self.builder.build_for_cudagraph_capture(self.dummies(size))
                 self.state.step_variant.capturing = None
-                if variant is not Variant.STOCK:
-                    self.state.note_served(metadata, 0)
+                for impl in self.impls if variant is not Variant.STOCK else ():
+                    self.state.note_served(metadata, impl)
                 self.graphs[variant, size] = metadata
 
     def dummies(self, size: int) -> CommonAttentionMetadata:
@@ -247,7 +257,8 @@ class FakeGPU:
         padded: int,
     ) -> None:
         outs = []
-        for index, (number, impl) in enumerate(zip(self.layers, self.impls, strict=True)):
+        for index, impl in enumerate(self.impls):
+            number, owner = self.layers.start + index, self._owner(index)
             q = torch.zeros(padded, len(self.q_heads), SIZE)
             k, v = torch.zeros(2, padded, len(self.kv_heads), SIZE)
             for i, (request_id, position) in enumerate(tokens):
@@ -261,15 +272,26 @@ class FakeGPU:
                     t.div(scale).to(FP8)
                     for t, scale in zip((q, k, v), SCALES.values(), strict=True)
                 )
-            keys, values = key_value_views(self.kv[index], SIZE)
-            for i in range(len(tokens)):
+            keys, values = key_value_views(self.kv[owner], SIZE)
+            for i in range(len(tokens) if owner == index else 0):
                 block, slot = divmod(int(slot_mapping[i]), self.block_size)
                 keys[block, slot], values[block, slot] = k[i], v[i]
             out = torch.full((padded, len(self.q_heads), SIZE), float("nan"))
-            impl.forward(self._layer(index), q, k, v, self.kv[index], metadata, out)
+            impl.forward(self._layer(index), q, k, v, self.kv[owner], metadata, out)
             outs.append(out)
         for i, token in enumerate(tokens):
             self.outputs[token] = torch.stack([out[i] for out in outs])
+
+
+def module_of(layer: int, readers: int) -> Any:
+    """What a reference is told of a layer, of which the last ``readers`` have queries alone."""
+    count = LAYERS + readers
+    config = SimpleNamespace(
+        num_hidden_layers=count,
+        num_kv_shared_layers=readers,
+        layer_types=["full_attention"] * count,
+    )
+    return SimpleNamespace(layer_idx=layer, is_kv_shared_layer=layer >= LAYERS, config=config)
 
 
 def qkv(request_id: str, position: int, layer: int, fp8: bool = False) -> tuple[Tensor, ...]:
@@ -304,6 +326,7 @@ def fake_gpu(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     calibration: Calibration | None = None,
+    readers: int = 0,
     **rig: Any,
 ) -> Iterator[tuple[Rig, FakeGPU]]:
     """A scheduler and the worker that executes what it plans; see :meth:`FakeGPU.step`."""
@@ -313,7 +336,7 @@ def fake_gpu(
         scheduler.scheduler.use_v2_model_runner = True
         gpu = FakeGPU(
             scheduler, num_blocks, patch, base, kv_dtype,
-            softcap=softcap, sinks=sinks, calibration=calibration,
+            softcap=softcap, sinks=sinks, calibration=calibration, readers=readers,
         )  # fmt: skip
         with launches(run=True) as served:
             yield scheduler, gpu

@@ -41,9 +41,9 @@ QUICK = [f"{UNEVEN}-{name}" for name in ("attention", "three-bounded")]
 SOME = [*QUICK, f"{UNEVEN}-value", f"{UNEVEN}-predicted"]
 
 
-def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
+def expected_outputs(name: str, block: int, readers: int) -> list[torch.Tensor]:
     prompt, new, asked = REQUESTS[name]
-    return outputs_of(plain_model(asked, prompt, block), name, new)
+    return outputs_of(plain_model(asked, prompt, block), name, new, readers)
 
 
 def run(rig: Rig, gpu: FakeGPU, names: list[str], *, preempt: bool) -> set[str]:
@@ -100,8 +100,8 @@ def shared_chunks(rig: Rig, gpu: FakeGPU) -> set[str]:
     return found
 
 
-def assert_outputs(gpu: FakeGPU, name: str, block: int) -> None:
-    for position, output in enumerate(expected_outputs(name, block)):
+def assert_outputs(gpu: FakeGPU, name: str, block: int, readers: int) -> None:
+    for position, output in enumerate(expected_outputs(name, block, readers)):
         torch.testing.assert_close(
             gpu.outputs[name, position], output, rtol=1e-4, atol=1e-5,
             msg=lambda text, at=position: f"{name} at {at}: {text}",
@@ -109,20 +109,23 @@ def assert_outputs(gpu: FakeGPU, name: str, block: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preempt", "pipelined", "base", "names"),
+    ("preempt", "pipelined", "base", "names", "readers"),
     [
-        pytest.param(True, False, "flash", QUICK, id="preempted-flash"),
-        pytest.param(False, True, "triton", SOME, id="async-triton", marks=pytest.mark.slow),
-        pytest.param(False, False, "flash", [*REQUESTS], id="all", marks=pytest.mark.long),
-        pytest.param(True, True, "triton", SOME, id="preempted-triton", marks=pytest.mark.long),
+        pytest.param(True, False, "flash", QUICK, 0, id="preempted-flash"),
+        pytest.param(False, True, "triton", SOME, 0, id="async-triton", marks=pytest.mark.slow),
+        pytest.param(False, False, "flash", QUICK, 2, id="read-by-others", marks=pytest.mark.slow),
+        pytest.param(False, False, "flash", [*REQUESTS], 0, id="all", marks=pytest.mark.long),
+        pytest.param(True, True, "triton", SOME, 0, id="preempted-triton", marks=pytest.mark.long),
     ],
 )
 def test_law04_attention_equals_a_plain_model_whose_heads_share(
-    model_dir: str, preempt: bool, pipelined: bool, base: str, names: list[str]
+    model_dir: str, preempt: bool, pipelined: bool, base: str, names: list[str], readers: int
 ) -> None:
+    """``readers``: layers that read the KV of the last one, by the lanes of that one."""
     with fake_gpu(
-        model_dir, 120, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False
-    ) as (rig, gpu):
+        model_dir, 120, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False,
+        readers=readers,
+    ) as (rig, gpu):  # fmt: skip
         chunks = shared_chunks(rig, gpu)
         uneven = run(rig, gpu, names, preempt=preempt)
         assert uneven == set(names)
@@ -130,7 +133,7 @@ def test_law04_attention_equals_a_plain_model_whose_heads_share(
         assert "bounded" not in "".join(names) or "prompt" in chunks
         assert not preempt or "answer" in chunks
         for name in names:
-            assert_outputs(gpu, name, rig.block_size)
+            assert_outputs(gpu, name, rig.block_size, readers)
         assert gpu.replays[Variant.SHARED]
         # Who has ended is told with the next step.
         rig.add("after", [2] * 5, None, max_tokens=2)

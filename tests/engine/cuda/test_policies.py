@@ -8,13 +8,21 @@ otherwise shows in all later ones.
 from __future__ import annotations
 
 from collections.abc import Collection
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.cuda.fake_gpu import KV_HEADS, LAYERS, SCALE, SIZE, FakeGPU, fake_gpu, qkv
+from tests.engine.cuda.fake_gpu import (
+    KV_HEADS,
+    LAYERS,
+    SCALE,
+    SIZE,
+    FakeGPU,
+    fake_gpu,
+    module_of,
+    qkv,
+)  # fmt: skip
 from tests.engine.scheduling import Rig
 from tests.kernels.triton.rescore_laws import calibration_of
 from tests.reference.policies import PolicyModel
@@ -58,10 +66,10 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 """Prompts are cut into chunks of at most 64 tokens, and where depends on the others."""
 
 
-def expected_outputs(name: str, block: int) -> list[torch.Tensor]:
+def expected_outputs(name: str, block: int, readers: int) -> list[torch.Tensor]:
     """Of a plain model of the request's policy."""
     prompt, new, asked = REQUESTS[name]
-    return outputs_of(plain_model(asked, prompt, block), name, new)
+    return outputs_of(plain_model(asked, prompt, block), name, new, readers)
 
 
 def plain_model(asked: dict[str, Any], prompt: int, block: int) -> PolicyModel:
@@ -83,17 +91,16 @@ def plain_model(asked: dict[str, Any], prompt: int, block: int) -> PolicyModel:
     )
 
 
-def outputs_of(model: PolicyModel, name: str, new: int) -> list[torch.Tensor]:
-    """Attention of every computed token of one request, one by one. [LAYERS, HEADS, SIZE] each."""
+def outputs_of(model: PolicyModel, name: str, new: int, readers: int = 0) -> list[torch.Tensor]:
+    """Attention of every computed token of one request, one by one. [LAYERS + readers, HEADS, SIZE] each."""
     outputs = []
     # The last token is sampled, never computed.
     for position in range(model.prompt + new - 1):
         model._evict(position)
         layers = []
-        for layer in range(LAYERS):
+        for layer in range(LAYERS + readers):
             q, k, v = (t[None, :, None] for t in qkv(name, position, layer))
-            module: Any = SimpleNamespace(layer_idx=layer, config=SimpleNamespace())
-            layers.append(model.attend(module, q, k, v, SCALE)[0][0, 0])
+            layers.append(model.attend(module_of(layer, readers), q, k, v, SCALE)[0][0, 0])
         outputs.append(torch.stack(layers))
     assert len(model.ranked) > 1
     return outputs
@@ -112,21 +119,23 @@ def run(rig: Rig, gpu: FakeGPU, names: Collection[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "num_blocks", "pipelined", "base"),
+    ("every", "num_blocks", "pipelined", "base", "readers"),
     [
-        pytest.param(3, 15, False, "flash", id="some-preempting-flash"),
-        pytest.param(1, 24, False, "flash", id="preempting-flash", marks=pytest.mark.long),
-        pytest.param(1, 120, True, "triton", id="async-triton", marks=pytest.mark.long),
+        pytest.param(3, 15, False, "flash", 0, id="some-preempting-flash"),
+        pytest.param(4, 120, True, "triton", 2, id="read-by-others", marks=pytest.mark.slow),
+        pytest.param(1, 24, False, "flash", 0, id="preempting-flash", marks=pytest.mark.long),
+        pytest.param(1, 120, True, "triton", 0, id="async-triton", marks=pytest.mark.long),
     ],
 )
 def test_attention_equals_a_plain_model_of_each_policy(
-    model_dir: str, every: int, num_blocks: int, pipelined: bool, base: str
+    model_dir: str, every: int, num_blocks: int, pipelined: bool, base: str, readers: int
 ) -> None:
-    """``every``: of the requests each n-th."""
-    expected = {name: expected_outputs(name, 16) for name in list(REQUESTS)[::every]}
+    """``every``: of the requests each n-th; ``readers``: layers that read the KV of the last one."""
+    expected = {name: expected_outputs(name, 16, readers) for name in list(REQUESTS)[::every]}
     with fake_gpu(
-        model_dir, num_blocks, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False
-    ) as (rig, gpu):
+        model_dir, num_blocks, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False,
+        readers=readers,
+    ) as (rig, gpu):  # fmt: skip
         assert rig.block_size == 16
         run(rig, gpu, expected)
         for name, outputs in expected.items():

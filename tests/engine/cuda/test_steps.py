@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from tests.engine.cuda.fake_gpu import (
     SIZE,
     FakeGPU,
     fake_gpu,
+    module_of,
     qkv,
 )  # fmt: skip
 from tests.engine.scheduling import Rig
@@ -46,8 +46,9 @@ def reference_outputs(
     fp8: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    readers: int = 0,
 ) -> tuple[list[torch.Tensor], Reference]:
-    """Attention of every token of one request, computed one by one. [LAYERS, HEADS, SIZE] each."""
+    """Attention of every token of one request, computed one by one. [LAYERS + readers, HEADS, SIZE] each."""
     reference = object.__new__(Reference)
     reference.fraction, reference.recent, reference.block = budget, recent, block
     reference.floor, reference.layers, reference.protected = FLOOR, {}, 0
@@ -56,9 +57,9 @@ def reference_outputs(
         if position >= prompt and budget < 1:
             reference._evict()
         layers = []
-        for layer in range(LAYERS):
+        for layer in range(LAYERS + readers):
             q, k, v = (t[None, :, None] for t in qkv(request_id, position, layer, fp8))
-            module = SimpleNamespace(layer_idx=layer, config=SimpleNamespace())
+            module = module_of(layer, readers)
             softmax = {"softcap": softcap, "s_aux": sinks}
             out, _ = reference._attend(module, q, k, v, scaling=SCALE, **softmax)
             layers.append(out[0, 0])
@@ -152,16 +153,23 @@ def test_a_batch_of_unknown_requests_is_not_run_once_any_evicts(
 
 
 @pytest.mark.parametrize(
-    ("base", "softcap", "with_sinks"),
-    [("flash", 0.0, False), ("flash", 4.0, True), ("triton", 4.0, False), ("triton", 0.0, True)],
-    ids=["plain", "cap-and-sinks", "cap", "sinks"],
+    ("base", "softcap", "with_sinks", "readers"),
+    [
+        pytest.param("flash", 0.0, False, 0, id="plain"),
+        pytest.param("flash", 4.0, True, 0, id="cap-and-sinks"),
+        pytest.param("triton", 4.0, False, 0, id="cap"),
+        pytest.param("triton", 0.0, True, 0, id="sinks"),
+        pytest.param("flash", 0.0, False, 2, id="read-by-others"),
+    ],
 )
 def test_scores_and_kept_tokens_equal_an_independent_h2o(
-    model_dir: str, base: str, softcap: float, with_sinks: bool
+    model_dir: str, base: str, softcap: float, with_sinks: bool, readers: int
 ) -> None:
+    """``readers``: layers that read the KV of the last one; a key's score is the attention of all."""
     sinks = torch.linspace(1.0, 6.0, HEADS) if with_sinks else None
     with fake_gpu(
-        model_dir, 40, base, softcap=softcap, sinks=sinks, kv_min_tokens=FLOOR, caching=False
+        model_dir, 40, base, softcap=softcap, sinks=sinks, kv_min_tokens=FLOOR, caching=False,
+        readers=readers,
     ) as (rig, gpu):  # fmt: skip
         rig.add("one", [1] * 130, {"kv_budget": 0.4}, max_tokens=60)
         while rig.scheduler.requests:
@@ -172,7 +180,7 @@ def test_scores_and_kept_tokens_equal_an_independent_h2o(
             if request is not None and request.num_computed_tokens == 185:
                 break
         expected, reference = reference_outputs(
-            "one", 130, 185, 0.4, 0.5, rig.block_size, softcap=softcap, sinks=sinks
+            "one", 130, 185, 0.4, 0.5, rig.block_size, softcap=softcap, sinks=sinks, readers=readers
         )
         for position, outputs in enumerate(expected):
             torch.testing.assert_close(gpu.outputs["one", position], outputs, rtol=1e-4, atol=1e-5)
@@ -194,6 +202,7 @@ def test_scores_and_kept_tokens_equal_an_independent_h2o(
                     scores[:, head], cache.scores[0, head][position], rtol=1e-4, atol=1e-5
                 )
         assert HEADS % KV_HEADS == 0
+        assert gpu.state.layers_captured(Variant.MIXED) == LAYERS + readers
 
 
 def test_a_batch_without_budgets_gets_vllms_own_metadata(model_dir: str) -> None:

@@ -40,7 +40,6 @@ def make_config(**changes: Any) -> Any:
         "uses_mrope": False,
         "multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda kind: kind == "image"),
         "rswa_window": None,
-        "num_kv_shared_layers": 0,
         "cache_dtype": "auto",
         "cudagraph_mode": None,
         "additional_config": {"h2o": {}},
@@ -49,10 +48,7 @@ def make_config(**changes: Any) -> Any:
         "method": None,
         **changes,
     }
-    text = SimpleNamespace(
-        global_head_dim=values.pop("global_head_dim", None),
-        num_kv_shared_layers=values.pop("num_kv_shared_layers"),
-    )
+    text = SimpleNamespace(global_head_dim=values.pop("global_head_dim", None))
     part = SimpleNamespace(**values, get_head_size=lambda: values["head_size"], hf_text_config=text)
     return SimpleNamespace(
         use_v2_model_runner=values["use_v2_model_runner"],
@@ -106,7 +102,6 @@ def reasons(config: Any) -> list[str]:
         ({"is_mm_prefix_lm": True}, "prefix LM"),
         ({"uses_mrope": True}, "--language-model-only"),
         ({"rswa_window": 128}, "R-SWA"),
-        ({"num_kv_shared_layers": 10}, "KV shared between layers"),
         ({"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"cache_dtype": "fp8_per_token_head"}, "--kv-cache-dtype fp8_per_token_head"),
         ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4"),
@@ -224,10 +219,12 @@ def graphs(
     variants: dict[Variant, int], layers: dict[Variant, int], mode: Any, policy: str = "h2o"
 ) -> Any:
     state = SimpleNamespace(
-        scores=torch.zeros(2, 1, 1, 1), layers_captured=lambda variant: layers[variant]
+        scores=torch.zeros(1, 1, 1, 1), layers_captured=lambda variant: layers[variant]
     )
     captured = StepVariant(captured=variants_for(Policy.parse(policy)))
     worker = bare_worker(
+        # The second one reads the KV of the first.
+        _layers=[["first", "second"]],
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
         model_config=SimpleNamespace(enforce_eager=False),
         model_runner=SimpleNamespace(cudagraph_manager=None, step_variant=captured),

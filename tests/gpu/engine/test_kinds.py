@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 1 and 3 on a GPU for other softmaxes, sliding windows beside full attention, and LoRA adapters."""
+"""Laws 1 and 3 on a GPU for other softmaxes, sliding windows, KV that layers share, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
 SIZES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64},
     "gpt-oss": {"head_dim": 64},
+    "gemma4-e": {"head_dim": 64, "global_head_dim": 128},
 }
 LENGTHS = (90, 300, 650)
 
@@ -43,7 +44,7 @@ def job(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> dict[str, 
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_law1_of_soft_caps_and_sinks_beside_windows(job: dict[str, Any]) -> None:
+def test_law1_of_other_kinds_beside_windows(job: dict[str, Any]) -> None:
     """Beside others that evict, batches would round otherwise."""
     stock = run_engine(**job)
     ours = run_engine(**job, h2o={"kv_min_tokens": FLOOR}, asked=[None, {"kv_budget": 1.0}, None])
@@ -51,7 +52,7 @@ def test_law1_of_soft_caps_and_sinks_beside_windows(job: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_soft_caps_and_sinks_evict_beside_windows(job: dict[str, Any]) -> None:
+def test_other_kinds_evict_beside_windows(job: dict[str, Any]) -> None:
     asked = [None, {"kv_budget": 1.0}, {"kv_budget": 0.2}]
     ours = run_engine(**job, h2o={"kv_min_tokens": FLOOR}, asked=asked)
     assert [len(one["tokens"]) for one in ours] == [60] * 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with random weights that see pictures, with their processors; made without a model hub."""
+"""Tiny models with random weights that see, with their processors; made without a model hub."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers.feature_extraction_utils import BatchFeature
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 from transformers.video_processing_utils import VideoProcessorMixin
 from transformers.video_utils import VideoMetadata
@@ -49,6 +50,7 @@ PILLOW_ALONE = Path(__file__).parents[1] / "pillow_alone"
 IMAGE, VIDEO, START, END = 511, 510, 509, 508
 """Tokens that stand for something else than words."""
 WORDS = 500
+
 
 _TEXT = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 3} | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
@@ -153,39 +155,56 @@ def pictured(length: int, *seen: tuple[int, Image.Image | NDArray[np.uint8]]) ->
     words = torch.randint(3, WORDS, (length,), generator=generator).tolist()
     prompt, done = Pictured([], []), 0
     for at, one in seen:
-        still = isinstance(one, Image.Image)
-        prompt.tokens += [*words[done:at], START, IMAGE if still else VIDEO, END]
-        (prompt.pictures if still else prompt.videos).append(one)  # type: ignore[arg-type]
+        token, among = IMAGE, prompt.pictures
+        if isinstance(one, np.ndarray):
+            token, among = VIDEO, prompt.videos
+        prompt.tokens += [*words[done:at], START, token, END]
+        among.append(one)
         done = at
     prompt.tokens += words[done:]
     return prompt
 
 
 def expanded(directory: str, prompt: Pictured) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """The tokens of a prompt as a model computes them, and the pictures as transformers' model takes them."""
-    from transformers import AutoImageProcessor
+    """The tokens of a prompt as a model computes them, and the media as transformers' model takes them."""
+    from transformers import AutoConfig, AutoImageProcessor
 
-    if not prompt.pictures:
-        return prompt.tokens, {}
-    seen = AutoImageProcessor.from_pretrained(directory)(prompt.pictures, return_tensors="pt")
-    grids = seen.get("image_grid_thw")
-    # Qwen merges patches two by two in each direction.
-    counts = [100] * len(prompt.pictures) if grids is None else (grids.prod(1) // 4).tolist()
-    number = iter(counts)
-    tokens = [[one] * (next(number) if one == IMAGE else 1) for one in prompt.tokens]
-    return [one for some in tokens for one in some], dict(seen)
+    seen: dict[str, torch.Tensor] = {}
+    become: dict[int, list[list[int]]] = {IMAGE: [], VIDEO: []}
+    if prompt.pictures:
+        seen |= AutoImageProcessor.from_pretrained(directory)(prompt.pictures, return_tensors="pt")
+        grids = seen.get("image_grid_thw")
+        # Qwen merges patches two by two in each direction.
+        counts = [100] * len(prompt.pictures) if grids is None else (grids.prod(1) // 4).tolist()
+        become[IMAGE] = [[IMAGE] * count for count in counts]
+    if prompt.videos:
+        kind = AutoConfig.from_pretrained(directory).model_type
+        told = Videos()(prompt.videos)
+        seen |= {name: told[name] for name in ("pixel_values_videos", "video_grid_thw")}
+        become[VIDEO] = [_frames(kind, *grid) for grid in seen["video_grid_thw"].tolist()]
+        # Two frames, at two per second.
+        seen |= {"second_per_grid_ts": torch.ones(1)} if kind == "qwen2_5_vl" else {}
+    tokens = [become[one].pop(0) if one in become else [one] for one in prompt.tokens]
+    return [one for some in tokens for one in some], seen
+
+
+def _frames(kind: str, frames: int, rows: int, columns: int) -> list[int]:
+    """The tokens of a video, of pairs of frames with so many patches."""
+    one = [VIDEO] * (rows * columns // 4)
+    # Qwen3-VL says in words when a pair is; no such word is known.
+    return ([0, 0, START, *one, END] if kind == "qwen3_vl" else one) * frames
 
 
 def save_image_model(kind: str, directory: str) -> None:
     """The model, and its processor and tokenizer: words are ``t3`` to ``t499``."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForMultimodalLM
 
     sizes = MODELS[kind]
     config = AutoConfig.for_model(
         kind,
         **{**sizes, "text_config": {**SIZES, **sizes["text_config"]}, "tie_word_embeddings": False},
     )
-    model = AutoModelForImageTextToText.from_config(config)
+    model = AutoModelForMultimodalLM.from_config(config)
     # The text of Qwen3.5 has the layers of Qwen3-Next.
     randomise(model, "qwen3_next" if kind == "qwen3_5" else kind)
     model.save_pretrained(directory)
@@ -255,12 +274,18 @@ class Videos(VideoProcessorMixin):
     fps, min_frames, max_frames = 2, 4, 8
 
     def __call__(
-        self, videos: list[Any], video_metadata: list[VideoMetadata] | None = None, **_: object
-    ) -> BatchFeature:
-        """videos: [T, H, W, 3] each, of 0 to 255; T is even."""
+        self, videos: list[Any], video_metadata: list[VideoMetadata] | None = None, *,
+        do_normalize: bool = True, **_: object,
+    ) -> BatchFeature:  # fmt: skip
+        """videos: [T, H, W, 3] each, of 0 to 255, or such in lists; T is even. vLLM normalises by itself."""
         patches, grids = [], []
+        videos, video_metadata = _flat(videos), _flat(video_metadata or [])
         for video in videos:
-            frames = torch.as_tensor(np.array(video), dtype=torch.float32) / 127.5 - 1
+            frames = torch.as_tensor(np.array(video), dtype=torch.float32)
+            if do_normalize:
+                frames = (frames / 255 - torch.tensor(OPENAI_CLIP_MEAN)) / torch.tensor(
+                    OPENAI_CLIP_STD
+                )
             grid = [size // patch for size, patch in zip(frames.shape, (2, 14, 14), strict=False)]
             # Patches that are merged lie together.
             cut = frames.view(grid[0], 2, grid[1] // 2, 2, 14, grid[2] // 2, 2, 14, 3)
@@ -271,6 +296,10 @@ class Videos(VideoProcessorMixin):
             "pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids),
             "video_metadata": about,
         })  # fmt: skip
+
+
+def _flat(nested: list[Any]) -> list[Any]:
+    return [one for some in nested for one in (some if isinstance(some, list) else [some])]
 
 
 def _tokenizer() -> Any:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 1, 2 and 4 to 7 of prompts with pictures: tiny models of random weights that see.
+"""Laws 1, 2 and 4 to 7 of prompts with pictures or videos: tiny models of random weights.
 
 LLaVA stands for pictures whose tokens are rotated one by one, Qwen2.5-VL for those with three positions each
-(M-RoPE). To a budget a picture's tokens are as others: they are counted, ranked, protected and evicted. Of
-videos the tests show laws 2, 5 and 7.
+(M-RoPE), and for videos. To a budget a picture's tokens are as others: they are counted, ranked, protected
+and evicted. Of videos the tests show laws 2, 4, 5 and 7.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ FIDELITY = {
     "across-two-chunks": (0.1, 0.5, 0, pictured(800, (390, PORTRAIT), (400, SUNSET), (700, WIDE))),
 }
 """Share kept, recent share of it, protected tokens and the prompt."""
+FILMED = ("qwen2_5_vl", "qwen3_vl")
+FILM = {"film": (0.2, 0.5, 0, pictured(300, (40, film(5, 6)), (200, SUNSET)))}
+"""As :data:`FIDELITY`."""
 BLOCKS = {"qwen3_5": 160}
 """Tokens per block, where vLLM makes them larger than we ask for."""
 
@@ -80,8 +83,10 @@ class Served(NamedTuple):
 def serving(kind: str, directory: str) -> Iterator[Served]:
     """An engine of a model of this kind, which is put into the directory."""
     save_image_model(kind, directory)
-    filmed = kind == "qwen2_5_vl"
-    block = BLOCKS.get(kind, BLOCK_SIZE)
+    block, limits = BLOCKS.get(kind, BLOCK_SIZE), {"image": 3}
+    given = FIDELITY
+    if kind in FILMED:
+        given, limits = given | FILM, limits | {"video": 1}
 
     def reference(fraction: float, recent: float, protect: int, prompt: Pictured) -> Any:
         tokens, pictures = expanded(directory, prompt)
@@ -93,13 +98,12 @@ def serving(kind: str, directory: str) -> Iterator[Served]:
     with processors(), in_float32() if kind == "qwen3_5" else nullcontext():
         with one_thread():
             cases = {
-                name: expect_of(*reference(*case), case[-1].prompt)
-                for name, case in FIDELITY.items()
+                name: expect_of(*reference(*case), case[-1].prompt) for name, case in given.items()
             }
             full, tokens = reference(1.0, 0.5, 0, TWO)
             lossless, _ = full.generate(tokens, STEPS)
-        limits = {"limit_mm_per_prompt": {"image": 3, **({"video": 1} if filmed else {})}}
-        with started(directory, {**ENGINE, **limits}, kv_min_tokens=FLOOR, kv_trace=True) as engine:
+        options = {**ENGINE, "limit_mm_per_prompt": limits}
+        with started(directory, options, kv_min_tokens=FLOOR, kv_trace=True) as engine:
             yield Served(engine, directory, cases, lossless)
 
 
@@ -147,6 +151,11 @@ VIDEOS = pytest.mark.parametrize("served", ["qwen2_5_vl"], indirect=True, scope=
 
 
 @VIDEOS
+def test_law04_of_videos(served: Served) -> None:
+    assert_as_expected(served.engine, served.cases["film"])
+
+
+@VIDEOS
 def test_law05_and_law07_only_the_same_video_is_shared(clean: Engine) -> None:
     """Alone, after another one whose tokens are the same, and beside it."""
     asked = {"kv_budget": 0.3, "kv_protect": 160}
@@ -164,7 +173,8 @@ def test_law05_and_law07_only_the_same_video_is_shared(clean: Engine) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_law04_of_other_models_with_m_rope(kind: str, tmp_path: Path) -> None:
-    """Qwen3-VL adds pictures to several layers and mixes axes in another order, as does Qwen3.5."""
+    """Qwen3-VL adds pictures to several layers and mixes axes in another order, as does Qwen3.5. In its
+    videos words say when a frame is."""
     with serving(kind, str(tmp_path)) as one:
         for case in one.cases.values():
             assert_as_expected(one.engine, case)

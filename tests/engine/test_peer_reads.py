@@ -54,13 +54,13 @@ def test_what_a_peer_has_not_read_stays(model_dir: str) -> None:
     prefill = Prefill(model_dir, 24)
     params = prefill.compute("kept", prompt_of(150), None)
     (kept,) = params["remote_block_ids"]
-    before = prefill.kv[kept].clone()
+    before = prefill.kv[kept].nan_to_num()
     for number in range(3):
         prefill.ask(str(number), prompt_of(150, 1 + number), KEYS | {"kv_delay": 0}, max_tokens=1)
         prefill.step()
     while len(prefill.reports) < 4:
         prefill.step()
-    assert prefill.kv[kept].equal(before)
+    assert prefill.kv[kept].nan_to_num().equal(before)
     assert prefill.blocks_of("kept") == kept
     prefill.was_read("kept")
     prefill.blocks.check_integrity(idle=True)
@@ -149,7 +149,7 @@ def test_behind_a_hit_only_the_rest_is_read(model_dir: str) -> None:
 
 GARBAGE: list[dict[str, Any]] = [
     {"remote_engine_id": ["no name"]}, {"remote_engine_id": {}}, {"remote_request_id": 7},
-    {"remote_host": None}, {"remote_port": "80"}, {"remote_port": -1}, {"remote_port": 1 << 70},
+    {"remote_host": None}, {"remote_port": "80"}, {"remote_port": -1}, {"remote_port": 1 << 40},
     {"tp_size": 2}, {"tp_size": "1"}, {"pp_size": 2}, {"dcp_size": [1]}, {"remote_block_ids": None},
     {"remote_block_ids": []}, {"remote_block_ids": "12"}, {"remote_block_ids": [7]},
     {"remote_block_ids": [[1, 2]]}, {"remote_block_ids": [[1] * 9, [2]]},

@@ -62,10 +62,11 @@ def test_a_batch_generates_what_each_request_generates_alone(
     assert rounds[0]["cached_tokens"] > 400 and rounds[1]["cached_tokens"] > 100
 
 
+@pytest.mark.long
 def test_a_batch_on_our_kernel_alone_generates_what_each_request_generates_alone(
     long: bool,
 ) -> None:
-    """``--kv-full-kernel h2o``: rows with and without scores share calls."""
+    """``--kv-full-kernel h2o``; in the full tier: ``tests/engine/test_full_kernel.py``."""
     requests, rounds, blocks = ("200", "20", "190") if long else ("40", "1", "90")
     options = ("--requests", requests, "--rounds", rounds, "--blocks", blocks, "--seed", "7")
     for row in hunt("--kv-full-kernel", "h2o", *options, long=long):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing a client can send is more than its own problem: no 5xx, nothing bad in the engine, no leak.
 
-Two thousand requests to our layer in front of a stand-in, 100,000 with ``--long``; in ``test_live.py``
-a real server gets the same.
+Two thousand requests to our layer in front of a stand-in, 100,000 with ``--long``; in
+``tests/server/test_live.py`` a real server gets the same.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
 from h2o_vllm.policy.policy import policy_pattern
 from h2o_vllm.policy.presets import ALIASES
 from h2o_vllm.server.routes import LIFTED
-from tests.reliability.grammar import Nonsense, nonsense
 from tests.server.chat_templates import TEMPLATES
+from tests.server.grammar import Nonsense, nonsense
 from tests.server.vllm_like import Engine, Rendering, build
 
 OLD = {old for old, new in ALIASES.items() if "predicted" not in new}

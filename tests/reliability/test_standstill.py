@@ -64,10 +64,11 @@ def plant(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "place",
     [
-        *(pytest.param(place, marks=pytest.mark.long) for place in ("in", "behind-once")),
-        "worker-once",
-        "before",
         "loading",
+        *(
+            pytest.param(place, marks=pytest.mark.long)
+            for place in ("in", "before", "behind-once", "worker-once")
+        ),
     ],
 )
 def test_hang_is_noticed_wherever_it_is(place: str, plant: Path, tiny: list[str]) -> None:

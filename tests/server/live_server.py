@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.common.servers import free_port
@@ -119,6 +120,11 @@ class LiveServer:
         while (left := self.members()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
+
+    def weight(self) -> tuple[int, int]:
+        """Resident bytes and open files of its processes together."""
+        every = [psutil.Process(pid) for pid in self.members()]
+        return sum(one.memory_info().rss for one in every), sum(one.num_fds() for one in every)
 
     def kill(self) -> None:
         if self.members():

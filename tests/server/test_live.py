@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real server with a tiny model and the real ``openai`` client. The last test stops it."""
+"""The life of one real server, with a tiny model: the real ``openai`` client, then clients who mean no good.
+
+Its reports; who reaches it; clients that vanish, and nonsense. The last test stops it.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
+from h2o_vllm.server.access import OPEN
 from h2o_vllm.server.report import REPORT_KEYS
 from loadtest.http.generator import Generator
 from loadtest.http.options import LoadSettings
+from tests.server.grammar import Nonsense, nonsense
 from tests.server.live_server import KEY, MODEL, LiveServer, live_server
+from tests.server.streams import SilentClient, half_closed, send, under_load
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +36,8 @@ LONG = [1000 + 7 * i for i in range(1500)]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with live_server(log, *tiny, "--kv-recent", "0.4") as server:
+    options = ["--kv-recent", "0.4", "--kv-budget-min", "0.05", "--shutdown-timeout", "60"]
+    with live_server(log, *tiny, *options) as server:
         yield server
 
 
@@ -49,11 +59,6 @@ def report_of(stream: Any) -> tuple[str, dict[str, Any], list[Any]]:
     assert with_report == [chunks[-1]]
     text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
     return text, chunks[-1].kv_cache, chunks
-
-
-def test_models_and_health(server: LiveServer, client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_start_says_what_is_active(server: LiveServer) -> None:
@@ -80,13 +85,6 @@ def test_a_fifth_of_the_cache_is_held(client: openai.OpenAI) -> None:
     assert answer.kv_transfer_params is None
 
 
-@pytest.mark.parametrize("fields", [{}, {"kv_budget": 1.0}, {"kv_policy": "window"}])
-def test_full_budget_evicts_nothing(client: openai.OpenAI, fields: dict[str, Any]) -> None:
-    report = complete(client, LONG[:600], **fields).kv_cache
-    assert report["tokens_held"] == report["tokens_seen"] == 607
-    assert report["tokens_evicted"] == report["blocks_freed"] == 0
-
-
 def test_every_field_has_an_effect(client: openai.OpenAI) -> None:
     fields = {"kv_budget_tokens": 200, "kv_recent": 0.9, "kv_policy": "snapkv", "kv_protect": 4}
     fields |= {"kv_heads": "shared"}
@@ -108,8 +106,7 @@ def test_every_field_has_an_effect(client: openai.OpenAI) -> None:
     assert nested["tokens_evicted"] == 0
 
 
-@pytest.mark.parametrize("usage", [True, False])
-@pytest.mark.parametrize("fields", [{}, {"kv_budget": 0.3}])
+@pytest.mark.parametrize(("usage", "fields"), [(True, {"kv_budget": 0.3}), (False, {})])
 def test_streamed_completion_equals_the_unstreamed(
     client: openai.OpenAI, usage: bool, fields: dict[str, Any]
 ) -> None:
@@ -126,20 +123,17 @@ def test_streamed_completion_equals_the_unstreamed(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat(client: openai.OpenAI, stream: bool) -> None:
+    chat: list[Any] = [{"role": "user", "content": "Name three colours."}]
+    fields = {"kv_budget": 0.5}
     answer: Any = client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "Name three colours."}],
-        max_tokens=12,
-        stream=stream,
-        extra_body={"kv_budget": 0.5},
+        model=MODEL, messages=chat, max_tokens=12, stream=stream, extra_body=fields
     )
     report = list(answer)[-1].kv_cache if stream else answer.kv_cache
     assert report["budget"] == 0.5
     assert report["tokens_seen"] > 12
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("case", ["n", "prompts"])
+@pytest.mark.parametrize(("case", "stream"), [("n", True), ("prompts", False)])
 def test_several_sequences_are_reported_one_by_one(
     client: openai.OpenAI, case: str, stream: bool
 ) -> None:
@@ -153,44 +147,12 @@ def test_several_sequences_are_reported_one_by_one(
         assert report[key] == sum(sequence[key] for sequence in report["sequences"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_string_ends_with_a_report(client: openai.OpenAI, stream: bool) -> None:
-    whole = complete(client, LONG[:400], max_tokens=24, kv_budget=0.5).choices[0].text
-    stop = whole.strip()[4:7]
-    answer = complete(client, LONG[:400], max_tokens=24, kv_budget=0.5, stop=stop, stream=stream)
-    if stream:
-        text, report, chunks = report_of(answer)
-        reason = next(c.finish_reason for k in chunks for c in k.choices if c.finish_reason)
-    else:
-        text, report, reason = (
-            answer.choices[0].text,
-            answer.kv_cache,
-            answer.choices[0].finish_reason,
-        )
-    assert reason == "stop"
-    assert stop not in text
-    assert 400 <= report["tokens_seen"] < 424
-    assert report["budget"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"kv_budget": 0}, "kv_budget"),
         ({"kv_budget": 1.5}, "kv_budget"),
-        ({"kv_budget": "0.2"}, "kv_budget"),
-        ({"kv_budget": True}, "kv_budget"),
-        ({"kv_budget": [0.2]}, "kv_budget"),
-        ({"kv_budget": 10**400}, "kv_budget"),
-        ({"kv_budget_tokens": 0}, "kv_budget_tokens"),
-        ({"kv_budget_tokens": 2**40}, "kv_budget_tokens"),
-        ({"kv_recent": -1}, "kv_recent"),
-        ({"kv_policy": "lru"}, "kv_policy"),
-        ({"kv_heads": "layer"}, "kv_heads"),
         ({"kv_heads": "shared", "kv_policy": "window"}, "kv_heads"),
-        ({"kv_sinks": 4}, "kv_sinks"),
         ({"kv_buget": 0.2}, "kv_buget"),
-        ({"vllm_xargs": {"kv_budget": "0.2"}}, "kv_budget"),
         ({"vllm_xargs": {"kv_transfer_params": "x"}}, "kv_transfer_params"),
     ],
 )
@@ -228,37 +190,19 @@ def test_requests_of_eight_budgets_finish_and_leave_the_pool_empty(
     server.wait_for("vllm:num_requests_running", 0.0)
 
 
-def test_client_that_leaves_frees_its_blocks(server: LiveServer, client: openai.OpenAI) -> None:
-    stream = complete(client, LONG[:400], max_tokens=1500, ignore_eos=True, stream=True)
-    next(iter(stream))
-    stream.close()
-    server.wait_for("vllm:num_requests_running", 0.0)
-    server.wait_for(USAGE, 0.0)
-
-
-def test_batch_of_chats(server: LiveServer) -> None:
+def test_other_routes_take_budgets(server: LiveServer, client: openai.OpenAI) -> None:
     chats = [[{"role": "user", "content": text}] for text in ("One?", "Two, please?")]
-    body = {"model": MODEL, "messages": chats, "max_tokens": 4, "kv_budget": 0.5}
-    report = server.post("/v1/chat/completions/batch", body).json()["kv_cache"]
-    assert [sequence["budget"] for sequence in report["sequences"]] == [0.5, 0.5]
-
-
-def test_responses_api(client: openai.OpenAI) -> None:
-    options: Any = {
-        "model": MODEL,
-        "input": "Hello",
-        "max_output_tokens": 4,
-        "extra_body": {"kv_budget": 0.5},
-    }
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "kv_budget": 0.5}
+    batch = server.post("/v1/chat/completions/batch", body | {"messages": chats}).json()
+    assert [sequence["budget"] for sequence in batch["kv_cache"]["sequences"]] == [0.5, 0.5]
+    body |= {"prompt": "Hello"}
+    assert server.post("/invocations", body).json()["kv_cache"]["budget"] == 0.5
+    assert server.post("/invocations", body | {"kv_budget": 9}).status_code == 400
+    options: Any = {"model": MODEL, "input": "Hello", "extra_body": {"kv_budget": 0.5}}
+    options["max_output_tokens"] = 4
     assert client.responses.create(**options).kv_cache["budget"] == 0.5
     *_, last = client.responses.create(stream=True, **options)
     assert last.response.kv_cache["budget"] == 0.5
-
-
-def test_invocations(server: LiveServer) -> None:
-    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 4, "kv_budget": 0.5}
-    assert server.post("/invocations", body).json()["kv_cache"]["budget"] == 0.5
-    assert server.post("/invocations", body | {"kv_budget": 9}).status_code == 400
 
 
 def test_beam_search_takes_no_budget(client: openai.OpenAI) -> None:
@@ -266,26 +210,6 @@ def test_beam_search_takes_no_budget(client: openai.OpenAI) -> None:
     assert not hasattr(answer, "kv_cache")
     with pytest.raises(openai.BadRequestError, match="use_beam_search"):
         complete(client, n=2, use_beam_search=True, kv_budget=0.5)
-
-
-def test_route_that_cannot_honour_a_budget_refuses_it(server: LiveServer) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-    refused = server.post("/generative_scoring", body | {"kv_budget": 0.5})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "kv_budget"
-
-
-def test_wrong_key_is_a_401_whatever_the_body(server: LiveServer) -> None:
-    body = {"model": MODEL, "prompt": "Hello", "kv_budget": 9}
-    assert server.post("/v1/completions", body, key="wrong").status_code == 401
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"prompt": 1', b"[" * 100_000])
-def test_broken_body_gets_vllms_own_answer(server: LiveServer, content: bytes) -> None:
-    headers = {"authorization": "Bearer live-test-key", "content-type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
-    assert answer.status_code == 400
-    assert "kv_" not in answer.text
 
 
 def test_load_generator_reads_what_the_server_sends(server: LiveServer) -> None:
@@ -305,10 +229,121 @@ def test_load_generator_reads_what_the_server_sends(server: LiveServer) -> None:
     assert evicting.kv_cache["tokens_held"] < whole.kv_cache["tokens_held"]
 
 
-def test_sigterm_ends_the_server_without_a_trace(server: LiveServer) -> None:
+# Clients who mean no good
+
+
+def is_idle_again(server: LiveServer) -> None:
+    server.wait_for("vllm:num_requests_running", 0, 300)
+    server.wait_for("vllm:num_requests_waiting", 0.0)
+    server.wait_for("vllm:kv_cache_usage_perc", 0.0)
+
+
+@pytest.mark.slow
+def test_every_route_asks_for_the_key_but_those_of_health(server: LiveServer) -> None:
+    page = httpx.get(f"{server.url}/openapi.json").json()
+    routes = {(m.upper(), path) for path, methods in page["paths"].items() for m in methods}
+    routes |= {("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/invocations")}
+    assert len(routes) > 20
+    asked = 0
+    for method, path in sorted(routes):
+        for key in (None, "wrong"):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            url = server.url + path.replace("{", "").replace("}", "")
+            answer = httpx.request(method, url, headers=headers, timeout=60)
+            if path in OPEN:
+                assert answer.status_code == 200, (method, path)
+            else:
+                assert answer.status_code == 401, (method, path)
+                assert KEY not in answer.text
+                asked += 1
+    assert asked > 30
+
+
+@pytest.mark.slow
+def test_nobody_else_on_the_network_reaches_it(server: LiveServer) -> None:
+    main = psutil.Process(server.process.pid)
+    listening = [
+        connection.laddr
+        for process in (main, *main.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert server.port in {address.port for address in listening}
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.slow
+def test_client_that_reads_nothing_holds_no_blocks(server: LiveServer) -> None:
+    options: dict[str, Any] = {"max_tokens": 500, "logprobs": 5}
+    with (
+        SilentClient(server, kv_budget=0.3, **options),
+        SilentClient(server, stream=False, **options),
+    ):
+        server.wait_for("vllm:num_requests_running", 2.0)
+        is_idle_again(server)
+
+
+@pytest.mark.slow
+def test_clients_that_vanish_free_their_blocks(server: LiveServer) -> None:
+    clients = [
+        SilentClient(server, stream=i % 2 == 0, kv_budget=0.5 if i % 3 else 1.0) for i in range(12)
+    ]
+    server.wait_for("vllm:num_requests_running", 12.0)
+    finished = server.metric("vllm:request_success_total", finished_reason="length")
+    for client in clients:
+        client.vanish()
+    is_idle_again(server)
+    # Aborted, not computed to the end for nobody.
+    length = server.metric("vllm:request_success_total", finished_reason="length")
+    assert length == finished
+
+
+@pytest.mark.slow
+def test_a_real_server_survives_nonsense_and_holds_nothing_of_it(
+    server: LiveServer, long: bool, seed: int
+) -> None:
+    count = 10_000 if long else 1_000
+    chance = random.Random(seed)
+    statuses: Counter[int] = Counter()
+
+    def one(request: Nonsense) -> None:
+        status, body = send(server, request)
+        statuses[status] += 1
+        assert status < 500, (request, body[:300])
+
+    def batch(size: int) -> None:
+        requests = [nonsense(chance, MODEL) for _ in range(size)]
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(one, requests))
+        for request in requests[: size // 10]:
+            half_closed(server, request, chance)
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            server.wait_for(f"vllm:{gauge}", 0.0)
+
+    batch(count // 2)
+    resident, files = server.weight()
+    batch(count // 2)
+    after, files_after = server.weight()
+    print(f"{count} requests to a real server: {dict(statuses)}; {after - resident} bytes more")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert files_after <= files + 2
+    assert after - resident < 96 << 20
+    good = {"model": MODEL, "prompt": [5] * 300, "max_tokens": 4, "kv_budget": 0.5}
+    assert server.post("/v1/completions", good).json()["kv_cache"]["tokens_evicted"] > 0
+
+
+def test_sigterm_lets_running_requests_end_and_leaves_no_trace(server: LiveServer) -> None:
     before = len(server.log.read_text())
     assert len(server.members()) >= 2
-    assert server.stop(signal.SIGTERM) == 0
+    streams = under_load(server, max_tokens=200)
+    with SilentClient(server, kv_budget=0.5, max_tokens=200):
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            stream.join(300)
+            assert not stream.failed
+            assert stream.report["tokens_seen"] == 200 + 200 - 1
+        # The silent client does not keep it.
+        assert server.process.wait(timeout=300) == 0
     assert server.members_after(seconds=60) == []
     said = server.log.read_text()[before:]
     assert "Traceback" not in said

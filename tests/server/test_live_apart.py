@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -41,113 +41,110 @@ def body(prompt: str, tokens: int, **more: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
 
 
-def test_a_pair_serves_and_a_killed_side_takes_only_its_own_streams(
-    tiny: list[str], tmp_path: Path
-) -> None:
-    """As vLLM's router asks: first for one token, then for the answer."""
-    prefill = side(tmp_path, "kv_producer", *tiny)
-    decode = side(tmp_path, "kv_consumer", *tiny, "--kv-budget", "0.3", "--kv-policy", "window")
+class Pair(NamedTuple):
+    """The two servers, and the folder between them."""
+
+    prefill: LiveServer
+    decode: LiveServer
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    prefill, decode = (side(folder, role, *tiny) for role in ("kv_producer", "kv_consumer"))
     try:
         prefill.wait_until_up()
         decode.wait_until_up()
-        remote = {"do_remote_decode": True, "do_remote_prefill": False}
-        computed = prefill.post("/v1/completions", body(TEXT, 1, kv_transfer_params=remote)).json()
-        assert computed["kv_cache"]["budget"] == 1.0
-        remote = {"do_remote_decode": False, "do_remote_prefill": True}
-        answer = decode.post("/v1/completions", body(TEXT, 60, kv_transfer_params=remote)).json()
-        size = answer["kv_cache"]["block_size"]
-        prompt_tokens = answer["usage"]["prompt_tokens"]
-        assert answer["kv_cache"]["tokens_cached"] == (prompt_tokens - 1) // size * size
-        assert answer["kv_cache"]["tokens_evicted"] > 0
-        fields: dict[str, Any] = {"kv_budget": 0.3, "kv_policy": "h2o", "kv_delay": 0}
-        fields["return_token_ids"] = True
-        again = "Only what stays travels. " + TEXT
-        computed = prefill.post("/v1/completions", body(again, 1, **fields)).json()
-        assert computed["kv_cache"]["budget"] == 0.3
-        answer = decode.post("/v1/completions", body(again, 60, **fields)).json()
-        assert answer["kv_cache"]["tokens_cached"] == answer["usage"]["prompt_tokens"] - 1
-        first = computed["choices"][0]["token_ids"]
-        assert answer["choices"][0]["token_ids"][:1] == first
-        refused = decode.post("/v1/completions", body(TEXT, 9, kv_policy="h2o", kv_delay=1))
-        assert refused.status_code == 400
-        assert "receives the KV of prompts and no attention" in refused.text
-
-        with httpx.stream(
-            "POST",
-            f"{decode.url}/v1/completions",
-            json=body(TEXT, 400, stream=True),
-            headers=HEADERS,
-            timeout=120,
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            prefill.kill()
-            assert "data: [DONE]" in list(lines)
-        alone = decode.post("/v1/completions", body("Nobody has " + TEXT, 60)).json()
-        assert alone["kv_cache"]["tokens_cached"] == 0
-        assert alone["usage"]["completion_tokens"] == 60
-        decode.wait_for("vllm:kv_cache_usage_perc", 0)
+        yield Pair(prefill, decode, folder)
     finally:
         prefill.kill()
         decode.kill()
 
 
 @contextmanager
-def routed(folder: Path, prefill: LiveServer, decode: LiveServer) -> Iterator[str]:
+def routed(pair: Pair) -> Iterator[str]:
     """The address of vLLM's router before both."""
-    options = [
-        "--prefill",
-        prefill.url,
-        "--decode",
-        decode.url,
-        "--prometheus-port",
-        str(free_port()),
-    ]
-    options += ["--host", "127.0.0.1"]
+    options = ["--prefill", pair.prefill.url, "--decode", pair.decode.url, "--host", "127.0.0.1"]
+    options += ["--prometheus-port", str(free_port())]
     # It sends its own key, not a client's.
     key = {"OPENAI_API_KEY": KEY}
-    log = folder / "router.log"
+    log = pair.folder / "router.log"
     with Server(ROUTER, options, log, name="vllm-router", environment=key) as router:
         yield router.url
 
 
-def test_vllms_router_asks_one_side_after_the_other(tiny: list[str], tmp_path: Path) -> None:
+def test_vllms_router_asks_one_side_after_the_other(pair: Pair) -> None:
     """Budget fields, reports and 400s pass unchanged, streams included. Clients need no key."""
     pytest.importorskip("vllm_router", reason="vLLM's router is in the extra fleet")
-    prefill, decode = side(tmp_path, "kv_producer", *tiny), side(tmp_path, "kv_consumer", *tiny)
     fields: dict[str, Any] = {"kv_budget": 0.3, "kv_policy": "h2o", "kv_delay": 0}
-    try:
-        prefill.wait_until_up()
-        decode.wait_until_up()
-        with (
-            routed(tmp_path, prefill, decode) as url,
-            httpx.Client(base_url=url, timeout=120) as client,
-        ):
-            asked = body(TEXT, 40, **fields)
-            answer = client.post("/v1/completions", json=asked).json()
-            report = answer["kv_cache"]
-            assert report["budget"] == 0.3
-            assert report["tokens_cached"] == answer["usage"]["prompt_tokens"] - 1
-            assert len([*(tmp_path / "kv").glob("*.kept")]) == 1
-            chat = {
-                "messages": [{"role": "user", "content": "Again: " + TEXT}],
-                "max_completion_tokens": 30,
-            }
-            chat |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-            lines = client.post("/v1/chat/completions", json={**chat, **fields}).text.splitlines()
-            said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-            assert "data: [DONE]" in lines
-            (report,) = [one["kv_cache"] for one in said if one.get("kv_cache")]
-            (usage,) = [one["usage"] for one in said if one.get("usage")]
-            assert report["tokens_cached"] == usage["prompt_tokens"] - 1
-            assert usage["completion_tokens"] == 30
-            assert decode.metric("vllm:generation_tokens_total") == 70
-            assert prefill.metric("vllm:generation_tokens_total") == 2
-            refused = client.post("/v1/completions", json=body(TEXT, 9, kv_budget=7))
-            assert refused.status_code == 400 and "kv_budget" in refused.text
-    finally:
+    with routed(pair) as url, httpx.Client(base_url=url, timeout=120) as client:
+        answer = client.post("/v1/completions", json=body(TEXT, 40, **fields)).json()
+        report = answer["kv_cache"]
+        assert report["budget"] == 0.3
+        assert report["tokens_cached"] == answer["usage"]["prompt_tokens"] - 1
+        assert len([*(pair.folder / "kv").glob("*.kept")]) == 1
+        chat = {
+            "messages": [{"role": "user", "content": "Again: " + TEXT}],
+            "max_completion_tokens": 30,
+        }
+        chat |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        lines = client.post("/v1/chat/completions", json={**chat, **fields}).text.splitlines()
+        said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "data: [DONE]" in lines
+        (report,) = [one["kv_cache"] for one in said if one.get("kv_cache")]
+        (usage,) = [one["usage"] for one in said if one.get("usage")]
+        assert report["tokens_cached"] == usage["prompt_tokens"] - 1
+        assert usage["completion_tokens"] == 30
+        assert pair.decode.metric("vllm:generation_tokens_total") == 70
+        assert pair.prefill.metric("vllm:generation_tokens_total") == 2
+        refused = client.post("/v1/completions", json=body(TEXT, 9, kv_budget=7))
+        assert refused.status_code == 400 and "kv_budget" in refused.text
+
+
+def test_a_pair_serves_and_a_killed_side_takes_only_its_own_streams(pair: Pair) -> None:
+    """As vLLM's router asks: first for one token, then for the answer."""
+    prefill, decode, _ = pair
+    remote = {"do_remote_decode": True, "do_remote_prefill": False}
+    text = "Whole. " + TEXT
+    computed = prefill.post("/v1/completions", body(text, 1, kv_transfer_params=remote)).json()
+    assert computed["kv_cache"]["budget"] == 1.0
+    fields: dict[str, Any] = {"kv_budget": 0.3, "kv_policy": "window"}
+    fields["kv_transfer_params"] = {"do_remote_decode": False, "do_remote_prefill": True}
+    answer = decode.post("/v1/completions", body(text, 60, **fields)).json()
+    size = answer["kv_cache"]["block_size"]
+    prompt_tokens = answer["usage"]["prompt_tokens"]
+    assert answer["kv_cache"]["tokens_cached"] == (prompt_tokens - 1) // size * size
+    assert answer["kv_cache"]["tokens_evicted"] > 0
+    fields = {"kv_budget": 0.3, "kv_policy": "h2o", "kv_delay": 0, "return_token_ids": True}
+    again = "Only what stays travels. " + TEXT
+    computed = prefill.post("/v1/completions", body(again, 1, **fields)).json()
+    assert computed["kv_cache"]["budget"] == 0.3
+    answer = decode.post("/v1/completions", body(again, 60, **fields)).json()
+    assert answer["kv_cache"]["tokens_cached"] == answer["usage"]["prompt_tokens"] - 1
+    first = computed["choices"][0]["token_ids"]
+    assert answer["choices"][0]["token_ids"][:1] == first
+    asked = body(TEXT, 9, kv_budget=0.3, kv_policy="h2o", kv_delay=1)
+    refused = decode.post("/v1/completions", asked)
+    assert refused.status_code == 400
+    assert "receives the KV of prompts and no attention" in refused.text
+
+    budget = {"kv_budget": 0.3, "kv_policy": "window"}
+    with httpx.stream(
+        "POST",
+        f"{decode.url}/v1/completions",
+        json=body(text, 400, stream=True, **budget),
+        headers=HEADERS,
+        timeout=120,
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
         prefill.kill()
-        decode.kill()
+        assert "data: [DONE]" in list(lines)
+    alone = decode.post("/v1/completions", body("Nobody has " + TEXT, 60, **budget)).json()
+    assert alone["kv_cache"]["tokens_cached"] == 0
+    assert alone["usage"]["completion_tokens"] == 60
+    decode.wait_for("vllm:kv_cache_usage_perc", 0)
 
 
 class Clients(threading.Thread):

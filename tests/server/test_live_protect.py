@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protected beginnings over HTTP: chats, several answers, tools, every API that has roles.
+"""Protected beginnings over HTTP: chats, several answers, tools, every API with roles; and drafts.
 
 What the model says does not matter here: it is a tiny one of random weights.
 """
@@ -23,6 +23,8 @@ def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
     log = tmp_path_factory.mktemp("server") / "log"
     options = [*tiny, "--kv-protect", "system", "--trust-request-chat-template"]
     options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    options += ["--speculative-config", json.dumps(ngram)]
     with live_server(log, *options) as server:
         yield server
 
@@ -231,3 +233,41 @@ def test_an_agents_tools_are_protected_and_read(client: openai.OpenAI) -> None:
     assert protected > alone + 100, "the tools are not in it"
     assert all(report["tokens_evicted"] > 0 for report in reports)
     assert [report["tokens_cached"] for report in reports[1:]] == [protected] * 4
+
+
+# Drafts
+
+
+def drafted(client: openai.OpenAI, **more: Any) -> Any:
+    # Of few words an answer repeats itself, so that something is found.
+    fields = {"ignore_eos": True, "allowed_token_ids": [300, 301], "kv_protect": 0}
+    fields |= {"kv_budget": more.pop("kv_budget", 0.2)}
+    prompt = [1000 + 3 * i for i in range(400)]
+    options = {"temperature": 0, "max_tokens": 80} | more
+    return client.completions.create(model=MODEL, prompt=prompt, extra_body=fields, **options)
+
+
+def test_report_counts_drafts_with_a_budget_and_without_and_in_streams(
+    client: openai.OpenAI,
+) -> None:
+    reports = [drafted(client, kv_budget=budget).kv_cache for budget in (0.2, 1.0)]
+    *_, last = drafted(client, stream=True)
+    twice = drafted(client, n=2, temperature=1, seed=1).kv_cache
+    for report in (*reports, last.kv_cache):
+        assert report["tokens_drafted"] > report["tokens_accepted"] > 0
+        assert report["tokens_seen"] == 479
+    assert reports[0] == last.kv_cache | {"tokens_cached": 0}
+    assert reports[0]["tokens_evicted"] > 0 == reports[1]["tokens_evicted"]
+    for key in ("tokens_drafted", "tokens_accepted"):
+        assert twice[key] == sum(one[key] for one in twice["sequences"]) > 0
+
+
+def test_vllms_metrics_count_the_drafts_of_reports(
+    server: LiveServer, client: openai.OpenAI
+) -> None:
+    counts = {"draft": "tokens_drafted", "accepted": "tokens_accepted"}
+    names = {f"vllm:spec_decode_num_{one}_tokens_total": key for one, key in counts.items()}
+    before = {name: server.metric(name) for name in names}
+    report = drafted(client).kv_cache
+    for name, key in names.items():
+        server.wait_for(name, before[name] + report[key])

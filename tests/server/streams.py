@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a live server that stream, that stop reading, and that vanish."""
+"""Clients of a live server that stream, that stop reading, that vanish, and that send nonsense."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
+import random
 import socket
 import struct
 import threading
@@ -12,9 +15,10 @@ from typing import Any, Self
 
 import httpx
 
+from tests.server.grammar import Nonsense
 from tests.server.live_server import KEY, MODEL, LiveServer
 
-__all__ = ["SilentClient", "Stream", "body", "under_load"]
+__all__ = ["SilentClient", "Stream", "body", "half_closed", "send", "under_load"]
 
 
 def body(tokens: int = 200, **options: Any) -> dict[str, Any]:
@@ -107,3 +111,28 @@ def under_load(server: LiveServer, **options: Any) -> list[Stream]:
     for stream in streams:
         assert stream.started.wait(300)
     return streams
+
+
+def send(server: LiveServer, request: Nonsense) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": request.content_type}
+    try:
+        connection.request(request.method, request.path, request.content, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def half_closed(server: LiveServer, request: Nonsense, chance: random.Random) -> None:
+    """Send a part of the request, close one direction or both, and wait for no answer in particular."""
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(request.content) + 1}\r\n\r\n"
+    ).encode()
+    whole = head + request.content
+    address = ("127.0.0.1", server.port)
+    with socket.create_connection(address, timeout=20) as connection, contextlib.suppress(OSError):
+        connection.sendall(whole[: chance.randrange(1, len(whole) + 1)])
+        connection.shutdown(chance.choice((socket.SHUT_WR, socket.SHUT_RDWR)))
+        connection.recv(1000)

@@ -1,43 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats with pictures over HTTP, as data URLs beside text, with budgets. The model is of random weights."""
+"""What ``h2o-serve`` serves under a plain uvicorn: budgets, reports, refusals, chats with pictures.
+
+The model is of random weights.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from PIL import Image
 
+import h2o_vllm
+from loadtest.common.servers import Server
 from tests.families.image_models import PILLOW_ALONE, picture, save_image_model
-from tests.server.live_server import ENVIRONMENT, KEY, MODEL, LiveServer, live_server
+from tests.published import PUBLISHED_OPTIONS
+from tests.server.live_server import ENVIRONMENT, MODEL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SEEN = 100
 """Tokens of a picture."""
 WORDS = [f"t{7 + i * 11 % 400}" for i in range(200)]
+MODULE = """
+from h2o_vllm.server.asgi import H2OApplication
+
+app = H2OApplication(*{options!r})
+"""
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    model = tmp_path_factory.mktemp("llava")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A uvicorn, which knows nothing of vLLM."""
+    folder, model = tmp_path_factory.mktemp("server"), tmp_path_factory.mktemp("llava")
     save_image_model("llava", str(model))
+    options = ["--model", str(model), "--served-model-name", MODEL, "--max-model-len", "2048"]
+    options += ["--dtype", "float32", "--enforce-eager", *PUBLISHED_OPTIONS]
+    (folder / "application.py").write_text(MODULE.format(options=options))
+    program = [sys.executable, "-m", "uvicorn", "application:app", "--app-dir", str(folder)]
     paths = [str(PILLOW_ALONE), ENVIRONMENT.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    options = ["--model", str(model), "--served-model-name", MODEL, "--api-key", KEY]
-    log = tmp_path_factory.mktemp("server") / "log"
-    with live_server(log, *options, environment=environment) as server:
+    with Server(program, [], folder / "log", name="uvicorn", environment=environment) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return server.client()
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_another_server_serves_budgets_reports_and_refusals(server: Server) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        body = {"model": MODEL, "prompt": [100] * 400, "max_tokens": 8, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body | {"kv_budget": 0.5}, timeout=60)
+        assert answer.headers["x-h2o-vllm"] == h2o_vllm.__version__
+        report = answer.json()["kv_cache"]
+        assert report["budget"] == 0.5
+        assert report["tokens_evicted"] > 0
+        refused = client.post("/v1/completions", json=body | {"kv_budget": 7})
+        assert refused.status_code == 400
+        assert "kv_budget" in refused.json()["error"]["message"]
+        assert client.get("/plugins/h2o/config").status_code == 200
+        assert "h2o:budget_rejections_total{" in client.get("/metrics").text
 
 
 def data_url(image: Image.Image) -> str:

@@ -7,7 +7,7 @@ from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.presets import PRESETS
 from h2o_vllm.policy.ranks import RANKS
 
-__all__ = ["SERVED", "SHARING", "UNCALIBRATED", "policy_of"]
+__all__ = ["COUNTED", "SERVED", "SHARING", "UNCALIBRATED", "policy_of"]
 
 
 def policy_of(name: str) -> Policy:
@@ -27,3 +27,5 @@ SERVED = tuple(
 )
 UNCALIBRATED = tuple(name for name in SERVED if not policy_of(name).calibrated)
 SHARING = tuple(name for name in SERVED if not policy_of(name).equal_because)
+COUNTED = ("attention", "key", "window")
+"""One of each that a block's counts tell apart: scores are collected, none are, no token moves."""

@@ -10,7 +10,7 @@ from h2o_vllm.blocks.squeeze import Victim, choose_victims
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from tests.blocks.test_eviction_state import Counts, make_state
-from tests.served import SERVED, policy_of
+from tests.served import COUNTED, policy_of
 
 
 def victim(name: str, gain: int, priority: int = 0, arrived: float = 0.0) -> Victim:
@@ -55,7 +55,7 @@ def grown(state: EvictionState, tokens: int) -> EvictionState:
     return state
 
 
-@pytest.mark.parametrize("policy", SERVED)
+@pytest.mark.parametrize("policy", COUNTED)
 def test_nothing_is_evicted_before_the_squeeze_and_all_that_is_due_with_it(policy: str) -> None:
     one = elastic(400, kv_policy=policy, kv_protect=0)
     assert one.squeezable
@@ -166,7 +166,7 @@ def test_an_answer_whose_last_token_was_under_way_is_lossless() -> None:
     assert one.squeezed_at == 601
 
 
-@pytest.mark.parametrize("policy", SERVED)
+@pytest.mark.parametrize("policy", COUNTED)
 def test_a_policy_without_scores_is_stock_until_it_is_squeezed(policy: str) -> None:
     one = elastic(400, kv_policy=policy, kv_protect=40)
     scoreless = not policy_of(policy).needs_scores

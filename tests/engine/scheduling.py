@@ -7,6 +7,8 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -60,10 +62,15 @@ STATES = MambaSpec(
 )
 """Groups beside ours, of small spans."""
 
+_model = cache(partial(ModelConfig, max_model_len=4096, dtype="float32", seed=0))
+"""Read once: that takes longer than all else of a rig."""
+
 
 def _speculative(
     drafts: int, model: ModelConfig, parallel: ParallelConfig, ours: Any, *, ahead: bool
-) -> SpeculativeConfig:
+) -> SpeculativeConfig | None:
+    if not drafts:
+        return None
     method: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 2}
     if ahead:
         method = {"method": "draft_model", "model": model.model}
@@ -111,20 +118,16 @@ class Rig:
     ) -> None:
         register()
         init_none_hash(sha256)
-        # Only workers read it.
-        unread = str(default_calibration())
-        if exact:
-            h2o["kv_exact_drafts"] = drafts
-        args = engine_args(**{**PUBLISHED, "kv_calibration": unread, **h2o})
-        model = ModelConfig(model=model_dir, max_model_len=4096, dtype="float32", seed=0)
+        h2o |= {"kv_exact_drafts": drafts} if exact else {}
+        # Only workers read the calibration.
+        args = engine_args(**{**PUBLISHED, "kv_calibration": str(default_calibration()), **h2o})
+        model = copy(_model(model=model_dir))
         self.block_size = block_size
         parallel = ParallelConfig(worker_cls=args["worker_cls"])
         self.config = VllmConfig(
             model_config=model,
-            speculative_config=(
-                _speculative(drafts, model, parallel, args.get("speculative_config"), ahead=ahead)
-                if drafts
-                else None
+            speculative_config=_speculative(
+                drafts, model, parallel, args.get("speculative_config"), ahead=ahead
             ),
             cache_config=CacheConfig(
                 block_size=block_size, enable_prefix_caching=caching, cache_dtype="auto"
@@ -152,14 +155,13 @@ class Rig:
             self.config.cache_config.mamba_cache_mode = "align"
         spec = H2OAttentionSpec(block_size=block_size, **HEADS)
         groups = [limited_spec(other) for other in beside] + [spec]
+        named = [KVCacheGroupSpec([f"layer{i}"], group) for i, group in enumerate(groups)]
         self.scheduler = H2OScheduler(
             vllm_config=self.config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=num_blocks,
                 kv_cache_tensors=[],
-                kv_cache_groups=[
-                    KVCacheGroupSpec([f"layer{i}"], group) for i, group in enumerate(groups)
-                ],
+                kv_cache_groups=named,
                 prefix_cache_retention_interval=retention if beside else 0,
             ),
             structured_output_manager=StructuredOutputManager(self.config),
@@ -186,8 +188,7 @@ class Rig:
         self.reports: dict[str, Mapping[str, Any]] = {}
         self.evictions: list[Eviction] = []
         self.stats: list[SchedulerStats] = []
-        self.preemptions = 0
-        self.both = 0
+        self.preemptions = self.both = 0
         """Preemptions of a request from which the same step had already evicted."""
         pop = self.blocks.pop_blocks_for_free
 
@@ -292,7 +293,6 @@ class Rig:
                    self.scheduler.requests[name].num_computed_tokens)
             for name, count in output.num_scheduled_tokens.items()
         }  # fmt: skip
-
         ghost.step(output.h2o, computed, self._tables, output.scheduled_spec_decode_tokens)
 
     def _tables(self, name: str) -> list[list[int]]:

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.plan import Eviction
 from tests.engine.scheduling import Rig
-from tests.served import SERVED
+from tests.served import COUNTED
 
 PROMPT = list(range(1000, 1200))
 ELASTIC = {"kv_budget": 0.2, "kv_elastic": True}
@@ -38,7 +38,7 @@ def test_a_server_with_memory_to_spare_loses_nothing(model_dir: str) -> None:
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("policy", SERVED)
+@pytest.mark.parametrize("policy", COUNTED)
 def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
     model_dir: str, policy: str, pipelined: bool
 ) -> None:

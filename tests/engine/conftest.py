@@ -78,20 +78,6 @@ def text_tokens(model_dir: str) -> list[int]:
     return tokens
 
 
-@pytest.fixture(scope="session")
-def stock_prompts(text_tokens: list[int]) -> list[list[int]]:
-    """Of one chunk and of two."""
-    return [text_tokens[i * 300 : i * 300 + 40 + 100 * i] for i in range(5)]
-
-
-@pytest.fixture(scope="session")
-def stock(model_dir: str, stock_prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """What plain vLLM says to them, for law 1."""
-    # Two processes less to start, and none that spins while it waits for the others.
-    one_process = {"distributed_executor_backend": "uni"}
-    return run_engine(model_dir, stock_prompts, engine=one_process, environment=INSIDE, logprobs=3)
-
-
 Prompt = list[int] | dict[str, Any]
 """Tokens, or vLLM's dictionary of them and of what else a prompt has."""
 
@@ -189,21 +175,25 @@ def clean(engine: Engine) -> Engine:
 
 @contextmanager
 def started(
-    model: str, options: dict[str, Any], *, beside: bool = False, **h2o: Any
+    model: str, options: dict[str, Any], *, beside: bool = False, stock: bool = False, **h2o: Any
 ) -> Iterator[Engine]:
     """An engine in this process, so that laws about blocks can be checked while requests run.
 
     Args:
         beside: whether another one may live on: its process groups are those of this one.
+        stock: whether it is plain vLLM.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # Of each architecture vLLM asks a process of its own what its class can: 15 s, for the sake of CUDA.
+        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda ask: ask())
         from vllm import LLM, envs
 
         from h2o_vllm.plugin import engine_args
 
+        ours = {} if stock else engine_args(**{**PUBLISHED, **h2o})
         with garbage_left():
-            llm = LLM(model, **options, **engine_args(**{**PUBLISHED, **h2o}))
+            llm = LLM(model, **options, **ours)
         # A started engine freezes vLLM's view of the environment, for the tests beside it as well.
         envs.disable_envs_cache()
         yield Engine(llm)
@@ -230,6 +220,10 @@ def garbage_left() -> Iterator[None]:
 
 def tokens_of(output: RequestOutput) -> list[int]:
     return list(output.outputs[0].token_ids)
+
+
+def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
+    return [{k: v.logprob for k, v in step.items()} for step in output.outputs[0].logprobs or []]
 
 
 def report_of(output: RequestOutput) -> dict[str, Any]:

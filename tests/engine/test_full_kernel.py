@@ -21,7 +21,6 @@ from tests.engine.conftest import (
     FLOOR,
     Engine,
     kept_of,
-    report_of,
     started,
     tokens_of,
 )
@@ -53,27 +52,6 @@ def own(model_dir: str) -> Iterator[Engine]:
         model_dir, ENGINE, beside=True, kv_min_tokens=FLOOR, kv_full_kernel="h2o"
     ) as engine:
         yield engine
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_law01_our_kernel_gives_the_tokens_and_logprobs_of_stock_vllm(
-    own: Engine, text_tokens: list[int], stock_prompts: list[list[int]], stock: list[dict[str, Any]]
-) -> None:
-    """Chunked prompts, alone in the batch and after a hit in the prefix cache."""
-    assert own.llm.reset_prefix_cache()
-    for turn in range(2):
-        outputs = own.generate(stock_prompts, None, logprobs=3)
-        for output, reference in zip(outputs, stock, strict=True):
-            assert tokens_of(output) == reference["tokens"]
-            assert report_of(output)["tokens_evicted"] == 0
-            assert bool(output.num_cached_tokens) is bool(turn)
-            for step, entries in zip(
-                output.outputs[0].logprobs, reference["logprobs"], strict=True
-            ):
-                found = {str(token): entry.logprob for token, entry in step.items()}
-                # As for vLLM's own kernel, whose matrix products round differently in other batches.
-                assert found == pytest.approx(entries, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tests.engine.conftest import (
     FLOOR,
     Engine,
     kept_of,
+    logprobs_of,
     report_of,
     started,
     tokens_of,
@@ -282,7 +283,3 @@ def ends_without_files(
             if output.finished:
                 ended[int(output.request_id)] = output.outputs[0].finish_reason
     return ended
-
-
-def logprobs_of(output: Any) -> list[dict[int, float]]:
-    return [{k: v.logprob for k, v in step.items()} for step in output.outputs[0].logprobs]

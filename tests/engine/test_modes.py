@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same engine the way users run it: several processes, compiled, bf16, other block sizes."""
+"""The same engine compiled, in bf16, with other block sizes. In several processes: the live servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import run_engine
+from tests.engine.conftest import INSIDE, run_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -36,9 +36,9 @@ def budgets_held(results: list[dict[str, Any]], block_size: int) -> None:
         # vLLM's switch for tests: traced and run through the compiled path, without the minutes
         # that its C++ compilation takes.
         pytest.param(
-            {"dtype": "bfloat16", "enforce_eager": False},
+            {"dtype": "bfloat16", "enforce_eager": False, "distributed_executor_backend": "uni"},
             32,
-            {"VLLM_CPU_CI_ENV": "1", "TORCH_COMPILE_DISABLE": ""},
+            INSIDE | {"VLLM_CPU_CI_ENV": "1", "TORCH_COMPILE_DISABLE": ""},
             id="bf16-compiled",
         ),
         pytest.param(

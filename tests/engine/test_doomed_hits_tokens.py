@@ -72,7 +72,7 @@ class Meetings:
 @pytest.mark.parametrize(
     "asked",
     [
-        asked if name in ("plain", "protected") else pytest.param(asked, marks=pytest.mark.slow)
+        asked if name == "protected" else pytest.param(asked, marks=pytest.mark.slow)
         for name, asked in ASKED.items()
     ],
     ids=ASKED.keys(),
@@ -180,17 +180,3 @@ def test_law05_traced_readers_say_what_they_lost_alone(
         assert report_of(output)["trace"] == report_of(reference)["trace"]
         assert tokens_of(output) == tokens_of(reference)
     assert meetings.count == 3
-
-
-@pytest.mark.slow
-def test_law05_a_preempted_reader_goes_on_as_if_nothing_had_happened(
-    clean: Engine, text_tokens: list[int]
-) -> None:
-    """It finds its own beginning again, or what others have left of it."""
-    asked = BY_KEY | {"kv_budget": 0.35}
-    late = text_tokens[100:320]
-    (alone,) = clean.generate([late], asked, max_tokens=130)
-    together, preempted = clean.crowd_out(late, asked, text_tokens)
-    assert preempted
-    assert tokens_of(together) == tokens_of(alone)
-    assert kept_of(together) == kept_of(alone)

@@ -77,7 +77,7 @@ def linux_collapses() -> bool:
 
 def move_and_look() -> None:
     held, untouched = [], []
-    for _ in range(5):
+    for _ in range(2):
         held.append(torch.arange(LARGE, dtype=torch.int32))
         untouched.append(torch.empty(20 * LARGE, dtype=torch.int8))
         before, resident_before = huge_bytes(), resident()

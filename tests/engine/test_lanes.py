@@ -121,19 +121,18 @@ CASES = {
     "value-protected-delayed": ({"kv_recent": 0.25, "kv_protect": 50, "kv_delay": 2}, 390),
     "end-protected": ({"kv_recent": 0.25, "kv_protect": 70}, 530),
     "mean": ({"kv_recent": 0.25}, 330),
-    "value+end+key": ({"kv_recent": 0.25}, 530),
-    "predicted": ({"kv_recent": 0.1, "kv_delay": 2}, 530),
     "predicted+key": ({"kv_recent": 0.1, "kv_protect": 50}, 400),
-    "predicted+end+key": ({"kv_recent": 0.25}, 530),
     "predicted+value+end+key": ({"kv_recent": 0.25, "kv_delay": 2}, 530),
     "predicted-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
     "attention-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384, "kv_protect": 50}, 545),
-    "value-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
 }
 """The policy is what comes before a hyphen."""
+FAST = ("attention", "predicted+key", "attention-bounded")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in CASES]
+)
 def test_law04_the_kept_set_equals_that_of_a_plain_model(
     clean: Engine,
     plain_model: torch.nn.Module,
@@ -151,7 +150,9 @@ def test_law04_the_kept_set_equals_that_of_a_plain_model(
     assert_kept_as_shared(clean, plain_model, prompt, asked, weights)
 
 
-@pytest.mark.parametrize("policy", ["attention", "predicted+value+end+key"])
+@pytest.mark.parametrize(
+    "policy", ["attention", pytest.param("predicted+value+end+key", marks=pytest.mark.slow)]
+)
 def test_law04_a_trace_says_what_each_head_keeps(
     clean: Engine,
     plain_model: torch.nn.Module,
@@ -182,7 +183,8 @@ def test_law04_a_trace_says_what_each_head_keeps(
     ]
 
 
-DRAWS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 2 else []) for seed in range(8)]
+DRAWS = [0, pytest.param(1, marks=pytest.mark.slow)]
+DRAWS += [pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8)]
 
 
 @pytest.mark.parametrize("heads", ["shared", "equal"])

@@ -21,9 +21,9 @@ def embedded(embedded_dir: str) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     ("fraction", "recent", "length", "protect"),
     [
-        pytest.param(0.2, 0.5, 400, 0, id="0.2", marks=pytest.mark.slow),
         pytest.param(0.2, 0.5, 400, 96, id="protected", marks=pytest.mark.slow),
         # The tiny models of tests/families have these in the full tier.
+        pytest.param(0.2, 0.5, 400, 0, id="0.2", marks=pytest.mark.long),
         pytest.param(0.1, 0.8, 1100, 0, id="0.1-recent-several-chunks", marks=pytest.mark.long),
         pytest.param(0.3, 0.0, 90, 0, id="short-no-recent", marks=pytest.mark.long),
         pytest.param(0.5, 0.25, 230, 0, id="0.5-heavy", marks=pytest.mark.long),

@@ -31,8 +31,8 @@ ANSWER = 70
 SCORED = [
     pytest.param({"kv_budget": 0.2}),
     pytest.param({"kv_budget": 0.2, "kv_policy": "value+end+key", "kv_protect": 100}, marks=SLOW),
-    pytest.param({"kv_budget": 0.2, "kv_heads": "shared"}, marks=SLOW),
-    pytest.param({"kv_budget": 0.2, "kv_prefill_tokens": 128}, marks=SLOW),
+    pytest.param({"kv_budget": 0.2, "kv_heads": "shared"}, marks=pytest.mark.long),
+    pytest.param({"kv_budget": 0.2, "kv_prefill_tokens": 128}, marks=pytest.mark.long),
 ]
 SETTLING = {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256}
 WINDOW = {"kv_budget": 0.2, "kv_policy": "window"}

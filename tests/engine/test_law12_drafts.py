@@ -36,16 +36,15 @@ ANSWER = 120
 """Tokens: several evictions, which meet drafts at any place."""
 SCORED = [
     pytest.param({"kv_budget": 0.2}),
-    pytest.param({"kv_budget": 0.2, "kv_protect": 100}, marks=pytest.mark.slow),
-    pytest.param({"kv_budget": 0.2, "kv_policy": "value+end+key"}, marks=pytest.mark.slow),
+    pytest.param(
+        {"kv_budget": 0.2, "kv_policy": "value+end+key", "kv_protect": 100}, marks=pytest.mark.slow
+    ),
     pytest.param({"kv_budget": 0.2, "kv_heads": "shared"}, marks=pytest.mark.slow),
     pytest.param({"kv_budget": 0.3, "kv_recent": 0.1, "kv_delay": 20}, marks=pytest.mark.long),
-    pytest.param({"kv_budget": 0.2, "kv_policy": "snapkv"}, marks=pytest.mark.long),
     pytest.param({"kv_budget": 0.2, "kv_prefill_tokens": 128}, marks=pytest.mark.long),
 ]
 UNSCORED: list[dict[str, Any]] = [
     {"kv_budget": 0.2, "kv_policy": "window"},
-    {"kv_budget": 0.2, "kv_policy": "key"},
     {"kv_budget": 0.2, "kv_policy": "predicted"},
     {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256},
 ]
@@ -133,13 +132,12 @@ def test_law12_policies_without_scores_need_nothing_of_drafts(
     prompt, traced = text_tokens[300:900], asked | {"kv_trace": "kv_settle_tokens" not in asked}
     (alone,) = drafting.generate([prompt], traced, max_tokens=ANSWER)
     Drafter.known = [[*prompt, *tokens_of(alone)]]
-    for mode in ("right", "any"):
-        assert drafting.llm.reset_prefix_cache()
-        Drafter.mode = mode
-        (output,) = drafting.generate([prompt], traced, max_tokens=ANSWER)
-        assert tokens_of(output) == tokens_of(alone)
-        assert without_drafts(output) == without_drafts(alone)
-        assert report_of(output)["tokens_accepted"] > 0
+    assert drafting.llm.reset_prefix_cache()
+    Drafter.mode = "any"
+    (output,) = drafting.generate([prompt], traced, max_tokens=ANSWER)
+    assert tokens_of(output) == tokens_of(alone)
+    assert without_drafts(output) == without_drafts(alone)
+    assert report_of(output)["tokens_accepted"] > 0
 
 
 @pytest.mark.slow
@@ -168,20 +166,6 @@ def test_law01_and_law05_tokens_do_not_depend_on_batch_or_drafts(
             # Greedy requests with known answers; where several answers are known, drafts may be another's.
             assert report_of(output)["tokens_accepted"] > 0
         drafting.scheduler.blocks.check_integrity(idle=True)
-
-
-@pytest.mark.slow
-def test_law05_a_preempted_request_with_drafts_goes_on_as_if_nothing_had_happened(
-    drafting: Engine, text_tokens: list[int]
-) -> None:
-    asked, late = {"kv_budget": 0.35}, text_tokens[100:320]
-    (alone,) = drafting.generate([late], asked, max_tokens=130)
-    Drafter.mode, Drafter.known = "any", [[*late, *tokens_of(alone)]]
-    together, preempted = drafting.crowd_out(late, asked, text_tokens)
-    assert preempted
-    assert tokens_of(together) == tokens_of(alone)
-    assert without_drafts(together) == without_drafts(alone)
-    assert report_of(together)["tokens_accepted"] > 10
 
 
 def test_law05_squeezed_requests_with_drafts_are_their_replays_without(
@@ -239,7 +223,9 @@ def test_law02_law03_and_law06_hold_after_any_mix_with_drafts(
         for name, request in drafting.scheduler.requests.items():
             state = blocks.eviction_state(name)
             seen = request.num_computed_tokens
-            if state.evicts and state.holes and seen > state.prompt_tokens:
+            # Tokens that have not settled are beside the budget.
+            evicts = state.evicts and not state.budget.settle
+            if evicts and state.holes and seen > state.prompt_tokens:
                 live = len(blocks.req_to_blocks[name]) - state.holes
                 allowed = budget_tokens(state.budget, seen + 4)
                 assert live <= -(-allowed // BLOCK_SIZE) + 1

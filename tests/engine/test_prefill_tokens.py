@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 5 and 6 for bounded prompts, in float32: neither chunks, batch, preemption nor cache have a say."""
+"""Laws 5 and 6 for bounded prompts, in float32: neither chunks, batch, preemption nor cache have a say.
+
+What each policy keeps of one: ``test_policies.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,12 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import BLOCK_SIZE, NUM_BLOCKS, Engine, kept_of, report_of, tokens_of
-from tests.served import SERVED, policy_of
 
 pytestmark = pytest.mark.e2e
 
 BOUND = 192
 LENGTH = 700
 NEW = 30
-MATRIX = tuple(policy for policy in SERVED if policy_of(policy).may_bound)
 
 
 def asked_by(policy: str, **more: Any) -> dict[str, Any]:
@@ -30,13 +31,7 @@ def assert_same(one: Any, other: Any) -> None:
     assert kept_of(one) == kept_of(other)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        policy if policy == "attention" else pytest.param(policy, marks=pytest.mark.slow)
-        for policy in MATRIX
-    ],
-)
+@pytest.mark.parametrize("policy", ["attention", pytest.param("value", marks=pytest.mark.slow)])
 def test_law05_alone_and_among_others_are_one(
     clean: Engine, text_tokens: list[int], policy: str
 ) -> None:
@@ -51,9 +46,7 @@ def test_law05_alone_and_among_others_are_one(
     assert_same(crowd[-1], alone)
 
 
-@pytest.mark.parametrize(
-    "policy", ["attention", "random", pytest.param("value", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("policy", ["attention", pytest.param("random", marks=pytest.mark.slow)])
 def test_law05_a_preempted_prompt_is_computed_anew_to_the_same_end(
     clean: Engine, text_tokens: list[int], policy: str
 ) -> None:

@@ -44,8 +44,10 @@ def plain_model(model_dir: str) -> torch.nn.Module:
     return load(model_dir)
 
 
-@pytest.mark.parametrize("protect", [0, 50])
-@pytest.mark.parametrize("policy", ["key", "predicted", "predicted+key"])
+@pytest.mark.parametrize(
+    ("policy", "protect"),
+    [("key", 0), pytest.param("predicted", 0, marks=pytest.mark.slow), ("predicted+key", 50)],
+)
 def test_law04_what_settles_is_what_a_plain_model_keeps(
     clean: Engine,
     plain_model: torch.nn.Module,
@@ -95,12 +97,11 @@ def assert_as_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protect", [0, 50])
 def test_law05_turns_of_chats_give_what_they_give_alone(
-    clean: Engine, text_tokens: list[int], protect: int
+    clean: Engine, text_tokens: list[int]
 ) -> None:
-    chats, turns, outputs = Chats(text_tokens, protect), [], []
-    asked = SETTLES | {"kv_protect": protect}
+    chats, turns, outputs = Chats(text_tokens, 50), [], []
+    asked = SETTLES | {"kv_protect": 50}
     for _ in range(12):
         prompt = chats.next_turn()
         (output,) = clean.generate([prompt], asked, max_tokens=30)

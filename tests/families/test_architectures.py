@@ -79,11 +79,16 @@ def bases(module: str, cls: str) -> frozenset[str]:
     return frozenset(found)
 
 
+@cache
+def _imports(tree: ast.Module) -> list[ast.ImportFrom]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+
+
 def _home(name: str, tree: ast.Module, module: str, cls: str) -> tuple[str, str]:
     """Where a class that is used in a module is defined, and its name there."""
-    for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-            if (alias.asname or alias.name) == cls and isinstance(node, ast.ImportFrom):
+    for node in _imports(tree):
+        for alias in node.names:
+            if (alias.asname or alias.name) == cls:
                 above = ".".join(name.split(".")[: -node.level]) if node.level else ""
                 home = ".".join(part for part in (above, node.module) if part)
                 return (home, alias.name) if home.startswith("vllm.") else ("vllm.none", cls)

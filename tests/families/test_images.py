@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 1, 2 and 4 to 7 of prompts with pictures or videos: tiny models of random weights.
 
-LLaVA stands for pictures whose tokens are rotated one by one, Qwen2.5-VL for those with three positions each
-(M-RoPE), and for videos. To a budget a picture's tokens are as others: they are counted, ranked, protected
-and evicted. Of videos the tests show laws 2, 4, 5 and 7.
+Qwen2.5-VL stands for pictures with three positions per token (M-RoPE); LLaVA, with ``--long`` and in
+``test_live_asgi.py``, for those whose tokens are rotated one by one as text is. To a budget a picture's
+tokens are as others: counted, ranked, protected and evicted. Of videos the tests show laws 2, 4, 5 and 7.
 """
 
 from __future__ import annotations
@@ -107,21 +107,14 @@ def serving(kind: str, directory: str) -> Iterator[Served]:
             yield Served(engine, directory, cases, lossless)
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen2_5_vl"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("llava", marks=pytest.mark.long), "qwen2_5_vl"]
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     with serving(request.param, str(tmp_path_factory.mktemp(request.param))) as one:
         yield one
-
-
-BOTH = pytest.mark.parametrize(
-    "served",
-    [pytest.param("llava", marks=pytest.mark.long), "qwen2_5_vl"],
-    indirect=True,
-    scope="module",
-)
-"""For tests that take seconds."""
 
 
 @pytest.fixture
@@ -218,7 +211,6 @@ def test_recent_tokens_are_those_of_the_highest_index(clean: Engine) -> None:
             assert held(trace, layer, head) == expected
 
 
-@BOTH
 def test_law05_and_law02_any_mix_gives_what_each_gives_alone_and_every_block_comes_home(
     clean: Engine,
 ) -> None:
@@ -248,7 +240,6 @@ def test_law05_and_law02_any_mix_gives_what_each_gives_alone_and_every_block_com
     clean.scheduler.blocks.check_integrity()
 
 
-@BOTH
 def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, served: Served
 ) -> None:

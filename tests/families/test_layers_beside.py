@@ -53,10 +53,11 @@ BUDGETS: list[dict[str, Any] | None] = [
     params=[
         ("gemma2", "vllm"),
         pytest.param(("gemma2", "h2o"), marks=pytest.mark.long),
-        ("gemma3n", "vllm"),
         ("gemma4-e", "vllm"),
-        pytest.param(("gemma4-e", "h2o"), marks=pytest.mark.long),
-        ("lfm2", "vllm"),
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in (("gemma3n", "vllm"), ("gemma4-e", "h2o"), ("lfm2", "vllm"))
+        ),
         ("granite-4-h", "vllm"),
         ("qwen3-next", "vllm"),
     ],

@@ -11,42 +11,16 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-__all__ = ["files_of", "needs_triton", "run_interpreted"]
+__all__ = ["needs_triton", "run_interpreted"]
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
-
-
-OTHERS = "the-others"
-"""The files that share a process."""
-
-
-def files_of(
-    folder: Path, by_themselves: Collection[str] = (), slow: Collection[str] = ()
-) -> pytest.MarkDecorator:
-    """Parametrizes ``paths`` with the test files of ``folder``, the long ones one by one.
-
-    Args:
-        folder: where the tests are.
-        by_themselves: names of files that get a process of their own.
-        slow: those among them that are of the slow tier; :data:`OTHERS` stands for all other files.
-    """
-    files = sorted(folder.glob("test_*.py"))
-    missing = {*by_themselves, *slow} - {file.name for file in files} - {OTHERS}
-    assert not missing, f"no {missing} in {folder}"
-    groups = {file.name: [file] for file in files if file.name in by_themselves}
-    groups[OTHERS] = [file for file in files if file.name not in by_themselves]
-    params = [
-        pytest.param(paths, id=name, marks=[pytest.mark.slow] if name in slow else [])
-        for name, paths in groups.items()
-    ]
-    return pytest.mark.parametrize("paths", params)
 
 
 def run_interpreted(

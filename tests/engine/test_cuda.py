@@ -3,14 +3,13 @@
 
 from pathlib import Path
 
-from tests.interpreted import OTHERS, files_of, needs_triton, run_interpreted
+import pytest
+
+from tests.interpreted import needs_triton, run_interpreted
 
 
 @needs_triton
-@files_of(
-    Path(__file__).parent / "cuda",
-    ("test_policies.py", "test_steps.py"),
-    slow=("test_policies.py", "test_steps.py", OTHERS),
-)
-def test_gpu_adaptors_under_the_interpreter(paths: list[Path], fast: bool, long: bool) -> None:
+@pytest.mark.slow
+def test_gpu_adaptors_under_the_interpreter(fast: bool, long: bool) -> None:
+    paths = sorted((Path(__file__).parent / "cuda").glob("test_*.py"))
     run_interpreted(paths, fast=fast, long=long)

@@ -92,20 +92,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128])
-def test_programs_of_the_column_sums_share_a_processor(size: int) -> None:
-    """One multiplies while another takes exponentials: one alone keeps neither busy."""
-    with launches(run=False) as noted:
-        launch_everything(Shape(4, size, 16, torch.bfloat16))
-    sums = [launch for form, launch in noted.items() if form.kernel == "_add_prompt_scores"]
-    assert sums
-    for launch in sums:
-        row = taken(compiled(launch, 90))
-        assert row["stack_bytes"] == 0 and programs(row) >= 2, row
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [pytest.param(64, marks=pytest.mark.long), 128])
 def test_programs_of_decodes_share_a_processor(size: int) -> None:
     """Four, as the plan assumes; where heads share slots as many as where they do not."""
     with launches(run=False) as noted:

@@ -166,16 +166,16 @@ def test_a_checkout_carries_none(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-@pytest.mark.parametrize("environment", [{"H2O_CPU_BUILD": "source"}, {"PATH": "", "CXX": ""}])
-def test_without_a_compiler_or_with_the_switch_a_wheel_is_pure(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    wheel, said = build_package(copy_project(tmp_path), "wheel", **environment)
+@pytest.mark.slow
+def test_without_a_compiler_a_wheel_is_pure(tmp_path: Path) -> None:
+    """With the switch, too: tests/test_packaging.py."""
+    wheel, said = build_package(copy_project(tmp_path), "wheel", PATH="", CXX="")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if "/lib/" in name]
     assert "carries no compiled kernels" in said
 
 
+@pytest.mark.slow
 def test_an_editable_install_compiles_nothing(tmp_path: Path) -> None:
     called, compiler = tmp_path / "called", tmp_path / "compiler"
     compiler.write_text(f"#!/bin/sh\ntouch '{called}'; exit 1\n")

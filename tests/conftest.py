@@ -29,7 +29,6 @@ LONGEST_FIRST = (
     "tests/reliability/test_faults.py",
     "tests/engine/test_cuda.py",
     "tests/kernels/test_triton.py",
-    "tests/reliability/test_soak.py",
     "tests/engine/test_law04_fidelity.py",
     "tests/kernels/test_triton_compiles.py",
     "tests/engine/test_state_machine.py",
@@ -43,10 +42,11 @@ ALL_CORES = (
     "tests/kernels/cpu/test_attend.py::test_a_row_does_not_depend",
     "tests/engine/test_law11_ranks.py",
     "tests/loadtest/engine/test_run.py::test_a_small_run",
-    "tests/loadtest/http/test_locust.py",
+    "tests/loadtest/http/test_locust.py::test_closed_loop",
+    "tests/loadtest/http/test_locust.py::test_open_loop",
     "tests/loadtest/quality/test_quality_engine.py",
     "tests/reliability/test_faults.py::test_killed_worker",
-    "tests/reliability/test_peers.py",
+    "tests/reliability/test_peers.py::test_a_fifth",
     "tests/server/test_live_ends.py::test_two_api_servers",
     "tests/server/test_live_operations.py",
 )
@@ -153,6 +153,14 @@ def _tiers(config: pytest.Config) -> set[str]:
 
 def _names_tests(argument: str) -> bool:
     return "::" in argument or Path(argument).suffix == ".py"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the part that runs alone, read its few files alone: all of them import vLLM's every corner."""
+    if config.option.cores != "alone" or not collection_path.name.startswith("test_"):
+        return None
+    name = collection_path.relative_to(config.rootpath).as_posix()
+    return None if any(one.startswith(name) for one in ALL_CORES) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

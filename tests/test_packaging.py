@@ -88,6 +88,7 @@ def test_wheel_has_every_source_file(wheel: zipfile.ZipFile) -> None:
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == sources()
 
 
+@pytest.mark.slow
 def test_sdist_has_what_a_wheel_is_built_from(tmp_path: Path) -> None:
     archive, _ = build(copy_project(tmp_path), "sdist")
     with tarfile.open(archive) as files:

@@ -12,7 +12,7 @@ import torch
 
 from loadtest.common.tiny_model import make_tiny_model
 from tests.calibration.made import make_calibration
-from tests.engine.conftest import BLOCK_SIZE, run_engine
+from tests.engine.conftest import BLOCK_SIZE, INSIDE, run_engine
 
 pytestmark = [
     pytest.mark.e2e,
@@ -38,30 +38,18 @@ OF_LAYERS: list[dict[str, Any]] = [
     {"kv_budget": 0.3, "kv_policy": "later", "kv_settle_tokens": 512},
 ]
 """What stages can, and ranks of tensor parallelism cannot, or have no need of."""
-WITHOUT_SCORES: list[dict[str, Any] | None] = [
-    None,
-    *(
-        {"kv_budget": 0.3, "kv_policy": policy, "kv_protect": 0, "kv_trace": trace}
-        for policy, trace in [
-            ("random", True),
-            ("predicted+key", True),
-            ("key", False),
-            ("window", False),
-        ]
-    ),
-    {"kv_budget": 0.2, "kv_policy": "later", "kv_settle_tokens": 512},
-    {"kv_budget": 0.2, "kv_policy": "key", "kv_elastic": True},
-]
+ALONE = {"distributed_executor_backend": "uni"}
 
 
-def run(model: Path, asked: list[dict[str, Any] | None], **engine: int) -> list[dict[str, Any]]:
-    """The same prompts, on one worker or on two with a core each."""
+def run(model: Path, asked: list[dict[str, Any] | None], **engine: Any) -> list[dict[str, Any]]:
+    """The same prompts, on one worker in one process, or on two with a core each."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(0, 512, (300 + 90 * i,), generator=generator).tolist()
         for i in range(len(asked))
     ]
     cores = sorted(os.sched_getaffinity(0))[: 2 if engine else 1]
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))}
     return run_engine(
         str(model),
         prompts,
@@ -73,8 +61,8 @@ def run(model: Path, asked: list[dict[str, Any] | None], **engine: int) -> list[
             "kv_calibration": str(make_calibration(model, model / "calibration.h2o")),
         },
         asked=asked,
-        engine={"skip_tokenizer_init": True, "num_gpu_blocks_override": 65, **engine},
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))},
+        engine={"skip_tokenizer_init": True, "num_gpu_blocks_override": 65, **(engine or ALONE)},
+        environment=binding if engine else binding | INSIDE,
         max_tokens=60,
         detokenize=False,
     )
@@ -122,9 +110,3 @@ def test_law11_two_stages_give_the_tokens_of_one(tmp_path: Path) -> None:
     count = len(asked) - len(ELASTIC)
     check_alike(asked[:count], one[:count], two[:count])
     assert [r["tokens"] for r in one[count:]] == [r["tokens"] for r in two[count:]]
-
-
-def test_law11_two_ranks_with_copies_of_a_head_give_the_tokens_of_one(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path, num_key_value_heads=1)
-    one, two = run(model, WITHOUT_SCORES), run(model, WITHOUT_SCORES, tensor_parallel_size=2)
-    check_alike(WITHOUT_SCORES, one, two)

@@ -30,8 +30,8 @@ ENGINES = len(CORES)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    options = ["--api-key", KEY, "--kv-budget", "0.9", "--kv-budget-max", "0.9"]
+def server(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Iterator[LiveServer]:
+    options = [*tiny, "--kv-budget", "0.9", "--kv-budget-max", "0.9"]
     options += ["--data-parallel-size", str(ENGINES), "--api-server-count", "1"]
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES))}
     log = tmp_path_factory.mktemp("server") / "log"
@@ -56,7 +56,7 @@ def test_metrics_follow_what_is_evicted(server: LiveServer, client: openai.OpenA
         server.metric(f"h2o:{name}")
         for name in ("evicted_tokens_total", "freed_blocks_total", "eviction_seconds_count")
     )
-    stream = complete(client, LONG, max_tokens=300, ignore_eos=True, kv_budget=0.2, stream=True)
+    stream = complete(client, LONG, max_tokens=500, ignore_eos=True, kv_budget=0.2, stream=True)
     full = held = 0.0
     # The engine reports with a delay.
     for _ in stream:
@@ -94,13 +94,6 @@ def test_a_scraper_that_prefers_openmetrics_finds_the_same_names(server: LiveSer
     text = httpx.get(f"{server.url}/metrics", headers=accept).text
     for name in exposed_names() | {"vllm:num_requests_running"}:
         assert f"\n{name}{{" in text, name
-
-
-def test_metrics_count_requests_by_budget(server: LiveServer, client: openai.OpenAI) -> None:
-    before = server.metric("h2o:request_kv_budget_count")
-    complete(client, kv_budget=0.5)
-    complete(client)
-    server.wait_for("h2o:request_kv_budget_count", before + 2)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,8 +107,11 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             warn_of_mixed_adapters(self.vllm_config)
         # What is in use by now is the model's.
         in_background(collapse)
+        cores = os.sched_getaffinity(0)
         with ZeroPages():
             super().initialize_from_config(kv_cache_config)
+        # NixlConnector binds this thread to one core, for transfers; here it is the model's (vLLM 0.32).
+        os.sched_setaffinity(0, cores)
         if self.parallel_config.pipeline_parallel_size > 1:
             runner_make_stage_inputs(self.model_runner)
         if isinstance(drafter := getattr(self.model_runner, "drafter", None), ViewDrafter):

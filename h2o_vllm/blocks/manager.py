@@ -154,10 +154,10 @@ class H2OBlockManager(SqueezingManager):
         asked = super().get_num_blocks_to_allocate(
             request_id, held, new_computed_blocks, *counts, **options
         )
-        if options.get("apply_admission_cap"):
-            asked += self._promised_blocks(request_id)
         if self._counting:
             return asked
+        if options.get("apply_admission_cap"):
+            asked += self._promised_blocks(request_id)
         short = self._settle_due(request_id)
         asked += short
         self._settle_shortages += short > 0

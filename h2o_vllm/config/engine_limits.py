@@ -18,7 +18,6 @@ class EngineLimits:
     Attributes:
         kv_heads_equal_because: let heads share slots.
         kv_settles_not_because: let segments settle.
-        kv_squeezes_not_because: take blocks of an elastic request.
         kv_exact_not_because: serve exact requests.
         kv_evicts_not_because: evict, unless ``kv_hands_over``.
         kv_collects_not_because: know the attention of prompts.
@@ -29,7 +28,6 @@ class EngineLimits:
 
     kv_heads_equal_because: str = ""
     kv_settles_not_because: str = ""
-    kv_squeezes_not_because: str = ""
     kv_exact_not_because: str = ""
     kv_evicts_not_because: str = ""
     kv_collects_not_because: str = ""

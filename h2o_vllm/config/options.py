@@ -14,7 +14,6 @@ from typing import Any
 from h2o_vllm.config.request_fields import (
     FEW_PROTECTED,
     REMOVED_FIELDS,
-    check_elastic,
     check_heads,
     check_ops,
     check_prefill,
@@ -76,7 +75,6 @@ class H2OConfig(Settings):
         check_settle(named, default)
         if self.kv_heads is not None:
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
-        check_elastic(self.kv_elastic, self.kv_squeezes_not_because)
         if self.evicts_by_default or self.kv_prefill_tokens:
             check_scores(default, self.kv_scores_not_because)
             check_ops(default, self.kv_ops_because)

@@ -2,7 +2,7 @@
 """Limits and words of the request fields, and what may go with what.
 
 Runs in every process; imports :mod:`h2o_vllm.errors` and the policies. The
-checks here know more than type and range, which :mod:`h2o_vllm.config.options` has; each returns the value.
+checks here know more than type and range, which :mod:`h2o_vllm.config.settings` has; each returns the value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ __all__ = [
     "MAX_DELAY",
     "MAX_TRACE_TOKENS",
     "PROTECT_WORDS",
-    "check_elastic",
     "check_heads",
     "check_ops",
     "check_prefill",
@@ -159,16 +158,6 @@ def check_received(
     for name in ("kv_prefill_tokens", "kv_settle_tokens"):
         if values[name]:
             raise BudgetError(name, values[name], f"0 on this server: {because}")
-
-
-def check_elastic(elastic: bool, because: str) -> None:
-    """Check ``kv_elastic``.
-
-    Raises:
-        BudgetError: it is true where no request can be squeezed (``because``).
-    """
-    if elastic and because:
-        raise BudgetError("kv_elastic", elastic, f"false on this server ({because})")
 
 
 def settles_not_because(given: Mapping[str, Any]) -> str:

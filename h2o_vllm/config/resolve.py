@@ -18,7 +18,6 @@ from h2o_vllm.config.request_fields import (
     EXACT_SHARE,
     EXACT_WITH,
     REMOVED_FIELDS,
-    check_elastic,
     check_heads,
     check_ops,
     check_prefill,
@@ -198,7 +197,6 @@ def _begin(config: H2OConfig, given: Mapping[str, Any], *, settle: int) -> tuple
     default = config.kv_elastic and not settle
     elastic = _checked(config, "kv_elastic", given.get("kv_elastic", default))
     bounded = config.kv_budget_max < 1.0
-    check_elastic(elastic, config.kv_squeezes_not_because)
     if elastic and bounded and not config.kv_elastic:
         raise BudgetError("kv_elastic", True, f"false {_bounded_server(config)}")
     if "kv_evict_from" not in given:

@@ -18,7 +18,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve
-from h2o_vllm.engine.core.connector import check_single_group
+from h2o_vllm.engine.core.connector import (
+    check_single_group,
+    connector_refusals,
+    hands_over,
+    role_note,
+)
 from h2o_vllm.engine.core.support import check_supported, config_of
 from h2o_vllm.errors import BudgetError, ConfigError
 from tests.engine.scheduling import Rig
@@ -129,21 +134,30 @@ def peer(role: Any) -> KVTransferConfig:
     return KVTransferConfig(kv_connector="NixlConnector", kv_role=role, engine_id=role)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_nothing_is_squeezed_for_what_is_freed_a_step_later(
-    model_dir: str, *, pipelined: bool
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_kept_kv_travels_in_files_only(model_dir: str, tmp_path: Path, role: Any) -> None:
+    """And the start says what each side does."""
+    files = Rig(model_dir, 20, transfer=shared_folder(tmp_path, role)).config
+    reads = Rig(model_dir, 20, transfer=peer(role)).config
+    assert hands_over(files) and not hands_over(reads)
+    says = {
+        "kv_producer": ("at their end", "nothing is evicted"),
+        "kv_consumer": ("elsewhere", "loaded whole"),
+    }
+    assert says[role][0] in role_note(files) and says[role][1] in role_note(reads)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_gpu_reads_nothing_that_does_not_wait_for_its_evictions(
+    model_dir: str, role: Any
 ) -> None:
-    elastic = {**KEYS, "kv_elastic": True}
-    for role in ("kv_producer", "kv_consumer"):
-        config = config_of(Rig(model_dir, 20, transfer=peer(role), pipelined=pipelined).config)
-        assert not config.kv_hands_over, "it travels in files"
-        if pipelined and role == "kv_consumer":
-            with pytest.raises(BudgetError, match=r"kv_elastic must be false .* free a step later"):
-                resolve(config, elastic)
-            with pytest.raises(ConfigError, match="--kv-elastic"):
-                replace(config, kv_elastic=True)
-        else:
-            resolve(config, elastic)
+    config = copy.copy(Rig(model_dir, 20, transfer=peer(role)).config)
+    config.device_config = copy.copy(config.device_config)
+    config.device_config.device_type = "cuda"
+    refused = [why for refuses, why in connector_refusals(config) if refuses]
+    assert [why.partition(":")[0] for why in refused] == (
+        ["NixlConnector as kv_consumer on a GPU"] if role == "kv_consumer" else []
+    )
 
 
 class Bench(Rig):

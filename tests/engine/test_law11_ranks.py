@@ -38,6 +38,20 @@ OF_LAYERS: list[dict[str, Any]] = [
     {"kv_budget": 0.3, "kv_policy": "later", "kv_settle_tokens": 512},
 ]
 """What stages can, and ranks of tensor parallelism cannot, or have no need of."""
+WITHOUT_SCORES: list[dict[str, Any] | None] = [
+    None,
+    *(
+        {"kv_budget": 0.3, "kv_policy": policy, "kv_protect": 0, "kv_trace": trace}
+        for policy, trace in [
+            ("random", True),
+            ("predicted+key", True),
+            ("key", False),
+            ("window", False),
+        ]
+    ),
+    {"kv_budget": 0.2, "kv_policy": "later", "kv_settle_tokens": 512},
+    {"kv_budget": 0.2, "kv_policy": "key", "kv_elastic": True},
+]
 ALONE = {"distributed_executor_backend": "uni"}
 
 
@@ -110,3 +124,10 @@ def test_law11_two_stages_give_the_tokens_of_one(tmp_path: Path) -> None:
     count = len(asked) - len(ELASTIC)
     check_alike(asked[:count], one[:count], two[:count])
     assert [r["tokens"] for r in one[count:]] == [r["tokens"] for r in two[count:]]
+
+
+@pytest.mark.long
+def test_law11_two_ranks_with_copies_of_a_head_give_the_tokens_of_one(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, num_key_value_heads=1)
+    one, two = run(model, WITHOUT_SCORES), run(model, WITHOUT_SCORES, tensor_parallel_size=2)
+    check_alike(WITHOUT_SCORES, one, two)

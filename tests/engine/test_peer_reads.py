@@ -26,13 +26,11 @@ def test_law02_law06_blocks_are_left_alone_while_a_peer_reads_or_fills_them(
     model_dir: str, seed: int, *, pipelined: bool, caching: bool
 ) -> None:
     """Requests come in waves with a few prompts in common, to a pool too small for all of them."""
-    more = {"pipelined": pipelined, "caching": caching}
-    prefill = Prefill(model_dir, 300, **more)
-    decode = Decode(model_dir, prefill, seed, 44, **more)
-    assert decode.scheduler.defer_block_free is pipelined
+    prefill = Prefill(model_dir, 300, pipelined=pipelined, caching=caching)
+    decode = Decode(model_dir, prefill, seed, 44, caching=caching)
     for number in range(24):
         prompt = prompt_of(100 + 16 * decode.random.randint(0, 4), number % 3)
-        asked = decode.random.choice(ASKED if pipelined else [*ASKED, ELASTIC])
+        asked = decode.random.choice([*ASKED, ELASTIC])
         # A prefill server evicts nothing, whatever it is asked.
         early = {"kv_budget": 0.2, "kv_policy": "h2o"} if number % 2 else None
         params = prefill.compute(f"p{number}", prompt, early)
@@ -80,6 +78,20 @@ def test_each_block_is_read_once(model_dir: str) -> None:
     prefill.blocks.check_integrity(idle=True)
 
 
+def test_law01_what_was_read_once_is_not_read_again(model_dir: str) -> None:
+    """A client repeats a request: by then the prefill server may have given the blocks to others."""
+    prefill = Prefill(model_dir)
+    decode = Decode(model_dir, prefill, 0, 60, caching=False)
+    params = prefill.compute("p", prompt_of(150), None)
+    for name in ("first", "again"):
+        told = {**KEYS, "kv_transfer_params": dict(params)}
+        decode.ask(name, prompt_of(150), told, max_tokens=30)
+        decode.run()
+        decode.finish_reads()
+    assert decode.read == {"first": 10}
+    assert reports(decode)["again"]["tokens_cached"] == 0
+
+
 def test_law06_who_asks_how_many_blocks_another_will_need_squeezes_nobody(model_dir: str) -> None:
     """vLLM asks after the look-up of a request that is to load, before this holds the blocks of its hit."""
     prefill = Prefill(model_dir)
@@ -104,11 +116,10 @@ def test_law06_who_asks_how_many_blocks_another_will_need_squeezes_nobody(model_
 
 
 @pytest.mark.parametrize("there", [0, 4])
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_what_did_not_come_is_computed(model_dir: str, there: int, *, pipelined: bool) -> None:
+def test_what_did_not_come_is_computed(model_dir: str, there: int) -> None:
     """With vLLM's ``kv_load_failure_policy`` "recompute": the prefill server has ended, say."""
     prefill = Prefill(model_dir)
-    decode = Decode(model_dir, prefill, 0, 60, pipelined=pipelined, caching=False)
+    decode = Decode(model_dir, prefill, 0, 60, caching=False)
     decode.scheduler.recompute_kv_load_failures = True
     params = prefill.compute("p", prompt_of(150), None)
     decode.ask("d", prompt_of(150), {**KEYS, "kv_transfer_params": params}, max_tokens=40)

@@ -65,10 +65,8 @@ def plant(tmp_path: Path) -> Path:
     "place",
     [
         "loading",
-        *(
-            pytest.param(place, marks=pytest.mark.long)
-            for place in ("in", "before", "behind-once", "worker-once")
-        ),
+        "behind-once",
+        *(pytest.param(place, marks=pytest.mark.long) for place in ("in", "before", "worker-once")),
     ],
 )
 def test_hang_is_noticed_wherever_it_is(place: str, plant: Path, tiny: list[str]) -> None:

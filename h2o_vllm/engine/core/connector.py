@@ -47,10 +47,8 @@ __all__ = [
     "connector_refusals",
     "evicts_not_because",
     "hands_over",
-    "loads_unordered",
     "role_note",
     "share_of",
-    "squeezes_not_because",
 ]
 
 EXAMPLE, OFFLOADING, BENCH = "ExampleConnector", "OffloadingConnector", "DecodeBenchConnector"
@@ -59,7 +57,7 @@ PEERS = ("NixlConnector", "NixlPullConnector")
 """Two names of one connector: a decode server reads the blocks of a prefill server."""
 
 TRIED_CONNECTORS = (EXAMPLE, OFFLOADING, BENCH, *PEERS)
-"""KV connectors of vLLM that load after the evictions of a step, or into blocks that no step in flight uses.
+"""KV connectors of vLLM that load after the evictions of a step.
 ``OffloadingConnector``, which ``--kv-offloading-size`` selects, is for GPUs only (0.32); only its scheduler's
 half has run."""
 
@@ -110,20 +108,6 @@ def hands_over(config: VllmConfig) -> bool:
     return by_files and config.device_config.device_type == "cpu"
 
 
-def loads_unordered(config: VllmConfig) -> bool:
-    """Whether blocks may be filled from elsewhere while steps in flight still read or write them."""
-    transfer = config.kv_transfer_config
-    reads = transfer is not None and transfer.kv_connector in PEERS and _is_consumer(transfer)
-    return reads and config.max_concurrent_batches > 1
-
-
-def squeezes_not_because(config: VllmConfig) -> str:
-    """Why no request can be squeezed when others need its blocks; empty: it can."""
-    if not loads_unordered(config):
-        return ""
-    return "a peer may fill freed blocks at once, so with asynchronous scheduling they are free a step later"
-
-
 def evicts_not_because(config: VllmConfig) -> str:
     """Why the engine evicts nothing, unless it hands over what it keeps of prompts; empty: it does."""
     if not computes_for_others(config):
@@ -139,14 +123,16 @@ def collects_not_because(config: VllmConfig) -> str:
     return "a decode server (kv_consumer) receives the KV of prompts and no attention to it"
 
 
-def role_note(transfer: KVTransferConfig) -> str:
+def role_note(config: VllmConfig) -> str:
     """What a start says of budgets beside the connector."""
+    transfer, travels = config.kv_transfer_config, hands_over(config)
+    assert transfer is not None
     if transfer.kv_role == "kv_producer":
-        return "prompts are computed for others; those of requests with kv_delay 0 are evicted at their end"
+        early = "those of requests with kv_delay 0 are evicted at their end"
+        return f"prompts are computed for others; {early if travels else 'nothing is evicted'}"
     if _is_consumer(transfer):
-        return (
-            "prompts are loaded, as evicted elsewhere or whole, and evicted by the request's budget"
-        )
+        loaded = "loaded, as evicted elsewhere or whole," if travels else "loaded whole,"
+        return f"prompts are {loaded} and evicted by the request's budget"
     return "requests that can evict load and save what they protect (kv_protect), all others everything"
 
 
@@ -170,6 +156,11 @@ def connector_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
             f"{name} as kv_both: a peer reads the blocks of requests that have ended, and would read what "
             "their evictions have left. Set kv_producer on the side that computes prompts, kv_consumer on "
             "the other",
+        ),
+        (
+            name in PEERS and _is_consumer(transfer) and config.device_config.device_type != "cpu",
+            f"{name} as kv_consumer on a GPU: a peer may fill a block before the eviction that freed it has "
+            "run there. Its prefill side (kv_producer) is served",
         ),
         (
             name in PEERS and bool(transfer.get_from_extra_config("bidirectional_kv_xfer", False)),

@@ -28,7 +28,6 @@ from h2o_vllm.engine.core.connector import (
     MOST_KEY,
     PEERS,
     check_single_group,
-    loads_unordered,
     role_note,
 )
 from h2o_vllm.engine.core.connector_half import Half
@@ -69,11 +68,7 @@ def limited_connector(scheduler: Any) -> Half:
     transfer = config.kv_transfer_config
     assert transfer is not None
     check_single_group(len(kv_cache.kv_cache_groups))
-    waits = loads_unordered(config)
-    blocks.loads.defer(
-        scheduler.deferred_frees, (lambda: scheduler.sched_step_seq + 1) if waits else None
-    )
-    logger.info("h2o: KV connector: %s", role_note(transfer))
+    logger.info("h2o: KV connector: %s", role_note(config))
     if isinstance(connector, ExampleConnector):
         return PromptFiles(connector, blocks, kv_cache, config)
     # By name: importing Nixl's connector warns of a missing package.

@@ -25,7 +25,6 @@ from h2o_vllm.engine.core.connector import (
     connector_refusals,
     evicts_not_because,
     hands_over,
-    squeezes_not_because,
 )
 from h2o_vllm.engine.core.drafting import (
     WITHOUT_KV,
@@ -90,7 +89,6 @@ def config_of(config: VllmConfig) -> H2OConfig:
         kv_scores_not_because=scores_not_because(config),
         kv_heads_equal_because=_equal_heads_because(config),
         kv_settles_not_because=_settles_not_because(config),
-        kv_squeezes_not_because=squeezes_not_because(config),
         kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
         kv_evicts_not_because=evicts_not_because(config),
         kv_collects_not_because=collects_not_because(config),

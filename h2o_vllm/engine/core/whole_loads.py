@@ -24,6 +24,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 __all__ = ["PeerReads", "WholeLoads"]
 
+MOST_SPENT = 10_000
+"""Prompts that a decode server remembers to have read; a client that repeats a request does so soon."""
+
 MOST = 1 << 31
 """More than the number of any block; vLLM's worker can still compute where such a block would lie."""
 
@@ -66,7 +69,7 @@ class PeerReads(WholeLoads):
     they are: an id of another type ends the engine, too few blocks end the worker, and a request that says
     what is the other side's waits for ever, or keeps its blocks. A prefill server frees the blocks once they
     were read, also if another choice of the same request (``n``) still reads them. So each side is told only
-    what is its own, only if it is whole, and one request at a time. What is not read is computed, and the
+    what is its own, only if it is whole, and once. What is not read is computed, and the
     prefill server is told so, if it can be.
     """
 
@@ -75,6 +78,8 @@ class PeerReads(WholeLoads):
         self._block_size = self._blocks.block_size
         self._readers: dict[tuple[Any, Any], str] = {}
         """Which request reads one of a prefill server: by that server's id and its request's."""
+        self._spent: dict[tuple[Any, Any], None] = {}
+        """The last of those whose reader has ended: their blocks may be others' by now."""
         self._others: set[str] = set()
         """Requests whose blocks are not those of their prompt: they read none."""
         self._warned = False
@@ -101,6 +106,9 @@ class PeerReads(WholeLoads):
         source = _source(request.kv_transfer_params or {})
         if self._readers.get(source) == request.request_id:
             del self._readers[source]
+            self._spent[source] = None
+            if len(self._spent) > MOST_SPENT:
+                del self._spent[next(iter(self._spent))]
         return super().request_finished_all_groups(request, block_ids)
 
     def _told(self, request: Request, given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -111,6 +119,9 @@ class PeerReads(WholeLoads):
         told = {name: given[name] for name in _REMOTE if given.get(name) is not None}
         if not _is_whole(told):
             self._warn("lack what the prefill server has answered, or hold something else")
+            return None
+        if _source(told) in self._spent:
+            self._warn("were used before")
             return None
         named, blocks = (
             told["remote_block_ids"][0],

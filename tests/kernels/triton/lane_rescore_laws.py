@@ -45,7 +45,7 @@ def known_lanes(
         if slot < 0:
             continue
         owners = random_owners(layers, len(known), heads, gen)
-        tables.owners[:, known] = owners.to(torch.int8)
+        tables.owners[:, known] = owners.to(torch.int16)
         for layer in range(layers):
             pages = [pages_of(known, owners[layer], head) for head in range(heads)]
             tables.offsets[layer, slot] = torch.tensor([0, *map(len, pages)]).cumsum(0)

@@ -43,6 +43,6 @@ export async function answer(body, onText, signal) {
     onText(piece);
   }
   if (first !== null) result.firstAfter = (first - started) / 1000;
-  if (answered >= ENOUGH) result.perSecond = ((answered - 1) * 1000) / (last - first);
+  if (answered >= ENOUGH && last > first) result.perSecond = ((answered - 1) * 1000) / (last - first);
   return result;
 }

@@ -150,7 +150,7 @@ function verdict({ text, report }) {
 }
 
 /** Why both sides hold the same. */
-function whyNothing({ tokens_seen: seen }, { kv_delay: delay, kv_settle_tokens: settle }) {
+function whyNothing({ tokens_seen: seen, settle_tokens: settle }, { kv_delay: delay }) {
   if (settle)
     return `Nothing was evicted: of ${seen} tokens the newest ${settle} stay, and of each ${settle / 4} before them whole blocks.`;
   const least = config.limits.kv_min_tokens;

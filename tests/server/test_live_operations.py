@@ -130,8 +130,8 @@ def test_config_says_what_is_served(server: LiveServer) -> None:
     assert config["defaults"]["kv_recent"] == 0.5
     assert "kv_sinks" not in config["limits"]["request_fields"]
     assert config["limits"]["kv_budget_max"] == 0.9
-    assert config["limits"]["kv_policies"] == list(policy_names(calibrated=True))
-    assert config["limits"]["kv_ranks"] == list(joinable_ranks(calibrated=True))
+    assert config["limits"]["kv_policies"] == list(policy_names(calibrated=False))
+    assert config["limits"]["kv_ranks"] == list(joinable_ranks(calibrated=False))
     assert "/v1/responses" in config["routes"]["accepted"]
     assert "/v1/messages" in config["routes"]["accepted"]
     assert "/generative_scoring" in config["routes"]["refused"]

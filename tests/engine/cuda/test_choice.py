@@ -169,13 +169,6 @@ def bare_impl(version: int | None, hd256: bool = False) -> Any:
     return impl
 
 
-def test_kv_of_another_layer_is_not_scored() -> None:
-    impl = bare_impl(3)
-    impl.kv_sharing_target_layer_name = "other"
-    with pytest.raises(ConfigError, match="layers share on GPUs"):
-        impl.bind(SimpleNamespace(), 0)
-
-
 def test_a_flash_attention_that_is_called_otherwise_does_not_serve() -> None:
     caches = [torch.zeros(2, 16, 2, 64)]
     layers = SimpleNamespace(key_caches=caches, value_caches=caches)

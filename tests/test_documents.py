@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from h2o_vllm.config.options import REQUEST_FIELDS, TESTING_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.settings import REQUEST_FIELDS, TESTING_FIELDS
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
 
 ROOT = Path(__file__).parent.parent

@@ -13,8 +13,8 @@ from typing import Any
 
 from h2o_vllm.blocks.budget import budget_tokens, protected_tokens
 from h2o_vllm.blocks.settling import SettlingSchedule
-from h2o_vllm.config.options import FIELDS
 from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.settings import FIELDS
 from h2o_vllm.policy.policy import Policy
 
 __all__ = ["SETTINGS", "budget_values", "report_from_values", "request_report"]

@@ -21,27 +21,11 @@ from h2o_vllm.config.request_fields import (
     check_scores,
     check_settle,
 )
-from h2o_vllm.config.settings import (
-    ADMISSIONS,
-    FIELDS,
-    FULL_KERNELS,
-    OPTIONS,
-    REQUEST_FIELDS,
-    TESTING_FIELDS,
-    Settings,
-)
+from h2o_vllm.config.settings import OPTIONS, Settings
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.policy.policy import Policy, accepted_policies
 
-__all__ = [
-    "ADMISSIONS",
-    "FIELDS",
-    "FULL_KERNELS",
-    "OPTIONS",
-    "REQUEST_FIELDS",
-    "TESTING_FIELDS",
-    "H2OConfig",
-]
+__all__ = ["H2OConfig"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +113,7 @@ class H2OConfig(Settings):
 
     @property
     def evicts_by_default(self) -> bool:
-        """Whether the budget of a request that names nothing is below all of its tokens."""
+        """Whether a request without budget fields evicts."""
         return self.kv_budget < 1.0 or self.kv_budget_tokens is not None
 
     @property

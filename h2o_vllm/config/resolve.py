@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from h2o_vllm.checks import MAX_TOKENS
-from h2o_vllm.config.options import FIELDS, REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import (
     EXACT_SHARE,
@@ -27,6 +27,7 @@ from h2o_vllm.config.request_fields import (
     evicts_at_end,
     settles_not_because,
 )
+from h2o_vllm.config.settings import FIELDS, REQUEST_FIELDS
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy.policy import Policy
 

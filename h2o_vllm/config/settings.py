@@ -19,6 +19,7 @@ __all__ = [
     "ADMISSIONS",
     "FIELDS",
     "FULL_KERNELS",
+    "MOST_DRAFTS",
     "OPTIONS",
     "REQUEST_FIELDS",
     "TESTING_FIELDS",

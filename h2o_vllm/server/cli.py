@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm.config.fields import Field
-from h2o_vllm.config.options import OPTIONS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import REMOVED_FIELDS
+from h2o_vllm.config.settings import OPTIONS
 from h2o_vllm.engine import compiling, quiet
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from h2o_vllm.config.options import REQUEST_FIELDS
+from h2o_vllm.config.settings import REQUEST_FIELDS
 
 __all__ = ["misplaced"]
 

@@ -14,7 +14,8 @@ from pydantic import BaseModel, Field, create_model
 
 from h2o_vllm.checks import MAX_TOKENS
 from h2o_vllm.config.fields import Field as Row
-from h2o_vllm.config.options import FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.settings import FIELDS
 from h2o_vllm.policy.policy import policy_pattern
 from h2o_vllm.server.routes import LIFTED
 

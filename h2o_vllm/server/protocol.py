@@ -17,10 +17,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import REMOVED_FIELDS
 from h2o_vllm.config.resolve import resolve
+from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.misplaced import misplaced
 from h2o_vllm.server.routes import LIFTED, MESSAGES, Rule

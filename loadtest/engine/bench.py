@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2o_vllm.config.options import REQUEST_FIELDS
+from h2o_vllm.config.settings import REQUEST_FIELDS
 from loadtest.common.child import Child
 from loadtest.common.command import command_parser
 from loadtest.common.machine import describe_gpu

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_vllm.config.options import REQUEST_FIELDS
+from h2o_vllm.config.settings import REQUEST_FIELDS
 
 __all__ = ["AGAIN", "DEFAULT_LINES", "FULL", "Line", "Point", "parse_line", "points"]
 

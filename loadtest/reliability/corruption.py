@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from h2o_vllm.config.options import FULL_KERNELS
+from h2o_vllm.config.settings import FULL_KERNELS
 from loadtest.common.tiny_model import make_tiny_model
 from loadtest.reliability.corruption_check import DRAFTS, CorruptionCheck
 from loadtest.reliability.planted_bugs import PLANTED, nothing

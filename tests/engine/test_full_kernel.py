@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config.options import FULL_KERNELS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.settings import FULL_KERNELS
 from h2o_vllm.engine.cpu import worker as cpu_worker
 from h2o_vllm.engine.cpu.attention import kernels
 from h2o_vllm.engine.cpu.rows import RowSplit, split_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from h2o_vllm.config.options import ADMISSIONS
+from h2o_vllm.config.settings import ADMISSIONS
 from tests.engine.scheduling import CHUNKS, STATES, WINDOW
 from tests.served import SERVED
 

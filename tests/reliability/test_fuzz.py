@@ -19,7 +19,8 @@ from typing import Any
 import psutil
 from fastapi import FastAPI
 
-from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.policy.policy import policy_pattern
 from h2o_vllm.policy.presets import ALIASES
 from h2o_vllm.server.routes import LIFTED

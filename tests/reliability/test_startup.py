@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_vllm.blocks.budget import budget_tokens
-from h2o_vllm.config.options import OPTIONS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
+from h2o_vllm.config.settings import OPTIONS
 from h2o_vllm.errors import ConfigError
 from loadtest.common.tiny_model import make_tiny_model
 

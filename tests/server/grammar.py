@@ -11,7 +11,7 @@ import json
 import random
 from dataclasses import dataclass
 
-from h2o_vllm.config.options import REQUEST_FIELDS
+from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.server.routes import LIFTED, PREPARED, REFUSED
 
 __all__ = ["Nonsense", "nonsense"]

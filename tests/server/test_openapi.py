@@ -7,7 +7,8 @@ import re
 
 from fastapi import FastAPI
 
-from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.server.openapi import describe_fields, fields_of
 from tests.server.vllm_like import CompletionRequest
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.server.protocol import Admission, admit
 from h2o_vllm.server.routes import Rule
 from tests.server.admitting import PATH, body, passed, refused

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.config.options import OPTIONS
+from h2o_vllm.config.settings import OPTIONS
 from h2o_vllm.engine.core.support import config_of
 
 if TYPE_CHECKING:

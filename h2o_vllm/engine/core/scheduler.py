@@ -25,9 +25,10 @@ from h2o_vllm.blocks.spec import H2OAttentionSpec, computes_for_others, groups_b
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config.keys import METRICS_KEY, REPORT_KEY
-from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
+from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.core.connector_halves import limited_connector
 from h2o_vllm.engine.core.drafting import drafter_has_kv, drafts_of_step

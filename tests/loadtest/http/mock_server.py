@@ -25,9 +25,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from h2o_vllm.config.options import REQUEST_FIELDS, H2OConfig
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve_for
+from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.errors import BudgetError
 
 __all__ = ["MockSettings", "build_app", "main"]

@@ -12,6 +12,18 @@ __all__ = ["Routed", "Visit"]
 
 SECONDS = 240
 KEY_KNOWN = f"sessionStorage.setItem('h2o-key', {json.dumps(KEY)})"
+STOP_AT_THE_FIRST_WORD = """async () => {
+    const side = document.querySelector("#kept-side");
+    // Not by a timer: where processors are busy, the next one may come when the answer is complete.
+    const stopped = new Promise((resume) => new MutationObserver((_, observer) => {
+        if (!side.querySelector(".assistant")?.textContent) return;
+        observer.disconnect();
+        document.querySelector("#stop").click();
+        resume();
+    }).observe(side, { childList: true, characterData: true, subtree: true }));
+    document.querySelector("#ask").click();
+    await stopped;
+}"""
 
 
 class Visit:
@@ -53,6 +65,10 @@ class Visit:
         ]
         report: dict[str, Any] = json.loads(events[-1])["kv_cache"]
         return report
+
+    def stop_at_the_first_word(self) -> None:
+        """In the page: a click from here may take as long as the answer does, where processors are busy."""
+        self.page.evaluate(STOP_AT_THE_FIRST_WORD)
 
     def shown(self, side: str) -> dict[str, str]:
         """What stands under an answer."""

@@ -293,7 +293,7 @@ def test_clients_that_vanish_free_their_blocks(server: LiveServer) -> None:
     for client in clients:
         client.vanish()
     is_idle_again(server)
-    # Aborted, not computed to the end for nobody.
+    # Aborted: the engine does not compute the rest.
     length = server.metric("vllm:request_success_total", finished_reason="length")
     assert length == finished
 

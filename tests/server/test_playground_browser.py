@@ -29,19 +29,6 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt install chromium"),
 ]
 
-STOP_AT_THE_FIRST_WORD = """async () => {
-    const side = document.querySelector("#kept-side");
-    // Not by a timer: where processors are busy, the next one may come when the answer is complete.
-    const stopped = new Promise((resume) => new MutationObserver((_, observer) => {
-        if (!side.querySelector(".assistant")?.textContent) return;
-        observer.disconnect();
-        document.querySelector("#stop").click();
-        resume();
-    }).observe(side, { childList: true, characterData: true, subtree: true }));
-    document.querySelector("#ask").click();
-    await stopped;
-}"""
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Iterator[LiveServer]:
@@ -134,12 +121,10 @@ def test_a_chat_whose_older_tokens_settle_reads_them_at_its_next_turn(
         page.click(button)
         page.wait_for_selector("#ask:enabled")
     turns = page.locator("#kept-side .turn").all_inner_texts()
-    first, second = (
-        re.match(r"Read from the cache: (\d+) of the prompt's (\d+) tokens", turn) for turn in turns
-    )
-    assert first and second
+    said = r"Read from the cache: (\d+) of the prompt's (\d+) tokens"
+    (read, prompt), (again, _) = (map(int, re.findall(said, turn)[0]) for turn in turns)
     # Of the first prompt other answers may have left what stands before the first segment that settled.
-    assert int(first[1]) < 0.5 * int(first[2]) < 0.8 * int(first[2]) < int(second[1])
+    assert read < 0.5 * prompt and again > 0.8 * prompt
     assert "Nothing was evicted" not in page.inner_text("#kept-side")
     assert "have no trace" in page.inner_text("#no-picture")
 
@@ -298,8 +283,7 @@ def test_an_answer_that_breaks_off_is_no_answer(
 def test_who_stops_an_answer_may_go_on(browser: Any, server: LiveServer) -> None:
     visit = Visit(browser, server).ready()
     visit.page.fill("#max-tokens", "1900")
-    # In the page: a click from here may take as long as the answer does, where processors are busy.
-    visit.page.evaluate(STOP_AT_THE_FIRST_WORD)
+    visit.stop_at_the_first_word()
     visit.page.wait_for_selector("#ask:enabled")
     assert "Not answered to the end" in visit.page.inner_text("#kept-side .note")
     assert not visit.page.is_visible("#problem")

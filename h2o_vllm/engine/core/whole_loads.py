@@ -69,8 +69,8 @@ class PeerReads(WholeLoads):
     they are: an id of another type ends the engine, too few blocks end the worker, and a request that says
     what is the other side's waits for ever, or keeps its blocks. A prefill server frees the blocks once they
     were read, also if another choice of the same request (``n``) still reads them. So each side is told only
-    what is its own, only if it is whole, and once. What is not read is computed, and the
-    prefill server is told so, if it can be.
+    what is its own, only if it is whole, and once. What is not read is computed, and the prefill server is
+    told so, if it can be.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -123,10 +123,8 @@ class PeerReads(WholeLoads):
         if _source(told) in self._spent:
             self._warn("were used before")
             return None
-        named, blocks = (
-            told["remote_block_ids"][0],
-            -(-request.num_prompt_tokens // self._block_size),
-        )
+        (named,) = told["remote_block_ids"]
+        blocks = -(-request.num_prompt_tokens // self._block_size)
         if len(named) != blocks:
             self._others.add(request.request_id)
             self._warn(
@@ -150,7 +148,7 @@ def _source(told: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _is_whole(told: Mapping[str, Any]) -> bool:
-    """Whether it says all that vLLM's half needs, in values that this can work with."""
+    """Whether all that vLLM's half needs is there, in values of the right types."""
     return all(
         fits(told[name]) if name in told else name in _DEFAULTED for name, fits in _REMOTE.items()
     )

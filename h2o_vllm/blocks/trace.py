@@ -119,7 +119,7 @@ class _Trace(NamedTuple):
         self.number[:, :, : eviction.seen][eviction.lost] = len(self.evicted_at)
 
     def report(self, seen: int) -> dict[str, Any]:
-        """The trace as plain values; see "What a trace says" in ``h2o_vllm/README.md``."""
+        """The trace as plain values; see "What a trace says" in ``h2o_vllm/server/README.md``."""
         number = self.number[:, :, :seen]
         layers, heads, _ = number.shape
         return {

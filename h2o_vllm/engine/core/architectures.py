@@ -293,7 +293,7 @@ KINDS = (
         """,
     ),
 )
-"""Served kinds come first. The README's table has the same names and counts."""
+"""Served kinds come first. The table of SUPPORT.md has the same names and counts."""
 
 _BY_NAME = {name: kind for kind in KINDS for name in kind.architectures}
 

@@ -20,6 +20,7 @@ from h2o_vllm.policy.policy import joinable_ranks, policy_names
 ROOT = Path(__file__).parent.parent
 PLACES = (".", "deploy", "h2o_vllm", "loadtest", "tests")
 MAX_README = 7_000  # bytes
+MAX_TOUR = 5_500  # words beside pictures
 
 # Written by a measurement, with the names of its day; CHANGELOG.md names what is gone.
 RECORDED = {path for path in (ROOT / "loadtest/results").glob("*.md") if path.name != "README.md"}
@@ -93,6 +94,10 @@ def readme_table(first_cell: str) -> list[list[str]]:
 
 def test_readme_is_short() -> None:
     assert len(README.encode()) <= MAX_README
+
+
+def test_the_tour_reads_in_one_go() -> None:
+    assert len(without_code((ROOT / "h2o_vllm/README.md").read_text()).split()) <= MAX_TOUR
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=name_of)

@@ -22,8 +22,11 @@ __all__ = ["caption", "plot_bench"]
 STYLES = {
     "stock": ("#b0b0b0", "vLLM defaults"),
     "stock-same-flags": ("#6f6f6f", "vLLM, same flags"),
+    "stock-ngram": ("#454545", "vLLM, same flags, n-gram drafts"),
     "full-kernel": ("#2e6f95", "h2o_vllm, full KV on its kernel"),
     "h2o": ("#d1495b", "h2o_vllm"),
+    "h2o-ngram": ("#8f2d3b", "h2o_vllm, n-gram drafts"),
+    "exact": ("#edae49", "h2o_vllm, exact"),
 }
 """Colour and name of each variant: baselines are grey, ours is red."""
 

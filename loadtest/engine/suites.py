@@ -36,8 +36,8 @@ class Suite(ABC):
     Attributes:
         variants: what serves, baselines first.
         own: those of them that are h2o_vllm.
-        named: those of these that serve budgets beside ``h2o``, with which engine arguments; they are
-            measured where they are named.
+        asking: those of these whose requests ask for something.
+        named: those that are measured where they are named, with which engine arguments.
         side_by_side: whether the engines of a setting live side by side, one working at a time; otherwise
             each is started anew and has the device to itself.
         usual: what is measured where no workload is named.
@@ -46,6 +46,7 @@ class Suite(ABC):
 
     variants: ClassVar[tuple[str, ...]]
     own: ClassVar[tuple[str, ...]] = ("h2o",)
+    asking: ClassVar[tuple[str, ...]] = ("h2o",)
     named: ClassVar[Mapping[str, dict[str, Any]]] = {}
     side_by_side: ClassVar[bool]
     together: ClassVar[bool] = False
@@ -85,7 +86,7 @@ class Suite(ABC):
 
     def has_budgets(self, variant: str) -> bool:
         """Whether a variant's requests ask for theirs."""
-        return variant == "h2o" or variant in self.named
+        return variant in self.asking
 
     def to_measure(self, names: Sequence[str], variant: str) -> list[str]:
         """The workloads to run: without budgets, equal traffic is measured once, and what fits at all."""
@@ -99,11 +100,21 @@ class Suite(ABC):
 class CPUSuite(Suite):
     """The embedded model on real English."""
 
-    variants = ("stock", "stock-same-flags", "full-kernel", "h2o", "h2o-ngram", "exact")
-    """vLLM with its defaults, vLLM with exactly our flags, full KV on our kernel, ours with budgets, with
-    drafts beside them, and with exact requests, whose verification is on our kernel as well."""
+    variants = (
+        "stock",
+        "stock-same-flags",
+        "stock-ngram",
+        "full-kernel",
+        "h2o",
+        "h2o-ngram",
+        "exact",
+    )
+    """vLLM with its defaults, with exactly our flags, with drafts beside these; full KV on our kernel; ours
+    with budgets, with drafts beside them, and with exact requests, verified on our kernel as well."""
     own = ("full-kernel", "h2o", "h2o-ngram", "exact")
+    asking = ("h2o", "h2o-ngram", "exact")
     named: ClassVar = {
+        "stock-ngram": {"speculative_config": NGRAM},
         "h2o-ngram": {"speculative_config": NGRAM},
         "exact": {
             "additional_config": {CONFIG_KEY: {"kv_full_kernel": "h2o", "kv_exact_drafts": 4}}
@@ -159,8 +170,8 @@ class CPUSuite(Suite):
         Workload("busy", "the same, another process keeps a core busy", 16, 256, 256, (_FIFTH,), busy=1),
         Workload("one", "one request, sampled: nothing repeats itself", 1, 1000, 256, (_FIFTH,),
                  temperature=1.0),
-        Workload("one-again", "one request, greedy, its prompt repeats itself", 1, 1000, 256, (_FIFTH,),
-                 repeats=5),
+        *(Workload(f"{name}-again", f"{n} requests, greedy, each prompt repeats itself", n, 1000, 256,
+                   (_FIFTH,), repeats=5) for n, name in ((1, "one"), (4, "four"), (16, "sixteen"))),
         *(Workload(f"exact-{n}", f"{n} requests of 7,000 tokens, exact", n, 7000, 128, ({"kv_exact": True},),
                    "exact") for n in (4, 16)),
         Workload("endless", "one request, 8 times longer than the pool", 1, 4000, 4192, (None,), "endless"),

@@ -119,6 +119,8 @@ class Workload:
         last, spread = max(1, self.requests - 1), 0.0 if self.shared or self.turns > 1 else 0.1
         return [
             round(self.prompt_tokens * (1 - spread + 2 * spread * i / last))
+            // self.repeats
+            * self.repeats
             for i in range(self.requests)
         ]
 

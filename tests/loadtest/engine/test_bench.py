@@ -21,6 +21,7 @@ from loadtest.engine.bench import (
     parse_arguments,
     planned,
 )
+from loadtest.engine.plot import STYLES
 from loadtest.engine.suites import SUITES, Suite, suite_of
 from loadtest.engine.tables import measured_table, ratio_table
 
@@ -168,7 +169,7 @@ def test_full_kv_on_our_kernel_is_compared_with_stock_and_ours_with_it() -> None
     assert "| full-kernel | h2o |" not in table and len(table.splitlines()) == 2 + 3
     # It knows no budgets either: equal traffic once.
     assert CPU.to_measure(["long-0.2", "long-0.1"], "full-kernel") == ["long-0.2"]
-    assert set(CPU.own) <= set(CPU.variants)
+    assert set(CPU.asking) <= set(CPU.own) <= set(CPU.variants) == set(STYLES)
     options = {v: CPU.engine_options(CPU.settings["ample"], v) for v in CPU.variants}
     ours = options.pop("full-kernel")
     assert ours.pop("additional_config") == {"h2o": {"kv_full_kernel": "h2o"}}

@@ -43,8 +43,8 @@ class Access:
         self._authentication = AuthenticationMiddleware(application, tokens=self.keys)
 
     def refuses(self, scope: Mapping[str, Any]) -> bool:
-        """Whether a request lacks the key; a preflight of CORS never carries one."""
-        if not self.keys or scope["method"] == "OPTIONS":
+        """Whether a request, or a websocket, lacks the key; a preflight of CORS never carries one."""
+        if not self.keys or scope.get("method") == "OPTIONS":
             return False
         # Prometheus' application is mounted: /metrics is redirected to /metrics/.
         if route_path(scope).removesuffix("/") in OPEN:

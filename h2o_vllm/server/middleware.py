@@ -74,7 +74,7 @@ class KVCacheMiddleware:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
             return
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         config, access = self._bind(scope["app"])
@@ -83,7 +83,8 @@ class KVCacheMiddleware:
             challenge = access.challenge(scope)
             await JSONResponse({"error": "Unauthorized"}, 401, challenge)(scope, receive, send)
             return
-        rule = rule_for(scope["method"], route_path(scope))
+        # A websocket has no method, and no budget fields.
+        rule = rule_for(scope.get("method", ""), route_path(scope))
         if rule is None:
             await self._app(scope, receive, send)
             return

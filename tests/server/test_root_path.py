@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 
 from h2o_vllm.server import playground
 from h2o_vllm.server.routes import route_path
@@ -69,3 +70,35 @@ async def test_health_needs_no_key_and_all_else_does(root: str) -> None:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/h2o/")).headers["www-authenticate"].startswith("Basic")
         assert (await client.get("/h2o/", auth=key)).status_code == 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("root", ROOTS)
+async def test_a_websocket_needs_the_key_as_well(root: str) -> None:
+    """vLLM (0.32) looks for ``/v1`` in what is left of the path, and with ``/`` as root path finds none."""
+    app = application(root, args=SimpleNamespace(api_key=["k"]))
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+
+    async def first_answer(path: str, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
+        said: list[Any] = []
+
+        async def receive() -> dict[str, str]:
+            return {"type": "websocket.connect"}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        scope = {"type": "websocket", "path": path, "query_string": b"", "headers": headers}
+        await app(scope, receive, send)
+        return dict(said[0])
+
+    for sent in SENT:
+        path = f"{sent}/v1/realtime"
+        assert (await first_answer(path))["status"] == 401
+        known = await first_answer(path, (b"authorization", b"Bearer k"))
+        # A path that is no route is closed.
+        assert known["type"] in ("websocket.accept", "websocket.close")
+        assert known["type"] == "websocket.accept" or sent or root == "/v1"

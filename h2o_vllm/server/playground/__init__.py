@@ -46,4 +46,4 @@ def attach(application: Any) -> None:
 
 def is_page(scope: Mapping[str, Any]) -> bool:
     """Whether a request reads the page, or a file of it."""
-    return scope["method"] in ("GET", "HEAD") and f"{route_path(scope)}/".startswith(PATH)
+    return scope.get("method") in ("GET", "HEAD") and f"{route_path(scope)}/".startswith(PATH)

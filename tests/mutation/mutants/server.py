@@ -51,8 +51,8 @@ MUTANTS = (
     ),
     Mutant(
         "server-get-needs-no-key",
-        'scope["method"] == "OPTIONS"',
-        'scope["method"] in ("OPTIONS", "GET")',
+        'scope.get("method") == "OPTIONS"',
+        'scope.get("method") in ("OPTIONS", "GET")',
         ("tests/server/test_access.py",),
     ),
     Mutant(

@@ -18,9 +18,11 @@ def greeting(args: argparse.Namespace, address: str) -> list[str]:
         address: where it listens, as vLLM says it: ``http://0.0.0.0:8000``, ``unix:/path``.
     """
     scheme, _, place = address.partition("://")
-    curl, url = "curl -s", f"{scheme}://{_reachable(place)}{args.root_path or ''}"
+    # No path begins with another one: Starlette leaves it alone.
+    root = args.root_path if (args.root_path or "").startswith("/") else ""
+    curl, url = "curl -s", f"{scheme}://{_reachable(place)}{root}"
     if args.uds:
-        curl, url = f"curl -s --unix-socket {shlex.quote(args.uds)}", "http://localhost"
+        curl, url = f"curl -s --unix-socket {shlex.quote(args.uds)}", f"http://localhost{root}"
     names = args.served_model_name or [args.model]
     body = {
         "model": names[0] if isinstance(names, list) else names,

@@ -38,6 +38,8 @@ def test_three_lines_say_where_how_to_ask_and_how_to_stop() -> None:
     [
         ("http://0.0.0.0:80", {}, "curl -s http://127.0.0.1:80/v1"),
         ("https://[::1]:80", {"root_path": "/a"}, "curl -s https://[::1]:80/a/v1"),
+        ("http://h:1", {"root_path": "a"}, "curl -s http://h:1/v1"),
+        ("unix:/s", {"uds": "/s", "root_path": "/v1"}, "/s http://localhost/v1/v1/chat"),
         ("unix:/s 1", {"uds": "/s 1"}, "curl -s --unix-socket '/s 1' http://localhost/v1"),
         ("http://h:1", {"api_key": ["k"]}, "-H 'Authorization: Bearer KEY'"),
         ("http://h:1", {"served_model_name": None}, '"model": "m"'),

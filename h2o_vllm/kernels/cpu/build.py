@@ -77,9 +77,13 @@ def _compile(command: list[str], target: Path) -> Path:
 
 def _directories() -> list[Path]:
     """Where the library may live: the user's cache, else a private folder for temporary files."""
-    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    private = f"h2o_vllm-{os.getuid()}"
-    return [user / "h2o_vllm", Path(tempfile.gettempdir()) / private]
+    private = Path(tempfile.gettempdir()) / f"h2o_vllm-{os.getuid()}"
+    try:
+        user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:
+        # No HOME, and a uid that is not in passwd.
+        return [private]
+    return [user / "h2o_vllm", private]
 
 
 def _ours(directory: Path) -> bool:

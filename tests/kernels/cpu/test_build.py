@@ -57,6 +57,17 @@ def test_an_unwritable_cache_is_replaced(place: Path) -> None:
 
 
 @needs_compiler
+def test_a_user_without_a_home_builds_among_temporary_files(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A uid that is not in passwd, as containers have it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert build.library().is_relative_to(place / "tmp")
+
+
+@needs_compiler
 def test_nothing_is_loaded_from_a_folder_others_can_write(place: Path) -> None:
     folder = place / "cache" / "h2o_vllm"
     folder.mkdir(parents=True)

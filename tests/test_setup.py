@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,10 @@ def test_sudo_keeps_the_proxy(checkout: Path, tmp_path: Path) -> None:
     )
     done = bash(checkout, f'PATH="{path}"; as_root show', https_proxy="http://proxy:1")
     assert done.stdout == "http://proxy:1\n"
+
+
+def test_no_proxy_is_asked_for_servers_of_the_tests() -> None:
+    assert urllib.request.proxy_bypass_environment("127.0.0.1")  # type: ignore[attr-defined]
 
 
 def test_environment_made_by_somebody_else_is_left_alone(checkout: Path) -> None:

@@ -126,8 +126,17 @@ def predict(
     return sums.float() if sums_alone else reference.attention_of(sums)
 
 
-def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.merge_ranks`."""
+def places(scores: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.places`."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order.argsort(dim=-1).int()
+
+
+def merge_ranks(
+    first: Tensor, *others: Tensor, known_places: Sequence[Tensor | None] = ()
+) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.merge_ranks`. Sorts whatever is known."""
+    del known_places
     return formulas.merge_ranks(first, *others)
 
 

@@ -40,7 +40,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.blocks.plan import Eviction, Upcoming
 from h2o_vllm.blocks.spec import H2OAttentionSpec, limited_spec
 from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.engine.compat import block_managers
@@ -49,7 +49,7 @@ from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args, register
 from tests.engine.ghost import ANSWER, GhostWorker
 from tests.engine.ghost_memory import layers_of
-from tests.engine.plan_checks import check_commuting, check_known, check_table
+from tests.engine.plan_checks import check_commuting, check_known, check_table, check_upcoming
 from tests.published import PUBLISHED
 
 __all__ = ["CHUNKS", "HEADS", "STATES", "WINDOW", "Rig"]
@@ -85,13 +85,12 @@ class Rig:
     """Scheduler, pool and a model that always says token 7.
 
     Every step checks the books (law 2) and that no eviction writes what others can see (law 6).
-    ``pipelined`` schedules a step before the previous one's tokens are known, as asynchronous
-    scheduling does; ``stages``: of a pipeline, each of which has a step of its own. ``beside``: other
-    groups in the same pool; ``retention``: how often these publish;
-    ``ghost``: play the workers on hashes, and check what each token came of; ``drafts``: so many tokens are
-    drafted at most, some of them right; ``ahead``: by a drafter with KV, which has as many slots after them;
-    ``exact``: requests may be exact, for which the model drafts into slots that are verified later;
-    ``transfer``: a KV connector, whose workers a test plays itself.
+    ``pipelined`` schedules a step before the tokens of the one before are known, as asynchronous scheduling
+    does; ``stages``: of a pipeline, each with a step of its own. ``beside``: other groups in the same pool;
+    ``retention``: how often these publish; ``ghost``: play the workers on hashes, and check what each token
+    came of; ``drafts``: so many are drafted at most, some of them right; ``ahead``: by a drafter with KV,
+    which has as many slots after them; ``exact``: requests may be exact, for which the model drafts into
+    slots that are verified later; ``transfer``: a KV connector, whose workers a test plays itself.
     """
 
     def __init__(
@@ -186,7 +185,7 @@ class Rig:
         self._hasher = get_request_block_hasher(block_size, sha256)
         self.tokens: dict[str, list[int]] = {}
         self.reports: dict[str, Mapping[str, Any]] = {}
-        self.evictions: list[Eviction] = []
+        self.evictions, self.announced = list[Eviction](), dict[str, Upcoming]()
         self.stats: list[SchedulerStats] = []
         self.preemptions = self.both = 0
         """Preemptions of a request from which the same step had already evicted."""
@@ -344,7 +343,8 @@ class Rig:
         if not self.pipelined:
             check_known(output, self.scheduler.requests)
         check_commuting(output.h2o.evictions)
-        for eviction in output.h2o.evictions:
-            state = self.blocks.eviction_state(eviction.request_id)
-            elsewhere = getattr(state, "received", False) and not eviction.doomed_blocks
-            check_table(eviction, self.blocks.req_to_blocks, elsewhere=elsewhere)
+        check_upcoming(output.h2o, self.blocks.req_to_blocks, self.announced)
+        for one in output.h2o.evictions:
+            received = getattr(self.blocks.eviction_state(one.request_id), "received", False)
+            elsewhere = received and not one.doomed_blocks
+            check_table(one, self.blocks.req_to_blocks, elsewhere=elsewhere)

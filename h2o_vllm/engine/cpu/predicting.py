@@ -23,6 +23,7 @@ def predicted(
     kv_caches: Sequence[Tensor],
     blocks: Sequence[int],
     add_ranks: Callable[[Tensor], None] | None = None,
+    layers: slice = slice(None),
 ) -> Tensor:
     """The attention that tokens are predicted to get, [L, KH, n * BS], float32, block by block.
 
@@ -30,10 +31,11 @@ def predicted(
         kv_caches: L tensors [N, KH, BS, 2 * D].
         blocks: ids of n blocks in which all heads have the same tokens.
         add_ranks: adds up a tensor of each rank, in place; needed if a part is not all.
+        layers: of which ones.
     """
     rotary, interleaved = part.rotation
     where = torch.tensor(blocks, dtype=torch.int32)
-    given = (kv_caches, where, part.weights, rotary)
+    given = (kv_caches[layers], where, part.weights[layers], rotary)
     if not part.of_all_heads:
         return kernels.predict(*given, interleaved=interleaved)
     assert add_ranks is not None

@@ -6,6 +6,7 @@
     confirm      drafts of the step before that were accepted add to the scores
     compact      move survivors into the heavy blocks   (reads blocks the scheduler has freed)
     punch holes  the doomed blocks leave the block table
+    look ahead   on CPUs: compute a part of what first evictions of later steps need
     load         whole prompts of a KV connector
     forward      stock vLLM; the freed blocks may already be another request's
     save         whole prompts of a KV connector
@@ -160,10 +161,11 @@ class EvictingWorker(WorkerBase, Generic[State]):
         if state.recorder is not None:
             state.recorder.release(left)
             state.recorder.start(plan.policies)
-        with self._timer.measure(plan.evictions):
+        with self._timer.measure((*plan.evictions, *plan.upcoming)):
             state.compact(plan.evictions)
             for eviction in plan.evictions:
                 self._write_table(state, eviction)
+            state.look_ahead(plan.upcoming)
         lost = [block for one in plan.transfers.loads for block in self._load(state, one)]
         state.in_step = True
         drafted = scheduler_output.scheduled_spec_decode_tokens

@@ -115,7 +115,7 @@ class Learner:
         return {name: (sums / self._heads).tolist() for name, sums in self._found.items()}
 
     def weights(self) -> Tensor:
-        """[L, KH, F + 1], float32.
+        """[L, KH, F + 1], float32, on the host.
 
         Raises:
             ValueError: nothing was learned.
@@ -141,7 +141,7 @@ class Learner:
         known, wanted, keys = known[:, 1:], wanted[:, 1:], keys[:, 1:]
         if layer == 0 and self._judged is None and self._sums[0].tokens == self._judge_from_token:
             # All layers have learned from the texts before this one.
-            self._judged = self._solved()
+            self._judged = self._solved().to(known.device)
         if self._judged is not None:
             ways = {name: way(keys) for name, way in self._rivals.items()}
             ways |= {"predicted": predicted(self._judged[layer], known), "best": wanted}

@@ -49,14 +49,15 @@ class Sums:
         self.tokens += known.shape[1]
 
     def solve(self) -> Tensor:
-        """Weights of the features, and of one, as they are: [KH, F + 1], float32.
+        """Weights of the features, and of one, as they are: [KH, F + 1], float32, on the host.
 
         Raises:
             ValueError: there are no tokens.
         """
         if self._products is None or self._targets is None:
             raise ValueError("nothing to learn from: no token was added")
-        products, targets = self._products, self._targets
+        # On the host: a device may lack the memory, or a solver.
+        products, targets = self._products.cpu(), self._targets.cpu()
         count = products[..., -1, -1]
         mean = products[..., -1, :-1] / count[..., None]
         squares = products.diagonal(dim1=-2, dim2=-1)[..., :-1] / count[..., None]

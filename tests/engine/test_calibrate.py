@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from h2o_vllm.calibrate import __main__ as command
-from h2o_vllm.calibrate.run import LENGTH, calibrate
+from h2o_vllm.calibrate.run import LENGTH
 from h2o_vllm.calibrate.texts import SOURCES, instruction, pieces, read_texts
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.file import Calibration
@@ -145,12 +145,6 @@ def test_mistakes_are_one_line(
     line = capsys.readouterr().err.strip()
     assert line.startswith("python -m h2o_vllm.calibrate: error: ") and "\n" not in line
     assert said.format(tmp_path, tmp_path) in line
-
-
-def test_gpus_are_told_that_they_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vllm.platforms.current_platform.device_type", "cuda")
-    with pytest.raises(ConfigError, match="calibrations are made on CPUs"):
-        calibrate({"model": MISSING}, tmp_path / "x.h2o", ["text"], "a text")
 
 
 def test_texts_are_read_from_files(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +12,6 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from h2o_vllm.calibration.file import Calibration, Traits
-from h2o_vllm.calibration.learner import Learner, Softmax
 from h2o_vllm.engine.compat import (
     runner_drafter_builders,
     runner_logits,
@@ -36,7 +33,6 @@ from h2o_vllm.engine.worker.prompt_files import LOST
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.cpu.checks import check_cache
 
 if TYPE_CHECKING:
@@ -84,7 +80,6 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
 
     builder_cls = H2OMetadataBuilder
     impl_cls = H2OAttentionImpl
-    _learner: Learner | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         keep_freed_memory()
@@ -177,53 +172,6 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         state.calibration = self._calibration(kv_caches[0].shape[3] // 2)
         state.add_ranks = partial(torch.distributed.all_reduce, group=get_tp_group().cpu_group)
         return state
-
-    def learn(self, text: int, request: int, judge_from: int) -> None:
-        """For :mod:`h2o_vllm.calibrate`: from now on, from every step of ``request`` tokens.
-
-        Args:
-            text: so many of a request's first tokens are the text that it repeats.
-            judge_from: after so many texts, each further one also judges what was learned.
-        """
-        traits = self._state_traits()
-        rivals = {"key": lambda keys: -reference.key_similarity(keys)}
-        self._learner = learner = Learner(
-            traits.layers, traits.rotation, text, request, judge_from, rivals
-        )
-
-        def look(index: int, layer: Any, given: tuple[torch.Tensor | None, ...]) -> None:
-            query, key, value = given[:3]
-            impl = layer.impl
-            assert query is not None
-            learner.look(
-                index,
-                query.view(-1, layer.num_heads, layer.head_size),
-                None if key is None else key.view(-1, layer.num_kv_heads, layer.head_size),
-                None if value is None else value.view(-1, layer.num_kv_heads, layer.head_size_v),
-                Softmax(impl.scale, impl.logits_soft_cap, impl.sinks),
-            )
-
-        for index, layers in enumerate(self._layers):
-            for layer in layers:
-                layer.register_forward_pre_hook(partial(look, index))
-
-    def learned(self) -> tuple[int, dict[str, list[float]]]:
-        """Of how many tokens so far, and :meth:`.Learner.found`."""
-        return (0, {}) if self._learner is None else (self._learner.tokens, self._learner.found())
-
-    def save_calibration(self, path: str, about: dict[str, object]) -> None:
-        """Write what was learned.
-
-        Raises:
-            ConfigError: it cannot be written.
-            ValueError: nothing was learned.
-        """
-        if self._learner is None:
-            raise ValueError("nothing was learned")
-        Calibration(self._learner.weights(), self._state_traits(), about).save(Path(path))
-
-    def _state_traits(self) -> Traits:
-        return self._traits(self._bound_state().kv_caches[0].shape[3] // 2)
 
     def _bind_builder(self, builder: Any, state: CPUState) -> None:
         super()._bind_builder(builder, state)

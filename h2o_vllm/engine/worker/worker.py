@@ -53,6 +53,7 @@ from h2o_vllm.engine.worker.binding import (
     leave_out_idle_windows,
     memory_less_scores,
 )
+from h2o_vllm.engine.worker.learning import LearningWorker
 from h2o_vllm.engine.worker.prompt_files import LOST, load_prompt, save_prompt
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import ConfigError
@@ -76,7 +77,7 @@ __all__ = ["EvictingWorker"]
 State = TypeVar("State", bound=WorkerState)
 
 
-class EvictingWorker(WorkerBase, Generic[State]):
+class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
     """Stands before one of vLLM's workers in the line of bases."""
 
     builder_cls: ClassVar[type]

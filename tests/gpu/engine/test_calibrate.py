@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that calibrates, on a GPU: what it learns is what an independent model shows. Not run yet."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from h2o_vllm.calibrate import __main__ as command
+from h2o_vllm.calibrate.run import LENGTH
+from h2o_vllm.calibrate.texts import pieces
+from h2o_vllm.calibration.features import Rotation, features
+from h2o_vllm.calibration.file import Calibration
+from h2o_vllm.calibration.regression import Sums
+from tests.gpu.engine.conftest import REHEARSED
+from tests.reference.repeating import most_attended, repetition
+
+pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_the_weights_are_those_of_an_independent_model(
+    random_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, source = tmp_path / "model.h2o", Path(str(torch.nn.modules.rnn.__file__))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    arguments = ["--model", random_llama, "--output", str(file), "--texts", str(source)]
+    arguments += ["--dtype", "float32", "--gpu-memory-utilization", "0.15"]
+    assert command.main(arguments) == 0
+    found = Calibration.load(file)
+    assert found.about["tokens"] == 2 * (LENGTH - 1)
+    if REHEARSED:
+        return
+    tokenizer = AutoTokenizer.from_pretrained(random_llama)
+    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
+    learned: dict[int, Sums] = defaultdict(Sums)
+    for text in pieces([source.read_text()], encode, LENGTH, 2):
+        again = repetition(tokenizer, text)
+        for layer, (keys, values, most) in enumerate(most_attended(random_llama, text, again)):
+            learned[layer].add(features(keys, values, Rotation(keys.shape[2]))[:, 1:], most[:, 1:])
+    expected = torch.stack([sums.solve() for _, sums in sorted(learned.items())])
+    torch.testing.assert_close(found.weights, expected, rtol=1e-2, atol=1e-2)

@@ -112,6 +112,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
     if name == "cuda":
         add("--shape", choices=SHAPES, default="8b", help="of the model of random weights")
+        add("--quantization", choices=["fp8"], help="of the weights, at the start")
         add("--side-by-side", action="store_true",
             help="both engines on the device at once, started together, one working at a time; "
             "needs memory for two")  # fmt: skip
@@ -137,7 +138,11 @@ def engine_of(args: argparse.Namespace) -> Engine:
         model, calibration = str(default_model_dir()), calibration or default_calibration()
     else:
         model = args.model
-    engine = {"dtype": args.dtype, "enforce_eager": args.eager} if args.device == "cpu" else {}
+    engine: dict[str, Any] = {}
+    if args.device == "cpu":
+        engine = {"dtype": args.dtype, "enforce_eager": args.eager}
+    elif args.quantization:
+        engine = {"quantization": args.quantization}
     return {
         "device": args.device, "model": model, "scale": args.scale, "engine": engine,
         "fields": dict(args.fields), "side_by_side": args.side_by_side,
@@ -149,7 +154,9 @@ def about_run(args: argparse.Namespace) -> dict[str, Any]:
     """What rows say of their device beside the machine, and of what requests asked for."""
     fields = {"fields": dict(args.fields)} if args.fields else {}
     if args.device == "cuda":
-        beside = {"side_by_side": True} if args.side_by_side else {}
+        beside: dict[str, Any] = {"side_by_side": True} if args.side_by_side else {}
+        if args.quantization:
+            beside["quantization"] = args.quantization
         return {**describe_gpu(), "shape": args.shape, **beside, **fields}
     return {"dtype": args.dtype, "eager": args.eager, **fields}
 

@@ -215,15 +215,14 @@ class CUDASuite(Suite):
         # one engine can serve several workloads.
         "tight": Setting(10_240, pool_tokens=131_072),
         "ample": Setting(10_240),
+        # Room for 3.6 requests of 32k + 1k, and for two of 128k + 1k.
+        "32k": Setting(40_960, pool_tokens=131_072),
+        "128k": Setting(131_072, pool_tokens=262_144),
     }
     workloads: ClassVar = _by_name(
         Workload("2k-tight", "KV-bound, budget 0.2", 128, 2048, 1024, (_FIFTH,), "tight"),
-        Workload(
-            "2k-fits", "as many as the pool holds, budget 0.2", 32, 2048, 1024, (_FIFTH,), "tight"
-        ),
-        Workload(
-            "8k-fits", "as many as the pool holds, budget 0.2", 12, 8192, 1024, (_FIFTH,), "tight"
-        ),
+        Workload("2k-fits", "as many as the pool holds, budget 0.2", 32, 2048, 1024, (_FIFTH,), "tight"),
+        Workload("8k-fits", "as many as the pool holds, budget 0.2", 12, 8192, 1024, (_FIFTH,), "tight"),
         Workload("8k-tight", "KV-bound, budget 0.2", 96, 8192, 1024, (_FIFTH,), "tight"),
         Workload("2k-mixed", "half full, half 0.2", 256, 2048, 1024, (None, _FIFTH), "tight"),
         Workload("2k-ample", "no memory pressure, budget 0.2", 64, 2048, 1024, (_FIFTH,)),
@@ -232,7 +231,15 @@ class CUDASuite(Suite):
         Workload("2k-256", "the whole pool, budget 0.2", 256, 2048, 1024, (_FIFTH,)),
         Workload("8k-64", "the whole pool, budget 0.2", 64, 8192, 1024, (_FIFTH,)),
         Workload("2k-idle", "no request has a budget", 64, 2048, 1024, (None,)),
-    )
+        Workload("8k-prompts", "prompts and their first eviction alone", 32, 8192, 32, (_FIFTH,)),
+        Workload("short", "short prompts and answers, many at once", 1024, 256, 256, (_FIFTH,)),
+        Workload("reasoning", "as Random Attention has it: 2,048 tokens beside the prompt", 32, 1024, 8192,
+                 ({"kv_budget_tokens": 2048, "kv_policy": "random"},)),
+        Workload("32k-tight", "KV-bound, budget 0.2", 16, 32_768, 1024, (_FIFTH,), "32k"),
+        Workload("128k-tight", "KV-bound, budget 0.2", 6, 117_000, 1024, (_FIFTH,), "128k"),
+        Workload("128k-among", "32 short requests, among which one of 128k tokens comes in",
+                 33, 1024, 1024, (_FIFTH,), "128k", long=(1, 130_000)),
+    )  # fmt: skip
 
     def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:  # noqa: ARG002
         """The same for both variants; blocks of 16 tokens are vLLM's default and ours."""

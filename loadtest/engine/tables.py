@@ -45,6 +45,7 @@ RATIOS: tuple[tuple[str, Callable[[Row], float]], ...] = (
     ("decode step", decode_ms),
     ("prompts", lambda row: row["prompts_s"]),
     ("first token", lambda row: row["ttft_s"]["p50"]),
+    ("ITL p99", lambda row: row["itl_s"]["p99"]),
     ("peak blocks", lambda row: row["blocks_peak"]),
     ("NLL", lambda row: row.get("nll", NOTHING)),
 )

@@ -91,6 +91,7 @@ class Workload:
         forced: outputs are the text that follows the prompt, and rows say its negative log-likelihood.
         busy: other processes that keep a core busy meanwhile.
         repeats: prompts are their beginning, so many times.
+        long: so many of the requests, the last ones, have prompts of so many tokens.
         temperature: 0: greedy, whose answers soon repeat themselves; else they are sampled, with a seed.
     """
 
@@ -107,6 +108,7 @@ class Workload:
     forced: bool = False
     busy: int = 0
     repeats: int = 1
+    long: tuple[int, int] = (0, 0)
     temperature: float = 0.0
 
     def asked(self, number: int) -> dict[str, Any] | None:
@@ -117,18 +119,20 @@ class Workload:
     def prompt_lengths(self) -> list[int]:
         """Tokens of each request's first prompt."""
         last, spread = max(1, self.requests - 1), 0.0 if self.shared or self.turns > 1 else 0.1
-        return [
+        lengths = [
             round(self.prompt_tokens * (1 - spread + 2 * spread * i / last))
             // self.repeats
             * self.repeats
             for i in range(self.requests)
         ]
+        count, tokens = self.long
+        return lengths[: self.requests - count] + count * [tokens]
 
     @property
     def traffic(self) -> tuple[object, ...]:
         """What is left without fields: stock vLLM serves workloads of equal traffic alike."""
         return (self.setting, self.requests, self.prompt_tokens, self.output_tokens, self.turns, self.shared,
-                self.answers, self.forced, self.busy, self.repeats, self.temperature)  # fmt: skip
+                self.answers, self.forced, self.busy, self.repeats, self.long, self.temperature)  # fmt: skip
 
     def scaled(self, by: float) -> Workload:
         """The same traffic with shorter texts and fewer requests, to rehearse."""
@@ -142,6 +146,7 @@ class Workload:
             output_tokens=max(24, round(self.output_tokens * by)),
             turns=min(self.turns, 2),
             shared=shared,
+            long=(self.long[0], round(self.long[1] * by)),
             fields=tuple(
                 fields and {**fields, **({"kv_protect": shared} if _protects(fields) else {})}
                 for fields in self.fields

@@ -254,6 +254,32 @@ def test_every_row_of_the_table_is_stretches_of_one_text(name: str) -> None:
     assert longest <= CPU.settings[workload.setting].max_model_len
 
 
+@pytest.mark.parametrize("name", CUDA.workloads)
+def test_every_row_of_a_gpus_table_fits_its_engines(name: str) -> None:
+    workload = CUDA.workloads[name]
+    setting, lengths = CUDA.settings[workload.setting], workload.prompt_lengths()
+    assert len(lengths) == workload.requests
+    assert max(lengths) + workload.output_tokens <= setting.max_model_len <= 131_072
+    assert setting.pool_tokens is None or setting.pool_tokens >= setting.max_model_len
+
+
+def test_long_prompts_come_last_and_are_as_long_as_asked() -> None:
+    row = CUDA.workloads["128k-among"]
+    short, long = row.prompt_lengths()[:-1], row.prompt_lengths()[-1]
+    assert max(short) < 1200 and long == 130_000
+    assert row.scaled(0.1).prompt_lengths()[-1] == 13_000
+    assert row.traffic != CUDA.workloads["2k-ample"].traffic
+
+
+def test_weights_may_be_of_8_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "describe_gpu", dict)
+    args = parse_arguments(["--device", "cuda", "--shape", "tiny", "--quantization", "fp8"])
+    assert engine_of(args)["engine"] == {"quantization": "fp8"}
+    assert about_run(args)["quantization"] == "fp8"
+    plain = parse_arguments(["--device", "cuda", "--shape", "tiny"])
+    assert engine_of(plain)["engine"] == {} and "quantization" not in about_run(plain)
+
+
 def test_stock_serves_only_what_it_can_start_with() -> None:
     assert CPU.to_measure(["endless", "tight"], "stock") == ["tight"]
     assert CPU.to_measure(["endless", "tight"], "h2o") == ["endless", "tight"]

@@ -40,11 +40,31 @@ struct Layer {
     scores[to * block + into] = scores[from * block + at];
   }
 
-  // A token is moved from all lines of a page's keys: memory is kept busy only if they are asked for before.
+  // A token is moved from and to all lines of a page's keys: memory is kept busy only if they are asked for before.
   void fetch(int64_t page) const {
     for (int i = 0; i < size * block; i += 64 / sizeof(Word)) __builtin_prefetch(keys(page) + i);
   }
 };
+
+// Of one token: pages, and its places in them.
+struct Move {
+  int64_t from, to;
+  int at, into;
+};
+
+// Moves tokens in order; pages are asked for some moves before.
+template <class Word>
+void carry_out(const Layer<Word>& layer, const std::vector<Move>& moves) {
+  constexpr size_t AHEAD = 4;
+  for (size_t i = 0; i < moves.size() + AHEAD; ++i) {
+    if (i < moves.size()) {
+      const Move& next = moves[i];
+      if (i == 0 || next.from != moves[i - 1].from) layer.fetch(next.from);
+      if (i == 0 || next.to != moves[i - 1].to) layer.fetch(next.to);
+    }
+    if (i >= AHEAD) layer.move(moves[i - AHEAD].from, moves[i - AHEAD].at, moves[i - AHEAD].to, moves[i - AHEAD].into);
+  }
+}
 
 struct Eviction {
   const int32_t* order;  // block ids, the first `heavy` of which are written
@@ -59,10 +79,19 @@ struct Head {
   int lanes = 1;                // that it gets
 };
 
-// The n-th largest.
-uint64_t nth(std::vector<uint64_t> ranks, int64_t n) {
-  std::nth_element(ranks.begin(), ranks.begin() + n - 1, ranks.end(), std::greater<uint64_t>());
-  return ranks[n - 1];
+// The n-th largest; no two are equal. They are counted by their first bits, and looked at where it must lie.
+uint64_t nth(const std::vector<uint64_t>& ranks, int64_t n) {
+  constexpr int BITS = 12;
+  std::vector<int32_t> counts(1 << BITS);
+  for (uint64_t rank : ranks) ++counts[rank >> (64 - BITS)];
+  size_t bucket = counts.size() - 1;
+  for (; counts[bucket] < n; --bucket) n -= counts[bucket];
+  std::vector<uint64_t> near;
+  near.reserve(counts[bucket]);
+  for (uint64_t rank : ranks)
+    if (rank >> (64 - BITS) == bucket) near.push_back(rank);
+  std::nth_element(near.begin(), near.begin() + n - 1, near.end(), std::greater<uint64_t>());
+  return near[n - 1];
 }
 
 // Gives each head its lanes, `total` in all.
@@ -73,7 +102,7 @@ void share(std::vector<Head>& heads, int64_t total, int block) {
   }
   std::vector<uint64_t> all;
   for (const Head& head : heads) all.insert(all.end(), head.ranks.begin(), head.ranks.end());
-  const uint64_t bar = nth(std::move(all), total * block);
+  const uint64_t bar = nth(all, total * block);
   for (Head& head : heads)
     for (uint64_t rank : head.ranks) head.wanted += rank >= bar;
   auto need = [&](const Head& head) { return head.wanted - head.lanes * block; };
@@ -128,15 +157,15 @@ void compact_group(const Layer<Word>& layer, const Eviction& eviction, int first
       const uint64_t bar = nth(head.ranks, int64_t(head.lanes) * block);
       const int64_t room = int64_t(kept) * block;
       int64_t target = 0;
-      for (size_t p = kept; p < head.pages.size(); ++p) {
-        if (p + 1 < head.pages.size()) layer.fetch(head.pages[p + 1]);
+      std::vector<Move> moves;
+      for (size_t p = kept; p < head.pages.size(); ++p)
         for (int at = 0; at < block; ++at) {
           if (head.ranks[p * block + at] < bar) continue;
           while (target < room && head.ranks[target] >= bar) ++target;
-          layer.move(head.pages[p], at, mine[target / block], int(target % block));
+          moves.push_back({head.pages[p], mine[target / block], at, int(target % block)});
           ++target;
         }
-      }
+      carry_out(layer, moves);
     }
 }
 

@@ -22,7 +22,12 @@ from tests.mutation.mutant import Mutant
 from tests.mutation.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-TIERS = {"fast": ["--fast", "--no-shrink"], "full": ["--full", "--no-shrink"], "plain": []}
+TIERS = {
+    "fast": ["--fast", "--no-shrink"],
+    # Long tests are of no tier, but whoever names a file gets them.
+    "full": ["--full", "--no-shrink", "-m", "not long"],
+    "plain": [],
+}
 SECONDS = 3600
 """A tier that takes longer hangs, which is found as well."""
 

@@ -87,6 +87,12 @@ MUTANTS = (
         ELASTIC[1:],
     ),
     Mutant(
+        "law07-what-a-squeeze-writes-stays-published",
+        "for block in withdrawn if block.block_hash is not None",
+        "for block in withdrawn if block.block_hash is None",
+        ELASTIC[1:],
+    ),
+    Mutant(
         "blocks-squeezed-in-vain",
         "if gained < missing:\n        return []",
         "if not gained:\n        return []",

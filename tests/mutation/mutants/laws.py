@@ -22,7 +22,7 @@ MUTANTS = (
         "law01-lossy-by-default",
         "kv_budget: float = setting(\n        1.0,",
         "kv_budget: float = setting(\n        0.5,",
-        TOKENS,
+        FULL,
     ),
     Mutant(
         "law01-our-kernel-serves-nobody-who-has-no-budget",
@@ -64,6 +64,12 @@ MUTANTS = (
         "law02-a-free-is-skipped",
         "self.loads.free(request_id, doomed[::-1])",
         "self.loads.free(request_id, doomed[:0:-1])",
+        BLOCKS,
+    ),
+    Mutant(
+        "law02-a-block-is-freed-twice",
+        "table[index] = self.block_pool.null_block",
+        "pass",
         BLOCKS,
     ),
     Mutant(
@@ -226,10 +232,22 @@ MUTANTS = (
         DRAFTS,
     ),
     Mutant(
+        "law12-drafts-cross-an-eviction",
+        "if num_tokens <= 1 or (begin",
+        "if num_tokens <= 1 or computed >= self.counts.num_tokens - 1 or (begin",
+        ("tests/engine/test_drafts.py", *DRAFTS),
+    ),
+    Mutant(
         "law12-drafts-cross-what-a-squeeze-makes-due",
         "            begin = computed\n",
         "            return num_tokens\n",
         ("tests/engine/test_drafts.py", *BLOCKS),
+    ),
+    Mutant(
+        "law13-what-drafts-attend-to-is-a-budget",
+        "return asked and not self.exact",
+        "return asked",
+        EXACT,
     ),
     Mutant(
         "law13-a-draft-is-written-behind-the-table",

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.settings import FULL_KERNELS
@@ -18,10 +21,13 @@ from h2o_vllm.engine.cpu.rows import RowSplit, split_rows
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.policy.policy import Policy
 from tests.engine.conftest import (
+    BLOCK_SIZE,
     ENGINE,
     FLOOR,
     Engine,
     kept_of,
+    logprobs_of,
+    report_of,
     started,
     tokens_of,
 )
@@ -53,6 +59,28 @@ def own(model_dir: str) -> Iterator[Engine]:
         model_dir, ENGINE, beside=True, kv_min_tokens=FLOOR, kv_full_kernel="h2o"
     ) as engine:
         yield engine
+
+
+@pytest.mark.e2e
+def test_law01_a_full_budget_equals_stock_vllm(
+    own: Engine, clean: Engine, model_dir: str, text_tokens: list[int]
+) -> None:
+    """On vLLM's kernel and on ours: prompts of one chunk and of two, then behind hits in the prefix cache."""
+    prompts = [text_tokens[i * 300 : i * 300 + 40 + 100 * i] for i in range(5)]
+    with started(model_dir, {**ENGINE, "block_size": BLOCK_SIZE}, beside=True, stock=True) as plain:
+        assert type(plain.scheduler) is Scheduler and type(plain.worker) is CPUWorker
+        references = plain.generate(prompts, logprobs=3)
+    assert own.llm.reset_prefix_cache()
+    asked: list[Any] = [None, {"kv_budget": 1.0}, {"kv_budget": 1.0, "kv_policy": "random"}]
+    for engine, (turn, fields) in itertools.product((clean, own), enumerate(asked)):
+        outputs = engine.generate(prompts, fields, logprobs=3)
+        for output, reference in zip(outputs, references, strict=True):
+            assert bool(output.num_cached_tokens) is bool(turn)
+            assert tokens_of(output) == tokens_of(reference)
+            assert report_of(output)["tokens_evicted"] == 0
+            # Not bit for bit: matrix products round differently in batches of other sizes.
+            for found, step in zip(logprobs_of(output), logprobs_of(reference), strict=True):
+                assert found == pytest.approx(step, abs=1e-4)
 
 
 @pytest.mark.slow

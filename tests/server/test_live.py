@@ -20,8 +20,6 @@ import pytest
 
 from h2o_vllm.server.access import OPEN
 from h2o_vllm.server.report import REPORT_KEYS
-from loadtest.http.generator import Generator
-from loadtest.http.options import LoadSettings
 from tests.server.grammar import Nonsense, nonsense
 from tests.server.live_server import KEY, MODEL, LiveServer, live_server
 from tests.server.streams import SilentClient, half_closed, send, under_load
@@ -122,6 +120,19 @@ def test_streamed_completion_equals_the_unstreamed(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_with_a_report(client: openai.OpenAI, stream: bool) -> None:
+    fields = {"max_tokens": 24, "kv_budget": 0.5}
+    stop = complete(client, LONG[:400], **fields).choices[0].text.strip()[4:7]
+    answer = complete(client, LONG[:400], stop=stop, stream=stream, **fields)
+    chunks = list(answer) if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert {choice.finish_reason for choice in choices} - {None} == {"stop"}
+    assert stop not in "".join(choice.text for choice in choices)
+    report = chunks[-1].kv_cache
+    assert report["budget"] == 0.5 and 400 <= report["tokens_seen"] < 423
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_chat(client: openai.OpenAI, stream: bool) -> None:
     chat: list[Any] = [{"role": "user", "content": "Name three colours."}]
     fields = {"kv_budget": 0.5}
@@ -210,23 +221,6 @@ def test_beam_search_takes_no_budget(client: openai.OpenAI) -> None:
     assert not hasattr(answer, "kv_cache")
     with pytest.raises(openai.BadRequestError, match="use_beam_search"):
         complete(client, n=2, use_beam_search=True, kv_budget=0.5)
-
-
-def test_load_generator_reads_what_the_server_sends(server: LiveServer) -> None:
-    settings = LoadSettings(api_key=KEY, budgets="0.2,none", prompt_tokens=400, output_tokens=16)
-    generator = Generator(settings, server.url)
-    generator.prepare()
-    evicting, whole = (generator.send(number, generator.now()) for number in range(2))
-    for record in (evicting, whole):
-        assert record.error is None
-        assert 340 < record.prompt_tokens < 460
-        assert record.output_tokens == 16
-        assert record.finish == "length"
-        assert record.kv_cache is not None
-        # The server may put several tokens into one event, but has no reason to for one request.
-        assert len(record.gaps_ms) >= 12
-        assert 0 < record.ttft < record.latency
-    assert evicting.kv_cache["tokens_held"] < whole.kv_cache["tokens_held"]
 
 
 # Clients who mean no good

@@ -17,6 +17,8 @@ import pytest
 
 from h2o_vllm.metrics.table import exposed_names
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
+from loadtest.http.generator import Generator
+from loadtest.http.options import LoadSettings
 from tests.server.live_server import KEY, MODEL, LiveServer, live_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -114,6 +116,23 @@ def test_metrics_count_rejections(
     assert server.post(path, body | fields).status_code == 400
     assert server.post(path, body | fields, key="wrong").status_code == 401
     assert server.metric(name, reason=reason) == before + 1
+
+
+def test_load_generator_reads_what_the_server_sends(server: LiveServer) -> None:
+    settings = LoadSettings(api_key=KEY, budgets="0.2,none", prompt_tokens=400, output_tokens=16)
+    generator = Generator(settings, server.url)
+    generator.prepare()
+    evicting, whole = (generator.send(number, generator.now()) for number in range(2))
+    for record in (evicting, whole):
+        assert record.error is None
+        assert 340 < record.prompt_tokens < 460
+        assert record.output_tokens == 16
+        assert record.finish == "length"
+        assert record.kv_cache is not None
+        # The server may put several tokens into one event, but has no reason to for one request.
+        assert len(record.gaps_ms) >= 12
+        assert 0 < record.ttft < record.latency
+    assert evicting.kv_cache["tokens_held"] < whole.kv_cache["tokens_held"]
 
 
 def test_config_says_what_is_served(server: LiveServer) -> None:

@@ -146,7 +146,8 @@ class H2OBlockManager(SqueezingManager):
 
         vLLM calls this right before it counts the free blocks, and allocates if there are enough. To admit a
         request, it calls this for all known tokens at once. Then the result is the most blocks that these
-        tokens ever hold at once, plus the blocks that running bounded prompts have not taken yet.
+        tokens ever hold at once, plus the blocks that running bounded prompts have not taken yet; or more
+        than are free, if running elastic requests would lack room for their floors.
         """
         held = num_tokens
         if options.get("apply_admission_cap"):
@@ -162,6 +163,9 @@ class H2OBlockManager(SqueezingManager):
         if self._counting:
             return asked
         if options.get("apply_admission_cap"):
+            ahead = self._needed_ahead(request_id, asked, -(-held // self.block_size))
+            if ahead > self.block_pool.get_num_free_blocks():
+                return ahead
             asked += self._promised_blocks(request_id)
         short = self._settle_due(request_id)
         asked += short

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from h2o_vllm.blocks.eviction_state import EvictionState
 
-__all__ = ["SqueezeCounts", "SqueezeRules", "Victim", "choose_victims"]
+__all__ = ["AHEAD", "SqueezeCounts", "SqueezeRules", "Victim", "choose_victims"]
+
+AHEAD = (32, 64, 128, 256, 512, 1024)
+"""Numbers of steps: what elastic requests hold until then has room when another request is admitted. One that
+is preempted after so many steps has cost less than if it had waited all the time."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,14 @@ class SqueezeRules:
     Attributes:
         to_admit: also to admit a waiting prompt; else only to avoid the preemption of a running request.
         watermark_blocks: blocks that vLLM keeps free beyond those that it allocates to a waiting prompt.
+        step_tokens: the most tokens that a step computes.
         by_priority: whether vLLM schedules by priority. If so, a request is never squeezed for a less
             important one, as vLLM never preempts it for one. If not, priorities are ignored.
     """
 
     to_admit: bool = True
     watermark_blocks: int = 0
+    step_tokens: int = 1 << 20
     by_priority: bool = False
 
 

@@ -17,7 +17,7 @@ from h2o_vllm.blocks.beside import LimitedManager, published_from
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.request_state import RequestState
-from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
+from h2o_vllm.blocks.squeeze import AHEAD, SqueezeCounts, SqueezeRules, Victim, choose_victims
 from h2o_vllm.blocks.unconfirmed import UnconfirmedLoads
 
 if TYPE_CHECKING:
@@ -73,6 +73,36 @@ class SqueezingManager(FullAttentionManager):
         """Return the counts of squeezes since the last call, and reset them."""
         counts, self._squeezes = self._squeezes, SqueezeCounts()
         return counts
+
+    def _needed_ahead(self, request_id: str, asked: int, held: int) -> int:
+        """How many blocks must be free now, so that elastic requests have room for their floors from now on.
+
+        Running ones grow while the request runs beside them, and give back no more than exceeds their floors.
+        Without that room the request that was admitted last would be preempted, and computed again.
+
+        Args:
+            asked: blocks that ``request_id`` takes to be admitted.
+            held: blocks that it then holds; other requests hold some of them as well.
+        """
+        tables, chunk = self.req_to_blocks.items(), self._rules.step_tokens
+        running = [
+            (state, len(table) - state.holes)
+            for other, table in tables
+            if other != request_id and table and (state := self._elastic.get(other)) is not None
+        ]
+        if not running:
+            return 0
+        own, needed, after = self._eviction_states.get(request_id), 0, 0
+        evicts = isinstance(own, EvictionState) and own.evicts and own.schedule.first is None
+        for until in AHEAD:
+            grown = asked
+            if isinstance(own, EvictionState):
+                mine = own.floor_blocks(after, until, chunk)
+                # As in vLLM, the answer of one that keeps everything is not counted; its end is.
+                grown = asked + mine - held if evicts else asked * (mine > 0)
+            grown += sum(one.floor_blocks(after, until, chunk) - live for one, live in running)
+            needed, after = max(needed, grown), until
+        return needed
 
     def _squeeze_for(
         self, request_id: str, hits: Sequence[KVCacheBlock], needed: int, *, admitting: bool

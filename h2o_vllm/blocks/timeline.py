@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from h2o_vllm.blocks.budget import budget_tokens
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.schedule import EvictionSchedule
@@ -209,6 +210,31 @@ class Timeline(RequestState):
         if not self.evicts or self._evict_from is None:
             return total
         return self.schedule.peak_tokens(total, self._evict_from)
+
+    def floor_blocks(self, after: int, until: int, step_tokens: int) -> int:
+        """The most blocks held ``after`` to ``until`` steps from now, if it is squeezed as soon as it can be.
+
+        For requests without a bound on their prompt. Two requests that hold one block count it twice.
+
+        Args:
+            step_tokens: the most tokens of a prompt, or of an answer computed again, that a step computes.
+        """
+        counts, size = self.counts, self.block_size
+        known = counts.num_tokens - 1
+        start = max(counts.num_computed_tokens, known)
+        # Behind these steps it computes a token per step.
+        steps = -(-(start - counts.num_computed_tokens) // step_tokens)
+        if start + after - steps > self._last + 1:
+            return 0
+        seen = min(start + max(0, until - steps), self._last)
+        held = min(seen + 1, budget_tokens(self.budget, seen) + size)
+        begin = self._evict_from
+        if begin is None:
+            begin = max(self.schedule.earliest, known)
+        wait = steps + max(0, begin - start)
+        if wait and wait >= after:
+            held = max(held, min(begin, seen + 1))
+        return -(-held // size)
 
     def release(self) -> None:
         """Reset the state: the request was preempted or has finished, and holds no block."""

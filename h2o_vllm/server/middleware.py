@@ -10,7 +10,7 @@ with nothing read, and a refusal of ours takes the place of whatever answer the 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -123,6 +123,9 @@ class KVCacheMiddleware:
             if options is None:
                 raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
             config = config_of(state.vllm_config)
+            if self._beside and not config.kv_settles_not_because:
+                why = "its model has windows, chunks or states beside full attention"
+                config = replace(config, kv_settles_not_because=why)
             client, engine = state.engine_client, state.vllm_config
             self._count_refusal = stat_logger.install(client, engine)
             admission.install(client, engine, config, self._count_refusal, self._beside)

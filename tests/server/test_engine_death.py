@@ -6,38 +6,19 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server import engine_death, launch, serve
 from h2o_vllm.server.still import StartWatch
-from tests.server.vllm_like import Engine, build
+from tests.server.vllm_like import Engine, build, lifespan
 
 
 @pytest.fixture(autouse=True)
 def _nothing_happened_yet() -> Iterator[None]:
     yield
     engine_death.watch(Engine())
-
-
-async def lifespan(engine: Engine, told_to_stop: bool) -> None:
-    """Start the application of vLLM's server and end it, as uvicorn does."""
-    app = build(engine)
-    messages = iter(["lifespan.startup", "lifespan.shutdown"])
-
-    async def receive() -> Any:
-        kind = next(messages)
-        if kind == "lifespan.shutdown" and told_to_stop:
-            # vLLM's handler of SIGTERM does this before it ends the HTTP server.
-            app.state.engine_client.shutdown(timeout=0)
-        return {"type": kind}
-
-    async def send(message: Any) -> None:
-        assert message["type"].endswith("complete")
-
-    await app({"type": "lifespan", "asgi": {"version": "3.0"}, "app": app}, receive, send)
 
 
 @pytest.mark.asyncio
@@ -50,7 +31,7 @@ async def test_only_an_engine_that_nobody_stopped_has_died(
 ) -> None:
     engine = Engine()
     engine.errored = errored
-    await lifespan(engine, told_to_stop)
+    await lifespan(build(engine), told_to_stop=told_to_stop)
     assert engine_death.died() is died
 
 
@@ -66,7 +47,7 @@ async def test_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve.serve(*args) == 0
     engine = Engine()
     engine.errored = True
-    await lifespan(engine, told_to_stop=False)
+    await lifespan(build(engine))
     assert serve.serve(*args) == 1
 
 

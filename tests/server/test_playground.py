@@ -13,11 +13,12 @@ import pytest
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 
+from h2o_vllm.blocks.schedule import GroupBeside
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 from h2o_vllm.server.playground import page, with_traces
 from h2o_vllm.server.playground.pieces import pieces_of
-from tests.server.vllm_like import Engine, build, client_of
+from tests.server.vllm_like import Engine, build, client_of, lifespan, post
 
 FILES = page.files()
 TEXT = "Grüße, 世界! Two  blanks,\n\ta tab: 🙂👩‍👩‍👧 done."
@@ -113,6 +114,29 @@ async def test_the_page_is_behind_the_key_which_a_browser_may_send_as_a_password
             assert (await get(app, path, authorization=sent)).status_code == 401
     for sent in ("Bearer secret", basic("user:secret"), basic(":secret")):
         assert (await get(app, "/h2o/", authorization=sent)).status_code == 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [((), ""), ((GroupBeside(16, 3),), "its model has windows, chunks or states beside full attention")],
+)  # fmt: skip
+async def test_the_page_hears_why_nothing_settles_where_it_is_always_a_400(
+    beside: tuple[GroupBeside, ...], why: str
+) -> None:
+    engine = Engine()
+
+    async def told(_: str) -> Any:
+        return [beside]
+
+    engine.collective_rpc = told  # type: ignore[method-assign]
+    app = build(engine)
+    await lifespan(app)
+    limits = (await get(app, "/plugins/h2o/config")).json()["limits"]
+    assert limits["kv_settles_not_because"] == why
+    answer = await post(app, kv_budget=0.5, kv_settle_tokens=256, kv_policy="key")
+    assert answer.status_code == (400 if why else 200)
+    assert f"must be 0 on this server ({why})" in answer.text or not why
 
 
 @pytest.mark.asyncio

@@ -305,10 +305,12 @@ def test_an_answer_comes_without_its_trace_where_too_many_are_traced(
     assert visit.shown("kept")["lossless"] == "no" and not visit.page.is_visible("#problem")
 
 
-def test_a_server_that_does_not_trace_compares_answers(browser: Any, server: LiveServer) -> None:
+def test_a_server_without_traces_and_settling_says_so_and_compares_answers(
+    browser: Any, server: LiveServer
+) -> None:
     def without(route: Any) -> None:
         config = route.fetch().json()
-        config["limits"]["kv_trace"] = False
+        config["limits"] |= {"kv_trace": False, "kv_settles_not_because": "it is full"}
         route.fulfill(json=config)
 
     visit = Visit(browser, server, path="/health")
@@ -316,6 +318,10 @@ def test_a_server_that_does_not_trace_compares_answers(browser: Any, server: Liv
     visit.page.goto(f"{server.url}/h2o/")
     visit.ready().page.fill("#max-tokens", "8")
     assert "does not trace" in visit.page.inner_text("#no-picture")
+    assert (
+        visit.page.locator("#settle:disabled + small").inner_text()
+        == "0 on this server: it is full"
+    )
     visit.page.click("#find")
     visit.page.wait_for_selector("#ask:enabled")
     assert visit.shown("full")["lossless"] == "yes" and not visit.page.is_visible("#problem")
@@ -346,5 +352,6 @@ def test_everybody_can_use_it(browser: Any, server: LiveServer, scheme: str, wid
     visit.ask()
     found = axe.Axe().run(visit.page)
     assert found.violations_count == 0, found.generate_report()
-    overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert visit.page.evaluate(overflow) <= 0
+    assert visit.page.evaluate(
+        "(page => page.scrollWidth <= page.clientWidth)(document.documentElement)"
+    )

@@ -215,6 +215,23 @@ def build(
     return app
 
 
+async def lifespan(app: FastAPI, *, told_to_stop: bool = False) -> None:
+    """Start the application of vLLM's server and end it, as uvicorn does."""
+    messages = iter(["lifespan.startup", "lifespan.shutdown"])
+
+    async def receive() -> Any:
+        kind = next(messages)
+        if kind == "lifespan.shutdown" and told_to_stop:
+            # vLLM's handler of SIGTERM does this before it ends the HTTP server.
+            app.state.engine_client.shutdown(timeout=0)
+        return {"type": kind}
+
+    async def send(message: Any) -> None:
+        assert message["type"].endswith("complete")
+
+    await app({"type": "lifespan", "asgi": {"version": "3.0"}, "app": app}, receive, send)
+
+
 async def _messages(call: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
     async for output in call:
         yield f'event: content_block_delta\ndata: {{"delta":{{"text":"{output.token}"}}}}\n\n'

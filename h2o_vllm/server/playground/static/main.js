@@ -41,6 +41,8 @@ async function begin() {
   element("delay").value = defaults.kv_delay;
   element("delay").max = limits.kv_delay_max;
   element("settle").value = defaults.kv_settle_tokens;
+  element("settle").disabled = limits.kv_settles_not_because !== "";
+  element("settle-note").textContent = limits.kv_settles_not_because && `0 on this server: ${limits.kv_settles_not_because}`;
   element("protect").value = defaults.kv_protect === "prompt" ? "prompt" : "0";
   element("load-full").disabled = limits.kv_budget_max < MAX_FULL;
   if (limits.kv_budget_max < MAX_FULL)

@@ -39,6 +39,7 @@ class EvictionParams:
             prefix cache.
         traced: whether the worker notes which tokens are evicted, see :mod:`h2o_vllm.engine.trace`.
         shares_heads: whether a layer's KV heads share its heavy slots, see :mod:`h2o_vllm.kernels.lanes`.
+        holes: null blocks in the block table with which it starts: of segments that others have settled.
     """
 
     first_scored: int
@@ -46,6 +47,7 @@ class EvictionParams:
     traced: bool = False
     shares_heads: bool = False
     pinned: int = 0
+    holes: int = 0
 
 
 @dataclass(frozen=True)

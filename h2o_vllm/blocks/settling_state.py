@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
+from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.settling import SettlingSchedule
@@ -60,6 +62,10 @@ class SettlingState(RequestState):
     def release(self) -> None:
         """See the base class."""
         self.settled = self.holes = 0
+
+    def params(self) -> EvictionParams:
+        """See the base class."""
+        return replace(super().params(), holes=self.holes)
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """See the base class. A chunk, drafts included, ends where a segment settles."""

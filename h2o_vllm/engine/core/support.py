@@ -49,8 +49,6 @@ _NO_EXACT = "vLLM's model runner for GPUs takes no drafter but its own"
 
 _NO_OP = "no kernel computes it on GPUs yet"
 
-_NO_SETTLING = "our GPU worker does not put blocks in the place of others yet"
-
 DELTA_NET_DTYPES = ("bfloat16",)
 """What ``cpu_gdn_attention_core`` (0.32) computes in on CPU; its kernels take nothing else."""
 
@@ -101,7 +99,7 @@ def _settles_not_because(config: VllmConfig) -> str:
     if config.kv_transfer_config is not None:
         # Nor would what is given back wait for :class:`.UnconfirmedLoads`.
         return "a KV connector does not know which blocks a segment settles into"
-    return "" if config.device_config.device_type == "cpu" else _NO_SETTLING
+    return ""
 
 
 def _equal_heads_because(config: VllmConfig) -> str:
@@ -278,10 +276,6 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
         (
             asks_for_exact(config),
             f"--kv-exact and --kv-exact-drafts on GPUs: {_NO_EXACT}. On CPUs they are served",
-        ),
-        (
-            bool(_option(config, "kv_settle_tokens")),
-            f"--kv-settle-tokens on GPUs: {_NO_SETTLING}. On CPUs it is served",
         ),
         (
             not config.use_v2_model_runner,

@@ -25,7 +25,7 @@ __all__ = [
     "layer_scales",
     "runner_block_table",
     "runner_request_slots",
-    "runner_stage_holes",
+    "runner_stage_entries",
     "sync_checked",
 ]
 
@@ -77,15 +77,15 @@ def runner_block_table(model_runner: Any, group: int) -> torch.Tensor:
     return table
 
 
-def runner_stage_holes(
-    model_runner: Any, group: int, request_id: str, holes: tuple[int, ...]
+def runner_stage_entries(
+    model_runner: Any, group: int, request_id: str, entries: Mapping[int, int]
 ) -> None:
-    """Write the null block into a request's block table, with this step's other staged writes.
+    """Write block ids into a request's block table, with this step's other staged writes.
 
     Args:
         group: index of the table's KV cache group.
         request_id: the request; ignored if the runner does not have it.
-        holes: table indices, ascending.
+        entries: table index -> block id, 0 for the null block.
 
     ``BlockTables`` (0.32) only appends, by ``stage_write``. The writes of a step are applied in parallel, and
     these write no index that an append writes. Remove this when ``CachedRequestData`` can replace single
@@ -96,6 +96,6 @@ def runner_stage_holes(
         return
     table = model_runner.block_tables.block_tables[group]
     # In a run of contiguous indices, index minus rank is constant.
-    for _, run in groupby(enumerate(holes), key=lambda pair: pair[1] - pair[0]):
+    for _, run in groupby(enumerate(sorted(entries)), key=lambda pair: pair[1] - pair[0]):
         indices = [index for _, index in run]
-        table.stage_write(row, indices[0], [0] * len(indices))
+        table.stage_write(row, indices[0], [entries[index] for index in indices])

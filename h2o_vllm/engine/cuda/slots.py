@@ -61,7 +61,7 @@ class PolicySlots:
             self._evicts[slot] = True
             self._first_scored[slot], self._late_from[slot] = params.first_scored, params.late_from
             self._pinned[slot] = params.pinned
-            self._holes[slot] = self._shared[slot] = 0
+            self._holes[slot], self._shared[slot] = params.holes, 0
             self._placed.add(slot)
 
     @property

@@ -17,7 +17,7 @@ from h2o_vllm.engine.cuda.choice import register_backend, warn_of_slower_attenti
 from h2o_vllm.engine.cuda.compat import (
     runner_block_table,
     runner_request_slots,
-    runner_stage_holes,
+    runner_stage_entries,
     sync_checked,
 )
 from h2o_vllm.engine.cuda.graphs import H2OModelRunner, captured_variants
@@ -152,7 +152,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
 
     def _write_table(self, state: CudaState, eviction: Eviction) -> None:
         group, runner = state.kv_cache_group, self.model_runner
-        runner_stage_holes(runner, group, eviction.request_id, eviction.holes)
+        runner_stage_entries(runner, group, eviction.request_id, eviction.table_entries)
         state.punched(eviction.request_id, len(eviction.holes))
 
     def _bind_builder(self, builder: ScoringBuilder, state: CudaState) -> None:

@@ -112,10 +112,13 @@ class WorkerState(ABC):
         become minus infinity.
         """
         lowest = torch.finfo(torch.float32).min
-        settling = list(eviction.doomed_blocks)
-        scores = self.scores[:, settling]
-        self.scores[:, settling] = scores.nan_to_num(nan=lowest, neginf=lowest)
-        self.scores[:, list(eviction.heavy_blocks)] = -torch.inf
+        settling, into = (
+            self.to_device(torch.tensor(blocks))
+            for blocks in (eviction.doomed_blocks, eviction.heavy_blocks)
+        )
+        scores = self.scores.index_select(1, settling)
+        self.scores.index_copy_(1, settling, scores.nan_to_num_(nan=lowest, neginf=lowest))
+        self.scores.index_fill_(1, into, -torch.inf)
 
     def start_tokens(self, rows: StepRows, slot_mapping: torch.Tensor) -> None:
         """Let the scores of this step's tokens, where attention is collected, begin at zero.

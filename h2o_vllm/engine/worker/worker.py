@@ -154,7 +154,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         if plan is None:
             raise ConfigError("a step without an h2o plan: our scheduler is not the one in charge")
         state.confirm(plan.confirmed)
-        left = tuple(self._left(scheduler_output))
+        left = frozenset(self._left(scheduler_output))
         state.release(left)
         state.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         state.start(plan.policies)
@@ -165,7 +165,9 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         with self._timer.measure((*plan.evictions, *plan.upcoming)):
             state.compact(plan.evictions)
             for eviction in plan.evictions:
-                self._write_table(state, eviction)
+                # A segment also settles if its request is preempted in the same step; others may find it.
+                if eviction.request_id not in left:
+                    self._write_table(state, eviction)
             state.look_ahead(plan.upcoming)
         lost = [block for one in plan.transfers.loads for block in self._load(state, one)]
         state.in_step = True

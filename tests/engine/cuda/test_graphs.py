@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from h2o_vllm.config.keys import CONFIG_KEY
-from h2o_vllm.engine.cuda.compat import runner_stage_holes
+from h2o_vllm.engine.cuda.compat import runner_stage_entries
 from h2o_vllm.engine.cuda.graphs import (
     H2OModelRunner,
     VariantDescriptor,
@@ -162,13 +162,13 @@ def test_the_runner_captures_for_the_servers_default_policy(
         )
 
 
-def test_holes_are_staged_in_runs() -> None:
+def test_entries_of_a_table_are_staged_in_runs() -> None:
     writes: list[tuple[int, int, list[int]]] = []
     table = SimpleNamespace(stage_write=lambda *write: writes.append(write))
     runner = SimpleNamespace(
         req_states=SimpleNamespace(req_id_to_index={"a": 3}),
         block_tables=SimpleNamespace(block_tables=[None, table]),
     )
-    runner_stage_holes(runner, 1, "a", (4, 5, 6, 9, 11, 12))
-    runner_stage_holes(runner, 1, "unknown", (1,))
-    assert writes == [(3, 4, [0, 0, 0]), (3, 9, [0]), (3, 11, [0, 0])]
+    runner_stage_entries(runner, 1, "a", {4: 31, 5: 30, 11: 0, 12: 0, 6: 0, 9: 0})
+    runner_stage_entries(runner, 1, "unknown", {1: 0})
+    assert writes == [(3, 4, [31, 30, 0]), (3, 9, [0]), (3, 11, [0, 0])]

@@ -77,7 +77,6 @@ def reasons(config: Any) -> list[str]:
         ({"is_hybrid": True}, "hybrid models on GPUs"),
         ({"use_ubatching": True}, "--enable-dbo"),
         ({"additional_config": {"h2o": {"kv_full_kernel": "h2o"}}}, "--kv-full-kernel h2o on GPUs"),
-        ({"additional_config": {"h2o": {"kv_settle_tokens": 512}}}, "--kv-settle-tokens on GPUs"),
         ({"additional_config": {"h2o": {"kv_exact": True}}}, "--kv-exact and --kv-exact-drafts on"),
         ({"additional_config": {"h2o": {"kv_exact_drafts": 2}}}, "--kv-exact and"),
         *(

@@ -264,8 +264,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-shared-lanes-of-the-last-request",
-        "self._holes[slot] = self._shared[slot] = 0\n            self._placed",
-        "self._holes[slot] = 0\n            self._placed",
+        "self._holes[slot], self._shared[slot] = params.holes, 0",
+        "self._holes[slot] = params.holes",
         CUDA,
     ),
     Mutant(

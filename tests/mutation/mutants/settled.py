@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how segments settle, in their keys, and in the look-up."""
 
-from tests.mutation.mutant import Mutant
+from tests.mutation.mutant import CUDA, Mutant
 
 __all__ = ["MUTANTS"]
 
@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     Mutant(
         "law06-what-blocks-held-before-is-ranked",
-        "self.scores[:, list(eviction.heavy_blocks)] = -torch.inf",
+        "self.scores.index_fill_(1, into, -torch.inf)",
         "pass",
         TOKENS,
     ),
@@ -149,5 +149,17 @@ MUTANTS = (
         "*self.heavy_blocks, *self.doomed_blocks) if self.moves",
         "*self.doomed_blocks,) if self.moves",
         ("tests/engine/test_waves.py",),
+    ),
+    Mutant(
+        "law04-a-hit-with-holes-is-counted-whole",
+        "self._holes[slot], self._shared[slot] = params.holes, 0",
+        "self._holes[slot], self._shared[slot] = 0, 0",
+        CUDA,
+    ),
+    Mutant(
+        "law04-a-slot-keeps-holes-of-who-was-preempted",
+        "if eviction.request_id not in left:",
+        "if eviction.request_id:",
+        CUDA,
     ),
 )

@@ -194,7 +194,7 @@ class Rig:
         self.evictions, self.announced = list[Eviction](), dict[str, Upcoming]()
         self.stats: list[SchedulerStats] = []
         self.preemptions = self.both = self.rooms = 0
-        """``both``: of a request from which the same step had already evicted; ``rooms``: see :func:`check_room`."""
+        """``both``: of a request from which that step had evicted; ``rooms``: :func:`check_room`."""
         pop = self.blocks.pop_blocks_for_free
 
         def popping(request_id: str) -> Any:

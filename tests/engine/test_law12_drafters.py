@@ -37,7 +37,7 @@ SCORED = [
 SETTLING = {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256}
 WINDOW = {"kv_budget": 0.2, "kv_policy": "window"}
 """Moves nothing: a drafter that is the model itself has the model's own KV, so it is never wrong."""
-TEXT = [random.Random(2).randrange(VOCABULARY) for _ in range(3000)]
+TEXT = random.Random(2).choices(range(VOCABULARY), k=3000)
 TIERS = {"smaller": [SLOW]}
 KINDS = [pytest.param(one, marks=TIERS.get(one, [pytest.mark.long])) for one in DRAFTERS]
 """The full tier has a drafter that is a model; heads take the same way through blocks and plans."""
@@ -149,13 +149,8 @@ def test_law12_what_a_drafter_reads_is_what_its_own_layers_wrote(
         assert rejected <= DRAFTS * len(kept) and report["tokens_accepted"] > ANSWER // 2
 
 
-def test_law01_and_law05_tokens_do_not_depend_on_batch_or_drafts(
-    drafting: Engine, request: pytest.FixtureRequest
-) -> None:
+def test_law01_and_law05_tokens_do_not_depend_on_batch_or_drafts(drafting: Engine) -> None:
     """With a budget and without, alone without drafts and in a crowd with them, in too small a pool."""
-    if "smaller" in request.node.name and torch.cpu._is_amx_tile_supported():
-        reason = "on a Xeon with AMX value+end+key, protected, answers otherwise in a crowd with drafts: open"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     prompt = TEXT[500:800]
     asked: list[Any] = [None, {"kv_budget": 1.0}, *(case.values[0] for case in SCORED)]
     asked += [SETTLING, WINDOW]

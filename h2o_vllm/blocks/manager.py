@@ -345,8 +345,10 @@ class H2OBlockManager(SqueezingManager):
         if state is None:
             return
         elastic = self._elastic.get(request_id)
-        if elastic is not None and elastic.squeezable and self.enable_caching:
-            self._publish(elastic)
+        if elastic is not None:
+            self._answers.append(state.counts.num_tokens - state.prompt_tokens)
+            if elastic.squeezable and self.enable_caching:
+                self._publish(elastic)
         self._final_reports[request_id] = state.report()
         for states in (self._eviction_states, self._elastic, self._promising, self._settling):
             states.pop(request_id, None)

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from h2o_vllm.blocks.eviction_state import EvictionState
 
-__all__ = ["AHEAD", "SqueezeCounts", "SqueezeRules", "Victim", "choose_victims"]
+__all__ = ["AHEAD", "ANSWERS", "SqueezeCounts", "SqueezeRules", "Victim", "choose_victims"]
 
 AHEAD = (32, 64, 128, 256, 512, 1024)
-"""Numbers of steps: what elastic requests hold until then has room when another request is admitted. One that
-is preempted after so many steps has cost less than if it had waited all the time."""
+"""Numbers of steps: what elastic requests hold until then has room when another request is admitted; up to as
+many as that one has tokens. If it is preempted later, it computes fewer tokens again than it has gained."""
+
+ANSWERS = 32
+"""No answer is expected to be longer than each of the last so many, once so many have ended."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ This module finds the requests that can be squeezed. :mod:`h2o_vllm.blocks.squee
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,14 @@ from h2o_vllm.blocks.beside import LimitedManager, published_from
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.request_state import RequestState
-from h2o_vllm.blocks.squeeze import AHEAD, SqueezeCounts, SqueezeRules, Victim, choose_victims
+from h2o_vllm.blocks.squeeze import (
+    AHEAD,
+    ANSWERS,
+    SqueezeCounts,
+    SqueezeRules,
+    Victim,
+    choose_victims,
+)
 from h2o_vllm.blocks.unconfirmed import UnconfirmedLoads
 
 if TYPE_CHECKING:
@@ -40,6 +48,8 @@ class SqueezingManager(FullAttentionManager):
         self._beside: tuple[LimitedManager, ...] = ()
         self._squeezes = SqueezeCounts()
         self._counting = False
+        self._answers: deque[int] = deque(maxlen=ANSWERS)
+        """Tokens of the elastic answers that ended last."""
         self.loads = UnconfirmedLoads(self.block_pool)
 
     @abstractmethod
@@ -74,6 +84,11 @@ class SqueezingManager(FullAttentionManager):
         counts, self._squeezes = self._squeezes, SqueezeCounts()
         return counts
 
+    @property
+    def longest_answer(self) -> int | None:
+        """The most tokens that an elastic answer is expected to have; ``None``: what it may have."""
+        return max(self._answers) if len(self._answers) == ANSWERS else None
+
     def _needed_ahead(self, request_id: str, asked: int, held: int) -> int:
         """How many blocks must be free now, so that elastic requests have room for their floors from now on.
 
@@ -92,15 +107,18 @@ class SqueezingManager(FullAttentionManager):
         ]
         if not running:
             return 0
-        own, needed, after = self._eviction_states.get(request_id), 0, 0
+        own, longest = self._eviction_states[request_id], self.longest_answer
         evicts = isinstance(own, EvictionState) and own.evicts and own.schedule.first is None
+        needed = after = 0
         for until in AHEAD:
+            if after >= own.counts.num_tokens:
+                break
             grown = asked
             if isinstance(own, EvictionState):
-                mine = own.floor_blocks(after, until, chunk)
+                mine = own.floor_blocks(after, until, chunk, longest)
                 # As in vLLM, the answer of one that keeps everything is not counted; its end is.
                 grown = asked + mine - held if evicts else asked * (mine > 0)
-            grown += sum(one.floor_blocks(after, until, chunk) - live for one, live in running)
+            grown += sum(one.floor_blocks(after, until, chunk, longest) - live for one, live in running)
             needed, after = max(needed, grown), until
         return needed
 

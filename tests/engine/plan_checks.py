@@ -44,7 +44,7 @@ def check_commuting(evictions: Sequence[Eviction]) -> None:
 
 
 def check_room(scheduler: H2OScheduler, output: SchedulerOutput) -> int:
-    """If a request came in, there is room for the floors of elastic requests, in each of 200 steps ahead.
+    """If one came in, there is room for the floors of elastic requests, for as many steps as it has tokens.
 
     Not checked where tokens do not say how many blocks there are: blocks may have several owners, and other
     layers and drafts take some.
@@ -52,11 +52,11 @@ def check_room(scheduler: H2OScheduler, output: SchedulerOutput) -> int:
     Returns:
         Whether several elastic requests run beside each other, so that this was checked.
     """
-    blocks, admitted = scheduler.blocks, output.scheduled_cached_reqs.resumed_req_ids
+    blocks, longest = scheduler.blocks, scheduler.blocks.longest_answer
+    admitted = {one.req_id for one in output.scheduled_new_reqs}
+    admitted |= output.scheduled_cached_reqs.resumed_req_ids
     drafted = scheduler.vllm_config.speculative_config is not None
-    if not (output.scheduled_new_reqs or admitted) or drafted:
-        return 0
-    if scheduler._beside or blocks.enable_caching:
+    if not admitted or drafted or scheduler._beside or blocks.enable_caching:
         return 0
     crowd, room = [], blocks.block_pool.get_num_free_blocks()
     for request in scheduler.running:
@@ -66,11 +66,11 @@ def check_room(scheduler: H2OScheduler, output: SchedulerOutput) -> int:
             steps = max(0, -(-(known - computed) // scheduler.max_num_scheduled_tokens))
             crowd.append((state, max(known, computed) - steps))
             room += len(blocks.req_to_blocks[request.request_id]) - state.holes
-    for ahead in range(200):
+    for ahead in range(min(scheduler.requests[name].num_tokens for name in admitted)):
         needed = 0
         for state, first in crowd:
             seen = first + ahead
-            if state.schedule.earliest <= seen <= state._last:
+            if state.schedule.earliest <= seen <= state.expected_last(longest):
                 needed += -(-(seen + 1) // state.block_size) - state.schedule.freed(seen, seen)
         assert needed <= room, f"in {ahead} steps floors take {needed} blocks, and there are {room}"
     return len(crowd) > 1

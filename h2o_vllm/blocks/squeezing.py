@@ -118,7 +118,9 @@ class SqueezingManager(FullAttentionManager):
                 mine = own.floor_blocks(after, until, chunk, longest)
                 # As in vLLM, the answer of one that keeps everything is not counted; its end is.
                 grown = asked + mine - held if evicts else asked * (mine > 0)
-            grown += sum(one.floor_blocks(after, until, chunk, longest) - live for one, live in running)
+            grown += sum(
+                one.floor_blocks(after, until, chunk, longest) - live for one, live in running
+            )
             needed, after = max(needed, grown), until
         return needed
 

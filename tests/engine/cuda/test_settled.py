@@ -31,8 +31,15 @@ LINEAGES = {
 
 
 def run(rig: Rig, gpu: FakeGPU) -> None:
+    """To the end; slots know of as many holes as the scheduler, those of hits included."""
+    slots = gpu.runner.req_states.req_id_to_index
     while rig.scheduler.has_unfinished_requests():
         gpu.worker.execute_model(rig.step())
+        for request in rig.scheduler.running:
+            state = rig.blocks.eviction_state(request.request_id)
+            assert state is not None
+            known = gpu.state.policies.holes(np.array([slots[request.request_id]]))
+            assert known == state.holes
 
 
 def plain_model(asked: dict[str, Any], prompt: int, block: int) -> SettlingModel:

@@ -141,13 +141,19 @@ def test_what_arrives_lies_where_it_lay(model_dir: str, tmp_path: Path) -> None:
             assert found == [[place, prompt[place]] for place in places]
 
 
-def test_law06_law07_others_see_nothing_of_it(model_dir: str, tmp_path: Path) -> None:
-    """Neither by the prefix cache nor by the file, whatever the prompt has in common with theirs."""
+@pytest.mark.parametrize("steps", [0, 3])
+def test_law06_law07_others_see_nothing_of_it(model_dir: str, tmp_path: Path, steps: int) -> None:
+    """Neither by the prefix cache nor by the file, whatever the prompt has in common with theirs.
+
+    Neither in the step in which it arrives nor behind its eviction.
+    """
     prompt = prompt_of(150)
     asked = {"kv_budget": 0.3, "kv_policy": "key", "kv_protect": 20}
     prefilled(model_dir, tmp_path, (prompt, asked))
     decode = side_of(model_dir, tmp_path, "kv_consumer")
     decode.add("kept", prompt, asked, max_tokens=30)
+    for _ in range(steps):
+        decode.step()
     decode.add("all", prompt, max_tokens=30)
     decode.add("traced", prompt, {**asked, "kv_evict_from": 1}, max_tokens=30)
     decode.run()

@@ -103,15 +103,17 @@ def test_law08_no_value_in_a_file_reaches_a_kernel_unchecked(
     model_dir: str, tmp_path: Path
 ) -> None:
     """Files that change between the look and the load; nothing is written then."""
-    shared = {**ASKED, "kv_heads": "shared"}
+    shared = {**ASKED, "kv_heads": "shared", "kv_budget": 0.8}
     (one,) = prefilled(model_dir, tmp_path, (prompt_of(150), shared)).handed_over
     file, state = Path(one.file), side_of(model_dir, tmp_path, "kv_consumer").state
     tensors = safetensors.torch.load(file.read_bytes())
+    assert tensors["owners"].shape[1] > 1, "the head has no other lane"
     logits = torch.zeros(one.shapes["logits"])
     nan, inf = float("nan"), float("inf")
     bad: list[dict[str, torch.Tensor]] = [
-        {"owners": tensors["owners"] + 1}, {"owners": tensors["owners"] - 1},
-        {"owners": tensors["owners"].long()}, {"kv": tensors["kv"].half()},
+        *({"owners": tensors["owners"].index_fill(1, torch.tensor(0), of)} for of in (-1, 1)),
+        {"owners": tensors["owners"] + 1}, {"owners": tensors["owners"].long()},
+        {"kv": tensors["kv"].half()},
         {"kv": tensors["kv"] * nan}, {"scores": tensors["scores"] * nan},
         {"kv": tensors["kv"] + inf}, {"scores": tensors["scores"] - inf},
         {"logits": tensors["logits"] + inf},

@@ -183,11 +183,9 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         """Metadata of a dummy batch, for the variant that is being captured."""
         common, state = common_attn_metadata, self._state
         variant = None if state is None else state.step_variant.capturing
-        if state is not None:
-            # vLLM also calls this for a dummy batch between two steps, and replays a graph for it. The graph
-            # of the last step would attend and score that step's rows again.
-            state.step_variant.current = variant or Variant.STOCK
         if state is None or variant is None or variant is Variant.STOCK:
+            # Calls `build`. vLLM also asks for a dummy batch between two steps, and replays a graph for it.
+            # The graph of the last step would attend and score that step's rows again.
             return super().build_for_cudagraph_capture(common)
         # No row evicts, and none is ours: kernels that run during the capture change no KV and no score.
         self._drop_holes(

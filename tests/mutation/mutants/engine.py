@@ -252,8 +252,8 @@ MUTANTS = (
     ),
     Mutant(
         "engine-cuda-dummies-replay-the-last-graph",
-        "state.step_variant.current = variant or Variant.STOCK",
-        "pass",
+        "self.step_variant.current = variant_of(",
+        "self.step_variant.current = self.step_variant.current if rows is None else variant_of(",
         CUDA,
     ),
     Mutant(

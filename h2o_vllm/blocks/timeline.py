@@ -110,7 +110,7 @@ class Timeline(RequestState):
         return indices
 
     def upcoming(self, computed: int, steps: int) -> tuple[range, int, int] | None:
-        """What the first eviction will rank, if it is due soon and ranks tokens of the prompt alone.
+        """What the first eviction will rank, if it is due soon, moves tokens, and ranks the prompt's alone.
 
         Changes nothing. Drafts may be computed again, and bounded prompts evict little at a time.
 
@@ -128,10 +128,10 @@ class Timeline(RequestState):
         num_doomed = self.schedule.freed(int(due), self._evict_from)
         if self.schedule.first is not None or num_doomed <= 0:
             return None
-        fresh = self._split(int(due), num_doomed).fresh
-        if fresh.stop * self.block_size > self.prompt_tokens:
+        split = self._split(int(due), num_doomed)
+        if not split.heavy or split.fresh.stop * self.block_size > self.prompt_tokens:
             return None
-        return fresh, int(computed - begin) + 1, int(due - begin)
+        return split.fresh, int(computed - begin) + 1, int(due - begin)
 
     def at_end(self) -> EvictionIndices:
         """What :meth:`evict` chooses right behind the prompt, if the schedule says so. Changes nothing."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from h2o_vllm.blocks.plan import Eviction, Upcoming
+    from h2o_vllm.blocks.plan import Eviction
 
 __all__ = ["EvictionTimer", "eviction_seconds"]
 
@@ -41,8 +41,8 @@ class EvictionTimer:
         self._seconds: Callable[[], float | None] | None = None
 
     @contextmanager
-    def measure(self, evictions: Sequence[Eviction | Upcoming]) -> Iterator[None]:
-        """Time the block, unless the step evicts nothing and prepares nothing."""
+    def measure(self, evictions: Sequence[Eviction]) -> Iterator[None]:
+        """Time the block, unless the step evicts nothing."""
         if not evictions:
             yield
             return

@@ -261,10 +261,12 @@ def test_the_report_counts_protected_and_cached_tokens() -> None:
         ({"kv_budget": 0.2, "kv_delay": 16}, 16),
         ({"kv_budget": 0.2, "kv_delay": 40, "kv_protect": 33}, 16),
         ({"kv_budget": 0.5, "kv_delay": 5}, 5),
-        # Right behind the prompt; of tokens of the answer as well; nobody knows when; within the prompt.
+        # Not: right behind the prompt; of tokens of the answer as well; without a block to move tokens to; of
+        # an elastic request; within the prompt.
         ({"kv_budget": 0.2}, 0),
         ({"kv_budget": 0.2, "kv_delay": 200}, 0),
         ({"kv_budget": 0.2, "kv_recent": 0.0, "kv_delay": 20}, 0),
+        ({"kv_budget": 0.2, "kv_recent": 1.0, "kv_delay": 24}, 0),
         ({"kv_budget": 0.2, "kv_elastic": True, "kv_delay": 16}, 0),
         ({"kv_budget": 0.2, "kv_prefill_tokens": 128, "kv_delay": 16}, 0),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from h2o_vllm.kernels import cpu as kernels
@@ -149,7 +150,11 @@ class Ahead:
             if found.nbytes + sum(other.nbytes for other in self._found.values()) > self._most:
                 return
             self._found[one.request_id] = found
-        found.advance(found.count * one.step // one.steps)
+        until = found.count * one.step // one.steps
+        if one.step < one.steps:
+            # Threads share the heads of some layers: fewer layers would leave some without work.
+            until -= until % -(-torch.get_num_threads() // found.pages.shape[1])
+        found.advance(until)
 
     def take(self, eviction: Eviction) -> Measures | None:
         """What was computed for this eviction, which needs it no more; ``None``: nothing."""

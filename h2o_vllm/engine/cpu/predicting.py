@@ -31,7 +31,7 @@ def predicted(
         kv_caches: L tensors [N, KH, BS, 2 * D].
         blocks: ids of n blocks in which all heads have the same tokens.
         add_ranks: adds up a tensor of each rank, in place; needed if a part is not all.
-        layers: of which ones.
+        layers: of which ones; what is found of a layer depends on it alone.
     """
     rotary, interleaved = part.rotation
     where = torch.tensor(blocks, dtype=torch.int32)
@@ -40,5 +40,8 @@ def predicted(
         return kernels.predict(*given, interleaved=interleaved)
     assert add_ranks is not None
     sums = kernels.predict(*given, interleaved=interleaved, sums_alone=True)
-    add_ranks(sums)
+    for one in sums:
+        # In which order ranks are added depends on a number's place in the tensor: by layer, it is the same
+        # however many layers are asked for.
+        add_ranks(one)
     return attention_of(sums[:, part.first : part.first + kv_caches[0].shape[1]])

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["CPUState"]
 
 _AHEAD_BYTES = 16 << 20
-"""What is known ahead of evictions may take so much, or an eighth of the pool."""
+"""What is known ahead of evictions may take so much, or 1/32 of the pool, beside it."""
 
 _NEVER_EVICTS = (NEVER, NEVER)
 """First scored and first late query of a request that never evicts."""
@@ -84,7 +84,7 @@ class CPUState(WorkerState):
         layers, _, heads, _ = self.scores.shape
         self.lanes = LaneStore(layers, heads)
         self.views = Views(self.scores.shape)
-        self.ahead = Ahead(max(_AHEAD_BYTES, sum(kv.nbytes for kv in self.kv_caches) // 8))
+        self.ahead = Ahead(max(_AHEAD_BYTES, sum(kv.nbytes for kv in self.kv_caches) // 32))
 
     def warm_up(self, num_heads: int) -> None:
         """Run every kernel once on scratch memory.

@@ -162,13 +162,13 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         if state.recorder is not None:
             state.recorder.release(left)
             state.recorder.start(plan.policies)
-        with self._timer.measure((*plan.evictions, *plan.upcoming)):
+        with self._timer.measure(plan.evictions):
             state.compact(plan.evictions)
             for eviction in plan.evictions:
                 # A segment also settles if its request is preempted in the same step; others may find it.
                 if eviction.request_id not in left:
                     self._write_table(state, eviction)
-            state.look_ahead(plan.upcoming)
+        state.look_ahead(plan.upcoming)
         lost = [block for one in plan.transfers.loads for block in self._load(state, one)]
         state.in_step = True
         drafted = scheduler_output.scheduled_spec_decode_tokens

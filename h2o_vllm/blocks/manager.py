@@ -146,8 +146,7 @@ class H2OBlockManager(SqueezingManager):
 
         vLLM calls this right before it counts the free blocks, and allocates if there are enough. To admit a
         request, it calls this for all known tokens at once. Then the result is the most blocks that these
-        tokens ever hold at once, plus the blocks that running bounded prompts have not taken yet; or more
-        than are free, if running elastic requests would lack room for their floors.
+        tokens ever hold at once, plus the blocks that running bounded prompts have not taken yet.
         """
         held = num_tokens
         if options.get("apply_admission_cap"):
@@ -163,9 +162,6 @@ class H2OBlockManager(SqueezingManager):
         if self._counting:
             return asked
         if options.get("apply_admission_cap"):
-            ahead = self._needed_ahead(request_id, asked, -(-held // self.block_size))
-            if ahead > self.block_pool.get_num_free_blocks():
-                return ahead
             asked += self._promised_blocks(request_id)
         short = self._settle_due(request_id)
         asked += short
@@ -345,10 +341,8 @@ class H2OBlockManager(SqueezingManager):
         if state is None:
             return
         elastic = self._elastic.get(request_id)
-        if elastic is not None:
-            self._answers.append(state.counts.num_tokens - state.prompt_tokens)
-            if elastic.squeezable and self.enable_caching:
-                self._publish(elastic)
+        if elastic is not None and elastic.squeezable and self.enable_caching:
+            self._publish(elastic)
         self._final_reports[request_id] = state.report()
         for states in (self._eviction_states, self._elastic, self._promising, self._settling):
             states.pop(request_id, None)

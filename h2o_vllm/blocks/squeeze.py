@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from h2o_vllm.blocks.eviction_state import EvictionState
 
-__all__ = ["AHEAD", "ANSWERS", "SqueezeCounts", "SqueezeRules", "Victim", "choose_victims"]
-
-AHEAD = (32, 64, 128, 256, 512, 1024)
-"""Numbers of steps: what elastic requests hold until then has room when another request is admitted; up to as
-many as that one has tokens. If it is preempted later, it computes fewer tokens again than it has gained."""
-
-ANSWERS = 32
-"""No answer is expected to be longer than each of the last so many, once so many have ended."""
+__all__ = ["SqueezeCounts", "SqueezeRules", "Victim", "choose_victims"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +20,12 @@ class SqueezeRules:
     Attributes:
         to_admit: also to admit a waiting prompt; else only to avoid the preemption of a running request.
         watermark_blocks: blocks that vLLM keeps free beyond those that it allocates to a waiting prompt.
-        step_tokens: the most tokens that a step computes.
         by_priority: whether vLLM schedules by priority. If so, a request is never squeezed for a less
             important one, as vLLM never preempts it for one. If not, priorities are ignored.
     """
 
     to_admit: bool = True
     watermark_blocks: int = 0
-    step_tokens: int = 1 << 20
     by_priority: bool = False
 
 

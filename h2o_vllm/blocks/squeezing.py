@@ -7,7 +7,6 @@ This module finds the requests that can be squeezed. :mod:`h2o_vllm.blocks.squee
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,7 @@ from h2o_vllm.blocks.beside import LimitedManager, published_from
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.request_state import RequestState
-from h2o_vllm.blocks.squeeze import (
-    AHEAD,
-    ANSWERS,
-    SqueezeCounts,
-    SqueezeRules,
-    Victim,
-    choose_victims,
-)
+from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
 from h2o_vllm.blocks.unconfirmed import UnconfirmedLoads
 
 if TYPE_CHECKING:
@@ -48,8 +40,6 @@ class SqueezingManager(FullAttentionManager):
         self._beside: tuple[LimitedManager, ...] = ()
         self._squeezes = SqueezeCounts()
         self._counting = False
-        self._answers: deque[int] = deque(maxlen=ANSWERS)
-        """Tokens of the elastic answers that ended last."""
         self.loads = UnconfirmedLoads(self.block_pool)
 
     @abstractmethod
@@ -83,46 +73,6 @@ class SqueezingManager(FullAttentionManager):
         """Return the counts of squeezes since the last call, and reset them."""
         counts, self._squeezes = self._squeezes, SqueezeCounts()
         return counts
-
-    @property
-    def longest_answer(self) -> int | None:
-        """The most tokens that an elastic answer is expected to have; ``None``: what it may have."""
-        return max(self._answers) if len(self._answers) == ANSWERS else None
-
-    def _needed_ahead(self, request_id: str, asked: int, held: int) -> int:
-        """How many blocks must be free now, so that elastic requests have room for their floors from now on.
-
-        Running ones grow while the request runs beside them, and give back no more than exceeds their floors.
-        Without that room the request that was admitted last would be preempted, and computed again.
-
-        Args:
-            asked: blocks that ``request_id`` takes to be admitted.
-            held: blocks that it then holds; other requests hold some of them as well.
-        """
-        tables, chunk = self.req_to_blocks.items(), self._rules.step_tokens
-        running = [
-            (state, len(table) - state.holes)
-            for other, table in tables
-            if other != request_id and table and (state := self._elastic.get(other)) is not None
-        ]
-        if not running:
-            return 0
-        own, longest = self._eviction_states[request_id], self.longest_answer
-        evicts = isinstance(own, EvictionState) and own.evicts and own.schedule.first is None
-        needed = after = 0
-        for until in AHEAD:
-            if after >= own.counts.num_tokens:
-                break
-            grown = asked
-            if isinstance(own, EvictionState):
-                mine = own.floor_blocks(after, until, chunk, longest)
-                # As in vLLM, the answer of one that keeps everything is not counted; its end is.
-                grown = asked + mine - held if evicts else asked * (mine > 0)
-            grown += sum(
-                one.floor_blocks(after, until, chunk, longest) - live for one, live in running
-            )
-            needed, after = max(needed, grown), until
-        return needed
 
     def _squeeze_for(
         self, request_id: str, hits: Sequence[KVCacheBlock], needed: int, *, admitting: bool

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from h2o_vllm.blocks.budget import budget_tokens
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.schedule import EvictionSchedule
@@ -210,42 +209,6 @@ class Timeline(RequestState):
         if not self.evicts or self._evict_from is None:
             return total
         return self.schedule.peak_tokens(total, self._evict_from)
-
-    def expected_last(self, longest: int | None) -> int:
-        """The last token's position, if no answer is longer than ``longest`` tokens.
-
-        ``None``, or if it is longer: the last one that it may have.
-        """
-        expected = self._last if longest is None else self.prompt_tokens + longest
-        return self._last if expected < self.counts.num_tokens else min(self._last, expected)
-
-    def floor_blocks(
-        self, after: int, until: int, step_tokens: int, longest: int | None = None
-    ) -> int:
-        """The most blocks held ``after`` to ``until`` steps from now, if it is squeezed as soon as it can be.
-
-        For requests without a bound on their prompt. Two requests that hold one block count it twice.
-
-        Args:
-            step_tokens: the most tokens of a prompt, or of an answer computed again, that a step computes.
-            longest: see :meth:`expected_last`.
-        """
-        counts, size, last = self.counts, self.block_size, self.expected_last(longest)
-        known = counts.num_tokens - 1
-        start = max(counts.num_computed_tokens, known)
-        # Behind these steps it computes a token per step.
-        steps = -(-(start - counts.num_computed_tokens) // step_tokens)
-        if start + after - steps > last + 1:
-            return 0
-        seen = min(start + max(0, until - steps), last)
-        held = min(seen + 1, budget_tokens(self.budget, seen) + size)
-        begin = self._evict_from
-        if begin is None:
-            begin = max(self.schedule.earliest, known)
-        wait = steps + max(0, begin - start)
-        if wait and wait >= after:
-            held = max(held, min(begin, seen + 1))
-        return -(-held // size)
 
     def release(self) -> None:
         """Reset the state: the request was preempted or has finished, and holds no block."""

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.blocks.squeeze import AHEAD, Victim, choose_victims
+from h2o_vllm.blocks.squeeze import Victim, choose_victims
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from tests.blocks.test_eviction_state import Counts, make_state
@@ -186,51 +184,3 @@ def test_a_policy_without_scores_is_stock_until_it_is_squeezed(policy: str) -> N
     behind = untouched if keyed else 48
     assert one.readable_tokens(700) == {"window": 592}.get(policy, behind)
     assert one.publishable_tokens(500) == {"window": 500}.get(policy, behind)
-
-
-def held_by_step(state: EvictionState, step_tokens: int) -> list[int]:
-    """Blocks held in each step from now on, if it is squeezed as soon as it can be."""
-    counts, held = state.counts, []
-    assert isinstance(counts, Counts)
-    while counts.num_computed_tokens <= state._last:
-        computed = counts.num_computed_tokens
-        if state.excess(computed) is not None:
-            state.squeeze(computed)
-        state.evict(computed)
-        following = min(computed + step_tokens, max(counts.num_tokens, computed + 1))
-        held.append(-(-following // 16) - state.holes)
-        counts.num_computed_tokens = following
-        counts.num_tokens = max(counts.num_tokens, following + 1)
-    return held
-
-
-@pytest.mark.parametrize("computed", [0, 64, 399, 400, 410, 430, 590])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"kv_budget": 0.2},
-        {"kv_budget": 0.3, "kv_delay": 16},
-        {"kv_budget": 0.1, "kv_delay": 40, "kv_protect": 50},
-        {"kv_budget_tokens": 90, "kv_policy": "window"},
-    ],
-    ids=str,
-)
-def test_floors_ahead_are_what_is_held_if_it_is_squeezed_at_once(
-    asked: dict[str, object], computed: int
-) -> None:
-    """Counted step by step; not more than a block, and two steps, off. All of a prompt counts at once."""
-
-    def made() -> EvictionState:
-        state = make_state(400, max_tokens=200, kv_elastic=True, **asked)
-        assert isinstance(state.counts, Counts)
-        known = 400 if computed < 400 else computed + 1
-        state.counts.num_computed_tokens, state.counts.num_tokens = computed, known
-        return state
-
-    one, held = made(), held_by_step(made(), 64)
-    assert len(held) < 220 < max(AHEAD)
-    for after, until in itertools.pairwise((0, *range(2, 230, 3), max(AHEAD))):
-        bound = one.floor_blocks(after, until, 64)
-        assert bound >= max(held[after:until], default=0)
-        about = slice(max(0, after - 2), until + (2 if computed >= 400 else 9))
-        assert bound <= max(held[about], default=0) + 1

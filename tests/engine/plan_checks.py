@@ -11,10 +11,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from h2o_vllm.blocks.plan import Eviction, StepPlan, Upcoming
-from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.policy.policy import Policy
 
-__all__ = ["check_commuting", "check_known", "check_room", "check_table", "check_upcoming"]
+__all__ = ["check_commuting", "check_known", "check_table", "check_upcoming"]
 
 
 def check_known(output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
@@ -41,39 +40,6 @@ def check_commuting(evictions: Sequence[Eviction]) -> None:
         if shared:
             assert not Policy.of(one.ranks).needs_scores, "others may rescore what is ranked"
             assert shared <= {*one.fresh_blocks}, "others hold what an eviction has written"
-
-
-def check_room(scheduler: H2OScheduler, output: SchedulerOutput) -> int:
-    """If one came in, there is room for the floors of elastic requests, for as many steps as it has tokens.
-
-    Not checked where tokens do not say how many blocks there are: blocks may have several owners, and other
-    layers and drafts take some.
-
-    Returns:
-        Whether several elastic requests run beside each other, so that this was checked.
-    """
-    blocks, longest = scheduler.blocks, scheduler.blocks.longest_answer
-    admitted = {one.req_id for one in output.scheduled_new_reqs}
-    admitted |= output.scheduled_cached_reqs.resumed_req_ids
-    drafted = scheduler.vllm_config.speculative_config is not None
-    if not admitted or drafted or scheduler._beside or blocks.enable_caching:
-        return 0
-    crowd, room = [], blocks.block_pool.get_num_free_blocks()
-    for request in scheduler.running:
-        state = blocks._elastic.get(request.request_id)
-        if state is not None:
-            known, computed = request.num_tokens - 1, request.num_computed_tokens
-            steps = max(0, -(-(known - computed) // scheduler.max_num_scheduled_tokens))
-            crowd.append((state, max(known, computed) - steps))
-            room += len(blocks.req_to_blocks[request.request_id]) - state.holes
-    for ahead in range(min(scheduler.requests[name].num_tokens for name in admitted)):
-        needed = 0
-        for state, first in crowd:
-            seen = first + ahead
-            if state.schedule.earliest <= seen <= state.expected_last(longest):
-                needed += -(-(seen + 1) // state.block_size) - state.schedule.freed(seen, seen)
-        assert needed <= room, f"in {ahead} steps floors take {needed} blocks, and there are {room}"
-    return len(crowd) > 1
 
 
 def check_table(

@@ -90,23 +90,6 @@ def test_waiting_prompts_squeeze_or_queue(model_dir: str, admission: str) -> Non
     assert second == 200 if admission == "squeeze" else second > 200
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_a_crowd_leaves_room_for_the_floors_of_those_that_run(
-    model_dir: str, pipelined: bool
-) -> None:
-    """Else floors grow with the answers until the youngest is preempted, and computed again."""
-    rig = Rig(model_dir, 50, max_num_batched_tokens=512, pipelined=pipelined, kv_min_tokens=16)
-    for number in range(16):
-        rig.add(f"{number}", other(number, 150 + 4 * number), ELASTIC, max_tokens=150)
-    together = []
-    while rig.scheduler.has_unfinished_requests():
-        rig.step()
-        together.append(len(rig.scheduler.running))
-    assert rig.preemptions == 0
-    # Of 49 blocks an answer needs 5 at its end.
-    assert max(together) >= 9
-
-
 def test_nobody_is_squeezed_in_vain(model_dir: str) -> None:
     """A prompt for which all victims together have too little waits, and they keep what they have."""
     rig = Rig(model_dir, 40, max_num_batched_tokens=1024, kv_min_tokens=16)

@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from tests.engine.traffic import Traffic
-from tests.engine.traffic_fields import RIGS
 
 
 def test_any_order_of_events_keeps_the_laws(
@@ -61,36 +59,6 @@ def test_any_order_of_events_keeps_the_laws(
     assert Traffic.bounded > 20
     assert Traffic.drafted > 1000 and Traffic.accepted > 500
     assert Traffic.exact > 10
-
-
-class Crowds(Traffic):
-    """Where tokens say how many blocks there are: see :func:`tests.engine.plan_checks.check_room`."""
-
-    @initialize(
-        **RIGS | {name: st.just(False) for name in ("caching", "ahead", "exact")}
-        | {"drafts": st.just(0), "beside": st.just(())}
-    )  # fmt: skip
-    def start(self, **options: Any) -> None:
-        """As the base class."""
-        super().start(**options)
-
-
-def test_whoever_comes_in_leaves_room_for_the_floors_of_elastic_requests(
-    model_dir: str, long: bool
-) -> None:
-    Crowds.model_dir, before = model_dir, Traffic.rooms
-    run_state_machine_as_test(
-        Crowds,
-        settings=settings(
-            max_examples=500 if long else 20,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=not long,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    print(f"{Traffic.rooms - before} admissions beside elastic requests")
-    assert Traffic.rooms - before > 20
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:

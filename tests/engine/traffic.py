@@ -38,13 +38,13 @@ class Traffic(RuleBasedStateMachine):
 
     model_dir: str
     steps = evictions = preemptions = both = pinned_hits = 0
-    squeezes = crowds = rooms = bounded = doomed_hits = meetings = drafted = accepted = exact = 0
+    squeezes = crowds = bounded = doomed_hits = meetings = drafted = accepted = exact = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
     ``doomed_hits``: behind it, what they will free; ``meetings``: pairs of one step that free the same;
-    ``crowds``: of four or five elastic requests; ``rooms``: :attr:`.Rig.rooms`; ``bounded``: times that a
-    request was seen in a prompt from which it had evicted; ``exact``: the same of exact ones that run;
-    ``both``: preempted in the step that had already evicted from it, which chance hardly brings about:
-    ``test_laws_blocks.py`` has a script for it."""
+    ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
+    which it had evicted; ``exact``: the same of exact ones that run; ``both``: preempted in the
+    step that had already evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has a
+    script for it."""
     live = RequestIds("live")
 
     def __init__(self) -> None:
@@ -327,7 +327,6 @@ class Traffic(RuleBasedStateMachine):
         Traffic.drafted += self.rig.drafted
         Traffic.accepted += self.rig.accepted
         Traffic.both += self.rig.both
-        Traffic.rooms += self.rig.rooms
         assert not self.rig.blocks._eviction_states
         self.rig.scheduler.reset_prefix_cache()
         self.rig.blocks.check_integrity(idle=True)

@@ -75,7 +75,6 @@ class H2OScheduler(LimitingScheduler):
             SqueezeRules(
                 to_admit=self.h2o_config.kv_elastic_admission == "squeeze",
                 watermark_blocks=self.kv_cache_manager.watermark_blocks,
-                step_tokens=self.max_num_scheduled_tokens,
                 by_priority=self.policy == SchedulingPolicy.PRIORITY,
             ),
             beside=self._bound_beside(),

@@ -33,18 +33,6 @@ MUTANTS = (
         PREFILL[1:],
     ),
     Mutant(
-        "blocks-admission-forgets-floors-that-grow",
-        "if ahead > self.block_pool.get_num_free_blocks():",
-        "if False:",
-        ELASTIC[1:],
-    ),
-    Mutant(
-        "blocks-floors-of-those-that-cannot-be-squeezed-yet",
-        "held = max(held, min(begin, seen + 1))",
-        "pass",
-        ELASTIC[:1],
-    ),
-    Mutant(
         "law05-a-victim-is-squeezed-twice",
         "if not self.squeezable or not self._is_squeezable_at(computed):",
         "if not self.evicts or not self._is_squeezable_at(computed):",

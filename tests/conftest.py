@@ -20,7 +20,7 @@ from hypothesis import settings
 # compiles the function that ranks them: 25 s that show nothing of ours. Tests of compiling unset it.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
-# Servers of tests are on this machine: nobody asks a proxy for them. Some read one name, some the other.
+# Servers of tests are on this machine: clients reach them without a proxy. Both names are in use.
 _asked_directly = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{_asked_directly},127.0.0.1,localhost"
 

@@ -24,7 +24,7 @@ from tests.mutation.mutants import MUTANTS
 ROOT = Path(__file__).parents[2]
 TIERS = {
     "fast": ["--fast", "--no-shrink"],
-    # Long tests are of no tier, but whoever names a file gets them.
+    # Long tests are of no tier, but pytest runs them where their file is named.
     "full": ["--full", "--no-shrink", "-m", "not long"],
     "plain": [],
 }

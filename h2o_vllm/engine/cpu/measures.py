@@ -71,6 +71,10 @@ class Measures:
         known = [self._places.get(rank.name) for rank in self.policy.ranks]
         return kernels.merge_ranks(*scores, known_places=known)
 
+    def fits(self, blocks: Sequence[int], ranks: Sequence[int]) -> bool:
+        """Whether these are the measures of an eviction that ranks these blocks by these ranks."""
+        return (self.blocks, self.ranks) == (blocks, ranks)
+
     @property
     def count(self) -> int:
         """Of all layers."""
@@ -144,7 +148,7 @@ class Ahead:
             begin: measures of its tokens, of which nothing is computed.
         """
         found = self._found.get(one.request_id)
-        if found is None or found.blocks != one.blocks or found.ranks != one.ranks:
+        if found is None or not found.fits(one.blocks, one.ranks):
             self.drop([one.request_id])
             found = begin()
             if found.nbytes + sum(other.nbytes for other in self._found.values()) > self._most:
@@ -159,9 +163,8 @@ class Ahead:
     def take(self, eviction: Eviction) -> Measures | None:
         """What was computed for this eviction, which needs it no more; ``None``: nothing."""
         found = self._found.pop(eviction.request_id, None)
-        if found is None or (found.blocks, found.ranks) != (eviction.fresh_blocks, eviction.ranks):
-            return None
-        return found
+        fits = found is not None and found.fits(eviction.fresh_blocks, eviction.ranks)
+        return found if fits else None
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are fine."""

@@ -82,7 +82,7 @@ def test_law04_and_law05_turns_and_readers_attend_to_what_they_keep_alone(
             assert all(cached[f"one+{name}-next"] > 160 for name in LINEAGES)
             assert cached["one+branch"] > 160
             assert [one for one in rig.evictions if one.places and not one.moves], (
-                "nobody found any"
+                "no request found a segment"
             )
         turns = {f"one+{name}": (asked, PROMPT) for name, asked in LINEAGES.items()}
         turns |= {f"{name}-next": (asked, len(history) + 20) for name, (asked, _) in turns.items()}
@@ -102,7 +102,7 @@ def test_law04_and_law05_turns_and_readers_attend_to_what_they_keep_alone(
 def test_a_segment_settles_although_its_request_is_preempted_in_the_same_step(
     model_dir: str,
 ) -> None:
-    """Whoever finds it reads its best tokens; the slot that is left has no holes."""
+    """A request that finds it reads its best tokens; the slot that is left has no holes."""
     options: dict[str, Any] = {"policy": "priority", "kv_min_tokens": FLOOR}
     with fake_gpu(model_dir, 200, max_num_batched_tokens=64, **options) as (rig, gpu):
         low = rig.add("one+low", [5] * 170, BY_KEY, max_tokens=NEW, priority=1)

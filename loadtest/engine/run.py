@@ -189,18 +189,37 @@ def ask(engine: LLMEngine, name: str, chat: Chat, workload: Workload, output_tok
     engine.add_request(name, {"prompt_token_ids": chat.prompt}, params)
 
 
+def full_step(engine: LLMEngine, words: list[int]) -> list[list[int]]:
+    """Prompts that fill a step: no other prompt is computed in it, before the clock starts."""
+    config = engine.vllm_config
+    pool = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
+    left = min(config.scheduler_config.max_num_batched_tokens, pool // 2)
+    prompts: list[list[int]] = []
+    while left > 0:
+        tokens = min(left, config.model_config.max_model_len - 1)
+        # Backwards, and each begins elsewhere: nothing is in the prefix cache.
+        source = itertools.islice(itertools.cycle(words[::-1]), len(prompts), len(prompts) + tokens)
+        prompts.append(list(source))
+        left -= tokens
+    return prompts
+
+
 def serve(
     engine: LLMEngine, chats: list[Chat], workload: Workload, output_tokens: int
 ) -> dict[str, Any]:
     """All requests at once, to the end of their chats; a turn begins when the answer before has ended."""
-    # Keeps the engine busy until all requests are there. Else the first batches, and with them the rounding
-    # of bfloat16, would depend on when each request arrives.
-    first = SamplingParams(max_tokens=1)
-    engine.add_request("first", {"prompt_token_ids": chats[0].prompt[::-1][:1024]}, first)
+    # Keep the engine busy until all requests are there. Else the first batches, and with them the rounding of
+    # bfloat16, would depend on when each request arrives.
+    fillers = full_step(engine, chats[0].prompt)
+    for number, words in enumerate(fillers):
+        engine.add_request(
+            f"first-{number}", {"prompt_token_ids": words}, SamplingParams(max_tokens=1)
+        )
     for number, chat in enumerate(chats):
         ask(engine, f"{number}-0", chat, workload, output_tokens)
-    while not any(output.finished for output in engine.step()):
-        pass
+    waiting = len(fillers)
+    while waiting:
+        waiting -= sum(output.finished for output in engine.step())
     Recorder.steps.clear()
     started = time.perf_counter()
     asked = {f"{number}-0": started for number in range(len(chats))}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from loadtest.engine.bench import main
-from loadtest.engine.run import Recorder, serve
+from loadtest.engine.run import Recorder, full_step, serve
 from loadtest.engine.workloads import Chat, Workload
 
 NAMES = ["elastic-4", "chats", "answers"]
@@ -23,7 +23,12 @@ class Echo:
     Of several answers each comes in an output of its own, as vLLM has them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool_blocks: int = 100, step_tokens: int = 100) -> None:
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=pool_blocks, block_size=4),
+            model_config=SimpleNamespace(max_model_len=100),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=step_tokens),
+        )
         self.running: dict[str, list[Any]] = {}
         self.prompts: list[list[int]] = []
 
@@ -66,8 +71,18 @@ def test_all_answers_count_and_a_turn_goes_on_from_the_one_before(
     engine = Echo()
     talk = Workload("chats", "", 1, 8, 3, (None,), turns=2)
     found = serve(engine, [Chat([1, 2, 3], [[7, 8]], [], None)], talk, 3)
-    assert engine.prompts[1:] == [[1, 2, 3], [1, 2, 3, 0, 1, 2, 7, 8]]
+    assert engine.prompts[2:] == [[1, 2, 3], [1, 2, 3, 0, 1, 2, 7, 8]]
     assert found["tok_per_s"] * found["wall_s"] == pytest.approx(6)
+
+
+def test_the_clock_starts_behind_a_step_that_had_no_room_for_others() -> None:
+    engine: Any = Echo(step_tokens=250)
+    # The pool's half would hold 200 tokens, a prompt at most 99.
+    assert [len(prompt) for prompt in full_step(engine, [1, 2, 3])] == [99, 99, 2]
+    engine = Echo(pool_blocks=1000, step_tokens=250)
+    prompts = full_step(engine, [1, 2, 3])
+    assert sum(map(len, prompts)) == 250
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == len(prompts)
 
 
 @pytest.mark.e2e

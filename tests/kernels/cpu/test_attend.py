@@ -202,10 +202,28 @@ def test_attention_alone_equals_the_reference_on_odd_shapes(
     check(batch, out, scores, 0)
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_attention_of_few_queries_equals_the_reference(
+    impl: ModuleType, threads: int, group: int, dtype: torch.dtype
+) -> None:
+    """Those that verify drafts: up to 8, 16, 32 rows and more, at the borders of blocks and of runs of keys."""
+    lengths, queries = [2100, 1024, 1027, 40, 5, 33, 3073], [5, 1, 4, 2, 5, 11, 8]
+    batch = make_batch(lengths, queries, group=group, dtype=dtype, strided=True)
+    out, scores = batch.out(), batch.scores.clone()
+    arguments = (batch.query_start_loc, batch.rows, batch.scale, out, 0)
+    impl.attend_prompt(batch.paged(scores), *arguments)
+    check(batch, out, scores, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("spread", [0.0, 30.0])
-def test_attention_alone_survives_flat_and_peaked_softmax(impl: ModuleType, spread: float) -> None:
+def test_attention_alone_survives_flat_and_peaked_softmax(
+    impl: ModuleType, spread: float, dtype: torch.dtype
+) -> None:
     """Peaked: the maximum moves from run to run, by more than float32 can hold as a factor."""
-    batch = make_batch([1500, 600], [200, 600], spread=spread)
+    batch = make_batch([1500, 600, 2100], [200, 600, 4], spread=spread, dtype=dtype)
     out, scores = batch.out(), batch.scores.clone()
     arguments = (batch.query_start_loc, batch.rows, batch.scale, out, 0)
     impl.attend_prompt(batch.paged(scores), *arguments)

@@ -207,6 +207,11 @@ struct Attend {
       write(token, here, task.head, out);
     }
   }
+#ifdef H2O_AMX
+  bool few(const Task& task) const {
+    return call.out && !task.scored && FewRows::fit(call.block, call.size, prompt_queries(task.row) * call.group);
+  }
+#endif
 #ifdef H2O_PAIRED
   bool packs(const Task& task) const {
     return PackedRows<K>::fit(call.block, call.size, call.group) && prompt_queries(task.row) * call.group >= K::FEWEST;
@@ -286,8 +291,9 @@ struct Attend {
     write(token, 1, task.head, out);
   }
 
-  // The same by matrices.
+  // The same by matrices, and prompt_alone() of few queries.
   void decode_by_matrices(const Task& task, float* part) const;
+  void prompt_by_matrices(const Task& task) const;
 
   // Behind e, if there is one.
   float* tail_of(const Task& task, float* part) const {
@@ -365,6 +371,10 @@ struct Attend {
     auto part = [&](const Task& task) {
       const bool joins = task.splits > 1 && (task.scored || !call.prompt);
       float* mine = joins ? joint_data + task.part : nullptr;
+#ifdef H2O_AMX
+      if constexpr (K::matrices)
+        if (call.prompt && few(task)) return prompt_by_matrices(task);
+#endif
 #ifdef H2O_PAIRED
       if constexpr (K::packs)
         if (call.prompt && packs(task)) return prompt_packed(task, mine);
@@ -411,9 +421,10 @@ void Attend<Amx>::decode_by_matrices(const Task& task, float* part) const {
   const int g = call.group, token = call.starts[task.r];
   const Tile<Amx> tile = fetching_tile(task);
   const FewRows rows{tile};
-  const int64_t words = FewRows::ROWS * (call.size + FewRows::padded(tile.span));
+  const int64_t asked = FewRows::padded_rows(g) * call.size;
+  const int64_t words = asked + FewRows::padded_rows(g) * FewRows::padded(tile.span);
   float* e = own.get(words / 2 + g * (tile.span + call.size + 3));
-  uint16_t *q = (uint16_t*)(e + g * tile.span), *prob = q + FewRows::ROWS * call.size;
+  uint16_t *q = (uint16_t*)(e + g * tile.span), *prob = q + asked;
   float* rest = (float*)q + words / 2;
   float *out = part ? tail_of(task, part) : rest, *top = out + g * call.size, *sum = top + g;
   float* inverse = part ? rest : sum + g;
@@ -424,8 +435,37 @@ void Attend<Amx>::decode_by_matrices(const Task& task, float* part) const {
   // A part knows its own keys only; the sink is for the whole row.
   for (int m = 0; m < g; ++m) inverse[m] = 1 / (sum[m] + (part ? 0 : sink(task, m, top[m])));
   rows.probabilities(e, inverse, prob, adds);
+  std::fill_n(out, int64_t(g) * call.size, 0.f);
   rows.values(prob, out);
   if (!part) write(token, 1, task.head, out);
+}
+
+template <>
+void Attend<Amx>::prompt_by_matrices(const Task& task) const {
+  const int n = prompt_queries(task.row), token = call.starts[task.row], rows = n * call.group;
+  const int length = this->length(task), step = std::max(1, DECODE_SPLIT / call.block);
+  const int64_t span = int64_t(step) * call.block, asked = FewRows::padded_rows(rows) * call.size;
+  const int64_t words = asked + FewRows::padded_rows(rows) * FewRows::padded(span);
+  float* e = own.get(words / 2 + rows * (span + call.size + 3));
+  uint16_t *q = (uint16_t*)(e + rows * span), *prob = q + asked;
+  float *out = (float*)q + words / 2, *top = out + rows * call.size, *sum = top + rows, *inverse = sum + rows;
+  queries(token, n, task.head, (float*)q);
+  std::fill_n(out, int64_t(rows) * call.size, 0.f);
+  std::fill_n(top, rows, -INFINITY);
+  std::fill_n(sum, rows, 0.f);
+  const Pages all = pages(task);
+  for (int b = 0, count = int(blocks(task)); b < count; b += step) {
+    const int seen = length - n + 1 - b * call.block, behind = std::max(0, count - b - step);
+    const Tile<Amx> tile{layer, all.from(b), rows, seen, span, int(span), all.from(b + step), behind};
+    const FewRows few{tile};
+    few.logits(q, e, false);
+    tile.exponentials(e, top, sum, out);
+    few.probabilities(e, nullptr, prob, false);
+    few.values(prob, out);
+  }
+  for (int m = 0; m < rows; ++m) inverse[m] = 1 / (sum[m] + sink(task, m, top[m]));
+  multiply(out, rows, inverse);
+  write(token, n, task.head, out);
 }
 #endif
 
@@ -438,7 +478,8 @@ extern "C" void h2o_attend(const Call* call) {
     case 1:
 #ifdef H2O_AMX
       if (amx::available() && (call->prompt ? PackedRows<Amx>::fit(call->block, call->size, call->group)
-                                            : FewRows::fit(call->block, call->size, call->group)))
+                                            : call->group <= FewRows::HALF &&
+                                                  FewRows::fit(call->block, call->size, call->group)))
         Attend<Amx>{*call}.run();
       else
 #endif

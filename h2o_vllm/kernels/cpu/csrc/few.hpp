@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// One query's rows by matrices (amx.hpp): decode steps, where memory should be all there is to wait for.
-// AVX512-BF16 multiplies too slowly for that on the CPUs that have AMX.
+// The rows of few queries by matrices (amx.hpp): decode steps, and the queries that verify drafts, where memory
+// should be all there is to wait for. AVX512-BF16 multiplies too slowly for that on the CPUs that have AMX.
 //
-// A block's words are paired in L1 while the block before it is multiplied. Probabilities are two bfloat16 each,
-// the leading parts in rows 0 to 7 and the remainders in rows 8 to 15 of one matrix, so exactness costs nothing.
+// A block's words are paired in L1 while the block before it is multiplied. Of up to 8 rows probabilities are two
+// bfloat16 each, the leading parts in rows 0 to 7 and the remainders in rows 8 to 15 of one matrix, so exactness
+// costs nothing. Of more rows they are rounded, as those of a prompt are.
 #pragma once
 #include "tile.hpp"
 
@@ -12,20 +13,63 @@ namespace h2o {
 
 class FewRows {
  public:
-  static constexpr int MOST = amx::SIDE / 2;  // query rows
-  static constexpr int ROWS = amx::SIDE;      // rows that are read of what is multiplied
+  static constexpr int HALF = amx::SIDE / 2;  // query rows whose probabilities fit one matrix
+  static constexpr int MOST = 2 * amx::SIDE;  // query rows
 
-  static bool fit(int block, int size, int group) {
-    return block % amx::DEPTH == 0 && size % amx::DEPTH == 0 && group <= MOST;
+  static bool fit(int block, int size, int rows) {
+    return block % amx::DEPTH == 0 && size % amx::DEPTH == 0 && rows <= MOST;
   }
 
   // Words between rows of probabilities, which then do not share cache sets.
   static int64_t padded(int64_t span) { return span + amx::DEPTH; }
+  // Rows that are read of queries and of probabilities, where `rows` count.
+  static int padded_rows(int rows) { return rows <= SIDE ? SIDE : 2 * SIDE; }
 
   const Tile<Amx>& tile;
 
-  // out[m][t] = q[m] . k[t] for all blocks of the tile;  q: [ROWS, D], of which the first tile.rows count.
+  // out[m][t] = q[m] . k[t] for all blocks of the tile;  q: [padded_rows, D], of which the first tile.rows count.
   // scored: whether probabilities() will want the scores.
+  void logits(const uint16_t* q, float* out, bool scored) const {
+    if (tile.rows <= SIDE) logits<1>(q, out, scored);
+    else logits<2>(q, out, scored);
+  }
+
+  // Of exponentials e: to prob, [padded_rows, padded(span)] words, what they are times by[m] (null: 1); their column
+  // sums are added to the scores, if these are wanted.
+  void probabilities(const float* e, const float* by, uint16_t* prob, bool scored) const {
+    const int64_t span = tile.span, words = padded(span);
+    const int whole = (tile.length() + W - 1) / W * W, block = tile.layer.block;
+    for (int i = 0; i < span; i += W) {
+      vf column = {};
+      for (int m = 0; m < tile.rows; ++m) {
+        const vf x = i < whole ? load(e + m * span + i) * (by ? by[m] : 1.f) : (vf){};
+        const vf rest = Amx::put_leading(prob + m * words + i, x);
+        if (tile.rows <= HALF) Amx::put_leading(prob + (HALF + m) * words + i, rest);
+        column += x;
+      }
+      if (!scored || i >= whole) continue;
+      // Zero is added to what lies behind the last token of a vector.
+      float* to = tile.score_page(i / block) + i % block;
+      store(to, load(to) + column);
+    }
+  }
+
+  // out [M, D] += prob . V, columns in the order of column().
+  void values(const uint16_t* prob, float* out) const {
+    const int size = tile.layer.size;
+    int d = 0;
+    if (tile.rows <= SIDE)
+      for (; d + 4 * SIDE <= size; d += 4 * SIDE) columns<4, 1>(prob, d, out);
+    for (; d < size; d += 2 * SIDE) tile.rows <= SIDE ? columns<2, 1>(prob, d, out) : columns<2, 2>(prob, d, out);
+  }
+
+ private:
+  static constexpr int SIDE = amx::SIDE;
+  static constexpr int CHUNK = amx::DEPTH;  // tokens of a matrix
+  static constexpr int FETCH = 4;           // blocks that are fetched before they are needed
+
+  // For M x 16 rows.
+  template <int M>
   void logits(const uint16_t* q, float* out, bool scored) const {
     const int block = tile.layer.block, size = tile.layer.size, chunks = block / CHUNK;
     const int count = (tile.length() + CHUNK - 1) / CHUNK;
@@ -41,57 +85,34 @@ class FewRows {
         fetch(next + int64_t(d + 1) * block);
       }
     };
-    float sums[ROWS][2 * SIDE];
+    float sums[M * SIDE][2 * SIDE];
     pack(0);
     for (int c = 0; c < count; ++c) {
       if (c + 1 < count) pack(c + 1);
       const uint32_t* k = space(c, size);
       amx::zero<0>(), amx::zero<1>();
+      if (M == 2) amx::zero<2>(), amx::zero<3>();
       for (int d = 0; d < size; d += amx::DEPTH) {
         amx::load<4>(q + d, 2 * size);
         amx::load<6>(k + d * SIDE, 8 * SIDE);
         amx::load<7>(k + d * SIDE + SIDE, 8 * SIDE);
         amx::multiply<0, 4, 6>();
         amx::multiply<1, 4, 7>();
+        if (M == 1) continue;
+        amx::load<5>(q + int64_t(SIDE) * size + d, 2 * size);
+        amx::multiply<2, 5, 6>();
+        amx::multiply<3, 5, 7>();
       }
       amx::save<0>(sums[0], sizeof sums[0]);
       amx::save<1>(sums[0] + SIDE, sizeof sums[0]);
+      if (M == 2) {
+        float* more = sums[(M - 1) * SIDE];
+        amx::save<2>(more, sizeof sums[0]), amx::save<3>(more + SIDE, sizeof sums[0]);
+      }
       for (int m = 0; m < tile.rows; ++m)
         Amx::store_in_order(out + m * tile.span + c * CHUNK, _mm512_loadu_si512(sums[m]), _mm512_loadu_si512(sums[m] + SIDE));
     }
   }
-
-  // Of exponentials e: to prob, [ROWS, padded(span)] words, what they are times by[m]; their column sums are
-  // added to the scores, if these are wanted.
-  void probabilities(const float* e, const float* by, uint16_t* prob, bool scored) const {
-    const int64_t span = tile.span, words = padded(span);
-    const int whole = (tile.length() + W - 1) / W * W, block = tile.layer.block;
-    for (int i = 0; i < span; i += W) {
-      vf column = {};
-      for (int m = 0; m < tile.rows; ++m) {
-        const vf x = i < whole ? load(e + m * span + i) * by[m] : (vf){};
-        Amx::put_halves(prob + m * words + i, prob + (MOST + m) * words + i, x);
-        column += x;
-      }
-      if (!scored || i >= whole) continue;
-      // Zero is added to what lies behind the last token of a vector.
-      float* to = tile.score_page(i / block) + i % block;
-      store(to, load(to) + column);
-    }
-  }
-
-  // out [M, D] = prob . V, columns in the order of column().
-  void values(const uint16_t* prob, float* out) const {
-    const int size = tile.layer.size;
-    int d = 0;
-    for (; d + 4 * SIDE <= size; d += 4 * SIDE) columns<4>(prob, d, out);
-    if (d < size) columns<2>(prob, d, out);
-  }
-
- private:
-  static constexpr int SIDE = amx::SIDE;
-  static constexpr int CHUNK = amx::DEPTH;  // tokens of a matrix
-  static constexpr int FETCH = 4;           // blocks that are fetched before they are needed
 
   // Two places by turns, so that no load waits for what has just been written.
   static uint32_t* space(int c, int size) {
@@ -117,8 +138,8 @@ class FewRows {
     return tile.value_page(std::min(next - blocks, blocks - 1));
   }
 
-  // Columns [d, d + 16 N) of the output.
-  template <int N>
+  // Columns [d, d + 16 N) of M x 16 rows of the output;  N M <= 4.
+  template <int N, int M>
   void columns(const uint16_t* prob, int d, float* out) const {
     const int block = tile.layer.block, size = tile.layer.size, length = tile.length(), chunks = block / CHUNK;
     const int count = (length + CHUNK - 1) / CHUNK;
@@ -143,30 +164,40 @@ class FewRows {
           _mm512_storeu_si512(to + (i + 1) * SIDE, pairs[1]);
         }
     };
+    const int64_t words = padded(tile.span);
     amx::zero<0>(), amx::zero<1>();
-    if (N == 4) amx::zero<2>(), amx::zero<3>();
+    if (N * M == 4) amx::zero<2>(), amx::zero<3>();
     pack(0);
     for (int c = 0; c < count; ++c) {
       if (c + 1 < count) pack(c + 1);
       const uint32_t* v = space(c, size);
-      amx::load<4>(prob + int64_t(c) * CHUNK, 2 * padded(tile.span));
-      amx::load<5>(v, 4 * N * SIDE);
-      amx::load<6>(v + SIDE, 4 * N * SIDE);
-      amx::multiply<0, 4, 5>();
-      amx::multiply<1, 4, 6>();
-      if (N == 2) continue;
-      amx::load<7>(v + 2 * SIDE, 4 * N * SIDE);
-      amx::load<5>(v + 3 * SIDE, 4 * N * SIDE);
-      amx::multiply<2, 4, 7>();
-      amx::multiply<3, 4, 5>();
+      const uint16_t* p = prob + int64_t(c) * CHUNK;
+      auto load_columns = [&](int i) {
+        amx::load<6>(v + i * SIDE, 4 * N * SIDE);
+        amx::load<7>(v + (i + 1) * SIDE, 4 * N * SIDE);
+      };
+      load_columns(0);
+      amx::load<4>(p, 2 * words);
+      amx::multiply<0, 4, 6>();
+      amx::multiply<1, 4, 7>();
+      if (N * M == 2) continue;
+      if (N == 4) load_columns(2);
+      if (M == 2) amx::load<4>(p + SIDE * words, 2 * words);
+      amx::multiply<2, 4, 6>();
+      amx::multiply<3, 4, 7>();
     }
-    float sums[N][ROWS][SIDE];
+    float sums[N * M][SIDE][SIDE];
     amx::save<0>(sums[0], sizeof sums[0][0]);
     amx::save<1>(sums[1], sizeof sums[0][0]);
-    if (N == 4) amx::save<2>(sums[N - 2], sizeof sums[0][0]), amx::save<3>(sums[N - 1], sizeof sums[0][0]);
+    if (N * M == 4) amx::save<2>(sums[N * M - 2], sizeof sums[0][0]), amx::save<3>(sums[N * M - 1], sizeof sums[0][0]);
     for (int m = 0; m < tile.rows; ++m)
-      for (int i = 0; i < N; ++i)
-        store(out + int64_t(m) * size + d + i * SIDE, load(sums[i][m]) + load(sums[i][MOST + m]));
+      for (int i = 0; i < N; ++i) {
+        const auto& found = sums[m / SIDE * 2 + i];  // of two matrices of rows each has two columns
+        float* to = out + int64_t(m) * size + d + i * SIDE;
+        vf sum = load(to) + load(found[m % SIDE]);
+        if (tile.rows <= HALF) sum += load(found[HALF + m]);
+        store(to, sum);
+      }
   }
 };
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from h2o_vllm.blocks.drafts import DraftCounts
 from h2o_vllm.blocks.plan import EvictionParams, ExactParams
 from h2o_vllm.blocks.report import budget_values, request_report
 from h2o_vllm.blocks.request_counts import RequestCounts
@@ -45,10 +46,7 @@ class RequestState(ABC):
         """Whether this request can ever give back a block. If not, stock vLLM serves it."""
         self.promised_tokens = schedule.promised_tokens(self._last + 1) if self.evicts else 0
         self.peak_blocks = 0
-        self.drafted = 0
-        """Draft tokens that were computed for it."""
-        self.accepted = 0
-        """Draft tokens that became tokens of the answer."""
+        self.drafts = DraftCounts()
         self._cached: int | None = None
         self._squeezed_at: int | None = None
         self._budget_values = budget_values(self.budget, self.block_size)
@@ -120,5 +118,5 @@ class RequestState(ABC):
     def _counts(self) -> tuple[int, int, int, int, int | None, int, int]:
         # The last sampled token has no KV yet, and async scheduling counts steps in flight.
         seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
-        drafts = (self.drafted, self.accepted)
+        drafts = (self.drafts.computed, self.drafts.accepted)
         return seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at, *drafts

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import DraftTokenIds
 
+from h2o_vllm.blocks.drafts import LEAST, MEMORY, RESTS
 from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
+from tests.engine.ghost import ANSWER
 from tests.engine.scheduling import Rig
 
 PROMPT = list(range(1000, 1200))
@@ -62,6 +66,30 @@ def test_law12_drafts_of_who_may_be_squeezed_end_where_that_makes_evictions_due(
             continue
         freed = [state.schedule.freed(at, seen) for at in range(seen, end + 1)]
         assert len(set(freed[:-1])) == 1 and (end == seen + 20 or freed[-1] > freed[0])
+
+
+def test_drafts_that_do_not_pay_rest_and_are_tried_again(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request's drafts are all wrong, the other's all right, whose are verified in every step."""
+    rig = Rig(model_dir, 60, drafts=3)
+    drafts = {"wrong": [ANSWER + 1] * 3, "right": [ANSWER] * 3}
+
+    def draft() -> None:
+        names = [request.request_id for request in rig.scheduler.running]
+        made = DraftTokenIds(names, [list(drafts[name]) for name in names])
+        rig.scheduler.update_draft_token_ids(made)
+
+    monkeypatch.setattr(rig, "_draft", draft)
+    rig.add("wrong", PROMPT, max_tokens=150)
+    rig.add("right", PROMPT, max_tokens=150)
+    rig.run()
+    wrong, right = (rig.reports[name]["0"] for name in drafts)
+    # The average begins at 1.
+    tries = 1 + math.floor(math.log(LEAST, MEMORY))
+    assert wrong["tokens_drafted"] == 3 * (tries + (149 - tries) // (RESTS + 1))
+    assert wrong["tokens_accepted"] == 0
+    assert right["tokens_drafted"] >= right["tokens_accepted"] > 3 * 149 // 4 - 3
 
 
 def test_padding_of_vllms_is_neither_computed_nor_counted(model_dir: str) -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
 
@@ -240,6 +240,17 @@ class H2OScheduler(LimitingScheduler):
         self._reports.clear()
         return outputs
 
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """As the base class; without the drafts by ``ngram`` of requests for which they do not pay."""
+        super().update_draft_token_ids(draft_token_ids)
+        speculative = self.vllm_config.speculative_config
+        if speculative is None or speculative.method != "ngram":
+            return
+        for request_id in draft_token_ids.req_ids:
+            request, state = self.requests.get(request_id), self.blocks.eviction_state(request_id)
+            if request and state and request.spec_token_ids and not state.drafts.pay():
+                request.spec_token_ids = []
+
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """As the base class; also carries our counts to :mod:`h2o_vllm.metrics.stat_logger`."""
         stats = super().make_stats(*args, **kwargs)
@@ -261,9 +272,8 @@ class H2OScheduler(LimitingScheduler):
             state = self.blocks.eviction_state(request_id)
             if state is not None:
                 sampled = came_out.sampled_token_ids[came_out.req_id_to_index[request_id]]
-                state.drafted += len(drafts)
                 # The last sampled token is not a draft.
-                state.accepted += max(0, len(sampled) - 1)
+                state.drafts.verified(len(drafts), max(0, len(sampled) - 1))
 
     def _collect_reports(self) -> None:
         ended = self.blocks.take_final_reports()

@@ -208,7 +208,7 @@ def test_attention_alone_equals_the_reference_on_odd_shapes(
 def test_attention_of_few_queries_equals_the_reference(
     impl: ModuleType, threads: int, group: int, dtype: torch.dtype
 ) -> None:
-    """Those that verify drafts: up to 8, 16, 32 rows and more, at the borders of blocks and of runs of keys."""
+    """Those that verify drafts: up to 8, 16, 32 rows and more, at borders of blocks and of runs of keys."""
     lengths, queries = [2100, 1024, 1027, 40, 5, 33, 3073], [5, 1, 4, 2, 5, 11, 8]
     batch = make_batch(lengths, queries, group=group, dtype=dtype, strided=True)
     out, scores = batch.out(), batch.scores.clone()

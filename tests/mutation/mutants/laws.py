@@ -275,9 +275,15 @@ MUTANTS = (
     ),
     Mutant(
         "law12-the-last-token-counts-as-accepted",
-        "state.accepted += max(0, len(sampled) - 1)",
-        "state.accepted += len(sampled)",
+        "state.drafts.verified(len(drafts), max(0, len(sampled) - 1))",
+        "state.drafts.verified(len(drafts), len(sampled))",
         DRAFTS,
+    ),
+    Mutant(
+        "law12-drafts-that-do-not-pay-go-on",
+        "self._rest = 0 if self._average >= LEAST else RESTS",
+        "self._rest = 0",
+        ("tests/engine/test_drafts.py",),
     ),
     Mutant(
         "law12-a-drafter-reads-null-blocks",

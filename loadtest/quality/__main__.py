@@ -57,6 +57,8 @@ def measure(args: argparse.Namespace) -> Path:
     longest = max(
         sizes.prompt_tokens + sizes.forced_tokens, round(1.2 * max(sizes.lengths)) + 200,
         sizes.ruler_tokens if "ruler" in args.measures else 0,
+        # A problem takes less than half of its answer, what is said around them 100 tokens or so.
+        2 * sizes.answer_tokens + 300 if "reasoning" in args.measures else 0,
     )  # fmt: skip
     model: Model = Offline(
         args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,

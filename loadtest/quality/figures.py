@@ -77,11 +77,7 @@ class Figures:
         found = ratio([values[name] for name in both], [base[name] for name in both])
         return found.shifted(-1 if metric.shown == "loss" else 0).scaled(metric.scale)
 
-    def held(self, measure: str, budget: float) -> float | None:
-        """Median of tokens held over tokens seen, at the end of the evicting requests."""
-        shares = [
-            row.held
-            for row in self.rows
-            if (row.measure, row.budget) == (measure, budget) and row.budget < 1.0
-        ]
+    def held(self, measure: str, line: str, budget: float) -> float | None:
+        """Median of tokens held over tokens seen, at the end of the requests."""
+        shares = [row.held for row in self._groups.get((measure, line, budget), [])]
         return statistics.median(shares) if shares else None

@@ -39,12 +39,14 @@ class GenerationOutput:
     Attributes:
         text: the output without the forced tokens.
         held: KV tokens held at the end over tokens seen.
+        tokens: how many were generated.
         logprobs: of each generated token, if they were asked for.
     """
 
     text: str
     held: float
     logprobs: tuple[float, ...] = ()
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,14 @@ class Model(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special ones. Only where :attr:`forces`."""
+
+    @abstractmethod
+    def chat(self, text: str) -> tuple[int, ...]:
+        """Token ids of a chat's first message, as the model's template has it, up to where it answers.
+
+        Raises:
+            ValueError: the model has no template.
+        """
 
     @abstractmethod
     def run(

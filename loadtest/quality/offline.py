@@ -105,6 +105,15 @@ class Offline(Model):
         return tokens
 
     @override
+    def chat(self, text: str) -> tuple[int, ...]:
+        messages = [{"role": "user", "content": text}]
+        return tuple(
+            self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        )
+
+    @override
     def run(
         self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, GenerationOutput], None]
     ) -> None:
@@ -158,6 +167,7 @@ class Offline(Model):
             text=text,
             held=report["tokens_held"] / report["tokens_seen"] if report else 1.0,
             logprobs=tuple(choice.logprobs.logprobs) if request.logprobs else (),
+            tokens=len(tokens),
         )
 
 

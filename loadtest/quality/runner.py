@@ -100,13 +100,11 @@ class Plan:
             # Sums of fractions end a little beside their total.
             bar.update(min(one.cost, self.cost - bar.n))
 
-        layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+        layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
         with tqdm(total=self.cost, unit_scale=True, bar_format=layout, mininterval=1) as bar:
-            for name, evaluations in (("full KV", self.full), ("budgets", self.others)):
-                bar.set_postfix_str(name)
-                model.run(
-                    (Task(one, one.sample.request, one.point.fields) for one in evaluations), done
-                )
+            # Without a pause between them: the last long answers with full KV would be computed alone.
+            left = (*self.full, *self.others)
+            model.run((Task(one, one.sample.request, one.point.fields) for one in left), done)
         if self.cost:
             spent = time.monotonic() - began
             speed = self.cost / max(spent, 1e-9)
@@ -125,7 +123,7 @@ def plan(
     """What is left.
 
     Args:
-        samples: by measure. control: whether to measure full KV twice.
+        samples: by measure. control: whether to measure full KV twice, and again where a run goes on.
     """
     everything = [
         Evaluation(point, sample, measure, token_cost(sample))
@@ -138,7 +136,11 @@ def plan(
     others = [one for one in left if one.point is not FULL]
     # Full KV again, too: it shows whether anything but the policies has changed since.
     needed = {one.sample.name for one in left}
-    full = [one for one in everything if one.point is FULL and one.sample.name in needed]
+    full = [
+        one
+        for one in (everything if control else left)
+        if one.point is FULL and one.sample.name in needed
+    ]
     return Plan(full, others)
 
 

@@ -46,7 +46,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--measures", nargs="+", choices=MEASURES, default=["nll", "retrieval"], help="which")
     add("--recent", type=float, help="kv_recent of all lines that do not have their own")
     add("--no-control", action="store_true",
-        help="do not measure full KV a second time among the others")  # fmt: skip
+        help="measure full KV once: neither among the others nor again when a run is resumed")  # fmt: skip
     add = parser.add_argument_group("how much is measured").add_argument
     counts = _list(f"{name}={getattr(usual, name)}" for name in MEASURES)
     add("--samples", nargs="+", default=[], metavar="MEASURE=N", type=_count,
@@ -57,6 +57,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"of texts with hidden facts; default: {_list(usual.lengths)}")  # fmt: skip
     add("--ruler-tokens", type=int,
         help=f"of RULER's prompts, with answers; default: {usual.ruler_tokens}")  # fmt: skip
+    add("--answer-tokens", type=int,
+        help=f"of a long answer at most; default: {usual.answer_tokens}")  # fmt: skip
     add("--quick", action="store_true", help="a minute's run that shows whether it works, no more")
     add = parser.add_argument_group("results").add_argument
     add("--texts", action="store_true", help="write what was generated into the rows")
@@ -76,7 +78,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def sizes_of(args: argparse.Namespace) -> Sizes:
     """How much to measure."""
     asked: dict[str, Any] = dict(args.samples)
-    for name in ("prompt_tokens", "forced_tokens", "ruler_tokens"):
+    for name in ("prompt_tokens", "forced_tokens", "ruler_tokens", "answer_tokens"):
         if getattr(args, name) is not None:
             asked[name] = getattr(args, name)
     if args.lengths:

@@ -52,17 +52,16 @@ def _head(runs: list[dict[str, Any]]) -> str:
 
 
 def _held(figures: Figures) -> str:
-    """Whole blocks are freed, so a request holds a little more than its budget."""
+    """Whole blocks are freed, so a request holds a little more than its budget; and what it protects."""
     budgets = [budget for budget in figures.budgets if budget < 1.0]
-    rows = [
-        [name, *(_share(figures.held(name, budget)) for budget in budgets)]
+    shares = {
+        (name, line): [figures.held(name, line, budget) for budget in budgets]
         for name in MEASURES
-        if name in figures.measures
-    ]
-    if not budgets:
-        return ""
+        for line in figures.lines
+    }
+    rows = [[*key, *map(_share, row)] for key, row in shares.items() if any(row)]
     title = "**KV tokens held at the end over tokens seen, median**"
-    return _grid(title, ["measure", *(f"{budget:g}" for budget in budgets)], rows)
+    return _grid(title, ["measure", "policy", *(f"{budget:g}" for budget in budgets)], rows)
 
 
 def _share(value: float | None) -> str:

@@ -3,10 +3,13 @@
 
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.measures.nll import NLL
+from loadtest.quality.measures.reasoning import Reasoning
 from loadtest.quality.measures.retrieval import Retrieval
 from loadtest.quality.measures.ruler import Ruler
 
 __all__ = ["MEASURES", "Measure", "Metric", "Sample"]
 
-MEASURES: dict[str, Measure] = {measure.name: measure for measure in (NLL(), Retrieval(), Ruler())}
+MEASURES: dict[str, Measure] = {
+    measure.name: measure for measure in (NLL(), Retrieval(), Ruler(), Reasoning())
+}
 """By name, in the order of tables."""

@@ -75,6 +75,17 @@ def test_full_kv_is_measured_again_where_something_is_left(
     assert policies == ["full"] * 15 + ["window"] * 15
 
 
+def test_without_a_control_full_kv_is_measured_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    run(path, Words(), ["h2o"], (0.2,))
+    known = latest(read_rows([path])[1])
+    samples = {"nll": MEASURES["nll"].samples(Words(), SIZES)}
+    wanted = points([parse_line("h2o"), parse_line("window")], (0.2,))
+    todo = plan(wanted, samples, [MEASURES["nll"]], known, control=False)
+    assert not todo.full
+    assert [one.point.line.name for one in todo.others] == ["window"] * 3
+
+
 def test_full_kv_that_changed_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     run(path, Words(), ["h2o"], (0.2,))

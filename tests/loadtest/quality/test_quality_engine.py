@@ -19,7 +19,8 @@ from loadtest.quality.sizes import QUICK
 ROOT = Path(__file__).parents[3]
 # Float32: in bfloat16 two right answers differ in the second digit.
 OPTIONS = ("--quick", "--dtype", "float32", "--policies", "h2o", "random", "--budgets", "0.2",
-           "--measures", "nll", "retrieval", "--samples", "retrieval=3")  # fmt: skip
+           "--measures", "nll", "retrieval", "reasoning", "--samples", "retrieval=3",
+           "reasoning=2")  # fmt: skip
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -34,7 +35,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Row]:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (path,) = out.glob("*.jsonl")
-    assert path.with_suffix(".png").exists()
     assert "| h2o |" in path.with_suffix(".md").read_text()
     runs, found = read_rows([path])
     assert str(out) not in runs[0]["command"]
@@ -62,7 +62,7 @@ def test_full_kv_finds_a_text_as_likely_as_transformers_does(rows: dict[Key, Row
 
 def test_full_kv_once_more_loses_nothing(rows: dict[Key, Row]) -> None:
     again = [row for row in rows.values() if row.line == "full-again"]
-    assert {row.measure for row in again} == {"nll", "retrieval"}
+    assert {row.measure for row in again} == {"nll", "retrieval", "reasoning"}
     for row in again:
         full = rows["full", 1.0, row.measure, row.sample]
         assert row.values == pytest.approx(full.values, rel=1e-4)

@@ -45,6 +45,8 @@ def test_the_report_has_a_table_per_metric_and_every_policy(measured: Any) -> No
     assert "| policy | 0.2 | 0.5 | 1 |" in text
     assert "| h2o | 80.00 | 50.00 |  |" in text
     assert "| full |  |  | 0.00 |" in text
+    assert "| nll | h2o | 0.73 | 0.83 |" in text, "what each policy held"
+    assert "| nll | full |" not in text
     assert text.count("**") == 2 * (1 + 6 + 5)
 
 

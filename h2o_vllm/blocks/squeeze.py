@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from h2o_vllm.blocks.eviction_state import EvictionState
 
-__all__ = ["SqueezeCounts", "SqueezeRules", "Victim", "choose_victims"]
+__all__ = ["SqueezeCounts", "SqueezeRules", "Victim", "choose_victims", "peak_blocks"]
 
 
 @dataclass(frozen=True)
@@ -83,3 +83,13 @@ def choose_victims(victims: Sequence[Victim], missing: int) -> list[Victim]:
             gained -= victim.gain
             chosen.remove(victim)
     return chosen
+
+
+def peak_blocks(crowd: Iterable[tuple[float, float, float]]) -> float:
+    """The most blocks held at once by requests that grow: of each its steps, blocks now, blocks per step."""
+    blocks = slope = peak = 0.0
+    # Nobody gives back before its end, so the peak is at the end of one: with all that end no earlier.
+    for steps, now, per_step in sorted(crowd, reverse=True):
+        blocks, slope = blocks + now, slope + per_step
+        peak = max(peak, blocks + slope * steps)
+    return peak

@@ -6,6 +6,7 @@ This module finds the requests that can be squeezed. :mod:`h2o_vllm.blocks.squee
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from h2o_vllm.blocks.beside import LimitedManager, published_from
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.request_state import RequestState
-from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
+from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims, peak_blocks
 from h2o_vllm.blocks.unconfirmed import UnconfirmedLoads
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class SqueezingManager(FullAttentionManager):
         self._beside: tuple[LimitedManager, ...] = ()
         self._squeezes = SqueezeCounts()
         self._counting = False
+        self._answer: float | None = None
+        """Tokens of an elastic answer, a moving average; ``None``: none has ended."""
         self.loads = UnconfirmedLoads(self.block_pool)
 
     @abstractmethod
@@ -73,6 +76,38 @@ class SqueezingManager(FullAttentionManager):
         """Return the counts of squeezes since the last call, and reset them."""
         counts, self._squeezes = self._squeezes, SqueezeCounts()
         return counts
+
+    def _has_room(self, request_id: str, asked: int) -> bool:
+        """Whether running elastic requests are expected to find blocks beside one that takes ``asked``.
+
+        Their floors grow with their answers. Without room the last one is preempted, and computed again: at
+        once, as it cannot be squeezed yet (``near``), or later, when the floors exceed the pool. A preemption
+        after half as many steps as it has tokens costs less than to wait, so nobody looks further ahead.
+        """
+        own, elastic = self._eviction_states[request_id], self._elastic.get(request_id)
+        # 64 tokens are computed again beside the answers of others, in no more steps.
+        steps = min(own.steps_left(self._answer), max(1, (own.counts.num_tokens - 64) / 2))
+        room, crowd = self.block_pool.get_num_free_blocks(), list[tuple[float, float, float]]()
+        near = asked + (elastic.budget.delay if elastic else 0) / self.block_size
+        for other in self._running:
+            state, table = self._elastic.get(other), self.req_to_blocks.get(other)
+            if state is None or not table:
+                continue
+            live, begin = len(table) - state.holes, state.schedule.earliest
+            room += live
+            crowd.append(state.growth(min(steps, state.steps_left(self._answer))))
+            if state.counts.num_computed_tokens < begin:
+                near += begin // self.block_size + 1
+            else:
+                near += crowd[-1][1] if state.squeezable else live
+        if not crowd:
+            return True
+        # What each holds varies by a block around its average, and they do not vary together.
+        near += 0.6 * math.sqrt(len(crowd))
+        _, now, per_step = elastic.growth(steps) if elastic else (steps, asked, 0.0)
+        # It may share some of its blocks.
+        crowd.append((steps, min(now, asked), per_step))
+        return max(near, peak_blocks(crowd)) <= room
 
     def _squeeze_for(
         self, request_id: str, hits: Sequence[KVCacheBlock], needed: int, *, admitting: bool

@@ -175,8 +175,9 @@ class Traffic(RuleBasedStateMachine):
     def go_on(self, steps: int) -> None:
         """So many steps, each checked."""
         for _ in range(steps):
-            output = self.rig.step()
+            ran, output = len(self.rig.scheduler.running), self.rig.step()
             Traffic.steps += 1
+            assert ran or output.num_scheduled_tokens or not self.rig.scheduler.waiting, "all wait"
             self.check_hits(output.scheduled_new_reqs)
             self.check_meetings(output.h2o.evictions)
             self.check_requests()

@@ -33,6 +33,24 @@ MUTANTS = (
         PREFILL[1:],
     ),
     Mutant(
+        "blocks-admission-forgets-floors-that-grow",
+        "return max(near, peak_blocks(crowd)) <= room",
+        "return near <= room",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "blocks-admission-forgets-prompts-that-cannot-be-squeezed",
+        "return max(near, peak_blocks(crowd)) <= room",
+        "return peak_blocks(crowd) <= room",
+        ELASTIC[1:],
+    ),
+    Mutant(
+        "blocks-all-wait-and-nobody-runs",
+        "if not crowd:",
+        "if False:",
+        ELASTIC[1:],
+    ),
+    Mutant(
         "law05-a-victim-is-squeezed-twice",
         "if not self.squeezable or not self._is_squeezable_at(computed):",
         "if not self.evicts or not self._is_squeezable_at(computed):",
@@ -100,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-prompts-squeeze-where-they-should-queue",
-        "if admitting and not self._rules.to_admit:",
+        "if not self._rules.to_admit:",
         "if False:",
         ELASTIC[1:],
     ),

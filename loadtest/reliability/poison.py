@@ -7,6 +7,7 @@ compaction and before the forward pass::
     owned blocks, and free ones the prefix cache can still find    left alone: their KV is valid
     free blocks that no request can find, and the null block (the holes)    NaN: nothing may read them
     blocks handed out in this step                                 1e4, scores 1e30: not written yet
+    those of them into which a segment has settled                 left alone; they were NaN before it, or old
 
 A block handed out is read beyond its live length by vLLM's kernels, which mask what they read: there a
 NaN would survive (0 * NaN), a large number does not. The doomed blocks of this step are read by the
@@ -63,10 +64,12 @@ class Poison:
 
     def _before_forward(self, scheduler_output: Any) -> None:
         fresh, self._handed_out = self._handed_out, []
-        written = {b for eviction in scheduler_output.h2o.evictions for b in eviction.heavy_blocks}
+        evictions = scheduler_output.h2o.evictions
+        settled = {b for eviction in evictions if eviction.places for b in eviction.heavy_blocks}
+        written = {b for eviction in evictions for b in eviction.heavy_blocks} - settled
         assert written.isdisjoint(fresh), "an eviction wrote a block before it had any tokens"
         self._dead.difference_update(fresh)
-        self._fill(fresh, UNWRITTEN_KV, UNWRITTEN_SCORE)
+        self._fill([b for b in fresh if b not in settled], UNWRITTEN_KV, UNWRITTEN_SCORE)
         free = {
             block.block_id
             for block in self._pool.blocks

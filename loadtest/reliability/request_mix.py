@@ -50,6 +50,9 @@ BUDGETS: tuple[dict[str, Any] | None, ...] = (
     {"kv_budget": 0.1, "kv_elastic": True, "kv_heads": "shared"},
     {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "end+key"},
     {"kv_budget_tokens": 40, "kv_elastic": True},
+    {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 128},
+    {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 128, "kv_protect": 20},
+    {"kv_budget": 0.5, "kv_policy": "random", "kv_protect": 0, "kv_settle_tokens": 128},
 )
 
 

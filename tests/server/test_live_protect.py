@@ -6,14 +6,16 @@ What the model says does not matter here: it is a tiny one of random weights.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
-from tests.server.live_server import MODEL, LiveServer, live_server
+from tests.server.live_server import KEY, MODEL, LiveServer, live_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -233,6 +235,41 @@ def test_an_agents_tools_are_protected_and_read(client: openai.OpenAI) -> None:
     assert protected > alone + 100, "the tools are not in it"
     assert all(report["tokens_evicted"] > 0 for report in reports)
     assert [report["tokens_cached"] for report in reports[1:]] == [protected] * 4
+
+
+def test_an_agent_of_anthropics_client_reads_what_has_settled(server: LiveServer) -> None:
+    """Its tools come with each call, and answers are not sent back as they were: thinking is stripped."""
+    agent = anthropic.Anthropic(base_url=server.url, auth_token=KEY, max_retries=0)
+    tools: list[Any] = [
+        {"name": one["name"], "description": one["description"], "input_schema": one["parameters"]}
+        for one in (tool["function"] for tool in TOOLS)
+    ]
+    messages: list[Any] = [{"role": "user", "content": "How long are these rivers? " * 30}]
+    reports = []
+    for step in range(6):
+        answer: Any = agent.messages.create(
+            model=MODEL,
+            system=SYSTEM,
+            messages=messages,
+            tools=tools,
+            max_tokens=100,
+            extra_body={
+                "kv_budget": 0.2, "kv_settle_tokens": 256, "kv_policy": "later", "ignore_eos": True,
+            },
+        )  # fmt: skip
+        reports.append(answer.kv_cache)
+        used = {"type": "tool_use", "id": f"call-{step}", "name": "length"}
+        used |= {"input": {"river": f"river {step}"}}
+        said = {"type": "text", "text": "I look it up."}
+        found = {"type": "tool_result", "tool_use_id": f"call-{step}", "content": "6,650 km. " * 15}
+        messages.append({"role": "assistant", "content": [said, used]})
+        messages.append({"role": "user", "content": [found]})
+    cached = [report["tokens_cached"] for report in reports]
+    assert cached == sorted(cached) and cached[0] == 0
+    assert reports[-1]["tokens_settled"] >= 256 < cached[-1]
+    # All but the last answer, which was stripped, what is new, and a block.
+    for sooner, later in itertools.pairwise(reports):
+        assert later["tokens_cached"] >= sooner["tokens_seen"] - 99 - 32
 
 
 # Drafts

@@ -47,6 +47,7 @@ class Result:
 
     ``both``: how often a request was preempted in the very step that had already evicted from it.
     ``squeezed``: elastic requests that had to fall back to their budgets.
+    ``settled``: of the evictions, those of segments.
     """
 
     requests: int = 0
@@ -56,6 +57,7 @@ class Result:
     running_max: int = 0
     preemptions: int = 0
     evictions: int = 0
+    settled: int = 0
     both: int = 0
     squeezed: int = 0
     cached_tokens: int = 0
@@ -247,6 +249,7 @@ class CorruptionCheck:
         def taking() -> Any:
             evictions = take()
             result.evictions += len(evictions)
+            result.settled += sum(bool(one.places) for one in evictions)
             return evictions
 
         with (

@@ -13,27 +13,22 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loadtest.common.command import command_parser
 from loadtest.common.tables import markdown_table
 from loadtest.plan.arguments import budget, positive, traffic
 from loadtest.plan.hybrids import HYBRIDS, Hybrid
+from loadtest.plan.real import answer, bare_config, make_request, make_scheduler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-    from h2o_vllm.engine.core.scheduler import H2OScheduler
 
 __all__ = ["Capacity", "main", "measure"]
 
 PATIENCE = 64
 """Steps in a row without another request, after which no more are expected: longer than ``kv_delay``."""
-
-_TOKEN = 7
-"""What the model always answers."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +99,16 @@ def measure(
         ValueError: a request does not fit, or its answer is too short for the pool to fill.
     """
     from h2o_vllm.engine.compat import block_managers
-    from h2o_vllm.plugin import register
 
-    register()
     config, kv_cache = _engine(shape, share, sizes, memory, least)
-    scheduler = _scheduler(config, kv_cache)
+    scheduler = make_scheduler(config, kv_cache)
     numbers = itertools.count(1)
     most = idle = 0
     while idle < PATIENCE:
         if not scheduler.waiting:
-            scheduler.add_request(_request(next(numbers), share, sizes, scheduler))
+            number, size = next(numbers), scheduler.blocks.block_size
+            asked = ([number] * sizes[0], sizes[1], {"kv_budget": share}, size)
+            scheduler.add_request(make_request(str(number), *asked))
         output = scheduler.schedule()
         if not output.num_scheduled_tokens:
             raise ValueError(
@@ -126,7 +121,7 @@ def measure(
             sum(not block.is_null for block in manager.req_to_blocks[oldest])
             for manager in block_managers(scheduler)
         ]
-        _answer(scheduler, output)
+        answer(scheduler, output)
         if not any(one.request_id == oldest for one in scheduler.running):
             raise ValueError(f"answers of {sizes[1]} tokens end before the pool is full")
     mine = next(
@@ -144,39 +139,13 @@ def _engine(
     shape: Hybrid, share: float, sizes: tuple[int, int], memory: int, least: int
 ) -> tuple[VllmConfig, KVCacheConfig]:
     """An engine's configuration, and its pool as vLLM would lay it out."""
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        ModelConfig,
-        ParallelConfig,
-        SchedulerConfig,
-        VllmConfig,
-    )
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
     from h2o_vllm.engine.worker.binding import memory_less_scores
-    from h2o_vllm.models import default_model_dir
-    from h2o_vllm.plugin import engine_args
 
-    args = engine_args()
-    size, length = shape.block_size(least), sum(sizes)
-    # Of the embedded model the scheduler sees nothing but how long a sequence may be.
-    model = ModelConfig(
-        model=str(default_model_dir()), max_model_len=length, dtype="bfloat16",
-        hf_overrides={"max_position_embeddings": length},
-    )  # fmt: skip
-    config = VllmConfig(
-        model_config=model,
-        cache_config=CacheConfig(block_size=size, enable_prefix_caching=True),
-        parallel_config=ParallelConfig(worker_cls=args["worker_cls"]),
-        scheduler_config=SchedulerConfig(
-            # A prompt is one step: then the pool is full before the first answer ends.
-            max_num_seqs=4096, max_num_batched_tokens=sizes[0] + 4096, max_model_len=length,
-            enable_chunked_prefill=True, is_encoder_decoder=False, scheduler_cls=args["scheduler_cls"],
-        ),
-        device_config=DeviceConfig("cpu"),
-        additional_config=args["additional_config"],
-    )  # fmt: skip
+    size = shape.block_size(least)
+    # A prompt is one step: then the pool is full before the first answer ends.
+    config = bare_config(size, sum(sizes), 4096, sizes[0] + 4096)
     config.cache_config.mamba_cache_mode = "align"
     # That of vLLM's backend on CPUs.
     config.cache_config.kv_cache_layout = "LBHNC"
@@ -209,55 +178,6 @@ def _specs(shape: Hybrid, block_size: int) -> dict[str, KVCacheSpec]:
     )
     specs: dict[str, KVCacheSpec] = {f"attention.{i}": attention for i in range(shape.attention)}
     return specs | {f"state.{i}": state for i in range(shape.states)}
-
-
-def _scheduler(config: VllmConfig, kv_cache: KVCacheConfig) -> H2OScheduler:
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    from h2o_vllm.engine.core.scheduler import H2OScheduler
-
-    init_none_hash(sha256)
-    return H2OScheduler(
-        vllm_config=config,
-        kv_cache_config=kv_cache,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=config.cache_config.block_size,
-    )
-
-
-def _request(number: int, share: float, sizes: tuple[int, int], scheduler: H2OScheduler) -> Any:
-    """One that has nothing in common with others."""
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-    from vllm.v1.request import Request
-
-    prompt, answer = sizes
-    return Request(
-        request_id=str(number),
-        prompt_token_ids=[number] * prompt,
-        sampling_params=SamplingParams(
-            max_tokens=answer, ignore_eos=True, extra_args={"kv_budget": share}
-        ),
-        pooling_params=None,
-        block_hasher=get_request_block_hasher(scheduler.blocks.block_size, sha256),
-    )
-
-
-def _answer(scheduler: H2OScheduler, output: SchedulerOutput) -> None:
-    """Play the model."""
-    from vllm.v1.outputs import ModelRunnerOutput
-
-    ids = list(output.num_scheduled_tokens)
-    sampled = [[] if scheduler.requests[one].is_prefill_chunk else [_TOKEN] for one in ids]
-    result = ModelRunnerOutput(
-        req_ids=ids,
-        req_id_to_index={one: place for place, one in enumerate(ids)},
-        sampled_token_ids=sampled,
-    )
-    scheduler.update_from_output(output, result)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import StreamingUpdate
 
 __all__ = [
     "LimitingScheduler",
@@ -65,6 +66,9 @@ class LimitingScheduler(AsyncScheduler):
     before it ends, and the first stage would not know that token. Goes when ``AsyncScheduler`` asks whether
     it is one.
 
+    ``Scheduler._update_request_as_session`` (0.32) adds a part of streaming input to its request, whatever
+    they come to. Goes when vLLM refuses what does not fit.
+
     ``Scheduler._request_remaining_blocks`` (0.32) asks how many blocks a running request still needs, with
     the hit of another one in hand, before that one loads asynchronously. It calls the block managers as if it
     was about to allocate, which has effects in ours. Goes when it asks otherwise.
@@ -77,6 +81,13 @@ class LimitingScheduler(AsyncScheduler):
     def _request_remaining_blocks(self, request: Request) -> int:
         with self.counting():
             return super()._request_remaining_blocks(request)
+
+    def session_grew(self, session: Request) -> None:
+        """A part has been added to the prompt of ``session``, which is not scheduled yet."""
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        super()._update_request_as_session(session, update)
+        self.session_grew(session)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """At most ``num_tokens``, at least 1 if ``num_tokens`` is."""

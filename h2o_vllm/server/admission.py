@@ -121,7 +121,8 @@ def install(
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
         reports = request.reports if request is not None else Reports()
         begin = functools.partial(generate, prompt, sampling_params, *args, **kwargs)
-        return _answer(begin, renew, reports, reports.open_call())
+        answer = _answer(begin, renew, reports, reports.open_call())
+        return _session(answer) if isinstance(prompt, AsyncGenerator) else answer
 
     setattr(admitting, _MARK, True)
     engine_client.generate = admitting
@@ -160,7 +161,7 @@ class _Step:
             BudgetError: the engine cannot serve it.
         """
         if isinstance(prompt, AsyncGenerator):
-            # A session whose prompt is still to come: the scheduler evicts nothing of it.
+            # A session whose prompt is still to come: the scheduler evicts nothing of it, and counts it.
             return None
         tokens, length = self._measured(prompt)
         renew = None
@@ -247,4 +248,18 @@ async def _answer(
                 # A new dict: vLLM may share the old one between outputs.
                 rest = {key: value for key, value in params.items() if key != REPORT_KEY}
                 output.kv_transfer_params = rest or None
+            yield output
+
+
+async def _session(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """The outputs of a session. vLLM would go on behind an error, and wait for more of the prompt.
+
+    Raises:
+        VLLMValidationError: a part outgrew the pool or the model.
+    """
+    async with aclosing(outputs):
+        async for output in outputs:
+            for choice in output.outputs:
+                if choice.finish_reason == "error":
+                    raise VLLMValidationError(str(choice.stop_reason), parameter="prompt")
             yield output

@@ -61,6 +61,8 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (ExampleConnector._generate_foldername_debug, "self token_ids mm_hashes create_folder"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
     (Scheduler._request_remaining_blocks, "self request"),
+    (Scheduler._update_request_as_session, "self session update"),
+    (Scheduler.finish_requests, "self request_ids finished_status"),
     (AsyncScheduler._update_after_schedule, "self scheduler_output"),
     (Scheduler._update_after_schedule, "self scheduler_output"),
     (AsyncScheduler._update_request_with_output, "self request new_token_ids is_stale"),

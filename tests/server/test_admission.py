@@ -45,10 +45,14 @@ class Client:
 
 
 def serving(
-    blocks: int = 1000, engines: int = 1, beside: tuple[GroupBeside, ...] = (), **options: Any
-) -> tuple[Client, list[str]]:
+    blocks: int = 1000,
+    engines: int = 1,
+    beside: tuple[GroupBeside, ...] = (),
+    client: Any = None,
+    **options: Any,
+) -> tuple[Any, list[str]]:
     """A client whose engines have so many blocks together, and the refusals that are counted."""
-    client, refusals = Client(), []
+    client, refusals = client or Client(), list[str]()
     engine: Any = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=LENGTH, is_encoder_decoder=False),
         cache_config=SimpleNamespace(num_gpu_blocks=blocks, block_size=16),
@@ -126,6 +130,33 @@ def test_a_prompt_of_unknown_length_gets_nowhere(fields: dict[str, Any]) -> None
     with pytest.raises(VLLMValidationError, match="tokens or embeddings") as caught:
         ask(client, "a text", **fields)
     assert caught.value.parameter == "prompt" and client.seen == []
+
+
+@pytest.mark.asyncio
+async def test_a_session_ends_with_the_part_that_the_engine_refuses() -> None:
+    """vLLM would wait for the next part; the scheduler's reason is all that is known here."""
+
+    class Engine:
+        closed = False
+
+        async def generate(self, prompt: Any, *_: Any) -> AsyncGenerator[Any, None]:
+            try:
+                for finish, stop in (("length", None), ("error", "no room"), ("length", None)):
+                    said = SimpleNamespace(finish_reason=finish, stop_reason=stop)
+                    yield SimpleNamespace(kv_transfer_params=None, outputs=[said])
+            finally:
+                self.closed = True
+
+    async def parts() -> AsyncGenerator[Any, None]:
+        yield "a part"
+
+    engine = Engine()
+    serving(client=engine)
+    outputs = engine.generate(parts(), SamplingParams(), "id")
+    assert (await anext(outputs)).outputs[0].finish_reason == "length"
+    with pytest.raises(VLLMValidationError, match="no room"):
+        await anext(outputs)
+    assert engine.closed
 
 
 @pytest.mark.parametrize("prompt", [ids, embeddings])

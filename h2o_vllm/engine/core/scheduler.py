@@ -11,10 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.beside import LimitedManager
 from h2o_vllm.blocks.eviction_state import EvictionState
@@ -35,6 +32,7 @@ from h2o_vllm.engine.core.drafting import drafter_has_kv, drafts_of_step
 from h2o_vllm.engine.core.heads import evictable_kv_heads
 from h2o_vllm.engine.core.parallel_choices import ChoiceReports
 from h2o_vllm.engine.core.parent_watch import end_with_parent
+from h2o_vllm.engine.core.rejections import Rejections
 from h2o_vllm.engine.core.support import check_supported, config_of
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.engine.trace import HeadsOfAllRanks, traced_evictions
@@ -44,13 +42,11 @@ from h2o_vllm.metrics.meter import Meter
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
-
-# Below "vllm", so that vLLM's logging configuration applies.
-logger = init_logger(f"vllm.{__name__}")
 
 __all__ = ["H2OScheduler"]
 
@@ -103,7 +99,7 @@ class H2OScheduler(LimitingScheduler):
         self._full = resolve(H2OConfig(), None)
         self._drafted: tuple[str, ...] = ()
         """Requests with drafts in the last step."""
-        self._rejected: dict[str, str] = {}
+        self._rejections = Rejections()
         self._reports: dict[str, dict[str, object]] = {}
         self._choices: ChoiceReports[_Report] = ChoiceReports()
         self._traces = self._made_traces() if self.h2o_config.kv_trace else None
@@ -146,6 +142,8 @@ class H2OScheduler(LimitingScheduler):
     def add_request(self, request: Request) -> None:
         """Track the request, then queue it. Never raises because of a client's fields."""
         if request.request_id not in self.requests:
+            if self._rejections.ends(request):
+                return
             budget = self._budget(request)
             if self._traces is not None and budget.trace:
                 self._traces.follow(request.request_id, self._most_tokens(request))
@@ -158,6 +156,23 @@ class H2OScheduler(LimitingScheduler):
                 request.skip_reading_prefix_cache = True
             self._choices.started(request.request_id)
         super().add_request(request)
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> list[Request]:
+        """As the base class."""
+        if request_ids is not None:
+            request_ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+            self._rejections.forget(request_ids)
+        return super().finish_requests(request_ids, *args, **kwargs)
+
+    def session_grew(self, session: Request) -> None:
+        """Reject a part with which its session cannot be served."""
+        try:
+            if session.num_prompt_tokens >= self.max_model_len:
+                accepted = f"shorter than {self.max_model_len} tokens, all parts together"
+                raise BudgetError("prompt", session.num_prompt_tokens, accepted)
+            self._check_fits(session, self._full)
+        except BudgetError as error:
+            self._rejections.add(session.request_id, str(error))
 
     def counting(self) -> AbstractContextManager[None]:
         """Nothing is squeezed and no segment settles."""
@@ -192,6 +207,7 @@ class H2OScheduler(LimitingScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
+        self._rejections.end(self)
         self.blocks.begin_step(self.running)
         confirmed = {
             name: self.requests[name].num_computed_tokens
@@ -232,8 +248,7 @@ class H2OScheduler(LimitingScheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request_id in scheduler_output.h2o.transfers.loading:
             self.blocks.loads.confirm(request_id)
-        if self._rejected:
-            self._end_rejected(outputs)
+        self._rejections.put_outputs(outputs)
         self._collect_reports()
         for client_outputs in outputs.values():
             self._attach_reports(client_outputs.outputs)
@@ -308,7 +323,7 @@ class H2OScheduler(LimitingScheduler):
             return budget
         except BudgetError as error:
             # The server refuses these with a 400, so only the offline API gets here.
-            self._rejected[request.request_id] = str(error)
+            self._rejections.add(request.request_id, str(error))
             return self._full
 
     def _check_fits(self, request: Request, budget: RequestBudget) -> None:
@@ -321,20 +336,6 @@ class H2OScheduler(LimitingScheduler):
 
     def _most_tokens(self, request: Request) -> int:
         return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-
-    def _end_rejected(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        for request_id, reason in self._rejected.items():
-            logger.error("Request %s rejected: %s", request_id, reason)
-        for request in self.finish_requests(list(self._rejected), RequestStatus.FINISHED_ERROR):
-            client = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            client.outputs.append(
-                EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                )
-            )
-        self._rejected.clear()
 
     def _attach_reports(self, outputs: Iterable[EngineCoreOutput]) -> None:
         for output in outputs:

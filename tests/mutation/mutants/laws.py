@@ -141,9 +141,15 @@ MUTANTS = (
     ),
     Mutant(
         "law08-a-bad-value-raises",
-        "self._rejected[request.request_id] = str(error)\n            return self._full",
+        "self._rejections.add(request.request_id, str(error))\n            return self._full",
         "raise",
         BLOCKS,
+    ),
+    Mutant(
+        "law08-a-session-outgrows-the-pool",
+        "self._check_fits(session, self._full)",
+        "pass",
+        ("tests/engine/test_sessions.py",),
     ),
     Mutant(
         "law09-somebody-elses-builder-will-do",

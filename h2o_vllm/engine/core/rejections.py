@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that end with an error in place of an answer, each for its own client alone. Engine core.
+
+They end before they are scheduled. The reason is logged, and is the ``stop_reason`` of their output.
+
+A session (streaming input) is one request whose prompt comes in parts. vLLM (0.32) adds a part to it whatever
+they come to, waits for ever for a pool that is too small, and ends the engine behind the model's length. Its
+front end waits for an output with a finish reason for each part; and a part that comes when its session has
+ended would begin another one, without what was said before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+__all__ = ["Rejections"]
+
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Rejections:
+    """The requests of one scheduler that are to end, and what is still to be said about those that have."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+        self._outputs: list[tuple[int, EngineCoreOutput]] = []
+        self._over: set[str] = set()
+        """Ended sessions whose clients may send more parts."""
+
+    def add(self, request_id: str, reason: str) -> None:
+        """End a request with the next step."""
+        self._reasons[request_id] = reason
+
+    def ends(self, request: Request) -> bool:
+        """Whether ``request``, which is new, is nothing but the end of a session that has ended already.
+
+        A further part of such a session is rejected.
+        """
+        if request.request_id not in self._over:
+            return False
+        if request.resumable:
+            self.add(request.request_id, "its session has ended with an error")
+            return False
+        self._over.remove(request.request_id)
+        return True
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """No more parts of them will come."""
+        self._over.difference_update(request_ids)
+
+    def end(self, scheduler: Scheduler) -> None:
+        """End the requests that were added, and free what they hold."""
+        if not self._reasons:
+            return
+        reasons, self._reasons = self._reasons, {}
+        for request in scheduler.finish_requests(list(reasons), RequestStatus.FINISHED_ERROR):
+            name = request.request_id
+            logger.error("Request %s rejected: %s", name, reasons[name])
+            waiting = list(request.streaming_queue or ())
+            if request.resumable and None not in waiting:
+                self._over.add(name)
+            output = EngineCoreOutput(
+                request_id=name,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=reasons[name],
+            )
+            parts = 1 + sum(part is not None for part in waiting)
+            self._outputs += [(request.client_index, output)] * parts
+
+    def put_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Add the outputs of those that have ended to a step's, by client."""
+        for client, output in self._outputs:
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+        self._outputs.clear()

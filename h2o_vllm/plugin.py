@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from h2o_vllm import dependencies
 from h2o_vllm.config.keys import CONFIG_KEY, START_RECORD
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.errors import ConfigError
@@ -66,13 +67,15 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
         Keyword arguments for ``LLM``, ``EngineArgs`` or ``AsyncEngineArgs``.
 
     Raises:
-        ConfigError: an option is out of range, a file is missing, or this vLLM or device is not supported.
+        ConfigError: an option is out of range, a file is missing, or this vLLM or device is not supported;
+            a package that is needed cannot be imported.
     """
-    from vllm.platforms import current_platform
+    with dependencies.imports():
+        from vllm.platforms import current_platform
 
-    from h2o_vllm.calibration.file import check_exists
-    from h2o_vllm.engine.core.drafting import EXACT_DRAFTER
-    from h2o_vllm.engine.core.version import check_vllm_version
+        from h2o_vllm.calibration.file import check_exists
+        from h2o_vllm.engine.core.drafting import EXACT_DRAFTER
+        from h2o_vllm.engine.core.version import check_vllm_version
 
     if config is not None and options:
         raise ConfigError("engine_args takes a config or single options, not both")

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from h2o_vllm.calibrate.run import PIECES, calibrate
-from h2o_vllm.calibrate.texts import SOURCE, SOURCES, read_texts
+from h2o_vllm import dependencies
+from h2o_vllm.calibrate.texts import PIECES, SOURCE, SOURCES, read_texts
 from h2o_vllm.errors import ConfigError
 
 PROG = "python -m h2o_vllm.calibrate"
@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--pieces {args.pieces}: wanted an integer of at least 1")
         texts = read_texts(args.texts) if args.texts else [source() for source in SOURCES]
         source = ", ".join(str(path) for path in args.texts) or SOURCE
-        calibrate(_engine(args.model, others), args.output, texts, source, args.pieces)
+        # All of it: vLLM imports its models when it loads one.
+        with dependencies.imports():
+            from h2o_vllm.calibrate.run import calibrate
+
+            calibrate(_engine(args.model, others), args.output, texts, source, args.pieces)
     except ConfigError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 2

@@ -11,18 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from h2o_vllm.calibrate.texts import instruction, pieces
+from h2o_vllm.calibrate.texts import PIECES, instruction, pieces
 from h2o_vllm.calibration.learner import SHARES
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 
-__all__ = ["LENGTH", "PIECES", "calibrate"]
+__all__ = ["LENGTH", "calibrate"]
 
 LENGTH = 1024
 """Tokens of a piece."""
-
-PIECES = 2
-"""Of a text, by default."""
 
 BETWEEN = 254
 """Most tokens of the instruction and what the chat template has around it."""

@@ -18,7 +18,10 @@ from typing import Any
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["PYTHONS", "SOURCE", "SOURCES", "instruction", "pieces", "read_texts"]
+__all__ = ["PIECES", "PYTHONS", "SOURCE", "SOURCES", "instruction", "pieces", "read_texts"]
+
+PIECES = 2
+"""Of a text, by default."""
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
 """KVzip's (arXiv 2505.23416)."""

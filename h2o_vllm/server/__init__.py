@@ -10,7 +10,6 @@
 ``fork_server``        has imported what an engine needs, and computes nothing
 ``still``              notices a start that stands still, and says where
 ``asgi``               the same application under a server that is there already
-``dependencies``       a package that cannot be imported, in one line
 ``greeting``           what a server says when it is up
 ``start_error``        a start that failed, in one line that says what to change
 ``access``             asks for ``--api-key`` where vLLM would not

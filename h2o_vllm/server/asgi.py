@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from h2o_vllm import dependencies
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +61,11 @@ class H2OApplication:
             try:
                 app = await self._start(stack)
             except (Exception, SystemExit) as error:
-                logger.exception("h2o: the application does not start")
+                # Ours say what to change; the place of others may have to be looked for.
+                said = None if isinstance(error, ConfigError) else error
+                logger.log(
+                    logging.ERROR, "h2o: the application does not start: %s", error, exc_info=said
+                )
                 await receive()
                 message = f"{type(error).__name__}: {error}"
                 await send({"type": "lifespan.startup.failed", "message": message})
@@ -74,16 +79,17 @@ class H2OApplication:
     async def _start(self, stack: AsyncExitStack) -> Any:
         """The application of vLLM with our middleware, its engine up; ``stack`` ends it."""
         # Imported here: vLLM need not be loaded until it starts.
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-        from vllm.logger import configure_logging_from_args
+        with dependencies.imports():
+            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+            from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+            from vllm.entrypoints.launchers.app import build_app
+            from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+            from vllm.logger import configure_logging_from_args
 
-        from h2o_vllm.server.cli import config_of, parse
-        from h2o_vllm.server.serve import prepare
+            from h2o_vllm.server.cli import config_of, parse
+            from h2o_vllm.server.serve import prepare
 
-        args, parser = parse(self.options)
+            args, parser = parse(self.options)
         config = config_of(args)
         if args.headless or args.api_server_count not in (None, 1):
             raise ConfigError("--headless, --api-server-count: an application has one front end")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from h2o_vllm import dependencies
 from h2o_vllm.config.fields import Field
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import REMOVED_FIELDS
@@ -21,7 +22,7 @@ from h2o_vllm.config.settings import OPTIONS
 from h2o_vllm.engine import compiling, quiet
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.server import dependencies, fork_server
+from h2o_vllm.server import fork_server
 from h2o_vllm.server.still import StartWatch
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +157,12 @@ def test_another_vllm_is_refused(
 def test_a_missing_calibration_is_noticed_before_a_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--kv-calibration .*none\.h2o: no such file"):
         engine_args(kv_calibration=str(tmp_path / "none.h2o"))
+
+
+def test_a_dependency_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
+    with pytest.raises(ConfigError, match=r"the package vllm\.platforms is missing"):
+        engine_args()
 
 
 def test_cuda_accepts_one_version_more_than_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

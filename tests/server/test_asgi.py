@@ -4,11 +4,29 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 import pytest
 
 from h2o_vllm.server.asgi import H2OApplication
+
+
+async def receive(*_: Any) -> Any:
+    return {"type": "lifespan.startup"}
+
+
+async def started(application: H2OApplication) -> str:
+    """Why it does not start."""
+    sent = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await application({"type": "lifespan"}, receive, send)
+    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
+    said: str = sent[0]["message"]
+    return said
 
 
 @pytest.mark.asyncio
@@ -22,20 +40,23 @@ from h2o_vllm.server.asgi import H2OApplication
     ],
 )
 async def test_bad_options_end_the_lifespan(options: tuple[str, ...], why: str) -> None:
-    application, sent = H2OApplication(*options), []
-
-    async def receive() -> Any:
-        return {"type": "lifespan.startup"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await application({"type": "lifespan"}, receive, send)
-    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
-    assert why in sent[0]["message"]
+    application = H2OApplication(*options)
+    assert why in await started(application)
     assert not application.healthy
     with pytest.raises(RuntimeError, match="startup"):
-        await application({"type": "http"}, receive, send)
+        await application({"type": "http"}, receive, receive)
+
+
+@pytest.mark.asyncio
+async def test_a_dependency_that_cannot_be_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.launchers.app", None)
+    said = await started(H2OApplication())
+    assert said.startswith("ConfigError: the package vllm.entrypoints.launchers.app is missing")
+    (record,) = (one for one in caplog.records if one.name.startswith("h2o_vllm"))
+    assert "the package vllm.entrypoints.launchers.app is missing" in record.getMessage()
+    assert not record.exc_info and "\n" not in record.getMessage()
 
 
 def test_it_can_be_sent_to_another_process_before_it_starts() -> None:

@@ -294,6 +294,26 @@ def test_a_resumed_request_finds_nothing_cached_behind_its_first_eviction(model_
     assert evictions(preempt=True) == calm
 
 
+@pytest.mark.parametrize("asked", [None, {"kv_budget": 0.3}], ids=["whole", "budget"])
+def test_nobody_overtakes_one_that_waits(model_dir: str, asked: dict[str, Any] | None) -> None:
+    """Each of 50 later requests would fit beside the first, the one that waits does not."""
+    rig = Rig(model_dir, 30, kv_min_tokens=16)
+    rig.add("first", PROMPT[:150], max_tokens=60)
+    while not rig.tokens["first"]:
+        rig.step()
+    rig.add("waits", PROMPT[::-1] + PROMPT, asked, max_tokens=20)
+    for number in range(50):
+        rig.add(f"later{number}", [number] * 9, asked, max_tokens=6)
+    began, waited = list[str](), 0
+    while len(began) < 51:
+        # Room for one of the later ones at least.
+        waited += rig.blocks.block_pool.get_num_free_blocks() > 0 and not began
+        began += [one.req_id for one in rig.step().scheduled_new_reqs]
+    assert waited > 30
+    assert began == ["waits", *(f"later{number}" for number in range(50))]
+    rig.run()
+
+
 @pytest.mark.parametrize("policy", ["h2o", "window"])
 def test_asynchronous_scheduling_evicts_at_the_same_tokens(model_dir: str, policy: str) -> None:
     """Decisions hang on counts, not on when results come back: so each stage of a pipeline evicts alike."""

@@ -66,6 +66,12 @@ def test_start_says_what_is_active(server: LiveServer) -> None:
         assert part in lines[0]
 
 
+def test_a_start_prints_a_page_at_most(server: LiveServer) -> None:
+    """vLLM's own 110 lines had the page's address somewhere in between."""
+    until_up, said, _ = server.log.read_text().partition("h2o-serve: stop:")
+    assert said and 5 < len(until_up.splitlines()) <= 30
+
+
 def test_a_fifth_of_the_cache_is_held(client: openai.OpenAI) -> None:
     answer = complete(client, LONG, max_tokens=200, ignore_eos=True, kv_budget=0.2)
     report = answer.kv_cache

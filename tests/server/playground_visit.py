@@ -66,6 +66,10 @@ class Visit:
         report: dict[str, Any] = json.loads(events[-1])["kv_cache"]
         return report
 
+    def click(self, button: str, until: str = "#ask:enabled") -> None:
+        self.page.click(button)
+        self.page.wait_for_selector(until)
+
     def stop_at_the_first_word(self) -> None:
         """In the page: a click from here may take as long as the answer does, where processors are busy."""
         self.page.evaluate(STOP_AT_THE_FIRST_WORD)

@@ -85,8 +85,7 @@ def test_it_says_whether_the_code_was_found(visit: Visit, report: dict[str, Any]
     assert note.inner_text().startswith("The code is 4821: not found. Try a longer kv_delay")
     answer = {"choices": [{"delta": {"content": "It is 4821."}}]}
     with Routed(visit, f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"):
-        visit.page.click("#find")
-        visit.page.wait_for_selector("#ask:enabled")
+        visit.click("#find")
     assert note.inner_text() == "The code is 4821: found."
 
 
@@ -103,8 +102,7 @@ def test_short_answers_are_evicted_from_unless_they_say_why_not(
     assert "Nothing was evicted" not in visit.page.inner_text("#kept-side")
     visit.page.fill("#text", "")
     visit.page.click("#clear")
-    visit.page.click("#ask")
-    visit.page.wait_for_selector("#ask:enabled")
+    visit.click("#ask")
     said = visit.page.inner_text("#kept-side")
     assert "Nothing was evicted: no budget falls below 128 tokens" in said
     assert "Nothing was evicted" not in visit.page.inner_text("#full-side")
@@ -113,13 +111,13 @@ def test_short_answers_are_evicted_from_unless_they_say_why_not(
 def test_a_chat_whose_older_tokens_settle_reads_them_at_its_next_turn(
     browser: Any, server: LiveServer
 ) -> None:
-    page = Visit(browser, server).ready().page
+    visit = Visit(browser, server).ready()
+    page = visit.page
     page.fill("#settle", "256")
     page.select_option("#policy", "later")
     page.fill("#max-tokens", "8")
-    for button in ("#find", "#ask"):
-        page.click(button)
-        page.wait_for_selector("#ask:enabled")
+    visit.click("#find")
+    visit.click("#ask")
     turns = page.locator("#kept-side .turn").all_inner_texts()
     said = r"Read from the cache: (\d+) of the prompt's (\d+) tokens"
     (read, prompt), (again, _) = (map(int, re.findall(said, turn)[0]) for turn in turns)
@@ -259,11 +257,9 @@ def test_it_asked_this_server_only_and_complained_of_nothing(
 def test_a_refusal_is_shown_in_the_servers_words(browser: Any, server: LiveServer) -> None:
     visit = Visit(browser, server).ready()
     visit.page.fill("#recent", "1.5")
-    visit.page.click("#find")
-    visit.page.wait_for_selector("#problem:visible")
-    assert "kv_recent must be a number in [0, 1], got 1.5 (HTTP 400)" in visit.page.inner_text(
-        "#problem"
-    )
+    visit.click("#find", until="#problem:visible")
+    said = "kv_recent must be a number in [0, 1], got 1.5 (HTTP 400)"
+    assert said in visit.page.inner_text("#problem")
 
 
 @pytest.mark.parametrize("body", ["", 'data: {"choices": [{"delta": {"content": "The"}}]}\n\n'])
@@ -272,8 +268,7 @@ def test_an_answer_that_breaks_off_is_no_answer(
 ) -> None:
     visit = Visit(browser, server).ready()
     with Routed(visit, body):
-        visit.page.click("#ask")
-        visit.page.wait_for_selector("#problem:visible")
+        visit.click("#ask", until="#problem:visible")
     assert "broke off" in visit.page.inner_text("#problem")
     for side in ("kept", "full"):
         lines = visit.page.locator(f"#{side}-side .log p").all_inner_texts()
@@ -299,8 +294,7 @@ def test_an_answer_comes_without_its_trace_where_too_many_are_traced(
     body = json.dumps({"error": {"message": refusal}})
     visit.page.fill("#max-tokens", "40")
     with Routed(visit, body, 429, traced=True):
-        visit.page.click("#find")
-        visit.page.wait_for_selector("#ask:enabled")
+        visit.click("#find")
     assert refusal in visit.page.inner_text("#no-picture")
     assert visit.shown("kept")["lossless"] == "no" and not visit.page.is_visible("#problem")
 
@@ -322,16 +316,14 @@ def test_a_server_without_traces_and_settling_says_so_and_compares_answers(
         visit.page.locator("#settle:disabled + small").inner_text()
         == "0 on this server: it is full"
     )
-    visit.page.click("#find")
-    visit.page.wait_for_selector("#ask:enabled")
+    visit.click("#find")
     assert visit.shown("full")["lossless"] == "yes" and not visit.page.is_visible("#problem")
 
 
 def test_a_server_that_is_gone_is_said_to_be(browser: Any, server: LiveServer) -> None:
     visit = Visit(browser, server).ready()
     visit.page.route("**/v1/**", lambda route: route.abort())
-    visit.page.click("#ask")
-    visit.page.wait_for_selector("#problem:visible")
+    visit.click("#ask", until="#problem:visible")
     assert visit.page.inner_text("#problem") == "The server cannot be reached."
 
 

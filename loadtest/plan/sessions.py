@@ -286,7 +286,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _turns(args: argparse.Namespace) -> Turns:
-    return Turns(args.turns, *args.turn, args.thought, args.pause)
+    new, said = args.turn
+    return Turns(args.turns, new, said, args.thought, args.pause)
 
 
 def _about(args: argparse.Namespace) -> str:

@@ -28,7 +28,7 @@ from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
 from h2o_vllm.engine.core.connector_halves import limited_connector
-from h2o_vllm.engine.core.drafting import drafter_has_kv, drafts_of_step
+from h2o_vllm.engine.core.drafting import count_drafts, drafter_has_kv, drafts_of_step, drop_drafts
 from h2o_vllm.engine.core.heads import evictable_kv_heads
 from h2o_vllm.engine.core.parallel_choices import ChoiceReports
 from h2o_vllm.engine.core.parent_watch import end_with_parent
@@ -244,7 +244,7 @@ class H2OScheduler(LimitingScheduler):
             self._meter.eviction_took(eviction_seconds(model_runner_output))
         if self._traces is not None:
             self._traces.note(traced_evictions(model_runner_output))
-        self._count_drafts(scheduler_output, model_runner_output)
+        count_drafts(self.blocks, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request_id in scheduler_output.h2o.transfers.loading:
             self.blocks.loads.confirm(request_id)
@@ -258,13 +258,7 @@ class H2OScheduler(LimitingScheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """As the base class; without the drafts by ``ngram`` of requests for which they do not pay."""
         super().update_draft_token_ids(draft_token_ids)
-        speculative = self.vllm_config.speculative_config
-        if speculative is None or speculative.method != "ngram":
-            return
-        for request_id in draft_token_ids.req_ids:
-            request, state = self.requests.get(request_id), self.blocks.eviction_state(request_id)
-            if request and state and request.spec_token_ids and not state.drafts.pay():
-                request.spec_token_ids = []
+        drop_drafts(self, self.blocks, draft_token_ids.req_ids)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """As the base class; also carries our counts to :mod:`h2o_vllm.metrics.stat_logger`."""
@@ -281,14 +275,6 @@ class H2OScheduler(LimitingScheduler):
             counts = meter.hand_over(self._running_counts())
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), METRICS_KEY: counts}
         return stats
-
-    def _count_drafts(self, planned: SchedulerOutput, came_out: ModelRunnerOutput) -> None:
-        for request_id, drafts in planned.scheduled_spec_decode_tokens.items():
-            state = self.blocks.eviction_state(request_id)
-            if state is not None:
-                sampled = came_out.sampled_token_ids[came_out.req_id_to_index[request_id]]
-                # The last sampled token is not a draft.
-                state.drafts.verified(len(drafts), max(0, len(sampled) - 1))
 
     def _collect_reports(self) -> None:
         ended = self.blocks.take_final_reports()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from h2o_vllm.server import engine_start, fork_server
+from tests.server.live_server import ENVIRONMENT, MODEL, live_server
 
 SCRIPT = """
 import multiprocessing, os
@@ -50,7 +51,7 @@ def test_engine_computes_though_the_server_has_computed_and_has_the_servers_envi
     script = tmp_path / "server.py"
     script.write_text(SCRIPT)
     # A pool of numpy's own would be threads as well.
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, str(script)],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
@@ -58,6 +59,22 @@ def test_engine_computes_though_the_server_has_computed_and_has_the_servers_envi
     assert done.returncode == 0, done.stderr
     # What is imported computes nothing, so the fork server has no team that could be missing in an engine.
     assert done.stdout.endswith("threads: 1\n")
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_a_model_that_sees_starts_with_threads_of_the_users_own(tmp_path: Path) -> None:
+    """vLLM tries its processor of pictures, with that many threads, in the server before its engine."""
+    from tests.families.image_models import PILLOW_ALONE, save_image_model
+
+    model = tmp_path / "llava"
+    save_image_model("llava", str(model))
+    paths = os.pathsep.join([str(PILLOW_ALONE), ENVIRONMENT.get("PYTHONPATH", "")])
+    environment = {"OMP_NUM_THREADS": "2", "PYTHONPATH": paths}
+    options = ["--model", str(model), "--served-model-name", MODEL]
+    with live_server(tmp_path / "log", *options, environment=environment) as server:
+        body = {"model": MODEL, "prompt": [100] * 400, "max_tokens": 8, "kv_budget": 0.5}
+        assert server.post("/v1/completions", body).json()["kv_cache"]["tokens_evicted"] > 0
 
 
 def test_only_the_engine_comes_from_the_fork_server() -> None:

@@ -7,13 +7,18 @@ matter here. The last test kills the engine.
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
+import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.server.deaths import dies_in_public, processes
 from tests.server.live_server import KEY, MODEL, LiveServer, live_server
@@ -34,6 +39,7 @@ def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
     log = tmp_path_factory.mktemp("server") / "log"
     options = ["--kv-budget", "0.2", "--kv-prefill-tokens", str(BOUND), "--kv-min-tokens", "64"]
     options += ["--num-gpu-blocks-override", str(BLOCKS), "--block-size", str(BLOCK)]
+    options += ["--enable-prompt-embeds"]
     with live_server(log, *tiny, *options) as server:
         yield server
 
@@ -87,6 +93,27 @@ def test_what_cannot_be_held_is_a_400_with_the_numbers(
     assert caught.value.param == "kv_prefill_tokens"
     # And nobody else notices.
     assert answer(client, 100).usage.completion_tokens == 40
+
+
+def test_embeddings_are_what_their_tokens_are(client: openai.OpenAI, tiny_model: Path) -> None:
+    (weights,) = tiny_model.glob("*.safetensors")
+    rows = load_file(weights)["model.embed_tokens.weight"].float()
+
+    def by_rows(length: int, **fields: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(rows[[1000 + 3 * i for i in range(length)]], file)
+        encoded = base64.b64encode(file.getvalue()).decode()
+        body = fields | {"ignore_eos": True, "prompt_embeds": encoded}
+        return client.completions.create(
+            model=MODEL, prompt=None, max_tokens=40, temperature=0, extra_body=body
+        )
+
+    length = POOL + 100
+    said, expected = by_rows(length), answer(client, length)
+    assert said.choices[0].text == expected.choices[0].text
+    assert said.kv_cache | {"tokens_cached": 0} == expected.kv_cache | {"tokens_cached": 0}
+    with pytest.raises(openai.BadRequestError, match=f"a prompt of {length} tokens"):
+        by_rows(length, **WHOLE)
 
 
 def test_server_says_what_it_bounds(server: LiveServer) -> None:

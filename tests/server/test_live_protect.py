@@ -265,7 +265,8 @@ def test_an_agent_of_anthropics_client_reads_what_has_settled(server: LiveServer
         messages.append({"role": "assistant", "content": [said, used]})
         messages.append({"role": "user", "content": [found]})
     cached = [report["tokens_cached"] for report in reports]
-    assert cached == sorted(cached) and cached[0] == 0
+    # The first turn may find what other tests said with the same tools.
+    assert cached == sorted(set(cached))
     assert reports[-1]["tokens_settled"] >= 256 < cached[-1]
     # All but the last answer, which was stripped, what is new, and a block.
     for sooner, later in itertools.pairwise(reports):

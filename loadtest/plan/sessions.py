@@ -118,11 +118,13 @@ def serve(
     turns: Turns,
     fields: Mapping[str, Any],
     seconds: Callable[[Step], float],
+    lost: int | None = None,
 ) -> Found:
     """Serve all sessions to their ends; all begin at once.
 
     Args:
         fields: what their requests ask of us. seconds: how long a step takes.
+        lost: end when the cache gives so many tokens less than all that a session has said.
 
     Raises:
         ValueError: a turn does not fit into the pool, even alone.
@@ -147,6 +149,8 @@ def serve(
         for started in output.scheduled_new_reqs:
             found.cached.append(started.num_computed_tokens)
             found.asked.append(waiting[started.req_id][2].num_prompt_tokens)
+            if lost is not None and found.cached[-1] + lost < found.asked[-1] - turns.new:
+                return found
         found.seconds += seconds(_step(scheduler, output))
         found.steps += 1
         silent = [
@@ -192,11 +196,10 @@ def idle(make: Callable[[], H2OScheduler], turns: Turns, fields: Mapping[str, An
 
     def whole(sessions: int) -> bool:
         scheduler = make()
-        found = serve(scheduler, sessions, turns, fields, lambda _: 0.0)
         # The last token has no KV, and a hit never ends where a segment is due.
-        lost = turns.new + 2 * scheduler.blocks.block_size
-        last = list(zip(found.cached, found.asked, strict=True))[-sessions:]
-        return all(cached >= asked - lost for cached, asked in last)
+        lost = 2 * scheduler.blocks.block_size
+        found = serve(scheduler, sessions, turns, fields, lambda _: 0.0, lost)
+        return len(found.first_s) == sessions * turns.count
 
     low, high = 0, 1
     while whole(high):

@@ -108,10 +108,12 @@ def test_a_crowd_leaves_room_for_floors_that_grow(
 
 
 def test_who_would_run_alone_is_admitted_whatever_its_floor(model_dir: str) -> None:
-    rig = Rig(model_dir, 14, kv_min_tokens=16)
-    for number in range(2):
-        rig.add(f"{number}", other(number, 200), ELASTIC, max_tokens=8)
-    assert rig.run() < 40 and rig.preemptions == 0
+    for size, delay, most in ((200, 16, 8), (193, 15, 40)):
+        rig, asked = Rig(model_dir, 14, kv_min_tokens=16), ELASTIC | {"kv_delay": delay}
+        for name in "01":
+            rig.add(name, other(int(name), size), asked, max_tokens=most)
+        assert rig.run() < 5 * most and rig.preemptions == 0
+        assert [len(rig.tokens[name]) for name in "01"] == [most, most]
 
 
 def test_nobody_is_squeezed_in_vain(model_dir: str) -> None:

@@ -36,7 +36,7 @@ class DraftCounts:
         self._rest = 0 if self._average >= LEAST else RESTS
 
     def pay(self) -> bool:
-        """Whether to verify the drafts that were made for the next step. Asked once for each such step."""
+        """Whether to verify the drafts that were made for the next step. Call it once for each such step."""
         if not self._rest:
             return True
         self._rest -= 1

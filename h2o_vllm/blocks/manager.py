@@ -341,8 +341,7 @@ class H2OBlockManager(SqueezingManager):
         if state is None:
             return
         if (elastic := self._elastic.get(request_id)) is not None:
-            answer = elastic.counts.num_tokens - elastic.prompt_tokens
-            self._answer = answer if self._answer is None else (7 * self._answer + answer) / 8
+            self._note_answer(elastic)
             if elastic.squeezable and self.enable_caching:
                 self._publish(elastic)
         self._final_reports[request_id] = state.report()

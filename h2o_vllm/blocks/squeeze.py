@@ -88,7 +88,7 @@ def choose_victims(victims: Sequence[Victim], missing: int) -> list[Victim]:
 def peak_blocks(crowd: Iterable[tuple[float, float, float]]) -> float:
     """The most blocks held at once by requests that grow: of each its steps, blocks now, blocks per step."""
     blocks = slope = peak = 0.0
-    # Nobody gives back before its end, so the peak is at the end of one: with all that end no earlier.
+    # A request gives nothing back before its end: the peak is where one ends, with all that end no earlier.
     for steps, now, per_step in sorted(crowd, reverse=True):
         blocks, slope = blocks + now, slope + per_step
         peak = max(peak, blocks + slope * steps)

@@ -77,12 +77,17 @@ class SqueezingManager(FullAttentionManager):
         counts, self._squeezes = self._squeezes, SqueezeCounts()
         return counts
 
+    def _note_answer(self, ended: EvictionState) -> None:
+        """Count the answer of an elastic request that has ended, by an eighth."""
+        answer = ended.counts.num_tokens - ended.prompt_tokens
+        self._answer = answer if self._answer is None else (7 * self._answer + answer) / 8
+
     def _has_room(self, request_id: str, asked: int) -> bool:
-        """Whether running elastic requests are expected to find blocks beside one that takes ``asked``.
+        """Whether floors of running elastic requests will have room beside a request that takes ``asked``.
 
         Their floors grow with their answers. Without room the last one is preempted, and computed again: at
         once, as it cannot be squeezed yet (``near``), or later, when the floors exceed the pool. A preemption
-        after half as many steps as it has tokens costs less than to wait, so nobody looks further ahead.
+        after half as many steps as it has tokens costs less than to wait, so this looks no further ahead.
         """
         own, elastic = self._eviction_states[request_id], self._elastic.get(request_id)
         # 64 tokens are computed again beside the answers of others, in no more steps.

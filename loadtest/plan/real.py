@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def make_request(
 
     Args:
         fields: what it asks of us.
-        known: hashes of its first blocks, if somebody has computed them.
+        known: hashes of its first blocks, as far as they have been computed.
     """
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
@@ -119,7 +119,6 @@ def make_request(
             request.block_hashes.extend(known)
         return hash_rest(request)
 
-    hasher: Callable[[Request], list[BlockHash]] = hashed
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
@@ -127,7 +126,7 @@ def make_request(
             max_tokens=answer_tokens, ignore_eos=True, extra_args=fields
         ),
         pooling_params=None,
-        block_hasher=hasher,
+        block_hasher=hashed,
     )
 
 

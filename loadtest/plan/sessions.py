@@ -68,13 +68,12 @@ class Turns:
 
 @dataclass
 class Session:
-    """One session: its number, the history so far and the hashes of its blocks, and its turns' starts."""
+    """One session: its number, the history so far and the hashes of its blocks, and its next turn."""
 
     number: int
     history: list[int] = field(default_factory=list)
     hashes: list[Any] = field(default_factory=list)
     turn: int = 0
-    asked: float = 0.0
 
     def ask(self, turns: Turns, fields: Mapping[str, Any], block_size: int) -> Request:
         """The request of its next turn. No two sessions, and no two turns, say the same."""
@@ -226,7 +225,7 @@ def planned(args: argparse.Namespace) -> str:
     for sessions in args.sessions:
         base = 0.0
         for variant in args.variants:
-            # Whoever has a budget has memory for scores; settled segments are ranked by keys alone.
+            # Requests with a budget take memory for scores; settled segments are ranked by keys alone.
             pool = args.pool_tokens or _server(args, scored=variant != "stock").pool_tokens
             seconds = _server(args, scored=variant == "budget").seconds
             scheduler = _scheduler(args, turns, pool, max_seqs=256)

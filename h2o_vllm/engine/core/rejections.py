@@ -42,7 +42,7 @@ class Rejections:
         self._reasons[request_id] = reason
 
     def ends(self, request: Request) -> bool:
-        """Whether ``request``, which is new, is nothing but the end of a session that has ended already.
+        """Whether ``request``, which is new, only ends a session that has already ended.
 
         A further part of such a session is rejected.
         """

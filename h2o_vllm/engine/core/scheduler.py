@@ -158,7 +158,7 @@ class H2OScheduler(LimitingScheduler):
         super().add_request(request)
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> list[Request]:
-        """As the base class."""
+        """As the base class; no further parts of these sessions are expected."""
         if request_ids is not None:
             request_ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
             self._rejections.forget(request_ids)

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
+from loadtest.quality.measures.retrieval import PLACES
 from loadtest.quality.ruler.source import NOUNS
 from loadtest.quality.sizes import Sizes
 
@@ -65,7 +66,6 @@ ENGLISH = frozenset(
 WORDS = ("Today", "Often", "Perhaps", "Indeed", "Sometimes", "Clearly", "Usually", "Maybe")
 FORBIDDEN = ("used", "can", "often")
 """Hard to do without, about a thing."""
-PLACES = ("library", "harbour", "museum", "station", "school", "hospital", "theatre", "market")
 
 NUMBERED = re.compile(r"^[^\w\n]*(\d+)[^\w\n]*[.):][^\w\n]*(\w.*)$", re.MULTILINE)
 HEADING = re.compile(r"^\W*problem\W*(\d+)\b", re.IGNORECASE | re.MULTILINE)

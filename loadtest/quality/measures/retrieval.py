@@ -22,7 +22,7 @@ from loadtest.quality.generation import GenerationOutput, GenerationRequest, Mod
 from loadtest.quality.measures.base import Measure, Metric, Sample, asked_later
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["Retrieval", "first_number", "hidden"]
+__all__ = ["PLACES", "Retrieval", "first_number", "hidden"]
 
 WAYS = {
     "before": "before the text as well",

@@ -114,14 +114,16 @@ def test_every_field_has_an_effect(client: openai.OpenAI) -> None:
 def test_streamed_completion_equals_the_unstreamed(
     client: openai.OpenAI, usage: bool, fields: dict[str, Any]
 ) -> None:
+    fields = fields | {"max_tokens": 64}
     whole = complete(client, LONG[:600], **fields)
     options = {"include_usage": True} if usage else None
     stream = complete(client, LONG[:600], stream=True, stream_options=options, **fields)
     text, report, chunks = report_of(stream)
     assert text == whole.choices[0].text
     assert report["tokens_held"] == whole.kv_cache["tokens_held"]
-    assert report["tokens_seen"] == 607
-    assert len(chunks) >= 8
+    assert report["tokens_seen"] == 600 + whole.usage.completion_tokens - 1
+    # A busy server joins tokens that wait to be sent: their number is not the chunks'.
+    assert sum(any(choice.text for choice in chunk.choices) for chunk in chunks) >= 2
     assert (chunks[-1].usage is not None) == usage
 
 

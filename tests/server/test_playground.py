@@ -52,15 +52,15 @@ def basic(user_and_password: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "traces"),
+    ("device", "stages", "traces"),
     [("cpu", 1, True), ("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)],
 )
 def test_the_page_brings_traces_where_the_engine_would_start_with_them(
-    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, traces: bool
+    monkeypatch: pytest.MonkeyPatch, device: str, stages: int, traces: bool
 ) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type=device))
-    assert with_traces(H2OConfig(), ranks).kv_trace is traces
-    assert with_traces(H2OConfig(kv_trace=True), ranks).kv_trace, (
+    assert with_traces(H2OConfig(), stages).kv_trace is traces
+    assert with_traces(H2OConfig(kv_trace=True), stages).kv_trace, (
         "asked for: the engine says why not"
     )
 

@@ -269,9 +269,9 @@ def _on_cuda(config: VllmConfig) -> list[tuple[bool, str]]:
             "--kv-full-kernel h2o on GPUs: there vLLM's own kernels serve all requests that are not scored",
         ),
         (
-            bool(_option(config, "kv_trace"))
-            and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
-            "--kv-trace on several GPUs: each process knows only what its own layers and heads lose",
+            bool(_option(config, "kv_trace")) and parallel.pipeline_parallel_size > 1,
+            "--kv-trace in a pipeline of GPUs: each stage knows only what its own layers lose, and only the "
+            "last one is asked",
         ),
         (
             asks_for_exact(config),

@@ -206,7 +206,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         return kernels.Prediction.of(part, heads, size, self.device, scales, _sum_over_ranks)
 
     def _make_recorder(self, state: CudaState) -> TraceRecorder:
-        return DeviceTraceRecorder(state.to_device)
+        return DeviceTraceRecorder(state.to_device, self._portion.heads)
 
     def _check_graphs(self, state: CudaState) -> None:
         """Law 9 for CUDA graphs: check that the graphs for batches with budgets hold our kernels.

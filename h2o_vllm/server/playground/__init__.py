@@ -22,17 +22,17 @@ __all__ = ["PATH", "attach", "is_page", "with_traces"]
 PATH = "/h2o/"
 
 
-def with_traces(config: H2OConfig, ranks: int) -> H2OConfig:
+def with_traces(config: H2OConfig, stages: int) -> H2OConfig:
     """``config``, by which the page may ask for traces where the engine would start with them.
 
-    Which is not on several GPUs: see :mod:`h2o_vllm.engine.core.support`.
+    Which is not in a pipeline of GPUs: see :mod:`h2o_vllm.engine.core.support`.
 
     Args:
-        ranks: how many there are, of tensor and of pipeline parallelism.
+        stages: of the pipeline.
     """
     from vllm.platforms import current_platform
 
-    starts = current_platform.device_type == "cpu" or ranks == 1
+    starts = current_platform.device_type == "cpu" or stages == 1
     return replace(config, kv_trace=True) if starts else config
 
 

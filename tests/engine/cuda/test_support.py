@@ -79,12 +79,9 @@ def reasons(config: Any) -> list[str]:
         ({"additional_config": {"h2o": {"kv_full_kernel": "h2o"}}}, "--kv-full-kernel h2o on GPUs"),
         ({"additional_config": {"h2o": {"kv_exact": True}}}, "--kv-exact and --kv-exact-drafts on"),
         ({"additional_config": {"h2o": {"kv_exact_drafts": 2}}}, "--kv-exact and"),
-        *(
-            (
-                {"additional_config": {"h2o": {"kv_trace": True}}, f"{kind}_parallel_size": 2},
-                "--kv-trace on several GPUs",
-            )
-            for kind in ("tensor", "pipeline")
+        (
+            {"additional_config": {"h2o": {"kv_trace": True}}, "pipeline_parallel_size": 2},
+            "--kv-trace in a pipeline of GPUs",
         ),
         *(
             ({"method": method}, f"speculative decoding by {method!r} on GPUs")

@@ -298,8 +298,8 @@ def runner_metadata_builders(model_runner: Any) -> list[tuple[Any, Any]]:
 def runner_drafter_layers(model_runner: Any) -> frozenset[str]:
     """Names of the attention layers that only the drafter has, once the models are loaded.
 
-    ``SpecDecodeBaseProposer._draft_attn_layer_names`` (0.32): runner V1 does not set ``is_draft_layer``, as
-    V2 does. Goes when it does.
+    ``SpecDecodeBaseProposer._draft_attn_layer_names``: in 0.32 runner V1 does not set ``is_draft_layer``, as
+    V2 does. In 0.33 it does: this goes with 0.32.
     """
     drafter = getattr(model_runner, "drafter", None)
     return frozenset(getattr(drafter, "_draft_attn_layer_names", ()))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.calibration.made import make_calibration
 from tests.engine.conftest import Engine
 from tests.published import PUBLISHED
 
@@ -118,7 +119,17 @@ def engine(random_llama: str) -> Iterator[Engine]:
         from h2o_vllm.plugin import engine_args
 
         options = {**ENGINE, **MODES["default"], "skip_tokenizer_init": True}
-        llm = LLM(random_llama, **options, **engine_args(kv_min_tokens=FLOOR, **PUBLISHED))
+        if REHEARSED:
+            # A kernel computes the norms by which a calibration knows its model.
+            patch.setattr("h2o_vllm.calibration.file.Calibration.check", lambda *_: None)
+        model = Path(random_llama)
+        ours = engine_args(
+            kv_min_tokens=FLOOR,
+            kv_trace=True,
+            kv_calibration=str(make_calibration(model, model / "calibration.h2o")),
+            **PUBLISHED,
+        )
+        llm = LLM(random_llama, **options, **ours)
         # A started engine freezes vLLM's view of the environment, for the tests beside it as well.
         envs.disable_envs_cache()
         yield Engine(llm)

@@ -98,6 +98,44 @@ def test_law7_nothing_computed_after_an_eviction_is_published(engine: Engine) ->
     assert again.num_cached_tokens <= len(prompt)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        # A kernel says which heads have which lanes.
+        {"kv_policy": "auto", "kv_delay": 16} | ({} if REHEARSED else {"kv_trace": True}),
+        {"kv_policy": "predicted+key", "kv_heads": "equal", "kv_trace": True},
+        {"kv_policy": "later", "kv_elastic": True},
+    ],
+    ids=["default", "predicted", "elastic"],
+)
+def test_law2_of_requests_that_rank_by_predictions(engine: Engine, policy: dict[str, Any]) -> None:
+    """The rows of a calibrated server; a trace says how many tokens each layer and head holds."""
+    asked = {"kv_budget": 0.3, **policy}
+    for output in engine.generate(prompts(8, seed=6, low=300), asked, max_tokens=80):
+        report = report_of(output)
+        assert len(tokens_of(output)) == 80
+        assert report["blocks_freed"] or "kv_elastic" in asked
+        if "kv_trace" in asked:
+            # Of 4 layers with 2 KV heads.
+            assert sum(report["trace"]["kept"]) == 8 * report["tokens_held"]
+    engine.scheduler.blocks.check_integrity(idle=True)
+
+
+def test_law2_the_next_turn_reads_what_has_settled(engine: Engine) -> None:
+    """Segments of 32 tokens, of which one block stays, from the 160th token on."""
+    asked = {"kv_budget": 0.5, "kv_policy": "later", "kv_settle_tokens": 128, "kv_protect": 0}
+    turns = prompts(8, seed=7, low=60, high=159)
+    for turn in range(2):
+        outputs = engine.generate(turns, asked, max_tokens=80)
+        for output in outputs:
+            report = report_of(output)
+            assert bool(report["tokens_cached"]) == bool(turn)
+            assert report["tokens_evicted"] == report["tokens_settled"] // 2
+        assert any(report_of(output)["tokens_settled"] for output in outputs)
+        turns = [one + tokens_of(output) for one, output in zip(turns, outputs, strict=True)]
+    engine.scheduler.blocks.check_integrity(idle=True)
+
+
 @pytest.mark.skipif(REHEARSED, reason="kernels compute nothing")
 def test_scores_are_probabilities(engine: Engine) -> None:
     """Each query hands out one unit per q head: the live scores of a request add up to its queries."""

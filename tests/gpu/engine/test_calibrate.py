@@ -11,6 +11,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+pytest.importorskip("triton")
+from triton import knobs
+
 from h2o_vllm.calibrate import __main__ as command
 from h2o_vllm.calibrate.run import LENGTH
 from h2o_vllm.calibrate.texts import pieces
@@ -28,9 +31,15 @@ def test_the_weights_are_those_of_an_independent_model(
 ) -> None:
     file, source = tmp_path / "model.h2o", Path(str(torch.nn.modules.rnn.__file__))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if REHEARSED:
+        # What kernels have not added up has no solution.
+        monkeypatch.setattr(Sums, "solve", lambda sums: torch.zeros(sums._targets.shape))
     arguments = ["--model", random_llama, "--output", str(file), "--texts", str(source)]
     arguments += ["--dtype", "float32", "--gpu-memory-utilization", "0.15"]
-    assert command.main(arguments) == 0
+    with knobs.runtime.scope():
+        # An engine of another test forbids to compile while serving; this one is eager.
+        knobs.runtime.jit_post_compile_hook = None
+        assert command.main(arguments) == 0
     found = Calibration.load(file)
     assert found.about["tokens"] == 2 * (LENGTH - 1)
     if REHEARSED:

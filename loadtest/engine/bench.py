@@ -75,9 +75,12 @@ def measure(args: argparse.Namespace, path: Path) -> list[Row]:
 def publish(rows: list[Row], suite: Suite, path: Path) -> None:
     """Print the tables; write the picture beside the rows."""
     print(f"\n{measured_table(rows)}\n\n{ratio_table(rows, suite)}\n\nrows: {path}")
-    # Behind the tables: a machine that is lent may lack matplotlib.
-    from loadtest.engine.plot import plot_bench
-
+    try:
+        from loadtest.engine.plot import plot_bench
+    except ModuleNotFoundError as error:
+        # A machine that is lent may lack matplotlib.
+        print(f"no plot: {error}; with it, --resume {path} draws one")
+        return
     print(f"plot: {plot_bench(rows, suite, path.with_suffix('.png'))}")
 
 

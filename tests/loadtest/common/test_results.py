@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_published_gpu_benchmarks_are_drawn(tmp_path: Path) -> None:
     rows = read_rows(published("bench-cuda-*"))
     assert "| 2k-tight | h2o | stock |" in ratio_table(rows, SUITES["cuda"])
     assert plot_bench(rows, SUITES["cuda"], tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_without_matplotlib_there_are_the_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that is lent may lack it."""
+    from loadtest.engine.bench import publish
+    from loadtest.engine.suites import SUITES
+
+    monkeypatch.delitem(sys.modules, "loadtest.engine.plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    path = published("bench-cuda-*")
+    publish(read_rows(path), SUITES["cuda"], path)
+    said = capsys.readouterr().out
+    assert "| 2k-tight | h2o | stock |" in said and f"--resume {path} draws one" in said
 
 
 def test_every_published_figure_can_be_traced() -> None:

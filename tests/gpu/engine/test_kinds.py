@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,12 @@ def job(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> dict[str, 
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_law1_of_other_kinds_beside_windows(job: dict[str, Any]) -> None:
+def test_law1_of_other_kinds_beside_windows(job: dict[str, Any], name: str) -> None:
     """Beside others that evict, batches would round otherwise."""
+    if name == "gemma4-e" and find_spec("cutlass") is None:
+        pytest.skip(
+            "stock vLLM serves two head sizes by FlashAttention 4: pip install nvidia-cutlass-dsl"
+        )
     stock = run_engine(**job)
     ours = run_engine(**job, h2o={"kv_min_tokens": FLOOR}, asked=[None, {"kv_budget": 1.0}, None])
     assert [one["tokens"] for one in ours] == [one["tokens"] for one in stock]

@@ -78,7 +78,7 @@ def publish(rows: list[Row], suite: Suite, path: Path) -> None:
     try:
         from loadtest.engine.plot import plot_bench
     except ModuleNotFoundError as error:
-        # A machine that is lent may lack matplotlib.
+        # A GPU host may lack matplotlib.
         print(f"no plot: {error}; with it, --resume {path} draws one")
         return
     print(f"plot: {plot_bench(rows, suite, path.with_suffix('.png'))}")

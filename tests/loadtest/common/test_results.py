@@ -83,7 +83,7 @@ def test_published_gpu_benchmarks_are_drawn(tmp_path: Path) -> None:
 def test_without_matplotlib_there_are_the_tables(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine that is lent may lack it."""
+    """A GPU host may lack it."""
     from loadtest.engine.bench import publish
     from loadtest.engine.suites import SUITES
 

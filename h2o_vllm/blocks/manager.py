@@ -5,7 +5,7 @@
 
     remove_skipped_blocks         frees what the budget no longer covers
     get_num_blocks_to_allocate    vLLM counts the free blocks right after this call. If too few are free,
-                                  running elastic requests are squeezed here
+                                  held ones are freed here, and running elastic requests squeezed
     allocate_new_blocks           may already hand out the freed blocks
     cache_blocks                  withholds blocks that an eviction may write, or that depend on one
 
@@ -47,7 +47,6 @@ class H2OBlockManager(SqueezingManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._final_reports: dict[str, dict[str, object]] = {}
-        self._promising: dict[str, RequestState] = {}
         self._settling: dict[str, SettlingState] = {}
         self._settled = SettledBlocks(self)
         self._settle_shortages = 0
@@ -106,6 +105,7 @@ class H2OBlockManager(SqueezingManager):
         """See :func:`h2o_vllm.blocks.pool_check.check_pool`."""
         managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self._beside)
         tables = [table for manager in managers for table in manager.req_to_blocks.items()]
+        tables += self._settled.held()
         check_pool(self.block_pool, (*tables, *self.loads.tables()), idle=idle)
 
     def remove_skipped_blocks(
@@ -138,7 +138,7 @@ class H2OBlockManager(SqueezingManager):
         *counts: Any,
         **options: Any,
     ) -> int:
-        """As the base class; if fewer blocks are free, elastic requests are squeezed first.
+        """As the base class; if fewer blocks are free, held ones are freed, then elastic requests squeezed.
 
         A segment that is due settles here: it takes its new blocks before it frees the old ones. If it lacks
         some, the result exceeds what is free, so vLLM preempts a request and calls this again.
@@ -146,7 +146,7 @@ class H2OBlockManager(SqueezingManager):
         tokens. Then the result is the most that they ever hold at once, plus what running bounded prompts
         have not taken yet; or all blocks there are, while elastic requests need the room to grow.
         """
-        held = num_tokens
+        held, admitting = num_tokens, not self.req_to_blocks.get(request_id)
         if options.get("apply_admission_cap"):
             state = self._eviction_states.get(request_id)
             if state is not None:
@@ -162,23 +162,27 @@ class H2OBlockManager(SqueezingManager):
         if options.get("apply_admission_cap"):
             asked += self._promised_blocks(request_id)
         short = self._settle_due(request_id)
+        spare = self._rules.watermark_blocks if admitting else 0
+        if self._settled.make_room(asked + short + spare):
+            # The hit may have been held: now it is taken from the free blocks, and counts.
+            return self.get_num_blocks_to_allocate(
+                request_id, num_tokens, new_computed_blocks, *counts, **options
+            )
         asked += short
         self._settle_shortages += short > 0
         if not self._elastic:
             return asked
-        admitting = not self.req_to_blocks.get(request_id)
         needed = asked + sum(
             # Their cache hits are not known here; none is assumed.
             manager.get_num_blocks_to_allocate(request_id, num_tokens, (), *counts, **options)
             for manager in self._beside
         )
         if admitting:
-            if not self._has_room(request_id, needed):
+            if not self._has_room(request_id, needed, self._settled.held_blocks):
                 return self.block_pool.num_gpu_blocks
             if not self._rules.to_admit:
                 return asked
-            needed += self._rules.watermark_blocks
-        self._squeeze_for(request_id, new_computed_blocks, needed, admitting=admitting)
+        self._squeeze_for(request_id, new_computed_blocks, needed + spare, admitting=admitting)
         return asked if not short or self._settle_due(request_id) else asked - short
 
     def _settle_due(self, request_id: str) -> int:
@@ -196,22 +200,6 @@ class H2OBlockManager(SqueezingManager):
             return state.schedule.kept
         self._evictions[request_id] = eviction
         return 0
-
-    def _promised_blocks(self, request_id: str) -> int:
-        """Blocks that the bounded prompts of other running requests will hold, and do not hold yet.
-
-        A bounded prompt holds few blocks while it is computed. If a new request took the rest, the prompt
-        would be preempted, and computed again from its start.
-        """
-        promised = 0
-        for other, state in self._promising.items():
-            if other != request_id and (table := self.req_to_blocks.get(other)):
-                live = len(table) - state.holes
-                promised += max(0, self._promise(state) - live)
-        return promised
-
-    def _promise(self, state: RequestState) -> int:
-        return -(-state.promised_tokens // self.block_size)
 
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
         """Free the doomed blocks, and note the eviction for the workers."""
@@ -326,6 +314,7 @@ class H2OBlockManager(SqueezingManager):
         """
         if request_id not in self._settling:
             self._evictions.pop(request_id, None)
+        self._settled.let_go(request_id)
         state = self._eviction_states.get(request_id)
         if state is not None:
             if state.counts.is_finished():

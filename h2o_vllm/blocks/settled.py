@@ -9,6 +9,10 @@ lineage covers all else that KV depends on (law 7)::
 
 ``n`` numbers the blocks that stay of a segment. So a request finds these blocks if it has the same first
 tokens and the same lineage as the request that computed them, and only then.
+
+The next turn may repeat the prompt and leave out the answer, or what was thought in it. It needs segments as
+they were at the prompt's end: those that have settled since must be there whole. So while a request runs, the
+whole blocks of these segments are held, until blocks are short.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ class SettledBlocks:
         self._manager = manager
         self._pool = manager.block_pool
         self._size = manager.block_size
+        self._held: dict[str, list[KVCacheBlock]] = {}
 
     def find(self, state: SettlingState, most: int) -> tuple[list[KVCacheBlock], int]:
         """Look up the blocks of at most the first ``most`` tokens.
@@ -84,20 +89,25 @@ class SettledBlocks:
         span = slice(first, first + schedule.segment // self._size)
         table = self._manager.req_to_blocks[request_id]
         raw = table[span]
+        doomed = _ids(raw)
         into = self._segment(state, number)
         if into is not None:
             pool.touch(into)
         elif pool.get_num_free_blocks() < kept:
             return None
-        found = into is not None
-        if into is None:
+        if into is not None:
+            doomed = ()
+        else:
             # Taken before the segment's own blocks are freed: a block that is read must not be written.
             into = pool.get_new_blocks(kept)
             self._publish_segment(state, number, into)
         table[span] = [*into, *[pool.null_block] * schedule.given_back]
+        in_prompt = state.prompt_tokens // self._size - first
+        if self._manager.enable_caching and in_prompt > 0 and schedule.due(number) > state.prompt_tokens:
+            self._held.setdefault(request_id, []).extend(raw[:in_prompt])
+            raw = raw[in_prompt:]
         pool.free_blocks(reversed(raw))
         state.resume(schedule.due(number))
-        doomed = () if found else _ids(raw)
         return Eviction(
             request_id=request_id,
             heavy_blocks=_ids(into),
@@ -109,6 +119,32 @@ class SettledBlocks:
             seen=schedule.due(number),
             places=tuple(range(first, first + kept)),
         )
+
+    def let_go(self, request_id: str) -> None:
+        """Free what is held for a request."""
+        self._pool.free_blocks(reversed(self._held.pop(request_id, [])))
+
+    def make_room(self, needed: int) -> bool:
+        """If so many blocks can be freed, free what has been held longest until ``needed`` are free.
+
+        Returns:
+            Whether any was freed.
+        """
+        free = self._pool.get_num_free_blocks
+        if not self._held or not free() < needed <= free() + self.held_blocks:
+            return False
+        while self._held and free() < needed:
+            self.let_go(next(iter(self._held)))
+        return True
+
+    def held(self) -> Iterable[tuple[str, list[KVCacheBlock]]]:
+        """Each request for which blocks are held, and the blocks."""
+        return self._held.items()
+
+    @property
+    def held_blocks(self) -> int:
+        """How many blocks would be free if none was held: requests may share some of these."""
+        return sum(block.ref_cnt == 1 for held in self._held.values() for block in held)
 
     def publish(self, request_id: str, state: SettlingState, computed: int) -> None:
         """Publish the full blocks that were computed after the first segment settled."""

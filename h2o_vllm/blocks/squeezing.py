@@ -36,6 +36,7 @@ class SqueezingManager(FullAttentionManager):
         self._eviction_states: dict[str, RequestState] = {}
         self._evictions: dict[str, Eviction] = {}
         self._elastic: dict[str, EvictionState] = {}
+        self._promising: dict[str, RequestState] = {}
         self._running: tuple[str, ...] = ()
         self._rules = SqueezeRules()
         self._beside: tuple[LimitedManager, ...] = ()
@@ -82,17 +83,34 @@ class SqueezingManager(FullAttentionManager):
         answer = ended.counts.num_tokens - ended.prompt_tokens
         self._answer = answer if self._answer is None else (7 * self._answer + answer) / 8
 
-    def _has_room(self, request_id: str, asked: int) -> bool:
+    def _promised_blocks(self, request_id: str) -> int:
+        """Blocks that the bounded prompts of other running requests will hold, and do not hold yet.
+
+        A bounded prompt holds few blocks while it is computed. If a new request took the rest, the prompt
+        would be preempted, and computed again from its start.
+        """
+        promised = 0
+        for other, state in self._promising.items():
+            if other != request_id and (table := self.req_to_blocks.get(other)):
+                live = len(table) - state.holes
+                promised += max(0, self._promise(state) - live)
+        return promised
+
+    def _promise(self, state: RequestState) -> int:
+        return -(-state.promised_tokens // self.block_size)
+
+    def _has_room(self, request_id: str, asked: int, held: int) -> bool:
         """Whether floors of running elastic requests will have room beside a request that takes ``asked``.
 
         Their floors grow with their answers. Without room the last one is preempted, and computed again: at
         once, as it cannot be squeezed yet (``near``), or later, when the floors exceed the pool. A preemption
         after half as many steps as it has tokens costs less than to wait, so this looks no further ahead.
+        ``held`` blocks are in use, and are freed as soon as blocks are short.
         """
         own, elastic = self._eviction_states[request_id], self._elastic.get(request_id)
         # 64 tokens are computed again beside the answers of others, in no more steps.
         steps = min(own.steps_left(self._answer), max(1, (own.counts.num_tokens - 64) / 2))
-        room, crowd = self.block_pool.get_num_free_blocks(), list[tuple[float, float, float]]()
+        room, crowd = self.block_pool.get_num_free_blocks() + held, list[tuple[float, float, float]]()
         near = asked + (elastic.budget.delay if elastic else 0) / self.block_size
         for other in self._running:
             state, table = self._elastic.get(other), self.req_to_blocks.get(other)

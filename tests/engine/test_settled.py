@@ -200,6 +200,59 @@ def test_a_squeeze_makes_room_for_what_settles(model_dir: str) -> None:
     rig.run()
 
 
+def answering(rig: Rig, tokens: int) -> None:
+    """A request that has generated so many tokens of 150, during which segments of its prompt settle."""
+    first = rig.add("first", PROMPT[:390], ASKED, max_tokens=150)
+    while first.num_output_tokens != tokens:
+        rig.step()
+
+
+def held(rig: Rig) -> int:
+    return rig.blocks._settled.held_blocks
+
+
+def test_a_turn_that_leaves_out_the_answer_reads_the_prompt(model_dir: str) -> None:
+    """While the request answers, others use all free blocks, also those of what has settled since."""
+    rig = made(model_dir)
+    answering(rig, 149)
+    assert held(rig) == 8, "whole blocks of the four segments that have settled behind the prompt"
+    rig.take(leave=1)
+    rig.give_back()
+    rig.run()
+    assert not held(rig)
+    prompt = [*PROMPT[:390], *range(60)]
+    assert ask(rig, "second", prompt, ASKED)["tokens_cached"] == 384
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_law08_what_is_held_is_freed_before_a_request_waits(model_dir: str, elastic: bool) -> None:
+    rig = made(model_dir, 60)
+    if elastic:
+        rig.add("elastic", range(6000, 6040), {"kv_elastic": True, "kv_budget": 0.2}, max_tokens=200)
+    answering(rig, 140)
+    most = rig.blocks.block_pool.get_num_free_blocks() + held(rig)
+    rig.add("other", range(5000, 5000 + 16 * (most - 2)), max_tokens=8)
+    rig.step()
+    assert len(rig.scheduler.running) == 2 + elastic and not held(rig)
+    rig.run()
+    assert not rig.preemptions
+
+
+def test_law02_what_is_held_may_be_what_is_found(model_dir: str) -> None:
+    """Then it has to be taken from the free blocks: to free it makes no room."""
+    waits = 0
+    for leave in range(8):
+        rig = made(model_dir)
+        answering(rig, 140)
+        rig.add("again", [*PROMPT[:390], *range(40)], ASKED, max_tokens=20)
+        rig.take(leave=leave)
+        rig.step()
+        waits += not held(rig) and len(rig.scheduler.running) == 1
+        rig.give_back()
+        rig.run()
+    assert waits
+
+
 def test_a_preemption_does_not_take_back_what_others_may_have_found(model_dir: str) -> None:
     """Priority scheduling may preempt a request after a segment of it has settled in the same step."""
     rig = made(model_dir, policy="priority")

@@ -37,7 +37,8 @@ def test_chats_in_any_order_keep_the_laws(
     run(3000 if long else 25, 60 if long else 30, derandomize=not long, phases=phases)
     print(
         f"{Chats.turns} turns, {Chats.settled} segments settled, {Chats.found} found, "
-        f"{Chats.resumed} resumed behind one, {Chats.shared} times two held one, {Chats.shortages} shortages"
+        f"{Chats.resumed} resumed behind one, {Chats.shared} times two held one, {Chats.shortages} shortages, "
+        f"{Chats.held} steps with held blocks"
     )
     # What is drawn changes with the code that is loaded; the next test counts what is found.
     assert Chats.turns > 50
@@ -48,7 +49,7 @@ def test_chats_find_what_has_settled(model_dir: str) -> None:
     """Each step is checked as above; here many turns read segments, and several requests hold one."""
     Chats.model_dir = model_dir
     asked = {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 128, "kv_protect": 0}
-    found, resumed, shared = Chats.found, Chats.resumed, Chats.shared
+    found, resumed, shared, held = Chats.found, Chats.resumed, Chats.shared, Chats.held
     for seed in range(2):
         chance, chats = random.Random(seed), Chats()
         chats.start(
@@ -69,3 +70,4 @@ def test_chats_find_what_has_settled(model_dir: str) -> None:
     assert Chats.found - found > 10
     assert Chats.resumed - resumed > 5
     assert Chats.shared - shared > 10
+    assert Chats.held - held > 10

@@ -33,10 +33,10 @@ lineages = st.one_of(
 class Chats(Traffic):
     """As the base class, with clients that send further turns."""
 
-    turns = settled = found = resumed = shared = shortages = 0
+    turns = settled = found = resumed = shared = shortages = held = 0
     """Counts of all runs together. ``settled``: segments that were ranked; ``found``: segments that another
     request had ranked; ``resumed``: admissions whose hit includes a settled segment; ``shared``: times that
-    two requests held one segment."""
+    two requests held one segment; ``held``: steps behind which blocks were held for a next turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,6 +122,7 @@ class Chats(Traffic):
                 settled = table[first : first + state.settled * state.schedule.segment // 16]
                 Chats.shared += any(not one.is_null and one.ref_cnt > 1 for one in settled)
             Chats.shortages += blocks.take_settle_shortages()
+            Chats.held += blocks._settled.held_blocks > 0
 
     def check_hits(self, admitted: Any) -> None:
         """As the base class."""

@@ -133,6 +133,30 @@ MUTANTS = (
         TOKENS,
     ),
     Mutant(
+        "a-prompt-whose-answer-is-not-sent-back-is-lost",
+        "and schedule.due(number) > state.prompt_tokens:",
+        "and False:",
+        SCHEDULER,
+    ),
+    Mutant(
+        "law08-what-is-held-is-never-freed-for-others",
+        "if self._settled.make_room(asked + short + spare):",
+        "if False:",
+        SCHEDULER,
+    ),
+    Mutant(
+        "law08-elastic-floors-wait-for-what-is-held",
+        "get_num_free_blocks() + held, list",
+        "get_num_free_blocks(), list",
+        SCHEDULER,
+    ),
+    Mutant(
+        "law02-a-hit-that-was-held-is-not-counted",
+        "self._settled.make_room(asked + short + spare):",
+        "self._settled.make_room(asked + short + spare) and short:",
+        SCHEDULER,
+    ),
+    Mutant(
         "law06-what-blocks-held-before-is-ranked",
         "self.scores.index_fill_(1, into, -torch.inf)",
         "pass",

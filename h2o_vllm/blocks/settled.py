@@ -102,8 +102,8 @@ class SettledBlocks:
             into = pool.get_new_blocks(kept)
             self._publish_segment(state, number, into)
         table[span] = [*into, *[pool.null_block] * schedule.given_back]
-        in_prompt = state.prompt_tokens // self._size - first
-        if self._manager.enable_caching and in_prompt > 0 and schedule.due(number) > state.prompt_tokens:
+        if self._manager.enable_caching and schedule.due(number) > state.prompt_tokens:
+            in_prompt = max(0, state.prompt_tokens // self._size - first)
             self._held.setdefault(request_id, []).extend(raw[:in_prompt])
             raw = raw[in_prompt:]
         pool.free_blocks(reversed(raw))

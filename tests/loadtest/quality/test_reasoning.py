@@ -10,11 +10,11 @@ import pytest
 
 from loadtest.quality.generation import GenerationOutput
 from loadtest.quality.measures import MEASURES, Sample
-from loadtest.quality.measures.reasoning import numbered_lines, results
+from loadtest.quality.measures.reasoning import FIRST, numbered_lines, results
 from loadtest.quality.sizes import Sizes
 from tests.loadtest.quality.quality_words import Words
 
-SIZES = Sizes(reasoning=16, answer_tokens=800)
+SIZES = Sizes(reasoning=24, answer_tokens=800)
 LINES = 800 // 30
 
 
@@ -45,13 +45,9 @@ def judged(sample: Sample, text: str, tokens: int = 700) -> dict[str, float]:
     return MEASURES["reasoning"].values(sample, GenerationOutput(text, 1.0, tokens=tokens))
 
 
-def code_of(text: str) -> str:
-    (code,) = re.findall(r"^The code of the \w+ is (\d{4})\.", text)
-    return str(code)
-
-
 def numbered(line: Callable[[int], str]) -> str:
-    return "\n".join(f"{k}. {line(k)}" for k in range(1, LINES + 1))
+    """Lines as a model goes on behind the number that is forced."""
+    return "\n".join(f"{k}. {line(k)}" for k in range(1, LINES + 1)).removeprefix(FIRST)
 
 
 def test_all_kinds_are_asked_evenly_through_the_models_template() -> None:
@@ -59,10 +55,9 @@ def test_all_kinds_are_asked_evenly_through_the_models_template() -> None:
     samples = MEASURES["reasoning"].samples(model, SIZES)
     kinds = [sample.description["kind"] for sample in samples]
     assert {kind: kinds.count(kind) for kind in kinds} == {
-        "problems": 8, "word": 2, "switch": 2, "language": 2, "forbidden": 2,
+        "problems": 8, "word": 2, "switch": 2, "language": 2, "forbidden": 2, "fact": 8,
     }  # fmt: skip
-    assert len({sample.name for sample in samples}) == len(set(model.told)) == 16
-    assert {sample.request.max_tokens for sample in samples} == {800}
+    assert len({sample.name for sample in samples}) == len(set(model.told)) == 24
     for sample, text in zip(samples, model.told, strict=True):
         assert sample.request.prompt == Words().chat(text)
         assert len(text.split()) < 800, "an engine has room for the prompt"
@@ -70,12 +65,12 @@ def test_all_kinds_are_asked_evenly_through_the_models_template() -> None:
 
 def test_no_problem_is_asked_twice_and_there_are_a_hundred() -> None:
     model = Listener()
-    MEASURES["reasoning"].samples(model, Sizes(reasoning=99, answer_tokens=800))
-    problems = [re.findall(r"^Problem \d+: (.+)", text, re.MULTILINE) for text in model.told[::2]]
+    MEASURES["reasoning"].samples(model, Sizes(reasoning=150, answer_tokens=800))
+    problems = [re.findall(r"^Problem \d+: (.+)", text, re.MULTILINE) for text in model.told[::3]]
     assert {len(some) for some in problems} == {2}
     assert len({one for some in problems for one in some}) == 100
     with pytest.raises(ValueError, match="100 found"):
-        MEASURES["reasoning"].samples(model, Sizes(reasoning=101, answer_tokens=800))
+        MEASURES["reasoning"].samples(model, Sizes(reasoning=151, answer_tokens=800))
 
 
 @pytest.mark.parametrize(
@@ -112,13 +107,15 @@ def test_lines_are_read_by_number() -> None:
     assert numbered_lines(text) == {1: "One: two.", 2: "Dos"}
 
 
-def test_a_fact_counts_below_the_list_only() -> None:
-    sample, text = asked("word")
-    code = code_of(text)
-    body = numbered(lambda k: f"Line {k}")
-    assert judged(sample, f"{body}\nThe code is {code}.\n\n")["fact"] == 1.0
-    assert judged(sample, f"The code is {code}.\n{body}")["fact"] == 0.0
-    assert judged(sample, "")["fact"] == 0.0
+def test_a_fact_is_asked_behind_a_long_text() -> None:
+    sample, text = asked("fact")
+    codes = dict(re.findall(r"The code of the (\w+) is (\d{4})\.", text))
+    assert len(codes) == len(set(codes.values())) == 8
+    asks = [Words().encode(f"The code of the {place} is") for place in codes]
+    place = list(codes)[asks.index(list(sample.request.forced[-6:]))]
+    assert len(sample.request.forced) == 806 == sample.request.max_tokens - 8
+    assert judged(sample, f" {codes.pop(place)}.") == {"fact": 1.0}
+    assert judged(sample, f" {codes.popitem()[1]}.") == {"fact": 0.0}
 
 
 def test_a_word_begins_every_line() -> None:
@@ -128,7 +125,7 @@ def test_a_word_begins_every_line() -> None:
     assert found["kept"] == pytest.approx(1 - 3 / LINES)
     assert found["kept@late"] == 1.0
     # The others are missing.
-    found = judged(sample, f"1. {word} it is.\n2. {word.upper()} it was.")
+    found = judged(sample, f" {word} it is.\n2. {word.upper()} it was.")
     assert (found["kept"], found["kept@late"]) == (pytest.approx(2 / LINES), 0.0)
 
 
@@ -167,7 +164,7 @@ def test_the_word_changes_in_the_middle() -> None:
 def test_languages_are_told_from_english(language: str, line: str) -> None:
     # Drawn per sample: of so many one has it.
     model = Listener()
-    samples = MEASURES["reasoning"].samples(model, Sizes(reasoning=96, answer_tokens=300))
+    samples = MEASURES["reasoning"].samples(model, Sizes(reasoning=144, answer_tokens=300))
     sample = next(
         sample
         for sample, text in zip(samples, model.told, strict=True)

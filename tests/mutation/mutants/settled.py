@@ -134,8 +134,8 @@ MUTANTS = (
     ),
     Mutant(
         "a-prompt-whose-answer-is-not-sent-back-is-lost",
-        "and schedule.due(number) > state.prompt_tokens:",
-        "and False:",
+        "schedule.due(number) > state.prompt_tokens:",
+        "False:",
         SCHEDULER,
     ),
     Mutant(
@@ -146,8 +146,8 @@ MUTANTS = (
     ),
     Mutant(
         "law08-elastic-floors-wait-for-what-is-held",
-        "get_num_free_blocks() + held, list",
-        "get_num_free_blocks(), list",
+        "<= room + held",
+        "<= room",
         SCHEDULER,
     ),
     Mutant(

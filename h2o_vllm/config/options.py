@@ -151,9 +151,15 @@ class H2OConfig(Settings):
             )
         return policy
 
-    def recent_of(self, policy: Policy) -> float:
-        """Share of the newest tokens if a request does not say: the policy's, unless this server has one."""
-        return policy.recent if self.kv_recent is None else self.kv_recent
+    def recent_of(self, policy: Policy, protect: int | str) -> float:
+        """Share of the newest tokens if a request does not say: the policy's, unless this server has one.
+
+        Args:
+            protect: the request's ``kv_protect``.
+        """
+        if self.kv_recent is not None:
+            return self.kv_recent
+        return policy.recent_of_answers if protect == "prompt" else policy.recent
 
     def protect_of(self, policy: Policy) -> int | str:
         """What is protected if a request does not say: what the policy protects, unless this server says."""
@@ -167,19 +173,23 @@ class H2OConfig(Settings):
             return self.kv_heads
         return "shared" if policy.shares else "equal"
 
-    def defaults(self, policy: Policy, settle: int | None = None) -> dict[str, Any]:
+    def defaults(
+        self, policy: Policy, settle: int | None = None, protect: int | str | None = None
+    ) -> dict[str, Any]:
         """What a request with ``policy`` gets for each field that it does not name, by name.
 
         Args:
             settle: its ``kv_settle_tokens``; ``None``: the request does not name it. If it is not 0, it
                 overrides the defaults that settling excludes.
+            protect: its ``kv_protect``; ``None``: the request does not name it.
         """
+        protect = self.protect_of(policy) if protect is None else protect
         settle = self.kv_settle_tokens if settle is None else settle
         values = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked}
         return values | {
             "kv_policy": policy.name,
-            "kv_recent": self.recent_of(policy),
-            "kv_protect": self.protect_of(policy),
+            "kv_recent": self.recent_of(policy, protect),
+            "kv_protect": protect,
             "kv_heads": "equal" if settle else self.heads_of(policy),
             "kv_elastic": self.kv_elastic and not settle,
             "kv_prefill_tokens": 0 if settle else self.kv_prefill_tokens,

@@ -51,7 +51,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
             raise BudgetError(name, asked[name], f"left out: {instead}")
     given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
     policy, settle = _policy(config, given)
-    settings = config.defaults(policy, settle) | given
+    settings = config.defaults(policy, settle, given.get("kv_protect")) | given
     values = {
         row.attribute: _checked(config, row.name, settings[row.name])
         for row in FIELDS.values()

@@ -52,7 +52,20 @@ def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() ->
         assert resolve(ours, asked).recent == share
         assert resolve(theirs, asked).recent == 0.7
         assert resolve(theirs, {**asked, "kv_recent": 0.0}).recent == 0.0
-    assert resolve(ours, None).recent == ours.recent_of(ours.default_policy) == 0.25
+    assert resolve(ours, None).recent == ours.defaults(ours.default_policy)["kv_recent"] == 0.25
+
+
+def test_an_answer_keeps_more_of_its_newest_tokens_where_the_prompt_is_protected() -> None:
+    ours, theirs = H2OConfig(), H2OConfig(kv_protect="prompt")
+    asked = {"kv_protect": "prompt"}
+    assert resolve(ours, asked).recent == resolve(theirs, None).recent == 0.8
+    assert theirs.defaults(theirs.default_policy)["kv_recent"] == 0.8
+    assert (
+        resolve(theirs, {"kv_protect": 0}).recent == resolve(ours, {"kv_protect": 9}).recent == 0.25
+    )
+    assert resolve(ours, {**asked, "kv_recent": 0.1}).recent == 0.1
+    assert resolve(H2OConfig(kv_recent=0.3), asked).recent == 0.3
+    assert resolve(ours, {**asked, "kv_policy": "h2o"}).recent == 0.5
 
 
 def test_who_names_no_policy_has_the_servers_or_the_best_that_it_can_rank_by() -> None:

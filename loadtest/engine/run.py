@@ -54,7 +54,12 @@ class Recorder(StatLoggerBase):
             "usage": scheduler_stats.kv_cache_usage,
             "prompt_tokens": 0,
             "preempted": 0,
+            "drafted": 0,
+            "accepted": 0,
         }
+        if (drafts := scheduler_stats.spec_decoding_stats) is not None:
+            step["drafted"] = drafts.num_draft_tokens
+            step["accepted"] = drafts.num_accepted_tokens
         if iteration_stats is not None:
             step["prompt_tokens"] = iteration_stats.num_prompt_tokens
             step["preempted"] = iteration_stats.num_preempted_reqs
@@ -297,10 +302,12 @@ def summary(steps: list[dict[str, float]], num_blocks: int) -> dict[str, Any]:
         if step["prompt_tokens"] == 0 and before["prompt_tokens"] == 0 and step["running"]:
             decode[int(step["running"])].append((step["at"] - before["at"]) * 1000)
     usage = [step["usage"] * num_blocks for step in steps]
+    drafted = sum(step["drafted"] for step in steps)
     return {
         "running_mean": statistics.fmean(step["running"] for step in steps),
         "running_max": max(step["running"] for step in steps),
         "preemptions": sum(step["preempted"] for step in steps),
+        **({"accepted": sum(s["accepted"] for s in steps) / drafted} if drafted else {}),
         "blocks_mean": statistics.fmean(usage),
         "blocks_peak": max(usage),
         "decode_ms": {

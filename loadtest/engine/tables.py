@@ -26,6 +26,7 @@ COLUMNS = (
     Column("running", lambda row: row["running_mean"], "{:.1f}"),
     Column("max", lambda row: row["running_max"], "{:.0f}"),
     Column("preempt.", lambda row: row["preemptions"], "{:.0f}"),
+    Column("accepted", lambda row: 100 * row.get("accepted", NOTHING), "{:.0f} %"),
     Column("blocks mean", lambda row: row["blocks_mean"], "{:.0f}"),
     Column("peak", lambda row: row["blocks_peak"], "{:.0f}"),
     Column("prompts s", lambda row: row["prompts_s"], "{:.1f}"),

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from loadtest.engine.bench import main
-from loadtest.engine.run import Recorder, full_step, serve
+from loadtest.engine.run import Recorder, full_step, serve, summary
 from loadtest.engine.workloads import Chat, Workload
 
 NAMES = ["elastic-4", "chats", "answers"]
@@ -110,3 +112,12 @@ def test_a_small_run_writes_every_row(tiny: list[str], tmp_path: Path) -> None:
     chats = {row["variant"]: row for row in rows if row["workload"] == "chats"}
     assert all(row["cached_share"] > 0 for row in chats.values()), "later turns find their prompt"
     assert path.with_suffix(".png").exists()
+
+
+def test_drafts_that_are_accepted_are_counted_by_the_step() -> None:
+    recorder = Recorder()
+    for drafts in (SpecDecodingStats(4, 1, 4, 3), None, SpecDecodingStats(4, 2, 8, 1)):
+        recorder.record(SchedulerStats(num_running_reqs=1, spec_decoding_stats=drafts), None)
+    assert summary(recorder.steps, 10)["accepted"] == pytest.approx(4 / 12)
+    del recorder.steps[::2]
+    assert "accepted" not in summary(recorder.steps, 10), "nothing was drafted"

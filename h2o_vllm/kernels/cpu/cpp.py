@@ -37,7 +37,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Call(ctypes.Structure):
-    """``struct Call`` of ``csrc/attend.cpp``, field by field."""
+    """``struct Call`` of ``csrc/batch.hpp``, field by field."""
 
     _pointers = ("query", "cache", "scores", "table", "lens", "starts", "rows", "out", "sinks",
                  "lane_rows", "lane_pages", "lane_counts", "lane_heavy")  # fmt: skip

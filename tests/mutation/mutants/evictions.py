@@ -124,8 +124,8 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-the-watermark-is-forgotten",
-        "needed += self._rules.watermark_blocks",
-        "pass",
+        "self._rules.watermark_blocks if admitting else 0",
+        "0",
         ELASTIC[1:],
     ),
 )

@@ -22,8 +22,9 @@ class Column(NamedTuple):
     style: str
 
     def median(self, rows: Iterable[Row]) -> str:
-        """The cell of ``rows``."""
-        return self.style.format(statistics.median(map(self.value, rows)))
+        """The cell of ``rows``; ``-`` where a row lacks the figure."""
+        middle = statistics.median(map(self.value, rows))
+        return "-" if math.isnan(middle) else self.style.format(middle)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

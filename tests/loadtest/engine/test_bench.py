@@ -155,7 +155,11 @@ def test_ratios_are_taken_within_a_round_also_over_a_twin() -> None:
     rows = [row(0, "stock", "tight", 100), row(1, "stock", "tight", 50)]
     rows += [row(0, "h2o", "mixed", 200), row(1, "h2o", "mixed", 150)]
     assert "| mixed | h2o | stock | 2.50 (2.00-3.00) | 1.00 (1.00-1.00) |" in ratio_table(rows, CPU)
-    assert "| mixed | h2o | 175.0 |" in measured_table(rows)
+    # Nothing was drafted in one of the rounds.
+    rows[2]["accepted"] = 0.5
+    assert "| mixed | h2o | 175.0 | 1.0 | 2 | 0 | - | 1 |" in measured_table(rows)
+    rows[3]["accepted"] = 0.7
+    assert "| mixed | h2o | 175.0 | 1.0 | 2 | 0 | 60 % | 1 |" in measured_table(rows)
     assert Measurement(0, "h2o", "mixed").measured_by(rows[2])
     assert not Measurement(1, "h2o", "mixed").measured_by(rows[2])
 

@@ -89,15 +89,14 @@ class SettledBlocks:
         span = slice(first, first + schedule.segment // self._size)
         table = self._manager.req_to_blocks[request_id]
         raw = table[span]
-        doomed = _ids(raw)
+        doomed: tuple[int, ...] = ()
         into = self._segment(state, number)
         if into is not None:
             pool.touch(into)
         elif pool.get_num_free_blocks() < kept:
             return None
-        if into is not None:
-            doomed = ()
         else:
+            doomed = _ids(raw)
             # Taken before the segment's own blocks are freed: a block that is read must not be written.
             into = pool.get_new_blocks(kept)
             self._publish_segment(state, number, into)

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import pydoc_data.topics
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ CHARS = 120_000
 """Enough of each."""
 
 
-def passages() -> list[tuple[str, str]]:
-    """Names and texts, kinds alternating; one whose package is missing is left out."""
+@cache
+def passages() -> tuple[tuple[str, str], ...]:
+    """Names and texts, kinds alternating; one whose package is missing is left out. Read once."""
     found = []
     for name, read in SOURCES.items():
         try:
             found.append((name, read()[:CHARS]))
         except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
             continue
-    return found
+    return tuple(found)
 
 
 def _topic(name: str) -> Callable[[], str]:

@@ -181,8 +181,7 @@ def test_bad_value_is_a_400_and_the_next_request_works(
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt="Hello", extra_body=fields)
     error: Any = caught.value.body
-    assert error["param"] == param
-    assert param in error["message"]
+    assert error["param"] == param and param in error["message"]
     assert complete(client, max_tokens=2).kv_cache["tokens_seen"] > 0
 
 
@@ -193,8 +192,7 @@ def test_requests_of_eight_budgets_finish_and_leave_the_pool_empty(
 
     def one(i: int) -> Any:
         budget = budgets[i % len(budgets)]
-        prompt = LONG[i : i + 300]
-        return complete(client, prompt, max_tokens=24, ignore_eos=True, kv_budget=budget)
+        return complete(client, LONG[i:][:300], max_tokens=24, ignore_eos=True, kv_budget=budget)
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(one, range(32)))

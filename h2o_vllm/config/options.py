@@ -14,6 +14,7 @@ from typing import Any
 from h2o_vllm.config.request_fields import (
     FEW_PROTECTED,
     REMOVED_FIELDS,
+    SHORT_PROMPT,
     check_heads,
     check_ops,
     check_prefill,
@@ -151,15 +152,15 @@ class H2OConfig(Settings):
             )
         return policy
 
-    def recent_of(self, policy: Policy, protect: int | str) -> float:
+    def recent_of(self, policy: Policy, *, answers: bool = False) -> float:
         """Share of the newest tokens if a request does not say: the policy's, unless this server has one.
 
         Args:
-            protect: the request's ``kv_protect``.
+            answers: whether all of the prompt is protected.
         """
         if self.kv_recent is not None:
             return self.kv_recent
-        return policy.recent_of_answers if protect == "prompt" else policy.recent
+        return policy.recent_of_answers if answers else policy.recent
 
     def protect_of(self, policy: Policy) -> int | str:
         """What is protected if a request does not say: what the policy protects, unless this server says."""
@@ -173,23 +174,19 @@ class H2OConfig(Settings):
             return self.kv_heads
         return "shared" if policy.shares else "equal"
 
-    def defaults(
-        self, policy: Policy, settle: int | None = None, protect: int | str | None = None
-    ) -> dict[str, Any]:
+    def defaults(self, policy: Policy, settle: int | None = None) -> dict[str, Any]:
         """What a request with ``policy`` gets for each field that it does not name, by name.
 
         Args:
             settle: its ``kv_settle_tokens``; ``None``: the request does not name it. If it is not 0, it
                 overrides the defaults that settling excludes.
-            protect: its ``kv_protect``; ``None``: the request does not name it.
         """
-        protect = self.protect_of(policy) if protect is None else protect
         settle = self.kv_settle_tokens if settle is None else settle
         values = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked}
         return values | {
             "kv_policy": policy.name,
-            "kv_recent": self.recent_of(policy, protect),
-            "kv_protect": protect,
+            "kv_recent": self.recent_of(policy),
+            "kv_protect": self.protect_of(policy),
             "kv_heads": "equal" if settle else self.heads_of(policy),
             "kv_elastic": self.kv_elastic and not settle,
             "kv_prefill_tokens": 0 if settle else self.kv_prefill_tokens,
@@ -211,6 +208,12 @@ class H2OConfig(Settings):
         """
         if self.kv_protect_max is not None:
             return self.kv_protect_max
-        if self.kv_budget_max == 1.0 or isinstance(self.kv_protect, str):
+        if self.kv_budget_max == 1.0 or self.kv_protect in ("prompt", "system"):
             return None
-        return max(FEW_PROTECTED, self.kv_protect or 0)
+        return max(FEW_PROTECTED, self.kv_protect if isinstance(self.kv_protect, int) else 0)
+
+    @property
+    def short_prompt(self) -> int:
+        """Most tokens of a prompt that ``kv_protect`` ``"short"`` protects."""
+        short = SHORT_PROMPT * self.kv_min_tokens
+        return short if self.protect_limit is None else min(short, self.protect_limit)

@@ -20,6 +20,7 @@ class RequestBudget:
         min_fraction, max_fraction: operator limits; they bound ``tokens`` as well.
         floor: budgets never fall below this many tokens.
         recent: share of the budget given to the newest tokens, in [0, 1].
+        recent_of_answers: the same if all of the prompt is protected; ``recent`` has it once that is known.
         policy: which tokens stay beside the newest.
         protect: first tokens that are neither ranked nor evicted; the budget applies to those behind
             them. A number, or one of :data:`~h2o_vllm.config.request_fields.PROTECT_WORDS` as long as the
@@ -45,6 +46,7 @@ class RequestBudget:
     max_fraction: float
     floor: int
     recent: float
+    recent_of_answers: float
     policy: Policy
     protect: int | str = 0
     delay: int = 0

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_DELAY",
     "MAX_TRACE_TOKENS",
     "PROTECT_WORDS",
+    "SHORT_PROMPT",
     "check_heads",
     "check_ops",
     "check_prefill",
@@ -34,9 +35,13 @@ __all__ = [
 HEADS = ("equal", "shared")
 """What ``kv_heads`` may be: all KV heads of a layer keep as many tokens, or they share its heavy slots."""
 
-PROTECT_WORDS = ("prompt", "system")
-"""What ``kv_protect`` may be beside a number of first tokens: all of the prompt, or its system messages and
-tool definitions. Only a server knows roles: it puts a number in the place of ``"system"``."""
+PROTECT_WORDS = ("prompt", "system", "short")
+"""What ``kv_protect`` may be beside a number of first tokens: all of the prompt; its system messages and tool
+definitions; or all of a prompt of at most :data:`SHORT_PROMPT` floors, and nothing of a longer one.
+Only a server knows roles: it puts a number in the place of ``"system"``."""
+
+SHORT_PROMPT = 4
+"""How many floors (``--kv-min-tokens``) a short prompt has at most: 512 tokens, unless a server says more."""
 
 FEW_PROTECTED = 1024
 """Tokens a request may protect where an operator bounds budgets and says nothing of protection."""

@@ -37,7 +37,7 @@ __all__ = ["for_prompt", "resolve", "resolve_for"]
 def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget:
     """Turn what a request asked for into its budget, filling in the defaults.
 
-    ``protect`` may still be a word, see :func:`for_prompt`.
+    ``protect`` may still be a word, and ``recent`` depends on it, see :func:`for_prompt`.
 
     Args:
         asked: a mapping that may hold any of :data:`~h2o_vllm.config.request_fields.REQUEST_FIELDS`; other
@@ -51,7 +51,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
             raise BudgetError(name, asked[name], f"left out: {instead}")
     given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
     policy, settle = _policy(config, given)
-    settings = config.defaults(policy, settle, given.get("kv_protect")) | given
+    settings = config.defaults(policy, settle) | given
     values = {
         row.attribute: _checked(config, row.name, settings[row.name])
         for row in FIELDS.values()
@@ -65,6 +65,9 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     elastic, evict_from = _begin(config, given, settle=settle)
     values |= {
         "policy": policy,
+        "recent_of_answers": (
+            values["recent"] if "kv_recent" in given else config.recent_of(policy, answers=True)
+        ),
         "fraction": fraction,
         "tokens": tokens,
         "min_fraction": config.kv_budget_min,
@@ -113,7 +116,7 @@ def resolve_for(
 def for_prompt(
     config: H2OConfig, budget: RequestBudget, prompt_tokens: int, *, named: bool
 ) -> RequestBudget:
-    """``budget`` where the prompt is known and its roles are not: ``protect`` is a number.
+    """``budget`` where the prompt is known and its roles are not: ``protect`` is a number, ``recent`` final.
 
     Never more than the prompt has. The default ``"system"`` protects nothing here: a server names a
     number for every prompt that has such a part.
@@ -130,12 +133,18 @@ def for_prompt(
             accepted = f"at most {limit} tokens here (the prompt has {prompt_tokens})"
             raise BudgetError("kv_protect", protect, accepted)
         protect = limit
+    elif protect == "short":
+        # What settles is found again behind the same protected tokens only, and a chat's prompt grows.
+        is_short = prompt_tokens <= config.short_prompt and not budget.settle
+        protect = prompt_tokens if is_short else 0
     elif protect == "system":
         if named:
             accepted = "a number or 'prompt' here: only a chat on a server has a system part"
             raise BudgetError("kv_protect", protect, accepted)
         protect = 0
-    return replace(budget, protect=min(int(protect), prompt_tokens))
+    protect = min(int(protect), prompt_tokens)
+    recent = budget.recent_of_answers if protect == prompt_tokens else budget.recent
+    return replace(budget, protect=protect, recent=recent)
 
 
 def _budget(config: H2OConfig, given: Mapping[str, Any]) -> tuple[float, int | None]:

@@ -70,8 +70,8 @@ class Settings(EngineLimits):
     )  # fmt: skip
     kv_protect: int | str | None = setting(
         None,
-        "First tokens beside the budget; else by policy.",
-        asked=True, words=PROTECT_WORDS, metavar="TOKENS|prompt|system", attribute="protect",
+        "First tokens beside the budget; else by policy: the prompt, if it is short.",
+        asked=True, words=PROTECT_WORDS, metavar="N|prompt|system|short", attribute="protect",
     )  # fmt: skip
     kv_delay: int = setting(
         16,
@@ -115,7 +115,12 @@ class Settings(EngineLimits):
         high=1,
         low_open=True,
     )
-    kv_min_tokens: int = setting(128, "No budget falls below so many tokens.", low=1, metavar="N")
+    kv_min_tokens: int = setting(
+        128,
+        "No budget falls below so many tokens; a short prompt has up to four times as many.",
+        low=1,
+        metavar="N",
+    )
     kv_protect_max: int | None = setting(
         None,
         "Most tokens one may protect; else the prompt, or 1024 if --kv-budget-max is below 1.",

@@ -186,7 +186,7 @@ class Policy:
 
     @property
     def recent_of_answers(self) -> float:
-        """The same where the prompt is protected, so that only the answer is ranked."""
+        """The same where all of the prompt is protected, so that only the answer is ranked."""
         return ANSWER_RECENT if self._has_many else self.ranks[0].recent
 
     @property
@@ -194,9 +194,9 @@ class Policy:
         return len(self.ranks) > 1 and self.needs_scores
 
     @property
-    def protect(self) -> int | str:
+    def protect(self) -> str:
         """``kv_protect``, by default."""
-        return "prompt" if any(rank.protects_prompt for rank in self.ranks) else 0
+        return "prompt" if any(rank.protects_prompt for rank in self.ranks) else "short"
 
 
 def joinable_ranks(

@@ -23,6 +23,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 
 _FIFTH = {"kv_budget": 0.2}
 _SETTLES = {**_FIFTH, "kv_settle_tokens": 512, "kv_policy": "later"}
+_EXACT = {"kv_exact": True}
 _ENDLESS = {"kv_budget_tokens": 512, "kv_prefill_tokens": 512}
 
 
@@ -132,7 +133,7 @@ class CPUSuite(Suite):
         "agents": Setting(8192),
         "agents-tight": Setting(8192, pool_tokens=12_800),
         "endless": Setting(8192, 1024, config=_ENDLESS),
-        "exact": Setting(8192),
+        "8k": Setting(8192),
     }
     workloads: ClassVar = _by_name(
         Workload("tight", "pool of 200 blocks, budget 0.2", 32, 1000, 512, (_FIFTH,), "tight"),
@@ -153,7 +154,7 @@ class CPUSuite(Suite):
             Workload(f"chats{pool}", "8 chats of 6 turns, prompts protected", 8, 420, 160,
                      ({**_FIFTH, "kv_protect": "prompt"},), f"chats{pool}", shared=300, turns=6),
             Workload(f"forgotten{pool}", "the same chats, nothing protected", 8, 420, 160,
-                     (_FIFTH,), f"chats{pool}", shared=300, turns=6),
+                     ({**_FIFTH, "kv_protect": 0},), f"chats{pool}", shared=300, turns=6),
             Workload(f"settled{pool}", "the same chats, what is older than 512 tokens settles", 8, 420, 160,
                      (_SETTLES,), f"chats{pool}", shared=300, turns=6),
         )),
@@ -172,8 +173,10 @@ class CPUSuite(Suite):
                  temperature=1.0),
         *(Workload(f"{name}-again", f"{n} requests, greedy, each prompt repeats itself", n, 1000, 256,
                    (_FIFTH,), repeats=5) for n, name in ((1, "one"), (4, "four"), (16, "sixteen"))),
-        *(Workload(f"exact-{n}", f"{n} requests of 7,000 tokens, exact", n, 7000, 128, ({"kv_exact": True},),
-                   "exact") for n in (4, 16)),
+        *(Workload(f"{name}-{n}{again}", f"{n} x 7,000 tokens{repeats}, {what}", n, 7000, 128, (fields,),
+                   "8k", repeats=5 if again else 1)
+          for n in (1, 4, 16) for again, repeats in (("", ""), ("-again", " that repeat"))
+          for name, what, fields in (("fifth", "budget 0.2", _FIFTH), ("exact", "exact", _EXACT))),
         Workload("endless", "one request, 8 times longer than the pool", 1, 4000, 4192, (None,), "endless"),
     )  # fmt: skip
 

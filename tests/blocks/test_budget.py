@@ -2,6 +2,7 @@
 """The counts everything else follows from."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from h2o_vllm.blocks.budget import (
 )
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.config.resolve import resolve
+from h2o_vllm.config.resolve import resolve, resolve_for
 
 BLOCK_SIZES = st.sampled_from([16, 32, 128])
 COUNTS = st.integers(0, 20_000)
@@ -25,6 +26,7 @@ COUNTS = st.integers(0, 20_000)
 @st.composite
 def budgets(draw: st.DrawFn) -> RequestBudget:
     config = H2OConfig(
+        kv_protect=0,
         kv_min_tokens=draw(st.sampled_from([1, 16, 128, 500])),
         kv_budget_min=draw(st.sampled_from([0.01, 0.05])),
     )
@@ -40,7 +42,7 @@ def budgets(draw: st.DrawFn) -> RequestBudget:
     ids=["exact", "rounds-up", "floor", "above-floor", "lossless"],
 )
 def test_a_fraction_of_the_tokens_seen_is_kept(fraction: float, seen: int, kept: int) -> None:
-    assert budget_tokens(resolve(H2OConfig(), {"kv_budget": fraction}), seen) == kept
+    assert budget_tokens(resolve(H2OConfig(kv_protect=0), {"kv_budget": fraction}), seen) == kept
 
 
 def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() -> None:
@@ -55,17 +57,26 @@ def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() ->
     assert resolve(ours, None).recent == ours.defaults(ours.default_policy)["kv_recent"] == 0.25
 
 
-def test_an_answer_keeps_more_of_its_newest_tokens_where_the_prompt_is_protected() -> None:
-    ours, theirs = H2OConfig(), H2OConfig(kv_protect="prompt")
-    asked = {"kv_protect": "prompt"}
-    assert resolve(ours, asked).recent == resolve(theirs, None).recent == 0.8
-    assert theirs.defaults(theirs.default_policy)["kv_recent"] == 0.8
-    assert (
-        resolve(theirs, {"kv_protect": 0}).recent == resolve(ours, {"kv_protect": 9}).recent == 0.25
-    )
-    assert resolve(ours, {**asked, "kv_recent": 0.1}).recent == 0.1
-    assert resolve(H2OConfig(kv_recent=0.3), asked).recent == 0.3
-    assert resolve(ours, {**asked, "kv_policy": "h2o"}).recent == 0.5
+@pytest.mark.parametrize(
+    ("server", "asked", "prompt", "recent"),
+    [
+        ({}, {"kv_protect": "prompt"}, 900, 0.8),
+        ({"kv_protect": "prompt"}, {}, 900, 0.8),
+        ({"kv_protect": "prompt", "kv_protect_max": 600}, {}, 900, 0.25),
+        ({"kv_protect": "prompt"}, {"kv_protect": 0}, 900, 0.25),
+        ({}, {"kv_protect": 899}, 900, 0.25),
+        ({}, {"kv_protect": 900}, 900, 0.8),
+        ({}, {}, 512, 0.8),
+        ({}, {}, 513, 0.25),
+        ({}, {"kv_recent": 0.1}, 512, 0.1),
+        ({"kv_recent": 0.3}, {}, 512, 0.3),
+        ({}, {"kv_policy": "h2o"}, 512, 0.5),
+    ],
+)
+def test_an_answer_keeps_more_of_its_newest_tokens_where_all_of_the_prompt_is_protected(
+    server: dict[str, Any], asked: dict[str, Any], prompt: int, recent: float
+) -> None:
+    assert resolve_for(H2OConfig(**server), asked, prompt).recent == recent
 
 
 def test_who_names_no_policy_has_the_servers_or_the_best_that_it_can_rank_by() -> None:
@@ -89,7 +100,7 @@ def test_who_names_no_policy_has_the_servers_or_the_best_that_it_can_rank_by() -
 
 
 def test_operator_limits_bound_absolute_budgets_as_well() -> None:
-    config = H2OConfig(kv_budget=0.3, kv_budget_min=0.1, kv_budget_max=0.5)
+    config = H2OConfig(kv_protect=0, kv_budget=0.3, kv_budget_min=0.1, kv_budget_max=0.5)
     assert budget_tokens(resolve(config, {"kv_budget_tokens": 10}), 10_000) == 1000
     assert budget_tokens(resolve(config, {"kv_budget_tokens": 2000}), 10_000) == 2000
     assert budget_tokens(resolve(config, {"kv_budget_tokens": 9000}), 10_000) == 5000

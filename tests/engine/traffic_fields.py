@@ -30,7 +30,9 @@ RIGS: dict[str, Any] = {
 }
 """What a run of the machine may serve with."""
 
-protects = st.one_of(st.just("prompt"), st.sampled_from([50, 100]), st.integers(0, 250))
+protects = st.one_of(
+    st.sampled_from(["prompt", "short"]), st.sampled_from([50, 100]), st.integers(0, 250)
+)
 
 budgets = st.one_of(
     st.none(),

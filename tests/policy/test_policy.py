@@ -99,20 +99,20 @@ def test_what_workers_are_told_follows_from_the_ranks(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "recent", "of_answers", "protect", "shares", "equal"),
     [
-        ("attention", 0.5, 0.5, 0, False, False),
-        ("key", 0.5, 0.5, 0, False, True),
-        ("end", 0.5, 0.5, 0, False, False),
-        ("value+key", 0.25, 0.8, 0, False, False),
-        ("predicted", 0.1, 0.1, 0, True, False),
-        ("predicted+key", 0.1, 0.1, 0, True, False),
-        ("predicted+end", 0.25, 0.8, 0, True, False),
-        ("predicted+value+end+key", 0.25, 0.8, 0, True, False),
+        ("attention", 0.5, 0.5, "short", False, False),
+        ("key", 0.5, 0.5, "short", False, True),
+        ("end", 0.5, 0.5, "short", False, False),
+        ("value+key", 0.25, 0.8, "short", False, False),
+        ("predicted", 0.1, 0.1, "short", True, False),
+        ("predicted+key", 0.1, 0.1, "short", True, False),
+        ("predicted+end", 0.25, 0.8, "short", True, False),
+        ("predicted+value+end+key", 0.25, 0.8, "short", True, False),
         ("random", 0.05, 0.05, "prompt", False, True),
-        ("window", 0.5, 0.5, 0, False, True),
+        ("window", 0.5, 0.5, "short", False, True),
     ],
 )
 def test_defaults_follow_from_the_ranks(
-    name: str, recent: float, of_answers: float, protect: int | str, shares: bool, equal: bool
+    name: str, recent: float, of_answers: float, protect: str, shares: bool, equal: bool
 ) -> None:
     policy = Policy.parse(name, calibrated=True)
     assert (policy.recent, policy.recent_of_answers) == (recent, of_answers)

@@ -29,6 +29,12 @@ from h2o_vllm.errors import BudgetError, ConfigError
         # A default never refuses a request: it protects as much as is allowed.
         ("prompt", 64, None, 100, 64),
         ("system", None, None, 100, 0),
+        (None, None, None, 512, 512),
+        (None, None, None, 513, 0),
+        (None, 64, None, 64, 64),
+        (None, 64, None, 65, 0),
+        (0, None, "short", 512, 512),
+        ("short", None, None, 513, 0),
         ("system", None, 7, 100, 7),
     ],
 )
@@ -41,6 +47,14 @@ def test_the_engine_gets_a_number(
     assert H2OConfig.from_mapping(config.to_mapping()) == config
 
 
+def test_what_is_short_depends_on_the_floor_and_nothing_is_that_settles() -> None:
+    low = H2OConfig(kv_min_tokens=16)
+    assert [resolve_for(low, None, tokens).protect for tokens in (64, 65)] == [64, 0]
+    for asked in ({}, {"kv_protect": "short"}):
+        settles = {"kv_budget": 0.2, "kv_policy": "later", "kv_settle_tokens": 512, **asked}
+        assert resolve_for(H2OConfig(), settles, 100).protect == 0
+
+
 def test_a_server_gets_the_word() -> None:
     assert resolve(H2OConfig(kv_protect="system"), None).protect == "system"
     assert resolve(H2OConfig(), {"kv_protect": "system"}).protect == "system"
@@ -49,8 +63,8 @@ def test_a_server_gets_the_word() -> None:
 @pytest.mark.parametrize(
     ("limit", "asked", "says"),
     [
-        (None, -1, r"in \[0, 2147483647\], 'prompt' or 'system', got -1"),
-        (64, 65, r"in \[0, 64\], 'prompt' or 'system', got 65"),
+        (None, -1, r"in \[0, 2147483647\], 'prompt' or 'system' or 'short', got -1"),
+        (64, 65, r"in \[0, 64\], 'prompt' or 'system' or 'short', got 65"),
         *(
             (None, value, "kv_protect must be an integer in")
             for value in (True, 1.0, "all", "", [])
@@ -89,6 +103,7 @@ def test_bad_options_end_the_start(options: dict[str, Any], flag: str) -> None:
         ({"kv_budget_max": 0.5, "kv_budget": 0.5}, FEW_PROTECTED),
         ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": 5000}, 5000),
         ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": "prompt"}, None),
+        ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": "short"}, FEW_PROTECTED),
         ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect_max": 7}, 7),
     ],
 )

@@ -97,7 +97,9 @@ def test_no_request_gets_past_the_operators_limits(
 ) -> None:
     from h2o_vllm.blocks.budget import budget_tokens
 
-    limits = H2OConfig(kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5, kv_min_tokens=16)
+    limits = H2OConfig(
+        kv_protect=0, kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5, kv_min_tokens=16
+    )
     assert budget_tokens(resolve(limits, asked), seen) == kept
 
 

@@ -142,11 +142,11 @@ def test_a_removed_policy_is_refused_and_the_refusal_names_what_replaces_it(poli
 
 def test_random_protects_the_prompt_unless_somebody_says_otherwise() -> None:
     asked = {"kv_budget": 0.2, "kv_policy": "random"}
-    assert resolve_for(H2OConfig(), asked, 500).protect == 500
+    assert resolve_for(H2OConfig(), asked, 600).protect == 600
     assert resolve_for(H2OConfig(), asked | {"kv_protect": 30}, 500).protect == 30
     assert resolve_for(H2OConfig(kv_protect=0), asked, 500).protect == 0
     assert resolve_for(H2OConfig(kv_protect_max=64), asked, 500).protect == 64
-    assert resolve_for(H2OConfig(), {"kv_budget": 0.2}, 500).protect == 0
+    assert resolve_for(H2OConfig(), {"kv_budget": 0.2}, 600).protect == 0
 
 
 def test_heads_share_with_predicted_scores_unless_a_request_says_otherwise() -> None:

@@ -93,7 +93,7 @@ def test_every_setting_is_a_row_and_shows_in_every_place() -> None:
 
 def test_every_attribute_of_a_budget_is_a_row_or_follows_from_several() -> None:
     derived = {"fraction", "tokens", "min_fraction", "max_fraction", "floor"}
-    derived |= {"evict_from", "trace", "at_end"}
+    derived |= {"recent_of_answers", "evict_from", "trace", "at_end"}
     rows = {row.attribute for row in FIELDS.values()} - {""}
     assert rows | derived == {each.name for each in fields(RequestBudget)}
 

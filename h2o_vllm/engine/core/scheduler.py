@@ -96,7 +96,7 @@ class H2OScheduler(LimitingScheduler):
         # Without our server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
         self._meter = Meter(self.blocks.block_size) if metered else None
-        self._full = resolve(H2OConfig(), None)
+        self._full = resolve(H2OConfig(kv_protect=0), None)
         self._drafted: tuple[str, ...] = ()
         """Requests with drafts in the last step."""
         self._rejections = Rejections()

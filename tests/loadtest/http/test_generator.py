@@ -89,7 +89,9 @@ def test_jitter_moves_every_time_and_no_mean() -> None:
 
 
 def test_budgets_are_sent_and_reported_by_label(start_mock: StartMock) -> None:
-    records = run(start_mock(*TIMED), budgets="1.0:1,0.5:2,none:1", output_tokens=5).records
+    records = run(
+        start_mock(*TIMED), budgets="1.0:1,0.5:2,none:1", output_tokens=5, prompt_tokens=600
+    ).records
     asked = sorted((one.label, (one.kv_cache or {})["budget"]) for one in records)
     assert asked == [("kv=0.5", 0.5)] * 4 + [("kv=1", 1.0)] * 2 + [("kv=none", 1.0)] * 2
     got = summarise(records)

@@ -36,8 +36,11 @@ def test_a_turn_finds_all_that_was_said_and_takes_a_step_a_token() -> None:
 
 
 def test_a_budget_forgets_and_what_settles_is_found() -> None:
-    found = serve(made(10_000), 1, TURNS, {"kv_budget": 0.2}, second)
+    found = serve(made(10_000), 1, TURNS, {"kv_budget": 0.2, "kv_protect": 0}, second)
     assert found.cached == [0] * 6
+    # The prompts of two turns are short: they are protected, and published.
+    found = serve(made(10_000), 1, TURNS, {"kv_budget": 0.2}, second)
+    assert found.cached == [0, 224, 0, 0, 0, 0]
     found = serve(made(10_000), 1, TURNS, SETTLED, second)
     for turn, cached in enumerate(found.cached[1:], 1):
         # A hit does not end where a segment is due.
@@ -95,7 +98,7 @@ def test_the_command_prints_a_line_per_variant(capsys: pytest.CaptureFixture[str
         ["2", "budget"],
         ["2", "settled"],
     ]
-    assert alone[6] == "0.0%"
+    assert alone[6] == "10.0%", "the first turn's prompt"
     assert float(stock[6][:-1]) > 60 < float(settled[6][:-1])
     main([*small, "--idle"])
     stock_line, settled_line = capsys.readouterr().out.splitlines()[-2:]

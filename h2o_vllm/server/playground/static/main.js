@@ -43,7 +43,7 @@ async function begin() {
   element("settle").value = defaults.kv_settle_tokens;
   element("settle").disabled = limits.kv_settles_not_because !== "";
   element("settle-note").textContent = limits.kv_settles_not_because && `0 on this server: ${limits.kv_settles_not_because}`;
-  element("protect").value = defaults.kv_protect === "prompt" ? "prompt" : "0";
+  element("protect").value = ["prompt", "short"].includes(defaults.kv_protect) ? defaults.kv_protect : "0";
   element("load-full").disabled = limits.kv_budget_max < MAX_FULL;
   if (limits.kv_budget_max < MAX_FULL)
     say("full", "note", `This server keeps at most ${limits.kv_budget_max}: there is no full KV to compare with.`);
@@ -62,7 +62,7 @@ function fields() {
   const asked = {
     kv_budget: element("budget").valueAsNumber,
     kv_policy: element("policy").value,
-    kv_protect: protect === "prompt" ? protect : Number(protect),
+    kv_protect: protect === "0" ? 0 : protect,
     kv_settle_tokens: settle,
   };
   // Nothing else has an effect on segments that settle, and they have no trace.
@@ -152,11 +152,12 @@ function verdict({ text, report }) {
 }
 
 /** Why both sides hold the same. */
-function whyNothing({ tokens_seen: seen, settle_tokens: settle }, { kv_delay: delay }) {
+function whyNothing({ tokens_seen: seen, tokens_protected: shielded, settle_tokens: settle }, { kv_delay: delay }) {
   if (settle)
     return `Nothing was evicted: of ${seen} tokens the newest ${settle} stay, and of each ${settle / 4} before them whole blocks.`;
-  const least = config.limits.kv_min_tokens;
-  const short = `no budget falls below ${least} tokens, and there were ${seen}`;
+  const least = config.limits.kv_min_tokens + shielded;
+  const beside = shielded ? ` beside ${shielded} protected ones` : "";
+  const short = `no budget falls below ${config.limits.kv_min_tokens} tokens${beside}, and there were ${seen}`;
   const early = `the answer ended before a block was in excess${delay ? `, or within its kv_delay of ${delay}` : ""}`;
   const next = delay ? " Ask for more in this chat, or set kv_delay to 0, to see what the budget keeps." : "";
   return `Nothing was evicted: ${seen <= least ? short : early}.${seen <= least ? "" : next}`;

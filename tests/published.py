@@ -10,5 +10,5 @@ __all__ = ["PUBLISHED", "PUBLISHED_OPTIONS"]
 PUBLISHED: dict[str, Any] = {"kv_policy": "h2o", "kv_delay": 0, "kv_protect": 0}
 """Of :class:`~h2o_vllm.config.options.H2OConfig`."""
 
-PUBLISHED_OPTIONS = ("--kv-policy", "h2o", "--kv-delay", "0")
+PUBLISHED_OPTIONS = ("--kv-policy", "h2o", "--kv-delay", "0", "--kv-protect", "0")
 """The same for ``h2o-serve``."""

@@ -160,5 +160,6 @@ def default_blocks(config: H2OConfig, block_size: int, max_model_len: int) -> in
 
     longest = max_model_len - 1
     # A longer prompt holds more, up to its bound, and leaves less room for the answer.
-    prompts = {1, schedule(longest).first or longest, longest}
+    short = min(config.short_prompt, longest)
+    prompts = {1, short, schedule(longest).first or longest, longest}
     return max(schedule(one).needed_blocks(max_model_len, max_model_len) for one in prompts)

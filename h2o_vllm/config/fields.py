@@ -88,8 +88,10 @@ class Field:
         try:
             return check_integer(self.name, value, low, high)
         except BudgetError as error:
-            words = " or ".join(f"'{word}'" for word in self.words)
-            accepted = f"{error.accepted}, {words}" if words else error.accepted
+            accepted = error.accepted
+            if self.words:
+                *others, last = (f"'{word}'" for word in self.words)
+                accepted = f"{', '.join([accepted, *others])} or {last}"
             raise BudgetError(self.name, value, accepted) from None
 
 

@@ -135,11 +135,13 @@ def for_prompt(
         protect = limit
     elif protect == "short":
         # What settles is found again behind the same protected tokens only, and a chat's prompt grows.
-        is_short = prompt_tokens <= config.short_prompt and not budget.settle
-        protect = prompt_tokens if is_short else 0
+        matters = budget.evicts and not budget.settle
+        protect = prompt_tokens if matters and prompt_tokens <= config.short_prompt else 0
     elif protect == "system":
         if named:
-            accepted = "a number or 'prompt' here: only a chat on a server has a system part"
+            accepted = (
+                "a number, 'prompt' or 'short' here: only a chat on a server has a system part"
+            )
             raise BudgetError("kv_protect", protect, accepted)
         protect = 0
     protect = min(int(protect), prompt_tokens)

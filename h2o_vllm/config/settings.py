@@ -53,7 +53,7 @@ class Settings(EngineLimits):
     )
     kv_recent: float | None = setting(
         None,
-        "Share of the budget for the newest tokens; else the policy's own.",
+        "Share of the budget for the newest tokens; else the policy's own, more behind protected prompts.",
         asked=True, high=1, attribute="recent", reported="recent",
     )  # fmt: skip
     kv_policy: str = setting(

@@ -70,7 +70,7 @@ TABLE = (
     Metric(
         "h2o:protected_tokens",
         "counter",
-        "First tokens protected by kv_protect, of ended requests with a kv_budget below 1.",
+        "Protected first tokens, short prompts included, of ended requests with a kv_budget below 1.",
     ),
     Metric(
         "h2o:squeezed_requests",

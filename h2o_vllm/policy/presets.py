@@ -34,7 +34,7 @@ class Preset:
 PRESETS = (
     Preset(
         "auto",
-        "anything but long answers",
+        "anything; the default",
         "value+end+key",
         calibrated="predicted+value+end+key",
         # Attention adds up: the queries of a long prompt's rest outweigh what was predicted of its beginning.
@@ -45,7 +45,7 @@ PRESETS = (
     Preset("later", "questions that come later", "key", calibrated="predicted+key"),
     Preset("h2o", "H2O as published", "attention"),
     Preset("snapkv", "SnapKV as published", "end"),
-    Preset("random", "long answers", "random"),
+    Preset("random", "long answers, at least cost", "random"),
     Preset("window", "the least work", "window"),
 )
 """Ranks that join no other are presets of their own name."""

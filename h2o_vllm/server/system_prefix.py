@@ -114,7 +114,7 @@ class SystemPrefixes:
         if named and parts is None:
             message = (
                 f"{FIELD}: '{SYSTEM}' is not supported by {path}, whose prompts have no system messages; "
-                "'prompt' and a number are"
+                "'prompt', 'short' and a number are"
             )
             raise RefusalError(message, FIELD, "unsupported")
         if named and (not parts or any(part.is_empty for part in parts)):
@@ -171,7 +171,8 @@ class SystemPrefixes:
 def _check(prefix: SystemPrefix, limit: int | None) -> None:
     if prefix.failure is not None:
         accepted = (
-            f"a number or 'prompt' here: system messages and tools are not found: {prefix.failure}"
+            "a number, 'prompt' or 'short' here: system messages and tools are not found: "
+            f"{prefix.failure}"
         )
     elif limit is not None and len(prefix.tokens) > limit:
         accepted = (

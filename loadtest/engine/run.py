@@ -145,7 +145,12 @@ class MeasuredEngine:
             fields = chat.fields if self.budgets else None
             chat.fields = fields and {**fields, **self.fields}
         # Every code path once, with text that shares no prefix with the workload.
-        warm_up = [Chat(c.prompt[::-1][:2048], [], c.forced[:32], c.fields) for c in chats[:4]]
+        warm_up = [
+            Chat(
+                c.prompt[::-1][:2048], [], c.forced[:32], c.fields and {"kv_protect": 0, **c.fields}
+            )
+            for c in chats[:4]
+        ]
         serve(self.engine, warm_up, workload, 32)
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("requests of the warm-up are still running")

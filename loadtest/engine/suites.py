@@ -22,9 +22,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 """As vLLM's documents have it; four tokens are drafted at most."""
 
 _FIFTH = {"kv_budget": 0.2}
+_BARE = {**_FIFTH, "kv_protect": 0}
+"""For prompts that are short, also where lengths are scaled: else they are kept whole."""
 _SETTLES = {**_FIFTH, "kv_settle_tokens": 512, "kv_policy": "later"}
 _EXACT = {"kv_exact": True}
-_ENDLESS = {"kv_budget_tokens": 512, "kv_prefill_tokens": 512}
+_ENDLESS = {"kv_budget_tokens": 512, "kv_prefill_tokens": 512, "kv_protect": 0}
 
 
 def _by_name(*workloads: Workload) -> dict[str, Workload]:
@@ -147,14 +149,14 @@ class CPUSuite(Suite):
         Workload("fixed-16", "texts that are forced, pool of four, budget 0.2", 16, 1000, 512, (_FIFTH,),
                  "forced", forced=True),
         *(Workload(f"elastic-{n}", f"{n} texts that are forced, pool of four, elastic", n, 1000, 512,
-                   ({**_FIFTH, "kv_elastic": True},), "forced", forced=True) for n in (4, 16, 32)),
+                   ({**_BARE, "kv_elastic": True},), "forced", forced=True) for n in (4, 16, 32)),
         *(row for pool in ("", "-tight") for row in (
             Workload(f"system{pool}", "24 requests share a system prompt, protected", 24, 1700, 256,
                      ({**_FIFTH, "kv_protect": 1500},), f"chats{pool}", shared=1500),
             Workload(f"chats{pool}", "8 chats of 6 turns, prompts protected", 8, 420, 160,
                      ({**_FIFTH, "kv_protect": "prompt"},), f"chats{pool}", shared=300, turns=6),
             Workload(f"forgotten{pool}", "the same chats, nothing protected", 8, 420, 160,
-                     ({**_FIFTH, "kv_protect": 0},), f"chats{pool}", shared=300, turns=6),
+                     (_BARE,), f"chats{pool}", shared=300, turns=6),
             Workload(f"settled{pool}", "the same chats, what is older than 512 tokens settles", 8, 420, 160,
                      (_SETTLES,), f"chats{pool}", shared=300, turns=6),
         )),
@@ -167,8 +169,8 @@ class CPUSuite(Suite):
                  ({**_SETTLES, "kv_settle_tokens": 1024},), "agents-tight", shared=6000),
         Workload("answers", "8 answers to one question, prompt protected", 1, 1000, 512,
                  ({**_FIFTH, "kv_protect": "prompt"},), "chats", answers=8, temperature=0.8),
-        Workload("quiet", "short requests, no other process computes", 16, 256, 256, (_FIFTH,)),
-        Workload("busy", "the same, another process keeps a core busy", 16, 256, 256, (_FIFTH,), busy=1),
+        Workload("quiet", "short requests, no other process computes", 16, 256, 256, (_BARE,)),
+        Workload("busy", "the same, another process keeps a core busy", 16, 256, 256, (_BARE,), busy=1),
         Workload("one", "one request, sampled: nothing repeats itself", 1, 1000, 256, (_FIFTH,),
                  temperature=1.0),
         *(Workload(f"{name}-again", f"{n} requests, greedy, each prompt repeats itself", n, 1000, 256,
@@ -235,7 +237,7 @@ class CUDASuite(Suite):
         Workload("8k-64", "the whole pool, budget 0.2", 64, 8192, 1024, (_FIFTH,)),
         Workload("2k-idle", "no request has a budget", 64, 2048, 1024, (None,)),
         Workload("8k-prompts", "prompts and their first eviction alone", 32, 8192, 32, (_FIFTH,)),
-        Workload("short", "short prompts and answers, many at once", 1024, 256, 256, (_FIFTH,)),
+        Workload("short", "short prompts and answers, many at once", 1024, 256, 256, (_BARE,)),
         Workload("reasoning", "as Random Attention has it: 2,048 tokens beside the prompt", 32, 1024, 8192,
                  ({"kv_budget_tokens": 2048, "kv_policy": "random"},)),
         Workload("32k-tight", "KV-bound, budget 0.2", 16, 32_768, 1024, (_FIFTH,), "32k"),

@@ -156,7 +156,8 @@ class Workload:
 
 def _protects(fields: Mapping[str, Any]) -> bool:
     """Whether a number of first tokens is protected: that of the shared ones."""
-    return isinstance(fields.get("kv_protect"), int)
+    protect = fields.get("kv_protect")
+    return isinstance(protect, int) and protect > 0
 
 
 @dataclass

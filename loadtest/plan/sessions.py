@@ -305,7 +305,7 @@ def _fields(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     settled = {"kv_settle_tokens": args.settle, "kv_policy": "later"}
     return {
         "stock": {"kv_budget": 1.0},
-        "budget": {"kv_budget": args.budget},
+        "budget": {"kv_budget": args.budget, "kv_protect": 0},
         "settled": {"kv_budget": args.budget, **settled},
     }[variant]
 

@@ -46,7 +46,8 @@ def _requests_of(workload: Workload, *, ours: bool) -> list[Request]:
     for number, prompt in enumerate(workload.prompt_lengths()):
         fields = (workload.asked(number) if ours else None) or {}
         if (
-            set(fields) - {"kv_budget", "kv_prefill_tokens"}
+            set(fields) - {"kv_budget", "kv_prefill_tokens", "kv_protect"}
+            or fields.get("kv_protect", 0)
             or workload.turns > 1
             or workload.answers > 1
         ):

@@ -276,6 +276,7 @@ def _start_engine(model: str, num_blocks: int, full_kernel: str, drafts: str) ->
 
     args = engine_args(
         kv_min_tokens=FLOOR,
+        kv_protect=0,
         kv_full_kernel=full_kernel,
         kv_exact_drafts=4 if drafts == "exact" else 0,
     )

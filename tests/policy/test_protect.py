@@ -63,8 +63,8 @@ def test_a_server_gets_the_word() -> None:
 @pytest.mark.parametrize(
     ("limit", "asked", "says"),
     [
-        (None, -1, r"in \[0, 2147483647\], 'prompt' or 'system' or 'short', got -1"),
-        (64, 65, r"in \[0, 64\], 'prompt' or 'system' or 'short', got 65"),
+        (None, -1, r"in \[0, 2147483647\], 'prompt', 'system' or 'short', got -1"),
+        (64, 65, r"in \[0, 64\], 'prompt', 'system' or 'short', got 65"),
         *(
             (None, value, "kv_protect must be an integer in")
             for value in (True, 1.0, "all", "", [])

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.resolve import resolve
+from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.server.config_route import PATH
 from tests.server.vllm_like import Engine, build
 
@@ -97,10 +97,8 @@ def test_no_request_gets_past_the_operators_limits(
 ) -> None:
     from h2o_vllm.blocks.budget import budget_tokens
 
-    limits = H2OConfig(
-        kv_protect=0, kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5, kv_min_tokens=16
-    )
-    assert budget_tokens(resolve(limits, asked), seen) == kept
+    limits = H2OConfig(kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5, kv_min_tokens=16)
+    assert budget_tokens(resolve_for(limits, asked, max(65, seen)), seen) == kept
 
 
 @pytest.mark.parametrize(

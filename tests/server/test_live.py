@@ -192,8 +192,7 @@ def test_requests_of_eight_budgets_finish_and_leave_the_pool_empty(
 
     def one(i: int) -> Any:
         budget = budgets[i % len(budgets)]
-        fields = {"kv_budget": budget, "kv_protect": 0, "ignore_eos": True}
-        return complete(client, LONG[i:][:300], max_tokens=24, **fields)
+        return complete(client, LONG[i:][:300], max_tokens=24, ignore_eos=True, kv_budget=budget)
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(one, range(32)))

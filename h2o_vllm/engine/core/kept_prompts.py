@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["KeptPrompt", "KeptPrompts"]
 
 
-LIMITS = ("kv_budget_min", "kv_budget_max", "kv_min_tokens")
+LIMITS = ("kv_budget_min", "kv_budget_max", "kv_min_tokens", "kv_protect_max")
 """Options that no request can name, and which every budget depends on."""
 
 

@@ -20,6 +20,18 @@ MUTANTS = (
         ("tests/blocks/test_budget.py",),
     ),
     Mutant(
+        "config-what-settles-is-protected-while-short",
+        "matters = budget.evicts and not budget.settle",
+        "matters = budget.evicts",
+        ("tests/policy/test_protect.py",),
+    ),
+    Mutant(
+        "config-answers-keep-few-new-tokens",
+        "budget.recent_of_answers if protect == prompt_tokens else budget.recent",
+        "budget.recent",
+        ("tests/blocks/test_budget.py",),
+    ),
+    Mutant(
         "policy-recent-begins-late",
         "(start + block_size // 2) // block_size",
         "(start + block_size - 1) // block_size",

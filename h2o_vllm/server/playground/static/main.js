@@ -43,7 +43,6 @@ async function begin() {
   element("settle").value = defaults.kv_settle_tokens;
   element("settle").disabled = limits.kv_settles_not_because !== "";
   element("settle-note").textContent = limits.kv_settles_not_because && `0 on this server: ${limits.kv_settles_not_because}`;
-  element("protect").value = ["prompt", "short"].includes(defaults.kv_protect) ? defaults.kv_protect : "0";
   element("load-full").disabled = limits.kv_budget_max < MAX_FULL;
   if (limits.kv_budget_max < MAX_FULL)
     say("full", "note", `This server keeps at most ${limits.kv_budget_max}: there is no full KV to compare with.`);
@@ -62,7 +61,7 @@ function fields() {
   const asked = {
     kv_budget: element("budget").valueAsNumber,
     kv_policy: element("policy").value,
-    kv_protect: protect === "0" ? 0 : protect,
+    ...(protect ? { kv_protect: protect === "0" ? 0 : protect } : {}),
     kv_settle_tokens: settle,
   };
   // Nothing else has an effect on segments that settle, and they have no trace.

@@ -41,15 +41,16 @@ from h2o_vllm.errors import BudgetError, ConfigError
 def test_the_engine_gets_a_number(
     default: Any, limit: int | None, asked: Any, prompt: int, tokens: int
 ) -> None:
-    config = H2OConfig(kv_protect=default, kv_protect_max=limit)
+    config = H2OConfig(kv_budget=0.2, kv_protect=default, kv_protect_max=limit)
     budget = resolve_for(config, {} if asked is None else {"kv_protect": asked}, prompt)
     assert type(budget.protect) is int and budget.protect == tokens
     assert H2OConfig.from_mapping(config.to_mapping()) == config
 
 
 def test_what_is_short_depends_on_the_floor_and_nothing_is_that_settles() -> None:
-    low = H2OConfig(kv_min_tokens=16)
+    low = H2OConfig(kv_budget=0.2, kv_min_tokens=16)
     assert [resolve_for(low, None, tokens).protect for tokens in (64, 65)] == [64, 0]
+    assert resolve_for(low, {"kv_budget": 1.0}, 64).protect == 0, "nothing is evicted"
     for asked in ({}, {"kv_protect": "short"}):
         settles = {"kv_budget": 0.2, "kv_policy": "later", "kv_settle_tokens": 512, **asked}
         assert resolve_for(H2OConfig(), settles, 100).protect == 0

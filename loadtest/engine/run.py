@@ -345,7 +345,10 @@ def main() -> None:
     answer({"start_s": engine.start_s})
     for line in sys.stdin:
         workload = suite.workloads[line.strip()].scaled(scale)
-        answer(engine.measure(workload, suite.chats(workload, engine.engine)))
+        chats = suite.chats(workload, engine.engine)
+        for chat in chats:
+            chat.fields = suite.instead.get(variant, chat.fields)
+        answer(engine.measure(workload, chats))
 
 
 if __name__ == "__main__":

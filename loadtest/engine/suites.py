@@ -25,7 +25,6 @@ _FIFTH = {"kv_budget": 0.2}
 _BARE = {**_FIFTH, "kv_protect": 0}
 """For prompts that are short, also where lengths are scaled: else they are kept whole."""
 _SETTLES = {**_FIFTH, "kv_settle_tokens": 512, "kv_policy": "later"}
-_EXACT = {"kv_exact": True}
 _ENDLESS = {"kv_budget_tokens": 512, "kv_prefill_tokens": 512, "kv_protect": 0}
 
 
@@ -41,6 +40,7 @@ class Suite(ABC):
         own: those of them that are h2o_vllm.
         asking: those of these whose requests ask for something.
         named: those that are measured where they are named, with which engine arguments.
+        instead: what some of them ask for in place of a workload's fields.
         side_by_side: whether the engines of a setting live side by side, one working at a time; otherwise
             each is started anew and has the device to itself.
         usual: what is measured where no workload is named.
@@ -51,6 +51,7 @@ class Suite(ABC):
     own: ClassVar[tuple[str, ...]] = ("h2o",)
     asking: ClassVar[tuple[str, ...]] = ("h2o",)
     named: ClassVar[Mapping[str, dict[str, Any]]] = {}
+    instead: ClassVar[Mapping[str, dict[str, Any]]] = {}
     side_by_side: ClassVar[bool]
     together: ClassVar[bool] = False
     settings: ClassVar[Mapping[str, Setting]]
@@ -123,6 +124,7 @@ class CPUSuite(Suite):
             "additional_config": {CONFIG_KEY: {"kv_full_kernel": "h2o", "kv_exact_drafts": 4}}
         },
     }
+    instead: ClassVar = {"exact": {"kv_exact": True}}
     side_by_side = True
     usual = ("tight", "mixed", "ample", "idle", "long-0.2")
     settings: ClassVar = {
@@ -175,10 +177,9 @@ class CPUSuite(Suite):
                  temperature=1.0),
         *(Workload(f"{name}-again", f"{n} requests, greedy, each prompt repeats itself", n, 1000, 256,
                    (_FIFTH,), repeats=5) for n, name in ((1, "one"), (4, "four"), (16, "sixteen"))),
-        *(Workload(f"{name}-{n}{again}", f"{n} x 7,000 tokens{repeats}, {what}", n, 7000, 128, (fields,),
+        *(Workload(f"8k-{n}{again}", f"{n} x 7,000 tokens{repeats}, budget 0.2", n, 7000, 128, (_FIFTH,),
                    "8k", repeats=5 if again else 1)
-          for n in (1, 4, 16) for again, repeats in (("", ""), ("-again", " that repeat"))
-          for name, what, fields in (("fifth", "budget 0.2", _FIFTH), ("exact", "exact", _EXACT))),
+          for n in (1, 4, 16) for again, repeats in (("", ""), ("-again", " that repeat"))),
         Workload("endless", "one request, 8 times longer than the pool", 1, 4000, 4192, (None,), "endless"),
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ definitions; or all of a prompt of at most :data:`SHORT_PROMPT` floors, and noth
 Only a server knows roles: it puts a number in the place of ``"system"``."""
 
 SHORT_PROMPT = 4
-"""How many floors (``--kv-min-tokens``) a short prompt has at most: 512 tokens, unless a server says more."""
+"""How many floors (``--kv-min-tokens``) a short prompt has at most: 512 tokens by default."""
 
 FEW_PROTECTED = 1024
 """Tokens a request may protect where an operator bounds budgets and says nothing of protection."""

@@ -120,16 +120,15 @@ class MeasuredEngine:
         model: a directory.
         options: engine arguments, our switch not included.
         ours: options of h2o_vllm; ``None``: it is stock vLLM, to which budgets mean nothing.
-        budgets: whether requests of ours ask for theirs. fields: what those ask for beside.
+        fields: what requests that ask for something ask for beside.
     """
 
     def __init__(
         self, model: str, options: dict[str, Any], *, ours: Mapping[str, Any] | None,
-        budgets: bool = True, fields: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.memory = Memory()
         self.memory.start()
-        self.budgets = ours is not None and budgets
         self.fields = dict(fields or {})
         switch = {} if ours is None else engine_args(**ours)
         args = EngineArgs(model=model, **{**switch, **options})
@@ -142,13 +141,11 @@ class MeasuredEngine:
     def measure(self, workload: Workload, chats: list[Chat]) -> dict[str, Any]:
         """Warm up, empty the prefix cache, serve the chats once."""
         for chat in chats:
-            fields = chat.fields if self.budgets else None
-            chat.fields = fields and {**fields, **self.fields}
-        # Every code path once, with text that shares no prefix with the workload.
+            chat.fields = chat.fields and {**chat.fields, **self.fields}
+        # Every code path once, with text that shares no prefix with the workload. Short prompts evict, too.
+        bare: dict[str, Any] = {"kv_protect": 0}
         warm_up = [
-            Chat(
-                c.prompt[::-1][:2048], [], c.forced[:32], c.fields and {"kv_protect": 0, **c.fields}
-            )
+            Chat(c.prompt[::-1][:2048], [], c.forced[:32], c.fields and bare | c.fields)
             for c in chats[:4]
         ]
         serve(self.engine, warm_up, workload, 32)
@@ -335,19 +332,13 @@ def main() -> None:
     )
     if ours is not None and "additional_config" in options:
         ours |= options.pop("additional_config")[CONFIG_KEY]
-    engine = MeasuredEngine(
-        start["model"],
-        options,
-        ours=ours,
-        budgets=suite.has_budgets(variant),
-        fields=start["fields"],
-    )
+    engine = MeasuredEngine(start["model"], options, ours=ours, fields=start["fields"])
     answer({"start_s": engine.start_s})
     for line in sys.stdin:
         workload = suite.workloads[line.strip()].scaled(scale)
         chats = suite.chats(workload, engine.engine)
         for chat in chats:
-            chat.fields = suite.instead.get(variant, chat.fields)
+            chat.fields = suite.asked(variant, chat.fields)
         answer(engine.measure(workload, chats))
 
 

@@ -92,6 +92,10 @@ class Suite(ABC):
         """Whether a variant's requests ask for theirs."""
         return variant in self.asking
 
+    def asked(self, variant: str, fields: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What a variant's request asks for where its workload has ``fields``."""
+        return self.instead.get(variant, fields) if self.has_budgets(variant) else None
+
     def to_measure(self, names: Sequence[str], variant: str) -> list[str]:
         """The workloads to run: without budgets, equal traffic is measured once, and what fits at all."""
         if self.has_budgets(variant):

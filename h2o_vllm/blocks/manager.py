@@ -82,6 +82,18 @@ class H2OBlockManager(SqueezingManager):
         state = self._settling.get(request_id)
         return None if state is None else self._settled.find(state, most)
 
+    def begin_step(self, running: Sequence[Request]) -> None:
+        """As the base class; also notes which requests compute prompts whose segments settle."""
+        super().begin_step(running)
+        if self._settling:
+            states = (self._settling.get(request.request_id) for request in running)
+            self._settled.begin_step(state for state in states if state is not None)
+
+    def computed_by_another(self, request_id: str) -> bool:
+        """See :meth:`.SettledBlocks.computed_by_another`. Asked right before a request is admitted."""
+        state = self._settling.get(request_id)
+        return state is not None and self._settled.computed_by_another(state)
+
     def take_settle_shortages(self) -> int:
         """Return how often too few blocks were free for a segment that was due, and reset the count."""
         count, self._settle_shortages = self._settle_shortages, 0

@@ -43,6 +43,33 @@ class SettledBlocks:
         self._pool = manager.block_pool
         self._size = manager.block_size
         self._held: dict[str, list[KVCacheBlock]] = {}
+        self._computing: list[SettlingState] = []
+        """Requests in the midst of their prompts, those that this step admits included."""
+
+    def begin_step(self, running: Iterable[SettlingState]) -> None:
+        """Set the requests that compute prompts in this step."""
+        self._computing = [
+            state for state in running if state.counts.num_computed_tokens < state.prompt_tokens
+        ]
+
+    def computed_by_another(self, state: SettlingState) -> bool:
+        """Whether a running request is about to compute a block that this one, which waits, needs as well.
+
+        Chunks of a prompt end where segments settle, and a running request does not look into the cache
+        again. So two requests that begin at once would compute all later chunks twice. If one waits, a
+        document is computed once for all that ask. If this one does not wait, others wait for it.
+        """
+        if not self._manager.enable_caching:
+            return False
+        hashes = state.counts.block_hashes
+        for other in self._computing:
+            known, index = other.counts.block_hashes, other.counts.num_computed_tokens // self._size
+            # A block's hash covers all tokens before it.
+            shared = index < min(len(known), len(hashes)) and known[index] == hashes[index]
+            if shared and other.lineage == state.lineage:
+                return True
+        self._computing.append(state)
+        return False
 
     def find(self, state: SettlingState, most: int) -> tuple[list[KVCacheBlock], int]:
         """Look up the blocks of at most the first ``most`` tokens.

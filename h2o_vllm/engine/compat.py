@@ -82,6 +82,14 @@ class LimitingScheduler(AsyncScheduler):
         with self.counting():
             return super()._request_remaining_blocks(request)
 
+    def waits(self, request: Request) -> bool:
+        """Whether a request is not admitted in this step, and those behind it are."""
+        del request
+        return False
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        return super()._handle_blocked_waiting_request(request) and not self.waits(request)
+
     def session_grew(self, session: Request) -> None:
         """A part has been added to the prompt of ``session``, which is not scheduled yet."""
 

@@ -62,6 +62,7 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (ExampleConnector._generate_foldername_debug, "self token_ids mm_hashes create_folder"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
     (Scheduler._request_remaining_blocks, "self request"),
+    (Scheduler._handle_blocked_waiting_request, "self request"),
     (Scheduler._update_request_as_session, "self session update"),
     (Scheduler.finish_requests, "self request_ids finished_status"),
     (AsyncScheduler._update_after_schedule, "self scheduler_output"),

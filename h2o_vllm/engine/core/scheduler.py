@@ -174,6 +174,10 @@ class H2OScheduler(LimitingScheduler):
         except BudgetError as error:
             self._rejections.add(session.request_id, str(error))
 
+    def waits(self, request: Request) -> bool:
+        """Whether another request is computing what this one can read when it has settled."""
+        return self.blocks.computed_by_another(request.request_id)
+
     def counting(self) -> AbstractContextManager[None]:
         """Nothing is squeezed and no segment settles."""
         return self.blocks.counting()

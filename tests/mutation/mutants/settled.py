@@ -36,6 +36,18 @@ MUTANTS = (
         SCHEDULER,
     ),
     Mutant(
+        "readers-that-ask-at-once-compute-a-document-each",
+        "self._computing.append(state)",
+        "pass",
+        SCHEDULER,
+    ),
+    Mutant(
+        "a-request-waits-for-what-it-cannot-read",
+        "if shared and other.lineage == state.lineage:",
+        "if shared:",
+        SCHEDULER,
+    ),
+    Mutant(
         "law05-a-hit-ends-where-a-segment-is-still-to-settle",
         "schedule.due(settled + 1) // size - 1)",
         "schedule.due(settled + 1) // size)",

@@ -78,8 +78,11 @@ class Model(ABC):
         """Token ids of a text, without special ones. Only where :attr:`forces`."""
 
     @abstractmethod
-    def chat(self, text: str) -> tuple[int, ...]:
-        """Token ids of a chat's first message, as the model's template has it, up to where it answers.
+    def chat(self, *texts: str) -> tuple[int, ...]:
+        """Token ids of a chat, as the model's template has it, up to where it answers.
+
+        Args:
+            texts: messages of the user and of the model in turn; the last one is the user's.
 
         Raises:
             ValueError: the model has no template.

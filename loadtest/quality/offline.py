@@ -105,8 +105,9 @@ class Offline(Model):
         return tokens
 
     @override
-    def chat(self, text: str) -> tuple[int, ...]:
-        messages = [{"role": "user", "content": text}]
+    def chat(self, *texts: str) -> tuple[int, ...]:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)]
         return tuple(
             self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=False

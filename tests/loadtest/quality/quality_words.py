@@ -33,8 +33,8 @@ class Words(Model):
     def encode(self, text: str) -> list[int]:
         return [zlib.crc32(word.encode()) % 1000 for word in text.split()]
 
-    def chat(self, text: str) -> tuple[int, ...]:
-        return (*self.encode(f"user {text}"), -1)
+    def chat(self, *texts: str) -> tuple[int, ...]:
+        return (*self.encode(" ".join(f"says {text}" for text in texts)), -1)
 
     def run(
         self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, GenerationOutput], None]

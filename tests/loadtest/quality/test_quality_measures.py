@@ -105,3 +105,25 @@ def test_where_nothing_can_be_forced_no_question_comes_later() -> None:
     model.forces = False
     samples = MEASURES["ruler"].samples(model, Sizes(ruler=13, ruler_tokens=1500))
     assert [sample.description["way"] for sample in samples] == ["known"] * 13
+
+
+def test_a_chats_first_message_has_the_fact_that_the_last_one_asks_for() -> None:
+    told: list[tuple[str, ...]] = []
+
+    class Listener(Words):
+        def chat(self, *texts: str) -> tuple[int, ...]:
+            told.append(texts)
+            return super().chat(*texts)
+
+    measure = MEASURES["turns"]
+    samples = measure.samples(Listener(), Sizes(turns=4))
+    for sample, texts in zip(samples, told, strict=True):
+        turns = sample.description["turns"]
+        assert len(texts) == 2 * turns - 1
+        place = texts[-1].removeprefix("What is the code of the ").partition("?")[0]
+        assert f"The code of the {place} is {sample.secret}." in texts[0]
+        assert not any(sample.secret in text for text in texts[1:])
+        answer = GenerationOutput(f"It is {sample.secret}.", 1.0)
+        assert measure.values(sample, answer) == {f"turn-{turns}": 1.0}
+        assert measure.values(sample, GenerationOutput("It is 12.", 1.0)) == {f"turn-{turns}": 0.0}
+    assert len({sample.request.prompt for sample in samples}) == 4

@@ -25,9 +25,9 @@ class Listener(Words):
         super().__init__()
         self.told: list[str] = []
 
-    def chat(self, text: str) -> tuple[int, ...]:
-        self.told.append(text)
-        return super().chat(text)
+    def chat(self, *texts: str) -> tuple[int, ...]:
+        self.told += texts
+        return super().chat(*texts)
 
 
 def asked(kind: str) -> tuple[Sample, str]:

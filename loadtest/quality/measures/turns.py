@@ -20,11 +20,13 @@ from loadtest.quality.measures.retrieval import PLACES, first_number
 from loadtest.quality.passages import passages
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["Turns"]
+__all__ = ["LONGEST_CHAT", "Turns"]
 
 TURNS = {6: 300, 40: 180}
 """Turns of a chat, and about how many tokens each of them has."""
 ANSWER_TOKENS = 16
+LONGEST_CHAT = round(1.2 * max(turns * tokens for turns, tokens in TURNS.items())) + 300
+"""Tokens; a text may have more of them than its characters suggest."""
 REPLY = "I have read it. It is a part of a longer text, and I will keep it in mind for what you ask later."
 
 

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvpress' presses in this process, for tables beside ours: ``--kvpress``.
+
+A policy is the name of a press, as ``SnapKVPress``; a budget the share of the prompt that it leaves, in
+kvpress' words 1 - ``compression_ratio``. The prompt is pressed when it has been computed, answers and
+questions that come later are kept whole: kvpress' protocol, on the same tokens as ours.
+
+It needs kvpress and the transformers that kvpress asks for, which is not the one of vLLM: an environment of
+its own, ``pip install kvpress==0.5.5 prometheus-client``, without vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model, Tag, Task
+
+__all__ = ["Presses"]
+
+
+class Presses(Model):
+    """One model of transformers, one request at a time.
+
+    Args:
+        model: a directory. dtype: of weights and KV.
+    """
+
+    forces = True
+
+    def __init__(self, model: str | None, *, dtype: str = "bfloat16") -> None:
+        import kvpress
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if model is None:
+            raise ValueError("--kvpress needs --model")
+        self._torch, self._kvpress = torch, kvpress
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        self._model.eval()
+        self.description = {"model": Path(model).name, "dtype": dtype, "engine": "kvpress"}
+
+    @override
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    @override
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, verbose=False)
+        return tokens
+
+    @override
+    def chat(self, *texts: str) -> tuple[int, ...]:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)]
+        return tuple(
+            self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        )
+
+    @override
+    def run(
+        self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, GenerationOutput], None]
+    ) -> None:
+        for task in tasks:
+            with self._torch.no_grad():
+                done(task.tag, self._answer(task.request, task.fields))
+
+    def _answer(self, request: GenerationRequest, fields: dict[str, Any]) -> GenerationOutput:
+        from transformers import DynamicCache
+
+        prompt = request.prompt
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        cache, press = DynamicCache(), nullcontext()
+        share = fields.get("kv_budget", 1.0)
+        if share < 1:
+            press = getattr(self._kvpress, fields["kv_policy"])(compression_ratio=1 - share)(
+                self._model
+            )
+        with press:
+            logits = self._step(ids, 0, cache)
+        tokens = list(request.forced)
+        if tokens:
+            logits = self._step(tokens, len(ids), cache)
+        ends = self._model.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        while len(tokens) < request.max_tokens:
+            token = int(logits.argmax())
+            if token in ends and not request.ignore_eos:
+                break
+            tokens.append(token)
+            logits = self._step([token], len(ids) + len(tokens) - 1, cache)
+        text = self._tokenizer.decode(tokens[len(request.forced) :], skip_special_tokens=True)
+        seen = len(ids) + len(tokens)
+        held = (share * len(ids) + len(tokens)) / seen
+        return GenerationOutput(text, held, tokens=len(tokens))
+
+    def _step(self, ids: list[int], start: int, cache: Any) -> Any:
+        """The logits, [V], behind ``ids``, the first of which is at position ``start``."""
+        torch = self._torch
+        places = torch.arange(start, start + len(ids))[None]
+        out = self._model(
+            input_ids=torch.tensor([ids]),
+            past_key_values=cache,
+            position_ids=places,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[0, -1]

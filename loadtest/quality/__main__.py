@@ -89,7 +89,9 @@ def measure(args: argparse.Namespace) -> Path:
             flush=True,
         )
         if todo.cost:
-            run = {"kind": "run", **describe_run("loadtest.quality"), "settings": settings}
+            packages = ("kvpress", "transformers") if args.kvpress else ()
+            about = describe_run("loadtest.quality", *packages)
+            run = {"kind": "run", **about, "settings": settings}
             append_rows(path, [run])
             changed = todo.run(
                 model, lambda row: append_rows(path, [row.to_json()]), known, texts=args.texts

@@ -60,7 +60,8 @@ def measure(args: argparse.Namespace) -> Path:
         sizes.prompt_tokens + sizes.forced_tokens, round(1.2 * max(sizes.lengths)) + 200,
         sizes.ruler_tokens if "ruler" in args.measures else 0,
         # A problem takes less than half of its answer, what is said around it 100 tokens or so.
-        2 * sizes.answer_tokens + 300 if {"reasoning", "code"} & {*args.measures} else 0,
+        2 * sizes.answer_tokens + 300 + round(1.5 * sizes.text_tokens)
+        if {"reasoning", "code"} & {*args.measures} else 0,
         LONGEST_CHAT if "turns" in args.measures else 0,
     )  # fmt: skip
     model: Model

@@ -23,6 +23,7 @@ class GenerationRequest:
         forced: the first tokens of the output, whatever the model would have generated.
         ignore_eos: whether to go on to ``max_tokens`` in any case.
         logprobs: whether to report the log-probability of each token.
+        enough: says of a text whether nothing behind it changes what it is worth; generation may end there.
     """
 
     prompt: str | tuple[int, ...]
@@ -30,6 +31,7 @@ class GenerationRequest:
     forced: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    enough: Callable[[str], bool] | None = None
 
 
 @dataclass(frozen=True)

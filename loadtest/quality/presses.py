@@ -95,11 +95,16 @@ class Presses(Model):
             if token in ends and not request.ignore_eos:
                 break
             tokens.append(token)
+            if request.enough is not None and request.enough(self._said(tokens, request)):
+                break
             logits = self._step([token], len(ids) + len(tokens) - 1, cache)
-        text = self._tokenizer.decode(tokens[len(request.forced) :], skip_special_tokens=True)
         seen = len(ids) + len(tokens)
         held = (share * len(ids) + len(tokens)) / seen
-        return GenerationOutput(text, held, tokens=len(tokens))
+        return GenerationOutput(self._said(tokens, request), held, tokens=len(tokens))
+
+    def _said(self, tokens: list[int], request: GenerationRequest) -> str:
+        behind = tokens[len(request.forced) :]
+        return str(self._tokenizer.decode(behind, skip_special_tokens=True))
 
     def _step(self, ids: list[int], start: int, cache: Any) -> Any:
         """The logits, [V], behind ``ids``, the first of which is at position ``start``."""

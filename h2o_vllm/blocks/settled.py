@@ -44,27 +44,33 @@ class SettledBlocks:
         self._size = manager.block_size
         self._held: dict[str, list[KVCacheBlock]] = {}
         self._computing: list[SettlingState] = []
-        """Requests in the midst of their prompts, those that this step admits included."""
+        """Requests in the midst of their prompts that may be waited for."""
 
     def begin_step(self, running: Iterable[SettlingState]) -> None:
-        """Set the requests that compute prompts in this step."""
+        """Note which of the ``running`` requests compute prompts in this step."""
         self._computing = [
-            state for state in running if state.counts.num_computed_tokens < state.prompt_tokens
+            state
+            for state in running
+            if state.counts.num_computed_tokens < state.prompt_tokens
+            and not state.counts.skip_reading_prefix_cache
         ]
 
     def computed_by_another(self, state: SettlingState) -> bool:
-        """Whether a running request is about to compute a block that this one, which waits, needs as well.
+        """Whether a request that waits has to compute the block that a running one computes in the next step.
 
         Chunks of a prompt end where segments settle, and a running request does not look into the cache
         again. So two requests that begin at once would compute all later chunks twice. If one waits, a
-        document is computed once for all that ask. If this one does not wait, others wait for it.
+        document is computed once for all that ask. If the answer is no, requests that are asked about later
+        in this step may wait for this one.
         """
-        if not self._manager.enable_caching:
+        if not self._manager.enable_caching or state.counts.skip_reading_prefix_cache:
             return False
         hashes = state.counts.block_hashes
         for other in self._computing:
-            known, index = other.counts.block_hashes, other.counts.num_computed_tokens // self._size
-            # A block's hash covers all tokens before it.
+            # What it computes in this step is in the cache already.
+            index = self._manager.num_cached_block.get(other.counts.request_id, 0)
+            known = other.counts.block_hashes
+            # A block's hash covers all tokens up to its end.
             shared = index < min(len(known), len(hashes)) and known[index] == hashes[index]
             if shared and other.lineage == state.lineage:
                 return True

@@ -18,7 +18,10 @@ __all__ = ["HashedCounts", "SettlingState"]
 
 
 class HashedCounts(RequestCounts, Protocol):
-    """The counts of a request, with the hashes of its blocks."""
+    """The counts of a request, with the hashes of its blocks, and whether it looks them up."""
+
+    request_id: str
+    skip_reading_prefix_cache: bool
 
     @property
     def block_hashes(self) -> Sequence[bytes]:

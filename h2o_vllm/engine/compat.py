@@ -72,6 +72,9 @@ class LimitingScheduler(AsyncScheduler):
     ``Scheduler._request_remaining_blocks`` (0.32) asks how many blocks a running request still needs, with
     the hit of another one in hand, before that one loads asynchronously. It calls the block managers as if it
     was about to allocate, which has effects in ours. Goes when it asks otherwise.
+
+    ``Scheduler._handle_blocked_waiting_request`` (0.32) says of each waiting request whether it may be
+    admitted in this step; if not, the requests behind it may. Goes when a request can wait for another one.
     """
 
     def counting(self) -> AbstractContextManager[None]:

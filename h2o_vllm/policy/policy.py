@@ -24,10 +24,6 @@ JOINED_RECENT = 0.25
 ANSWER_RECENT = 0.8
 """The same where the prompt is protected: an answer goes on from its newest tokens. A 1.5B model then solves
 47 % of word problems, with 0.25 29 % (loadtest/results/quality.md, long answers)."""
-SINKS = 4
-"""Tokens that all others attend to, whatever they say (arXiv 2309.17453). A rank that scores tokens keeps them;
-recency has them protected, rounded up to a block: a 1.5B then solves 42 % of word problems behind 2,000 tokens of
-another text, else 27 %."""
 
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = logging.getLogger("vllm.h2o_vllm.policy")
@@ -196,7 +192,7 @@ class Policy:
     @property
     def sinks(self) -> int:
         """First tokens of a long prompt that ``kv_protect`` ``"short"`` protects."""
-        return 0 if self.moves_tokens else SINKS
+        return max(rank.sinks for rank in self.ranks)
 
     @property
     def _has_many(self) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
 
 from tests.engine.scheduling import Rig
 
@@ -135,48 +134,6 @@ def test_law05_a_segment_of_which_a_block_is_lost_settles_anew(model_dir: str) -
     anew = next(e for e in rig.evictions if e.request_id == "second")
     assert anew.moves and anew.seen == first.seen
     assert ask(rig, "third", PROMPT, WIDER)["tokens_cached"] == 384
-
-
-def test_a_document_is_computed_once_for_readers_that_ask_at_once(model_dir: str) -> None:
-    """They wait for the one that computes it; a request with other tokens does not wait for them."""
-    rig = made(model_dir, 100, max_num_batched_tokens=512)
-    for number in range(4):
-        rig.add(f"reader-{number}", [*PROMPT[:390], number, *range(9)], ASKED, max_tokens=20)
-    rig.add("other", range(5000, 5150), ASKED, max_tokens=4)
-    rig.step()
-    running = [request.request_id for request in rig.scheduler.running]
-    assert running == ["reader-0", "other"]
-    rig.run()
-    cached = [rig.reports[f"reader-{number}"]["0"]["tokens_cached"] for number in range(4)]
-    assert cached == [0, 384, 384, 384]
-    settled = [e.seen for e in rig.evictions if e.request_id != "reader-0" and e.seen < 390]
-    assert not settled and not rig.preemptions
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_no_request_waits_for_what_it_will_not_read(model_dir: str, caching: bool) -> None:
-    """Other tokens, another lineage, or no cache."""
-    rig = made(model_dir, 200, max_num_batched_tokens=1024, caching=caching)
-    rig.add("first", PROMPT, ASKED)
-    rig.add("same", PROMPT, ASKED)
-    rig.add("protected", PROMPT, ASKED | {"kv_protect": 32})
-    rig.add("branch", [*PROMPT[:8], *range(300)], ASKED)
-    rig.step()
-    running = {request.request_id for request in rig.scheduler.running}
-    assert running == {"first", "protected", "branch", *([] if caching else ["same"])}
-    rig.run()
-
-
-def test_who_waits_goes_on_when_the_other_has_ended(model_dir: str) -> None:
-    rig = made(model_dir, 100, max_num_batched_tokens=512)
-    rig.add("first", PROMPT, ASKED)
-    rig.add("second", PROMPT, ASKED)
-    rig.step()
-    assert [request.request_id for request in rig.scheduler.running] == ["first"]
-    rig.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
-    rig.step()
-    assert [request.request_id for request in rig.scheduler.running] == ["second"]
-    rig.run()
 
 
 def test_requests_that_say_the_same_settle_once(model_dir: str) -> None:

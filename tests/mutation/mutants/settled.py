@@ -7,6 +7,7 @@ __all__ = ["MUTANTS"]
 
 COUNTS = ("tests/blocks/test_settling.py",)
 SCHEDULER = ("tests/engine/test_settled.py",)
+WAITING = ("tests/engine/test_settled_waiting.py",)
 TOKENS = ("tests/engine/test_settled_tokens.py",)
 LINEAGE = "counts = (self.pin, self.segment, self.window, self.kept, self.block_size)"
 
@@ -39,13 +40,13 @@ MUTANTS = (
         "readers-that-ask-at-once-compute-a-document-each",
         "self._computing.append(state)",
         "pass",
-        SCHEDULER,
+        WAITING,
     ),
     Mutant(
         "a-request-waits-for-what-it-cannot-read",
         "if shared and other.lineage == state.lineage:",
         "if shared:",
-        SCHEDULER,
+        WAITING,
     ),
     Mutant(
         "law05-a-hit-ends-where-a-segment-is-still-to-settle",

@@ -29,7 +29,7 @@ def describe_run(module: str, *packages: str) -> dict[str, Any]:
     """The fields every result row begins with.
 
     Args:
-        module: what ``python -m`` was given. packages: those that computed beside torch; vLLM by default.
+        module: what ``python -m`` was given. packages: used beside torch; by default vLLM.
     """
     import torch
 

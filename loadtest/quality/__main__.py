@@ -66,7 +66,9 @@ def measure(args: argparse.Namespace) -> Path:
     )  # fmt: skip
     model: Model
     if args.kvpress:
-        model = Presses(args.model, dtype=args.dtype)
+        if "nll" in args.measures:
+            raise ValueError("--kvpress: --measures without nll: presses give no log-probabilities")
+        model = Presses(args.model, (line.name for line in lines), dtype=args.dtype)
     else:
         model = Offline(
             args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,
@@ -124,7 +126,7 @@ def comparable_settings(args: argparse.Namespace, model: Model, sizes: Sizes) ->
     return {**model.description, "recent": args.recent, **dataclasses.asdict(sizes)}
 
 
-SAME = ("model", "dtype", "block_size", "recent", "prompt_tokens", "forced_tokens", "lengths",
+SAME = ("engine", "model", "dtype", "block_size", "recent", "prompt_tokens", "forced_tokens", "lengths",
         "kv_min_tokens")  # fmt: skip
 
 

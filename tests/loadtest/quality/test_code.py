@@ -21,6 +21,7 @@ RIGHT = f"Here it is:\n```python\n{PROBLEM['prompt']}{PROBLEM['canonical_solutio
     [
         pytest.param(RIGHT, True, id="right"),
         pytest.param(RIGHT.removesuffix("\n```\n"), True, id="a block without an end"),
+        pytest.param(RIGHT.replace("```python", "```py"), True, id="another name of the language"),
         pytest.param(RIGHT + "```python\ndef other():\n    pass\n```", True, id="others behind it"),
         pytest.param(RIGHT.replace("return True", "return False"), False, id="wrong"),
         pytest.param(RIGHT.replace("    for", "  for"), False, id="no Python"),

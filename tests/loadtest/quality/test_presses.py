@@ -48,7 +48,7 @@ class Press:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Presses:
     monkeypatch.setitem(sys.modules, "kvpress", SimpleNamespace(Press=Press))
-    return Presses(str(make_tiny_model(tmp_path, default_model_dir())), dtype="float32")
+    return Presses(str(make_tiny_model(tmp_path, default_model_dir())), ["Press"], dtype="float32")
 
 
 def answered(model: Presses, request: GenerationRequest, **fields: Any) -> GenerationOutput:
@@ -98,6 +98,14 @@ def test_generation_ends_when_all_is_said(model: Presses) -> None:
     assert output.tokens < 12 and part in output.text and whole.text.startswith(output.text)
 
 
-def test_it_needs_a_model() -> None:
-    with pytest.raises((ValueError, ModuleNotFoundError)):
-        Presses(None)
+def test_what_cannot_be_measured_is_refused(
+    model: Presses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del model
+    with pytest.raises(ValueError, match="--model"):
+        Presses(None, [])
+    with pytest.raises(ValueError, match="got h2o, wanted a press"):
+        Presses(str(tmp_path), ["h2o"])
+    monkeypatch.setattr("loadtest.quality.presses.passages", lambda: ())
+    with pytest.raises(ValueError, match="apache-tvm-ffi"):
+        Presses(str(tmp_path), ["Press"])

@@ -214,6 +214,6 @@ class H2OConfig(Settings):
 
     @property
     def short_prompt(self) -> int:
-        """Most tokens of a prompt of which ``kv_protect`` ``"short"`` protects all."""
+        """Most tokens of a prompt that ``kv_protect`` ``"short"`` protects."""
         short = SHORT_PROMPT * self.kv_min_tokens
         return short if self.protect_limit is None else min(short, self.protect_limit)

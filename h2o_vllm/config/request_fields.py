@@ -37,7 +37,7 @@ HEADS = ("equal", "shared")
 
 PROTECT_WORDS = ("prompt", "system", "short")
 """What ``kv_protect`` may be beside a number of first tokens: all of the prompt; its system messages and tool
-definitions; or all of a prompt of at most :data:`SHORT_PROMPT` floors, and of a longer one the policy's sinks.
+definitions; or all of a prompt of at most :data:`SHORT_PROMPT` floors, and nothing of a longer one.
 Only a server knows roles: it puts a number in the place of ``"system"``."""
 
 SHORT_PROMPT = 4

@@ -135,12 +135,8 @@ def for_prompt(
         protect = limit
     elif protect == "short":
         # What settles is found again behind the same protected tokens only, and a chat's prompt grows.
-        if not budget.evicts or budget.settle:
-            protect = 0
-        elif prompt_tokens <= config.short_prompt:
-            protect = prompt_tokens
-        else:
-            protect = min(budget.policy.sinks, limit)
+        matters = budget.evicts and not budget.settle
+        protect = prompt_tokens if matters and prompt_tokens <= config.short_prompt else 0
     elif protect == "system":
         if named:
             accepted = (

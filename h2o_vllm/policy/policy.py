@@ -190,11 +190,6 @@ class Policy:
         return ANSWER_RECENT if self._has_many else self.ranks[0].recent
 
     @property
-    def sinks(self) -> int:
-        """First tokens of a long prompt that ``kv_protect`` ``"short"`` protects."""
-        return max(rank.sinks for rank in self.ranks)
-
-    @property
     def _has_many(self) -> bool:
         return len(self.ranks) > 1 and self.needs_scores
 

@@ -60,7 +60,6 @@ class Rank:
             made when it is ranked for the first time, and later attention adds to it.
         moves: whether the best tokens of freed blocks move into kept ones; if not, whole blocks go.
         protects_prompt: whether the prompt is protected unless the request or the server says otherwise.
-        sinks: first tokens of a long prompt that ``kv_protect`` ``"short"`` protects, rounded up to a block.
     """
 
     name: str
@@ -76,7 +75,6 @@ class Rank:
     anew: bool = False
     moves: bool = True
     protects_prompt: bool = False
-    sinks: int = 0
 
 
 RANKS = (
@@ -141,8 +139,6 @@ RANKS = (
         equal_because="which drops whole blocks",
         joins=False,
         moves=False,
-        # All others attend to them, whatever they say. The authors keep four.
-        sinks=4,
     ),
 )
 """In the order in which they are joined: the first of a policy's ranks gives its scores their unit."""

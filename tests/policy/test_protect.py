@@ -56,13 +56,6 @@ def test_what_is_short_depends_on_the_floor_and_nothing_is_that_settles() -> Non
         assert resolve_for(H2OConfig(), settles, 100).protect == 0
 
 
-def test_recency_keeps_the_first_tokens_of_a_long_prompt() -> None:
-    for policy, limit, tokens in (("window", None, 4), ("window", 2, 2), ("auto", None, 0)):
-        config = H2OConfig(kv_budget=0.2, kv_policy=policy, kv_protect_max=limit)
-        assert resolve_for(config, None, 600).protect == tokens
-        assert resolve_for(config, {"kv_protect": 0}, 600).protect == 0
-
-
 def test_a_server_gets_the_word() -> None:
     assert resolve(H2OConfig(kv_protect="system"), None).protect == "system"
     assert resolve(H2OConfig(), {"kv_protect": "system"}).protect == "system"

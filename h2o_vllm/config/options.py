@@ -14,6 +14,7 @@ from typing import Any
 from h2o_vllm.config.request_fields import (
     FEW_PROTECTED,
     REMOVED_FIELDS,
+    ROLE_WORDS,
     SHORT_PROMPT,
     check_heads,
     check_ops,
@@ -208,7 +209,7 @@ class H2OConfig(Settings):
         """
         if self.kv_protect_max is not None:
             return self.kv_protect_max
-        if self.kv_budget_max == 1.0 or self.kv_protect in ("prompt", "system"):
+        if self.kv_budget_max == 1.0 or self.kv_protect in ("prompt", *ROLE_WORDS):
             return None
         return max(FEW_PROTECTED, self.kv_protect if isinstance(self.kv_protect, int) else 0)
 

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_DELAY",
     "MAX_TRACE_TOKENS",
     "PROTECT_WORDS",
+    "ROLE_WORDS",
     "SHORT_PROMPT",
     "check_heads",
     "check_ops",
@@ -35,10 +36,13 @@ __all__ = [
 HEADS = ("equal", "shared")
 """What ``kv_heads`` may be: all KV heads of a layer keep as many tokens, or they share its heavy slots."""
 
-PROTECT_WORDS = ("prompt", "system", "short")
-"""What ``kv_protect`` may be beside a number of first tokens: all of the prompt; its system messages and tool
-definitions; or all of a prompt of at most :data:`SHORT_PROMPT` floors, and nothing of a longer one.
-Only a server knows roles: it puts a number in the place of ``"system"``."""
+ROLE_WORDS = ("system", "task")
+"""What ``kv_protect`` may be where a chat has roles: its system messages and tool definitions; or these and
+the user's first message. Only a server knows roles: it puts a number in the place of the word."""
+
+PROTECT_WORDS = ("prompt", *ROLE_WORDS, "short")
+"""What ``kv_protect`` may be beside a number of first tokens: all of the prompt; a part by roles; or all of a
+prompt of at most :data:`SHORT_PROMPT` floors, and nothing of a longer one."""
 
 SHORT_PROMPT = 4
 """How many floors (``--kv-min-tokens``) a short prompt has at most: 512 tokens by default."""

@@ -18,6 +18,7 @@ from h2o_vllm.config.request_fields import (
     EXACT_SHARE,
     EXACT_WITH,
     REMOVED_FIELDS,
+    ROLE_WORDS,
     check_heads,
     check_ops,
     check_prefill,
@@ -118,14 +119,14 @@ def for_prompt(
 ) -> RequestBudget:
     """``budget`` where the prompt is known and its roles are not: ``protect`` is a number, ``recent`` final.
 
-    Never more than the prompt has. The default ``"system"`` protects nothing here: a server names a
-    number for every prompt that has such a part.
+    Never more than the prompt has. A default that goes by roles protects nothing here: a server names
+    a number for every prompt that has such a part.
 
     Args:
         named: whether the request names ``kv_protect``.
 
     Raises:
-        BudgetError: ``"system"`` is asked for; or ``"prompt"``, and it is too long.
+        BudgetError: ``"system"`` or ``"task"`` is asked for; or ``"prompt"``, and it is too long.
     """
     protect, limit = budget.protect, _most_protected(config)
     if protect == "prompt":
@@ -137,11 +138,9 @@ def for_prompt(
         # What settles is found again behind the same protected tokens only, and a chat's prompt grows.
         matters = budget.evicts and not budget.settle
         protect = prompt_tokens if matters and prompt_tokens <= config.short_prompt else 0
-    elif protect == "system":
+    elif protect in ROLE_WORDS:
         if named:
-            accepted = (
-                "a number, 'prompt' or 'short' here: only a chat on a server has a system part"
-            )
+            accepted = "a number, 'prompt' or 'short' here: only a chat on a server has roles"
             raise BudgetError("kv_protect", protect, accepted)
         protect = 0
     protect = min(int(protect), prompt_tokens)

@@ -71,7 +71,7 @@ class Settings(EngineLimits):
     kv_protect: int | str | None = setting(
         None,
         "First tokens beside the budget; else by policy: the prompt, if it is short.",
-        asked=True, words=PROTECT_WORDS, metavar="N|prompt|system|short", attribute="protect",
+        asked=True, words=PROTECT_WORDS, metavar="N|prompt|system|task|short", attribute="protect",
     )  # fmt: skip
     kv_delay: int = setting(
         16,

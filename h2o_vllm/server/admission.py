@@ -26,6 +26,7 @@ from h2o_vllm.blocks.schedule import GroupBeside
 from h2o_vllm.blocks.settling import schedule_of
 from h2o_vllm.blocks.trace import check_traceable
 from h2o_vllm.config.keys import REPORT_KEY
+from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.config.resolve import for_prompt, resolve
 from h2o_vllm.engine.core.drafting import drafts_of_step
 from h2o_vllm.errors import BudgetError
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HTTPRequest", "groups_beside", "http_request", "install"]
 
-PROTECT, SYSTEM, TRACE = "kv_protect", "system", "kv_trace"
+PROTECT, TRACE = "kv_protect", "kv_trace"
 _MARK = "_h2o_admission"
 """Attribute of a ``generate`` that is wrapped already."""
 
@@ -170,7 +171,7 @@ class _Step:
             budget, named = resolve(self._config, asked), asked.get(PROTECT) is not None
         else:
             budget, named = request.budget, request.names_protect
-            if budget.protect == SYSTEM:
+            if budget.protect in ROLE_WORDS:
                 limit = self._config.protect_limit
                 most, renew = _number_protected(params, request.next_system(), tokens, limit)
                 budget = replace(budget, protect=most)
@@ -205,7 +206,7 @@ class _Step:
 def _number_protected(
     params: Any, system: SystemTokens | None, tokens: list[int] | None, limit: int | None
 ) -> tuple[int, Callable[[], Awaitable[None]] | None]:
-    """Replace ``"system"`` by how many first tokens of the prompt are the system part.
+    """Replace a word by how many first tokens of the prompt are the part that it protects.
 
     Returns:
         The largest number that it may become, and what finds the part anew if the prompt begins otherwise.

@@ -19,6 +19,7 @@ import h2o_vllm
 from h2o_vllm.blocks.schedule import GroupBeside
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.engine.core.support import config_of
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
@@ -219,7 +220,7 @@ class _Exchange:
             self._traced = True
         request, named = terms.request, admitted.asked.get("kv_protect") is not None
         request.budget, request.names_protect = admitted.budget, named
-        if admitted.budget.protect == "system" and admitted.reported:
+        if admitted.budget.protect in ROLE_WORDS and admitted.reported:
             request.system = await terms.prefixes.of_request(
                 self._path,
                 admitted.request,

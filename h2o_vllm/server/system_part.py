@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The system part of a request's chats: its system messages and tool definitions. Imports nothing of vLLM.
 
+With ``kv_protect`` ``"task"`` the user's first message belongs to it as well.
+
 API-server process. Which tokens that part becomes is the chat template's business, and templates differ. So a
-prompt is not searched for it: the same part is rendered in front of two user messages, and what both prompts
+prompt is not searched for it: the same part is rendered in front of two messages, and what both prompts
 begin with is the part (:mod:`h2o_vllm.server.system_prefix`). Here are the bodies to render.
 """
 
@@ -42,7 +44,7 @@ RENDERED = {
 
 SYSTEM_ROLES = ("system", "developer")
 USERS = ("Apple", "zebra")
-"""Two user messages: nothing in common from the first letter on."""
+"""Two messages: nothing in common from the first letter on."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +55,36 @@ class SystemPart:
         kind: the protocol of the bodies.
         fields: of the request, those that decide how it is rendered.
         head: the system messages that the chat begins with.
+        task: the user's first message, if it belongs to the part as well.
     """
 
     kind: Kind
     fields: Mapping[str, Any]
     head: Sequence[Mapping[str, Any]]
+    task: Mapping[str, Any] | None = None
 
-    def body(self, user: str) -> dict[str, Any]:
-        """A request of this part and one user message."""
-        turns = [*self.head, {"role": "user", "content": user}]
+    def body(self, word: str) -> dict[str, Any]:
+        """A request of this part, behind which nothing but ``word`` is said."""
+        turns: list[Mapping[str, Any]] = [*self.head, {"role": "user", "content": word}]
+        if self.task is not None:
+            # A template may want the last message to be the user's.
+            turns[-1:] = [self.task, {"role": "assistant", "content": word}, turns[-1]]
         return {**self.fields, "input" if self.kind == "responses" else "messages": turns}
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither a system text nor a tool."""
+        """Whether there is neither a system text nor a tool nor a task."""
+        if self.task is not None:
+            return False
         texts = [message.get("content") for message in self.head]
         texts += [self.fields.get(name) for name in ("system", "instructions")]
         return not any(map(_has_text, texts)) and not self.fields.get("tools")
 
 
-def system_parts(path: str, request: Mapping[str, Any]) -> list[SystemPart] | None:
-    """The system part of each chat of a request; ``None`` if it has no roles."""
+def system_parts(
+    path: str, request: Mapping[str, Any], *, task: bool = False
+) -> list[SystemPart] | None:
+    """The system part of each chat of a request, with its ``task`` if wanted; ``None`` if it has no roles."""
     kind = KINDS.get(path)
     if path == "/invocations" and "messages" in request:
         # SageMaker's one route for all: vLLM goes by the fields.
@@ -84,11 +95,21 @@ def system_parts(path: str, request: Mapping[str, Any]) -> list[SystemPart] | No
     turns = request.get("input" if kind == "responses" else "messages")
     if path.endswith("/batch"):
         chats = turns if isinstance(turns, list) else []
-        return [SystemPart(kind, fields, _head(chat)) for chat in chats]
+        return [_part(kind, fields, chat, task=task) for chat in chats]
     if kind == "responses" and request.get("previous_response_id") is not None:
         # The earlier turns come before these.
         turns = None
-    return [SystemPart(kind, fields, _head(turns))]
+    return [_part(kind, fields, turns, task=task)]
+
+
+def _part(kind: Kind, fields: Mapping[str, Any], turns: Any, *, task: bool) -> SystemPart:
+    if isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    head = _head(turns)
+    behind = turns[len(head) :] if task and isinstance(turns, list) else []
+    first = behind[0] if behind and isinstance(behind[0], dict) else {}
+    is_task = first.get("role") == "user" and _has_text(first.get("content"))
+    return SystemPart(kind, fields, head, first if is_task else None)
 
 
 def _head(turns: Any) -> list[Mapping[str, Any]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens that the system part of a chat becomes, for any chat template. API-server process.
 
-vLLM renders the part in front of two user messages that have nothing in common. What the two prompts begin
+vLLM renders the part in front of two messages that have nothing in common. What the two prompts begin
 with is the part, with whatever the template puts around it. It is remembered, and each prompt is compared
 with it. If a prompt begins otherwise, as with a clock in the template, the part is found anew, and at least
 what stands before the difference is protected.
@@ -41,8 +41,12 @@ MAX_TOKENS = 1 << 21
 MAX_PARTS = 1 << 14
 """Parts with a prefix that is remembered; a part without a prefix counts, too."""
 
-FIELD, SYSTEM = "kv_protect", "system"
-NEEDS_TEXT = f"{FIELD}: '{SYSTEM}' needs a system message or tools at the beginning of the chat"
+FIELD = "kv_protect"
+NEEDS = {
+    "system": "a system message or tools at the beginning of the chat",
+    "task": "a system message, tools or a message of the user at the beginning of the chat",
+}
+"""What each word cannot do without."""
 NOT_FIRST = "the chat template of this model does not begin with them"
 
 Render = Callable[[Kind, Mapping[str, Any]], Awaitable["array[int]"]]
@@ -101,7 +105,7 @@ class SystemPrefixes:
         *,
         named: bool,
     ) -> list[SystemTokens]:
-        """The system parts of a request whose budget protects ``"system"``; empty if nothing depends on them.
+        """The parts of a request whose budget protects one by roles; empty if nothing depends on them.
 
         Args:
             limit: most tokens that may be protected.
@@ -110,15 +114,16 @@ class SystemPrefixes:
         Raises:
             RefusalError: it says so, and has no such part, or one that cannot be protected.
         """
-        parts = system_parts(path, request)
+        word = str(budget.protect)
+        parts = system_parts(path, request, task=word == "task")
         if named and parts is None:
             message = (
-                f"{FIELD}: '{SYSTEM}' is not supported by {path}, whose prompts have no system messages; "
+                f"{FIELD}: '{word}' is not supported by {path}, whose prompts have no system messages; "
                 "'prompt', 'short' and a number are"
             )
             raise RefusalError(message, FIELD, "unsupported")
         if named and (not parts or any(part.is_empty for part in parts)):
-            raise RefusalError(NEEDS_TEXT, FIELD, "value")
+            raise RefusalError(f"{FIELD}: '{word}' needs {NEEDS[word]}", FIELD, "value")
         if not budget.evicts or parts is None:
             return []
         found = []
@@ -127,7 +132,7 @@ class SystemPrefixes:
                 SystemPrefix(failure="there is none") if part.is_empty else await self.find(part)
             )
             if named:
-                _check(prefix, limit)
+                _check(prefix, limit, word)
             found.append(SystemTokens(self, part, prefix))
         return found
 
@@ -168,19 +173,16 @@ class SystemPrefixes:
         return found
 
 
-def _check(prefix: SystemPrefix, limit: int | None) -> None:
+def _check(prefix: SystemPrefix, limit: int | None, word: str) -> None:
     if prefix.failure is not None:
         accepted = (
-            "a number, 'prompt' or 'short' here: system messages and tools are not found: "
-            f"{prefix.failure}"
+            f"a number, 'prompt' or 'short' here: what it protects is not found: {prefix.failure}"
         )
     elif limit is not None and len(prefix.tokens) > limit:
-        accepted = (
-            f"at most {limit} tokens here (system messages and tools have {len(prefix.tokens)})"
-        )
+        accepted = f"at most {limit} tokens here (what it protects has {len(prefix.tokens)})"
     else:
         return
-    raise RefusalError(f"{FIELD} must be {accepted}, got '{SYSTEM}'", FIELD, "value")
+    raise RefusalError(f"{FIELD} must be {accepted}, got '{word}'", FIELD, "value")
 
 
 def common_tokens(one: array[int], two: array[int]) -> int:

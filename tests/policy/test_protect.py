@@ -29,6 +29,7 @@ from h2o_vllm.errors import BudgetError, ConfigError
         # A default never refuses a request: it protects as much as is allowed.
         ("prompt", 64, None, 100, 64),
         ("system", None, None, 100, 0),
+        ("task", None, None, 100, 0),
         (None, None, None, 512, 512),
         (None, None, None, 513, 0),
         (None, 64, None, 64, 64),
@@ -64,14 +65,15 @@ def test_a_server_gets_the_word() -> None:
 @pytest.mark.parametrize(
     ("limit", "asked", "says"),
     [
-        (None, -1, r"in \[0, 2147483647\], 'prompt', 'system' or 'short', got -1"),
-        (64, 65, r"in \[0, 64\], 'prompt', 'system' or 'short', got 65"),
+        (None, -1, r"in \[0, 2147483647\], 'prompt', 'system', 'task' or 'short', got -1"),
+        (64, 65, r"in \[0, 64\], 'prompt', 'system', 'task' or 'short', got 65"),
         *(
             (None, value, "kv_protect must be an integer in")
             for value in (True, 1.0, "all", "", [])
         ),
         (64, "prompt", r"at most 64 tokens here \(the prompt has 100\), got 'prompt'"),
-        (None, "system", "only a chat on a server has a system part"),
+        (None, "system", "only a chat on a server has roles"),
+        (None, "task", "only a chat on a server has roles"),
     ],
 )
 def test_a_bad_value_names_field_and_range(limit: int | None, asked: Any, says: str) -> None:

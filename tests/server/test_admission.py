@@ -28,6 +28,7 @@ CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 CHATS = {"messages": MESSAGES}
 PROMPT = tokens(TEMPLATES["chatml"], "chat", CHATS).tolist()
+LATER = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]
 SYSTEM_LENGTH = len("<system>Be brief.</><user>")
 
 
@@ -213,7 +214,7 @@ def protected(
         named = "kv_protect" in admitted.asked
         with http_request() as current:
             current.budget, current.names_protect = admitted.budget, named
-            if admitted.budget.protect == "system":
+            if admitted.budget.protect in ("system", "task"):
                 current.system = await SystemPrefixes(render).of_request(
                     path, admitted.request, admitted.budget, settings.protect_limit, named=named
                 )
@@ -232,6 +233,20 @@ def protected(
 def test_system_is_the_number_of_its_tokens() -> None:
     assert protected(SYSTEM, [PROMPT]) == [SYSTEM_LENGTH]
     assert protected({}, [PROMPT], kv_protect="system") == [SYSTEM_LENGTH]
+
+
+def test_a_task_is_the_system_part_and_the_first_message() -> None:
+    length = len("<system>Be brief.</><user>Hi</><assistant>")
+    longer = tokens(TEMPLATES["chatml"], "chat", {"messages": [*MESSAGES, *LATER]}).tolist()
+    for prompt in (PROMPT, longer):
+        expected = min(length, len(prompt))
+        assert protected({"kv_protect": "task"}, [prompt]) == [expected]
+        assert protected({}, [prompt], kv_protect="task") == [expected]
+    alone = tokens(TEMPLATES["chatml"], "chat", {"messages": MESSAGES[1:]}).tolist()
+    got = protected({"kv_protect": "task"}, [alone], {"messages": MESSAGES[1:]})
+    assert got == [len(alone)]
+    with pytest.raises(RefusalError, match="'task' needs a system message, tools or a message of"):
+        protected({"kv_protect": "task"}, [PROMPT], {"messages": LATER[:1]})
 
 
 @pytest.mark.parametrize("number", [0, 7, "prompt"])
@@ -297,7 +312,7 @@ def test_a_part_that_cannot_be_rendered_is_a_400_for_a_request_that_names_it() -
 
 
 def test_limit_of_the_operator() -> None:
-    with pytest.raises(RefusalError, match=f"at most 8 tokens here .* have {SYSTEM_LENGTH}\\)"):
+    with pytest.raises(RefusalError, match=f"at most 8 tokens here .* has {SYSTEM_LENGTH}\\)"):
         protected(SYSTEM, [PROMPT], kv_protect_max=8)
     assert protected(SYSTEM, [PROMPT], kv_protect_max=SYSTEM_LENGTH) == [SYSTEM_LENGTH]
     assert protected({}, [PROMPT], kv_protect="system", kv_protect_max=8) == [8]

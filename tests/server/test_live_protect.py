@@ -79,7 +79,7 @@ Call functions within <tool_call></tool_call> tags. Signatures:
 """As Qwen2.5 and Hermes have it. The embedded model's own knows no tools."""
 
 
-@pytest.mark.parametrize("word", ["system", "prompt"])
+@pytest.mark.parametrize("word", ["system", "task", "prompt"])
 def test_a_chat_reads_what_it_protects(client: openai.OpenAI, word: str) -> None:
     first = f"This is about {word}. What is a river?"
     messages: list[Any] = [

@@ -127,6 +127,31 @@ async def test_nothing_to_protect(path: str, body: dict[str, Any]) -> None:
     assert part_of(path, body).is_empty
 
 
+@pytest.mark.parametrize(
+    ("template", "path", "fields", "expected"),
+    [
+        ("chatml", CHAT, {"messages": [SYSTEM, *TURNS]}, "<system>Be brief.</><user>Hi</><assistant>"),
+        ("chatml", CHAT, {"messages": TURNS}, "<user>Hi</><assistant>"),
+        ("merged", CHAT, {"messages": [SYSTEM, *TURNS]}, "<user>Be brief.\n\nHi</><assistant>"),
+        # Tools stand behind the task there.
+        ("tools_last", CHAT, {"messages": TURNS, "tools": [TOOL]}, "<user>Hi</><assistant>"),
+        ("chatml", CHAT, {"messages": [SYSTEM, *TURNS[1:]]}, "<system>Be brief.</><"),
+        ("chatml", "/v1/messages", {"messages": TURNS, "system": "Be brief."},
+         "<system>Be brief.</><user>Hi</><assistant>"),
+        ("chatml", "/v1/responses", {"input": "Hi"}, "<user>Hi</>"),
+        ("chatml", "/v1/responses", {"input": TURNS}, "<user>Hi</><assistant>"),
+    ],
+)  # fmt: skip
+async def test_a_task_is_the_users_first_message(
+    template: str, path: str, fields: dict[str, Any], expected: str
+) -> None:
+    parts = system_parts(path, fields, task=True)
+    assert parts is not None and not parts[0].is_empty
+    found = await SystemPrefixes(rendering(TEMPLATES[template])).find(parts[0])
+    prompt = tokens(TEMPLATES[template], parts[0].kind, fields)
+    assert bytes(prompt[: found.length_in(prompt)].tolist()).decode() == expected
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
 async def test_no_roles(path: str) -> None:
     assert system_parts(path, {"prompt": "Hi"}) is None

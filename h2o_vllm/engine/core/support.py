@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.engine.core.architectures import (
     CONVOLUTIONS,
     DELTA_NETS,
@@ -110,7 +111,7 @@ def _equal_heads_because(config: VllmConfig) -> str:
 
 def _protects_roles_without_a_server(additional_config: Mapping[str, Any]) -> bool:
     ours = additional_config.get(CONFIG_KEY, {})
-    return ours.get("kv_protect") == "system" and not additional_config.get(METRICS_KEY)
+    return ours.get("kv_protect") in ROLE_WORDS and not additional_config.get(METRICS_KEY)
 
 
 def _option(config: VllmConfig, name: str) -> Any:
@@ -145,7 +146,7 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (
             _protects_roles_without_a_server(config.additional_config or {}),
-            "kv_protect 'system' without h2o-serve: only a server knows the roles of a chat",
+            "kv_protect 'system' or 'task' without h2o-serve: only a server knows the roles of a chat",
         ),
         (
             not _is_ours(scheduler_cls),

@@ -48,7 +48,8 @@ def set_path(root: object, path: str, value: object) -> None:
 
 REFUSED = [
     ("additional_config", {}, "additional_config"),
-    ("additional_config", {"h2o": {"kv_protect": "system"}}, "'system' without h2o-serve"),
+    ("additional_config", {"h2o": {"kv_protect": "system"}}, "'task' without h2o-serve"),
+    ("additional_config", {"h2o": {"kv_protect": "task"}}, "'task' without h2o-serve"),
     ("scheduler_config.scheduler_cls", "vllm.v1.core.sched.scheduler.Scheduler", "scheduler-cls"),
     ("parallel_config.worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker", "worker-cls"),
     *(

@@ -74,6 +74,12 @@ MUTANTS = (
         ("tests/server/test_system_prefix.py",),
     ),
     Mutant(
+        "server-any-first-message-is-a-task",
+        'is_task = first.get("role") == "user" and',
+        "is_task = bool(first) and",
+        ("tests/server/test_system_prefix.py", "tests/server/test_admission.py"),
+    ),
+    Mutant(
         "server-messages-end-without-a-report",
         'b"event: message_stop"',
         'b"event: message_end"',

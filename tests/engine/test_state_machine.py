@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from h2o_vllm.blocks.eviction_state import EvictionState
@@ -23,23 +23,45 @@ from h2o_vllm.blocks.manager import H2OBlockManager
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from tests.engine.traffic import Traffic
 
+OFTEN = {
+    "steps": 4000, "evictions": 500, "preemptions": 20, "squeezes": 10, "crowds": 5, "bounded": 20,
+    "drafted": 1000, "accepted": 500, "exact": 10,
+}  # fmt: skip
+"""How often each event has to be seen, far below the usual. Hits and meetings have scripts of their own:
+``test_doomed_hits_tokens.py``, ``test_eviction_order.py``, ``test_ghost.py``."""
+
+MOST_SEARCHES = 4
+"""Which events a search draws changes with every number in the code that is loaded, of which hypothesis makes
+use; few searches draw some event hardly ever, and another one follows them."""
+
+
+def rare() -> dict[str, int]:
+    """The events that were seen less often than they have to be, and how often."""
+    counts = {name: getattr(Traffic, name) for name in OFTEN}
+    return {name: count for name, count in counts.items() if count <= OFTEN[name]}
+
 
 def test_any_order_of_events_keeps_the_laws(
     model_dir: str, long: bool, pytestconfig: pytest.Config
 ) -> None:
     Traffic.model_dir = model_dir
     unwanted = {Phase.shrink} if pytestconfig.getoption("--no-shrink") else set()
-    run_state_machine_as_test(
-        Traffic,
-        settings=settings(
-            max_examples=3000 if long else 30,
-            stateful_step_count=60 if long else 30,
-            deadline=None,
-            derandomize=not long,
-            phases=[phase for phase in Phase if phase not in unwanted],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    for start in range(1 if long else MOST_SEARCHES):
+        if not long:
+            seed(start)(Traffic)
+        run_state_machine_as_test(
+            Traffic,
+            settings=settings(
+                max_examples=3000 if long else 30,
+                stateful_step_count=60 if long else 30,
+                deadline=None,
+                database=None,
+                phases=[phase for phase in Phase if phase not in unwanted],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        if not rare():
+            break
     print(
         f"{Traffic.steps} steps, {Traffic.evictions} evictions, {Traffic.preemptions} preemptions, "
         f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, "
@@ -48,17 +70,7 @@ def test_any_order_of_events_keeps_the_laws(
         f"prompt, {Traffic.drafted} drafts, {Traffic.accepted} of them accepted, "
         f"{Traffic.exact} times an exact request ran"
     )
-    # Far below what was seen: which events are drawn changes with every number in the code that is loaded, of
-    # which hypothesis makes use. Hits and meetings have scripts of their own: ``test_doomed_hits_tokens.py``,
-    # ``test_eviction_order.py``, ``test_ghost.py``.
-    assert Traffic.steps > 4000
-    assert Traffic.evictions > 500
-    assert Traffic.preemptions > 20
-    assert Traffic.squeezes > 10
-    assert Traffic.crowds > 5
-    assert Traffic.bounded > 20
-    assert Traffic.drafted > 1000 and Traffic.accepted > 500
-    assert Traffic.exact > 10
+    assert not rare()
 
 
 def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:

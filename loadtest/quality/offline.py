@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model, Tag, Task
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, LocalModel, Tag, Task
 
 __all__ = ["FLOOR", "Offline"]
 
@@ -24,7 +24,7 @@ KV_GIB = 4
 """KV memory on CPU, where vLLM would claim nearly all of the machine's: no request has to wait for room."""
 
 
-class Offline(Model):
+class Offline(LocalModel):
     """One engine.
 
     Args:
@@ -95,26 +95,6 @@ class Offline(Model):
         }
 
     @override
-    def count(self, text: str) -> int:
-        return len(self.encode(text))
-
-    @override
-    def encode(self, text: str) -> list[int]:
-        # Not through the tokenizer's length check: passages are longer than any context.
-        tokens: list[int] = self._tokenizer.encode(text, verbose=False)
-        return tokens
-
-    @override
-    def chat(self, *texts: str) -> tuple[int, ...]:
-        roles = ("user", "assistant")
-        messages = [{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)]
-        return tuple(
-            self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        )
-
-    @override
     def run(
         self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, GenerationOutput], None]
     ) -> None:
@@ -125,7 +105,7 @@ class Offline(Model):
                 name = str(number)
                 running[name] = task
                 self._engine.add_request(
-                    name, {"prompt_token_ids": self._prompt(task.request)}, _params(task)
+                    name, {"prompt_token_ids": self.prompt_tokens(task.request)}, _params(task)
                 )
                 continue
             for output in self._engine.step():
@@ -147,11 +127,6 @@ class Offline(Model):
     @override
     def close(self) -> None:
         self._engine.engine_core.shutdown()
-
-    def _prompt(self, request: GenerationRequest) -> list[int]:
-        if not isinstance(request.prompt, str):
-            return list(request.prompt)
-        return self.encode(request.prompt)
 
     def _answer(self, request: GenerationRequest, output: Any) -> GenerationOutput:
         choice = output.outputs[0]

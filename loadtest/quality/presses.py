@@ -21,13 +21,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model, Tag, Task
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, LocalModel, Tag, Task
 from loadtest.quality.passages import SOURCES, passages
 
 __all__ = ["Presses"]
 
 
-class Presses(Model):
+class Presses(LocalModel):
     """One model of transformers, one request at a time.
 
     Args:
@@ -59,29 +59,10 @@ class Presses(Model):
                     f"--policies: got {name}, wanted a press of kvpress, such as SnapKVPress"
                 )
         self._torch, self._kvpress = torch, kvpress
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self._model.eval()
         self.description = {"model": Path(model).name, "dtype": dtype, "engine": "kvpress"}
-
-    @override
-    def count(self, text: str) -> int:
-        return len(self.encode(text))
-
-    @override
-    def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer.encode(text, verbose=False)
-        return tokens
-
-    @override
-    def chat(self, *texts: str) -> tuple[int, ...]:
-        roles = ("user", "assistant")
-        messages = [{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)]
-        return tuple(
-            self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        )
 
     @override
     def run(
@@ -94,8 +75,7 @@ class Presses(Model):
     def _answer(self, request: GenerationRequest, fields: dict[str, Any]) -> GenerationOutput:
         from transformers import DynamicCache
 
-        prompt = request.prompt
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.prompt_tokens(request)
         cache, press = DynamicCache(), nullcontext()
         share = fields.get("kv_budget", 1.0)
         if share < 1:

@@ -28,7 +28,7 @@ from typing_extensions import override
 from loadtest.common.texts import CHARS_PER_TOKEN
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
-from loadtest.quality.measures.retrieval import PLACES
+from loadtest.quality.measures.retrieval import codes_of_places
 from loadtest.quality.passages import passages
 from loadtest.quality.ruler.source import NOUNS
 from loadtest.quality.sizes import Sizes
@@ -202,10 +202,7 @@ def _list(model: Model, number: int, sizes: Sizes) -> Sample:
 def _fact(model: Model, number: int, sizes: Sizes) -> Sample:
     """Codes of all places, one of which is asked for behind a real text as long as an answer."""
     tokens = sizes.answer_tokens
-    source = random.Random(number)
-    codes = {place: str(source.randrange(1000, 10000)) for place in PLACES}
-    wanted = source.choice(PLACES)
-    facts = " ".join(f"The code of the {place} is {code}." for place, code in codes.items())
+    facts, wanted, code = codes_of_places(number)
     texts = passages()
     name, text = texts[number % len(texts)]
     start = number // len(texts) * tokens
@@ -213,7 +210,7 @@ def _fact(model: Model, number: int, sizes: Sizes) -> Sample:
     asked = (*body, *model.encode(f"\n\nThe code of the {wanted} is"))
     prompt = model.chat(f"{facts} Keep them in mind. Now write about this: {name}.")
     request = GenerationRequest(prompt, len(asked) + FACT_TOKENS, forced=asked)
-    return _sample("fact", number, request, codes[wanted])
+    return _sample("fact", number, request, code)
 
 
 def _sample(kind: str, number: int, request: GenerationRequest, secret: object) -> Sample:

@@ -22,7 +22,7 @@ from loadtest.quality.generation import GenerationOutput, GenerationRequest, Mod
 from loadtest.quality.measures.base import Measure, Metric, Sample, asked_later
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["PLACES", "Retrieval", "first_number", "hidden"]
+__all__ = ["PLACES", "Retrieval", "codes_of_places", "first_number", "hidden"]
 
 WAYS = {
     "before": "before the text as well",
@@ -43,6 +43,15 @@ def hidden(text: str, facts: list[str], depth: float) -> str:
     lines = text.splitlines()
     lines.insert(round(depth * len(lines)), "\n" + "\n".join(facts) + "\n")
     return "\n".join(lines)
+
+
+def codes_of_places(number: int) -> tuple[str, str, str]:
+    """Codes of all places, as text; one of the places; its code."""
+    source = random.Random(number)
+    codes = {place: str(source.randrange(1000, 10000)) for place in PLACES}
+    wanted = source.choice(PLACES)
+    facts = " ".join(f"The code of the {place} is {code}." for place, code in codes.items())
+    return facts, wanted, codes[wanted]
 
 
 def first_number(text: str) -> str | None:

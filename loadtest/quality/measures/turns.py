@@ -8,7 +8,6 @@ by one (law 5), and a request without them computes the whole chat anew in each 
 
 from __future__ import annotations
 
-import random
 from typing import ClassVar
 
 from typing_extensions import override
@@ -16,7 +15,7 @@ from typing_extensions import override
 from loadtest.common.texts import CHARS_PER_TOKEN
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.measures.base import Measure, Metric, Sample
-from loadtest.quality.measures.retrieval import PLACES, first_number
+from loadtest.quality.measures.retrieval import codes_of_places, first_number
 from loadtest.quality.passages import passages
 from loadtest.quality.sizes import Sizes
 
@@ -61,10 +60,7 @@ class Turns(Measure):
 
 
 def _chat(model: Model, number: int, turns: int) -> Sample:
-    source = random.Random(number)
-    codes = {place: str(source.randrange(1000, 10000)) for place in PLACES}
-    wanted = source.choice(PLACES)
-    facts = " ".join(f"The code of the {place} is {code}." for place, code in codes.items())
+    facts, wanted, code = codes_of_places(number)
     size = int((TURNS[turns] - model.count(REPLY)) * CHARS_PER_TOKEN)
     texts = [text for _, text in passages() if len(text) >= (turns - 2) * size]
     text = texts[number % len(texts)]
@@ -73,4 +69,4 @@ def _chat(model: Model, number: int, turns: int) -> Sample:
         said += [f"Read this: {text[turn * size : (turn + 1) * size]}", REPLY]
     said.append(f"What is the code of the {wanted}? Answer with the number alone.")
     request = GenerationRequest(model.chat(*said), ANSWER_TOKENS)
-    return Sample(f"turns-{turns}-{number}", request, codes[wanted], {"turns": turns})
+    return Sample(f"turns-{turns}-{number}", request, code, {"turns": turns})

@@ -140,6 +140,9 @@ class CPUSuite(Suite):
         "chats-tight": Setting(2400, pool_tokens=3200),
         "agents": Setting(8192),
         "agents-tight": Setting(8192, pool_tokens=12_800),
+        # For a model of more than the embedded one's 8,192 positions.
+        "agents-16k": Setting(17_408),
+        "agents-16k-tight": Setting(17_408, pool_tokens=20_480),
         "endless": Setting(8192, 1024, config=_ENDLESS),
         "8k": Setting(8192),
     }
@@ -171,6 +174,9 @@ class CPUSuite(Suite):
             ("agents", "what is older than 1,024 tokens settles", {**_SETTLES, "kv_settle_tokens": 1024}),
             ("agents-forgotten", "budget 0.2", _FIFTH),
         )),
+        *(Workload(f"agents-16k{pool}", "2 agents of 10 turns, what is older than 1,024 tokens settles", 2,
+                   2140, 48, ({**_SETTLES, "kv_settle_tokens": 1024},), f"agents-16k{pool}",
+                   shared=500, turns=10) for pool in ("", "-tight")),
         Workload("document", "32 questions to 6,000 tokens, which settle", 32, 6048, 64,
                  ({**_SETTLES, "kv_settle_tokens": 1024},), "agents-tight", shared=6000),
         Workload("answers", "8 answers to one question, prompt protected", 1, 1000, 512,

@@ -7,7 +7,9 @@ from typing import Any
 
 __all__ = ["PUBLISHED", "PUBLISHED_OPTIONS"]
 
-PUBLISHED: dict[str, Any] = {"kv_policy": "h2o", "kv_delay": 0, "kv_protect": 0}
+PUBLISHED: dict[str, Any] = {
+    "kv_policy": "h2o", "kv_delay": 0, "kv_protect": 0, "kv_turn_seconds": 0.0,
+}  # fmt: skip
 """Of :class:`~h2o_vllm.config.options.H2OConfig`."""
 
 PUBLISHED_OPTIONS = ("--kv-policy", "h2o", "--kv-delay", "0", "--kv-protect", "0")

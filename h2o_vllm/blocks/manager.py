@@ -47,7 +47,6 @@ class H2OBlockManager(SqueezingManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._final_reports: dict[str, dict[str, object]] = {}
-        self._settling: dict[str, SettlingState] = {}
         self._settled = SettledBlocks(self)
         self._settle_shortages = 0
 
@@ -58,7 +57,7 @@ class H2OBlockManager(SqueezingManager):
         if budget.settle:
             state = settling = SettlingState(request, *counts)
             if state.evicts:
-                self._settling[request.request_id] = settling
+                self._settled.track(request.request_id, settling)
         else:
             state = evicting = EvictionState(request, *counts)
             if evicting.squeezable:
@@ -72,26 +71,25 @@ class H2OBlockManager(SqueezingManager):
         """The state of a request, or ``None`` if it is not tracked."""
         return self._eviction_states.get(request_id)
 
-    def find_hit(self, request_id: str, most: int) -> tuple[list[KVCacheBlock], int] | None:
-        """Look up the first ``most`` tokens of a request whose segments settle.
+    def keep_for_next_turns(self, seconds: float) -> None:
+        """Let requests that wait leave the blocks of answers that settled to their next turns for so long.
 
-        Returns:
-            The blocks, null blocks included, and the number of tokens that they stand for. ``None``: no
-            segment of the request settles, so vLLM's own look-up serves it.
+        Not where priorities decide who comes first.
         """
-        state = self._settling.get(request_id)
-        return None if state is None else self._settled.find(state, most)
+        self._settled.turns.seconds = 0.0 if self._rules.by_priority else seconds
+
+    def find_hit(self, request_id: str, most: int) -> tuple[list[KVCacheBlock], int] | None:
+        """See :meth:`.SettledBlocks.find`."""
+        return self._settled.find(request_id, most)
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """As the base class; also notes which requests compute prompts whose segments settle."""
         super().begin_step(running)
-        states = (self._settling.get(request.request_id) for request in running)
-        self._settled.begin_step(state for state in states if state is not None)
+        self._settled.begin_step(request.request_id for request in running)
 
-    def computed_by_another(self, request_id: str) -> bool:
-        """See :meth:`.SettledBlocks.computed_by_another`. Asked right before a request is admitted."""
-        state = self._settling.get(request_id)
-        return state is not None and self._settled.computed_by_another(state)
+    def waits(self, request_id: str) -> bool:
+        """See :meth:`.SettledBlocks.waits`. Asked right before a request is admitted."""
+        return self._settled.waits(request_id)
 
     def take_settle_shortages(self) -> int:
         """Return how often too few blocks were free for a segment that was due, and reset the count."""
@@ -171,7 +169,7 @@ class H2OBlockManager(SqueezingManager):
         if self._counting:
             return asked
         if options.get("apply_admission_cap"):
-            asked += self._promised_blocks(request_id)
+            asked += self.promised_blocks(request_id)
         short = self._settle_due(request_id)
         spare = self._rules.watermark_blocks if admitting else 0
         if self._settled.make_room(asked + short + spare):
@@ -202,7 +200,7 @@ class H2OBlockManager(SqueezingManager):
         Returns:
             0, or, if too few blocks are free, the number of blocks that it needs.
         """
-        state = self._settling.get(request_id)
+        state = self._settled.states.get(request_id)
         number = None if state is None else state.due(state.counts.num_computed_tokens)
         if state is None or number is None:
             return 0
@@ -298,9 +296,7 @@ class H2OBlockManager(SqueezingManager):
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )
-        settling = self._settling.get(request.request_id)
-        if settling is not None:
-            self._settled.publish(request.request_id, settling, computed)
+        self._settled.publish(request.request_id, computed)
 
     def add_local_computed_blocks(
         self,
@@ -313,9 +309,7 @@ class H2OBlockManager(SqueezingManager):
         super().add_local_computed_blocks(
             request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
-        settling = self._settling.get(request_id)
-        if settling is not None:
-            settling.resume(num_local_computed_tokens)
+        self._settled.admitted(request_id, num_local_computed_tokens)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As the base class; also cancels a pending eviction, and forgets the request if it is finished.
@@ -323,9 +317,8 @@ class H2OBlockManager(SqueezingManager):
         A finished elastic request that was never squeezed publishes all that it has computed: no eviction
         will rank it. A segment that settles in this step is not cancelled: other requests may have found it.
         """
-        if request_id not in self._settling:
+        if request_id not in self._settled.states:
             self._evictions.pop(request_id, None)
-        self._settled.let_go(request_id)
         state = self._eviction_states.get(request_id)
         if state is not None:
             if state.counts.is_finished():
@@ -333,6 +326,7 @@ class H2OBlockManager(SqueezingManager):
             else:
                 withdraw_unfilled(self, request_id, state.counts.num_computed_tokens)
                 state.release()
+        self._settled.let_go(request_id)
         return super().pop_blocks_for_free(request_id)
 
     def end(self, request_id: str) -> None:
@@ -344,6 +338,7 @@ class H2OBlockManager(SqueezingManager):
             self._note_answer(elastic)
             if elastic.squeezable and self.enable_caching:
                 self._publish(elastic)
+        self._settled.end(request_id)
         self._final_reports[request_id] = state.report()
-        for states in (self._eviction_states, self._elastic, self._promising, self._settling):
+        for states in (self._eviction_states, self._elastic, self._promising):
             states.pop(request_id, None)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
+from h2o_vllm.blocks.next_turns import NextTurns
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.settling_state import SettlingState
 
@@ -42,26 +43,68 @@ class SettledBlocks:
         self._manager = manager
         self._pool = manager.block_pool
         self._size = manager.block_size
+        self.states: dict[str, SettlingState] = {}
+        """The requests whose segments settle, from their arrival to their end."""
         self._held: dict[str, list[KVCacheBlock]] = {}
         self._computing: list[SettlingState] = []
         """Requests in the midst of their prompts that may be waited for."""
+        self.turns = NextTurns()
 
-    def begin_step(self, running: Iterable[SettlingState]) -> None:
+    def track(self, request_id: str, state: SettlingState) -> None:
+        """Note a new request. It may be the next turn of one that has just ended."""
+        self.states[request_id] = state
+        if self.turns.keeps and not state.counts.skip_reading_prefix_cache:
+            self.turns.came(request_id, self._find(state, state.prompt_tokens - 1)[0])
+
+    def begin_step(self, running: Iterable[str]) -> None:
         """Note which of the ``running`` requests compute prompts in this step."""
+        states = [self.states[one] for one in running if one in self.states]
         self._computing = [
             state
-            for state in running
+            for state in states
             if state.counts.num_computed_tokens < state.prompt_tokens
             and not state.counts.skip_reading_prefix_cache
         ]
+        self.turns.begin_step(len(states))
 
-    def computed_by_another(self, state: SettlingState) -> bool:
+    def waits(self, request_id: str) -> bool:
+        """Whether a request is not admitted now: for others' next turns, or to read what one computes.
+
+        If the answer is no, requests that are asked about later in this step may wait for this one.
+        """
+        state = self.states.get(request_id)
+        if state is None:
+            return False
+
+        def spare() -> int:
+            takes = -(-state.peak_tokens(state.counts.num_tokens) // self._size)
+            takes += self._manager.promised_blocks(request_id)
+            return self._pool.get_num_free_blocks() + self.held_blocks - takes
+
+        # One that was preempted came before all others.
+        preempted = state.peak_blocks > 0
+        if not preempted and self.turns.waits(request_id, spare):
+            return True
+        return self._computed_by_another(state)
+
+    def admitted(self, request_id: str, computed: int) -> None:
+        """Note that a request begins, behind a hit of ``computed`` tokens."""
+        if request_id in self.states:
+            self.states[request_id].resume(computed)
+            self.turns.admitted(request_id)
+
+    def end(self, request_id: str) -> None:
+        """Forget a request that has ended. Its blocks are freed in a moment."""
+        if self.states.pop(request_id, None) is not None:
+            table = self._manager.req_to_blocks.get(request_id, ())
+            self.turns.ended(request_id, table, self._held.get(request_id, ()))
+
+    def _computed_by_another(self, state: SettlingState) -> bool:
         """Whether a request that waits has to compute the block that a running one computes in the next step.
 
         Chunks of a prompt end where segments settle, and a running request does not look into the cache
         again. So two requests that begin at once would compute all later chunks twice. If one waits, a
-        document is computed once for all that ask. If the answer is no, requests that are asked about later
-        in this step may wait for this one.
+        document is computed once for all that ask.
         """
         if not self._manager.enable_caching or state.counts.skip_reading_prefix_cache:
             return False
@@ -77,14 +120,19 @@ class SettledBlocks:
         self._computing.append(state)
         return False
 
-    def find(self, state: SettlingState, most: int) -> tuple[list[KVCacheBlock], int]:
+    def find(self, request_id: str, most: int) -> tuple[list[KVCacheBlock], int] | None:
         """Look up the blocks of at most the first ``most`` tokens.
 
         A hit never ends where a segment is due: it ends before that point, or includes the settled segment.
 
         Returns:
-            The blocks, null blocks included, and the number of tokens that they stand for.
+            The blocks, null blocks included, and the number of tokens that they stand for. ``None``: no
+            segment of the request settles, so vLLM's own look-up serves it.
         """
+        state = self.states.get(request_id)
+        return None if state is None else self._find(state, most)
+
+    def _find(self, state: SettlingState, most: int) -> tuple[list[KVCacheBlock], int]:
         schedule, size = state.schedule, self._size
         limit, pinned = most // size, schedule.pin // size
         found = self._run(state, 0, min(pinned, limit))
@@ -178,8 +226,11 @@ class SettledBlocks:
         """How many blocks would be free if none was held: requests may share some of these."""
         return sum(block.ref_cnt == 1 for held in self._held.values() for block in held)
 
-    def publish(self, request_id: str, state: SettlingState, computed: int) -> None:
-        """Publish the full blocks that were computed after the first segment settled."""
+    def publish(self, request_id: str, computed: int) -> None:
+        """Publish the full blocks that were computed after the first segment settled, if any settles."""
+        state = self.states.get(request_id)
+        if state is None:
+            return
         cached = self._manager.num_cached_block
         begin = max(cached.get(request_id, 0), state.schedule.stock_until // self._size)
         table, end = self._manager.req_to_blocks[request_id], computed // self._size

@@ -83,7 +83,7 @@ class SqueezingManager(FullAttentionManager):
         answer = ended.counts.num_tokens - ended.prompt_tokens
         self._answer = answer if self._answer is None else (7 * self._answer + answer) / 8
 
-    def _promised_blocks(self, request_id: str) -> int:
+    def promised_blocks(self, request_id: str) -> int:
         """Blocks that the bounded prompts of other running requests will hold, and do not hold yet.
 
         A bounded prompt holds few blocks while it is computed. If a new request took the rest, the prompt

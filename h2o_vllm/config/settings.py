@@ -131,6 +131,11 @@ class Settings(EngineLimits):
         "For a waiting prompt elastic requests yield (squeeze), or it waits (queue).",
         words=ADMISSIONS,
     )
+    kv_turn_seconds: float = setting(
+        0.2,
+        "For so long waiting requests leave the blocks of an answer that settled to its next turn.",
+        high=60, metavar="S",
+    )  # fmt: skip
     kv_full_kernel: str = setting(
         "auto",
         "Of lossless rows; auto: h2o on AMX.",

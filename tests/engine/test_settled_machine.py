@@ -55,7 +55,7 @@ def test_chats_find_what_has_settled(model_dir: str) -> None:
         chats.start(
             num_blocks=40, caching=True, pipelined=False, stages=1, drafts=0, ahead=False, exact=False,
             policy="fcfs", batched_tokens=64, watermark=0.0, beside=(), retention=0,
-            kv_elastic_admission="squeeze",
+            kv_elastic_admission="squeeze", kv_turn_seconds=1e-9,
         )  # fmt: skip
         for _ in range(12):
             if chance.random() < 0.6:

@@ -177,7 +177,8 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(steps):
             ran, output = len(self.rig.scheduler.running), self.rig.step()
             Traffic.steps += 1
-            assert ran or output.num_scheduled_tokens or not self.rig.scheduler.waiting, "all wait"
+            idle = not (ran or output.num_scheduled_tokens or self.rig.blocks._settled.turns.keeps)
+            assert not (idle and self.rig.scheduler.waiting), "all wait"
             self.check_hits(output.scheduled_new_reqs)
             self.check_meetings(output.h2o.evictions)
             self.check_requests()

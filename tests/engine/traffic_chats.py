@@ -116,7 +116,7 @@ class Chats(Traffic):
                     Chats.settled += one.moves
                     Chats.found += not one.moves
             blocks = self.rig.blocks
-            for request_id, state in blocks._settling.items():
+            for request_id, state in blocks._settled.states.items():
                 first = state.pinned
                 table = blocks.req_to_blocks.get(request_id, [])
                 settled = table[first : first + state.settled * state.schedule.segment // 16]
@@ -128,5 +128,5 @@ class Chats(Traffic):
         """As the base class."""
         super().check_hits(admitted)
         for started in admitted:
-            state = self.rig.blocks._settling.get(started.req_id)
+            state = self.rig.blocks._settled.states.get(started.req_id)
             Chats.resumed += state is not None and state.settled > 0

@@ -27,6 +27,8 @@ RIGS: dict[str, Any] = {
     "beside": st.sampled_from([(), (), (WINDOW,), (CHUNKS,), (STATES,)]),
     "retention": st.sampled_from([None, 0]),
     "kv_elastic_admission": st.sampled_from(ADMISSIONS),
+    # None, or so few that steps alone decide.
+    "kv_turn_seconds": st.sampled_from([0.0, 1e-9]),
 }
 """What a run of the machine may serve with."""
 

@@ -47,9 +47,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
-
 __all__ = ["H2OScheduler"]
-
 
 _Report = dict[str, object] | tuple[Any, ...]
 """A report, or the values from which :func:`h2o_vllm.blocks.report.report_from_values` makes one."""
@@ -75,6 +73,7 @@ class H2OScheduler(LimitingScheduler):
             ),
             beside=self._bound_beside(),
         )
+        self.blocks.keep_for_next_turns(self.h2o_config.kv_turn_seconds)
         self._beside = groups_beside(self.kv_cache_config, self.vllm_config)
         for asked, name, because in (
             (
@@ -175,8 +174,8 @@ class H2OScheduler(LimitingScheduler):
             self._rejections.add(session.request_id, str(error))
 
     def waits(self, request: Request) -> bool:
-        """Whether another request is computing what this one can read when it has settled."""
-        return self.blocks.computed_by_another(request.request_id)
+        """Whether it leaves blocks to others' next turns, or waits for what another request computes."""
+        return self.blocks.waits(request.request_id)
 
     def counting(self) -> AbstractContextManager[None]:
         """Nothing is squeezed and no segment settles."""

@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "blocks-admission-forgets-what-is-promised",
-        "asked += self._promised_blocks(request_id)",
+        "asked += self.promised_blocks(request_id)",
         "asked += 0",
         PREFILL[1:],
     ),

@@ -8,6 +8,7 @@ __all__ = ["MUTANTS"]
 COUNTS = ("tests/blocks/test_settling.py",)
 SCHEDULER = ("tests/engine/test_settled.py",)
 WAITING = ("tests/engine/test_settled_waiting.py",)
+TURNS = ("tests/engine/test_next_turns.py",)
 TOKENS = ("tests/engine/test_settled_tokens.py",)
 LINEAGE = "counts = (self.pin, self.segment, self.window, self.kept, self.block_size)"
 
@@ -47,6 +48,30 @@ MUTANTS = (
         "if shared and other.lineage == state.lineage:",
         "if shared:",
         WAITING,
+    ),
+    Mutant(
+        "a-request-is-overtaken-by-any-number-of-turns",
+        "if overtaken >= TURNS_AHEAD * (self._running + len(self._answers)):",
+        "if False:",
+        TURNS,
+    ),
+    Mutant(
+        "a-smaller-request-overtakes-one-that-waits-for-a-turn",
+        "self._waits = True",
+        "pass",
+        TURNS,
+    ),
+    Mutant(
+        "blocks-are-kept-for-a-turn-that-never-comes",
+        "or answer.steps <= STEPS or",
+        "or True or",
+        TURNS,
+    ),
+    Mutant(
+        "whoever-has-the-same-system-prompt-is-a-next-turn",
+        "if 2 * same >= answer.in_table:",
+        "if same:",
+        TURNS,
     ),
     Mutant(
         "law05-a-hit-ends-where-a-segment-is-still-to-settle",
@@ -93,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "law05-a-settling-is-cancelled-with-its-request",
-        "if request_id not in self._settling:",
+        "if request_id not in self._settled.states:",
         "if request_id:",
         SCHEDULER,
     ),
@@ -117,7 +142,7 @@ MUTANTS = (
     ),
     Mutant(
         "law05-a-hit-has-settled-nothing",
-        "settling.resume(num_local_computed_tokens)",
+        "self.states[request_id].resume(computed)",
         "pass",
         SCHEDULER,
     ),

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that an answer leaves in the prefix cache are kept for its next turn for some time. Engine core.
+
+vLLM admits a waiting request as soon as blocks are free: those of an answer that has just ended. Its next
+turn comes a moment later, finds them lost, computes its prompt again, and takes the blocks of another
+conversation. So where memory holds half of them, each computes all its turns. If requests that begin anew
+wait for a moment, turns that follow at once read what has been computed, and the others begin when these end.
+
+Bounds: blocks are kept for ``seconds`` and two steps, or until the turn that wants them is admitted; a
+request is overtaken by at most :data:`TURNS_AHEAD` turns for each conversation that is being served. While no
+block is short, no request waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["STEPS", "TURNS_AHEAD", "Block", "NextTurns"]
+
+TURNS_AHEAD = 8
+"""Turns that may be admitted before a request that came earlier, per conversation that is being served."""
+
+STEPS = 2
+"""Steps for which blocks are kept at least: a client has an answer's end one step later."""
+
+
+class Block(Protocol):
+    """A block of vLLM's pool."""
+
+    block_id: int
+    ref_cnt: int
+
+    @property
+    def block_hash(self) -> Any:
+        """Its key in the prefix cache; ``None``: it has none."""
+
+
+@dataclass(eq=False)
+class _Answer:
+    """What an answer that has ended leaves: blocks, each with the key that it had then.
+
+    Attributes:
+        blocks: those of its table, and what was held for a next turn that leaves out a part of the answer.
+        in_table: how many are of its table.
+        until: when they are no longer kept, by :func:`time.monotonic`.
+        steps: how many have begun since.
+    """
+
+    blocks: list[tuple[Block, Any]]
+    in_table: int
+    until: float
+    steps: int = 0
+
+    def left(self) -> Iterator[int]:
+        """The ids of those that are free, and still hold what they held."""
+        return (
+            block.block_id
+            for block, key in self.blocks
+            if not block.ref_cnt and block.block_hash == key
+        )
+
+
+class NextTurns:
+    """Answers that have ended, and the requests that wait for room or are their next turns."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """For how long blocks are kept; 0: not at all."""
+        self._answers: list[_Answer] = []
+        self._turns: dict[str, _Answer] = {}
+        self._overtaken: dict[str, int] = {}
+        self._admitted = self._running = 0
+        self._waits = False
+
+    def begin_step(self, running: int) -> None:
+        """Forget answers whose time is over, unless their next turn waits.
+
+        Args:
+            running: how many requests run whose segments settle.
+        """
+        self._waits, self._running = False, running
+        if not self._answers:
+            return
+        now, wanted = time.monotonic(), {*map(id, self._turns.values())}
+        for answer in self._answers:
+            answer.steps += 1
+        self._answers = [
+            answer
+            for answer in self._answers
+            if id(answer) in wanted or answer.steps <= STEPS or now < answer.until
+        ]
+
+    def ended(self, request_id: str, table: Iterable[Block], held: Iterable[Block]) -> None:
+        """Keep the blocks of a request that has ended; they are freed in a moment.
+
+        Args:
+            table: its own. held: see :class:`.SettledBlocks`.
+        """
+        self._forget(request_id)
+        if not self.seconds:
+            return
+        own, more = (
+            [(block, block.block_hash) for block in blocks if block.block_hash is not None]
+            for blocks in (table, held)
+        )
+        if own:
+            until = time.monotonic() + self.seconds
+            self._answers.append(_Answer([*own, *more], len(own), until))
+
+    def came(self, request_id: str, hit: Iterable[Block]) -> None:
+        """Note a new request that finds ``hit`` in the cache: it may be the next turn of an answer."""
+        found = {block.block_id for block in hit}
+        for answer in reversed(self._answers):
+            # A part of its blocks may belong to a system prompt, which all share.
+            same = sum(block.block_id in found for block, _ in answer.blocks)
+            if 2 * same >= answer.in_table:
+                self._turns[request_id] = answer
+                return
+
+    @property
+    def keeps(self) -> bool:
+        """Whether any answer's blocks are kept."""
+        return bool(self._answers)
+
+    def waits(self, request_id: str, spare: Callable[[], int]) -> bool:
+        """Whether a request leaves too few blocks to others' next turns.
+
+        Args:
+            spare: says how many blocks are free beside those that it will take; may be negative.
+        """
+        if not self._answers or request_id in self._turns:
+            return False
+        if not self._waits:
+            room = spare()
+            if room >= sum(len(answer.blocks) for answer in self._answers):
+                return False
+            # Answers may share blocks.
+            if room >= len({block for answer in self._answers for block in answer.left()}):
+                return False
+            overtaken = self._admitted - self._overtaken.setdefault(request_id, self._admitted)
+            if overtaken >= TURNS_AHEAD * (self._running + len(self._answers)):
+                return False
+        # Requests behind one that waits do not overtake it by being smaller.
+        self._waits = True
+        return True
+
+    def admitted(self, request_id: str) -> None:
+        """Note that a request has its blocks, also those that were kept for it."""
+        answer = self._forget(request_id)
+        if answer is not None:
+            self._admitted += 1
+            self._answers = [one for one in self._answers if one is not answer]
+
+    def _forget(self, request_id: str) -> _Answer | None:
+        self._overtaken.pop(request_id, None)
+        return self._turns.pop(request_id, None)

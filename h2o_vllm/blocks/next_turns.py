@@ -43,22 +43,27 @@ class _Answer:
     """What an answer that has ended leaves: blocks, each with the key that it had then.
 
     Attributes:
-        blocks: those of its table, and what was held for a next turn that leaves out a part of the answer.
-        in_table: how many are of its table.
+        needed: those of its table, or, when its next turn has come, those that the turn has found.
+        held: what was held for a next turn that leaves out a part of the answer.
         until: when they are no longer kept, by :func:`time.monotonic`.
         steps: how many have begun since.
     """
 
-    blocks: list[tuple[Block, Any]]
-    in_table: int
+    needed: list[tuple[Block, Any]]
+    held: list[tuple[Block, Any]]
     until: float
     steps: int = 0
 
-    def left(self) -> Iterator[int]:
-        """The ids of those that are free, and still hold what they held."""
+    @property
+    def lost(self) -> bool:
+        """Whether a block is lost. A hit ends behind all of a window, or far before it."""
+        return any(block.block_hash != key for block, key in self.needed)
+
+    def kept(self) -> Iterator[int]:
+        """The ids of the blocks that are free, and still hold what they held."""
         return (
             block.block_id
-            for block, key in self.blocks
+            for block, key in (*self.needed, *self.held)
             if not block.ref_cnt and block.block_hash == key
         )
 
@@ -73,7 +78,7 @@ class NextTurns:
         self._turns: dict[str, _Answer] = {}
         self._overtaken: dict[str, int] = {}
         self._admitted = self._running = 0
-        self._waits = False
+        self._waits = self._checked = False
 
     def begin_step(self, running: int) -> None:
         """Forget answers whose time is over, unless their next turn waits.
@@ -81,7 +86,7 @@ class NextTurns:
         Args:
             running: how many requests run whose segments settle.
         """
-        self._waits, self._running = False, running
+        self._waits, self._checked, self._running = False, False, running
         if not self._answers:
             return
         now, wanted = time.monotonic(), {*map(id, self._turns.values())}
@@ -100,24 +105,21 @@ class NextTurns:
             table: its own. held: see :class:`.SettledBlocks`.
         """
         self._forget(request_id)
-        if not self.seconds:
-            return
-        own, more = (
-            [(block, block.block_hash) for block in blocks if block.block_hash is not None]
-            for blocks in (table, held)
-        )
-        if own:
+        if self.seconds and (needed := _with_keys(table)):
             until = time.monotonic() + self.seconds
-            self._answers.append(_Answer([*own, *more], len(own), until))
+            self._answers.append(_Answer(needed, _with_keys(held), until))
 
     def came(self, request_id: str, hit: Iterable[Block]) -> None:
         """Note a new request that finds ``hit`` in the cache: it may be the next turn of an answer."""
-        found = {block.block_id for block in hit}
-        for answer in reversed(self._answers):
+        found = _with_keys(hit)
+        ids = {block.block_id for block, _ in found}
+        for place in reversed(range(len(self._answers))):
+            answer = self._answers[place]
             # A part of its blocks may belong to a system prompt, which all share.
-            same = sum(block.block_id in found for block, _ in answer.blocks)
-            if 2 * same >= answer.in_table:
-                self._turns[request_id] = answer
+            same = sum(block.block_id in ids for block, _ in (*answer.needed, *answer.held))
+            if 2 * same >= len(answer.needed):
+                wanted = _Answer(found, [], answer.until)
+                self._answers[place] = self._turns[request_id] = wanted
                 return
 
     @property
@@ -131,14 +133,18 @@ class NextTurns:
         Args:
             spare: says how many blocks are free beside those that it will take; may be negative.
         """
-        if not self._answers or request_id in self._turns:
+        if not self._answers:
+            return False
+        if not self._checked:
+            self._drop_lost()
+        if request_id in self._turns:
             return False
         if not self._waits:
             room = spare()
-            if room >= sum(len(answer.blocks) for answer in self._answers):
+            if room >= sum(len(answer.needed) + len(answer.held) for answer in self._answers):
                 return False
             # Answers may share blocks.
-            if room >= len({block for answer in self._answers for block in answer.left()}):
+            if room >= len({block for answer in self._answers for block in answer.kept()}):
                 return False
             overtaken = self._admitted - self._overtaken.setdefault(request_id, self._admitted)
             if overtaken >= TURNS_AHEAD * (self._running + len(self._answers)):
@@ -149,11 +155,24 @@ class NextTurns:
 
     def admitted(self, request_id: str) -> None:
         """Note that a request has its blocks, also those that were kept for it."""
+        self._checked = False
         answer = self._forget(request_id)
         if answer is not None:
             self._admitted += 1
             self._answers = [one for one in self._answers if one is not answer]
 
+    def _drop_lost(self) -> None:
+        """Forget answers of which a block has been lost, also if their next turns wait: these begin anew."""
+        self._checked = True
+        lost = {id(answer) for answer in self._answers if answer.lost}
+        if lost:
+            self._answers = [one for one in self._answers if id(one) not in lost]
+            self._turns = {name: one for name, one in self._turns.items() if id(one) not in lost}
+
     def _forget(self, request_id: str) -> _Answer | None:
         self._overtaken.pop(request_id, None)
         return self._turns.pop(request_id, None)
+
+
+def _with_keys(blocks: Iterable[Block]) -> list[tuple[Block, Any]]:
+    return [(block, block.block_hash) for block in blocks if block.block_hash is not None]

@@ -74,19 +74,25 @@ def test_blocks_are_not_kept_for_ever(
     rig.run()
 
 
-def test_a_turn_that_waits_has_its_blocks_kept(model_dir: str) -> None:
-    """The time is over, but there is no room yet, neither for it nor for the one that came before."""
+@pytest.mark.parametrize("more", [0, 1], ids=["kept", "lost"])
+def test_a_turn_that_waits_has_its_blocks_kept(model_dir: str, more: int) -> None:
+    """The time is over, but there is no room yet, neither for it nor for the one that came before.
+
+    If a block that it needs is lost, it begins anew as well, behind that one.
+    """
     rig, said = crowd(model_dir, SHORT)
-    rig.add("plain", range(7000, 7240), max_tokens=20)
+    (answer,) = rig.blocks._settled.turns._answers
+    others = rig.blocks.block_pool.get_num_free_blocks() - len(answer.needed) + more
+    rig.add("plain", range(7000, 7000 + 16 * others - 19), max_tokens=20)
     rig.step()
     rig.add("second", [*said, *range(20)], ASKED)
     while "plain" not in rig.reports:
         rig.step()
         assert running(rig) in (["plain"], [])
     rig.step()
-    assert running(rig) == ["second"]
+    assert running(rig) == (["anew"] if more else ["second"])
     rig.run()
-    assert cached(rig, "second") > 300
+    assert cached(rig, "second") == (0 if more else 400)
 
 
 def test_a_request_is_overtaken_by_so_many_turns(model_dir: str) -> None:

@@ -68,8 +68,14 @@ MUTANTS = (
         TURNS,
     ),
     Mutant(
+        "a-turn-goes-first-whose-blocks-are-lost",
+        "return any(block.block_hash != key for block, key in self.needed)",
+        "return False",
+        TURNS,
+    ),
+    Mutant(
         "whoever-has-the-same-system-prompt-is-a-next-turn",
-        "if 2 * same >= answer.in_table:",
+        "if 2 * same >= len(answer.needed):",
         "if same:",
         TURNS,
     ),

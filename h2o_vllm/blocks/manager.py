@@ -273,6 +273,7 @@ class H2OBlockManager(SqueezingManager):
     ) -> list[KVCacheBlock]:
         """As the base class; also updates the request's ``peak_blocks``."""
         blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        self._settled.turns.admitted(request_id)
         state = self._eviction_states.get(request_id)
         # What a connector loads has its blocks before.
         if state is not None and (blocks or not state.peak_blocks):

@@ -6,15 +6,15 @@ turn comes a moment later, finds them lost, computes its prompt again, and takes
 conversation. So where memory holds half of them, each computes all its turns. If requests that begin anew
 wait for a moment, turns that follow at once read what has been computed, and the others begin when these end.
 
-Bounds: blocks are kept for ``seconds`` and two steps, or until the turn that wants them is admitted; a
-request is overtaken by at most :data:`TURNS_AHEAD` turns for each conversation that is being served. While no
-block is short, no request waits.
+Bounds: blocks are kept for ``seconds`` and at least two steps, or until the turn that wants them is admitted;
+a request is overtaken by at most :data:`TURNS_AHEAD` turns for each conversation that is being served, by all
+of them together. While blocks are not short, no request waits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,12 +45,14 @@ class _Answer:
     Attributes:
         needed: those of its table, or, when its next turn has come, those that the turn has found.
         held: what was held for a next turn that leaves out a part of the answer.
+        prompt_tokens: of the request.
         until: when they are no longer kept, by :func:`time.monotonic`.
         steps: how many have begun since.
     """
 
     needed: list[tuple[Block, Any]]
     held: list[tuple[Block, Any]]
+    prompt_tokens: int
     until: float
     steps: int = 0
 
@@ -59,12 +61,19 @@ class _Answer:
         """Whether a block is lost. A hit ends behind all of a window, or far before it."""
         return any(block.block_hash != key for block, key in self.needed)
 
-    def kept(self) -> Iterator[int]:
-        """The ids of the blocks that are free, and still hold what they held."""
+    def kept(self) -> Iterator[Block]:
+        """The blocks that are free, and still hold what they held."""
         return (
-            block.block_id
+            block
             for block, key in (*self.needed, *self.held)
             if not block.ref_cnt and block.block_hash == key
+        )
+
+    def shares(self, found: Mapping[int, Any]) -> int:
+        """How many of the blocks are in ``found``: keys by block id."""
+        return sum(
+            block.block_id in found and found[block.block_id] == key
+            for block, key in (*self.needed, *self.held)
         )
 
 
@@ -77,19 +86,24 @@ class NextTurns:
         self._answers: list[_Answer] = []
         self._turns: dict[str, _Answer] = {}
         self._overtaken: dict[str, int] = {}
-        self._admitted = self._running = 0
-        self._waits = self._checked = False
+        self._admitted = self._running = self._idle = 0
+        self._waits = self._asked = self._checked = False
 
-    def begin_step(self, running: int) -> None:
-        """Forget answers whose time is over, unless their next turn waits.
+    def begin_step(self, running: int, *, idle: bool) -> list[Block]:
+        """Forget answers whose time is over, unless their next turns wait for requests that run.
 
         Args:
-            running: how many requests run whose segments settle.
+            running: how many requests run whose segments settle. idle: whether no request runs.
+
+        Returns:
+            The free blocks that are kept, those that may be lost last first; none while no request waits.
         """
-        self._waits, self._checked, self._running = False, False, running
+        asked, self._waits, self._asked, self._checked = self._asked, False, False, False
+        self._running, self._idle = running, self._idle + 1 if idle else 0
         if not self._answers:
-            return
-        now, wanted = time.monotonic(), {*map(id, self._turns.values())}
+            return []
+        now = time.monotonic()
+        wanted = {*map(id, self._turns.values())} if self._idle <= STEPS else set()
         for answer in self._answers:
             answer.steps += 1
         self._answers = [
@@ -97,8 +111,11 @@ class NextTurns:
             for answer in self._answers
             if id(answer) in wanted or answer.steps <= STEPS or now < answer.until
         ]
+        return [*self._kept().values()] if asked else []
 
-    def ended(self, request_id: str, table: Iterable[Block], held: Iterable[Block]) -> None:
+    def ended(
+        self, request_id: str, prompt_tokens: int, table: Iterable[Block], held: Iterable[Block]
+    ) -> None:
         """Keep the blocks of a request that has ended; they are freed in a moment.
 
         Args:
@@ -107,20 +124,25 @@ class NextTurns:
         self._forget(request_id)
         if self.seconds and (needed := _with_keys(table)):
             until = time.monotonic() + self.seconds
-            self._answers.append(_Answer(needed, _with_keys(held), until))
+            self._answers.append(_Answer(needed, _with_keys(held), prompt_tokens, until))
 
-    def came(self, request_id: str, hit: Iterable[Block]) -> None:
-        """Note a new request that finds ``hit`` in the cache: it may be the next turn of an answer."""
+    def came(self, request_id: str, hit: Iterable[Block], reached: int) -> None:
+        """Note a new request: it may be the next turn of an answer.
+
+        Args:
+            hit: what it finds in the cache, up to about the token ``reached``.
+        """
         found = _with_keys(hit)
-        ids = {block.block_id for block, _ in found}
-        for place in reversed(range(len(self._answers))):
+        keys, place, most = {block.block_id: key for block, key in found}, -1, 0
+        for index, answer in enumerate(self._answers):
+            # All conversations may share a system prompt; a next turn has all of the prompt before it.
+            same = answer.shares(keys) if reached >= answer.prompt_tokens else 0
+            if same > most and 2 * same >= len(answer.needed):
+                place, most = index, same
+        if most:
             answer = self._answers[place]
-            # A part of its blocks may belong to a system prompt, which all share.
-            same = sum(block.block_id in ids for block, _ in (*answer.needed, *answer.held))
-            if 2 * same >= len(answer.needed):
-                wanted = _Answer(found, [], answer.until)
-                self._answers[place] = self._turns[request_id] = wanted
-                return
+            wanted = _Answer(found, [], answer.prompt_tokens, answer.until, answer.steps)
+            self._answers[place] = self._turns[request_id] = wanted
 
     @property
     def keeps(self) -> bool:
@@ -135,18 +157,19 @@ class NextTurns:
         """
         if not self._answers:
             return False
+        self._asked = True
         if not self._checked:
             self._drop_lost()
         if request_id in self._turns:
             return False
+        overtaken = self._admitted - self._overtaken.setdefault(request_id, self._admitted)
         if not self._waits:
             room = spare()
             if room >= sum(len(answer.needed) + len(answer.held) for answer in self._answers):
                 return False
-            # Answers may share blocks.
-            if room >= len({block for answer in self._answers for block in answer.kept()}):
+            kept = len(self._kept())
+            if not kept or room >= kept:
                 return False
-            overtaken = self._admitted - self._overtaken.setdefault(request_id, self._admitted)
             if overtaken >= TURNS_AHEAD * (self._running + len(self._answers)):
                 return False
         # Requests behind one that waits do not overtake it by being smaller.
@@ -168,6 +191,12 @@ class NextTurns:
         if lost:
             self._answers = [one for one in self._answers if id(one) not in lost]
             self._turns = {name: one for name, one in self._turns.items() if id(one) not in lost}
+
+    def _kept(self) -> dict[int, Block]:
+        """By id, those of the last answer first. Answers may share blocks."""
+        return {
+            block.block_id: block for answer in reversed(self._answers) for block in answer.kept()
+        }
 
     def _forget(self, request_id: str) -> _Answer | None:
         self._overtaken.pop(request_id, None)

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["SettledBlocks"]
 
 
+MOST_MOVED = 2048
+"""Blocks that are moved in a step so that they are lost last: 1 ms."""
+
+
 class SettledBlocks:
     """Settles segments in the tables of a manager, publishes them, and looks them up."""
 
@@ -54,18 +58,25 @@ class SettledBlocks:
         """Note a new request. It may be the next turn of one that has just ended."""
         self.states[request_id] = state
         if self.turns.keeps and not state.counts.skip_reading_prefix_cache:
-            self.turns.came(request_id, self._find(state, state.prompt_tokens - 1)[0])
+            hit, tokens = self._find(state, state.prompt_tokens - 1)
+            # What a template puts behind a prompt, such as a begun thought, may not come again.
+            self.turns.came(request_id, hit, tokens + 2 * self._size)
 
     def begin_step(self, running: Iterable[str]) -> None:
         """Note which of the ``running`` requests compute prompts in this step."""
-        states = [self.states[one] for one in running if one in self.states]
+        names = [*running]
+        states = [self.states[one] for one in names if one in self.states]
         self._computing = [
             state
             for state in states
             if state.counts.num_computed_tokens < state.prompt_tokens
             and not state.counts.skip_reading_prefix_cache
         ]
-        self.turns.begin_step(len(states))
+        kept = self.turns.begin_step(len(states), idle=not names)
+        if len(kept) <= MOST_MOVED:
+            # Free blocks are taken in the order in which they were freed, and others are freed all the time.
+            self._pool.touch(kept)
+            self._pool.free_blocks(reversed(kept))
 
     def waits(self, request_id: str) -> bool:
         """Whether a request is not admitted now: for others' next turns, or to read what one computes.
@@ -79,6 +90,9 @@ class SettledBlocks:
         def spare() -> int:
             takes = -(-state.peak_tokens(state.counts.num_tokens) // self._size)
             takes += self._manager.promised_blocks(request_id)
+            if not state.counts.skip_reading_prefix_cache:
+                found, _ = self._find(state, state.counts.num_tokens - 1)
+                takes -= sum(block.ref_cnt > 0 and not block.is_null for block in found)
             return self._pool.get_num_free_blocks() + self.held_blocks - takes
 
         # One that was preempted came before all others.
@@ -91,13 +105,14 @@ class SettledBlocks:
         """Note that a request begins, behind a hit of ``computed`` tokens."""
         if request_id in self.states:
             self.states[request_id].resume(computed)
-            self.turns.admitted(request_id)
 
     def end(self, request_id: str) -> None:
         """Forget a request that has ended. Its blocks are freed in a moment."""
-        if self.states.pop(request_id, None) is not None:
+        state = self.states.pop(request_id, None)
+        if state is not None:
             table = self._manager.req_to_blocks.get(request_id, ())
-            self.turns.ended(request_id, table, self._held.get(request_id, ()))
+            held = self._held.get(request_id, ())
+            self.turns.ended(request_id, state.prompt_tokens, table, held)
 
     def _computed_by_another(self, state: SettlingState) -> bool:
         """Whether a request that waits has to compute the block that a running one computes in the next step.

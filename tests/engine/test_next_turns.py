@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.next_turns import STEPS, TURNS_AHEAD
 from tests.engine.scheduling import Rig
@@ -25,10 +26,12 @@ def turn(rig: Rig, name: str, prompt: list[int], max_tokens: int = 8) -> list[in
     return [*prompt, *rig.tokens[name]]
 
 
-def crowd(model_dir: str, seconds: float, **options: Any) -> tuple[Rig, list[int]]:
+def crowd(
+    model_dir: str, seconds: float, asked: Any = ASKED, **options: Any
+) -> tuple[Rig, list[int]]:
     """A pool that holds one conversation, whose first turn has ended while another one waits."""
     rig = made(model_dir, 34, kv_turn_seconds=seconds, **options)
-    rig.add("first", PROMPT, ASKED)
+    rig.add("first", PROMPT, asked)
     rig.step()
     rig.add("anew", OTHER, ASKED, max_tokens=20)
     while not rig.reports:
@@ -107,6 +110,91 @@ def test_a_request_is_overtaken_by_so_many_turns(model_dir: str) -> None:
     rig.run()
 
 
+def test_each_request_is_overtaken_by_so_many_turns(model_dir: str) -> None:
+    """Also those that are not the first to wait."""
+    rig, said = crowd(model_dir, LONG)
+    for number in range(2):
+        rig.add(f"later{number}", range(20_000 + 1000 * number, 20_400 + 1000 * number), ASKED)
+    began: dict[str, int] = {}
+    for count in range(1, TURNS_AHEAD + 4):
+        said, name = [*said, 11], f"turn{count}"
+        rig.add(name, said, ASKED, max_tokens=2)
+        while len(rig.tokens[name]) < 2:
+            began |= {one.req_id: count for one in rig.step().scheduled_new_reqs}
+        said += rig.tokens[name]
+    assert {began[name] for name in ("anew", "later0", "later1")} == {TURNS_AHEAD + 1}
+
+
+def test_turns_that_have_lost_their_blocks_are_counted(model_dir: str) -> None:
+    """Requests of which nothing settles take the blocks of each turn before it is admitted."""
+    rig, said = crowd(model_dir, SHORT)
+    plain = turns = 0
+    rig.add("turn0", [*said, 11], ASKED, max_tokens=2)
+    for _ in range(300):
+        if not any(one.request_id.startswith("plain") for one in rig.scheduler.waiting):
+            plain += 1
+            rig.add(f"plain{plain}", range(300 * plain, 300 * plain + 160), max_tokens=12)
+        rig.step()
+        if f"turn{turns}" in rig.reports:
+            said, turns = [*said, 11, *rig.tokens[f"turn{turns}"]], turns + 1
+            rig.add(f"turn{turns}", [*said, 11], ASKED, max_tokens=2)
+        if "anew" in running(rig):
+            break
+    assert "anew" in running(rig) and turns <= TURNS_AHEAD
+
+
+def test_what_is_freed_later_is_taken_before(model_dir: str) -> None:
+    """vLLM takes free blocks in the order in which they were freed."""
+    rig = made(model_dir, 64, kv_turn_seconds=LONG)
+    rig.add("plain", range(7000, 7480), max_tokens=40)
+    said = turn(rig, "first", PROMPT)
+    while "plain" not in rig.reports:
+        rig.step()
+    rig.add("waits", range(20_000, 21_500), ASKED)
+    rig.step()
+    rig.add("anew", range(9000, 9480), max_tokens=2)
+    while "anew" not in rig.reports:
+        rig.step()
+    rig.add("second", [*said, *range(20)], ASKED)
+    while "second" not in rig.reports:
+        rig.step()
+    assert cached(rig, "second") == 400
+
+
+def test_a_reader_of_what_others_hold_does_not_wait(model_dir: str) -> None:
+    """Blocks that it shares with a running request are not taken from the free ones."""
+    rig = made(model_dir, 53, kv_turn_seconds=LONG)
+    rig.add("reader", PROMPT, ASKED, max_tokens=200)
+    while len(rig.tokens["reader"]) < 2:
+        rig.step()
+    turn(rig, "other", OTHER, max_tokens=4)
+    rig.add("new", [*PROMPT, *range(100, 120)], ASKED, max_tokens=4)
+    rig.step()
+    assert running(rig) == ["reader", "new"]
+
+
+def test_of_conversations_about_one_document_the_right_one_goes_on(model_dir: str) -> None:
+    rig = made(model_dir, 120, kv_turn_seconds=LONG)
+    document = [*PROMPT[:300]]
+    first = turn(rig, "first", [*document, *range(100, 160)])
+    turn(rig, "other", [*document, *range(200, 260)])
+    one, two = rig.blocks._settled.turns._answers
+    rig.add("second", [*first, *range(20)], ASKED)
+    left = rig.blocks._settled.turns._answers
+    assert one not in left and two in left
+    rig.run()
+
+
+def test_a_turn_that_cannot_be_admitted_keeps_nothing_from_others(model_dir: str) -> None:
+    """Its grammar is not ready, and nothing runs."""
+    rig, said = crowd(model_dir, SHORT)
+    second = rig.add("second", [*said, *range(20)], ASKED)
+    second.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    for _ in range(2 * STEPS):
+        rig.step()
+    assert running(rig) == ["anew"]
+
+
 def test_no_request_waits_while_there_is_room(model_dir: str) -> None:
     rig = made(model_dir, 80, kv_turn_seconds=LONG)
     turn(rig, "first", PROMPT)
@@ -129,14 +217,19 @@ def test_a_smaller_request_does_not_begin_before_one_that_waits(model_dir: str) 
     assert running(rig) == []
 
 
-def test_a_request_of_another_lineage_or_branch_is_no_next_turn(model_dir: str) -> None:
-    """What they share is the system prompt."""
-    rig, said = crowd(model_dir, LONG)
-    rig.add("protected", [*said, *range(20)], ASKED | {"kv_protect": 48})
-    rig.add("branch", [*said[:48], *range(300)], ASKED)
+@pytest.mark.parametrize(("protect", "common", "found"), [(48, 48, 48), (0, 336, 336)])
+def test_a_request_of_another_lineage_or_branch_is_no_next_turn(
+    model_dir: str, protect: int, common: int, found: int
+) -> None:
+    """What the branch finds is the system prompt, protected or settled."""
+    asked = ASKED | {"kv_protect": protect}
+    rig, said = crowd(model_dir, LONG, asked)
+    rig.add("other", [*said, *range(20)], ASKED | {"kv_protect": 16})
+    rig.add("branch", [*said[:common], *range(200)], asked)
+    assert rig.blocks.find_hit("branch", 400)[1] == found
     rig.step()
     assert running(rig) == []
-    rig.add("second", [*said, *range(20)], ASKED)
+    rig.add("second", [*said, *range(20)], asked)
     rig.step()
     assert running(rig) == ["second"]
 

@@ -177,7 +177,8 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(steps):
             ran, output = len(self.rig.scheduler.running), self.rig.step()
             Traffic.steps += 1
-            idle = not (ran or output.num_scheduled_tokens or self.rig.blocks._settled.turns.keeps)
+            turns = self.rig.blocks._settled.turns
+            idle = not (ran or output.num_scheduled_tokens or (turns.keeps and not turns._turns))
             assert not (idle and self.rig.scheduler.waiting), "all wait"
             self.check_hits(output.scheduled_new_reqs)
             self.check_meetings(output.h2o.evictions)

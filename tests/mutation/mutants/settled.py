@@ -56,6 +56,18 @@ MUTANTS = (
         TURNS,
     ),
     Mutant(
+        "turns-without-a-hit-are-not-counted",
+        "        self._settled.turns.admitted(request_id)",
+        "        pass",
+        TURNS,
+    ),
+    Mutant(
+        "what-is-kept-for-a-turn-is-taken-before-what-was-freed-later",
+        "if len(kept) <= MOST_MOVED:",
+        "if False:",
+        TURNS,
+    ),
+    Mutant(
         "a-smaller-request-overtakes-one-that-waits-for-a-turn",
         "self._waits = True",
         "pass",
@@ -75,8 +87,8 @@ MUTANTS = (
     ),
     Mutant(
         "whoever-has-the-same-system-prompt-is-a-next-turn",
-        "if 2 * same >= len(answer.needed):",
-        "if same:",
+        "same = answer.shares(keys) if reached >= answer.prompt_tokens else 0",
+        "same = answer.shares(keys)",
         TURNS,
     ),
     Mutant(

@@ -36,7 +36,8 @@ def bare_config(block_size: int, length: int, max_seqs: int, max_batched: int) -
     from h2o_vllm.plugin import engine_args, register
 
     register()
-    args = engine_args()
+    # Blocks are kept for next turns by the clock, and time is simulated here.
+    args = engine_args(kv_turn_seconds=0.0)
     # Of the embedded model the scheduler sees nothing but how long a sequence may be.
     model = ModelConfig(
         model=str(default_model_dir()), max_model_len=length, dtype="bfloat16",

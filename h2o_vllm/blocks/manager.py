@@ -72,9 +72,9 @@ class H2OBlockManager(SqueezingManager):
         return self._eviction_states.get(request_id)
 
     def keep_for_next_turns(self, seconds: float) -> None:
-        """Let requests that wait leave the blocks of answers that settled to their next turns for so long.
+        """Keep settled blocks of an answer for its next turn, for so long, while other requests wait.
 
-        Not where priorities decide who comes first.
+        With priority scheduling no blocks are kept: priorities alone decide the order.
         """
         self._settled.turns.seconds = 0.0 if self._rules.by_priority else seconds
 
@@ -273,10 +273,11 @@ class H2OBlockManager(SqueezingManager):
     ) -> list[KVCacheBlock]:
         """As the base class; also updates the request's ``peak_blocks``."""
         blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        self._settled.turns.admitted(request_id)
         state = self._eviction_states.get(request_id)
         # What a connector loads has its blocks before.
         if state is not None and (blocks or not state.peak_blocks):
+            # A request that finds nothing in the cache is admitted here alone.
+            self._settled.turns.admitted(request_id)
             live = len(self.req_to_blocks[request_id]) - state.holes
             state.peak_blocks = max(state.peak_blocks, live)
         return blocks
@@ -310,7 +311,7 @@ class H2OBlockManager(SqueezingManager):
         super().add_local_computed_blocks(
             request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
-        self._settled.admitted(request_id, num_local_computed_tokens)
+        self._settled.resume(request_id, num_local_computed_tokens)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As the base class; also cancels a pending eviction, and forgets the request if it is finished.

@@ -79,7 +79,7 @@ class SettledBlocks:
             self._pool.free_blocks(reversed(kept))
 
     def waits(self, request_id: str) -> bool:
-        """Whether a request is not admitted now: for others' next turns, or to read what one computes.
+        """Whether a request has to wait: for others' next turns, or for KV that another request computes.
 
         If the answer is no, requests that are asked about later in this step may wait for this one.
         """
@@ -101,8 +101,8 @@ class SettledBlocks:
             return True
         return self._computed_by_another(state)
 
-    def admitted(self, request_id: str, computed: int) -> None:
-        """Note that a request begins, behind a hit of ``computed`` tokens."""
+    def resume(self, request_id: str, computed: int) -> None:
+        """Note that a request begins behind a hit of ``computed`` tokens, if its segments settle."""
         if request_id in self.states:
             self.states[request_id].resume(computed)
 

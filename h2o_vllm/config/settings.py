@@ -133,7 +133,7 @@ class Settings(EngineLimits):
     )
     kv_turn_seconds: float = setting(
         0.2,
-        "For so long waiting requests leave the blocks of an answer that settled to its next turn.",
+        "How long settled blocks of an answer are kept for its next turn while others wait; 0: not.",
         high=60, metavar="S",
     )  # fmt: skip
     kv_full_kernel: str = setting(

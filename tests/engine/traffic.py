@@ -178,8 +178,8 @@ class Traffic(RuleBasedStateMachine):
             ran, output = len(self.rig.scheduler.running), self.rig.step()
             Traffic.steps += 1
             turns = self.rig.blocks._settled.turns
-            idle = not (ran or output.num_scheduled_tokens or (turns.keeps and not turns._turns))
-            assert not (idle and self.rig.scheduler.waiting), "all wait"
+            works = ran or output.num_scheduled_tokens or (turns.keeps and not turns._turns)
+            assert works or not self.rig.scheduler.waiting, "all wait"
             self.check_hits(output.scheduled_new_reqs)
             self.check_meetings(output.h2o.evictions)
             self.check_requests()

@@ -57,8 +57,8 @@ MUTANTS = (
     ),
     Mutant(
         "turns-without-a-hit-are-not-counted",
-        "        self._settled.turns.admitted(request_id)",
-        "        pass",
+        "            self._settled.turns.admitted(request_id)",
+        "            pass",
         TURNS,
     ),
     Mutant(
@@ -86,7 +86,7 @@ MUTANTS = (
         TURNS,
     ),
     Mutant(
-        "whoever-has-the-same-system-prompt-is-a-next-turn",
+        "a-request-with-the-same-system-prompt-is-a-next-turn",
         "same = answer.shares(keys) if reached >= answer.prompt_tokens else 0",
         "same = answer.shares(keys)",
         TURNS,

@@ -58,7 +58,7 @@ class _Answer:
 
     @property
     def lost(self) -> bool:
-        """Whether a needed block was given away. Then a look-up finds far fewer tokens, or none."""
+        """Whether a needed block has lost its KV. A look-up then finds far fewer tokens, or none."""
         return any(block.block_hash != key for block, key in self.needed)
 
     def kept(self) -> Iterator[Block]:
@@ -150,7 +150,7 @@ class NextTurns:
         return bool(self._answers)
 
     def waits(self, request_id: str, spare: Callable[[], int]) -> bool:
-        """Whether the admission of a request would take blocks that are kept for others' next turns.
+        """Whether the admission of a request would take blocks that are kept for next turns of other chats.
 
         Args:
             spare: says how many blocks are free beside those that it will take; may be negative.

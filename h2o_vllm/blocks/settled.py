@@ -79,7 +79,7 @@ class SettledBlocks:
             self._pool.free_blocks(reversed(kept))
 
     def waits(self, request_id: str) -> bool:
-        """Whether a request has to wait: for others' next turns, or for KV that another request computes.
+        """Whether a request has to wait: for a next turn, or for KV that another request computes.
 
         If the answer is no, requests that are asked about later in this step may wait for this one.
         """

@@ -44,7 +44,7 @@ NO_CALIBRATION = (
     "kv_budget 0.25, RULER, 1.5B). Made in minutes, on a CPU: python -m h2o_vllm.calibrate --model %s "
     "--output model.h2o; served with --kv-calibration model.h2o"
 )
-"""By ``loadtest/results/README.md``: the defaults with a calibration and without."""
+"""By ``loadtest/results/quality.md``: the defaults with a calibration and without."""
 
 MIDDLEWARE = f"{middleware.__name__}.{middleware.KVCacheMiddleware.__name__}"
 

@@ -174,7 +174,7 @@ class H2OScheduler(LimitingScheduler):
             self._rejections.add(session.request_id, str(error))
 
     def waits(self, request: Request) -> bool:
-        """Whether it has to wait: for others' next turns, or for KV that another request computes."""
+        """Whether it has to wait: for a next turn, or for KV that another request computes."""
         return self.blocks.waits(request.request_id)
 
     def counting(self) -> AbstractContextManager[None]:

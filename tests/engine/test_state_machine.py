@@ -5,8 +5,7 @@ Workers are played on ghost memory, so that any token that comes of KV of others
 
 ``--long`` runs thousands of steps more, elsewhere every time. A failure
 shrinks to a short script of rules, which then becomes a test of its own in ``test_laws_blocks.py``.
-Bugs that are planted have to be found, else the machine would prove nothing: one of each kind here, more by
-``python -m tests.mutation``.
+Bugs that are planted have to be found, else the machine would prove nothing: one of each kind here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of h2o_vllm, split by the party that has to act. Imports nothing; used in every process."""
 
-__all__ = ["AccountingError", "BudgetError", "ConfigError", "H2OError"]
-
 _LONGEST = 80
 """Characters of a refused value that a message repeats."""
 
@@ -29,6 +27,10 @@ class BudgetError(H2OError, ValueError):
         self.value = value
         self.accepted = accepted
         super().__init__(f"{parameter} must be {accepted}, got {_short(value)}")
+
+
+class ConflictError(BudgetError):
+    """The field cannot be in effect beside another one of the request."""
 
 
 class AccountingError(H2OError, AssertionError):

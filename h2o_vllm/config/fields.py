@@ -9,6 +9,7 @@ of ``h2o-serve`` with its help, the request field and its JSON schema, the check
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -31,6 +32,10 @@ class Field:
         metavar: of the option.
         attribute: of :class:`~h2o_vllm.config.request_budget.RequestBudget`; empty: several, or none.
         reported: key of that attribute in a response's report; empty: it is not reported as it is.
+        excludes: request fields that cannot be in effect beside it, and why.
+        off: the value with which it is not in effect, beside 0 and ``False``.
+        says_how: whether it says how tokens are evicted: it overrides ``--kv-exact``.
+        settling_ignores: whether it has no meaning where segments settle.
         name, kind, optional: of the option and the request field; the type of its values; whether it may be
             ``None``, left open. Filled in from where it stands.
         default: a server's, stated there.
@@ -45,6 +50,10 @@ class Field:
     metavar: str = ""
     attribute: str = ""
     reported: str = ""
+    excludes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    off: Any = None
+    says_how: bool = False
+    settling_ignores: bool = False
     name: str = ""
     kind: type = str
     optional: bool = False
@@ -59,6 +68,10 @@ class Field:
     def is_bounded(self) -> bool:
         """Whether numbers have an upper limit of their own."""
         return self.kind in (int, float) and self.high < MAX_TOKENS
+
+    def is_on(self, value: Any) -> bool:
+        """Whether a request with this value is another one than without the field."""
+        return value not in (None, 0, self.off)
 
     def check(self, value: Any, low: float | None = None, high: float | None = None) -> Any:
         """``value``, if it is of the type and in the range; ``low`` and ``high`` are narrower limits.

@@ -8,12 +8,11 @@ Runs in every process; imports :mod:`h2o_vllm.errors`, the policies and its sibl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from h2o_vllm.config.request_fields import (
     FEW_PROTECTED,
-    REMOVED_FIELDS,
     ROLE_WORDS,
     SHORT_PROMPT,
     check_heads,
@@ -23,7 +22,7 @@ from h2o_vllm.config.request_fields import (
     check_scores,
     check_settle,
 )
-from h2o_vllm.config.settings import OPTIONS, Settings
+from h2o_vllm.config.settings import FIELDS, OPTIONS, Settings, check_exclusions
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.policy.policy import Policy, accepted_policies
 
@@ -58,7 +57,12 @@ class H2OConfig(Settings):
         default = self.default_policy
         check_prefill(self.kv_prefill_tokens, default)
         named = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked}
-        check_settle(named, default)
+        # A server has both budgets, of which the number rules.
+        check_exclusions({name: value for name, value in named.items() if name != "kv_budget"})
+        if self.kv_settle_tokens and self.kv_settles_not_because:
+            accepted = f"0 here ({self.kv_settles_not_because})"
+            raise BudgetError("kv_settle_tokens", self.kv_settle_tokens, accepted)
+        check_settle(self.kv_settle_tokens, default)
         if self.kv_heads is not None:
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
         if self.evicts_by_default or self.kv_prefill_tokens:
@@ -94,19 +98,16 @@ class H2OConfig(Settings):
         Raises:
             ConfigError: an unknown key, or a value out of range.
         """
-        known = {field.name for field in fields(cls)}
+        known = {row.name for row in OPTIONS}
         unknown = sorted(set(values) - known)
         if unknown:
-            removed = [
-                f"{name}: {REMOVED_FIELDS[name]}" for name in unknown if name in REMOVED_FIELDS
-            ]
-            hint = "; ".join(removed) or f"known: {sorted(known)}"
-            raise ConfigError(f"unknown h2o option(s) {', '.join(unknown)}; {hint}")
+            names = ", ".join(unknown)
+            raise ConfigError(f"unknown h2o option(s) {names}; known: {sorted(known)}")
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
         """The inverse of :meth:`from_mapping`: plain values that survive JSON and pickling."""
-        return asdict(self)
+        return {row.name: getattr(self, row.name) for row in OPTIONS}
 
     @property
     def calibrated(self) -> bool:
@@ -135,17 +136,32 @@ class H2OConfig(Settings):
     @property
     def default_policy(self) -> Policy:
         """That of a request that names nothing."""
-        bounded = bool(self.kv_prefill_tokens or self.kv_settle_tokens)
-        return Policy.parse(self.kv_policy, calibrated=self.calibrated, bounded=bounded)
+        return self.parsed(self.kv_policy, self.kv_prefill_tokens, self.kv_settle_tokens)
 
-    def policy_of(self, asked: Any, *, bounded: bool) -> Policy:
-        """What a request asks for, or the default if that is ``None``; its prompt may be bounded.
+    def parsed(self, policy: Any, prefill: Any, settle: Any, *, calibrated: bool = False) -> Policy:
+        """What ``kv_policy`` stands for beside a bound of the prompt and a window of segments that settle.
+
+        Args:
+            calibrated: whether to take the server for one with a calibration.
+
+        Raises:
+            BudgetError: it names no policy.
+        """
+        return Policy.parse(
+            policy,
+            calibrated=calibrated or self.calibrated,
+            bounded=bool(prefill),
+            scored=not (settle or self.kv_scores_not_because),
+        )
+
+    def policy_of(self, asked: Any, prefill: Any, settle: Any) -> Policy:
+        """What a request asks for, or the default if that is ``None``; see :meth:`parsed`.
 
         Raises:
             BudgetError: it names none, or one that needs a calibration where there is none.
         """
         text = self.kv_policy if asked is None else asked
-        policy = Policy.parse(text, calibrated=self.calibrated, bounded=bounded)
+        policy = self.parsed(text, prefill, settle)
         if policy.calibrated and not self.calibrated:
             accepted = accepted_policies(calibrated=False)
             raise BudgetError(
@@ -175,24 +191,37 @@ class H2OConfig(Settings):
             return self.kv_heads
         return "shared" if policy.shares else "equal"
 
-    def defaults(self, policy: Policy, settle: int | None = None) -> dict[str, Any]:
+    def defaults(self, policy: Policy, settle: int) -> dict[str, Any]:
         """What a request with ``policy`` gets for each field that it does not name, by name.
 
+        ``None`` for fields without a meaning: segments that settle do so without ``kv_delay``.
+
         Args:
-            settle: its ``kv_settle_tokens``; ``None``: the request does not name it. If it is not 0, it
-                overrides the defaults that settling excludes.
+            settle: its ``kv_settle_tokens``. If it is not 0, it overrides the defaults that it excludes.
         """
-        settle = self.kv_settle_tokens if settle is None else settle
-        values = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked}
-        return values | {
+        values = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked} | {
             "kv_policy": policy.name,
             "kv_recent": self.recent_of(policy),
             "kv_protect": self.protect_of(policy),
-            "kv_heads": "equal" if settle else self.heads_of(policy),
-            "kv_elastic": self.kv_elastic and not settle,
-            "kv_prefill_tokens": 0 if settle else self.kv_prefill_tokens,
+            "kv_heads": self.heads_of(policy),
             "kv_settle_tokens": settle,
         }
+        if settle:
+            if values["kv_protect"] == "short":
+                # What settles is found again behind the same protected tokens, and a chat's prompt grows.
+                values["kv_protect"] = 0
+            for name in values:
+                row = FIELDS[name]
+                if "kv_settle_tokens" in row.excludes and name != "kv_budget_tokens":
+                    values[name] = row.off if row.off is not None else row.kind()
+                elif row.settling_ignores:
+                    values[name] = None
+        return values
+
+    @property
+    def applied(self) -> dict[str, Any]:
+        """What a request gets that names no field, by name: for people and for the OpenAPI page."""
+        return self.defaults(self.default_policy, self.kv_settle_tokens)
 
     def range_of(self, name: str) -> tuple[float | None, float | None]:
         """Limits of a request field that this server narrows, low and high; ``None``: those of its row."""

@@ -14,25 +14,6 @@ from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import Collects
 
-__all__ = [
-    "EXACT_SHARE",
-    "EXACT_WITH",
-    "HEADS",
-    "MAX_DELAY",
-    "MAX_TRACE_TOKENS",
-    "PROTECT_WORDS",
-    "ROLE_WORDS",
-    "SHORT_PROMPT",
-    "check_heads",
-    "check_ops",
-    "check_prefill",
-    "check_received",
-    "check_scores",
-    "check_settle",
-    "evicts_at_end",
-    "settles_not_because",
-]
-
 HEADS = ("equal", "shared")
 """What ``kv_heads`` may be: all KV heads of a layer keep as many tokens, or they share its heavy slots."""
 
@@ -50,28 +31,11 @@ SHORT_PROMPT = 4
 FEW_PROTECTED = 1024
 """Tokens a request may protect where an operator bounds budgets and says nothing of protection."""
 
-REMOVED_FIELDS = {
-    "kv_sinks": "it was removed; kv_protect keeps a number of first tokens, in whole blocks beside the budget"
-}
-"""Fields and options of earlier releases, and what replaces each."""
-
-SETTLES_NOT_WITH = {
-    "kv_budget_tokens": "of each segment a share stays, which kv_budget says",
-    "kv_elastic": "what has settled does not wait for memory to be short",
-    "kv_evict_from": "segments settle where they end",
-    "kv_prefill_tokens": "a prompt settles while it is computed, which bounds it",
-    "kv_trace": "no trace follows tokens that several requests hold",
-}
-"""Fields that a request cannot combine with ``kv_settle_tokens``, and why."""
-
 NOT_AT_END = (
     "kv_delay", "kv_elastic", "kv_evict_from", "kv_prefill_tokens", "kv_settle_tokens", "kv_trace",
 )  # fmt: skip
 """Fields that, unless they are 0 or false, put the first eviction elsewhere than right behind the prompt, or
 need its history."""
-
-EXACT_WITH = ("kv_budget", "kv_budget_tokens", "kv_exact")
-"""Fields that a request may combine with ``kv_exact``. The others say how something is evicted."""
 
 WITHOUT_SCORES = "'later', 'window' and 'random' collect none"
 """Presets that serve where no attention is known."""
@@ -169,24 +133,12 @@ def check_received(
             raise BudgetError(name, values[name], f"0 on this server: {because}")
 
 
-def settles_not_because(given: Mapping[str, Any]) -> str:
-    """Which of the fields in ``given`` excludes settling, and why; empty: none does."""
-    for name, why in SETTLES_NOT_WITH.items():
-        if given.get(name):
-            return f"with {name}: {why}"
-    if given.get("kv_heads") == "shared":
-        return "with kv_heads 'shared': in what has settled every head has its own slots"
-    return ""
-
-
-def check_settle(given: Mapping[str, Any], policy: Policy) -> int:
-    """Check ``kv_settle_tokens`` in ``given``: it must be 0 if another field or the policy excludes settling.
+def check_settle(tokens: int, policy: Policy) -> int:
+    """``kv_settle_tokens``, 0 where ``policy`` cannot settle.
 
     Raises:
         BudgetError: it is not 0.
     """
-    tokens: int = given["kv_settle_tokens"]
-    because = settles_not_because(given) or policy.settles_not_because
-    if tokens and because:
-        raise BudgetError("kv_settle_tokens", tokens, f"0 {because}")
+    if tokens and policy.settles_not_because:
+        raise BudgetError("kv_settle_tokens", tokens, f"0 {policy.settles_not_because}")
     return tokens

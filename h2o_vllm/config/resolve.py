@@ -16,8 +16,6 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import (
     EXACT_SHARE,
-    EXACT_WITH,
-    REMOVED_FIELDS,
     ROLE_WORDS,
     check_heads,
     check_ops,
@@ -26,13 +24,10 @@ from h2o_vllm.config.request_fields import (
     check_scores,
     check_settle,
     evicts_at_end,
-    settles_not_because,
 )
-from h2o_vllm.config.settings import FIELDS, REQUEST_FIELDS
+from h2o_vllm.config.settings import FIELDS, REQUEST_FIELDS, check_exclusions, excluding
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy.policy import Policy
-
-__all__ = ["for_prompt", "resolve", "resolve_for"]
 
 
 def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget:
@@ -47,27 +42,29 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     Raises:
         BudgetError: a field has the wrong type, is out of range, or contradicts another.
     """
-    for name, instead in REMOVED_FIELDS.items():
-        if asked and asked.get(name) is not None:
-            raise BudgetError(name, asked[name], f"left out: {instead}")
     given = {k: asked[k] for k in REQUEST_FIELDS if asked and asked.get(k) is not None}
+    check_exclusions(given)
     policy, settle = _policy(config, given)
     settings = config.defaults(policy, settle) | given
     values = {
         row.attribute: _checked(config, row.name, settings[row.name])
         for row in FIELDS.values()
-        if row.attribute
+        if row.attribute and settings[row.name] is not None
     }
+    if settle:
+        values |= {row.attribute: row.kind() for row in FIELDS.values() if row.settling_ignores}
     check_prefill(values["prefill"], policy)
     fraction, tokens = _budget(config, given)
     if settle and tokens is not None:
         accepted = "0 where the server's budget is --kv-budget-tokens, unless kv_budget is given"
         raise BudgetError("kv_settle_tokens", settle, accepted)
-    elastic, evict_from = _begin(config, given, settle=settle)
+    elastic, evict_from = _begin(config, given, default=settings["kv_elastic"])
     values |= {
         "policy": policy,
         "recent_of_answers": (
-            values["recent"] if "kv_recent" in given else config.recent_of(policy, answers=True)
+            values["recent"]
+            if settle or "kv_recent" in given
+            else config.recent_of(policy, answers=True)
         ),
         "fraction": fraction,
         "tokens": tokens,
@@ -150,9 +147,6 @@ def for_prompt(
 
 def _budget(config: H2OConfig, given: Mapping[str, Any]) -> tuple[float, int | None]:
     """``fraction`` and ``tokens`` of a :class:`RequestBudget`."""
-    if "kv_budget" in given and "kv_budget_tokens" in given:
-        accepted = "left out when kv_budget_tokens is given"
-        raise BudgetError("kv_budget", given["kv_budget"], accepted)
     if "kv_budget" in given:
         return _checked(config, "kv_budget", given["kv_budget"]), None
     if "kv_budget_tokens" in given:
@@ -167,16 +161,16 @@ def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
     names ``kv_settle_tokens``, defaults that exclude settling.
     """
     name, asked = "kv_settle_tokens", given.get("kv_policy")
-    settle = _checked(config, name, given.get(name, config.kv_settle_tokens))
+    settle: int = _checked(config, name, given.get(name, config.kv_settle_tokens))
     if config.kv_settles_not_because and settle:
         raise BudgetError(name, settle, f"0 on this server ({config.kv_settles_not_because})")
-    if settle and name not in given and settles_not_because(given):
+    if name not in given and excluding(name, given):
         settle = 0
-    bounded = bool(settle or given.get("kv_prefill_tokens", config.kv_prefill_tokens))
-    policy = config.policy_of(asked, bounded=bounded)
+    prefill = given.get("kv_prefill_tokens", 0 if settle else config.kv_prefill_tokens)
+    policy = config.policy_of(asked, prefill, settle)
     if settle and name not in given and policy.settles_not_because:
-        settle = 0
-    return policy, check_settle({**given, name: settle}, policy)
+        return config.policy_of(asked, prefill, 0), 0
+    return policy, check_settle(settle, policy)
 
 
 def _exact(config: H2OConfig, given: Mapping[str, Any]) -> bool:
@@ -184,10 +178,9 @@ def _exact(config: H2OConfig, given: Mapping[str, Any]) -> bool:
     name = "kv_exact"
     if not _checked(config, name, given.get(name, config.kv_exact)):
         return False
-    others = (field for field in REQUEST_FIELDS if field not in EXACT_WITH)
-    other = next((field for field in others if given.get(field)), None)
+    how = next((f for f, value in given.items() if FIELDS[f].says_how and value != "auto"), None)
     if name not in given:
-        return other is None
+        return how is None and not excluding(name, given)
     because = config.kv_exact_not_because
     if not because and not config.exact_drafts:
         because = "it was started without --kv-exact and --kv-exact-drafts"
@@ -195,29 +188,28 @@ def _exact(config: H2OConfig, given: Mapping[str, Any]) -> bool:
         raise BudgetError(name, True, f"false on this server ({because})")
     if config.kv_budget_max < 1.0:
         raise BudgetError(name, True, f"false {_bounded_server(config)}")
-    if other is not None:
-        raise BudgetError(name, True, f"false with {other}: an exact request evicts nothing")
+    if how is not None:
+        raise BudgetError(name, True, f"false with {how}: an exact request evicts nothing")
     return True
 
 
-def _begin(config: H2OConfig, given: Mapping[str, Any], *, settle: int) -> tuple[bool, int]:
+def _begin(config: H2OConfig, given: Mapping[str, Any], *, default: bool) -> tuple[bool, int]:
     """When evictions begin: ``elastic`` and ``evict_from`` of a :class:`RequestBudget`.
 
     A server that bounds budgets lets requests keep everything for a while only by choice.
+
+    Args:
+        default: ``kv_elastic`` of a request that names neither field.
     """
-    default = config.kv_elastic and not settle
     elastic = _checked(config, "kv_elastic", given.get("kv_elastic", default))
     bounded = config.kv_budget_max < 1.0
     if elastic and bounded and not config.kv_elastic:
         raise BudgetError("kv_elastic", True, f"false {_bounded_server(config)}")
     if "kv_evict_from" not in given:
         return elastic, 0
-    asked = given["kv_evict_from"]
-    evict_from = _checked(config, "kv_evict_from", asked)
-    if elastic and "kv_elastic" in given:
-        raise BudgetError("kv_evict_from", asked, "left out when kv_elastic is true")
+    evict_from = _checked(config, "kv_evict_from", given["kv_evict_from"])
     if bounded:
-        raise BudgetError("kv_evict_from", asked, f"left out {_bounded_server(config)}")
+        raise BudgetError("kv_evict_from", evict_from, f"left out {_bounded_server(config)}")
     return False, evict_from
 
 

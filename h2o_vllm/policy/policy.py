@@ -40,12 +40,16 @@ class Policy:
     ranks: tuple[Rank, ...]
 
     @classmethod
-    def parse(cls, text: Any, *, calibrated: bool = False, bounded: bool = False) -> Policy:
+    def parse(
+        cls, text: Any, *, calibrated: bool = False, bounded: bool = False, scored: bool = True
+    ) -> Policy:
         """The policy that ``kv_policy`` names: a preset, or ranks joined by ``+``.
 
         Args:
             calibrated: whether the engine has a calibration: presets then stand for more.
             bounded: whether the prompt is bounded while it is computed (``kv_prefill_tokens``).
+            scored: whether attention to the ranked tokens is known: not where segments settle, nor in every
+                engine. ``auto`` stands for ranks that do without.
 
         Raises:
             BudgetError: ``text`` names no policy.
@@ -60,7 +64,7 @@ class Policy:
             name = ALIASES[text]
         preset = next((one for one in PRESETS if one.name == name), None)
         if preset is not None:
-            name = preset.ranks_for(calibrated=calibrated, bounded=bounded)
+            name = preset.ranks_for(calibrated=calibrated, bounded=bounded, scored=scored)
         policy = cls(tuple(rank for part in name.split("+") for rank in RANKS if rank.name == part))
         if not policy.ranks or policy.name != name:
             raise BudgetError("kv_policy", text, accepted_policies(calibrated=calibrated))
@@ -222,7 +226,9 @@ def policy_names(
     *, calibrated: bool, scored: bool = True, on_gpus: bool = False
 ) -> tuple[str, ...]:
     """Presets, and single ranks, that requests may name; see :func:`joinable_ranks`."""
-    parsed = {one.name: Policy.parse(one.name, calibrated=calibrated) for one in PRESETS}
+    parsed = {
+        one.name: Policy.parse(one.name, calibrated=calibrated, scored=scored) for one in PRESETS
+    }
     presets = [
         name
         for name, policy in parsed.items()

@@ -15,7 +15,8 @@ class Preset:
     Attributes:
         use: what it is for. ranks: what it stands for.
         calibrated: what it stands for in an engine with a calibration.
-        bounded: the same, for prompts that are bounded while they are computed.
+        bounded: the same, where prompts are bounded while they are computed or their attention is not known.
+        unscored: what it stands for without a calibration where attention is not known.
     """
 
     name: str
@@ -23,12 +24,13 @@ class Preset:
     ranks: str
     calibrated: str = ""
     bounded: str = ""
+    unscored: str = ""
 
-    def ranks_for(self, *, calibrated: bool, bounded: bool) -> str:
-        """What it stands for here."""
+    def ranks_for(self, *, calibrated: bool, bounded: bool, scored: bool) -> str:
+        """What it stands for here; see :meth:`.Policy.parse`."""
         if not calibrated:
-            return self.ranks
-        return (bounded and self.bounded) or self.calibrated or self.ranks
+            return (not scored and self.unscored) or self.ranks
+        return ((bounded or not scored) and self.bounded) or self.calibrated or self.ranks
 
 
 PRESETS = (
@@ -39,6 +41,7 @@ PRESETS = (
         calibrated="predicted+value+end+key",
         # Attention adds up: the queries of a long prompt's rest outweigh what was predicted of its beginning.
         bounded="predicted+key",
+        unscored="key",
     ),
     Preset("text", "a text that goes on", "value"),
     Preset("question", "a question at the prompt's end", "end+key", calibrated="predicted+end+key"),

@@ -10,18 +10,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from h2o_vllm import dependencies
 from h2o_vllm.config.fields import Field
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.request_fields import REMOVED_FIELDS
 from h2o_vllm.config.settings import OPTIONS
 from h2o_vllm.engine import compiling, quiet
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
+from h2o_vllm.models import default_calibration
 from h2o_vllm.server import fork_server
 from h2o_vllm.server.still import StartWatch
 
@@ -192,25 +192,12 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
             kind = _tokens_or_word if row.words else row.kind
             facts |= {"type": kind, "metavar": row.metavar or number}
         group.add_argument(row.flag, **facts)
-    for name, instead in REMOVED_FIELDS.items():
-        # Known, so that the error says what replaces it.
-        flag = f"--{name.replace('_', '-')}"
-        hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        group.add_argument(flag, type=_removed(instead), **hidden)
     group.add_argument(
         "--kv-playground",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="A page at /h2o/; brings --kv-trace.",
     )
-
-
-def _removed(instead: str) -> Callable[[str], NoReturn]:
-    def refuse(text: str) -> NoReturn:
-        del text
-        raise argparse.ArgumentTypeError(instead)
-
-    return refuse
 
 
 def _help(row: Field) -> str:
@@ -235,12 +222,22 @@ def _file(text: str) -> str:
 
 
 def config_of(args: argparse.Namespace) -> H2OConfig:
-    """Our part of the parsed options.
+    """Our part of the parsed options, with the embedded model's calibration if that model is to be served.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
     """
-    return H2OConfig(**{row.name: getattr(args, row.name) for row in OPTIONS})
+    values = {row.name: getattr(args, row.name) for row in OPTIONS}
+    if values["kv_calibration"] is None and _can_predict_embedded(args):
+        values["kv_calibration"] = str(default_calibration())
+    return H2OConfig(**values)
+
+
+def _can_predict_embedded(args: argparse.Namespace) -> bool:
+    """Whether the embedded model is served and its calibration serves; yes, where ``args`` do not tell."""
+    embedded = getattr(args, "model_tag", None) is None and getattr(args, "model", None) is None
+    # What is predicted lies in few heads, and ranks' heads are equal.
+    return embedded and getattr(args, "tensor_parallel_size", 1) == 1
 
 
 class _OwnHelp(argparse.ArgumentDefaultsHelpFormatter):

@@ -168,7 +168,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     limits |= {f"{row.name}_max": row.high for row in BOUNDED}
     return H2OServerConfig(
         models=[engine.model_config.served_model_name],
-        defaults=Defaults(**config.defaults(config.default_policy)),
+        defaults=Defaults(**config.applied),
         limits=Limits(
             **limits
             | {"kv_protect_max": config.protect_limit, "kv_exact_drafts": config.exact_drafts},

@@ -24,7 +24,7 @@ __all__ = ["describe_fields", "fields_of", "kind_of"]
 
 def fields_of(config: H2OConfig) -> dict[str, Any]:
     """JSON schema of each budget field, with this server's ranges and defaults."""
-    defaults = config.defaults(config.default_policy)
+    defaults = config.applied
     words = {"kv_heads": ("equal",)} if config.kv_heads_equal_because else {}
     pattern = policy_pattern(**config.accepts)
     policies = Annotated[str, Field(pattern=pattern)]

@@ -19,10 +19,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.config.request_fields import REMOVED_FIELDS
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.config.settings import REQUEST_FIELDS
-from h2o_vllm.errors import BudgetError
+from h2o_vllm.errors import BudgetError, ConflictError
 from h2o_vllm.server.misplaced import misplaced
 from h2o_vllm.server.routes import LIFTED, MESSAGES, Rule
 
@@ -30,13 +29,10 @@ __all__ = ["Admission", "RefusalError", "admit", "error_body"]
 
 XARGS = "vllm_xargs"
 
-EXCLUSIVE = ({"kv_budget", "kv_budget_tokens"}, {"kv_elastic", "kv_evict_from"})
-"""Fields that contradict each other; the second pair only if ``kv_elastic`` is true."""
-
 TO_CONNECTOR = "kv_transfer_params"
 
-VLLM_FIELDS = frozenset({TO_CONNECTOR})
-"""Top-level fields of vLLM's own that start with ``kv_``."""
+CLOSE = 0.8
+"""Likeness of names (``difflib``) from which on one is taken for a misspelled other."""
 
 _FLAG = TypeAdapter(bool)
 
@@ -172,8 +168,8 @@ def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
     given = request.get(XARGS)
     inner: dict[str, Any] = given if isinstance(given, dict) else {}
     _refuse_words_to_a_connector((request, inner))
-    _refuse_unknown(request, VLLM_FIELDS)
-    _refuse_unknown(inner, frozenset())
+    _refuse_misspelled(request)
+    _refuse_misspelled(inner)
     asked: dict[str, Any] = {}
     changed = False
     for field in REQUEST_FIELDS:
@@ -204,7 +200,7 @@ def _resolved(asked: Mapping[str, Any], config: H2OConfig) -> RequestBudget:
     try:
         return resolve(config, {field: _printable(value) for field, value in asked.items()})
     except BudgetError as error:
-        reason = "conflict" if any(pair <= asked.keys() for pair in EXCLUSIVE) else "value"
+        reason = "conflict" if isinstance(error, ConflictError) else "value"
         raise RefusalError(str(error), error.parameter, reason) from None
 
 
@@ -229,21 +225,21 @@ def _shown(key: str) -> str:
     return key if len(key) <= 40 else f"{key[:40]}..."
 
 
-def _is_ours(key: str) -> bool:
-    return key.lower().replace("-", "_").startswith("kv_")
+def _meant(key: str) -> str | None:
+    """The budget field that ``key`` is or misspells; ``None``: it is none of ours, and vLLM's to judge."""
+    name = key[:80].lower().replace("-", "_")
+    if name in REQUEST_FIELDS or not name.startswith("kv"):
+        return name if name in REQUEST_FIELDS else None
+    begun = [field for field in REQUEST_FIELDS if field.startswith(f"{name}_")]
+    return next(iter(begun or difflib.get_close_matches(name, REQUEST_FIELDS, 1, CLOSE)), None)
 
 
-def _refuse_unknown(place: Mapping[str, Any], known: frozenset[str]) -> None:
+def _refuse_misspelled(place: Mapping[str, Any]) -> None:
     for key in place:
-        if not _is_ours(key) or key in REQUEST_FIELDS or key in known:
-            continue
-        shown = _shown(key)
-        close = difflib.get_close_matches(key[:80].lower(), REQUEST_FIELDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(REQUEST_FIELDS)}"
-        hint = REMOVED_FIELDS.get(key, hint)
-        raise RefusalError(
-            f"{shown!r} is not a known request field; {hint}", shown, "unknown_field"
-        )
+        meant = _meant(key)
+        if meant is not None and meant != key:
+            message = f"{_shown(key)!r} is not a known request field; did you mean {meant}?"
+            raise RefusalError(message, _shown(key), "unknown_field")
 
 
 def _refuse_misplaced(request: Mapping[str, Any], query: bytes) -> None:
@@ -295,6 +291,6 @@ def _fields_of(body: bytes, request: dict[str, Any] | None) -> Iterator[str]:
         yield from (field for field in REQUEST_FIELDS if field.encode() in body)
         return
     for place in _places_of(request):
-        yield from (k for k in place if _is_ours(k) and k not in VLLM_FIELDS)
+        yield from (key for key in place if _meant(key) is not None)
     if (found := misplaced(request)) is not None:
         yield found[0]

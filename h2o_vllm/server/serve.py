@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
-from dataclasses import replace
 
 from vllm import envs
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
@@ -22,9 +21,7 @@ from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine import quiet, start_record
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.policy.policy import Policy
 from h2o_vllm.server import engine_death, launch, middleware, playground
 from h2o_vllm.server.model_dir import check_model_dir
 from h2o_vllm.server.still import StartWatch
@@ -74,9 +71,7 @@ def serve(
     config = prepare(args, parser, config)
     logger.info(
         "H2O: %s kv_min_tokens=%s; requests may ask for kv_budget %s to %s; block size %s",
-        " ".join(
-            f"{name}={value}" for name, value in config.defaults(config.default_policy).items()
-        ),
+        " ".join(f"{name}={value}" for name, value in config.applied.items()),
         config.kv_min_tokens,
         config.kv_budget_min,
         config.kv_budget_max,
@@ -114,8 +109,6 @@ def prepare(
     if args.kv_playground:
         config = playground.with_traces(config, args.pipeline_parallel_size)
     embedded = args.model_tag is None and args.model is None
-    if embedded:
-        config = _calibrated(config, args)
     _set_engine_args(args, parser, config)
     if MIDDLEWARE not in args.middleware:
         # First in the list is innermost: a user's own (compression, say) sees our finished answer.
@@ -135,18 +128,10 @@ def prepare(
     return config
 
 
-def _calibrated(config: H2OConfig, args: argparse.Namespace) -> H2OConfig:
-    """With the embedded model's calibration, where one can be used and no option names another."""
-    # What is predicted lies in few heads, and ranks' heads are equal.
-    if config.kv_calibration is not None or args.tensor_parallel_size > 1:
-        return config
-    return replace(config, kv_calibration=str(default_calibration()))
-
-
 def lacks_calibration(config: H2OConfig) -> bool:
     """Whether requests without budget fields evict, and would rank by predictions if there were any."""
-    bounded = bool(config.kv_prefill_tokens or config.kv_settle_tokens)
-    with_one = Policy.parse(config.kv_policy, calibrated=True, bounded=bounded)
+    bounds = config.kv_prefill_tokens, config.kv_settle_tokens
+    with_one = config.parsed(config.kv_policy, *bounds, calibrated=True)
     return config.evicts_by_default and config.default_policy != with_one
 
 

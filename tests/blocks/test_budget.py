@@ -54,7 +54,7 @@ def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() ->
         assert resolve(ours, asked).recent == share
         assert resolve(theirs, asked).recent == 0.7
         assert resolve(theirs, {**asked, "kv_recent": 0.0}).recent == 0.0
-    assert resolve(ours, None).recent == ours.defaults(ours.default_policy)["kv_recent"] == 0.25
+    assert resolve(ours, None).recent == ours.applied["kv_recent"] == 0.25
 
 
 @pytest.mark.parametrize(

@@ -112,13 +112,13 @@ def test_law09_copies_of_a_head_rank_by_no_attention(rig: Rig) -> None:
     object.__setattr__(config, "parallel_config", copy.copy(config.parallel_config))
     set_path(config, "parallel_config.tensor_parallel_size", 4)
     evicts = {"kv_budget": 0.2}
-    for served in ({}, {**evicts, "kv_policy": "later"}, {"kv_policy": "h2o"}):
+    for served in ({}, evicts, {**evicts, "kv_policy": "later"}, {"kv_policy": "h2o"}):
         set_path(config, "additional_config", {"h2o": served})
         check_supported(config)
     because = support.config_of(config).kv_scores_not_because
     assert "2 KV heads is on 2 of 4 tensor-parallel ranks" in because
-    for options in (evicts, {**evicts, "kv_policy": "snapkv"}, {"kv_prefill_tokens": 512}):
-        set_path(config, "additional_config", {"h2o": options})
+    for policy in ("snapkv", "text"):
+        set_path(config, "additional_config", {"h2o": {**evicts, "kv_policy": policy}})
         with pytest.raises(ConfigError, match=r"--kv-policy: .* on 2 of 4 tensor-parallel ranks"):
             check_supported(config)
 
@@ -252,7 +252,6 @@ def test_marked_specs_merge_into_marked_specs() -> None:
         ({"kv_policy": "best"}, "--kv-policy"),
         ({"kv_recent": 2}, "--kv-recent"),
         ({"kv_min_tokens": 0}, "--kv-min-tokens"),
-        ({"kv_sinks": 4}, "kv_sinks: it was removed; kv_protect"),
         ({"kv_budget_tokens": 1.5}, "--kv-budget-tokens"),
         ({"kv_protect": "question"}, "--kv-protect"),
         ({"kv_protect": 9, "kv_protect_max": 8}, "--kv-protect-max"),

@@ -217,7 +217,6 @@ BAD = [
     {"kv_policy": 3},
     {"kv_recent": "all"},
     {"kv_recent": 1.5},
-    {"kv_sinks": 4},
     {"kv_protect": -1},
     {"kv_protect": 2**31},
     {"kv_protect": 0.5},

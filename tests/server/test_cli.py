@@ -37,8 +37,6 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
         (["--kv-budget"], "--kv-budget"),
         (["--kv-budget-tokens", "1.5"], "--kv-budget-tokens"),
         (["--kv-policy", "lru"], "--kv-policy"),
-        (["--kv-sinks", "4"], "it was removed; kv_protect"),
-        (["--kv_sinks=4"], "it was removed; kv_protect"),
         (["--kv-protect", "question"], "--kv-protect"),
         (["--kv-protect", "65", "--kv-protect-max", "64"], "--kv-protect"),
         (["--kv-budget-min", "0.9", "--kv-budget-max", "0.1"], "--kv-budget-min"),
@@ -88,7 +86,7 @@ def test_help_is_short_and_shows_our_group(parser: Any, capsys: pytest.CaptureFi
 
 
 def test_defaults_are_those_of_the_configuration(parser: Any) -> None:
-    args = parse()
+    args = parse("some/model")
     assert cli.config_of(args) == H2OConfig()
     assert (args.host, args.port, args.model) == ("127.0.0.1", 8000, None)
 

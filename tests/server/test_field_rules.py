@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fields go together, with which policies and on which servers; refusals say so."""
+# ruff: noqa: E501 - a row is a line
+"""Which fields go together, with which policies and on which servers: a row each."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -11,327 +13,242 @@ import pytest
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve, resolve_for
+from h2o_vllm.config.settings import FIELDS, OPTIONS
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.policy import policy as policies
-from h2o_vllm.policy.policy import joinable_ranks, policy_names, policy_pattern
-from h2o_vllm.policy.presets import REMOVED
-from h2o_vllm.policy.ranks import RANKS
+from h2o_vllm.policy.policy import Policy, policy_names, policy_pattern
 from tests.served import SERVED, SHARING, policy_of
 from tests.server.admitting import body, passed, refused
 
+Fields = dict[str, Any]
+
+UNKNOWN = {"kv_scores_not_because": "of the test", "kv_heads_equal_because": "of the test"}
+"""More ranks than KV heads."""
+CALIBRATED = {"kv_calibration": "unread"}
 PREDICTING = [name for name in SERVED if policy_of(name).calibrated]
+SETTLES = {"kv_settle_tokens": 512, "kv_policy": "key"}
+UNSCORED = {"kv_scores_not_because": "of the test", **CALIBRATED}
+HOW = [
+    {"kv_policy": "h2o"}, {"kv_heads": "equal"}, {"kv_protect": 0}, {"kv_delay": 0}, {"kv_recent": 0.5},
+    {"kv_elastic": False}, {"kv_evict_from": 300}, {"kv_prefill_tokens": 0}, {"kv_settle_tokens": 0},
+]  # fmt: skip
+
+REFUSED: list[tuple[Fields, Fields, str, str]] = [
+    # Server, fields of a request, which one is refused, and the words.
+    ({}, {"kv_budget": 0.2, "kv_budget_tokens": 64}, "kv_budget", "left out with kv_budget_tokens: "),
+    ({}, {"kv_elastic": True, "kv_evict_from": 300}, "kv_evict_from", "left out with kv_elastic: "),
+    ({"kv_budget": 0.5, "kv_budget_max": 0.5}, {"kv_budget": 0.6}, "kv_budget", r"a number in \[0.01, 0.5\]"),
+    *(
+        ({"kv_budget": 0.5, "kv_budget_max": 0.5}, fields, next(iter(fields)), r"its kv_budget_max is 0.5\)")
+        for fields in ({"kv_elastic": True}, {"kv_evict_from": 300})
+    ),
+    ({"kv_budget": 0.5, "kv_budget_max": 0.5, "kv_elastic": True}, {"kv_evict_from": 300}, "kv_evict_from", "max"),
+    *(
+        (server, {"kv_prefill_tokens": 512, "kv_policy": policy}, "kv_prefill_tokens", f"0 with kv_policy {policy},")
+        for policy in ("end", r"end+key")
+        for server in ({}, {"kv_budget": 0.2, "kv_prefill_tokens": 512})
+    ),
+    *(
+        ({}, {"kv_heads": "shared", "kv_policy": policy}, "kv_heads", f"equal with kv_policy {policy}, which ")
+        for policy in SERVED
+        if policy not in SHARING
+    ),
+    ({"kv_heads_equal_because": "of a rank"}, {"kv_heads": "shared"}, "kv_heads", r"this server \(of a rank\)"),
+    *(
+        (UNSCORED, {"kv_budget_tokens": 300, "kv_policy": policy}, "kv_policy", r"no attention on this server \(of")
+        for policy in ("h2o", "end", "predicted+end")
+    ),
+    *(({}, {"kv_policy": policy}, "kv_policy", "started without --kv-calibration") for policy in PREDICTING),
+    ({}, {"kv_trace": True}, "kv_trace", "started without --kv-trace and --kv-playground"),
+    *(
+        ({**CALIBRATED, "kv_trace": True}, {**SETTLES, **beside}, "kv_settle_tokens", f"left out with {name}: ")
+        for beside in (
+            {"kv_elastic": True}, {"kv_prefill_tokens": 512}, {"kv_budget_tokens": 100}, {"kv_evict_from": 300},
+            {"kv_heads": "shared", "kv_policy": "predicted"}, {"kv_trace": True},
+        )
+        for name in list(beside)[:1]
+    ),
+    *(
+        ({}, {**SETTLES, "kv_policy": policy}, "kv_settle_tokens", f"0 with kv_policy {policy_of(policy).name}, ")
+        for policy in SERVED
+        if (policy_of(policy).needs_scores or policy == "window") and not policy_of(policy).calibrated
+        and policy != "auto"
+    ),
+    ({"kv_settles_not_because": "it is full"}, SETTLES, "kv_settle_tokens", r"0 on this server \(it is full\)"),
+    ({"kv_budget_tokens": 300}, SETTLES, "kv_settle_tokens", "server's budget is --kv-budget-tokens"),
+    *(
+        ({"kv_exact_drafts": 4}, {"kv_exact": True, **how}, "kv_exact", f"false with {next(iter(how))}: ")
+        for how in HOW
+    ),
+    ({"kv_exact_drafts": 4, "kv_trace": True}, {"kv_exact": True, "kv_trace": True}, "kv_exact", "with kv_trace: "),
+    ({}, {"kv_exact": True}, "kv_exact", "started without --kv-exact"),
+    ({"kv_exact_drafts": 2, "kv_exact_not_because": "a sundial"}, {"kv_exact": True}, "kv_exact", r"\(a sundial\)"),
+]  # fmt: skip
+
+RESOLVED: list[tuple[Fields, Fields, Fields]] = [
+    # Server, fields of a request, attributes of what it gets.
+    ({"kv_budget": 0.2, "kv_heads": "shared"}, {"kv_policy": "key"}, {"heads": "equal"}),
+    ({"kv_budget": 0.2, "kv_heads": "shared"}, {}, {"heads": "shared"}),
+    *((CALIBRATED, {"kv_policy": policy}, {"heads": "shared"}) for policy in PREDICTING),
+    *((CALIBRATED, {"kv_policy": policy, "kv_heads": "equal"}, {"heads": "equal"}) for policy in PREDICTING),
+    ({**CALIBRATED, "kv_heads_equal_because": "why"}, {"kv_policy": "predicted"}, {"heads": "equal"}),
+    ({"kv_budget": 0.2, "kv_elastic": True}, {}, {"elastic": True, "evict_from": 0}),
+    ({"kv_budget": 0.2, "kv_elastic": True}, {"kv_elastic": 0}, {"elastic": False}),
+    ({"kv_budget": 0.2, "kv_elastic": True}, {"kv_evict_from": 300}, {"elastic": False, "evict_from": 300}),
+    # Without scores a request that evicts nothing may name any policy.
+    (UNSCORED, {"kv_budget": 1.0, "kv_policy": "h2o"}, {"evicts": False}),
+    *((UNSCORED, {"kv_budget": 0.2, "kv_policy": policy}, {"evicts": True}) for policy in ("later", "window", "auto")),
+    # What a server settles by default yields to what excludes it; what a request settles overrides defaults.
+    *(
+        ({**CALIBRATED, "kv_budget": 0.2, "kv_settle_tokens": 512}, beside, {"settle": 0})
+        for beside in ({"kv_elastic": True}, {"kv_prefill_tokens": 512}, {"kv_budget_tokens": 100},
+                       {"kv_evict_from": 300}, {"kv_heads": "shared"}, {"kv_policy": "value"},
+                       {"kv_settle_tokens": 0})
+    ),
+    ({**CALIBRATED, "kv_elastic": True, "kv_prefill_tokens": 512, "kv_heads": "shared"},
+     {"kv_settle_tokens": 256, "kv_budget": 0.2},
+     {"settle": 256, "elastic": False, "prefill": 0, "heads": "equal", "delay": 0, "recent": 0.0}),
+    ({"kv_budget_tokens": 300}, {**SETTLES, "kv_budget": 0.2}, {"settle": 512, "tokens": None}),
+    ({"kv_exact_drafts": 4}, {"kv_exact": True}, {"exact": True, "evicts": False, "fraction": 0.1}),
+    ({"kv_exact_drafts": 4}, {"kv_exact": True, "kv_budget": 1.0}, {"fraction": 1.0}),
+    ({"kv_exact_drafts": 4}, {"kv_exact": True, "kv_budget_tokens": 700}, {"exact": True, "tokens": 700}),
+    ({"kv_exact": True, "kv_budget": 0.2, "kv_elastic": True, "kv_protect": "prompt"}, {},
+     {"exact": True, "fraction": 0.2, "elastic": False, "protect": 0}),
+    ({"kv_exact": True, "kv_budget": 0.2, "kv_elastic": True}, {"kv_exact": False}, {"exact": False, "elastic": True}),
+    # Naming how to evict is enough, whatever the value.
+    *(({"kv_exact": True}, {"kv_budget": 0.2, **how}, {"exact": False, "evicts": True}) for how in HOW),
+    ({"kv_exact": True, "kv_trace": True}, {"kv_trace": True}, {"exact": False}),
+    ({"kv_exact": True, "kv_trace": True}, {"kv_trace": False}, {"exact": True}),
+]  # fmt: skip
 
 
-def test_delayed_and_elastic_exclude_each_other(config: H2OConfig) -> None:
-    refusal = refused(config, body(kv_elastic=True, kv_evict_from=300))
-    assert refusal.message == "kv_evict_from must be left out when kv_elastic is true, got 300"
-    assert (refusal.param, refusal.reason) == ("kv_evict_from", "conflict")
-
-
-@pytest.mark.parametrize("policy", ["end", "end+key"])
-def test_what_ranks_by_the_prompts_end_cannot_be_bounded_before(
-    config: H2OConfig, policy: str
+@pytest.mark.parametrize(("server", "fields", "param", "words"), REFUSED, ids=str)
+def test_what_does_not_go_together_is_refused_by_name(
+    server: Fields, fields: Fields, param: str, words: str
 ) -> None:
-    refusal = refused(config, body(kv_prefill_tokens=512, kv_policy=policy))
-    assert refusal.param == "kv_prefill_tokens"
-    assert f"must be 0 with kv_policy {policy}, " in refusal.message
-    server = H2OConfig(kv_budget=0.2, kv_prefill_tokens=512)
-    assert refused(server, body(kv_policy=policy)).param == "kv_prefill_tokens"
-    assert passed(server, body(kv_policy=policy, kv_prefill_tokens=0))
-    with pytest.raises(
-        ConfigError, match=rf"--kv-prefill-tokens: .* 0 with kv_policy {re.escape(policy)}, "
+    refusal = refused(H2OConfig(**server), body(**fields))
+    assert refusal.param == param
+    assert re.search(words.replace("+", r"\+"), refusal.message), refusal.message
+    assert refusal.reason == ("conflict" if "left out with" in refusal.message else "value")
+    # The same as options ends the start.
+    options = {row.name for row in OPTIONS}
+    alone = {"kv_trace", "kv_exact"} & fields.keys() or "started without" in words
+    alone = alone or "kv_budget_max" in server
+    if fields.keys() <= options and not alone and "kv_budget" not in fields:
+        with pytest.raises(ConfigError, match="--kv-"):
+            H2OConfig(**{"kv_budget": 0.2, **server, **fields})
+
+
+@pytest.mark.parametrize(("server", "fields", "wanted"), RESOLVED, ids=str)
+def test_what_a_request_gets(server: Fields, fields: Fields, wanted: Fields) -> None:
+    config = H2OConfig(**server)
+    assert passed(config, body(**fields))
+    got = resolve(config, fields)
+    assert {name: getattr(got, name) for name in wanted} == wanted
+
+
+VALUES: dict[str, Any] = {
+    "kv_budget": 0.2, "kv_budget_tokens": 300, "kv_recent": 0.3, "kv_heads": "shared", "kv_protect": "prompt",
+    "kv_delay": 4, "kv_elastic": True, "kv_prefill_tokens": 512, "kv_settle_tokens": 512, "kv_exact": True,
+    "kv_evict_from": 300, "kv_trace": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("calibrated", [{}, CALIBRATED], ids=["uncalibrated", "calibrated"])
+@pytest.mark.parametrize("engine", [{}, UNKNOWN], ids=["scored", "unscored"])  # fmt: skip
+def test_auto_is_what_works_beside_any_option_and_field(calibrated: Fields, engine: Fields) -> None:
+    assert VALUES.keys() | {"kv_policy"} == FIELDS.keys()
+    options = [{}, *({name: VALUES[name]} for name in VALUES if name != "kv_evict_from")]
+    fields = [{}, *({name: value} for name, value in VALUES.items())]
+    for one, two, asked in itertools.product(options, options, fields):
+        for named in ({}, {"kv_policy": "auto"}):
+            got = outcome({"kv_budget": 0.2, **calibrated, **engine, **one, **two}, asked | named)
+            if isinstance(got, Exception):
+                assert not re.search("kv.policy", str(got)), (one, two, asked)
+            else:
+                assert not (got.needs_scores and (engine or "kv_settle_tokens" in asked))
+
+
+def outcome(server: Fields, asked: Fields) -> BudgetError | ConfigError | Policy:
+    """The policy by which tokens are evicted, or why there is none."""
+    try:
+        return resolve_for(H2OConfig(**server), asked, 600).policy
+    except (BudgetError, ConfigError) as error:
+        return error
+
+
+def test_the_window_alone_is_enough_for_segments_to_settle() -> None:
+    for more, ranks in ((CALIBRATED, "predicted+key"), ({}, "key")):
+        server = H2OConfig(kv_settle_tokens=512, kv_budget=0.2, **more)
+        assert resolve(server, None).policy.name == server.applied["kv_policy"] == ranks
+        asked = resolve(H2OConfig(**more), {"kv_settle_tokens": 512, "kv_budget": 0.2})
+        assert (asked.settle, asked.policy.name) == (512, ranks)
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        {}, {"kv_protect": "prompt"}, {"kv_elastic": True}, {"kv_prefill_tokens": 512}, {"kv_heads": "shared"},
+        {"kv_settle_tokens": 512}, {"kv_settle_tokens": 512, "kv_protect": 30, "kv_recent": 0.5}, CALIBRATED,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_server_says_of_itself_is_what_a_request_gets(server: Fields) -> None:
+    config = H2OConfig(kv_budget=0.2, **server)
+    said, got = config.applied, resolve_for(config, None, 300)
+    for name, row in FIELDS.items():
+        if not row.attribute or (name == "kv_protect" and said[name] in ("short", "prompt")):
+            continue
+        value = getattr(got, row.attribute)
+        value = value.name if name == "kv_policy" else value
+        if name == "kv_recent" and got.protect == 300:
+            value = said[name]
+        assert value == (row.kind() if said[name] is None else said[name]), name
+        assert (said[name] is None) == (row.settling_ignores and bool(got.settle))
+
+
+def test_protection_depends_on_the_policy_unless_somebody_says_otherwise() -> None:
+    random = {"kv_budget": 0.2, "kv_policy": "random"}
+    for server, asked, tokens, protect in (
+        ({}, random, 600, 600),
+        ({}, random | {"kv_protect": 30}, 500, 30),
+        ({"kv_protect": 0}, random, 500, 0),
+        ({"kv_protect_max": 64}, random, 500, 64),
+        ({}, {"kv_budget": 0.2}, 600, 0),
+        ({}, {"kv_budget": 0.2}, 500, 500),
+        ({}, {"kv_budget": 0.2, "kv_settle_tokens": 512}, 500, 0),
     ):
-        H2OConfig(kv_policy=policy, kv_prefill_tokens=512)
-
-
-@pytest.mark.parametrize("policy", [name for name in SERVED if name not in SHARING])
-def test_heads_share_only_what_can_be_compared(config: H2OConfig, policy: str) -> None:
-    refusal = refused(config, body(kv_heads="shared", kv_policy=policy))
-    assert (refusal.param, refusal.reason) == ("kv_heads", "value")
-    assert f"must be equal with kv_policy {policy}, which " in refusal.message
-    # A default is for those that it can be for.
-    server = H2OConfig(kv_budget=0.2, kv_heads="shared")
-    assert passed(server, body(kv_policy=policy))
-    assert resolve(server, {"kv_policy": policy}).heads == "equal"
-    assert resolve(server, None).heads == "shared"
-    assert refused(server, body(kv_policy=policy, kv_heads="shared")).param == "kv_heads"
-    with pytest.raises(ConfigError, match=rf"--kv-heads: .* equal with kv_policy {policy}, "):
-        H2OConfig(kv_policy=policy, kv_heads="shared")
-
-
-def test_heads_cannot_share_in_every_engine() -> None:
-    engine = H2OConfig(kv_heads_equal_because="a rank has only some")
-    refusal = refused(engine, body(kv_heads="shared"))
-    assert refusal.message == (
-        "kv_heads must be equal on this server (a rank has only some), got 'shared'"
-    )
-    assert passed(engine, body(kv_heads="equal"))
-
-
-def test_attention_is_not_known_in_every_engine() -> None:
-    engine = H2OConfig(kv_scores_not_because="of the test", kv_calibration="unread")
-    refusal = refused(engine, body(kv_budget=0.2))
-    assert refusal.param == "kv_policy"
-    assert refusal.message.startswith(
-        "kv_policy must be one that collects no attention on this server (of the test); 'later', "
-    )
-    for policy in ("auto", "h2o", "end", "predicted+end"):
-        assert refused(engine, body(kv_budget_tokens=300, kv_policy=policy)).param == "kv_policy"
-        # It evicts nothing.
-        assert passed(engine, body(kv_budget=1.0, kv_policy=policy))
-    for policy in ("later", "predicted", "key", "random", "window"):
-        assert passed(engine, body(kv_budget=0.2, kv_policy=policy))
-    with pytest.raises(ConfigError, match=r"--kv-policy: .* collects no attention on this server"):
-        H2OConfig(kv_scores_not_because="of the test", kv_budget=0.2)
-    told = {"calibrated": True, "scored": False}
-    assert {"later", "random", "window", "predicted", "key"} <= {*policy_names(**told)}
-    assert {"auto", "text", "question", "h2o", "value", "end"}.isdisjoint(policy_names(**told))
-    pattern = re.compile(policy_pattern(**told))
-    assert pattern.match("predicted+key") and not pattern.match("predicted+end")
-
-
-def test_gpus_refuse_ranks_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = (dataclasses.replace(rank, op=None) if rank.name == "key" else rank for rank in RANKS)
-    monkeypatch.setattr(policies, "RANKS", tuple(ranks))
-    engine = H2OConfig(kv_ops_because="of the test", kv_policy="value")
-    for policy in ("key", "value+key", "later", "auto"):
-        refusal = refused(engine, body(kv_budget=0.2, kv_policy=policy))
-        assert refusal.message.startswith("kv_policy must be one without key on this server (of th")
-        assert passed(engine, body(kv_budget=1.0, kv_policy=policy)), "it evicts nothing"
-    for policy in ("value", "end", "text", "random", "window"):
-        assert passed(engine, body(kv_budget=0.2, kv_policy=policy))
-    assert passed(H2OConfig(), body(kv_budget=0.2, kv_policy="value+key")), "CPUs serve it"
-    assert "key" not in joinable_ranks(**engine.accepts)
-    assert {"auto", "question", "later", "key"}.isdisjoint(policy_names(**engine.accepts))
-    with pytest.raises(ConfigError, match=r"--kv-policy: .* one without key on this server"):
-        H2OConfig(kv_ops_because="of the test", kv_budget=0.2)
+        assert resolve_for(H2OConfig(**server), asked, tokens).protect == protect
 
 
 def test_a_trace_changes_nothing_of_what_it_shows() -> None:
-    server = H2OConfig(kv_trace=True, kv_calibration="unread")
+    server = H2OConfig(kv_trace=True, **CALIBRATED)
     for asked in ({}, {"kv_heads": "shared"}, {"kv_heads": "equal"}, {"kv_policy": "window"}):
         plain, traced = (resolve(server, asked | more) for more in ({}, {"kv_trace": True}))
         assert traced == dataclasses.replace(plain, trace=True)
 
 
-@pytest.mark.parametrize("policy", PREDICTING)
-def test_predicting_wants_a_calibration(config: H2OConfig, policy: str) -> None:
-    refusal = refused(config, body(kv_policy=policy))
-    assert (refusal.param, refusal.reason) == ("kv_policy", "value")
-    assert "started without --kv-calibration" in refusal.message
-    server = H2OConfig(kv_calibration="unread")
-    assert passed(server, body(kv_policy=policy))
-    with pytest.raises(
-        ConfigError, match=rf"--kv-policy {re.escape(policy)} needs --kv-calibration FILE"
-    ):
-        engine_args(kv_policy=policy)
-    with pytest.raises(ConfigError, match=r"--kv-calibration: .*the path of a file"):
-        H2OConfig(kv_calibration=3)  # type: ignore[arg-type]
+def test_names_of_policies_are_those_that_the_engine_can_rank_by() -> None:
+    known = {"calibrated": True, "scored": False}
+    assert {"auto", "later", "random", "window", "predicted", "key"} <= {*policy_names(**known)}
+    assert {"text", "question", "h2o", "value", "end"}.isdisjoint(policy_names(**known))
+    pattern = re.compile(policy_pattern(**known))
+    assert pattern.match("predicted+key") and not pattern.match("predicted+end")
+    with pytest.raises(ConfigError, match="--kv-policy predicted needs --kv-calibration FILE"):
+        engine_args(kv_policy="predicted")
 
 
-@pytest.mark.parametrize("policy", REMOVED)
-def test_a_removed_policy_is_refused_and_the_refusal_names_what_replaces_it(policy: str) -> None:
-    for server in (H2OConfig(), H2OConfig(kv_calibration="unread")):
-        refusal = refused(server, body(kv_policy=policy))
-        assert (refusal.param, refusal.reason) == ("kv_policy", "value")
-        assert REMOVED[policy] in refusal.message
-    with pytest.raises(ConfigError, match=f"--kv-policy: .*{re.escape(REMOVED[policy])}"):
-        H2OConfig(kv_policy=policy)
-
-
-def test_random_protects_the_prompt_unless_somebody_says_otherwise() -> None:
-    asked = {"kv_budget": 0.2, "kv_policy": "random"}
-    assert resolve_for(H2OConfig(), asked, 600).protect == 600
-    assert resolve_for(H2OConfig(), asked | {"kv_protect": 30}, 500).protect == 30
-    assert resolve_for(H2OConfig(kv_protect=0), asked, 500).protect == 0
-    assert resolve_for(H2OConfig(kv_protect_max=64), asked, 500).protect == 64
-    assert resolve_for(H2OConfig(), {"kv_budget": 0.2}, 600).protect == 0
-
-
-def test_heads_share_with_predicted_scores_unless_a_request_says_otherwise() -> None:
-    server = H2OConfig(kv_calibration="unread")
-    for policy in PREDICTING:
-        assert resolve(server, {"kv_policy": policy}).heads == "shared"
-        assert resolve(server, {"kv_policy": policy, "kv_heads": "equal"}).heads == "equal"
-        equal = H2OConfig(kv_heads="equal", kv_calibration="unread")
-        assert resolve(equal, {"kv_policy": policy}).heads == "equal"
-        alike = H2OConfig(kv_heads_equal_because="of the test", kv_calibration="unread")
-        assert resolve(alike, {"kv_policy": policy}).heads == "equal"
-    assert resolve(H2OConfig(), {}).heads == "equal"
-
-
-def test_a_trace_is_only_for_servers_that_allow_it_and_the_refusal_says_how(
-    config: H2OConfig,
-) -> None:
-    message = refused(config, body(kv_trace=True)).message
-    assert message == (
-        "kv_trace must be false on this server (it was started without --kv-trace and --kv-playground), "
-        "got True"
-    )
-    assert passed(config, body(kv_trace=False))["vllm_xargs"] == {"kv_trace": False}
-    assert passed(H2OConfig(kv_trace=True), body(kv_trace=True))["vllm_xargs"] == {"kv_trace": True}
-
-
-@pytest.mark.parametrize("fields", [{"kv_elastic": True}, {"kv_evict_from": 300}])
-def test_who_bounds_budgets_bounds_what_is_whole_for_a_while(fields: dict[str, Any]) -> None:
-    bounded = H2OConfig(kv_budget=0.5, kv_budget_max=0.5)
-    refusal = refused(bounded, body(**fields))
-    assert (
-        refusal.param in fields and "on this server (its kv_budget_max is 0.5)" in refusal.message
-    )
-    assert passed(bounded, body(kv_elastic=False))["vllm_xargs"] == {"kv_elastic": False}
-    # An operator who wants it elastic has chosen; holding on without ever yielding stays out.
-    elastic = H2OConfig(kv_budget=0.5, kv_budget_max=0.5, kv_elastic=True)
-    if "kv_elastic" in fields:
-        assert passed(elastic, body(**fields))["vllm_xargs"] == fields
-    else:
-        assert refused(elastic, body(**fields)).param == "kv_evict_from"
-
-
-def test_what_an_elastic_server_makes_of_requests() -> None:
-    config = H2OConfig(kv_budget=0.2, kv_elastic=True)
-
-    def begin(**asked: Any) -> tuple[bool, int]:
-        budget = resolve(config, asked)
-        return budget.elastic, budget.evict_from
-
-    assert begin() == begin(kv_elastic=1) == (True, 0)
-    assert begin(kv_elastic=False) == begin(kv_elastic=0) == (False, 0)
-    # Naming the point is enough: nobody has to say that such a request does not yield.
-    assert begin(kv_evict_from=300) == begin(kv_evict_from=300, kv_elastic=False) == (False, 300)
-
-
-def test_operator_limits_rule() -> None:
-    capped = H2OConfig(kv_budget=0.5, kv_budget_max=0.5)
-    assert refused(capped, body(kv_budget=0.6)).message.startswith(
-        "kv_budget must be a number in [0.01, 0.5]"
-    )
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_removed_field_is_refused_and_the_refusal_names_what_replaces_it(
-    config: H2OConfig, nested: bool
-) -> None:
-    fields = {"vllm_xargs": {"kv_sinks": 4}} if nested else {"kv_sinks": 4}
-    refusal = refused(config, body(**fields))
-    assert (refusal.param, refusal.reason) == ("kv_sinks", "unknown_field")
-    assert "it was removed; kv_protect keeps a number of first tokens" in refusal.message
-    with pytest.raises(BudgetError, match=r"kv_sinks must be left out: .*kv_protect"):
-        resolve(config, {"kv_sinks": 4})
-    with pytest.raises(ConfigError, match="kv_sinks: it was removed; kv_protect"):
-        engine_args(kv_sinks=4)
-
-
-SETTLES = {"kv_settle_tokens": 512, "kv_policy": "key"}
+@pytest.mark.parametrize("drafts", [{"kv_exact": True}, {"kv_exact_drafts": 4}])
+def test_exact_requests_need_a_server_that_lets_them_keep_everything(drafts: Fields) -> None:
+    with pytest.raises(ConfigError, match=r"need --kv-budget-max 1, got 0\.5"):
+        H2OConfig(kv_budget=0.2, kv_budget_max=0.5, **drafts)
 
 
 @pytest.mark.parametrize(
-    ("beside", "why"),
-    [
-        ({"kv_elastic": True}, "with kv_elastic: "),
-        ({"kv_prefill_tokens": 512}, "with kv_prefill_tokens: "),
-        ({"kv_budget_tokens": 100}, "with kv_budget_tokens: "),
-        ({"kv_evict_from": 300}, "with kv_evict_from: "),
-        ({"kv_heads": "shared", "kv_policy": "predicted"}, "with kv_heads 'shared': "),
-        *(
-            ({"kv_policy": policy}, f"with kv_policy {policy_of(policy).name}, which ")
-            for policy in SERVED
-            if policy_of(policy).needs_scores or policy == "window"
-        ),
-    ],
-    ids=str,
-)
-def test_what_cannot_settle_says_why(beside: dict[str, Any], why: str) -> None:
-    config = H2OConfig(kv_calibration="unread")
-    refusal = refused(config, body(**SETTLES | beside))
-    assert refusal.param == "kv_settle_tokens"
-    assert f"must be 0 {why}" in refusal.message
-    # A server's default applies only to requests that can settle.
-    server = H2OConfig(kv_calibration="unread", kv_budget=0.2, kv_settle_tokens=512)
-    assert resolve(server, beside).settle == 0
-    assert resolve(server, None).settle == 512
-    if "kv_evict_from" not in beside:
-        with pytest.raises(ConfigError, match=f"--kv-settle-tokens: .* 0 {re.escape(why)}"):
-            H2OConfig(kv_calibration="unread", **SETTLES | beside)
-
-
-def test_a_trace_does_not_follow_what_settles() -> None:
-    config = H2OConfig(kv_trace=True)
-    assert "0 with kv_trace: " in refused(config, body(**SETTLES, kv_trace=True)).message
-
-
-def test_nothing_settles_in_an_engine_that_cannot() -> None:
-    engine = H2OConfig(kv_settles_not_because="no table of its can be written")
-    refusal = refused(engine, body(**SETTLES))
-    assert refusal.message == (
-        "kv_settle_tokens must be 0 on this server (no table of its can be written), got 512"
-    )
-    assert passed(engine, body(kv_policy="key", kv_settle_tokens=0))
-
-
-def test_what_settling_excludes_yields_to_it_if_it_is_the_servers() -> None:
-    server = H2OConfig(
-        kv_calibration="unread", kv_elastic=True, kv_prefill_tokens=512, kv_heads="shared"
-    )
-    asked = {"kv_settle_tokens": 256, "kv_budget": 0.2}
-    one = resolve(server, asked)
-    assert (one.settle, one.elastic, one.prefill, one.heads) == (256, False, 0, "equal")
-    # `auto` must collect no attention, so it ranks by the attention that the calibration predicts.
-    assert one.policy.name == "predicted+key"
-    with pytest.raises(BudgetError, match="0 with kv_policy value"):
-        resolve(H2OConfig(), asked)
-    tokens = H2OConfig(kv_budget_tokens=300)
-    assert resolve(tokens, SETTLES | {"kv_budget": 0.2}).settle == 512
-    with pytest.raises(BudgetError, match="0 where the server's budget is --kv-budget-tokens"):
-        resolve(tokens, SETTLES)
-
-
-EXACT = H2OConfig(kv_exact_drafts=4)
-
-
-def test_an_exact_request_evicts_nothing_and_drafts_on_its_budget() -> None:
-    one = resolve(EXACT, {"kv_exact": True})
-    assert (one.exact, one.evicts, one.fraction) == (True, False, 0.1)
-    assert resolve(EXACT, {"kv_exact": True, "kv_budget": 1.0}).fraction == 1.0
-    assert resolve(EXACT, {"kv_exact": True, "kv_budget_tokens": 700}).tokens == 700
-    server = H2OConfig(kv_exact=True, kv_budget=0.2, kv_elastic=True, kv_protect="prompt")
-    assert server.exact_drafts == 4
-    one = resolve(server, None)
-    assert (one.exact, one.fraction, one.elastic, one.protect) == (True, 0.2, False, 0)
-    one = resolve(server, {"kv_exact": False})
-    assert (one.exact, one.evicts, one.elastic) == (False, True, True)
-
-
-@pytest.mark.parametrize(
-    "beside",
-    [
-        {"kv_policy": "h2o"},
-        {"kv_heads": "equal"},
-        {"kv_protect": 8},
-        {"kv_delay": 4},
-        {"kv_recent": 0.5},
-        {"kv_elastic": True},
-        {"kv_evict_from": 300},
-        {"kv_prefill_tokens": 512},
-        {"kv_settle_tokens": 512, "kv_policy": "key"},
-        {"kv_trace": True},
-    ],
-    ids=str,
-)
-def test_how_to_evict_contradicts_exact_and_overrides_its_default(beside: dict[str, Any]) -> None:
-    server = H2OConfig(kv_exact_drafts=4, kv_trace=True)
-    refusal = refused(server, body(kv_exact=True, **beside))
-    assert refusal.param == "kv_exact"
-    assert "must be false with kv_" in refusal.message
-    assert not resolve(H2OConfig(kv_exact=True, kv_trace=True), beside).exact
-
-
-def test_where_nothing_drafts_no_request_is_exact() -> None:
-    assert "started without --kv-exact" in refused(H2OConfig(), body(kv_exact=True)).message
-    engine = H2OConfig(kv_exact_drafts=2, kv_exact_not_because="it is a sundial")
-    assert "(it is a sundial)" in refused(engine, body(kv_exact=True)).message
-    assert passed(engine, body(kv_exact=False))
-    for bounded in ({"kv_exact": True}, {"kv_exact_drafts": 4}):
-        with pytest.raises(ConfigError, match=r"need --kv-budget-max 1, got 0\.5"):
-            H2OConfig(kv_budget=0.2, kv_budget_max=0.5, **bounded)
+    "fact",
+    [each.name for each in dataclasses.fields(H2OConfig) if each.name not in {row.name for row in OPTIONS}],
+)  # fmt: skip
+def test_what_an_engine_can_do_is_no_option(fact: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown h2o option.s. {fact}; known: "):
+        engine_args(**{fact: "because"})
+    assert fact not in H2OConfig(**{fact: "because"}).to_mapping()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import default_calibration
 from h2o_vllm.server import cli
@@ -53,6 +54,13 @@ class TestPrepare:
         assert calibration("--model", "some/model", "--kv-calibration", own) == own
         assert calibration("--tensor-parallel-size", "2") is None
         assert calibration("--kv-policy", "predicted") == str(default_calibration())
+        # Known before the options are checked: `key` alone shares no heads.
+        shared = ("--kv-policy", "later", "--kv-heads", "shared", "--kv-budget", "0.2")
+        cli._check_early(shared)
+        assert calibration(*shared) == str(default_calibration())
+        for more, policy in (((), "predicted+key"), (("--model", "some/model"), "key")):
+            settles = self.prepared("--kv-settle-tokens", "512", *more).additional_config["h2o"]
+            assert H2OConfig.from_mapping(settles).applied["kv_policy"] == policy
         with pytest.raises(ConfigError, match="--kv-policy predicted needs --kv-calibration FILE"):
             calibration("--model", "some/model", "--kv-policy", "predicted")
 

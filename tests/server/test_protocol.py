@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.server.protocol import Admission, admit
 from h2o_vllm.server.routes import Rule
 from tests.server.admitting import PATH, body, passed, refused
@@ -134,6 +133,7 @@ def test_contradiction_is_refused(config: H2OConfig, fields: dict[str, Any]) -> 
         ("kv-budget", "kv_budget"),
         ("kv_rescent", "kv_recent"),
         ("kv_polcy", "kv_policy"),
+        ("kv_settle", "kv_settle_tokens"),
     ],
 )
 @pytest.mark.parametrize("place", ["top", "vllm_xargs"])
@@ -146,16 +146,16 @@ def test_typo_is_refused_with_the_name_that_was_meant(
     assert f"did you mean {meant}?" in refusal.message
 
 
-def test_unknown_field_of_ours_is_refused_briefly(config: H2OConfig) -> None:
-    refusal = refused(config, body(**{"kv_" + "x" * 100_000: 1}))
-    known = f"known are {', '.join(REQUEST_FIELDS)}"
-    assert known in refusal.message and len(refusal.message) < len(known) + 100
-
-
-def test_vllms_own_field_passes_at_its_place_only(config: H2OConfig) -> None:
-    params = {"do_remote_decode": True}
-    assert passed(config, body(kv_transfer_params=params))["kv_transfer_params"] == params
-    assert refused(config, body(vllm_xargs={"kv_transfer_params": params}))
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize(
+    "name", ["kv_transfer_params", "kv_cache_report_mode", "kv_cache_dtype", "kv_" + "x" * 100_000]
+)
+def test_names_are_ours_by_a_list_and_all_others_are_vllms(
+    config: H2OConfig, name: str, rule: Rule
+) -> None:
+    value = {"do_remote_decode": True}
+    for fields in ({name: value}, {"vllm_xargs": {name: value}}):
+        assert admit(body(**fields), PATH, rule, config).body == body(**fields)
 
 
 @pytest.mark.parametrize("rule", Rule)

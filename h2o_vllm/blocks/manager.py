@@ -14,19 +14,18 @@ It calls ``free`` when the request is preempted or finished. Nothing else is ove
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.beside import withdraw_unfilled
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
-from h2o_vllm.blocks.plan import Eviction, Handover, Upcoming
+from h2o_vllm.blocks.plan import Eviction, Handover
 from h2o_vllm.blocks.pool_check import check_pool, check_private
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.settled import SettledBlocks
 from h2o_vllm.blocks.settling_state import SettlingState
 from h2o_vllm.blocks.squeezing import SqueezingManager
-from h2o_vllm.blocks.upcoming import upcoming_evictions
 from h2o_vllm.config.request_budget import RequestBudget
 
 if TYPE_CHECKING:
@@ -100,10 +99,6 @@ class H2OBlockManager(SqueezingManager):
         """Return the evictions of this step, at most one per request, and forget them."""
         evictions, self._evictions = tuple(self._evictions.values()), {}
         return evictions
-
-    def upcoming(self, scheduled: Mapping[str, int]) -> tuple[Upcoming, ...]:
-        """See :func:`.upcoming_evictions`."""
-        return upcoming_evictions(self._eviction_states, self.req_to_blocks, scheduled)
 
     def take_final_reports(self) -> dict[str, dict[str, object]]:
         """Return the reports of the requests that ended since the last call, and forget them."""

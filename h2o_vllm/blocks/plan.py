@@ -22,7 +22,6 @@ __all__ = [
     "Save",
     "StepPlan",
     "Transfers",
-    "Upcoming",
 ]
 
 
@@ -115,26 +114,6 @@ class Eviction:
         return dict(zip(self.places, self.heavy_blocks, strict=False)) | dict.fromkeys(
             self.holes, 0
         )
-
-
-@dataclass(frozen=True)
-class Upcoming:
-    """A request's first eviction, some steps before it: what it needs of KV can be computed by and by.
-
-    The blocks are full and stay as they are until then, unless the request leaves the batch before. A worker
-    that does nothing with it evicts the same tokens.
-
-    Attributes:
-        request_id, ranks, fresh_from: those of the eviction. blocks: its ``fresh_blocks``, all that it ranks.
-        step: number of this step among those before the eviction, from 1. steps: how many there are.
-    """
-
-    request_id: str
-    ranks: tuple[int, ...]
-    blocks: tuple[int, ...]
-    fresh_from: int
-    step: int
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -244,7 +223,6 @@ class StepPlan:
         exact: parameters of each exact request that is admitted or resumed in this step.
         transfers: what goes from one engine to another. A request that arrives computes the last token of its
             prompt, and whatever the step writes for it is replaced after it.
-        upcoming: first evictions of the steps to come, on CPUs.
     """
 
     policies: dict[str, EvictionParams] = field(default_factory=dict)
@@ -252,4 +230,3 @@ class StepPlan:
     confirmed: dict[str, int] = field(default_factory=dict)
     exact: dict[str, ExactParams] = field(default_factory=dict)
     transfers: Transfers = field(default_factory=Transfers)
-    upcoming: tuple[Upcoming, ...] = ()

@@ -109,30 +109,6 @@ class Timeline(RequestState):
         self._set_next_due(computed)
         return indices
 
-    def upcoming(self, computed: int, steps: int) -> tuple[range, int, int] | None:
-        """What the first eviction will rank, if it is due soon, moves tokens, and ranks the prompt's alone.
-
-        Changes nothing. Drafts may be computed again, and bounded prompts evict little at a time.
-
-        Args:
-            computed: tokens with KV before this step. steps: before the eviction that are soon.
-
-        Returns:
-            Table indices, the number of this step among those before it, and how many these are if each
-            computes one token; ``None``: it is too early or too late.
-        """
-        due = self._next_due
-        begin = max(self.prompt_tokens, due - steps)
-        if self._evicted_at is not None or not begin <= computed < due:
-            return None
-        num_doomed = self.schedule.freed(int(due), self._evict_from)
-        if self.schedule.first is not None or num_doomed <= 0:
-            return None
-        split = self._split(int(due), num_doomed)
-        if not split.heavy or split.fresh.stop * self.block_size > self.prompt_tokens:
-            return None
-        return split.fresh, int(computed - begin) + 1, int(due - begin)
-
     def at_end(self) -> EvictionIndices:
         """What :meth:`evict` chooses right behind the prompt, if the schedule says so. Changes nothing."""
         seen = self.prompt_tokens

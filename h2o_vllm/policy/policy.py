@@ -139,11 +139,6 @@ class Policy:
         return any(rank.calibrated for rank in self.ranks)
 
     @property
-    def reads_kv(self) -> bool:
-        """Whether part of its work can be done before an eviction, see :class:`.Upcoming`."""
-        return any(rank.reads_kv for rank in self.ranks)
-
-    @property
     def without_op(self) -> tuple[str, ...]:
         """Its ranks that no GPU kernel computes."""
         return tuple(rank.name for rank in self.ranks if rank.op is None)

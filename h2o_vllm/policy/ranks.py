@@ -53,7 +53,6 @@ class Rank:
         recent: share of a budget for the newest tokens, if it ranks alone and the request does not say.
         equal_because: why the KV heads of a layer cannot share slots by its scores; empty: they can.
         calibrated: whether it needs a calibration of the model (``--kv-calibration``).
-        reads_kv: whether it looks at keys or values, which are final long before an eviction.
         joins: whether it may be joined with others.
         as_collected: whether its scores are the attention as it was collected, which no eviction changes.
         anew: whether it ranks all tokens anew at each eviction if it ranks alone; else a token's score is
@@ -69,7 +68,6 @@ class Rank:
     recent: float = 0.5
     equal_because: str = ""
     calibrated: bool = False
-    reads_kv: bool = False
     joins: bool = True
     as_collected: bool = False
     anew: bool = False
@@ -85,7 +83,6 @@ RANKS = (
         # It knows what of the prompt will be needed, the newest tokens included.
         recent=0.1,
         calibrated=True,
-        reads_kv=True,
     ),
     Rank(
         "attention",
@@ -105,7 +102,6 @@ RANKS = (
         "https://arxiv.org/abs/2504.14051",
         Op.VALUE,
         Collects.ALL,
-        reads_kv=True,
     ),
     Rank(
         "end",
@@ -118,7 +114,6 @@ RANKS = (
         "https://arxiv.org/abs/2504.15364",
         Op.KEY,
         equal_because="which measures how similar a key is to the others of its head: no measure of need",
-        reads_kv=True,
         anew=True,
     ),
     Rank(

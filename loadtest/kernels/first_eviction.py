@@ -5,10 +5,9 @@
     python -m loadtest.kernels.first_eviction --device cpu 1024 5504
     python -m loadtest.kernels.first_eviction --counted 2048 8192 32768 131072     # no GPU
 
-One line of JSON per length: milliseconds of scores and of compaction, medians of several runs. On a CPU, with
-a calibration of random weights: of both at once (``at_once_ms``), of both when what keys and values say is
-known (``ms``), and of the longest of the steps before in which that is computed (``ahead_ms``). Counted: the
-operations and bytes of each part, and which share of the prompt's own seconds they take by a datasheet.
+One line of JSON per length: milliseconds of scores and of compaction, medians of several runs; on a CPU, of
+both together, with a calibration of random weights. Counted: the operations and bytes of each part, and which
+share of the prompt's own seconds they take by a datasheet.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from h2o_vllm.blocks.plan import Eviction, Upcoming
-from h2o_vllm.blocks.upcoming import STEPS
+from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.calibration.features import Rotation
 from h2o_vllm.calibration.file import Part
 from h2o_vllm.engine.cpu.heap import keep_freed_memory
@@ -120,7 +117,6 @@ def on_cpu(length: int) -> dict[str, Any]:
     first = Eviction(
         "first", ids[:heavy], ids[heavy:], (), policy.indices(), ids, fresh_from=0, seen=length + 16
     )
-    steps = [Upcoming("first", first.ranks, ids, 0, step, STEPS) for step in range(1, STEPS + 1)]
 
     def evict() -> float:
         state.scores.copy_(before)
@@ -128,16 +124,11 @@ def on_cpu(length: int) -> dict[str, Any]:
         state.lanes.drop(["first"])
         return taken
 
-    rows = []
-    for _ in range(RUNS + 1):
-        at_once = evict()
-        ahead = max(1000 * wall_seconds(partial(state.look_ahead, [step])) for step in steps)
-        rows.append((at_once, evict(), ahead))
-    times = dict(zip(("at_once_ms", "ms", "ahead_ms"), zip(*rows[1:], strict=True), strict=True))
+    times = [evict() for _ in range(RUNS + 1)][1:]
     return {
         "length": length,
-        **{name: median(found) for name, found in times.items()},
-        "ranges": {name: [min(found), max(found)] for name, found in times.items()},
+        "ms": median(times),
+        "range_ms": [min(times), max(times)],
         "threads": torch.get_num_threads(),
     }
 

@@ -253,39 +253,3 @@ def test_the_report_counts_protected_and_cached_tokens() -> None:
     report = one.report()
     assert (report["tokens_protected"], report["tokens_cached"]) == (112, 96)
     assert report["budget_tokens"] == 112 + math.ceil(0.2 * (500 - 112))
-
-
-@pytest.mark.parametrize(
-    ("asked", "steps"),
-    [
-        ({"kv_budget": 0.2, "kv_delay": 16}, 16),
-        ({"kv_budget": 0.2, "kv_delay": 40, "kv_protect": 33}, 16),
-        ({"kv_budget": 0.5, "kv_delay": 5}, 5),
-        # Not: right behind the prompt; of tokens of the answer as well; without a block to move tokens to; of
-        # an elastic request; within the prompt.
-        ({"kv_budget": 0.2}, 0),
-        ({"kv_budget": 0.2, "kv_delay": 200}, 0),
-        ({"kv_budget": 0.2, "kv_recent": 0.0, "kv_delay": 20}, 0),
-        ({"kv_budget": 0.2, "kv_recent": 1.0, "kv_delay": 24}, 0),
-        ({"kv_budget": 0.2, "kv_elastic": True, "kv_delay": 16}, 0),
-        ({"kv_budget": 0.2, "kv_prefill_tokens": 128, "kv_delay": 16}, 0),
-    ],
-    ids=str,
-)
-def test_a_first_eviction_of_the_prompt_is_announced(asked: dict[str, object], steps: int) -> None:
-    one = make_state(400, **asked)
-    said: dict[int, tuple[range, int, int]] = {}
-    for computed in range(390, 700):
-        evicted = one.evict(computed)
-        if evicted is not None and computed >= 400:
-            break
-        ahead = one.upcoming(computed, 16)
-        if ahead is not None:
-            said[computed] = ahead
-    assert len(said) == steps
-    for number, (at, (fresh, step, of)) in enumerate(said.items(), 1):
-        assert (step, of) == (number, steps)
-        assert evicted is not None
-        assert at == computed - steps + number - 1
-        assert fresh == evicted.fresh
-    assert one.upcoming(computed, 16) is None

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from h2o_vllm.blocks.plan import Eviction, StepPlan, Upcoming
+from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.policy.policy import Policy
-
-__all__ = ["check_commuting", "check_known", "check_table", "check_upcoming"]
 
 
 def check_known(output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
@@ -64,30 +62,3 @@ def check_table(
     assert all(table[index].is_null for index in eviction.holes)
     if not eviction.places and not elsewhere:
         assert len(eviction.holes) == len(eviction.doomed_blocks)
-
-
-def check_upcoming(
-    plan: StepPlan,
-    tables: Mapping[str, Sequence[KVCacheBlock]],
-    announced: MutableMapping[str, Upcoming],
-) -> None:
-    """A first eviction that was announced comes as it was, and ranks blocks that the request has held since.
-
-    ``announced``: by request; of the steps before, then also of this one.
-    """
-    for eviction in plan.evictions:
-        said = announced.pop(eviction.request_id, None)
-        if said is not None:
-            found = (eviction.fresh_blocks, eviction.ranks, eviction.fresh_from)
-            assert (said.blocks, said.ranks, said.fresh_from) == found
-            assert {*said.blocks} == {*eviction.heavy_blocks, *eviction.doomed_blocks}
-    # Of what is preempted or has ended others may have the blocks.
-    for gone in announced.keys() - tables.keys():
-        del announced[gone]
-    for one in plan.upcoming:
-        said = announced.get(one.request_id)
-        assert said is None or (said.blocks == one.blocks and said.step < one.step)
-        assert 1 <= one.step <= one.steps
-        live = {block.block_id for block in tables[one.request_id] if not block.is_null}
-        assert set(one.blocks) <= live
-        announced[one.request_id] = one

@@ -40,7 +40,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from h2o_vllm.blocks.plan import Eviction, Upcoming
+from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.spec import H2OAttentionSpec, limited_spec
 from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.engine.compat import block_managers
@@ -49,7 +49,7 @@ from h2o_vllm.models import default_calibration
 from h2o_vllm.plugin import engine_args, register
 from tests.engine.ghost import ANSWER, GhostWorker
 from tests.engine.ghost_memory import layers_of
-from tests.engine.plan_checks import check_commuting, check_known, check_table, check_upcoming
+from tests.engine.plan_checks import check_commuting, check_known, check_table
 from tests.published import PUBLISHED
 
 __all__ = ["CHUNKS", "HEADS", "STATES", "WINDOW", "Rig"]
@@ -185,7 +185,7 @@ class Rig:
         self._hasher = get_request_block_hasher(block_size, sha256)
         self.tokens: dict[str, list[int]] = {}
         self.reports: dict[str, Mapping[str, Any]] = {}
-        self.evictions, self.announced = list[Eviction](), dict[str, Upcoming]()
+        self.evictions = list[Eviction]()
         self.stats: list[SchedulerStats] = []
         self.preemptions = self.both = 0
         """Preemptions of a request from which the same step had already evicted."""
@@ -343,7 +343,6 @@ class Rig:
         if not self.pipelined:
             check_known(output, self.scheduler.requests)
         check_commuting(output.h2o.evictions)
-        check_upcoming(output.h2o, self.blocks.req_to_blocks, self.announced)
         for one in output.h2o.evictions:
             received = getattr(self.blocks.eviction_state(one.request_id), "received", False)
             elsewhere = received and not one.doomed_blocks

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -94,18 +93,17 @@ def test_ranks_predict_together_what_one_does(rotation: Rotation, own: bool, cop
     caches = [[cache[:, mine].contiguous() for cache in kv_caches] for mine in heads]
     assert [part.of_all_heads for part in parts] == [not own] * len(ranks)
     # Each rank alone says what it adds, then gets what all do.
-    added: list[list[Tensor]] = [[] for _ in ranks]
-    for part, mine, by_layer in zip(parts, caches, added, strict=True):
-        predicted(part, mine, blocks, lambda sums, of=by_layer: of.append(sums.clone()))
-    assert [len(by_layer) for by_layer in added] == len(ranks) * [0 if own else LAYERS]
-    got = []
+    added: list[Tensor] = []
     for part, mine in zip(parts, caches, strict=True):
-        layers = iter(zip(*added, strict=True))
+        predicted(part, mine, blocks, lambda sums: added.append(sums.clone()))
+    assert len(added) == (0 if own else len(ranks))
 
-        def add_ranks(sums: Tensor, of: Iterator[tuple[Tensor, ...]] = layers) -> None:
-            sums.copy_(sum(next(of)))
+    def add_ranks(sums: Tensor) -> None:
+        sums.copy_(sum(added))
 
-        got.append(predicted(part, mine, blocks, add_ranks))
+    got = [
+        predicted(part, mine, blocks, add_ranks) for part, mine in zip(parts, caches, strict=True)
+    ]
     torch.testing.assert_close(torch.cat(got[::copies], 1), whole, rtol=5e-5, atol=1e-9)
     for rank in ranks:
         assert torch.equal(got[rank], got[rank - rank % copies]), "copies of a head agree"

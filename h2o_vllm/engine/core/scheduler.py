@@ -231,10 +231,7 @@ class H2OScheduler(LimitingScheduler):
                 exact[started.req_id] = state.exact_params()
         evictions = self.blocks.take_evictions()
         transfers = self.connector.take_transfers() if self.connector is not None else Transfers()
-        # GPUs take little time for an eviction.
-        on_cpu = self.vllm_config.device_config.device_type == "cpu"
-        upcoming = self.blocks.upcoming(output.num_scheduled_tokens) if on_cpu else ()
-        output.h2o = StepPlan(policies, evictions, confirmed, exact, transfers, upcoming)
+        output.h2o = StepPlan(policies, evictions, confirmed, exact, transfers)
         if self._meter is not None and evictions:
             self._meter.evicted(evictions)
         return output

@@ -23,7 +23,6 @@ def predicted(
     kv_caches: Sequence[Tensor],
     blocks: Sequence[int],
     add_ranks: Callable[[Tensor], None] | None = None,
-    layers: slice = slice(None),
 ) -> Tensor:
     """The attention that tokens are predicted to get, [L, KH, n * BS], float32, block by block.
 
@@ -31,17 +30,13 @@ def predicted(
         kv_caches: L tensors [N, KH, BS, 2 * D].
         blocks: ids of n blocks in which all heads have the same tokens.
         add_ranks: adds up a tensor of each rank, in place; needed if a part is not all.
-        layers: of which ones; what is found of a layer depends on it alone.
     """
     rotary, interleaved = part.rotation
     where = torch.tensor(blocks, dtype=torch.int32)
-    given = (kv_caches[layers], where, part.weights[layers], rotary)
+    given = (kv_caches, where, part.weights, rotary)
     if not part.of_all_heads:
         return kernels.predict(*given, interleaved=interleaved)
     assert add_ranks is not None
     sums = kernels.predict(*given, interleaved=interleaved, sums_alone=True)
-    for one in sums:
-        # In which order ranks are added depends on a number's place in the tensor: by layer, it is the same
-        # however many layers are asked for.
-        add_ranks(one)
+    add_ranks(sums)
     return attention_of(sums[:, part.first : part.first + kv_caches[0].shape[1]])

@@ -12,7 +12,6 @@ import torch
 
 from h2o_vllm.engine.cpu.drafts import LaterQueries
 from h2o_vllm.engine.cpu.lanes import LaneStore
-from h2o_vllm.engine.cpu.measures import Ahead, Measures
 from h2o_vllm.engine.cpu.predicting import predicted
 from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.cpu.views import Look, Views
@@ -33,13 +32,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams, Upcoming
+    from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams
     from h2o_vllm.calibration.file import Part
 
 __all__ = ["CPUState"]
-
-_AHEAD_BYTES = 16 << 20
-"""What is known ahead of evictions may take so much, or 1/32 of the pool, beside it."""
 
 _NEVER_EVICTS = (NEVER, NEVER)
 """First scored and first late query of a request that never evicts."""
@@ -57,7 +53,6 @@ class CPUState(WorkerState):
         sharing: ids of the requests whose heads share slots.
         lanes: which of their heads has which lane, once they have evicted.
         views: what drafts of exact requests attend to.
-        ahead: what is known of first evictions of later steps.
         later: queries of the last step whose tokens were not certain in it, if there are any.
         calibration: this rank's part of the model's, if there is one.
         add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
@@ -71,7 +66,6 @@ class CPUState(WorkerState):
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
     views: Views = field(init=False)
-    ahead: Ahead = field(init=False)
     later: LaterQueries | None = field(default=None, init=False)
     _expected: set[str] = field(default_factory=set, init=False)
     _drafted: frozenset[str] = field(default=frozenset(), init=False)
@@ -84,7 +78,6 @@ class CPUState(WorkerState):
         layers, _, heads, _ = self.scores.shape
         self.lanes = LaneStore(layers, heads)
         self.views = Views(self.scores.shape)
-        self.ahead = Ahead(max(_AHEAD_BYTES, sum(kv.nbytes for kv in self.kv_caches) // 32))
 
     def warm_up(self, num_heads: int) -> None:
         """Run every kernel once on scratch memory.
@@ -107,7 +100,7 @@ class CPUState(WorkerState):
         pages = own_pages(1, [1], num_kv_heads)
         kernels.key_similarity([kv_cache], pages)
         kernels.value_distances([kv_cache], pages)
-        kernels.merge_ranks(scores, scores, known_places=[kernels.places(scores), None])
+        kernels.merge_ranks(scores, scores)
         plain = torch.zeros(1, num_kv_heads, width + 1)
         kernels.predict([kv_cache], one, plain, 0, interleaved=False)
 
@@ -129,14 +122,12 @@ class CPUState(WorkerState):
             self.evicting.pop(request_id, None)
         self.sharing.difference_update(gone)
         self.lanes.drop(gone)
-        self.ahead.drop(gone)
         self.views.release(gone)
 
     def restart(self, request_ids: Iterable[str]) -> None:
         """Requests that return after a preemption hold nothing of what they held. Unknown ids are fine."""
         ids = list(request_ids)
         self.lanes.drop(ids)
-        self.ahead.drop(ids)
         self.views.restart(ids)
 
     def compact(self, evictions: Sequence[Eviction]) -> None:
@@ -245,38 +236,24 @@ class CPUState(WorkerState):
     def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
         kernels.reset_scores(scores, slots)
 
-    def look_ahead(self, upcoming: Sequence[Upcoming]) -> None:
-        """As the base class: some layers of each."""
-        for one in upcoming:
-            self.ahead.advance(one, partial(self._measures, one, one.blocks, ()))
-
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         for eviction in evictions:
+            fresh, part, predict = eviction.fresh_blocks, self.calibration, None
+            if part is not None:
+                predict = partial(predicted, part, self.kv_caches, fresh, self.add_ranks)
             known = known_blocks(eviction)
-            measures = self.ahead.take(eviction)
-            if measures is None:
-                measures = self._measures(eviction, eviction.fresh_blocks, known)
+            pages = self.lanes.candidate_pages(eviction.request_id, known, fresh)
             eviction_scores(
                 eviction,
                 self.scores,
                 self.early,
-                measures.pages,
-                measures.key_similarity,
-                measures.value_distances,
-                None if self.calibration is None else measures.predicted,
+                pages,
+                partial(kernels.key_similarity, self.kv_caches, pages),
+                partial(kernels.value_distances, self.kv_caches, pages),
+                predict,
                 self.first_head,
-                measures.merge,
+                kernels.merge_ranks,
             )
-
-    def _measures(
-        self, of: Eviction | Upcoming, fresh: Sequence[int], known: Sequence[int]
-    ) -> Measures:
-        """What is to know of the KV in blocks that were never ranked, and those that were."""
-        part, predict = self.calibration, None
-        if part is not None:
-            predict = partial(predicted, part, self.kv_caches, fresh, self.add_ranks)
-        pages = self.lanes.candidate_pages(of.request_id, known, fresh)
-        return Measures(self.kv_caches, pages, of.ranks, fresh, of.fresh_from, predict)
 
     def _empty(self, eviction: Eviction) -> None:
         """As the base class; of the drafter's KV the new blocks get that of the segment's newest blocks."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams, Upcoming
+    from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams
     from h2o_vllm.engine.trace import TraceRecorder
     from h2o_vllm.engine.worker.rows import StepRows
 
@@ -101,9 +101,6 @@ class WorkerState(ABC):
                         recorder.record(eviction, self.scores, self._owners(eviction))
             if moving:
                 self._move_tokens(moving)
-
-    def look_ahead(self, upcoming: Sequence[Upcoming]) -> None:  # noqa: B027 - CPUs alone
-        """Compute a part of what first evictions of later steps need; before this step's forward pass."""
 
     def _empty(self, eviction: Eviction) -> None:
         """Rank the old content of a settling segment's heavy blocks below all tokens of the segment.

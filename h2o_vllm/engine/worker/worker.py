@@ -6,7 +6,6 @@
     confirm      drafts of the step before that were accepted add to the scores
     compact      move survivors into the heavy blocks   (reads blocks the scheduler has freed)
     punch holes  the doomed blocks leave the block table
-    look ahead   on CPUs: compute a part of what first evictions of later steps need
     load         whole prompts of a KV connector
     forward      stock vLLM; the freed blocks may already be another request's
     save         whole prompts of a KV connector
@@ -168,7 +167,6 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
                 # A segment also settles if its request is preempted in the same step; others may find it.
                 if eviction.request_id not in left:
                     self._write_table(state, eviction)
-        state.look_ahead(plan.upcoming)
         lost = [block for one in plan.transfers.loads for block in self._load(state, one)]
         state.in_step = True
         drafted = scheduler_output.scheduled_spec_decode_tokens

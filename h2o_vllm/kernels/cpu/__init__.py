@@ -44,7 +44,6 @@ __all__ = [
     "key_similarity",
     "load",
     "merge_ranks",
-    "places",
     "predict",
     "reset_scores",
     "score_prompt",
@@ -241,34 +240,15 @@ def predict(
     return expected
 
 
-def places(scores: Tensor) -> Tensor:
-    """Where each score stands among those of its row if the highest comes first, of equals the earlier one.
-
-    Args:
-        scores: [..., n], float32; without NaN.
-
-    Returns:
-        The same shape, int32.
-    """
-    if _CHECK:
-        checks.check_merging(scores)
-    found: Tensor = load().places(scores)
-    return found
-
-
-def merge_ranks(
-    first: Tensor, *others: Tensor, known_places: Sequence[Tensor | None] = ()
-) -> Tensor:
+def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
     """:func:`h2o_vllm.policy.formulas.merge_ranks`, equal numbers.
 
     Args:
         first, others: [..., n], float32; without NaN.
-        known_places: what :func:`places` gives for each of them, where that is known; the others are sorted.
     """
     if _CHECK:
         checks.check_merging(first, *others)
-        checks.check_places(first, known_places, 1 + len(others))
-    merged: Tensor = load().merge_ranks(first, *others, known_places=known_places)
+    merged: Tensor = load().merge_ranks(first, *others)
     return merged
 
 

@@ -220,29 +220,6 @@ def check_merging(first: Tensor, *others: Tensor) -> None:
             )
 
 
-def check_places(first: Tensor, known: Sequence[Tensor | None], ways: int) -> None:
-    """Check places that are known of some of the scores that are joined.
-
-    Raises:
-        ValueError: naming what does not fit.
-    """
-    if known and len(known) != ways:
-        raise ValueError(f"{len(known)} places for {ways} ranks")
-    for place in known:
-        if place is None:
-            continue
-        if (
-            place.shape != first.shape
-            or place.dtype != torch.int32
-            or not place.is_contiguous()
-            or not bool(((place >= 0) & (place < first.shape[-1])).all())
-        ):
-            raise ValueError(
-                f"places must be int32, contiguous, {tuple(first.shape)} and in the row, got {place.dtype}, "
-                f"{tuple(place.shape)}"
-            )
-
-
 def check_pages(pages: Tensor, kv_caches: Sequence[Tensor]) -> None:
     """Check pages of each head, of which a policy wants to know something.
 

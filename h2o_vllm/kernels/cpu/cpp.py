@@ -26,7 +26,6 @@ __all__ = [
     "describe",
     "key_similarity",
     "merge_ranks",
-    "places",
     "predict",
     "reset_scores",
     "score_prompt",
@@ -65,9 +64,7 @@ _reset.restype = None
 _predict = _library.h2o_predict
 _predict.argtypes, _predict.restype = [c_void_p] * 4 + [c_int] * 11, None
 _join = _library.h2o_join
-_join.argtypes, _join.restype = [c_void_p] * 4 + [c_int, c_int64, c_int], None
-_places = _library.h2o_places
-_places.argtypes, _places.restype = [c_void_p] * 2 + [c_int64, c_int], None
+_join.argtypes, _join.restype = [c_void_p] * 3 + [c_int, c_int64, c_int], None
 _rank = _library.h2o_rank
 _rank.argtypes, _rank.restype = [c_void_p] * 3 + [c_int] * 7, None
 
@@ -172,27 +169,15 @@ def predict(
     return out
 
 
-def places(scores: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.places`."""
-    scores, count = scores.contiguous(), scores.shape[-1]
-    found = torch.empty(scores.shape, dtype=torch.int32)
-    _places(scores.data_ptr(), found.data_ptr(), scores.numel() // max(1, count), count)
-    return found
-
-
-def merge_ranks(
-    first: Tensor, *others: Tensor, known_places: Sequence[Tensor | None] = ()
-) -> Tensor:
+def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
     """See :func:`h2o_vllm.kernels.cpu.merge_ranks`."""
     if not others:
         return first
     ranks = [rank.contiguous() for rank in (first, *others)]
-    known = known_places or [None] * len(ranks)
     count, out = first.shape[-1], torch.empty_like(ranks[0])
     less = (c_float * len(ranks))(*[1 - place * BEHIND for place in range(len(ranks))])
-    where = (c_void_p * len(ranks))(*[None if one is None else one.data_ptr() for one in known])
     rows = first.numel() // max(1, count)
-    _join(_pointers(ranks), where, less, out.data_ptr(), len(ranks), rows, count)
+    _join(_pointers(ranks), less, out.data_ptr(), len(ranks), rows, count)
     return out
 
 

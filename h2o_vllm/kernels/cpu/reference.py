@@ -126,17 +126,8 @@ def predict(
     return sums.float() if sums_alone else reference.attention_of(sums)
 
 
-def places(scores: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.places`."""
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return order.argsort(dim=-1).int()
-
-
-def merge_ranks(
-    first: Tensor, *others: Tensor, known_places: Sequence[Tensor | None] = ()
-) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.merge_ranks`. Sorts whatever is known."""
-    del known_places
+def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
+    """See :func:`h2o_vllm.kernels.cpu.merge_ranks`."""
     return formulas.merge_ranks(first, *others)
 
 

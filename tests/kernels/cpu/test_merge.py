@@ -64,35 +64,3 @@ def test_calls_are_checked_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             kernels.merge_ranks(first, wrong)
     with pytest.raises(ValueError, match="ranks must be"):
         checks.check_merging(torch.ones(()))
-
-
-@pytest.mark.parametrize("values", [0, 3])
-@pytest.mark.parametrize("count", [1, 64, 3000])
-@pytest.mark.parametrize("known", [(0,), (0, 3), (1, 2), (0, 1, 2, 3)])
-def test_places_that_are_known_are_not_sought_again(
-    impl: ModuleType, known: tuple[int, ...], count: int, values: int
-) -> None:
-    ranks = ranks_of(4, (3, 2, count), values)
-    places = [impl.places(rank) if way in known else None for way, rank in enumerate(ranks)]
-    for way in known:
-        found = places[way]
-        assert found is not None
-        wanted = ranks[way].sort(dim=-1, descending=True, stable=True).indices
-        assert torch.equal(found.argsort(-1), wanted)
-        if way:
-            # Nothing but places is read of these.
-            ranks[way] = torch.full_like(ranks[way], torch.nan)
-    given = [ranks_of(4, (3, 2, count), values)[way] for way in range(4)]
-    assert torch.equal(impl.merge_ranks(*ranks, known_places=places), merge_ranks(*given))
-
-
-def test_places_are_checked_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_CHECK", True)
-    first, other = ranks_of(2, (3, 8))
-    right = kernels.places(other)
-    kernels.merge_ranks(first, other, known_places=[None, right])
-    for wrong in (right[:, :7], right.long(), right + 8, right.flip(0).mT.contiguous().mT):
-        with pytest.raises(ValueError, match="places must be int32, contiguous"):
-            kernels.merge_ranks(first, other, known_places=[None, wrong])
-    with pytest.raises(ValueError, match="1 places for 2 ranks"):
-        kernels.merge_ranks(first, other, known_places=[right])

@@ -55,23 +55,8 @@ H2O_INLINE float larger(float a, float b) { return std::isnan(a) || a > b ? a : 
 
 }  // namespace
 
-// scores: [rows, count]; places: the same, int32: where each stands in its row if the highest comes first.
-extern "C" void h2o_places(const float* scores, int32_t* places, int64_t rows, int count) {
-#pragma omp parallel if (rows * count > 64)
-  {
-    std::vector<Token> tokens(count), other(count);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) {
-      int32_t* to = places + row * count;
-      sort(scores + row * count, count, tokens.data(), other.data(), [&](int place, int at) { to[at] = place; });
-    }
-  }
-}
-
-// ranks: `ways` pointers to scores, [rows, count]; places: as many to what h2o_places has made of them, where it has, else
-// null; less: [ways], what a score by each is multiplied by; out: [rows, count].
-extern "C" void h2o_join(const float* const* ranks, const int32_t* const* places, const float* less, float* out,
-                         int ways, int64_t rows, int count) {
+// ranks: `ways` pointers to scores, [rows, count]; less: [ways], what a score by each is multiplied by; out: [rows, count].
+extern "C" void h2o_join(const float* const* ranks, const float* less, float* out, int ways, int64_t rows, int count) {
 #pragma omp parallel if (rows * count > 64)
   {
     std::vector<Token> tokens(count), other(count);
@@ -81,12 +66,7 @@ extern "C" void h2o_join(const float* const* ranks, const int32_t* const* places
       const float* first = ranks[0] + row * count;
       float* best = out + row * count;
       auto each = [&](int way, auto found) {
-        if (places[way]) {
-          const int32_t* place = places[way] + row * count;
-          for (int at = 0; at < count; ++at) found(place[at], at);
-        } else {
-          sort(ranks[way] + row * count, count, tokens.data(), other.data(), found);
-        }
+        sort(ranks[way] + row * count, count, tokens.data(), other.data(), found);
       };
       each(0, [&](int place, int at) { in_order[place] = first[at]; });
       std::copy_n(first, count, best);

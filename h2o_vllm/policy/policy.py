@@ -7,26 +7,19 @@ derived here from the rows of :data:`~h2o_vllm.policy.ranks.RANKS`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from h2o_vllm.errors import BudgetError
-from h2o_vllm.policy.presets import ALIASES, PRESETS, REMOVED
+from h2o_vllm.policy.presets import PRESETS
 from h2o_vllm.policy.ranks import END_QUERIES, NEVER, RANKS, Collects, Rank
-
-__all__ = ["Policy", "accepted_policies", "joinable_ranks", "policy_names", "policy_pattern"]
 
 JOINED_RECENT = 0.25
 """Share of the newest tokens of policies with several ranks, which leaves each rank enough slots."""
 ANSWER_RECENT = 0.8
 """The same where the prompt is protected: an answer goes on from its newest tokens. A 1.5B model then solves
 47 % of word problems, with 0.25 29 % (loadtest/results/quality.md, long answers)."""
-
-# Below "vllm", so that vLLM's logging configuration applies.
-logger = logging.getLogger("vllm.h2o_vllm.policy")
 
 
 @dataclass(frozen=True)
@@ -56,13 +49,7 @@ class Policy:
         """
         if not isinstance(text, str):
             raise BudgetError("kv_policy", text, accepted_policies(calibrated=calibrated))
-        if text in REMOVED:
-            raise BudgetError("kv_policy", text, REMOVED[text])
-        name = text
-        if text in ALIASES:
-            _warn_of(text)
-            name = ALIASES[text]
-        preset = next((one for one in PRESETS if one.name == name), None)
+        name, preset = text, next((one for one in PRESETS if one.name == text), None)
         if preset is not None:
             name = preset.ranks_for(calibrated=calibrated, bounded=bounded, scored=scored)
         policy = cls(tuple(rank for part in name.split("+") for rank in RANKS if rank.name == part))
@@ -249,13 +236,3 @@ def policy_pattern(*, calibrated: bool, scored: bool = True, on_gpus: bool = Fal
         for place, first in enumerate(ranks)
     ]
     return f"^({'|'.join([*presets, *joins])})$"
-
-
-@cache
-def _warn_of(old: str) -> None:
-    """Once per process."""
-    logger.warning(
-        "h2o: kv_policy %r is now called %r; the next release does not know the old name",
-        old,
-        ALIASES[old],
-    )

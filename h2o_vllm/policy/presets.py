@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ALIASES", "PRESETS", "REMOVED", "Preset"]
-
 
 @dataclass(frozen=True)
 class Preset:
@@ -52,26 +50,3 @@ PRESETS = (
     Preset("window", "the least work", "window"),
 )
 """Ranks that join no other are presets of their own name."""
-
-ALIASES = {
-    "h2o-norm": "mean",
-    "caote": "value",
-    "keydiff": "key",
-    "caote-keydiff": "value+key",
-    "snapkv-keydiff": "end+key",
-    "caote-snapkv-keydiff": "value+end+key",
-    "zap": "predicted",
-    "zap-keydiff": "predicted+key",
-    "zap-snapkv-keydiff": "predicted+end+key",
-    "zap-caote-snapkv-keydiff": "predicted+value+end+key",
-}
-"""Names of the last release, for one more."""
-
-_PREDICTS = "which predicts what it measured (needs --kv-calibration)"
-REMOVED = {
-    "full": "left out with kv_budget 1, which keeps everything",
-    "tova": "'attention' or another rank; the newest query alone ranks no more",
-    "repeat": f"'predicted', {_PREDICTS}",
-    "repeat-keydiff": f"'predicted+key', {_PREDICTS}",
-}
-"""Policies of the last release that are gone, and what is there in the place of each."""

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
 import pytest
 
 from h2o_vllm.errors import BudgetError
-from h2o_vllm.policy import policy as module
 from h2o_vllm.policy.policy import Policy, joinable_ranks, policy_names, policy_pattern
-from h2o_vllm.policy.presets import ALIASES, PRESETS
+from h2o_vllm.policy.presets import PRESETS
 from h2o_vllm.policy.ranks import NEVER, RANKS, Collects
 from tests.policy.cases import JOINS
 
@@ -52,9 +50,6 @@ def test_auto_knows_the_engine_and_the_prompt() -> None:
         ("valu", rf"or one or more of {re.escape(JOINABLE)} in this order, got 'valu'"),
         ("value+", "one of auto"),
         ("text+key", "one of auto"),
-        ("full", "left out with kv_budget 1, which keeps everything"),
-        ("tova", "'attention' or another rank"),
-        ("repeat-keydiff", r"'predicted\+key', which predicts"),
         ("key+value", r"'value\+key': each rank once, in this order, got 'key\+value'"),
         ("value+key+value", r"'value\+key': each rank once"),
         ("value+random", "'random' alone, which joins no other rank"),
@@ -65,18 +60,6 @@ def test_errors_name_what_is_there(value: Any, says: str) -> None:
     with pytest.raises(BudgetError, match=says) as raised:
         Policy.parse(value)
     assert raised.value.parameter == "kv_policy" and raised.value.value == value
-
-
-@pytest.mark.parametrize("old", ALIASES)
-def test_old_names_serve_for_one_release_and_say_so_once(
-    old: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    module._warn_of.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="vllm.h2o_vllm.policy"):
-        policies = {Policy.parse(old, calibrated=True) for _ in range(3)}
-    assert {policy.name for policy in policies} == {ALIASES[old]}
-    assert len(caplog.records) == 1
-    assert old in caplog.text and ALIASES[old] in caplog.text
 
 
 @pytest.mark.parametrize("name", [*JOINS, "random", "window"])

@@ -147,7 +147,6 @@ def test_config_says_what_is_served(server: LiveServer) -> None:
     assert config["models"] == [MODEL]
     assert config["defaults"]["kv_budget"] == 0.9
     assert config["defaults"]["kv_recent"] == 0.5
-    assert "kv_sinks" not in config["limits"]["request_fields"]
     assert config["limits"]["kv_budget_max"] == 0.9
     assert config["limits"]["kv_policies"] == list(policy_names(calibrated=False))
     assert config["limits"]["kv_ranks"] == list(joinable_ranks(calibrated=False))

@@ -209,7 +209,7 @@ def test_requests_with_a_budget_may_ask_for_more(capsys: pytest.CaptureFixture[s
     wanted = {"kv_policy": "value", "kv_delay": 0, "kv_elastic": True}
     assert engine_of(args)["fields"] == about_run(args)["fields"] == wanted
     assert "fields" not in about_run(parse_arguments([])), "rows are as they were"
-    for field in ("kv_polizy=caote", "kv_policy", "kv_policy="):
+    for field in ("kv_polizy=value", "kv_policy", "kv_policy="):
         with pytest.raises(SystemExit):
             parse_arguments(["--fields", field])
         assert f"got '{field}', wanted NAME=VALUE" in capsys.readouterr().err

@@ -1,33 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``kv_cache`` report of one request, and the values it is made of. Any process; imports no vLLM.
-
-The front end finds stop strings, so any output of a request with stop strings may be its last one. The engine
-sends the values with each such output. The server makes the report from the values of the last one.
-"""
+"""The ``kv_cache`` report of one request. Engine core; imports no vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
-from h2o_vllm.blocks.budget import budget_tokens, protected_tokens
+from h2o_vllm.blocks.budget import blocks_freed, budget_tokens, protected_tokens
+from h2o_vllm.blocks.schedule import Schedule
 from h2o_vllm.blocks.settling import SettlingSchedule
-from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.settings import FIELDS
 from h2o_vllm.policy.policy import Policy
-
-__all__ = ["SETTINGS", "budget_values", "report_from_values", "request_report"]
 
 SETTINGS = {row.reported: row.attribute for row in FIELDS.values() if row.reported}
 """Report key -> budget attribute, for the keys that are settings of the request."""
 
-_BUDGET_FIELDS = tuple(field.name for field in fields(RequestBudget))
-
 
 def request_report(
-    budget: RequestBudget,
-    block_size: int,
+    schedule: Schedule,
     seen: int,
     holes: int,
     peak_blocks: int,
@@ -44,28 +33,31 @@ def request_report(
     tokens seen that lie in settled segments, evicted ones included.
 
     Args:
-        budget: with protected tokens and the prompt's bound rounded to whole blocks.
+        schedule: of the request.
         seen: tokens whose KV has been computed. holes: blocks evicted so far.
         cached: prompt tokens that were read from the prefix cache.
         squeezed_at: tokens seen when the evictions of an elastic request began; ``None``: they did not.
         drafted: draft tokens of speculative decoding. accepted: how many of them became output.
     """
-    evicted = holes * block_size
-    allowed, settled = budget_tokens(budget, seen), 0
-    if budget.settle:
-        schedule = SettlingSchedule.of(budget, block_size, seen)
+    budget, block_size = schedule.budget, schedule.block_size
+    evicted, settled = holes * block_size, 0
+    allowed = budget_tokens(budget, seen)
+    settings = {key: _plain(getattr(budget, name)) for key, name in SETTINGS.items()}
+    if isinstance(schedule, SettlingSchedule):
         allowed = schedule.held_tokens(seen)
         settled = holes // max(1, schedule.given_back) * schedule.segment
+        settings |= {row.reported: None for row in FIELDS.values() if row.settling_ignores}
     return {
         "budget": None if budget.tokens is not None else budget.fraction,
         "budget_tokens": allowed,
-        **{key: _plain(getattr(budget, attribute)) for key, attribute in SETTINGS.items()},
+        **settings,
         "squeezed_at": squeezed_at,
         "tokens_seen": seen,
         "tokens_cached": cached,
         "tokens_protected": protected_tokens(budget, seen),
         "tokens_held": seen - evicted,
         "tokens_evicted": evicted,
+        "nothing_evicted_because": None if holes else _nothing_evicted_because(schedule, seen),
         "tokens_settled": settled,
         "blocks_freed": holes,
         "peak_blocks": peak_blocks,
@@ -79,14 +71,32 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Policy) else value
 
 
-def budget_values(budget: RequestBudget, block_size: int) -> tuple[Any, ...]:
-    """The first values of a report: those that do not change while the request runs."""
-    values = vars(budget) | {"policy": budget.policy.name}
-    return (*values.values(), block_size)
+def _nothing_evicted_because(schedule: Schedule, seen: int) -> str:
+    """Why a request that has seen so many tokens holds all of them, in one sentence."""
+    budget = schedule.budget
+    if budget.exact:
+        return "kv_exact keeps everything"
+    if not budget.evicts:
+        return "kv_budget is 1"
+    if isinstance(schedule, SettlingSchedule):
+        first = f"the first segment settles at {schedule.due(1)} tokens (kv_settle_tokens)"
+        return first if schedule.given_back else "kv_budget keeps all blocks of a segment"
+    if blocks_freed(budget, seen, schedule.block_size) <= 0:
+        return _within_budget(schedule, seen)
+    delay = f"the answer ended within kv_delay, {budget.delay} tokens"
+    if budget.evict_from > schedule.prompt_tokens + budget.delay:
+        delay = f"evictions begin at {budget.evict_from} tokens (kv_evict_from)"
+    return "memory was never short (kv_elastic)" if budget.elastic else delay
 
 
-def report_from_values(values: Sequence[Any]) -> dict[str, object]:
-    """The report of :func:`budget_values` and then :func:`request_report`'s arguments from ``seen`` on."""
-    given = dict(zip(_BUDGET_FIELDS, values, strict=False))
-    given["policy"] = Policy.parse(given["policy"], calibrated=True)
-    return request_report(RequestBudget(**given), *values[len(_BUDGET_FIELDS) :])
+def _within_budget(schedule: Schedule, seen: int) -> str:
+    budget, protected = schedule.budget, protected_tokens(schedule.budget, seen)
+    if budget.tokens is None and budget.fraction == 1.0:
+        return f"the prompt is within its bound of {budget.prefill} tokens (kv_prefill_tokens)"
+    kept = budget_tokens(budget, seen) - protected
+    why = "no budget is below kv_min_tokens" if kept <= budget.floor else "whole blocks are freed"
+    if not protected:
+        return f"{kept} of {seen} tokens may stay, and {why}"
+    which = "prompt is" if protected >= schedule.prompt_tokens else f"first {protected} tokens are"
+    rest = seen - protected
+    return f"the {which} protected (kv_protect); of the other {rest} tokens {kept} may stay: {why}"

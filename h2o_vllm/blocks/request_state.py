@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 from h2o_vllm.blocks.drafts import DraftCounts
 from h2o_vllm.blocks.plan import EvictionParams, ExactParams
-from h2o_vllm.blocks.report import budget_values, request_report
+from h2o_vllm.blocks.report import request_report
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.schedule import Schedule
 
@@ -49,7 +48,6 @@ class RequestState(ABC):
         self.drafts = DraftCounts()
         self._cached: int | None = None
         self._squeezed_at: int | None = None
-        self._budget_values = budget_values(self.budget, self.block_size)
 
     @property
     def pinned_tokens(self) -> int:
@@ -116,14 +114,15 @@ class RequestState(ABC):
 
     def report(self) -> dict[str, object]:
         """The ``kv_cache`` report of this request so far."""
-        return request_report(self.budget, self.block_size, *self._counts())
-
-    def report_values(self) -> tuple[Any, ...]:
-        """The values from which :func:`~h2o_vllm.blocks.report.report_from_values` makes the same report."""
-        return (*self._budget_values, *self._counts())
-
-    def _counts(self) -> tuple[int, int, int, int, int | None, int, int]:
         # The last sampled token has no KV yet, and async scheduling counts steps in flight.
         seen = min(self.counts.num_computed_tokens, self.counts.num_tokens - 1)
-        drafts = (self.drafts.computed, self.drafts.accepted)
-        return seen, self.holes, self.peak_blocks, self._cached or 0, self.squeezed_at, *drafts
+        return request_report(
+            self.schedule,
+            seen,
+            self.holes,
+            self.peak_blocks,
+            cached=self._cached or 0,
+            squeezed_at=self.squeezed_at,
+            drafted=self.drafts.computed,
+            accepted=self.drafts.accepted,
+        )

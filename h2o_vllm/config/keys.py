@@ -12,8 +12,8 @@ counts out of vLLM's scheduler stats, and completes reports. In ``SchedulerStats
 key of those counts."""
 
 REPORT_KEY = "h2o"
-"""Key of our reports inside an output's ``kv_transfer_params``: choice index -> report, or, if a server reads
-them and the request may go on, the values to make one of; see :mod:`h2o_vllm.blocks.report`."""
+"""Key of our reports inside an output's ``kv_transfer_params``: choice index -> report; see
+:mod:`h2o_vllm.blocks.report`."""
 
 QUIET = "H2O_QUIET"
 """Environment variable that ``h2o-serve`` sets where nothing asks for a log level; see

@@ -117,6 +117,9 @@ class Meter:
 
 def kv_budget_of(report: Mapping[str, Any]) -> float:
     """The share of its tokens that a request's budget allowed, 0 to 1, from its final report."""
+    if report["exact"]:
+        # What its report calls a budget is what drafts read.
+        return 1.0
     if report["budget"] is not None:
         return float(report["budget"])
     return min(1.0, float(report["budget_tokens"] / max(1, report["tokens_seen"])))

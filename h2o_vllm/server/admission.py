@@ -89,6 +89,12 @@ async def groups_beside(engine_client: Any) -> tuple[GroupBeside, ...]:
     return tuple(GroupBeside(*group) for group in first_rank)
 
 
+def attention_block_size(engine: VllmConfig) -> int:
+    """Tokens per block of full attention; vLLM's ``block_size`` is the smallest of all groups."""
+    cache = engine.cache_config
+    return getattr(cache, "effective_attention_block_size", None) or cache.block_size
+
+
 def install(
     engine_client: Any,
     engine: VllmConfig,
@@ -138,10 +144,7 @@ class _Step:
         self._config, self._beside = config, beside
         self._model, cache = engine.model_config, engine.cache_config
         self._drafts = drafts_of_step(engine)
-        # That of full attention; the other number is the smallest of all groups.
-        self._block_size = (
-            getattr(cache, "effective_attention_block_size", None) or cache.block_size
-        )
+        self._block_size = attention_block_size(engine)
         # vLLM sums them over the data-parallel engines, of which each keeps a block for itself.
         blocks = cache.num_gpu_blocks or 0
         self._pool = blocks // engine.parallel_config.data_parallel_size - 1

@@ -27,6 +27,7 @@ from h2o_vllm.config.request_fields import HEADS, MAX_TRACE_TOKENS
 from h2o_vllm.config.settings import OPTIONS, REQUEST_FIELDS
 from h2o_vllm.engine.core.version import supported_versions
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
+from h2o_vllm.server.admission import attention_block_size
 from h2o_vllm.server.openapi import describe_fields, kind_of
 from h2o_vllm.server.routes import LIFTED, PREPARED, REFUSED
 
@@ -43,7 +44,8 @@ def _described(name: str, summary: str, rows: Iterable[Row], **more: Any) -> typ
     values: dict[str, Any] = {}
     for row in rows:
         kind = kind_of(row, row.words)
-        values[row.name] = kind | None if row.optional else kind, Field(description=row.text)
+        may_lack = row.optional or row.settling_ignores
+        values[row.name] = kind | None if may_lack else kind, Field(description=row.text)
     made: type[BaseModel] = create_model(name, __doc__=summary, **values, **more)
     return made
 
@@ -164,6 +166,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     low, high = supported_versions(device)
     # vLLM sums them over the data-parallel engines.
     blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size
+    block_size = attention_block_size(engine)
     limits = {row.name: getattr(config, row.name) for row in LIMITS}
     limits |= {f"{row.name}_max": row.high for row in BOUNDED}
     return H2OServerConfig(
@@ -181,9 +184,9 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
         ),
         routes=Routes(accepted=sorted(LIFTED | PREPARED), refused=sorted(REFUSED)),
         kv_cache=KVCache(
-            block_size=cache.block_size,
+            block_size=block_size,
             num_blocks=blocks,
-            num_tokens=(blocks - engines) * cache.block_size if blocks else None,
+            num_tokens=(blocks - engines) * block_size if blocks else None,
             prefix_caching=bool(cache.enable_prefix_caching),
         ),
         versions=Versions(

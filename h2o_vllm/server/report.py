@@ -7,12 +7,10 @@ prompts) give one object with the same keys, sums of the counts, and every seque
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from h2o_vllm.blocks.report import SETTINGS, report_from_values
-
-__all__ = ["REPORT_KEYS", "Reports", "kv_cache"]
+from h2o_vllm.blocks.report import SETTINGS
 
 SUMMED = (
     "tokens_seen",
@@ -31,7 +29,8 @@ SUMMED = (
 TRACE = "trace"
 """Key of what ``kv_trace`` asks for; see :mod:`h2o_vllm.blocks.trace`."""
 
-REPORT_KEYS = ("budget", "budget_tokens", *SETTINGS, "squeezed_at", *SUMMED, "block_size")
+BECAUSE = "nothing_evicted_because"
+REPORT_KEYS = ("budget", "budget_tokens", *SETTINGS, "squeezed_at", *SUMMED, BECAUSE, "block_size")
 
 
 class Reports:
@@ -42,27 +41,21 @@ class Reports:
     """
 
     def __init__(self) -> None:
-        self._calls: list[dict[int, Mapping[str, Any] | Sequence[Any]]] = []
+        self._calls: list[dict[int, Mapping[str, Any]]] = []
 
     def open_call(self) -> int:
         """Reserve the next place; calls are made in the order of the prompts."""
         self._calls.append({})
         return len(self._calls) - 1
 
-    def record(self, call: int, by_index: Mapping[str, Mapping[str, Any] | Sequence[Any]]) -> None:
-        """Note the reports of some sequences of ``call``; a later one replaces an earlier one.
-
-        Of a request that may go on, the engine sends the values to make a report of.
-        """
+    def record(self, call: int, by_index: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note the reports of some sequences of ``call``; a later one replaces an earlier one."""
         for index, report in by_index.items():
             self._calls[call][int(index)] = report
 
     def kv_cache(self) -> dict[str, Any] | None:
         """The object for the client, or ``None`` if the engine has reported nothing."""
-        newest = [call[index] for call in self._calls for index in sorted(call)]
-        return kv_cache(
-            [one if isinstance(one, Mapping) else report_from_values(one) for one in newest]
-        )
+        return kv_cache([call[index] for call in self._calls for index in sorted(call)])
 
 
 def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -81,5 +74,6 @@ def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:
         "budget_tokens": None if None in budgets else sum(budgets),
         # Lossless are all of them, or not all.
         "squeezed_at": min(squeezes, default=None),
+        BECAUSE: None if sums["tokens_evicted"] else ordered[0][BECAUSE],
     }
     return {**ordered[0], **joined, **sums, "sequences": ordered}

@@ -27,7 +27,7 @@ def eviction(holes: int) -> Eviction:
 def report(budget: float | None, budget_tokens: int = 100, seen: int = 400) -> dict[str, Any]:
     counts = {"tokens_cached": 96, "tokens_protected": 128}
     own = {"budget": budget, "budget_tokens": budget_tokens, "tokens_seen": seen}
-    return {**own, **counts, "elastic": False, "squeezed_at": None}
+    return {**own, **counts, "elastic": False, "exact": False, "squeezed_at": None}
 
 
 def test_what_happened_is_handed_over_once() -> None:
@@ -100,10 +100,12 @@ def test_it_is_due_now_and_then_and_when_idle() -> None:
         (report(1.0), 1.0),
         (report(None), 0.25),
         (report(None, seen=50), 1.0),
+        # It evicts nothing; a tenth is what drafts read.
+        (report(0.1) | {"exact": True}, 1.0),
         # Aborted before its first token.
         (report(None, seen=0), 1.0),
     ],
-    ids=["share", "full", "absolute", "larger than needed", "nothing seen"],
+    ids=["share", "full", "absolute", "larger than needed", "exact", "nothing seen"],
 )
 def test_budget_of_a_request_is_a_share(ended: dict[str, Any], share: float) -> None:
     assert kv_budget_of(ended) == share

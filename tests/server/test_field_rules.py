@@ -17,6 +17,7 @@ from h2o_vllm.config.settings import FIELDS, OPTIONS
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.policy.policy import Policy, policy_names, policy_pattern
+from h2o_vllm.server.config_route import Defaults
 from tests.served import SERVED, SHARING, policy_of
 from tests.server.admitting import body, passed, refused
 
@@ -196,6 +197,7 @@ def test_the_window_alone_is_enough_for_segments_to_settle() -> None:
 def test_what_a_server_says_of_itself_is_what_a_request_gets(server: Fields) -> None:
     config = H2OConfig(kv_budget=0.2, **server)
     said, got = config.applied, resolve_for(config, None, 300)
+    assert Defaults(**said).model_dump() == said
     for name, row in FIELDS.items():
         if not row.attribute or (name == "kv_protect" and said[name] in ("short", "prompt")):
             continue

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from fastapi import FastAPI
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.settings import REQUEST_FIELDS
+from h2o_vllm.server.config_route import PATH
 from h2o_vllm.server.openapi import describe_fields, fields_of
-from tests.server.vllm_like import CompletionRequest
+from tests.server.vllm_like import CompletionRequest, Engine, build, client_of
 
 
 def test_every_field_is_described() -> None:
@@ -48,3 +50,18 @@ def test_bodies_of_the_routes_that_take_them_have_them() -> None:
         properties = page["components"]["schemas"]["CompletionRequest"]["properties"]
         assert set(REQUEST_FIELDS) | {"prompt"} <= set(properties)
     assert "kv_budget" not in str(page["paths"]["/tokenize"])
+
+
+@pytest.mark.asyncio
+async def test_the_configuration_says_what_applies_and_what_the_pool_holds() -> None:
+    app = build(Engine(), H2OConfig(kv_budget=0.2, kv_settle_tokens=512))
+    # A hybrid's: vLLM's own number is that of its smallest group.
+    app.state.vllm_config.cache_config.effective_attention_block_size = 96
+    async with client_of(app) as client:
+        said = (await client.get(PATH)).json()
+    assert {name: said["kv_cache"][name] for name in ("block_size", "num_tokens")} == {
+        "block_size": 96,
+        "num_tokens": 9 * 96,
+    }
+    defaults = said["defaults"]
+    assert [defaults[name] for name in ("kv_policy", "kv_protect", "kv_delay")] == ["key", 0, None]

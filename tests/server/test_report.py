@@ -5,12 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from h2o_vllm.blocks.report import budget_values, report_from_values
-from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.resolve import resolve
-from h2o_vllm.server import report as report_module
 from h2o_vllm.server.report import REPORT_KEYS, Reports, kv_cache
 from tests.server.conftest import engine_report
 
@@ -73,6 +67,12 @@ def test_several_sequences_give_sums_and_every_report() -> None:
     assert tuple(kv_cache) == (*REPORT_KEYS, "sequences")
 
 
+def test_several_sequences_say_why_nothing_was_evicted_if_nothing_was() -> None:
+    kept = engine_report(tokens_evicted=0, nothing_evicted_because="of the test")
+    for one, two, because in ((kept, kept, "of the test"), (kept, engine_report(), None)):
+        assert (kv_cache([one, two]) or {})["nothing_evicted_because"] == because
+
+
 def test_several_sequences_are_lossless_together_or_squeezed_where_the_first_was() -> None:
     def joined(*points: int | None) -> dict[str, Any]:
         made = kv_cache([engine_report(elastic=True, squeezed_at=at) for at in points])
@@ -83,33 +83,3 @@ def test_several_sequences_are_lossless_together_or_squeezed_where_the_first_was
     several = joined(None, 321, 300)
     assert several["squeezed_at"] == 300
     assert [one["squeezed_at"] for one in several["sequences"]] == [None, 321, 300]
-
-
-def test_only_the_last_values_of_a_sequence_become_a_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The engine sends values with every output of a request with stop strings."""
-    built: list[object] = []
-
-    def counting(values: list[object]) -> dict[str, object]:
-        built.append(values)
-        return report_from_values(values)
-
-    monkeypatch.setattr(report_module, "report_from_values", counting)
-    budget = budget_values(resolve(H2OConfig(kv_protect=0), {"kv_budget": 0.2, "kv_delay": 4}), 16)
-    reports = Reports()
-    call = reports.open_call()
-    for seen in range(1000, 1100):
-        reports.record(
-            call, {"0": [*budget, seen, 50, 63, 0, 900], "1": [*budget, seen + 7, 50, 63, 0, None]}
-        )
-    reports.record(call, {"1": engine_report()})
-    assert not built
-    kv_cache = reports.kv_cache()
-    assert len(built) == 1
-    assert kv_cache is not None
-    first, second = kv_cache["sequences"]
-    assert tuple(first) == REPORT_KEYS
-    assert second == engine_report()
-    assert first | {"tokens_seen": 1099, "budget_tokens": 220, "tokens_held": 1099 - 800} == first
-    assert (first["budget"], first["delay"], first["block_size"]) == (0.2, 4, 16)

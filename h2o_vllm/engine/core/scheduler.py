@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["H2OScheduler"]
 
-_Report = dict[str, object] | tuple[Any, ...]
-"""A report, or the values from which :func:`h2o_vllm.blocks.report.report_from_values` makes one."""
-
 
 class H2OScheduler(LimitingScheduler):
     """``--scheduler-cls h2o_vllm.engine.core.scheduler.H2OScheduler``.
@@ -100,7 +97,7 @@ class H2OScheduler(LimitingScheduler):
         """Requests with drafts in the last step."""
         self._rejections = Rejections()
         self._reports: dict[str, dict[str, object]] = {}
-        self._choices: ChoiceReports[_Report] = ChoiceReports()
+        self._choices: ChoiceReports[dict[str, object]] = ChoiceReports()
         self._traces = self._made_traces() if self.h2o_config.kv_trace else None
 
     def _bound_manager(self) -> H2OBlockManager:
@@ -331,16 +328,11 @@ class H2OScheduler(LimitingScheduler):
                 params = output.kv_transfer_params or {}
                 output.kv_transfer_params = {**params, REPORT_KEY: by_choice}
 
-    def _interim_report(self, output: EngineCoreOutput) -> _Report | None:
-        """The report so far of a request with stop strings: the front end may end it at any output.
-
-        A server makes the report from values when the request ends. The offline API needs the report itself.
-        """
+    def _interim_report(self, output: EngineCoreOutput) -> dict[str, object] | None:
+        """The report so far of a request with stop strings: the front end may end it at any output."""
         request = self.requests.get(output.request_id)
         params = request.sampling_params if request is not None else None
         if params is None or not params.stop:
             return None
         state = self.blocks.eviction_state(output.request_id)
-        if state is None:
-            return None
-        return state.report_values() if self._served else state.report()
+        return None if state is None else state.report()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from h2o_vllm.errors import AccountingError, BudgetError, ConfigError, H2OError
     from h2o_vllm.plugin import engine_args
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AccountingError",

@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import h2o_vllm
+from h2o_vllm.engine.core.version import supported_versions
 from tests.wheels import build, copy_project
 
 ROOT = Path(__file__).parent.parent
@@ -116,6 +117,15 @@ def test_version_is_stated_once(wheel: zipfile.ZipFile) -> None:
     assert "version" not in PROJECT
     assert wheel.filename is not None
     assert Path(wheel.filename).name.startswith(f"h2o_vllm-{h2o_vllm.__version__}-")
+
+
+def test_support_names_the_versions_of_vllm_that_start() -> None:
+    text = (ROOT / "h2o_vllm/SUPPORT.md").read_text()
+    release = ".".join(h2o_vllm.__version__.split(".")[:2])
+    (row,) = re.findall(rf"^\| {re.escape(release)} \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    for device, named in zip(("cpu", "cuda"), row, strict=True):
+        (major, low), (_, high) = supported_versions(device)
+        assert named == ", ".join(f"{major}.{minor}" for minor in range(low, high)), device
 
 
 @pytest.mark.parametrize("lock", EXTRAS)

@@ -6,29 +6,9 @@ Runs in the engine core. Imports no vLLM: it handles block-table indices, never 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from h2o_vllm.blocks.timeline import EvictionIndices, Timeline
-from h2o_vllm.policy.ranks import NEVER
 
-__all__ = ["EvictionIndices", "EvictionState", "Kept"]
-
-
-class Kept(NamedTuple):
-    """What the eviction right behind a prompt keeps.
-
-    Attributes:
-        indices: of the eviction. stay: table indices of the blocks that stay, ascending.
-        scored: how many of these have scores, the last ones.
-        planes: of their scores that later evictions need: none, the scores, or also their early part.
-        owned: how many of the heavy ones have lanes that the heads share.
-    """
-
-    indices: EvictionIndices
-    stay: tuple[int, ...]
-    scored: int
-    planes: int
-    owned: int
+__all__ = ["EvictionIndices", "EvictionState"]
 
 
 class EvictionState(Timeline):
@@ -45,12 +25,6 @@ class EvictionState(Timeline):
 
     _untouched: int
     """Number of first blocks that no eviction writes, and that no later eviction ranks by their scores."""
-    received: bool = False
-    """Whether another engine has carried out the first eviction; the blocks that it dooms hold nothing."""
-
-    def hand_over(self) -> None:
-        """Note that the request ends with its prompt; an eviction right behind it is carried out."""
-        self.evicts = self.schedule.at_end
 
     @property
     def stock(self) -> bool:
@@ -59,16 +33,6 @@ class EvictionState(Timeline):
         It does if it cannot evict, or if it is elastic, not squeezed yet, and needs no scores.
         """
         return not self.evicts or (self._evict_from is None and not self.policy.needs_scores)
-
-    def kept(self) -> Kept:
-        """What is kept right behind the prompt, for a schedule with an eviction there. Changes nothing."""
-        indices, params = self.at_end(), self.params()
-        gone = frozenset(indices.doomed)
-        used = range(-(-self.prompt_tokens // self.block_size))
-        stay = tuple(index for index in used if index not in gone)
-        planes = (2 if params.late_from != NEVER else 1) if self.policy.moves_tokens else 0
-        owned = len(indices.heavy) if params.shares_heads else 0
-        return Kept(indices, stay, len(stay) - self.pinned, planes, owned)
 
     def evict(self, computed: int) -> EvictionIndices | None:
         """As the base class."""
@@ -83,7 +47,6 @@ class EvictionState(Timeline):
         """As the base class."""
         super().release()
         self._untouched = self._readable
-        self.received = False
 
     def private(self, evicted: EvictionIndices) -> tuple[int, ...]:
         """Table indices of this eviction's blocks that no other request may see.
@@ -113,11 +76,8 @@ class EvictionState(Timeline):
         moves tokens, only two kinds of blocks are published: pinned ones, and those that the first eviction
         frees. If the policy needs scores, the latter are published with that eviction and not before: the
         attention of a request that reads them would be added to their scores. A lossless answer that has
-        ended is never ranked, so all of it is published. What another engine has evicted is not published:
-        it comes after the forward pass in which others could read it.
+        ended is never ranked, so all of it is published.
         """
-        if self.received:
-            return 0
         if self.stock or (self.squeezable and self.counts.is_finished()):
             return computed
         if self.policy.moves_tokens:

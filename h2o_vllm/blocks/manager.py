@@ -15,12 +15,11 @@ It calls ``free`` when the request is preempted or finished. Nothing else is ove
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.beside import withdraw_unfilled
 from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
-from h2o_vllm.blocks.plan import Eviction, Handover
+from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.pool_check import check_pool, check_private
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.settled import SettledBlocks
@@ -110,7 +109,7 @@ class H2OBlockManager(SqueezingManager):
         managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self._beside)
         tables = [table for manager in managers for table in manager.req_to_blocks.items()]
         tables += self._settled.held()
-        check_pool(self.block_pool, (*tables, *self.loads.tables()), idle=idle)
+        check_pool(self.block_pool, tables, idle=idle)
 
     def remove_skipped_blocks(
         self,
@@ -126,8 +125,7 @@ class H2OBlockManager(SqueezingManager):
         """
         del processed_computed_tokens, num_prompt_tokens
         state = self._eviction_states.get(request_id)
-        # With a KV connector vLLM asks once more when a request has ended.
-        if not isinstance(state, EvictionState) or not state.evicts or state.counts.is_finished():
+        if not isinstance(state, EvictionState) or not state.evicts:
             return
         seen = state.counts.num_computed_tokens
         indices = state.evict(seen)
@@ -161,8 +159,6 @@ class H2OBlockManager(SqueezingManager):
         asked = super().get_num_blocks_to_allocate(
             request_id, held, new_computed_blocks, *counts, **options
         )
-        if self._counting:
-            return asked
         if options.get("apply_admission_cap"):
             asked += self.promised_blocks(request_id)
         short = self._settle_due(request_id)
@@ -210,52 +206,25 @@ class H2OBlockManager(SqueezingManager):
         table = self.req_to_blocks[request_id]
         doomed = [table[index] for index in indices.doomed]
         computed = state.counts.num_computed_tokens
-        eviction = self._eviction(request_id, state, indices, computed)
-        if self.enable_caching:
-            # Before the table loses its doomed blocks.
-            self._publish(state)
-        for index in indices.doomed:
-            table[index] = self.block_pool.null_block
-        # Tail first, as everywhere in vLLM: the first blocks of a prompt are the most likely to be shared.
-        self.loads.free(request_id, doomed[::-1])
-        if state.received and computed == state.prompt_tokens:
-            # The heavy blocks hold the tokens that stay.
-            eviction = replace(eviction, doomed_blocks=())
-        self._evictions[request_id] = eviction
-
-    def _eviction(
-        self, request_id: str, state: EvictionState, indices: EvictionIndices, computed: int
-    ) -> Eviction:
-        """What the workers have to know of an eviction once ``computed`` tokens have been seen."""
-        table = self.req_to_blocks[request_id]
         if state.policy.moves_tokens:
             check_private(table[index] for index in state.private(indices))
-        return Eviction(
+        self._evictions[request_id] = Eviction(
             request_id=request_id,
             heavy_blocks=tuple(table[index].block_id for index in indices.heavy),
-            doomed_blocks=tuple(table[index].block_id for index in indices.doomed),
+            doomed_blocks=tuple(block.block_id for block in doomed),
             holes=indices.doomed,
             ranks=state.policy.indices(in_prompt=computed < state.prompt_tokens),
             fresh_blocks=tuple(table[index].block_id for index in indices.fresh),
             fresh_from=indices.fresh.start * self.block_size,
             seen=computed,
         )
-
-    def handover(
-        self, request_id: str, file: str, about: str, shapes: dict[str, tuple[int, ...]]
-    ) -> Handover:
-        """What is kept of a request right behind its prompt, where an eviction is due. Changes nothing.
-
-        Args:
-            file, about, shapes: see :class:`.Handover`.
-        """
-        state = self._eviction_states[request_id]
-        assert isinstance(state, EvictionState)
-        kept, table = state.kept(), self.req_to_blocks[request_id]
-        eviction = self._eviction(request_id, state, kept.indices, state.prompt_tokens)
-        stay = tuple(table[index].block_id for index in kept.stay)
-        every = tuple(block.block_id for block in table)
-        return Handover(eviction, file, about, shapes, stay, every, state.pinned)
+        if self.enable_caching:
+            # Before the table loses its doomed blocks.
+            self._publish(state)
+        for index in indices.doomed:
+            table[index] = self.block_pool.null_block
+        # Tail first, as everywhere in vLLM: the first blocks of a prompt are the most likely to be shared.
+        self.block_pool.free_blocks(reversed(doomed))
 
     def _publish(self, state: EvictionState) -> None:
         # A token that is not sampled yet has no hash, and the last token of an ended request has no KV.
@@ -269,8 +238,7 @@ class H2OBlockManager(SqueezingManager):
         """As the base class; also updates the request's ``peak_blocks``."""
         blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         state = self._eviction_states.get(request_id)
-        # What a connector loads has its blocks before.
-        if state is not None and (blocks or not state.peak_blocks):
+        if state is not None and blocks:
             # A request that finds nothing in the cache is admitted here alone.
             self._settled.turns.admitted(request_id)
             live = len(self.req_to_blocks[request_id]) - state.holes
@@ -288,8 +256,7 @@ class H2OBlockManager(SqueezingManager):
         """As the base class, for the tokens that may be published."""
         state, computed = self._eviction_states.get(request.request_id), num_tokens
         if state is not None:
-            loads = request.request_id in self.loads
-            num_tokens = 0 if loads else state.publishable_tokens(num_tokens)
+            num_tokens = state.publishable_tokens(num_tokens)
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )
@@ -319,18 +286,15 @@ class H2OBlockManager(SqueezingManager):
         state = self._eviction_states.get(request_id)
         if state is not None:
             if state.counts.is_finished():
-                self.end(request_id)
+                self._end(request_id, state)
             else:
                 withdraw_unfilled(self, request_id, state.counts.num_computed_tokens)
                 state.release()
         self._settled.let_go(request_id)
         return super().pop_blocks_for_free(request_id)
 
-    def end(self, request_id: str) -> None:
-        """Report and forget a finished request. A connector may keep its blocks for longer."""
-        state = self._eviction_states.get(request_id)
-        if state is None:
-            return
+    def _end(self, request_id: str, state: RequestState) -> None:
+        """Report and forget a finished request."""
         if (elastic := self._elastic.get(request_id)) is not None:
             self._note_answer(elastic)
             if elastic.squeezable and self.enable_caching:

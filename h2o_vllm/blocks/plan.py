@@ -11,17 +11,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 __all__ = [
     "Eviction",
     "EvictionParams",
     "ExactParams",
-    "Handover",
-    "Load",
-    "Save",
     "StepPlan",
-    "Transfers",
 ]
 
 
@@ -75,8 +70,7 @@ class Eviction:
             written: they may still be valid prefix-cache entries, or belong to another request from this step
             on.
         holes: block-table indices that now hold the null block. They are those of ``doomed_blocks``; if a
-            segment settles, those of its table entries that no heavy block takes; if another engine has
-            ranked the prompt, those of the blocks that it has doomed.
+            segment settles, those of its table entries that no heavy block takes.
         ranks: the ranks of the policy, as indices into :data:`h2o_vllm.policy.ranks.RANKS`.
         fresh_blocks: the heavy and doomed blocks that no earlier eviction has ranked, in table order. Their
             tokens lie where they were written; the tokens of all other blocks lie where they were moved.
@@ -85,7 +79,7 @@ class Eviction:
         seen: tokens computed so far, which equals the number of queries so far.
         places: table indices of ``heavy_blocks`` if a segment settles, else empty. These blocks hold none of
             the candidates, so their content is not ranked. If no block is doomed, they already hold the
-            tokens that stay: another request has ranked the same segment, or another engine the prompt.
+            tokens that stay: another request has ranked the same segment.
     """
 
     request_id: str
@@ -113,76 +107,6 @@ class Eviction:
         """The block table's entries that change: index -> block id, 0 for the null block."""
         return dict(zip(self.places, self.heavy_blocks, strict=False)) | dict.fromkeys(
             self.holes, 0
-        )
-
-
-@dataclass(frozen=True)
-class Load:
-    """KV of a prompt's first tokens comes from a folder before this step's forward pass.
-
-    Attributes:
-        request_id: of the request.
-        folder: with a file for each layer. tokens: in each of these. blocks: ids of new ones, which as many
-            first tokens fill.
-        table: ids of all blocks of the request, which fails if a file cannot be read. So it is found by
-            blocks that no eviction has freed by then.
-        resets: whether the blocks get scores, which begin at zero.
-    """
-
-    request_id: str
-    folder: str
-    tokens: int
-    blocks: tuple[int, ...]
-    table: tuple[int, ...]
-    resets: bool
-
-
-@dataclass(frozen=True)
-class Save:
-    """KV of a prompt's first tokens goes into a folder after this step's forward pass.
-
-    Attributes:
-        folder: gets a file for each layer. blocks: ids of those that the tokens fill.
-    """
-
-    folder: str
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Handover:
-    """What a prompt's first eviction keeps, in a file: one engine evicts, another goes on.
-
-    Attributes:
-        eviction: right behind the prompt. The engine that writes the file carries it out before.
-        file: its path. about: what the file has to say of itself. shapes: of its tensors, by name.
-        blocks: ids of the blocks that stay, in table order. The first ``pinned`` of them have no scores.
-        table: ids of all blocks of the request, which fails if the file cannot be read.
-    """
-
-    eviction: Eviction
-    file: str
-    about: str
-    shapes: dict[str, tuple[int, ...]]
-    blocks: tuple[int, ...]
-    table: tuple[int, ...]
-    pinned: int
-
-
-class Transfers(NamedTuple):
-    """What a KV connector moves in one step: loads come before its forward pass, the others after it."""
-
-    loads: tuple[Load, ...] = ()
-    saves: tuple[Save, ...] = ()
-    arrivals: tuple[Handover, ...] = ()
-    departures: tuple[Handover, ...] = ()
-
-    @property
-    def loading(self) -> tuple[str, ...]:
-        """Ids of the requests whose KV comes from elsewhere in this step."""
-        return (
-            *(one.request_id for one in self.loads),
-            *(one.eviction.request_id for one in self.arrivals),
         )
 
 
@@ -221,12 +145,9 @@ class StepPlan:
         confirmed: for each request that had drafts in the previous step, the number of its tokens whose KV is
             certain. The drafts after them were rejected.
         exact: parameters of each exact request that is admitted or resumed in this step.
-        transfers: what goes from one engine to another. A request that arrives computes the last token of its
-            prompt, and whatever the step writes for it is replaced after it.
     """
 
     policies: dict[str, EvictionParams] = field(default_factory=dict)
     evictions: tuple[Eviction, ...] = ()
     confirmed: dict[str, int] = field(default_factory=dict)
     exact: dict[str, ExactParams] = field(default_factory=dict)
-    transfers: Transfers = field(default_factory=Transfers)

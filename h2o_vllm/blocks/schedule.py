@@ -170,11 +170,6 @@ class EvictionSchedule(Schedule):
         return max(self.prompt_tokens + self.budget.delay, self.budget.evict_from)
 
     @cached_property
-    def at_end(self) -> bool:
-        """Whether the first eviction is right behind the prompt, whatever the answer's length."""
-        return self.budget.at_end and self.freed(self.prompt_tokens, self.prompt_tokens) > 0
-
-    @cached_property
     def step(self) -> int:
         """Tokens computed between two evictions within a prompt: whole blocks."""
         return max(1, self.budget.prefill // 4 // self.block_size) * self.block_size

@@ -179,7 +179,6 @@ class SettledBlocks:
         Returns:
             What workers have to do; ``None``: too few blocks are free, and nothing has changed.
         """
-        assert request_id not in self._manager.loads, "segments do not settle beside a connector"
         schedule, pool = state.schedule, self._pool
         first, kept = schedule.end(number - 1) // self._size, schedule.kept
         span = slice(first, first + schedule.segment // self._size)

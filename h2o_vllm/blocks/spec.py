@@ -30,7 +30,6 @@ __all__ = [
     "H2OChunkedSpec",
     "H2OMambaSpec",
     "H2OSlidingWindowSpec",
-    "computes_for_others",
     "evictable_spec",
     "groups_beside",
     "limited_spec",
@@ -40,12 +39,6 @@ __all__ = [
 
 SCORE_BYTES = 8
 """Bytes per token and KV head: its score and the early part of its score, float32 each."""
-
-
-def computes_for_others(config: VllmConfig) -> bool:
-    """Whether the engine computes prompts for other servers, and so evicts nothing before their end."""
-    transfer = config.kv_transfer_config
-    return transfer is not None and transfer.kv_role == "kv_producer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +55,7 @@ class H2OAttentionSpec(FullAttentionSpec):
         """
         whole = super().max_memory_usage_bytes(vllm_config)
         options = vllm_config.additional_config.get(CONFIG_KEY)
-        if options is None or computes_for_others(vllm_config):
+        if options is None:
             return whole
         config = H2OConfig.from_mapping(options)
         length = vllm_config.model_config.max_model_len

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -19,7 +18,6 @@ from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims, peak_blocks
-from h2o_vllm.blocks.unconfirmed import UnconfirmedLoads
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -41,10 +39,8 @@ class SqueezingManager(FullAttentionManager):
         self._rules = SqueezeRules()
         self._beside: tuple[LimitedManager, ...] = ()
         self._squeezes = SqueezeCounts()
-        self._counting = False
         self._answer: float | None = None
         """Tokens of an elastic answer, a moving average; ``None``: none has ended."""
-        self.loads = UnconfirmedLoads(self.block_pool)
 
     @abstractmethod
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
@@ -55,18 +51,6 @@ class SqueezingManager(FullAttentionManager):
         self._rules, self._beside = rules, tuple(beside)
         for manager in self._beside:
             manager.limit(self._eviction_states)
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """While it lasts, no question how many blocks a request needs has an effect.
-
-        Another request may be about to share blocks, and its own question is still to come.
-        """
-        self._counting = True
-        try:
-            yield
-        finally:
-            self._counting = False
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """Set the requests that this step may squeeze: the ``running`` ones. Workers hold their tables."""
@@ -153,9 +137,6 @@ class SqueezingManager(FullAttentionManager):
         for other in self._running:
             state, table = self._elastic.get(other), self.req_to_blocks.get(other)
             if state is None or not table or (by_priority and state.counts.priority < least):
-                continue
-            # What it gives back while it loads is not free yet.
-            if other in self.loads:
                 continue
             indices = state.excess(state.counts.num_computed_tokens)
             if indices is None or not self._yields(state, indices, table, wanted, read):

@@ -109,11 +109,6 @@ class Timeline(RequestState):
         self._set_next_due(computed)
         return indices
 
-    def at_end(self) -> EvictionIndices:
-        """What :meth:`evict` chooses right behind the prompt, if the schedule says so. Changes nothing."""
-        seen = self.prompt_tokens
-        return self._split(seen, self.schedule.freed(seen, seen))
-
     def excess(self, computed: int) -> EvictionIndices | None:
         """What :meth:`squeeze` would choose now; ``None`` if the request cannot be squeezed. Changes nothing.
 

@@ -19,18 +19,12 @@ class EngineLimits:
         kv_heads_equal_because: let heads share slots.
         kv_settles_not_because: let segments settle.
         kv_exact_not_because: serve exact requests.
-        kv_evicts_not_because: evict, unless ``kv_hands_over``.
-        kv_collects_not_because: know the attention of prompts.
         kv_scores_not_because: let a policy collect attention.
         kv_ops_because: rank by what no GPU kernel computes (:attr:`.Rank.op`).
-        kv_hands_over: whether workers move what an eviction has kept, with its scores, from engine to engine.
     """
 
     kv_heads_equal_because: str = ""
     kv_settles_not_because: str = ""
     kv_exact_not_because: str = ""
-    kv_evicts_not_because: str = ""
-    kv_collects_not_because: str = ""
     kv_scores_not_because: str = ""
     kv_ops_because: str = ""
-    kv_hands_over: bool = False

@@ -18,7 +18,6 @@ from h2o_vllm.config.request_fields import (
     check_heads,
     check_ops,
     check_prefill,
-    check_received,
     check_scores,
     check_settle,
 )
@@ -68,9 +67,6 @@ class H2OConfig(Settings):
         if self.evicts_by_default or self.kv_prefill_tokens:
             check_scores(default, self.kv_scores_not_because)
             check_ops(default, self.kv_ops_because)
-        if self.evicts_by_default:
-            because, scores = self.kv_collects_not_because, self.kv_hands_over
-            check_received(named, default, because, with_scores=scores)
 
     def _check_limits(self) -> None:
         """The limits are in order, and hold for the default budget."""

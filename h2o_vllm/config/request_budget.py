@@ -36,8 +36,6 @@ class RequestBudget:
         settle: newest tokens that do not settle; 0: no token settles. See
             :class:`h2o_vllm.blocks.settling.SettlingSchedule`, which rounds it.
         exact: nothing is evicted; what this budget says is what drafts attend to.
-        at_end: whether the first eviction, if one is due there, comes right behind the prompt: so an engine
-            that computes prompts for others can carry it out.
     """
 
     fraction: float
@@ -57,7 +55,6 @@ class RequestBudget:
     heads: str = "equal"
     settle: int = 0
     exact: bool = False
-    at_end: bool = False
 
     @property
     def evicts(self) -> bool:

@@ -7,12 +7,8 @@ checks here know more than type and range, which :mod:`h2o_vllm.config.settings`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy.policy import Policy
-from h2o_vllm.policy.ranks import Collects
 
 HEADS = ("equal", "shared")
 """What ``kv_heads`` may be: all KV heads of a layer keep as many tokens, or they share its heavy slots."""
@@ -31,11 +27,6 @@ SHORT_PROMPT = 4
 FEW_PROTECTED = 1024
 """Tokens a request may protect where an operator bounds budgets and says nothing of protection."""
 
-NOT_AT_END = (
-    "kv_delay", "kv_elastic", "kv_evict_from", "kv_prefill_tokens", "kv_settle_tokens", "kv_trace",
-)  # fmt: skip
-"""Fields that, unless they are 0 or false, put the first eviction elsewhere than right behind the prompt, or
-need its history."""
 
 WITHOUT_SCORES = "'later', 'window' and 'random' collect none"
 """Presets that serve where no attention is known."""
@@ -95,42 +86,6 @@ def check_ops(policy: Policy, because: str) -> None:
     if because and policy.without_op:
         accepted = f"one without {' and '.join(policy.without_op)} on this server ({because})"
         raise BudgetError("kv_policy", policy.name, accepted)
-
-
-def evicts_at_end(values: Mapping[str, Any]) -> bool:
-    """Whether the first eviction can only come right behind the prompt, by the fields of a request."""
-    return not any(values.get(name) for name in NOT_AT_END)
-
-
-def check_received(
-    values: Mapping[str, Any], policy: Policy, because: str, *, with_scores: bool
-) -> None:
-    """Check what evicts where prompts come with their KV and without its attention (``because``).
-
-    Args:
-        values: the fields of a request that evicts, by name.
-        because: why that is so; empty: it is not, and everything is accepted.
-        with_scores: whether what others have evicted comes with its attention, and what is loaded can be
-            scored by the queries behind it.
-
-    Raises:
-        BudgetError: the policy needs more attention than there is, or something is evicted before the
-            prompt's end.
-    """
-    if not because:
-        return
-    known = with_scores and (policy.collects is not Collects.ALL or evicts_at_end(values))
-    if policy.needs_scores and not known:
-        accepted = f"one that collects no attention: {because}; {WITHOUT_SCORES}"
-        if with_scores:
-            accepted += (
-                ", 'snapkv' and 'question' only that of the prompt's end, which is computed again; "
-                "with kv_delay 0 a prefill server evicts, by any policy"
-            )
-        raise BudgetError("kv_policy", policy.name, accepted)
-    for name in ("kv_prefill_tokens", "kv_settle_tokens"):
-        if values[name]:
-            raise BudgetError(name, values[name], f"0 on this server: {because}")
 
 
 def check_settle(tokens: int, policy: Policy) -> int:

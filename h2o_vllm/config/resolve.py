@@ -20,10 +20,8 @@ from h2o_vllm.config.request_fields import (
     check_heads,
     check_ops,
     check_prefill,
-    check_received,
     check_scores,
     check_settle,
-    evicts_at_end,
 )
 from h2o_vllm.config.settings import FIELDS, REQUEST_FIELDS, check_exclusions, excluding
 from h2o_vllm.errors import BudgetError
@@ -74,7 +72,6 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         "elastic": elastic,
         "evict_from": evict_from,
         "trace": _trace(config, given),
-        "at_end": evicts_at_end(settings),
     }
     if "kv_heads" in given:
         check_heads(values["heads"], policy, config.kv_heads_equal_because)
@@ -83,15 +80,10 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         values |= _NOTHING_EVICTED
         if fraction == 1.0 and "kv_budget" not in given:
             values["fraction"] = EXACT_SHARE
-    if config.kv_evicts_not_because and not (config.kv_hands_over and values["at_end"]):
-        everything = {"fraction": 1.0, "max_fraction": 1.0, "tokens": None, "exact": False}
-        values |= _NOTHING_EVICTED | everything
     budget = RequestBudget(**values)
     if budget.evicts:
         check_scores(policy, config.kv_scores_not_because)
         check_ops(policy, config.kv_ops_because)
-        because, scores = config.kv_collects_not_because, config.kv_hands_over
-        check_received(settings, policy, because, with_scores=scores)
     return budget
 
 

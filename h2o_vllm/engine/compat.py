@@ -7,8 +7,7 @@ Each entry says what it is for, since when it is needed, and what would make it 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,13 +29,11 @@ if TYPE_CHECKING:
 __all__ = [
     "LimitingScheduler",
     "block_managers",
-    "example_folder",
     "model_norms",
     "model_rotation",
     "runner_block_table",
     "runner_drafter_builders",
     "runner_drafter_layers",
-    "runner_logits",
     "runner_make_stage_inputs",
     "runner_metadata_builders",
     "runner_row_request_ids",
@@ -69,21 +66,9 @@ class LimitingScheduler(AsyncScheduler):
     ``Scheduler._update_request_as_session`` (0.32) adds a part of streaming input to its request, whatever
     they come to. Goes when vLLM refuses what does not fit.
 
-    ``Scheduler._request_remaining_blocks`` (0.32) asks how many blocks a running request still needs, with
-    the hit of another one in hand, before that one loads asynchronously. It calls the block managers as if it
-    was about to allocate, which has effects in ours. Goes when it asks otherwise.
-
     ``Scheduler._handle_blocked_waiting_request`` (0.32) says of each waiting request whether it may be
     admitted in this step; if not, the requests behind it may. Goes when a request can wait for another one.
     """
-
-    def counting(self) -> AbstractContextManager[None]:
-        """While it lasts, block managers are asked for counts, and nothing is allocated behind it."""
-        return nullcontext()
-
-    def _request_remaining_blocks(self, request: Request) -> int:
-        with self.counting():
-            return super()._request_remaining_blocks(request)
 
     def waits(self, request: Request) -> bool:
         """Whether a request is not admitted in this step, and those behind it are."""
@@ -177,14 +162,6 @@ def block_managers(scheduler: Any) -> tuple[SingleTypeKVCacheManager, ...]:
     return tuple(scheduler.kv_cache_manager.coordinator.single_type_managers)
 
 
-def example_folder(connector: Any, token_ids: torch.Tensor, media: list[str]) -> Path:
-    """Where ``ExampleConnector`` (0.32) stores the KV of first tokens, int64, [n].
-
-    Its worker's half finds the folder by the same function. Goes when a connector says what it has stored.
-    """
-    return Path(connector._generate_foldername_debug(token_ids, media))  # noqa: SLF001 - as above
-
-
 def set_attention_isa(builder: Any, isa: str) -> None:
     """Choose the CPU attention kernel of a metadata builder and its layers, hence the KV layout.
 
@@ -261,17 +238,6 @@ def runner_write_table(
     if row is not None:
         table = model_runner.input_batch.block_table[group].block_table.np
         table[row, list(entries)] = list(entries.values())
-
-
-def runner_logits(model_runner: Any, request_id: str) -> torch.Tensor:
-    """The logits, [V], of a request's last token in the step that was computed, before it is sampled from.
-
-    ``GPUModelRunner.execute_model_state`` (0.32): what ``execute_model`` leaves for ``sample_tokens``. A row
-    per request of the batch, without drafts. Goes when a connector may move them.
-    """
-    row = model_runner.input_batch.req_id_to_index[request_id]
-    logits: torch.Tensor = model_runner.execute_model_state.logits[row]
-    return logits
 
 
 def runner_make_stage_inputs(model_runner: Any) -> None:

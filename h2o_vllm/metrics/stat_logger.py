@@ -59,12 +59,10 @@ class H2OStatLogger(AggregateStatLoggerBase):
         del iteration_stats, mm_cache_stats
         if scheduler_stats is None:
             return
-        carried = scheduler_stats.kv_connector_stats
-        if not carried or METRICS_KEY not in carried:
-            return
-        counts = carried.pop(METRICS_KEY)
+        carried, scheduler_stats.kv_connector_stats = scheduler_stats.kv_connector_stats, None
         if not carried:
-            scheduler_stats.kv_connector_stats = None
+            return
+        counts = carried[METRICS_KEY]
         metrics = self._engines[engine_idx]
         for name in COUNTED:
             metrics[f"h2o:{name}"].inc(counts[name])
@@ -90,7 +88,7 @@ def install(engine_client: Any, vllm_config: VllmConfig) -> Callable[[str], None
 
     Raises:
         AttributeError: the client keeps its loggers elsewhere. Ours must come first, because vLLM's own
-            logger fails on the stats of a KV connector that is not configured.
+            logger fails on stats of a KV connector where none is configured.
     """
     manager = engine_client.logger_manager
     if manager is None:

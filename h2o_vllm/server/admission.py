@@ -7,7 +7,7 @@ That method is wrapped, on the one client of this process; no class of vLLM's is
 Before the call the prompt is counted, ``kv_protect: "system"`` becomes a number, and what the engine cannot
 serve becomes a 400, as it has to be before a streamed answer begins. During the answer the scheduler's
 reports, which vLLM carries as ``kv_transfer_params`` but writes into no streamed chunk, are taken off the
-outputs and noted for the HTTP request. A client of a KV connector sees its own parameters only.
+outputs and noted for the HTTP request.
 """
 
 from __future__ import annotations
@@ -249,9 +249,7 @@ async def _answer(
             params = output.kv_transfer_params
             if params and (by_index := params.get(REPORT_KEY)) is not None:
                 reports.record(call, by_index)
-                # A new dict: vLLM may share the old one between outputs.
-                rest = {key: value for key, value in params.items() if key != REPORT_KEY}
-                output.kv_transfer_params = rest or None
+                output.kv_transfer_params = None
             yield output
 
 

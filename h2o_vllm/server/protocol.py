@@ -29,7 +29,7 @@ __all__ = ["Admission", "RefusalError", "admit", "error_body"]
 
 XARGS = "vllm_xargs"
 
-TO_CONNECTOR = "kv_transfer_params"
+TRANSFER_PARAMS = "kv_transfer_params"
 
 CLOSE = 0.8
 """Likeness of names (``difflib``) from which on one is taken for a misspelled other."""
@@ -167,7 +167,7 @@ def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
     """Move the fields of ``request``, in place, into its ``vllm_xargs``."""
     given = request.get(XARGS)
     inner: dict[str, Any] = given if isinstance(given, dict) else {}
-    _refuse_words_to_a_connector((request, inner))
+    _refuse_transfer_params((request, inner))
     _refuse_misspelled(request)
     _refuse_misspelled(inner)
     asked: dict[str, Any] = {}
@@ -256,7 +256,7 @@ def _refuse_misplaced(request: Mapping[str, Any], query: bytes) -> None:
 
 def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> None:
     """Refuse any budget field, wherever this route could take it to the engine from."""
-    _refuse_words_to_a_connector(_places_of(request or {}))
+    _refuse_transfer_params(_places_of(request or {}))
     for field in _fields_of(body, request):
         raise RefusalError(
             f"{_shown(field)} is not supported by {path}; it is by {', '.join(sorted(LIFTED))}",
@@ -273,14 +273,14 @@ def _places_of(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [place for place in places if isinstance(place, dict)]
 
 
-def _refuse_words_to_a_connector(places: Iterable[Mapping[str, Any]]) -> None:
+def _refuse_transfer_params(places: Iterable[Mapping[str, Any]]) -> None:
     """Refuse ``kv_transfer_params`` that are no object: vLLM (0.32) asks them for their members, a 500."""
     for place in places:
-        value = place.get(TO_CONNECTOR)
+        value = place.get(TRANSFER_PARAMS)
         if value is not None and not isinstance(value, dict):
             raise RefusalError(
-                f"{TO_CONNECTOR} must be an object, got {_shown(repr(_printable(value)))}",
-                TO_CONNECTOR,
+                f"{TRANSFER_PARAMS} must be an object, got {_shown(repr(_printable(value)))}",
+                TRANSFER_PARAMS,
                 "value",
             )
 

@@ -59,19 +59,6 @@ VALUES = {
     ],
     "a shared volume": ["replicaCount=2", "persistence.accessMode=ReadWriteMany"],
     "a volume that exists": ["persistence.existingClaim=models"],
-    "prefill apart from decode": [
-        "apart.enabled=true",
-        "apart.prefillReplicas=2",
-        "apart.router.image=router:1",
-        "persistence.accessMode=ReadWriteMany",
-        "device=cpu",
-    ],
-    "apart on GPUs": [
-        "apart.enabled=true",
-        "apart.router.image=router:1",
-        "apart.folder.existingClaim=shared",
-        "persistence.enabled=false",
-    ],
 }
 
 REFUSED = {
@@ -84,10 +71,6 @@ REFUSED = {
     "autoscaling.enabled=true": "ReadWriteMany",
     "persistence.enabled=false,autoscaling.enabled=true,autoscaling.minReplicas=5": "minReplicas",
     "drain.seconds=0": "seconds",
-    "apart.enabled=true,persistence.enabled=false": "apart.router.image",
-    "apart.enabled=true,apart.router.image=r,persistence.enabled=false,gpus=2": "gpus above 1",
-    "apart.enabled=true,apart.router.image=r,persistence.enabled=false,autoscaling.enabled=true": "side",
-    "apart.folder.sizeGi=0": "sizeGi",
     "persistence.enabled=false,autoscaling.enabled=true,autoscaling.prometheus=prometheus": "prometheus",
     # A number where Kubernetes wants a string.
     "extraEnv[0].name=A,extraEnv[0].value=8": "extraEnv",
@@ -108,18 +91,12 @@ def rendered(*values: str) -> subprocess.CompletedProcess[str]:
     return run_tool("helm", "template", "release", CHART, "--namespace", "ns", *options)
 
 
-def every_resource(*values: str) -> dict[tuple[str, str], Any]:
-    """The rendered resources by kind and name."""
+def resources(*values: str) -> dict[str, Any]:
+    """The rendered resources by kind; there is one of each."""
     done = rendered(*values)
     assert done.returncode == 0, done.stderr
     found = [one for one in yaml.safe_load_all(done.stdout) if one]
-    return {(one["kind"], one["metadata"]["name"]): one for one in found}
-
-
-def resources(*values: str) -> dict[str, Any]:
-    """The rendered resources by kind, where there is one of each."""
-    found = every_resource(*values)
-    kinds = {kind: one for (kind, _), one in found.items()}
+    kinds = {one["kind"]: one for one in found}
     assert len(kinds) == len(found)
     return kinds
 
@@ -155,12 +132,7 @@ def arguments_in_examples() -> list[str]:
     service = yaml.safe_load((DEPLOY / "kserve" / "inferenceservice.yaml").read_text())
     found.append(runtime["spec"]["containers"][0]["args"])
     found.append(service["spec"]["predictor"]["model"]["args"])
-    for values in VALUES.values():
-        pods = [one["spec"]["template"]["spec"] for (kind, _), one in every_resource(*values).items()
-                if kind == "Deployment"]  # fmt: skip
-        servers = [one for pod in pods for one in pod["containers"] if one["name"] == "h2o-serve"]
-        assert servers
-        found += [one["args"] for one in servers]
+    found += [container(*values)["args"] for values in VALUES.values()]
     flags = {arg.partition("=")[0] for args in found for arg in args}
     return sorted(flag for flag in flags if flag.startswith("--"))
 
@@ -227,7 +199,7 @@ def test_kubernetes_accepts_what_the_chart_renders(name: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     options = [part for value in VALUES[name] for part in ("--set", value)]
     assert run_tool("helm", "lint", "--strict", CHART, *options).returncode == 0
-    for (kind, _), resource in every_resource(*VALUES[name]).items():
+    for kind, resource in resources(*VALUES[name]).items():
         # Of the Prometheus operator and of KEDA, whose schemas come with no package.
         if kind not in ("ServiceMonitor", "ScaledObject"):
             validate.validate(resource, KUBERNETES, strict=True)

@@ -40,13 +40,8 @@ def check_commuting(evictions: Sequence[Eviction]) -> None:
             assert shared <= {*one.fresh_blocks}, "others hold what an eviction has written"
 
 
-def check_table(
-    eviction: Eviction, tables: Mapping[str, Sequence[KVCacheBlock]], *, elsewhere: bool = False
-) -> None:
-    """What the request of an eviction has in its block table, once the step is planned.
-
-    ``elsewhere``: another engine has ranked the prompt, and what it has doomed is not read here.
-    """
+def check_table(eviction: Eviction, tables: Mapping[str, Sequence[KVCacheBlock]]) -> None:
+    """What the request of an eviction has in its block table, once the step is planned."""
     if eviction.request_id not in tables:
         assert eviction.places, "an eviction of a request that was preempted"
         return
@@ -60,5 +55,5 @@ def check_table(
     assert live & set(eviction.doomed_blocks) <= new
     assert not set(eviction.heavy_blocks) & set(eviction.doomed_blocks)
     assert all(table[index].is_null for index in eviction.holes)
-    if not eviction.places and not elsewhere:
+    if not eviction.places:
         assert len(eviction.holes) == len(eviction.doomed_blocks)

@@ -16,7 +16,6 @@ from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
-    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -90,7 +89,7 @@ class Rig:
     ``retention``: how often these publish; ``ghost``: play the workers on hashes, and check what each token
     came of; ``drafts``: so many are drafted at most, some of them right; ``ahead``: by a drafter with KV,
     which has as many slots after them; ``exact``: requests may be exact, for which the model drafts into
-    slots that are verified later; ``transfer``: a KV connector, whose workers a test plays itself.
+    slots that are verified later.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class Rig:
         drafts: int = 0,
         ahead: bool = False,
         exact: bool = False,
-        transfer: KVTransferConfig | None = None,
         **h2o: Any,
     ) -> None:
         register()
@@ -143,7 +141,6 @@ class Rig:
                 watermark=watermark,
             ),
             device_config=DeviceConfig("cpu"),
-            kv_transfer_config=transfer,
             additional_config=args["additional_config"] | ({METRICS_KEY: True} if metered else {}),
         )
         self.config.cache_config.num_gpu_blocks = num_blocks
@@ -344,6 +341,4 @@ class Rig:
             check_known(output, self.scheduler.requests)
         check_commuting(output.h2o.evictions)
         for one in output.h2o.evictions:
-            received = getattr(self.blocks.eviction_state(one.request_id), "received", False)
-            elsewhere = received and not one.doomed_blocks
-            check_table(one, self.blocks.req_to_blocks, elsewhere=elsewhere)
+            check_table(one, self.blocks.req_to_blocks)

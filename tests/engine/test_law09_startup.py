@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from h2o_vllm import plugin
@@ -73,6 +74,7 @@ REFUSED = [
     ("cache_config.cache_dtype", "fp8", "--kv-cache-dtype fp8 on CPU"),
     ("model_config.runner_type", "pooling", "pooling"),
     ("device_config.device_type", "tpu", "tpu"),
+    ("kv_transfer_config", KVTransferConfig(), "--kv-transfer-config and --kv-offloading-size"),
 ]
 
 
@@ -298,7 +300,6 @@ def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, beca
             model_config=SimpleNamespace(
                 model_arch_config=[], hf_text_config=None, get_total_num_kv_heads=lambda: 2
             ),
-            kv_transfer_config=None,
         )
 
     config = support.config_of(engine())

@@ -153,23 +153,18 @@ def test_who_is_refused_by_name_is_told_why_and_nobody_else(kind: Any) -> None:
 
 
 SHARED = {"num_kv_shared_layers": 2}
-CONNECTOR = SimpleNamespace(
-    kv_connector="ExampleConnector", kv_connector_module_path=None, kv_role="kv_both",
-    kv_load_failure_policy="fail", get_from_extra_config={"shared_storage_path": "folder"}.get,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"kv_transfer_config": CONNECTOR}, "KV connectors where"),
         ({"h2o": {"kv_exact_drafts": 4}}, "--kv-exact and --kv-exact-drafts where"),
         (
             {"speculative_config": SimpleNamespace(method="draft_model")},
             "drafters with KV of their own where",
         ),
     ],
-    ids=["connector", "exact", "drafter"],
+    ids=["exact", "drafter"],
 )
 def test_what_was_not_tried_where_layers_share_kv_is_refused_there_alone(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], says: str

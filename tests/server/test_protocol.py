@@ -160,7 +160,7 @@ def test_names_are_ours_by_a_list_and_all_others_are_vllms(
 
 @pytest.mark.parametrize("rule", Rule)
 @pytest.mark.parametrize("value", ["x", 1, [], ["do_remote_decode"], True, "x" * 100_000])
-def test_what_is_for_a_connector_is_an_object_on_every_route(
+def test_transfer_params_are_an_object_on_every_route(
     config: H2OConfig, value: Any, rule: Rule
 ) -> None:
     """vLLM asks a string for its members, which is a 500."""

@@ -31,9 +31,8 @@ class Engine:
     logger_manager = None
     """As vLLM's under ``--disable-log-stats``."""
 
-    def __init__(self, tokens: int = 3, foreign: dict[str, Any] | None = None) -> None:
+    def __init__(self, tokens: int = 3) -> None:
         self.tokens = tokens
-        self.foreign = foreign or {}
         self.seen: list[dict[str, Any]] = []
         self.aborted = 0
         self.allowed = tokens
@@ -61,7 +60,7 @@ class Engine:
                 yield SimpleNamespace(
                     token=token,
                     finished=last,
-                    kv_transfer_params={"h2o": reports, **self.foreign} if last else None,
+                    kv_transfer_params={"h2o": reports} if last else None,
                 )
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted += 1
@@ -143,7 +142,6 @@ def build(
         additional_config=options,
         num_speculative_tokens=0,
         speculative_config=None,
-        kv_transfer_config=None,
         model_config=SimpleNamespace(
             served_model_name="m", is_encoder_decoder=False, max_model_len=256
         ),

@@ -5,10 +5,7 @@
 ``scheduler``         vLLM's scheduler with budgets; sends evictions and reports
 ``parallel_choices``  collects the reports of a request's choices (``n > 1``)
 ``rejections``        ends requests that can never be served, sessions that outgrow the pool among them
-``connector``         what a KV connector may load and save of a request, by the engine's role
-``connector_halves``  the scheduler's halves of the connectors that were tried
 ``drafting``          which methods of speculative decoding are served
-``kv_folder``         the folder in which a connector stores prompts
 ``parent_watch``      ends the engine core when its server is gone
 ``support``           refuses unsupported configurations at start-up; workers call it, too
 ``architectures``     the outcome for each architecture that vLLM lists

@@ -129,10 +129,6 @@ def _methods(config: VllmConfig) -> list[tuple[bool, str]]:
             "layers: not tested with evictions",
         ),
         (
-            config.kv_transfer_config is not None,
-            "speculative decoding beside a KV connector: not tested together with evictions",
-        ),
-        (
             # ``Scheduler._reserve_prefill_lookahead`` (0.32) lengthens or drops such a chunk.
             with_kv and speculative.use_multi_module_mtp(),
             "speculative decoding by several MTP modules: chunks of a prompt could not end where an eviction "

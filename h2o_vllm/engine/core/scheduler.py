@@ -8,17 +8,15 @@ attaches the ``kv_cache`` report to the request's outputs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from h2o_vllm.blocks.beside import LimitedManager
-from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.manager import H2OBlockManager
-from h2o_vllm.blocks.plan import StepPlan, Transfers
+from h2o_vllm.blocks.plan import StepPlan
 from h2o_vllm.blocks.settling import schedule_of
-from h2o_vllm.blocks.spec import H2OAttentionSpec, computes_for_others, groups_beside
+from h2o_vllm.blocks.spec import H2OAttentionSpec, groups_beside
 from h2o_vllm.blocks.squeeze import SqueezeRules
 from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config.keys import METRICS_KEY, REPORT_KEY
@@ -27,7 +25,6 @@ from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
-from h2o_vllm.engine.core.connector_halves import limited_connector
 from h2o_vllm.engine.core.drafting import count_drafts, drafter_has_kv, drafts_of_step, drop_drafts
 from h2o_vllm.engine.core.heads import evictable_kv_heads
 from h2o_vllm.engine.core.parallel_choices import ChoiceReports
@@ -86,8 +83,6 @@ class H2OScheduler(LimitingScheduler):
                     f"h2o_vllm cannot work with {name} for a model with windows, chunks or states beside "
                     f"full attention: {because}"
                 )
-        if self.get_kv_connector() is not None:
-            self.connector = limited_connector(self)
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
         # Without our server the counts would reach vLLM's own loggers, which fail on them.
         metered = self.log_stats and self._served
@@ -144,11 +139,8 @@ class H2OScheduler(LimitingScheduler):
             if self._traces is not None and budget.trace:
                 self._traces.follow(request.request_id, self._most_tokens(request))
             state = self.blocks.track(request, budget, self.max_model_len)
-            if isinstance(state, EvictionState) and computes_for_others(self.vllm_config):
-                state.hand_over()
-            if self.connector is None and not state.readable_tokens(request.num_tokens):
-                # It reads nothing from the cache: no look-up, and no miss in the metrics. vLLM would not ask
-                # a connector, either.
+            if not state.readable_tokens(request.num_tokens):
+                # It reads nothing from the cache: no look-up, and no miss in the metrics.
                 request.skip_reading_prefix_cache = True
             self._choices.started(request.request_id)
         super().add_request(request)
@@ -174,10 +166,6 @@ class H2OScheduler(LimitingScheduler):
         """Whether it has to wait: for a next turn, or for KV that another request computes."""
         return self.blocks.waits(request.request_id)
 
-    def counting(self) -> AbstractContextManager[None]:
-        """Nothing is squeezed and no segment settles."""
-        return self.blocks.counting()
-
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """Shorten a chunk so that it ends where an eviction is due."""
         state = self.blocks.eviction_state(request.request_id)
@@ -186,15 +174,9 @@ class H2OScheduler(LimitingScheduler):
         return state.chunk_limit(computed, num_tokens)
 
     def limit_cache_hit(self, request: Request, cached: int) -> int:
-        """Limit a cache hit to the tokens that the request may read from the prefix cache.
-
-        Nothing if a connector has more: it loads all of them, and not into blocks that others share.
-        """
+        """Limit a cache hit to the tokens that the request may read from the prefix cache."""
         state = self.blocks.eviction_state(request.request_id)
-        readable = cached if state is None else state.readable_tokens(cached)
-        if readable and self.connector is not None:
-            readable = 0 if self.connector.held_outside(request) > readable else readable
-        return readable
+        return cached if state is None else state.readable_tokens(cached)
 
     def own_cache_hit(
         self, request: Request, *longest: int | None
@@ -227,8 +209,7 @@ class H2OScheduler(LimitingScheduler):
             elif state.budget.exact:
                 exact[started.req_id] = state.exact_params()
         evictions = self.blocks.take_evictions()
-        transfers = self.connector.take_transfers() if self.connector is not None else Transfers()
-        output.h2o = StepPlan(policies, evictions, confirmed, exact, transfers)
+        output.h2o = StepPlan(policies, evictions, confirmed, exact)
         if self._meter is not None and evictions:
             self._meter.evicted(evictions)
         return output
@@ -243,8 +224,6 @@ class H2OScheduler(LimitingScheduler):
             self._traces.note(traced_evictions(model_runner_output))
         count_drafts(self.blocks, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for request_id in scheduler_output.h2o.transfers.loading:
-            self.blocks.loads.confirm(request_id)
         self._rejections.put_outputs(outputs)
         self._collect_reports()
         for client_outputs in outputs.values():
@@ -267,10 +246,9 @@ class H2OScheduler(LimitingScheduler):
         meter.squeezed(self.blocks.take_squeezes())
         meter.settle_was_short(self.blocks.take_settle_shortages())
         if meter.due(idle=not self.running):
-            # The only field of the stats that is a free dict and is sent between processes. It belongs to the
-            # KV connector; the connector's own numbers stay in it.
+            # The only field of the stats that is a free dict and is sent between processes.
             counts = meter.hand_over(self._running_counts())
-            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), METRICS_KEY: counts}
+            stats.kv_connector_stats = {METRICS_KEY: counts}
         return stats
 
     def _collect_reports(self) -> None:
@@ -301,8 +279,6 @@ class H2OScheduler(LimitingScheduler):
                 # A session has no fixed prompt after which evictions could begin.
                 budget = self._full
             self._check_fits(request, budget)
-            if computes_for_others(self.vllm_config) and request.max_tokens > 1:
-                return self._full
             return budget
         except BudgetError as error:
             # The server refuses these with a 400, so only the offline API gets here.
@@ -325,8 +301,8 @@ class H2OScheduler(LimitingScheduler):
             report = self._reports.get(output.request_id) or self._interim_report(output)
             if report is not None:
                 by_choice = self._choices.joined(output.request_id, report)
-                params = output.kv_transfer_params or {}
-                output.kv_transfer_params = {**params, REPORT_KEY: by_choice}
+                # The only field of an output that is a free dict and is sent between processes.
+                output.kv_transfer_params = {REPORT_KEY: by_choice}
 
     def _interim_report(self, output: EngineCoreOutput) -> dict[str, object] | None:
         """The report so far of a request with stop strings: the front end may end it at any output."""

@@ -29,7 +29,6 @@ def sharing_refusals(config: VllmConfig) -> list[tuple[bool, str]]:
         for what, asked in (
             ("drafters with KV of their own", drafter_has_kv(config)),
             ("--kv-exact and --kv-exact-drafts", asks_for_exact(config)),
-            ("KV connectors", config.kv_transfer_config is not None),
             (
                 "--pipeline-parallel-size above 1",
                 config.parallel_config.pipeline_parallel_size > 1,

@@ -21,12 +21,6 @@ from h2o_vllm.engine.core.architectures import (
     kind_of,
     refusal_by_name,
 )
-from h2o_vllm.engine.core.connector import (
-    collects_not_because,
-    connector_refusals,
-    evicts_not_because,
-    hands_over,
-)
 from h2o_vllm.engine.core.drafting import (
     WITHOUT_KV,
     asks_for_exact,
@@ -87,20 +81,9 @@ def config_of(config: VllmConfig) -> H2OConfig:
         ours,
         kv_scores_not_because=scores_not_because(config),
         kv_heads_equal_because=_equal_heads_because(config),
-        kv_settles_not_because=_settles_not_because(config),
         kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
-        kv_evicts_not_because=evicts_not_because(config),
-        kv_collects_not_because=collects_not_because(config),
         kv_ops_because="" if device == "cpu" else _NO_OP,
-        kv_hands_over=hands_over(config),
     )
-
-
-def _settles_not_because(config: VllmConfig) -> str:
-    if config.kv_transfer_config is not None:
-        # Nor would what is given back wait for :class:`.UnconfirmedLoads`.
-        return "a KV connector does not know which blocks a segment settles into"
-    return ""
 
 
 def _equal_heads_because(config: VllmConfig) -> str:
@@ -179,7 +162,12 @@ def _everywhere(config: VllmConfig) -> list[tuple[bool, str]]:
         ),
         (model.is_encoder_decoder, "encoder-decoder models: cross attention is not scored"),
         (model.runner_type == "pooling", "pooling models: they generate nothing to evict for"),
-        *connector_refusals(config),
+        (
+            # ``--kv-offloading-size`` sets it as well.
+            config.kv_transfer_config is not None,
+            "--kv-transfer-config and --kv-offloading-size: a KV connector moves KV by position, and an "
+            "eviction leaves other tokens there",
+        ),
         *sharing_refusals(config),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,

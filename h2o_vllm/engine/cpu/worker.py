@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from h2o_vllm.engine.compat import (
     runner_drafter_builders,
-    runner_logits,
     runner_make_stage_inputs,
     runner_row_request_ids,
     runner_spared_generators,
@@ -26,10 +24,8 @@ from h2o_vllm.engine.cpu.compiled import find_compiled_again
 from h2o_vllm.engine.cpu.exact import ViewDrafter
 from h2o_vllm.engine.cpu.heap import keep_freed_memory
 from h2o_vllm.engine.cpu.huge import collapse
-from h2o_vllm.engine.cpu.kept_files import read_kept, write_kept
 from h2o_vllm.engine.cpu.pages import ZeroPages, in_background
 from h2o_vllm.engine.cpu.state import CPUState
-from h2o_vllm.engine.worker.prompt_files import LOST
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from h2o_vllm.blocks.plan import Eviction, Transfers
+    from h2o_vllm.blocks.plan import Eviction
 
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
@@ -102,11 +98,8 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             warn_of_mixed_adapters(self.vllm_config)
         # What is in use by now is the model's.
         in_background(collapse)
-        cores = os.sched_getaffinity(0)
         with ZeroPages():
             super().initialize_from_config(kv_cache_config)
-        # NixlConnector binds this thread to one core, for transfers; here it is the model's (vLLM 0.32).
-        os.sched_setaffinity(0, cores)
         if self.parallel_config.pipeline_parallel_size > 1:
             runner_make_stage_inputs(self.model_runner)
         if isinstance(drafter := getattr(self.model_runner, "drafter", None), ViewDrafter):
@@ -130,24 +123,6 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
     def _write_table(self, state: CPUState, eviction: Eviction) -> None:
         group, runner = state.kv_cache_group, self.model_runner
         runner_write_table(runner, group, eviction.request_id, eviction.table_entries)
-
-    def _hand_over(self, state: CPUState, transfers: Transfers) -> list[int]:
-        """As the base class."""
-        lost: list[int] = []
-        for one in transfers.departures:
-            logits = runner_logits(self.model_runner, one.eviction.request_id)
-            try:
-                write_kept(one, state, logits)
-            except (OSError, ValueError, MemoryError) as error:
-                logger.warning("h2o: KV connector: cannot store what was kept: %s", error)
-        for one in transfers.arrivals:
-            logits = runner_logits(self.model_runner, one.eviction.request_id)
-            try:
-                read_kept(one, state, logits)
-            except LOST as error:
-                logger.error("h2o: KV connector: cannot load what was kept: %s", error)  # noqa: TRY400 - a file's fault
-                lost.extend(one.table)
-        return lost
 
     def _evictable_layer(self, name: str, num_blocks: int) -> Any:
         layer = super()._evictable_layer(name, num_blocks)

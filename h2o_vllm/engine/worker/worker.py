@@ -6,10 +6,7 @@
     confirm      drafts of the step before that were accepted add to the scores
     compact      move survivors into the heavy blocks   (reads blocks the scheduler has freed)
     punch holes  the doomed blocks leave the block table
-    load         whole prompts of a KV connector
     forward      stock vLLM; the freed blocks may already be another request's
-    save         whole prompts of a KV connector
-    hand over    write what is kept of prompts that others go on with; read what others have kept
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from h2o_vllm.blocks.spec import groups_beside, limited_spec, register_specs
@@ -38,7 +34,6 @@ from h2o_vllm.engine.compat import (
 from h2o_vllm.engine.core.drafting import drafter_has_kv
 from h2o_vllm.engine.core.heads import evictable_kv_heads
 from h2o_vllm.engine.core.support import check_supported
-from h2o_vllm.engine.output_attrs import noted
 from h2o_vllm.engine.portion import Portion, of_all_stages
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
@@ -53,7 +48,6 @@ from h2o_vllm.engine.worker.binding import (
     memory_less_scores,
 )
 from h2o_vllm.engine.worker.learning import LearningWorker
-from h2o_vllm.engine.worker.prompt_files import LOST, load_prompt, save_prompt
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import ConfigError
 
@@ -64,7 +58,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from h2o_vllm.blocks.plan import Eviction, Load, Save, Transfers
+    from h2o_vllm.blocks.plan import Eviction
     from h2o_vllm.blocks.schedule import GroupBeside
     from h2o_vllm.engine.worker.attention import ScoringImpl
 
@@ -92,8 +86,6 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
     _layers: Sequence[Sequence[Any]] = ()
     """For each of these, itself and those that read its KV."""
     _groups_beside: tuple[GroupBeside, ...] = ()
-    _lost: Sequence[int] = ()
-    """Blocks that this step was to load, and did not."""
     _serving = True
     """Whether steps come from our scheduler, and not from vLLM's warm-up."""
 
@@ -167,62 +159,21 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
                 # A segment also settles if its request is preempted in the same step; others may find it.
                 if eviction.request_id not in left:
                     self._write_table(state, eviction)
-        lost = [block for one in plan.transfers.loads for block in self._load(state, one)]
         state.in_step = True
         drafted = scheduler_output.scheduled_spec_decode_tokens
         state.expect(scheduler_output.num_scheduled_tokens, drafted)
         try:
             output = super().execute_model(scheduler_output)
             state.finish_step()
-            for one in plan.transfers.saves:
-                self._save(one)
-            self._lost = [*lost, *self._hand_over(state, plan.transfers)]
             return output
         finally:
             state.in_step = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As the base class; the output says how long its evictions took, and what traced ones lost.
-
-        It also names the blocks that a connector did not fill: the requests that hold them fail.
-        """
+        """As the base class; the output says how long its evictions took, and what traced ones lost."""
         output = self._timer.attach(super().sample_tokens(grammar_output))
-        lost, self._lost = {*self._lost}, ()
-        if lost:
-            # Of vLLM's halves, that of the connector that loads files has nothing else to say.
-            output = noted(
-                output, "kv_connector_output", lambda: KVConnectorOutput(invalid_block_ids=lost)
-            )
         recorder = None if self._state is None else self._state.recorder
         return output if recorder is None else recorder.attach(output)
-
-    def _load(self, state: State, load: Load) -> Sequence[int]:
-        """Bring KV of a prompt's first tokens into new blocks; returns all of the request's if it fails."""
-        try:
-            load_prompt(load, self._caches())
-        except LOST as error:
-            logger.error("h2o: KV connector: cannot load a prompt: %s", error)  # noqa: TRY400 - a file's fault
-            return load.table
-        if load.resets:
-            state.planes[:, :, list(load.blocks)] = 0
-        return ()
-
-    def _save(self, save: Save) -> None:
-        """Store a prompt's first tokens. Whatever prevents it, the request goes on."""
-        try:
-            save_prompt(save, self._caches())
-        except LOST as error:
-            logger.warning("h2o: KV connector: cannot store a prompt: %s", error)
-
-    def _caches(self) -> dict[str, torch.Tensor]:
-        layers = self.compilation_config.static_forward_context
-        return {name: layers[name].kv_cache for name in self._layer_names}
-
-    def _hand_over(self, state: State, transfers: Transfers) -> Sequence[int]:  # noqa: ARG002 - for CPUs
-        """After a step: write and read what evictions have kept; returns blocks of whatever is not there."""
-        if transfers.arrivals or transfers.departures:
-            raise ConfigError("what an eviction has kept travels between engines on CPUs alone")
-        return ()
 
     @abstractmethod
     def _left(self, scheduler_output: SchedulerOutput) -> Iterable[str]:

@@ -154,7 +154,6 @@ def test_the_runner_captures_for_the_servers_default_policy(
                 hf_text_config=None,
                 get_total_num_kv_heads=lambda: 8,
             ),
-            kv_transfer_config=None,
         )
         runner = H2OModelRunner(config, torch.device("cpu"))
         assert runner.step_variant.captured == variants_for(

@@ -163,7 +163,6 @@ def test_batches_without_graphs_are_said_once(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         device_config=SimpleNamespace(device_type="cuda"),
         additional_config={"h2o": {}},
-        kv_transfer_config=None,
     )
     with caplog.at_level("WARNING", start_notes.logger.name):
         start_notes.warn_of_batches_without_graphs(config)

@@ -23,38 +23,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end -}}
 {{- end -}}
 
-{{- /* The kinds of servers: one, or one for each side. With as many replicas as there can be. */}}
-{{- define "h2o.sides" -}}
-{{- if .Values.apart.enabled }}
-- {suffix: -prefill, component: prefill, role: kv_producer, replicas: {{ .Values.apart.prefillReplicas }}}
-- {suffix: -decode, component: decode, role: kv_consumer, replicas: {{ .Values.replicaCount }}}
-{{- else if .Values.autoscaling.enabled }}
-- {suffix: "", replicas: {{ .Values.autoscaling.maxReplicas }}}
-{{- else }}
-- {suffix: "", replicas: {{ .Values.replicaCount }}}
-{{- end }}
-{{- end }}
-
-{{- /* Replicas of all sides. */}}
+{{- /* As many replicas as there can be. */}}
 {{- define "h2o.replicas" -}}
-{{- $sum := 0 }}
-{{- range include "h2o.sides" . | fromYamlArray }}{{ $sum = add $sum .replicas }}{{ end }}
-{{- $sum }}
-{{- end }}
-
-{{- /* How prompts go from one side to the other: called with (list . role). */}}
-{{- define "h2o.transfer" -}}
-{{- $apart := (index . 0).Values.apart }}
-{{- $extra := dict "shared_storage_path" "/prompts" "max_folder_gib" (divf (mul 9 $apart.folder.sizeGi) 10) }}
-{{- dict "kv_connector" "ExampleConnector" "kv_role" (index . 1) "kv_connector_extra_config" $extra | toJson }}
-{{- end }}
-
-{{- /* What the key is read from that clients send. */}}
-{{- define "h2o.apiKey" -}}
-valueFrom:
-  secretKeyRef:
-    name: {{ .Values.apiKey.existingSecret }}
-    key: {{ .Values.apiKey.key }}
+{{- if .Values.autoscaling.enabled }}{{ .Values.autoscaling.maxReplicas }}{{ else }}{{ .Values.replicaCount }}{{ end }}
 {{- end }}
 
 {{- /* Seconds that a pod may take to end: both parts of a drain, and what is left of the server's end. */}}

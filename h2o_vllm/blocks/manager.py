@@ -3,7 +3,7 @@
 
 ``KVCacheManager.allocate_slots`` calls these methods, in this order, for each scheduled request::
 
-    remove_skipped_blocks         frees what the budget no longer covers
+    remove_skipped_blocks         frees what the budget no longer covers, and settles segments
     get_num_blocks_to_allocate    vLLM counts the free blocks right after this call. If too few are free,
                                   held ones are freed here, and running elastic requests squeezed
     allocate_new_blocks           may already hand out the freed blocks
@@ -15,6 +15,7 @@ It calls ``free`` when the request is preempted or finished. Nothing else is ove
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.beside import withdraw_unfilled
@@ -117,20 +118,21 @@ class H2OBlockManager(SqueezingManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Free what the request's budget no longer covers, and note the eviction for the workers.
+        """Free what the request's budget no longer covers, or settle the segment that is due.
 
         The decision depends on ``num_computed_tokens``, not on the processed count that vLLM passes, so the
         time of an eviction does not depend on scheduling. Blocks that a step in flight still reads are safe:
-        workers run steps in order, and compact before the forward pass.
+        workers run steps in order, and compact before the forward pass. A request that waits, also after a
+        preemption, has computed nothing, so nothing is due.
         """
         del processed_computed_tokens, num_prompt_tokens
         state = self._eviction_states.get(request_id)
-        if not isinstance(state, EvictionState) or not state.evicts:
-            return
-        seen = state.counts.num_computed_tokens
-        indices = state.evict(seen)
-        if indices is not None:
-            self._evict(request_id, state, indices)
+        if isinstance(state, SettlingState):
+            self._settle(request_id, state)
+        elif isinstance(state, EvictionState) and state.evicts:
+            indices = state.evict(state.counts.num_computed_tokens)
+            if indices is not None:
+                self._evict(request_id, state, indices)
 
     def get_num_blocks_to_allocate(
         self,
@@ -142,34 +144,23 @@ class H2OBlockManager(SqueezingManager):
     ) -> int:
         """As the base class; if fewer blocks are free, held ones are freed, then elastic requests squeezed.
 
-        A segment that is due settles here: it takes its new blocks before it frees the old ones. If it lacks
-        some, the result exceeds what is free, so vLLM preempts a request and calls this again.
-        vLLM calls this right before it counts the free blocks. To admit a request, it asks for all known
-        tokens. Then the result is the most that they ever hold at once, plus what running bounded prompts
-        have not taken yet; or all blocks there are, while elastic requests need the room to grow.
+        This question acts because no other call has the number of tokens and the cache hit. vLLM counts the
+        free blocks right after it.
+
+        Returns:
+            More blocks than there are, so that vLLM preempts a request and asks again: if a segment that is
+            due lacks blocks, or, to admit a request, while elastic requests need the room to grow.
         """
-        held, admitting = num_tokens, not self.req_to_blocks.get(request_id)
-        if options.get("apply_admission_cap"):
-            state = self._eviction_states.get(request_id)
-            if state is not None:
-                promised = self._promise(state) * self.block_size
-                held = max(state.peak_tokens(num_tokens), promised)
-                # The base class counts a hit's null blocks as if each held tokens.
-                held += sum(block.is_null for block in new_computed_blocks) * self.block_size
-        asked = super().get_num_blocks_to_allocate(
-            request_id, held, new_computed_blocks, *counts, **options
+        if self._lacks_room_to_settle(request_id):
+            return self.block_pool.num_gpu_blocks
+        count = partial(
+            self._count_blocks, request_id, num_tokens, new_computed_blocks, *counts, **options
         )
-        if options.get("apply_admission_cap"):
-            asked += self.promised_blocks(request_id)
-        short = self._settle_due(request_id)
+        asked, admitting = count(), not self.req_to_blocks.get(request_id)
         spare = self._rules.watermark_blocks if admitting else 0
-        if self._settled.make_room(asked + short + spare):
+        while self._settled.make_room(asked + spare):
             # The hit may have been held: now it is taken from the free blocks, and counts.
-            return self.get_num_blocks_to_allocate(
-                request_id, num_tokens, new_computed_blocks, *counts, **options
-            )
-        asked += short
-        self._settle_shortages += short > 0
+            asked = count()
         if not self._elastic:
             return asked
         needed = asked + sum(
@@ -183,23 +174,55 @@ class H2OBlockManager(SqueezingManager):
             if not self._rules.to_admit:
                 return asked
         self._squeeze_for(request_id, new_computed_blocks, needed + spare, admitting=admitting)
-        return asked if not short or self._settle_due(request_id) else asked - short
+        return asked
 
-    def _settle_due(self, request_id: str) -> int:
-        """Settle the segment that is due, if any.
+    def _count_blocks(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *counts: Any,
+        **options: Any,
+    ) -> int:
+        """As ``get_num_blocks_to_allocate`` of the base class. Changes nothing.
 
-        Returns:
-            0, or, if too few blocks are free, the number of blocks that it needs.
+        To admit a request, vLLM asks for all known tokens. Then the result is the most that they ever hold at
+        once, plus what running bounded prompts have not taken yet.
         """
-        state = self._settled.states.get(request_id)
-        number = None if state is None else state.due(state.counts.num_computed_tokens)
-        if state is None or number is None:
-            return 0
+        held, admits = num_tokens, bool(options.get("apply_admission_cap"))
+        state = self._eviction_states.get(request_id)
+        if admits and state is not None:
+            held = max(state.peak_tokens(num_tokens), self._promise(state) * self.block_size)
+            # The base class counts a hit's null blocks as if each held tokens.
+            held += sum(block.is_null for block in new_computed_blocks) * self.block_size
+        asked = super().get_num_blocks_to_allocate(
+            request_id, held, new_computed_blocks, *counts, **options
+        )
+        return asked + self.promised_blocks(request_id) if admits else asked
+
+    def _settle(self, request_id: str, state: SettlingState) -> None:
+        """Settle the segment that is due, if any: it takes its new blocks before it frees the old ones.
+
+        If too few blocks are free, held ones are freed, or elastic requests squeezed. If that is not enough,
+        nothing has changed.
+        """
+        number = state.due(state.counts.num_computed_tokens)
+        if number is None:
+            return
         eviction = self._settled.settle(request_id, state, number)
         if eviction is None:
-            return state.schedule.kept
-        self._evictions[request_id] = eviction
-        return 0
+            kept = state.schedule.kept
+            if not self._settled.make_room(kept):
+                self._settle_shortages += 1
+                self._squeeze_for(request_id, (), kept, admitting=False)
+            eviction = self._settled.settle(request_id, state, number)
+        if eviction is not None:
+            self._evictions[request_id] = eviction
+
+    def _lacks_room_to_settle(self, request_id: str) -> bool:
+        """Whether a segment is still due, right after :meth:`remove_skipped_blocks`."""
+        state = self._settled.states.get(request_id)
+        return state is not None and state.due(state.counts.num_computed_tokens) is not None
 
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
         """Free the doomed blocks, and note the eviction for the workers."""

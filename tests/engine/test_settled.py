@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -168,6 +169,22 @@ def test_law03_what_is_held(model_dir: str, caching: bool) -> None:
     assert [e.seen for e in rig.evictions] == [*range(160, 499, 32)]
     assert all(e.moves for e in rig.evictions)
     assert most <= math.ceil(state.peak_tokens(500) / 16)
+
+
+def test_a_question_settles_nothing(model_dir: str) -> None:
+    rig = made(model_dir)
+    first = rig.add("first", PROMPT[:170], ASKED, max_tokens=4)
+    while first.num_computed_tokens != 160:
+        rig.step()
+    blocks, pool = rig.blocks, rig.blocks.block_pool
+    question = partial(blocks.get_num_blocks_to_allocate, "first", 170, (), 160, 160, 170)
+    table, free = [*blocks.req_to_blocks["first"]], pool.get_num_free_blocks()
+    assert question() == question() == pool.num_gpu_blocks
+    assert (blocks.req_to_blocks["first"], pool.get_num_free_blocks()) == (table, free)
+    blocks.remove_skipped_blocks("first", 160)
+    assert blocks.req_to_blocks["first"] != table and question() == 1
+    rig.run()
+    assert [e.seen for e in rig.evictions] == [160]
 
 
 def test_law02_blocks_that_are_missing_for_a_moment_are_waited_for(model_dir: str) -> None:

@@ -29,7 +29,7 @@ from h2o_vllm.engine.core.version import supported_versions
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
 from h2o_vllm.server.admission import attention_block_size
 from h2o_vllm.server.openapi import describe_fields, kind_of
-from h2o_vllm.server.routes import LIFTED, PREPARED, REFUSED
+from h2o_vllm.server.routes import LIFTED, PREPARED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,10 +78,9 @@ Limits = _described(
 
 
 class Routes(BaseModel):
-    """What happens to the budget fields, by POST route; vLLM's other routes generate nothing."""
+    """The POST routes that take budget fields; at others a request that names one gets a 400."""
 
     accepted: list[str]
-    refused: list[str] = Field(description="A request that names a budget field gets a 400.")
 
 
 class KVCache(BaseModel):
@@ -182,7 +181,7 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_settles_not_because=config.kv_settles_not_because,
             request_fields=list(REQUEST_FIELDS),
         ),
-        routes=Routes(accepted=sorted(LIFTED | PREPARED), refused=sorted(REFUSED)),
+        routes=Routes(accepted=sorted(LIFTED | PREPARED)),
         kv_cache=KVCache(
             block_size=block_size,
             num_blocks=blocks,

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 
 from h2o_vllm.config.settings import REQUEST_FIELDS
-from h2o_vllm.server.routes import LIFTED, PREPARED, REFUSED
+from h2o_vllm.server.routes import LIFTED, PREPARED
 
 __all__ = ["Nonsense", "nonsense"]
 
@@ -72,7 +72,8 @@ KEYS = (
 )  # fmt: skip
 
 PATHS = (
-    *["/v1/completions"] * 12, *["/v1/messages"] * 3, *sorted(LIFTED), *sorted(REFUSED), *sorted(PREPARED),
+    *["/v1/completions"] * 12, *["/v1/messages"] * 3, *sorted(LIFTED), *sorted(PREPARED),
+    "/generative_scoring", "/inference/v1/generate", "/v1/audio/transcriptions", "/cohere/v2/chat",
     "/v1/completions/", "//v1/completions", "/V1/completions", "/v1/completions?kv_budget=7",
     "/v1/%63ompletions", "/tokenize", "/plugins/h2o/config", "/plugins/h2o/config?kv_budget=0.2",
     "/plugins/h2o/config/../config",

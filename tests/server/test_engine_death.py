@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -49,12 +48,3 @@ async def test_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.errored = True
     await lifespan(build(engine))
     assert serve.serve(*args) == 1
-
-
-def test_vllm_stops_its_engine_before_the_http_server_ends() -> None:
-    from vllm.entrypoints.launchers import launcher
-
-    source = inspect.getsource(launcher.serve_http)
-    stops, ends = source.index("engine_client.shutdown"), source.index("server.should_exit = True")
-    assert stops < ends
-    assert "engine.errored" in inspect.getsource(launcher.terminate_if_errored)

@@ -152,7 +152,6 @@ def test_config_says_what_is_served(server: LiveServer) -> None:
     assert config["limits"]["kv_ranks"] == list(joinable_ranks(calibrated=False))
     assert "/v1/responses" in config["routes"]["accepted"]
     assert "/v1/messages" in config["routes"]["accepted"]
-    assert "/generative_scoring" in config["routes"]["refused"]
     assert config["defaults"]["kv_protect"] == 0
     # Whoever bounds budgets bounds what escapes them.
     assert config["limits"]["kv_protect_max"] == 1024

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from h2o_vllm.server.protocol import VLLM_FIELDS, XARGS
-from h2o_vllm.server.routes import LIFTED, PREPARED, REFUSED, UNTOUCHED, Rule, rule_for
+from h2o_vllm.server.routes import LIFTED, PREPARED, Rule, rule_for
 from h2o_vllm.server.shutdown_log import ShutdownFilter
 from h2o_vllm.server.system_part import RENDERED
 
@@ -36,15 +36,8 @@ def post_paths() -> set[str]:
     return {route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
 
 
-def test_every_post_route_is_classified(post_paths: set[str]) -> None:
-    assert len(post_paths) > 30
-    assert post_paths - LIFTED - PREPARED - REFUSED - UNTOUCHED == set()
+def test_routes_with_budgets_are_vllms(post_paths: set[str]) -> None:
     assert post_paths >= LIFTED | PREPARED
-
-
-def test_no_route_is_classified_twice() -> None:
-    sets = (LIFTED, PREPARED, REFUSED, UNTOUCHED)
-    assert sum(map(len, sets)) == len(frozenset().union(*sets))
 
 
 def test_rules() -> None:
@@ -52,7 +45,7 @@ def test_rules() -> None:
     assert rule_for("POST", "/v1/messages") is Rule.LIFT
     assert rule_for("POST", "/v1/completions/render") is Rule.PREPARE
     assert rule_for("POST", "/generative_scoring") is Rule.REFUSE
-    assert rule_for("POST", "/tokenize") is None
+    assert rule_for("POST", "/one/of/a/later/vllm") is Rule.REFUSE
     assert rule_for("GET", "/v1/completions") is None
 
 
@@ -99,26 +92,10 @@ def test_what_decides_how_a_chat_begins_are_fields_of_its_request() -> None:
 
 
 def test_chats_can_be_rendered_without_being_served() -> None:
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.scale_out import factories
     from vllm.entrypoints.scale_out.render.serving import ServingRender
 
-    assert "state.serving_render = ServingRender(" in inspect.getsource(factories)
     for kind in ("chat", "responses", "messages"):
         assert inspect.iscoroutinefunction(getattr(ServingRender, f"render_{kind}_request"))
-    # Prompt and parameters first, and before a streamed answer has begun.
-    source = inspect.getsource(OpenAIServingChat._create_chat_completion)
-    call = source.index("self.engine_client.generate(")
-    assert source[call:].split()[1:3] == ["engine_input,", "sampling_params,"]
-    assert call < source.index("if request.stream:")
-
-
-def test_one_api_server_starts_as_vllms_run_server_does() -> None:
-    from vllm.entrypoints.launchers.api_server import entry
-
-    source = inspect.getsource(entry.run_server)
-    assert "listen_address, sock = setup_server(args, reuse_port=False)" in source
-    assert "await run_server_worker(listen_address, sock, args, **uvicorn_kwargs)" in source
 
 
 def test_loggers_of_the_shutdown_have_the_names_we_filter() -> None:
@@ -127,47 +104,3 @@ def test_loggers_of_the_shutdown_have_the_names_we_filter() -> None:
 
     assert launcher.logger.name == ShutdownFilter.START
     assert async_llm.logger.name == ShutdownFilter.NOISE
-    assert "[shutdown]" in inspect.getsource(launcher.serve_http)
-
-
-def test_engine_of_one_server_is_started_as_ours_starts_it() -> None:
-    """``launch`` and ``engine_start`` do what these do, but for how the engine's process is made."""
-    from vllm.entrypoints.launchers.api_server import entry
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.utils.system_utils import get_mp_context
-
-    worker, client = map(
-        inspect.getsource, (entry.run_server_worker, entry.build_async_engine_client)
-    )
-    for step in (
-        "ToolParserManager.import_tool_parser(",
-        "ReasoningParserManager.import_reasoning_parser(",
-    ):
-        assert step in worker
-    assert "build_and_serve(\n            engine_client, listen_address, sock, args," in worker
-    assert "AsyncEngineArgs.from_cli_args(args)" in client
-    assert "propagate_flash_late_interaction(args, engine_args)" in client
-    # The context is Python's own, whose processes come from the fork server while the engine starts.
-    assert '"VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in inspect.getsource(CpuPlatform)
-    assert "multiprocessing.get_context(mp_method)" in inspect.getsource(get_mp_context)
-
-
-def test_failed_starts_are_logged_as_they_are_recorded() -> None:
-    import importlib
-
-    from h2o_vllm.engine.start_record import FAILED
-
-    for name, message in FAILED.items():
-        assert f'logger.exception("{message}")' in inspect.getsource(importlib.import_module(name))
-
-
-def test_model_classes_that_cannot_be_imported_are_logged_as_they_are_kept() -> None:
-    from vllm.model_executor.models import registry
-
-    from h2o_vllm.engine.start_record import INSPECTION
-
-    name, message = INSPECTION
-    source = inspect.getsource(registry)
-    assert name == registry.__name__
-    assert f'logger.exception("{message}", model_arch)' in source
-    assert '"to be inspected. Please check the logs' in source

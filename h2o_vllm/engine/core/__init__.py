@@ -8,7 +8,7 @@
 ``drafting``          which methods of speculative decoding are served
 ``parent_watch``      ends the engine core when its server is gone
 ``support``           refuses unsupported configurations at start-up; workers call it, too
-``architectures``     the outcome for each architecture that vLLM lists
+``architectures``     which are refused by name
 ``version``           the supported versions of vLLM
 ===================== ===========================================================================
 """

@@ -16,9 +16,7 @@ from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.engine.core.architectures import (
     CONVOLUTIONS,
     DELTA_NETS,
-    DELTA_NETS_AND_IMAGES,
     MAMBA2,
-    kind_of,
     refusal_by_name,
 )
 from h2o_vllm.engine.core.drafting import (
@@ -101,9 +99,8 @@ def _option(config: VllmConfig, name: str) -> Any:
     return (config.additional_config or {}).get(CONFIG_KEY, {}).get(name)
 
 
-def _is_of(config: VllmConfig, *kinds: str) -> bool:
-    rows = (kind_of(name) for name in config.model_config.architectures)
-    return any(row is not None and row.name in kinds for row in rows)
+def _is_of(config: VllmConfig, kind: frozenset[str]) -> bool:
+    return not kind.isdisjoint(config.model_config.architectures)
 
 
 def _rotates_images(config: VllmConfig) -> bool:
@@ -223,7 +220,7 @@ def _on_cpu(config: VllmConfig) -> list[tuple[bool, str]]:
             "prompt, with and without budgets. Add --no-enable-prefix-caching",
         ),
         (
-            _is_of(config, DELTA_NETS, DELTA_NETS_AND_IMAGES) and dtype not in DELTA_NET_DTYPES,
+            _is_of(config, DELTA_NETS) and dtype not in DELTA_NET_DTYPES,
             f"gated delta networks in {dtype} on CPU: vLLM 0.32 has kernels for bfloat16 alone, and its "
             "engine ends at the first prompt, with and without budgets. Set --dtype bfloat16",
         ),

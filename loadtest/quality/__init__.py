@@ -10,6 +10,4 @@
     offline              what generates: vLLM in this process
     rows, runner         the file of results; what is left to measure, in order
     figures, tables      rows to numbers with intervals, and to Markdown
-
-Beside it: ``assumptions`` measures what the paper's theorem assumes, without an engine.
 """

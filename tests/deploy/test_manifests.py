@@ -128,10 +128,6 @@ def arguments_in_examples() -> list[str]:
     found = [json.loads(rest) for word, rest in places if word == "CMD"]
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     found += [compose[name]["command"] for name in ("cpu", "gpu")]
-    runtime = yaml.safe_load((DEPLOY / "kserve" / "servingruntime.yaml").read_text())
-    service = yaml.safe_load((DEPLOY / "kserve" / "inferenceservice.yaml").read_text())
-    found.append(runtime["spec"]["containers"][0]["args"])
-    found.append(service["spec"]["predictor"]["model"]["args"])
     found += [container(*values)["args"] for values in VALUES.values()]
     flags = {arg.partition("=")[0] for args in found for arg in args}
     return sorted(flag for flag in flags if flag.startswith("--"))

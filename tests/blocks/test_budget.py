@@ -129,7 +129,9 @@ def test_blocks_once_freed_stay_freed(budget: RequestBudget, seen: int, block_si
 def test_the_recent_window_begins_at_the_nearest_full_block(
     budget: RequestBudget, seen: int, block_size: int
 ) -> None:
-    start = recent_from(budget, seen, block_size) * block_size
+    first = recent_from(budget, seen, block_size)
+    assert isinstance(first, int)
+    start = first * block_size
     exact = seen - recent_tokens(budget, seen)
     assert 0 <= start <= seen
     assert start - exact <= block_size / 2
@@ -146,3 +148,10 @@ def test_next_eviction_is_the_first_count_that_frees_more(
         None,
     )
     assert next_eviction(budget, seen, block_size, seen + ahead) == expected
+
+
+def test_the_newest_tokens_are_a_share_of_what_is_not_protected() -> None:
+    budget = replace(
+        resolve(H2OConfig(kv_min_tokens=1), {"kv_budget": 0.5, "kv_recent": 0.5}), protect=400
+    )
+    assert recent_tokens(budget, 1_000) == recent_tokens(replace(budget, protect=0), 600) == 150

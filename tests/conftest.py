@@ -24,39 +24,6 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 _asked_directly = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{_asked_directly},127.0.0.1,localhost"
 
-LONGEST_FIRST = (
-    "tests/server/test_playground_browser.py",
-    "tests/server/test_live",
-    "tests/reliability/test_st",
-    "tests/engine/test_laws_tokens.py",
-    "tests/reliability/test_corruption.py",
-    "tests/reliability/test_faults.py",
-    "tests/engine/test_cuda.py",
-    "tests/kernels/test_triton.py",
-    "tests/engine/test_law04_fidelity.py",
-    "tests/kernels/test_triton_compiles.py",
-    "tests/engine/test_state_machine.py",
-    "tests/engine/test_law10_inert.py",
-)
-"""Files that take many seconds: they come first, so that no worker waits for the other's at the end."""
-
-ALL_CORES = (
-    "tests/kernels/cpu/test_attend.py::test_long_rows_shared_by_threads",
-    "tests/kernels/cpu/test_attend.py::test_rows_behind_the_scored_ones",
-    "tests/kernels/cpu/test_attend.py::test_a_row_does_not_depend",
-    "tests/engine/test_law11_ranks.py",
-    "tests/loadtest/engine/test_run.py::test_a_small_run",
-    "tests/loadtest/http/test_locust.py::test_closed_loop",
-    "tests/loadtest/http/test_locust.py::test_open_loop",
-    "tests/loadtest/quality/test_quality_engine.py",
-    "tests/reliability/test_faults.py::test_killed_worker",
-    "tests/reliability/test_peers.py::test_a_fifth",
-    "tests/server/test_live_ends.py::test_two_api_servers",
-    "tests/server/test_live_operations.py",
-)
-"""Tests of several threads, ranks or servers, of speed, of load on a schedule, or of much memory: nothing
-runs beside them."""
-
 PER_PROCESS = 4 << 30
 """Bytes of memory of a process of tests with the server that it has started."""
 
@@ -160,11 +127,10 @@ def _names_tests(argument: str) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of the part that runs alone, read its few files alone: all of them import vLLM's every corner."""
+    """Of the part that runs alone, import only files with such tests: all of them load much of vLLM."""
     if config.option.cores != "alone" or not collection_path.name.startswith("test_"):
         return None
-    name = collection_path.relative_to(config.rootpath).as_posix()
-    return None if any(one.startswith(name) for one in ALL_CORES) else True
+    return None if "mark.alone" in collection_path.read_text() else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -199,14 +165,14 @@ def pytest_collection_finish() -> None:
 
 
 def _is_alone(item: pytest.Item) -> bool:
-    return item.nodeid.startswith(ALL_CORES)
+    return item.get_closest_marker("alone") is not None
 
 
 def _rank(item: pytest.Item) -> int:
     if _is_alone(item):
-        return len(LONGEST_FIRST) + 1
-    places = (at for at, file in enumerate(LONGEST_FIRST) if item.nodeid.startswith(file))
-    return next(places, len(LONGEST_FIRST))
+        return 2
+    # Engines and servers take many seconds: first, so that no worker waits for another at the end.
+    return 0 if item.get_closest_marker("e2e") else 1
 
 
 # What a run says at its end

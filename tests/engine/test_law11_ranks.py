@@ -15,6 +15,7 @@ from tests.calibration.made import make_calibration
 from tests.engine.conftest import BLOCK_SIZE, INSIDE, run_engine
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two cores"),

@@ -41,6 +41,7 @@ def test_killed_server_leaves_no_engine_behind(tiny: list[str], log: Path) -> No
         server.kill()
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(len(TWO_CORES) < 2, reason="two ranks need two cores")
 def test_killed_worker_ends_the_server_with_an_error(tiny: list[str], log: Path) -> None:
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, TWO_CORES))}

@@ -125,6 +125,7 @@ def test_scores_grow_beyond_what_fp16_holds() -> None:
     assert grown.item() == pytest.approx(400, abs=50)
 
 
+@pytest.mark.alone
 def test_a_fifth_of_the_kv_is_attended_faster_than_all_of_it() -> None:
     """Ours, which also keeps the scores, on a fifth of the tokens; vLLM's own kernel on all of them."""
     vllm = pytest.importorskip("vllm")

@@ -44,6 +44,7 @@ def test_sigterm_while_starting_ends_it_at_once(tmp_path: Path) -> None:
         server.kill()
 
 
+@pytest.mark.alone
 @pytest.mark.long
 def test_two_api_servers_report_serve_the_page_and_end_on_ctrl_c(
     tmp_path: Path, tiny: list[str]

@@ -21,7 +21,7 @@ from loadtest.http.generator import Generator
 from loadtest.http.options import LoadSettings
 from tests.server.live_server import KEY, MODEL, LiveServer, live_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.slow]
 
 LONG = [1000 + 7 * i for i in range(1500)]
 """A prompt of exactly 1500 tokens."""

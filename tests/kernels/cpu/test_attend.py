@@ -155,6 +155,7 @@ def test_scores_of_one_query_sum_to_the_group(impl: ModuleType) -> None:
     torch.testing.assert_close(total, torch.full_like(total, 2 * 4.0), rtol=1e-5, atol=0)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows_shared_by_threads_equal_the_reference(
@@ -171,6 +172,7 @@ def test_long_rows_shared_by_threads_equal_the_reference(
     check(batch, out, scores)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
 @pytest.mark.parametrize("scored", [0, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -230,6 +232,7 @@ def test_attention_alone_survives_flat_and_peaked_softmax(
     check(batch, out, scores, 0)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("scored", [None, 0])
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_a_row_does_not_depend_on_its_batch(

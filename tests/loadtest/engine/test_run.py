@@ -87,6 +87,7 @@ def test_the_clock_starts_behind_a_step_that_had_no_room_for_others() -> None:
     assert len({tuple(prompt[:4]) for prompt in prompts}) == len(prompts)
 
 
+@pytest.mark.alone
 @pytest.mark.e2e
 @pytest.mark.long
 def test_a_small_run_writes_every_row(tiny: list[str], tmp_path: Path) -> None:

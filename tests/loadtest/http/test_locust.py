@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from loadtest.http.records import Record, read_runs, summarise
-from tests.loadtest.conftest import BROKEN, FAST, ONE_PLACE, ROOT, TIMED, StartMock
+from tests.loadtest.conftest import BROKEN, ONE_PLACE, ROOT, TIMED, StartMock
 
 
 def locust(url: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,6 +47,7 @@ def overlap(records: list[Record]) -> int:
     )
 
 
+@pytest.mark.alone
 def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(
     start_mock: StartMock, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(
     assert "| kv=0.2 | 8 | 0 |" in done.stdout
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_open_loop_keeps_its_rate_whatever_the_server_does(
     start_mock: StartMock, tmp_path: Path
@@ -109,40 +111,8 @@ def test_failures_are_locusts_exit_code(start_mock: StartMock) -> None:
     assert "told to fail" in done.stderr + done.stdout
 
 
-@pytest.mark.slow
-def test_several_processes_have_one_table(start_mock: StartMock) -> None:
-    done = locust(
-        start_mock(*TIMED), "-u", "4", "-r", "40", "-t", "3", "--processes", "2",
-        "--stop-timeout", "30", "--output-tokens", "10", "--warmup", "0",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    counts = {name: row["num_requests"] for name, row in entries(done).items()}
-    assert counts["/v1/completions[kv=none]"] == counts["ttft[kv=none]"] > 0
-
-
-@pytest.mark.slow
-def test_what_needs_every_request_is_refused_in_several_processes(
-    start_mock: StartMock, tmp_path: Path
-) -> None:
-    rows = str(tmp_path / "rows.jsonl")
-    done = locust(start_mock(*FAST), "--processes", "2", "-t", "20", "--jsonl", rows)
-    assert done.returncode == 2
-    assert "--jsonl: works in one process only" in done.stderr
-
-
 def test_bad_option_ends_with_one_line_and_code_2() -> None:
     done = locust("http://127.0.0.1:9", "--budgets", "x")
     assert done.returncode == 2
     assert "locust: error: --budgets: got 'x'" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_server_that_is_not_there_ends_with_one_line_and_code_2() -> None:
-    done = locust("http://127.0.0.1:9", "-t", "20")
-    assert done.returncode == 2
-    assert "locust: error: http://127.0.0.1:9: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_gevent_stays_in_locusts_processes() -> None:
-    assert not {"gevent", "locust"} & set(sys.modules)

@@ -22,7 +22,7 @@ OPTIONS = ("--quick", "--dtype", "float32", "--policies", "h2o", "random", "--bu
            "--measures", "nll", "retrieval", "reasoning", "--samples", "retrieval=3",
            "reasoning=2")  # fmt: skip
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

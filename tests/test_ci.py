@@ -78,13 +78,3 @@ def test_what_works_only_with_a_warm_cache_is_red_in_ci(
     planted = cold | {name: os.path.normpath(tmp_path / ".cache" / below)}
     assert subprocess.run(depends, env=planted, check=False).returncode == 0
     assert ci(planted, *depends).returncode == 7
-
-
-@pytest.mark.parametrize("name", ["HOME", "XDG_CONFIG_HOME"])
-def test_ci_keeps_the_settings_of_the_installers(tmp_path: Path, name: str) -> None:
-    settings = tmp_path / (".config" if name == "HOME" else "") / "pip"
-    settings.mkdir(parents=True)
-    (settings / "pip.conf").write_text("[global]\nfind-links = /more-wheels\n")
-    others = {key: value for key, value in os.environ.items() if key not in WARM}
-    done = ci(others | {name: str(tmp_path)}, sys.executable, "-m", "pip", "config", "list")
-    assert "global.find-links='/more-wheels'" in done.stdout, done.stderr

@@ -121,23 +121,6 @@ def test_a_complete_system_is_left_alone(checkout: Path, tmp_path: Path) -> None
     assert (done.returncode, done.stderr, asked) == (0, "", "")
 
 
-def test_unknown_install_choice_is_refused(checkout: Path, tmp_path: Path) -> None:
-    done, _ = get_packages(checkout, bare(tmp_path), H2O_INSTALL="maybe")
-    assert done.returncode != 0
-    assert "H2O_INSTALL must be yes or no, got maybe" in done.stderr
-
-
-def test_sudo_keeps_the_proxy(checkout: Path, tmp_path: Path) -> None:
-    path = bare(
-        tmp_path,
-        id="echo 1234",
-        sudo='[[ $1 == -n ]] && shift && exec env -i PATH="$PATH" "$@"',
-        show='echo "$https_proxy"',
-    )
-    done = bash(checkout, f'PATH="{path}"; as_root show', https_proxy="http://proxy:1")
-    assert done.stdout == "http://proxy:1\n"
-
-
 def test_no_proxy_is_asked_for_servers_of_the_tests() -> None:
     assert urllib.request.proxy_bypass_environment("127.0.0.1")  # type: ignore[attr-defined]
 
@@ -173,36 +156,12 @@ def test_changed_requirements_are_installed_anew(checkout: Path, file: str) -> N
     assert bash(checkout, "ready base cpu").returncode != 0
 
 
-def test_changed_test_lock_leaves_the_server_ready(checkout: Path) -> None:
-    installed(checkout)
-    (checkout / "deploy" / "locks" / "test.txt").write_text("pytest==1.0\n")
-    assert bash(checkout, "ready base cpu").returncode == 0
-    assert bash(checkout, "ready test cpu").returncode != 0
-
-
-def test_moved_checkout_is_installed_anew(checkout: Path, tmp_path: Path) -> None:
-    installed(checkout)
-    moved = checkout.rename(tmp_path / "elsewhere")
-    assert bash(moved, "ready base cpu").returncode != 0
-
-
 def test_failing_step_shows_the_end_of_its_log(checkout: Path) -> None:
     (checkout / ".venv").mkdir()
     done = bash(checkout, "step 'doing a thing' '1 s' sh -c 'echo the reason; exit 3'")
     assert done.returncode != 0
     assert "the reason" in done.stderr
     assert "doing a thing failed" in done.stderr
-
-
-@pytest.mark.parametrize("value", ["cpu", "cuda"])
-def test_device_can_be_chosen(checkout: Path, value: str) -> None:
-    assert bash(checkout, "device", H2O_DEVICE=value).stdout.strip() == value
-
-
-def test_unknown_device_is_refused(checkout: Path) -> None:
-    done = bash(checkout, "device", H2O_DEVICE="tpu")
-    assert done.returncode != 0
-    assert "H2O_DEVICE must be cpu or cuda, got tpu" in done.stderr
 
 
 def warned(checkout: Path, path: Path, device: str = "cpu", **environment: str) -> str:
@@ -216,20 +175,6 @@ def test_a_missing_compiler_is_said_and_what_it_costs(checkout: Path, tmp_path: 
     assert "there is no g++" in said
     assert COST in said
     assert "apt install g++" in said
-
-
-def test_nothing_is_said_where_no_compiler_is_needed(checkout: Path, tmp_path: Path) -> None:
-    assert not warned(checkout, tmp_path, "cuda", CXX="")
-    assert not warned(checkout, tmp_path, CXX="", H2O_CPU_KERNEL="reference")
-    for name in ("g++", "my-compiler"):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
-    assert not warned(checkout, tmp_path, CXX="")
-    assert not warned(checkout, tmp_path / "nothing", CXX=f"{tmp_path}/my-compiler -O2")
-    prebuilt = checkout / "h2o_vllm" / "kernels" / "cpu" / "lib"
-    prebuilt.mkdir(parents=True)
-    (prebuilt / "manifest.json").touch()
-    assert not warned(checkout, tmp_path / "nothing", CXX="")
 
 
 def test_uv_uses_the_index_pip_is_configured_for(checkout: Path, tmp_path: Path) -> None:

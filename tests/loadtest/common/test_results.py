@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import csv
 import datetime
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,43 +54,6 @@ def test_published_benchmarks_are_drawn(pattern: str, tmp_path: Path) -> None:
     assert "| h2o |" in measured_table(rows)
     assert "| stock" in ratio_table(rows, SUITES["cpu"])
     assert plot_bench(rows, SUITES["cpu"], tmp_path / "bench.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("about", "device"),
-    [({}, "two cores"), ({"gpu": None}, "two cores"), ({"gpu": {"name": "H200"}}, "H200"),
-     ({"gpu": "H200"}, "H200")],
-)  # fmt: skip
-def test_a_picture_names_what_was_measured(about: dict[str, Any], device: str) -> None:
-    from loadtest.engine.plot import caption
-
-    row = {"machine": "two cores", "date": "2026-11-26T04:00", **about}
-    assert caption(row, "8b", None) == f"8b, {device}, 2026-11-26"
-
-
-def test_published_gpu_benchmarks_are_drawn(tmp_path: Path) -> None:
-    from loadtest.engine.plot import plot_bench
-    from loadtest.engine.suites import SUITES
-    from loadtest.engine.tables import ratio_table
-
-    rows = read_rows(published("bench-cuda-*"))
-    assert "| 2k-tight | h2o | stock |" in ratio_table(rows, SUITES["cuda"])
-    assert plot_bench(rows, SUITES["cuda"], tmp_path / "bench.png").stat().st_size > 10_000
-
-
-def test_without_matplotlib_there_are_the_tables(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A GPU host may lack it."""
-    from loadtest.engine.bench import publish
-    from loadtest.engine.suites import SUITES
-
-    monkeypatch.delitem(sys.modules, "loadtest.engine.plot", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    path = published("bench-cuda-*")
-    publish(read_rows(path), SUITES["cuda"], path)
-    said = capsys.readouterr().out
-    assert "| 2k-tight | h2o | stock |" in said and f"--resume {path} draws one" in said
 
 
 def test_every_published_figure_can_be_traced() -> None:

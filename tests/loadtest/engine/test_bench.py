@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import pytest
 
-from h2o_vllm.models import default_calibration
 from loadtest.common.results import append_rows
 from loadtest.engine import bench
 from loadtest.engine.bench import (
@@ -38,13 +37,6 @@ def test_rounds_alternate_variants_and_stock_serves_equal_traffic_once() -> None
     tight = [(r, v, w) for r in (0, 1)
              for v, w in (("stock", "tight"), ("h2o", "tight"), ("h2o", "mixed"))]  # fmt: skip
     assert order == [*tight, *((r, v, "idle") for r in (0, 1) for v in ("stock", "h2o"))]
-
-
-def test_on_a_gpu_a_round_is_whole_before_the_next_unless_engines_live_on() -> None:
-    names, variants = ["2k-tight", "2k-idle"], ["stock", "h2o"]
-    assert [one.round for one in planned(CUDA, names, variants, 2)] == [0] * 4 + [1] * 4
-    order = [(one.workload, one.round, one.variant) for one in planned(SHARED, names, variants, 2)]
-    assert order == [(name, turn, who) for name in names for turn in (0, 1) for who in variants]
 
 
 class Started(list[tuple[str, str]]):
@@ -134,14 +126,6 @@ def test_engines_side_by_side_are_those_with_something_left_to_measure(
     assert "starting stock, h2o for ample workloads\nstock is up after 45.2 s\nh2o is up " in said
 
 
-def test_engines_side_by_side_are_told_their_memory() -> None:
-    for setting in CUDA.settings.values():
-        stock, ours = (SHARED.engine_options(setting, who) for who in SHARED.variants)
-        alone = CUDA.engine_options(setting, "stock")
-        memory = {"gpu_memory_utilization": 0.45, "kv_cache_memory_bytes": 40 << 30}
-        assert stock == ours == alone | memory
-
-
 def row(turn: int, variant: str, workload: str, speed: float) -> dict[str, Any]:
     return {
         "round": turn, "variant": variant, "workload": workload, "tok_per_s": speed, "prompts_s": 2.0,
@@ -180,30 +164,6 @@ def test_full_kv_on_our_kernel_is_compared_with_stock_and_ours_with_it() -> None
     assert ours == options["stock-same-flags"] == options["h2o"]
 
 
-def test_each_device_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_arguments([]).workloads == list(CPU.usual)
-    assert all(set(suite.usual) <= set(suite.workloads) for suite in SUITES.values())
-    args = parse_arguments(["--device", "cuda", "--shape", "tiny", "--scale", "0.1"])
-    assert (args.shape, args.variants) == ("tiny", ["stock", "h2o"])
-    with pytest.raises(SystemExit):
-        parse_arguments(["--workloads", "2k-tight"])
-    assert "--workloads" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        parse_arguments(["--side-by-side"])
-    assert "unrecognized arguments: --side-by-side" in capsys.readouterr().err
-
-
-def test_the_embedded_model_is_calibrated_as_its_server_has_it() -> None:
-    def calibration(*argv: str) -> str | None:
-        found: str | None = engine_of(parse_arguments(argv))["calibration"]
-        return found
-
-    assert calibration() == str(default_calibration())
-    assert calibration("--model", "other") is None
-    assert calibration("--model", "other", "--calibration", "/its.h2o") == "/its.h2o"
-    assert calibration("--calibration", "/its.h2o") == "/its.h2o"
-
-
 def test_requests_with_a_budget_may_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
     args = parse_arguments(["--fields", "kv_policy=value", "kv_delay=0", "kv_elastic=true"])
     wanted = {"kv_policy": "value", "kv_delay": 0, "kv_elastic": True}
@@ -213,17 +173,6 @@ def test_requests_with_a_budget_may_ask_for_more(capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit):
             parse_arguments(["--fields", field])
         assert f"got '{field}', wanted NAME=VALUE" in capsys.readouterr().err
-
-
-def test_scaled_traffic_is_shorter_and_its_pool_smaller() -> None:
-    workload = CUDA.workloads["2k-tight"].scaled(0.1)
-    assert (workload.requests, workload.prompt_tokens, workload.output_tokens) == (13, 205, 102)
-    assert CUDA.settings["tight"].scaled(0.1).pool_tokens == 13_107
-    assert CUDA.settings["ample"].scaled(0.1) == CUDA.settings["ample"]
-    assert CPU.settings["tight"].options(32)["num_gpu_blocks_override"] == 201
-    # What is protected is what is shared, however short.
-    row = CPU.workloads["system"].scaled(0.1)
-    assert row.asked(0) == {"kv_budget": 0.2, "kv_protect": row.shared}
 
 
 class Tokens:
@@ -265,23 +214,6 @@ def test_every_row_of_a_gpus_table_fits_its_engines(name: str) -> None:
     assert len(lengths) == workload.requests
     assert max(lengths) + workload.output_tokens <= setting.max_model_len <= 131_072
     assert setting.pool_tokens is None or setting.pool_tokens >= setting.max_model_len
-
-
-def test_long_prompts_come_last_and_are_as_long_as_asked() -> None:
-    row = CUDA.workloads["128k-among"]
-    short, long = row.prompt_lengths()[:-1], row.prompt_lengths()[-1]
-    assert max(short) < 1200 and long == 130_000
-    assert row.scaled(0.1).prompt_lengths()[-1] == 13_000
-    assert row.traffic != CUDA.workloads["2k-ample"].traffic
-
-
-def test_weights_may_be_of_8_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "describe_gpu", dict)
-    args = parse_arguments(["--device", "cuda", "--shape", "tiny", "--quantization", "fp8"])
-    assert engine_of(args)["engine"] == {"quantization": "fp8"}
-    assert about_run(args)["quantization"] == "fp8"
-    plain = parse_arguments(["--device", "cuda", "--shape", "tiny"])
-    assert engine_of(plain)["engine"] == {} and "quantization" not in about_run(plain)
 
 
 def test_stock_serves_only_what_it_can_start_with() -> None:

@@ -43,19 +43,9 @@ def test_every_full_cycle_has_exactly_the_weights(weights: list[int], start: int
     assert dealt == {f"kv={i + 1}t": weight for i, weight in enumerate(weights)}
 
 
-def test_budgets_are_spread_not_dealt_in_blocks() -> None:
-    mix = Mix("1.0:2,0.2:2")
-    assert [mix[i].label for i in range(4)] == ["kv=1", "kv=0.2", "kv=1", "kv=0.2"]
-
-
 @pytest.mark.parametrize(
     "text", ["", "x", "0.2:0", "0.2:-1", "0.2;1.0", "0.2,", "t", "0.2/", "none+elastic", "0.2+"]
 )
 def test_what_is_no_mix_is_refused_with_the_entry_and_the_form(text: str) -> None:
     with pytest.raises(MixError, match="--budgets"):
         Mix(text)
-
-
-def test_budget_named_twice_is_refused() -> None:
-    with pytest.raises(MixError, match="twice"):
-        Mix("0.2:1,0.20:3")

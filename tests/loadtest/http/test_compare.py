@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from loadtest.common.prometheus import parse_metrics, summarise
 from loadtest.common.servers import Server, ServerError
 from loadtest.http import compare, report
 from loadtest.http.records import Record, Run, read_runs, write_runs
@@ -84,32 +82,6 @@ def test_report_judges_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--slo" in capsys.readouterr().err
 
 
-METRICS = """# HELP vllm:num_requests_running x
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m"} 3.0
-vllm:num_requests_running{engine="1",model_name="m"} 2.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
-vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
-vllm:prefix_cache_hits_total{engine="0",model_name="m"} 1e3
-h2o:evicted_tokens_total{engine="0"} 9.0
-"""
-
-
-def test_metrics_are_summed_over_engines() -> None:
-    got = parse_metrics(METRICS)
-    assert got["vllm:num_requests_running"] == 5.0
-    assert got["vllm:prefix_cache_hits_total"] == 1000.0
-
-
-def test_summary_covers_the_busy_time() -> None:
-    busy = parse_metrics(METRICS)
-    idle = {**busy, "vllm:num_requests_running": 0.0, "vllm:num_preemptions_total": 4.0}
-    got: dict[str, Any] = summarise([idle, busy, {**busy, "vllm:num_requests_running": 7.0}])
-    assert (got["running_mean"], got["running_max"], got["preemptions"]) == (6.0, 7.0, 3.0)
-    assert summarise([idle]) == {}
-    assert summarise([]) == {}
-
-
 def test_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.loadtest.http.mock_server"]
     with Server(command, [], tmp_path / "log") as server:
@@ -122,8 +94,3 @@ def test_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
     server = Server(["sh", "-c", "echo no such model; exit 1"], [], tmp_path / "log")
     with pytest.raises(ServerError, match="no such model"), server:
         pass
-
-
-def test_what_is_no_metrics_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="invalid metric name"):
-        parse_metrics("<html>not here</html>")

@@ -7,15 +7,12 @@ Times are exact, since they are virtual; what needs a connection has a mock serv
 from __future__ import annotations
 
 import concurrent.futures
-import socket
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest.common.client import Client, HTTPStatusError
-from loadtest.common.statistics import percentile
+from loadtest.common.client import HTTPStatusError
 from loadtest.http.generator import Generator
 from loadtest.http.options import LoadSettings, SettingsError
 from loadtest.http.records import ALL, Summary, summarise
@@ -65,27 +62,6 @@ def test_measured_times_are_the_configured_ones(endpoint: str) -> None:
     assert got.samples["tok_per_s_request"] == pytest.approx([25 / whole] * 8)
     # All eight at once: eight times the tokens in the time of one.
     assert got.tok_per_s == pytest.approx(8 * 25 / whole)
-
-
-def test_several_tokens_in_one_event_change_gaps_but_not_counts() -> None:
-    got = run_virtually(4, {"tokens_per_event": 5})
-    assert got.output_tokens == 4 * 25
-    assert got.samples["itl"] == pytest.approx([5 * ITL] * 4 * 4)
-
-
-def test_places_of_the_server_show_as_waiting() -> None:
-    """One at a time: the first token of the second is a whole answer late."""
-    got = run_virtually(2, {"max_running": 1}, output_tokens=10)
-    assert sorted(got.samples["ttft"]) == pytest.approx([TTFT, TTFT + 9 * ITL + TTFT])
-
-
-def test_jitter_moves_every_time_and_no_mean() -> None:
-    got = run_virtually(8, {"jitter": 0.5})
-    gaps = got.samples["itl"]
-    assert len(set(gaps)) > 100
-    assert 0.5 * ITL <= min(gaps) < 0.6 * ITL
-    assert 1.4 * ITL < max(gaps) <= 1.5 * ITL
-    assert percentile(gaps, 0.5) == pytest.approx(ITL, rel=0.1)
 
 
 def test_budgets_are_sent_and_reported_by_label(start_mock: StartMock) -> None:
@@ -169,36 +145,6 @@ def test_request_too_many_fails_without_being_sent() -> None:
     assert len(generator.records) == 4
 
 
-def test_every_request_has_an_id_of_its_own_and_is_recorded_with_it() -> None:
-    server: Any = VirtualServer(build_app(MOCK))
-    generator = Generator(SETTINGS, "http://virtual", clock=server.clock, client=server)
-    generator.prepare()
-    for number in range(3):
-        generator.send(number, 0.0)
-    sent = [headers["X-Request-Id"] for headers in server.headers if headers]
-    assert sent == [record.id for record in generator.records]
-    assert len({*sent}) == 3
-
-
-def test_which_version_answered_is_recorded() -> None:
-    app = build_app(MOCK)
-
-    async def versioned(scope: Any, receive: Any, send: Any) -> None:
-        async def signed(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-h2o-vllm", b"0.3.1")]
-            await send(message)
-
-        await app(scope, receive, signed)
-
-    for served, version in ((app, ""), (versioned, "0.3.1")):
-        server: Any = VirtualServer(served)
-        generator = Generator(SETTINGS, "http://virtual", clock=server.clock, client=server)
-        generator.prepare()
-        generator.send(0, 0.0)
-        assert [record.server for record in generator.records] == [version]
-
-
 def test_request_whose_user_is_killed_is_cut_and_no_failure() -> None:
     class Killed(VirtualServer):
         def stream(self, *_: Any, **__: Any) -> None:
@@ -218,26 +164,3 @@ def test_request_whose_user_is_killed_is_cut_and_no_failure() -> None:
 def test_server_that_is_not_there_is_an_error_not_a_hang() -> None:
     with pytest.raises(OSError, match="refused"):
         Generator(SETTINGS, "http://127.0.0.1:9").prepare()
-
-
-def test_connection_is_used_again_also_after_a_refusal(start_mock: StartMock) -> None:
-    client = Client(start_mock(*TIMED))
-    for _ in range(3):
-        assert client.get_json("/version") == {"version": "mock"}
-    (kept,) = client._idle
-    with pytest.raises(HTTPStatusError, match="404"):
-        client.get_json("/nowhere")
-    assert client.get_json("/version") == {"version": "mock"}
-    assert kept not in client._idle
-    # One that the server has closed meanwhile is replaced without a word.
-    (kept,) = client._idle
-    assert kept.sock is not None
-    kept.sock.shutdown(socket.SHUT_RDWR)
-    assert client.get_json("/version") == {"version": "mock"}
-
-
-def test_file_of_prompts_is_taken_whole(start_mock: StartMock, tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"article": "' + "x" * 700 + '"}\n')
-    records = run(start_mock(*FAST), 2, prompts=str(path), prompt_tokens=0).records
-    assert {one.prompt_tokens for one in records} == {100}

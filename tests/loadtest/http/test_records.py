@@ -40,29 +40,6 @@ def test_time_per_output_token_counts_tokens_not_events() -> None:
     assert record(output_tokens=1, gaps_ms=[]).tpot is None
 
 
-def test_held_share_comes_from_the_reports() -> None:
-    reports = [
-        {"tokens_seen": 100, "tokens_held": 20},
-        {"tokens_seen": 300, "tokens_held": 180},
-        None,
-    ]
-    assert summarise([record(kv_cache=one) for one in reports])[ALL].held == 0.5
-
-
-def test_lossless_share_counts_reports() -> None:
-    kept, lost = {"tokens_seen": 9, "tokens_held": 9}, {"tokens_seen": 9, "tokens_held": 3}
-    got = summarise(
-        [
-            record(kv_cache=kept, output_tokens=30),
-            record(kv_cache=lost, output_tokens=10),
-            record(kv_cache=lost, error="cut off"),
-            record(),
-        ]
-    )[ALL]
-    assert got.lossless == 0.5
-    assert summarise([record()])[ALL].lossless is None
-
-
 def test_file_gives_back_runs_and_records(tmp_path: Path) -> None:
     runs = [
         Run({"variant": "full"}, [record(kv_cache={"tokens_seen": 5}), record("kv=1", error="x")]),
@@ -72,10 +49,3 @@ def test_file_gives_back_runs_and_records(tmp_path: Path) -> None:
     write_runs(path, runs[:1])
     write_runs(path, runs[1:])
     assert read_runs(path) == runs
-
-
-def test_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.jsonl"
-    path.write_text('{"workload": "tight"}\n')
-    with pytest.raises(ValueError, match=r"other\.jsonl:1"):
-        read_runs(path)

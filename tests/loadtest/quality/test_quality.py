@@ -12,8 +12,7 @@ from loadtest.quality.lines import FULL, Line, Point, parse_line, points
 from loadtest.quality.measures import MEASURES, Sample
 from loadtest.quality.rows import Row, latest, read_rows
 from loadtest.quality.runner import plan
-from loadtest.quality.settings import parse_arguments, sizes_of
-from loadtest.quality.sizes import QUICK, Sizes
+from loadtest.quality.settings import parse_arguments
 from tests.loadtest.quality.quality_words import SIZES, Words, run
 
 
@@ -99,20 +98,6 @@ def test_full_kv_that_changed_is_noticed(tmp_path: Path) -> None:
     wanted = points([parse_line("h2o")], (0.2,))
     todo = plan(wanted, samples, measures, known)
     assert todo.run(Words(), lambda _: None, known) == 3 * 5
-
-
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "other.jsonl").write_text('{"kind": "request"}\n')
-    with pytest.raises(ValueError, match="neither a run nor a sample"):
-        read_rows([tmp_path / "other.jsonl"])
-
-
-def test_options_become_sizes() -> None:
-    args = parse_arguments(["--samples", "ruler=7", "nll=2", "--ruler-tokens", "99"])
-    sizes = sizes_of(args)
-    assert (sizes.ruler, sizes.nll, sizes.ruler_tokens) == (7, 2, 99)
-    assert sizes.retrieval == Sizes().retrieval
-    assert sizes_of(parse_arguments(["--quick"])) == QUICK
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,9 @@ import pytest
 
 from loadtest.quality.generation import GenerationOutput
 from loadtest.quality.measures import MEASURES
-from loadtest.quality.measures.nll import in_bins
 from loadtest.quality.measures.retrieval import first_number, hidden
-from loadtest.quality.passages import passages
 from loadtest.quality.sizes import Sizes
 from tests.loadtest.quality.quality_words import SIZES, Words
-
-
-def test_positions_are_told_apart() -> None:
-    found = in_bins("nll", [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0])
-    assert found == {"nll": 2.5, "nll@1": 1.0, "nll@2": 2.0, "nll@3": 3.0, "nll@4": 4.0}
-
-
-def test_there_is_enough_text_of_several_kinds() -> None:
-    found = passages()
-    assert len({name for name, _ in found}) == len(found) >= 8
-    assert all(len(text) > 5 * 1536 for _, text in found)
 
 
 def test_forced_texts_are_cut_into_prompt_and_continuation() -> None:
@@ -69,13 +56,6 @@ def test_facts_are_asked_for_in_three_ways_in_the_same_text() -> None:
     assert samples[6].description["depth"] != samples[0].description["depth"]
     found = MEASURES["retrieval"].values(end, GenerationOutput(f" {end.secret}.", 1.0))
     assert found == {"end": 1.0, "needle": 1.0}
-
-
-def test_a_server_is_not_asked_to_force_tokens() -> None:
-    model = Words()
-    model.forces = False
-    samples = MEASURES["retrieval"].samples(model, SIZES)
-    assert {sample.description["way"] for sample in samples} == {"before", "end"}
 
 
 def test_ruler_is_asked_with_the_beginning_of_the_answer() -> None:

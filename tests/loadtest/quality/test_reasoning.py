@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 
 from loadtest.quality.generation import GenerationOutput
 from loadtest.quality.measures import MEASURES, Sample
-from loadtest.quality.measures.reasoning import FIRST, numbered_lines, results
+from loadtest.quality.measures.reasoning import results
 from loadtest.quality.sizes import Sizes
 from tests.loadtest.quality.quality_words import Words
 
@@ -45,11 +44,6 @@ def judged(sample: Sample, text: str, tokens: int = 700) -> dict[str, float]:
     return MEASURES["reasoning"].values(sample, GenerationOutput(text, 1.0, tokens=tokens))
 
 
-def numbered(line: Callable[[int], str]) -> str:
-    """Lines as a model goes on behind the number that is forced."""
-    return "\n".join(f"{k}. {line(k)}" for k in range(1, LINES + 1)).removeprefix(FIRST)
-
-
 def test_all_kinds_are_asked_evenly_through_the_models_template() -> None:
     model = Listener()
     samples = MEASURES["reasoning"].samples(model, SIZES)
@@ -69,16 +63,6 @@ def test_problems_may_stand_behind_another_text() -> None:
     sample = MEASURES["reasoning"].samples(model, sizes)[0]
     assert model.told[0].endswith(alone[1]) and len(model.told[0]) > 2000 * 4 + len(alone[1])
     assert sample.secret == alone[0].secret and sample.name != alone[0].name
-
-
-def test_no_problem_is_asked_twice_and_there_are_a_hundred() -> None:
-    model = Listener()
-    MEASURES["reasoning"].samples(model, Sizes(reasoning=150, answer_tokens=800))
-    problems = [re.findall(r"^Problem \d+: (.+)", text, re.MULTILINE) for text in model.told[::3]]
-    assert {len(some) for some in problems} == {2}
-    assert len({one for some in problems for one in some}) == 100
-    with pytest.raises(ValueError, match="100 found"):
-        MEASURES["reasoning"].samples(model, Sizes(reasoning=151, answer_tokens=800))
 
 
 @pytest.mark.parametrize(
@@ -110,11 +94,6 @@ def test_problems_are_right_by_their_own_numbers() -> None:
     assert judged(sample, right, tokens=800)["ended"] == 0.0
 
 
-def test_lines_are_read_by_number() -> None:
-    text = "Here:\n1. One: two.\n**2)** Dos\n\n 3.\nfree\n2. again\nThe code is 1234.\n"
-    assert numbered_lines(text) == {1: "One: two.", 2: "Dos"}
-
-
 def test_a_fact_is_asked_behind_a_long_text() -> None:
     sample, text = asked("fact")
     codes = dict(re.findall(r"The code of the (\w+) is (\d{4})\.", text))
@@ -124,66 +103,3 @@ def test_a_fact_is_asked_behind_a_long_text() -> None:
     assert len(sample.request.forced) == 806 == sample.request.max_tokens - 8
     assert judged(sample, f" {codes.pop(place)}.") == {"fact": 1.0}
     assert judged(sample, f" {codes.popitem()[1]}.") == {"fact": 0.0}
-
-
-def test_a_word_begins_every_line() -> None:
-    sample, text = asked("word")
-    (word,) = re.findall(r'"(\w+)"', text)
-    found = judged(sample, numbered(lambda k: f"{word}, it is {k}" if k > 3 else f"It is {k}"))
-    assert found["kept"] == pytest.approx(1 - 3 / LINES)
-    assert found["kept@late"] == 1.0
-    # The others are missing.
-    found = judged(sample, f" {word} it is.\n2. {word.upper()} it was.")
-    assert (found["kept"], found["kept@late"]) == (pytest.approx(2 / LINES), 0.0)
-
-
-def test_every_line_is_about_the_thing_that_is_its_turn() -> None:
-    sample, text = asked("forbidden")
-    (named,) = re.findall(r"in this order: ([^.]+)\.", text)
-    things = named.split(", ")
-    assert len(things) == len(set(things)) == LINES
-    assert judged(sample, numbered(lambda k: f"{things[k - 1].title()}s {k}"))["named"] == 1.0
-    found = judged(sample, numbered(lambda k: f"{things[0]} {k}"))
-    assert found["named"] == pytest.approx(1 / LINES)
-    other, _ = asked("language")
-    assert "named" not in judged(other, numbered(lambda _: "Eso es el mar."))
-
-
-def test_the_word_changes_in_the_middle() -> None:
-    sample, text = asked("switch")
-    first, then = re.findall(r'"(\w+)"', text)
-    half = LINES // 2
-    assert f"Sentences 1 to {half} begin" in text
-    right = judged(sample, numbered(lambda k: f"{first if k <= half else then} {k}"))
-    assert (right["kept"], right["kept@late"]) == (1.0, 1.0)
-    wrong = judged(sample, numbered(lambda k: f"{first} {k}"))
-    assert wrong["kept"] == pytest.approx(half / LINES)
-    assert wrong["kept@late"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("language", "line"),
-    [
-        ("Spanish", "Los bosques son el hogar de muchos animales."),
-        ("German", "Die Wälder sind das Zuhause vieler Tiere."),
-        ("French", "Les forêts sont la maison de beaucoup d'animaux."),
-    ],
-)
-def test_languages_are_told_from_english(language: str, line: str) -> None:
-    # Drawn per sample: of so many one has it.
-    model = Listener()
-    samples = MEASURES["reasoning"].samples(model, Sizes(reasoning=144, answer_tokens=300))
-    sample = next(
-        sample
-        for sample, text in zip(samples, model.told, strict=True)
-        if f"in {language}." in text
-    )
-    assert sample.secret.rule(1, line)
-    assert not sample.secret.rule(1, "Forests are the home of many animals.")
-
-
-def test_a_forbidden_word_is_found() -> None:
-    sample, text = asked("forbidden")
-    (word,) = re.findall(r'"(\w+)"', text)
-    assert judged(sample, numbered(lambda k: f"Nothing {k}"))["kept"] == 1.0
-    assert judged(sample, numbered(lambda k: f"It {word.upper()} {k}"))["kept"] == 0.0

@@ -9,7 +9,6 @@ from collections import Counter
 import pytest
 
 from loadtest.quality.ruler.match import match_all
-from loadtest.quality.ruler.source import prose, words
 from loadtest.quality.ruler.tasks import NEEDLES, QUESTIONS, TASKS, sample
 
 LENGTH = 1200
@@ -99,17 +98,3 @@ def subject(life: str) -> str:
 
 def test_an_answer_is_worth_the_share_that_it_says() -> None:
     assert match_all("They are ABC and 12.", ["abc", "12", "7", "x"]) == 0.5
-
-
-def test_there_are_enough_words() -> None:
-    assert len(words()) > 2000
-    assert len(prose()) > 30_000
-
-
-def test_what_cannot_be_made_is_refused() -> None:
-    with pytest.raises(ValueError, match="wanted one of niah_single_1"):
-        sample("qa_3", 0, LENGTH, count)
-    with pytest.raises(ValueError, match="too few"):
-        sample("vt", 0, 100, count)
-    with pytest.raises(ValueError, match="words"):
-        sample("cwe", 0, 10**6, count)

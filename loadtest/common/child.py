@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
-__all__ = ["Child", "answer"]
-
 _MARK = "RESULT "
 """Begins a line that is an answer; the rest is vLLM's log, on the same stream."""
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["Client", "HTTPStatusError"]
-
 READ_BYTES = 1 << 16
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-__all__ = ["command_parser"]
-
 
 def command_parser(
     module: str, about: str | None, parents: Sequence[argparse.ArgumentParser] = ()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm import SamplingParams
 
-__all__ = ["ForcedTokens"]
-
 
 class ForcedTokens(AdapterLogitsProcessor):
     """Output token ``i`` is ``forced_token_ids[i]``; the model chooses those after the list."""

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FORCED_FIELD", "PROCESSOR"]
-
 FORCED_FIELD = "forced_token_ids"
 """Key of ``SamplingParams.extra_args``, or of ``vllm_xargs`` in a request: the first tokens of the output."""
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_gpu", "describe_host", "describe_run", "shown_command"]
-
 MASKED = {"--api-key": "KEY", "--hf-token": "KEY", "--url": "URL", "--vllm-url": "URL"}
 """Options with values that are not shown, and what stands in its place."""
 

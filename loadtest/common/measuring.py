@@ -12,8 +12,6 @@ from loadtest.common.child import Child
 from loadtest.common.machine import describe_run
 from loadtest.common.results import Measured, Row, append_rows, read_rows
 
-__all__ = ["carry_out", "missing"]
-
 M = TypeVar("M", bound=Measured)
 
 

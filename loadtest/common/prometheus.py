@@ -10,8 +10,6 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Sampler", "parse_metrics", "read_metrics", "summarise"]
-
 SAMPLE_SECONDS = 1.0
 RUNNING = "vllm:num_requests_running"
 

@@ -10,17 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "RESULTS",
-    "Measured",
-    "Row",
-    "append_rows",
-    "numbered_rows",
-    "publish",
-    "read_rows",
-    "result_path",
-]
-
 RESULTS = Path(__file__).parents[1] / "results"
 """The published ones; also where new ones go unless told otherwise."""
 

@@ -17,8 +17,6 @@ from typing import Self
 
 from loadtest.common.machine import shown_command
 
-__all__ = ["H2O_SERVE", "VLLM_SERVE", "Server", "ServerError", "free_port"]
-
 START_SECONDS = 600
 STOP_SECONDS = 60
 H2O_SERVE = (sys.executable, "-m", "h2o_vllm.server.cli")

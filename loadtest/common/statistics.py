@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Estimate", "mean", "percentile", "quartiles", "ratio"]
-
 DRAWS = 4000
 LEVEL = 0.95
 SEED = 20261120

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from loadtest.common.results import Row
 from loadtest.common.statistics import Estimate
 
-__all__ = ["Column", "interval", "markdown_table", "median_range", "number", "pick", "provenance"]
-
 
 class Column(NamedTuple):
     """A column of medians: its head, a row's value, and how a value is written."""

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
-__all__ = ["CHARS_PER_TOKEN", "Prompts", "Ruler", "documentation", "read_jsonl"]
-
 CHARS_PER_TOKEN = 4.2
 """Where the server cannot be asked: English with the vocabulary of a current model."""
 

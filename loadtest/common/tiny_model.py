@@ -11,8 +11,6 @@ import json
 import shutil
 from pathlib import Path
 
-__all__ = ["VOCABULARY", "make_tiny_model"]
-
 VOCABULARY = 512
 
 

@@ -35,8 +35,6 @@ from loadtest.engine.suites import SUITES, Suite, suite_of
 from loadtest.engine.tables import measured_table, ratio_table
 from loadtest.engine.workloads import Engine, Start
 
-__all__ = ["Measurement", "main", "planned"]
-
 
 @dataclass(frozen=True)
 class Measurement(Measured):

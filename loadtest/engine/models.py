@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SHAPES", "make_model"]
-
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -17,8 +17,6 @@ from loadtest.common.tables import number
 from loadtest.engine.suites import Suite
 from loadtest.engine.tables import measured
 
-__all__ = ["caption", "plot_bench"]
-
 STYLES = {
     "stock": ("#b0b0b0", "vLLM defaults"),
     "stock-same-flags": ("#6f6f6f", "vLLM, same flags"),

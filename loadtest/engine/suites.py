@@ -13,8 +13,6 @@ from h2o_vllm.plugin import CPU_EXECUTOR
 from loadtest.common.texts import documentation
 from loadtest.engine.workloads import Chat, Setting, Workload
 
-__all__ = ["STOCK_CPU_BLOCK_SIZE", "SUITES", "Suite", "suite_of"]
-
 STOCK_CPU_BLOCK_SIZE = 128
 """vLLM's default on CPU."""
 

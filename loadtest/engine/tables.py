@@ -9,8 +9,6 @@ from loadtest.common.results import Row
 from loadtest.common.tables import Column, markdown_table, median_range, pick
 from loadtest.engine.suites import Suite
 
-__all__ = ["decode_ms", "measured", "measured_table", "ratio_table"]
-
 
 def decode_ms(row: Row) -> float:
     """Milliseconds per decode step at the largest batch that ran often enough to tell."""

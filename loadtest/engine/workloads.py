@@ -9,8 +9,6 @@ from typing import Any, TypedDict
 
 from loadtest.common.forced_names import PROCESSOR
 
-__all__ = ["Chat", "Engine", "Setting", "Start", "Workload"]
-
 
 @dataclass(frozen=True)
 class Setting:

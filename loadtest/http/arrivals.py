@@ -13,8 +13,6 @@ import random
 from collections.abc import Iterator
 from itertools import accumulate
 
-__all__ = ["poisson"]
-
 
 def poisson(rate: float, seed: str) -> Iterator[float]:
     """Seconds since the start at which requests are due, ``rate`` per second on average, without end."""

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Budget", "Mix", "MixError"]
-
 _ENTRY = re.compile(
     r"(?P<budget>none|(?P<tokens>\d+)t|(?P<share>\d*\.?\d+))(?P<elastic>\+elastic)?(?:/(?P<policy>[a-z0-9_+-]+))?"
     r"(?::(?P<weight>\d+))?"

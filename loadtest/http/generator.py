@@ -23,8 +23,6 @@ from loadtest.http.options import PATHS, LoadSettings, SettingsError
 from loadtest.http.records import Record
 from loadtest.http.slo import parse_slo
 
-__all__ = ["Generator"]
-
 WARM_NUMBER = 1_000_000
 """Where the warm-up's prompts are taken from: no other request gets there."""
 WARM_TOKENS = 24

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LocustError", "locust_running"]
-
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 
 

@@ -14,8 +14,6 @@ import json
 import re
 from typing import Any
 
-__all__ = ["StreamMeter"]
-
 DONE = "[DONE]"
 """Data of the event that ends a stream of the OpenAI API."""
 

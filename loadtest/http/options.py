@@ -7,8 +7,6 @@ import argparse
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-__all__ = ["PATHS", "LoadSettings", "SettingsError", "add_options", "read_options"]
-
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 

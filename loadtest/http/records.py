@@ -18,11 +18,6 @@ from typing import Any
 
 from loadtest.common.results import append_rows, numbered_rows
 
-__all__ = [
-    "ALL", "Record", "Run", "Summary", "pooled", "read_runs", "runs_by_variant", "summarise",
-    "write_runs",
-]  # fmt: skip
-
 
 @dataclass
 class Record:

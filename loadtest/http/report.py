@@ -31,8 +31,6 @@ from loadtest.http.records import (
 )
 from loadtest.http.slo import SLOError, SLOResult, check, parse_slo
 
-__all__ = ["SLO_EXIT_CODE", "markdown", "write_report"]
-
 SLO_EXIT_CODE = 3
 
 COLUMNS = (

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from loadtest.common.statistics import percentile
 from loadtest.http.records import ALL, Summary
 
-__all__ = ["Objective", "SLOError", "SLOResult", "check", "parse_slo"]
-
 SAMPLED = ("ttft", "itl", "tpot", "latency")
 AT_LEAST = ("tok_per_s", "req_per_s")
 COUNTED = (*AT_LEAST, "error_rate")

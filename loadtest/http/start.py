@@ -25,8 +25,6 @@ from loadtest.common.results import RESULTS, Row, append_rows, result_path
 from loadtest.common.servers import H2O_SERVE, VLLM_SERVE, Server
 from loadtest.common.tables import markdown_table, median_range, pick
 
-__all__ = ["SERVERS", "main", "planned", "table"]
-
 SERVERS = {
     "h2o-serve": (H2O_SERVE, ["--kv-budget", "0.2"]),
     "vllm": (VLLM_SERVE, []),

@@ -23,8 +23,6 @@ from loadtest.common.machine import describe_run
 from loadtest.common.results import RESULTS, append_rows, result_path
 from loadtest.kernels.contract import DeviceBench
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check, measure, print, write."""

@@ -10,8 +10,6 @@ import torch
 from h2o_vllm.kernels.triton import Evictions, KVLayers, compact
 from loadtest.kernels.timing import Call
 
-__all__ = ["COMPACTIONS", "Compaction"]
-
 BLOCK_SIZE, LAYERS, KV_HEADS, HEAD_SIZE = 16, 32, 8, 128
 
 

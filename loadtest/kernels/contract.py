@@ -9,8 +9,6 @@ from functools import cached_property
 
 from loadtest.common.results import Row
 
-__all__ = ["DeviceBench"]
-
 
 class DeviceBench(ABC):
     """The cases of one device. Every ratio in a row is over the contestant that comes first: stock."""

@@ -23,8 +23,6 @@ from loadtest.kernels.evictions import EVICTIONS, EvictionCase, eviction_line
 from loadtest.kernels.shapes import BLOCK_SIZE, SHAPES
 from loadtest.kernels.timing import Call, ratio_row, ratio_text, rounds
 
-__all__ = ["CPUBench", "Case", "pool"]
-
 LENGTHS = (128, 512, 2048, 8192)
 REQUESTS = (1, 4, 16, 32)
 PROMPTS = (512, 1024, 2048, 4096, 8192)

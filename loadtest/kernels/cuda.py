@@ -25,8 +25,6 @@ from loadtest.kernels.lanes import expected, half_shared
 from loadtest.kernels.rescoring import RESCORINGS, Rescoring
 from loadtest.kernels.timing import Call, ratio_row, rounds
 
-__all__ = ["CUDABench", "event_seconds", "graph_of"]
-
 LENGTHS = (512, 2048, 8192, 32768)
 REQUESTS = (1, 8, 64, 256)
 PROMPTS = (2048, 8192, 32768)

@@ -17,8 +17,6 @@ from h2o_vllm.kernels.triton import (
 )
 from loadtest.kernels.lanes import half_shared
 
-__all__ = ["BLOCK_SIZE", "LAYOUTS", "SHAPES", "Case", "LayerCall"]
-
 SHAPES = {
     "8B": (32, 8, 128),
     "8B tp=4": (8, 2, 128),

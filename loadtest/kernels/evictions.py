@@ -16,8 +16,6 @@ from loadtest.common.results import Row
 from loadtest.kernels.shapes import BLOCK_SIZE, SHAPES
 from loadtest.kernels.timing import ratio_row, ratio_text, rounds
 
-__all__ = ["EVICTIONS", "EvictionCase", "eviction_line"]
-
 
 @dataclass(frozen=True)
 class EvictionCase:

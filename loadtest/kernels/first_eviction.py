@@ -3,11 +3,9 @@
 
     python -m loadtest.kernels.first_eviction 2048 8192 32768 131072
     python -m loadtest.kernels.first_eviction --device cpu 1024 5504
-    python -m loadtest.kernels.first_eviction --counted 2048 8192 32768 131072     # no GPU
 
 One line of JSON per length: milliseconds of scores and of compaction, medians of several runs; on a CPU, of
-both together, with a calibration of random weights. Counted: the operations and bytes of each part, and which
-share of the prompt's own seconds they take by a datasheet.
+both together, with a calibration of random weights.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -31,7 +28,6 @@ from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.policy.policy import Policy
 from loadtest.common.command import command_parser
 from loadtest.kernels.compaction import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, LAYERS
-from loadtest.kernels.counted import first_eviction, prompt, share
 from loadtest.kernels.cpu import pool
 from loadtest.kernels.shapes import BLOCK_SIZE as CPU_BLOCK_SIZE
 from loadtest.kernels.shapes import SHAPES
@@ -42,19 +38,6 @@ KEPT = 0.1
 """Share of the tokens that stays."""
 DEFAULTS = ("value+end+key", "predicted+value+end+key")
 """What ``auto`` stands for, without and with a calibration."""
-
-
-def counted(length: int, ranks: str) -> dict[str, Any]:
-    """The row of one length and policy, by H100's datasheet."""
-    parts, own = list(first_eviction(length, ranks, KEPT)), prompt(length)
-    return {
-        "length": length,
-        "ranks": ranks,
-        "parts": [asdict(part) | {"ms": 1000 * part.seconds} for part in parts],
-        "ms": 1000 * sum(part.seconds for part in parts),
-        "prompt": asdict(own) | {"ms": 1000 * own.seconds},
-        "share": share(length, ranks, KEPT),
-    }
 
 
 def on_gpu(length: int) -> dict[str, Any]:
@@ -134,21 +117,16 @@ def on_cpu(length: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """A line per length, and per policy where work is counted."""
+    """A line per length."""
     parser = command_parser("loadtest.kernels.first_eviction", __doc__)
     parser.add_argument("lengths", type=int, nargs="+", help="of the prompt, in tokens")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cuda", help="of a GPU or a CPU"
     )
-    parser.add_argument("--counted", action="store_true", help="count work; no GPU is needed")
     args = parser.parse_args(argv)
     measured = on_cpu if args.device == "cpu" else on_gpu
     for length in args.lengths:
-        rows = (
-            [counted(length, ranks) for ranks in DEFAULTS] if args.counted else [measured(length)]
-        )
-        for row in rows:
-            sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.write(json.dumps(measured(length)) + "\n")
         sys.stdout.flush()
 
 

@@ -39,8 +39,6 @@ from h2o_vllm.kernels.triton import (
 )
 from h2o_vllm.kernels.triton.lanes import LaneTables
 
-__all__ = ["Form", "Launch", "Shape", "compiled", "launch_everything", "launches"]
-
 _ANY_ARCH = 90
 """The key does not depend on it."""
 _NAMED: dict[tuple[int, Hashable], Form] = {}

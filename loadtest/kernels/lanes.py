@@ -9,8 +9,6 @@ from torch import Tensor
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import LaneTables
 
-__all__ = ["expected", "half_shared"]
-
 
 def half_shared(table: Tensor, num_layers: int, num_blocks: int, kv_heads: int) -> LaneTables:
     """Head h has h + 1 times as many lanes as head 0, spread over the shared blocks; the same in all layers.

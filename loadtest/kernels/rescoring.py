@@ -19,8 +19,6 @@ from h2o_vllm.policy.policy import Policy
 from loadtest.kernels.compaction import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, LAYERS
 from loadtest.kernels.timing import Call
 
-__all__ = ["RESCORINGS", "Rescoring"]
-
 
 @dataclass(frozen=True)
 class Rescoring:

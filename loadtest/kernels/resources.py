@@ -31,8 +31,6 @@ from loadtest.common.results import Row, append_rows, publish, result_path
 from loadtest.common.tables import markdown_table, provenance
 from loadtest.kernels.forms import Form, Launch, Shape, compiled, launch_everything, launches
 
-__all__ = ["ARCHS", "SHARED_LIMIT", "main", "measure", "taken"]
-
 ARCHS = (80, 89, 90, 100, 120)
 """A100, L40S and RTX 40, H100 and H200, B200, RTX 50: what the published table has."""
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}

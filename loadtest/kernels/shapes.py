@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BLOCK_SIZE", "SHAPES", "Shape"]
-
 BLOCK_SIZE = 32
 """Tokens."""
 

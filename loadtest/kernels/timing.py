@@ -9,8 +9,6 @@ from typing import Any
 
 from loadtest.common.statistics import percentile, quartiles
 
-__all__ = ["Call", "ratio_row", "ratio_text", "rounds", "wall_seconds"]
-
 Call = Callable[[], object]
 MOST = 200
 

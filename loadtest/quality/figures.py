@@ -13,8 +13,6 @@ from loadtest.quality.lines import AGAIN, FULL
 from loadtest.quality.measures import Metric
 from loadtest.quality.rows import Row, latest
 
-__all__ = ["Figures"]
-
 Values = dict[str, float]
 """A metric's value by sample."""
 

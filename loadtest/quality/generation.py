@@ -10,8 +10,6 @@ from typing import Any, Generic, TypeVar
 
 from typing_extensions import override
 
-__all__ = ["GenerationOutput", "GenerationRequest", "LocalModel", "Model", "Tag", "Task"]
-
 Tag = TypeVar("Tag")
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from h2o_vllm.config.settings import REQUEST_FIELDS
 
-__all__ = ["AGAIN", "DEFAULT_LINES", "FULL", "Line", "Point", "parse_line", "points"]
-
 DEFAULT_LINES = ("h2o", "mean", "value", "snapkv", "key", "auto", "window", "random")
 """What is compared where no line is named: policies that need no calibration."""
 

@@ -12,8 +12,6 @@ from typing_extensions import override
 
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, LocalModel, Tag, Task
 
-__all__ = ["FLOOR", "Offline"]
-
 FLOOR = 16
 """``kv_min_tokens`` and so the smallest budget: the default of 128 tokens would make small ones equal."""
 

@@ -15,8 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["passages"]
-
 CHARS = 120_000
 """Enough of each."""
 

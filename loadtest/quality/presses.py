@@ -24,8 +24,6 @@ from typing_extensions import override
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, LocalModel, Tag, Task
 from loadtest.quality.passages import SOURCES, passages
 
-__all__ = ["Presses"]
-
 
 class Presses(LocalModel):
     """One model of transformers, one request at a time.

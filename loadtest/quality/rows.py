@@ -14,8 +14,6 @@ from typing import Any
 
 from loadtest.common.results import numbered_rows
 
-__all__ = ["Key", "Row", "latest", "read_rows"]
-
 Key = tuple[str, float, str, str]
 """Line, budget, measure, sample."""
 

@@ -18,8 +18,6 @@ from loadtest.quality.lines import AGAIN, FULL, Point
 from loadtest.quality.measures import Measure, Sample
 from loadtest.quality.rows import Key, Row
 
-__all__ = ["Evaluation", "Plan", "plan"]
-
 DECODE_WEIGHT = 3
 """A generated token costs about as much as so many of a prompt (batched, on a CPU)."""
 

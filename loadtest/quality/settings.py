@@ -16,8 +16,6 @@ from loadtest.quality.measures import MEASURES
 from loadtest.quality.offline import FLOOR
 from loadtest.quality.sizes import QUICK, Sizes
 
-__all__ = ["BUDGETS", "parse_arguments", "sizes_of"]
-
 BUDGETS = (0.2, 0.1, 0.05, 0.3, 0.5, 1.0)
 """The most interesting first: a run that is interrupted has whole budgets."""
 QUICK_BUDGETS = (0.2, 1.0)

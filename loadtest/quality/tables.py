@@ -11,8 +11,6 @@ from loadtest.common.tables import interval, markdown_table
 from loadtest.quality.figures import Figures
 from loadtest.quality.measures import MEASURES, Metric
 
-__all__ = ["cell", "markdown"]
-
 
 def markdown(figures: Figures, runs: list[dict[str, Any]]) -> str:
     """The whole report."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["schedule_asynchronously"]
-
 
 class _Nothing:
     """In the place of an event or a stream."""

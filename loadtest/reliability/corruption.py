@@ -34,8 +34,6 @@ from loadtest.reliability.corruption_check import DRAFTS, CorruptionCheck
 from loadtest.reliability.planted_bugs import PLANTED, nothing
 from loadtest.reliability.request_mix import MIXES, make_alike, make_requests
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Hunt; 0 if every request generated what it generates alone."""

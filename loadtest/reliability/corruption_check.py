@@ -22,8 +22,6 @@ from loadtest.reliability.exact_linear import exact_linear_layers
 from loadtest.reliability.planted_bugs import replaced
 from loadtest.reliability.request_mix import TimedRequest
 
-__all__ = ["DRAFTS", "CorruptionCheck", "Result"]
-
 BLOCK_SIZE = 16
 FLOOR = 32
 CHUNK = 256

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["exact_linear_layers"]
-
 
 def exact_linear_layers() -> None:
     """Compute every linear layer in float64; the models loaded from now on, in this process."""

@@ -19,8 +19,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["Poison"]
-
 UNWRITTEN_KV = 1e4
 UNWRITTEN_SCORE = 1e30
 """Larger than any sum of probabilities: a score that was not reset wins every ranking."""

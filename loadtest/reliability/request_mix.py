@@ -10,8 +10,6 @@ from typing import Any
 
 from loadtest.common.tiny_model import VOCABULARY
 
-__all__ = ["MIXES", "RequestMix", "TimedRequest", "make_alike", "make_requests"]
-
 PREFIXES = 6
 """Prompts are beginnings of this many texts, so that many share their first blocks."""
 

@@ -30,8 +30,6 @@ from loadtest.common.servers import H2O_SERVE, Server
 from loadtest.reliability.traffic import Traffic
 from loadtest.reliability.trend import Bound, TrendCheck, judge
 
-__all__ = ["BOUNDS", "main"]
-
 SAMPLE_SECONDS = 2.0
 PAUSE_EVERY = 120.0
 WARM_UP = 0.25

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Traffic"]
-
 PROBE_TOKENS = 400
 
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Bound", "TrendCheck", "judge", "slope"]
-
 AT_MOST = 400
 """Points a slope is taken from; more are thinned, the cost grows with their square."""
 

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Literal
 from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["Measure", "Metric", "Sample", "asked_later"]
-
 
 @dataclass(frozen=True)
 class Sample:

@@ -26,8 +26,6 @@ from loadtest.quality.generation import GenerationOutput, GenerationRequest, Mod
 from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["Code", "passes"]
-
 FUNCTION_TOKENS = 250
 """What an answer may take for one function."""
 SECONDS = 5

@@ -19,8 +19,6 @@ from loadtest.quality.measures.base import Measure, Metric, Sample
 from loadtest.quality.passages import passages
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["BINS", "NLL", "forced_samples", "in_bins"]
-
 BINS = 4
 """Positions are put together into so many parts of equal length."""
 

@@ -33,8 +33,6 @@ from loadtest.quality.passages import passages
 from loadtest.quality.ruler.source import NOUNS
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["FIRST", "Reasoning", "numbered_lines", "results"]
-
 PROBLEM_TOKENS = 375
 """What an answer may take for one problem. GSM8K's are solved in 250 or so."""
 FACT_TOKENS = 8

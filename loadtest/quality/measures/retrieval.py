@@ -22,8 +22,6 @@ from loadtest.quality.generation import GenerationOutput, GenerationRequest, Mod
 from loadtest.quality.measures.base import Measure, Metric, Sample, asked_later
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["PLACES", "Retrieval", "codes_of_places", "first_number", "hidden"]
-
 WAYS = {
     "before": "before the text as well",
     "end": "at the end of the prompt",

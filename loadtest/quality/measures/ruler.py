@@ -22,8 +22,6 @@ from loadtest.quality.ruler.match import match_all
 from loadtest.quality.ruler.tasks import TASKS, sample
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["Ruler"]
-
 
 class Ruler(Measure):
     """Whether what is asked for is found."""

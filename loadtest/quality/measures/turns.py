@@ -19,8 +19,6 @@ from loadtest.quality.measures.retrieval import codes_of_places, first_number
 from loadtest.quality.passages import passages
 from loadtest.quality.sizes import Sizes
 
-__all__ = ["LONGEST_CHAT", "Turns"]
-
 TURNS = {6: 300, 40: 150}
 """Turns of a chat, and about how many tokens each of them has beside the template's."""
 ANSWER_TOKENS = 16

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from loadtest.quality.ruler.example import Example
 from loadtest.quality.ruler.source import words
 
-__all__ = ["CommonWords", "FrequentWords"]
-
 COMMON = 10
 SHORT = 4096
 """Prompts shorter than this have lower counts in ``cwe``."""

@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Build", "Count", "Example", "largest"]
-
 Count = Callable[[str], int]
 """Tokens of a text."""
 

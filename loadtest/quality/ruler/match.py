@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["match_all"]
-
 
 def match_all(answer: str, wanted: Sequence[str]) -> float:
     """The share of ``wanted`` in the answer. RULER asks of questions whether any is: ours want one only."""

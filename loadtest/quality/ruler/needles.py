@@ -15,8 +15,6 @@ from typing import Literal
 from loadtest.quality.ruler.example import Example
 from loadtest.quality.ruler.source import ADJECTIVES, NOUNS, prose
 
-__all__ = ["NOISE", "Needles"]
-
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 SENTENCE = re.compile(r"(?<=[.!?]) ")
 DEPTHS = [round(100 * place / 39) for place in range(40)]

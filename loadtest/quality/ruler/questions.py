@@ -15,8 +15,6 @@ from typing import Literal
 from loadtest.quality.ruler.example import Example
 from loadtest.quality.ruler.source import ADJECTIVES, NOUNS
 
-__all__ = ["Questions"]
-
 
 def _words(text: str) -> list[str]:
     return text.split()

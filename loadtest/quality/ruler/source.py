@@ -9,8 +9,6 @@ from functools import cache
 from loadtest.common.texts import documentation
 from loadtest.quality.passages import passages
 
-__all__ = ["ADJECTIVES", "NOUNS", "prose", "words"]
-
 WORD = re.compile(r"[a-z]+")
 
 ADJECTIVES = tuple(

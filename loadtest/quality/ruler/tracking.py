@@ -14,8 +14,6 @@ from dataclasses import replace
 from loadtest.quality.ruler.example import Count, Example
 from loadtest.quality.ruler.needles import NOISE
 
-__all__ = ["Tracking"]
-
 HOPS = 4
 ANSWER_TOKENS = 30
 SHOWN_TOKENS = 500

@@ -31,8 +31,6 @@ from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.errors import BudgetError
 
-__all__ = ["MockSettings", "build_app", "main"]
-
 BLOCK_SIZE, MODEL = 32, "mock"
 
 WORDS = ("the ", "quick ", "brown ", "fox ", "déjà ", "vu ", "日本 ", "🙂 ")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Double-entry check of vLLM's block pool: the reference count of each block equals its number of owners.
 
-Runs in the engine core: in tests after each step, and when an operator calls it. Reads vLLM's objects by
+Runs in the engine core: in tests after each step, and in the corruption hunt. Reads vLLM's objects by
 duck typing, so it imports no vLLM.
 """
 

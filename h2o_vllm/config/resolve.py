@@ -34,7 +34,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     ``protect`` may still be a word, and ``recent`` depends on it, see :func:`for_prompt`.
 
     Args:
-        asked: a mapping that may hold any of :data:`~h2o_vllm.config.request_fields.REQUEST_FIELDS`; other
+        asked: a mapping that may hold any of :data:`~h2o_vllm.config.settings.REQUEST_FIELDS`; other
             keys are ignored.
 
     Raises:

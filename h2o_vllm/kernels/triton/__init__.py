@@ -10,7 +10,7 @@ kernels' assumptions, and :func:`warm_up` compiles all of them. Each step calls,
     reset_scores        the step's new tokens, all layers                eager, 1 launch
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
     DecodeWorkspace.plan  the metadata builder: decodes and their split  eager, 1 launch
-    attend_decode       per layer, in or out of a CUDA graph             2 launches
+    attend_decode       per layer, in or out of a CUDA graph             2 launches; 1 if no row is cut
     prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch
     add_prompt_scores   per layer, if there are prompt rows              eager, 2 launches; 1 if no row is cut
                         again for late queries, if a policy keeps their attention apart

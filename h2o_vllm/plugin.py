@@ -43,17 +43,16 @@ CPU_BLOCK_SIZE = 32
 def register() -> None:
     """Entry point ``vllm.general_plugins``: teach the block-manager registry our spec.
 
-    In a process that ``h2o-serve`` started, also record why it cannot start, or where it stands, should it be
-    so, and keep vLLM's lines about its start out of the log.
+    In a process that ``h2o-serve`` started, also record why it cannot start, should it be so, and keep vLLM's
+    lines about its start out of the log.
     """
     from h2o_vllm.blocks.spec import register_specs
 
     register_specs()
     if os.environ.get(START_RECORD):
-        from h2o_vllm.engine import quiet, stacks, start_record
+        from h2o_vllm.engine import quiet, start_record
 
         start_record.install()
-        stacks.install()
         quiet.begin()
 
 

@@ -9,8 +9,6 @@
 ``trace``             which tokens a traced request loses, from the workers to the engine core
 ``timing``            how long evictions took, on the same way; ``output_attrs`` carries both
 ``start_record``      where a process that cannot start leaves its reason
-``stacks``            where a process stands, for a server that waits for it
 ``quiet``             which of vLLM's lines about its start are not shown
-``preload``           what a fork server imports for engines
 ===================== ===========================================================================
 """

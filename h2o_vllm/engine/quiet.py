@@ -63,7 +63,7 @@ def prepare(wanted: bool) -> None:
     os.environ.pop(QUIET, None)
     others = os.environ.get("PYTHONWARNINGS", "")
     if TRACKER_WARNING not in others:
-        # Python's resource tracker, which a fork server starts, reads it.
+        # Python's resource tracker reads it.
         os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [others, TRACKER_WARNING]))
     if wanted:
         os.environ[QUIET] = "1"

@@ -6,9 +6,6 @@
 ``serve``              puts our configuration into vLLM's arguments
 ``model_dir``          looks at the model's directory before vLLM does
 ``launch``             runs vLLM's server with them and ends it cleanly
-``engine_start``       starts the engine, once more if it stands still
-``fork_server``        has imported what an engine needs, and computes nothing
-``still``              notices a start that stands still, and says where
 ``asgi``               the same application under a server that is there already
 ``greeting``           what a server says when it is up
 ``start_error``        a start that failed, in one line that says what to change

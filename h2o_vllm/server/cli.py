@@ -22,8 +22,6 @@ from h2o_vllm.engine import compiling, quiet
 from h2o_vllm.engine.cpu.waiting import spin_briefly
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import default_calibration
-from h2o_vllm.server import fork_server
-from h2o_vllm.server.still import StartWatch
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -51,9 +49,6 @@ EPILOG = """All options of `vllm serve` are accepted; their groups are listed ab
   everything:   h2o-serve --help=all
 Options can also come from a file: h2o-serve --config options.yaml"""
 
-MANY_ENGINES = ("--headless", "--api-server-count", "--data-parallel")
-"""Options with which vLLM's own command starts its engines, by a spawn."""
-
 LOGGING = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH")
 """Variables that ask for a log; :func:`h2o_vllm.server.serve.serve` sees the options."""
 
@@ -66,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_version())
             return 0
         _check_early(arguments)
-        # Before torch is there, here and in the fork server.
+        # Before torch is there.
         spin_briefly()
         lacking = compiling.switch_off(eager=_is_eager(arguments))
         quiet.prepare(wanted=not any(map(os.environ.get, LOGGING)))
@@ -75,12 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
             if lacking:
                 print(f"{PROG}: no {lacking}, so torch.compile is off", file=sys.stderr, flush=True)
-            if not any(argument.startswith(MANY_ENGINES) for argument in arguments):
-                fork_server.start()
-        with StartWatch() as watch:
-            with dependencies.imports():
-                args, parser = parse(arguments)
-            _serve(args, parser, config_of(args), watch)
+        with dependencies.imports():
+            args, parser = parse(arguments)
+        _serve(args, parser, config_of(args))
     except ConfigError as error:
         if argv is None and "torch" in sys.modules:
             # Not through the interpreter's teardown, in which Triton's bindings print a screenful.
@@ -91,9 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _serve(
-    args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2OConfig, watch: StartWatch
-) -> NoReturn:
+def _serve(args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2OConfig) -> NoReturn:
     # Imported after parsing: a bad option should not have to wait for what serving needs.
     with dependencies.imports():
         from h2o_vllm.server.launch import leave
@@ -101,7 +91,7 @@ def _serve(
         from h2o_vllm.server.start_error import describe
 
     try:
-        code = serve(args, parser, config, watch)
+        code = serve(args, parser, config)
     except (ConfigError, KeyboardInterrupt):
         raise
     except Exception as error:  # noqa: BLE001 - whatever vLLM could not start with

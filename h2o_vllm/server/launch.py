@@ -21,18 +21,21 @@ from typing import NoReturn
 
 import uvloop
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+from vllm.entrypoints.launchers.api_server.entry import (
+    build_and_serve,
+    build_async_engine_client,
+)
 from vllm.entrypoints.launchers.launcher import setup_server
+from vllm.logger import init_logger
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.system_utils import decorate_logs
 
 from h2o_vllm.engine import quiet
-from h2o_vllm.server.engine_start import engine_client
 from h2o_vllm.server.greeting import greeting
-from h2o_vllm.server.still import StartWatch
 
-__all__ = ["leave", "run"]
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
 
 GRACE_SECONDS = 10
 """How long the end of the server waits for clients to read what has been said. uvicorn's own default is
@@ -47,23 +50,17 @@ class _StoppedError(SystemExit):
     """SIGINT or SIGTERM came before the server was up. Carries the conventional exit code."""
 
 
-def run(args: argparse.Namespace, watch: StartWatch) -> int:
+def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit code.
-
-    Args:
-        watch: to be ended when the server is up.
 
     Raises:
         Exception: whatever ended the start of the server.
     """
-    if _waits_for_others(args):
-        watch.end()
     try:
         if _has_one_api_server(args):
-            _run_one(args, watch)
+            _run_one(args)
         else:
             # vLLM says nothing of when its servers are up.
-            watch.end()
             quiet.end()
             ServeSubcommand.cmd(args)
     except _StoppedError as stopped:
@@ -95,37 +92,30 @@ def _has_one_api_server(args: argparse.Namespace) -> bool:
     )
 
 
-def _waits_for_others(args: argparse.Namespace) -> bool:
-    """Whether a start stands still by right: until another machine joins it."""
-    return args.nnodes > 1 or args.distributed_executor_backend == "ray"
-
-
-def _run_one(args: argparse.Namespace, watch: StartWatch) -> None:
+def _run_one(args: argparse.Namespace) -> None:
     # Once the server is up, vLLM replaces both handlers by its own, which end it in order.
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     decorate_logs("APIServer", skip_if_decorated=True)
     listen_address, sock = setup_server(args, reuse_port=False)
     args.api_server_count = None
-    uvloop.run(_serve(listen_address, sock, args, watch))
+    uvloop.run(_serve(listen_address, sock, args))
 
 
-async def _serve(
-    listen_address: str, sock: socket.socket, args: argparse.Namespace, watch: StartWatch
-) -> None:
-    """As vLLM's ``run_server_worker``, with our way to start the engine."""
+async def _serve(listen_address: str, sock: socket.socket, args: argparse.Namespace) -> None:
+    """As vLLM's ``run_server_worker``; says when the server is up."""
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
 
     async def serving() -> None:
-        watch.end()
         quiet.end()
         sys.stderr.write("".join(f"{line}\n" for line in greeting(args, listen_address)))
         sys.stderr.flush()
 
-    async with engine_client(args, watch) as client:
+    logger.info("h2o: waiting for the engine, which loads the model")
+    async with build_async_engine_client(args) as client:
         ended = await build_and_serve(
             client,
             listen_address,

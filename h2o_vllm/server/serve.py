@@ -24,7 +24,6 @@ from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.server import engine_death, launch, middleware, playground
 from h2o_vllm.server.model_dir import check_model_dir
-from h2o_vllm.server.still import StartWatch
 
 __all__ = ["lacks_calibration", "prepare", "serve"]
 
@@ -46,16 +45,8 @@ NO_CALIBRATION = (
 MIDDLEWARE = f"{middleware.__name__}.{middleware.KVCacheMiddleware.__name__}"
 
 
-def serve(
-    args: argparse.Namespace,
-    parser: argparse.ArgumentParser,
-    config: H2OConfig,
-    watch: StartWatch,
-) -> int:
+def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2OConfig) -> int:
     """Serve until told to stop; returns the exit code, which is 1 if the engine died.
-
-    Args:
-        watch: to be ended when the server is up.
 
     Raises:
         ConfigError: the options cannot work, the address cannot be bound, or our middleware found
@@ -80,7 +71,7 @@ def serve(
     if lacks_calibration(config):
         logger.info(NO_CALIBRATION, args.model)
     try:
-        code = launch.run(args, watch)
+        code = launch.run(args)
     except OSError as error:
         raise _as_config_error(error, args) from None
     if (reason := middleware.startup_error()) is not None:

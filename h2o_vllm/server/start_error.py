@@ -32,7 +32,6 @@ FOR_USERS = {
     "NotImplementedError",
     "OSError",
     "RuntimeError",
-    "StoodStillError",
     "ValidationError",
     "ValueError",
 }

@@ -16,7 +16,6 @@ import h2o_vllm
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.server import cli
-from h2o_vllm.server.still import LIMIT_SECONDS, StartWatch
 
 COMMAND = [sys.executable, "-m", "h2o_vllm.server.cli"]
 
@@ -97,9 +96,7 @@ def test_a_container_says_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> No
     assert cli.parse(["--host", "::1"])[0].host == "::1"
 
 
-@pytest.mark.parametrize(
-    "name", ["H2O_HOST", "H2O_CPU_KERNEL", "H2O_CUDA_BACKEND", "H2O_STILL_SECONDS"]
-)
+@pytest.mark.parametrize("name", ["H2O_HOST", "H2O_CPU_KERNEL", "H2O_CUDA_BACKEND"])
 def test_a_variable_that_is_empty_is_unset(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from h2o_vllm.engine.cuda.choice import choose_backend
     from h2o_vllm.kernels import cpu
@@ -107,7 +104,6 @@ def test_a_variable_that_is_empty_is_unset(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv(name, "")
     monkeypatch.setattr(cpu, "import_module", lambda module: module)
     assert cli.parse([])[0].host == "127.0.0.1"
-    assert StartWatch()._limit == LIMIT_SECONDS
     assert str(cpu.load.__wrapped__()) == "h2o_vllm.kernels.cpu.cpp"
     with pytest.raises(AttributeError, match=r"model_config|parallel_config"):
         # Not a complaint about the name of a backend.

@@ -10,7 +10,6 @@ import pytest
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server import engine_death, launch, serve
-from h2o_vllm.server.still import StartWatch
 from tests.server.vllm_like import Engine, build, lifespan
 
 
@@ -42,7 +41,7 @@ async def test_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "validate_parsed_serve_args", lambda _: None)
     monkeypatch.setattr(launch, "run", lambda *_: 0)
     given = argparse.Namespace(block_size=32, log_config_file=None)
-    args = given, argparse.ArgumentParser(), H2OConfig(), StartWatch(0)
+    args = given, argparse.ArgumentParser(), H2OConfig()
     assert serve.serve(*args) == 0
     engine = Engine()
     engine.errored = True

@@ -20,10 +20,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def starts_an_engine(server: LiveServer) -> bool:
-    """Whether its engine process exists, be it without its name yet: a child of the fork server."""
+    """Whether its engine process exists, be it without its name yet: a spawned child."""
     for child in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.cmdline()[:1] == ["H2O::ForkServer"] and child.children():
+            command = " ".join(child.cmdline())
+            if "spawn_main" in command or command.startswith("VLLM::"):
                 return True
     return False
 

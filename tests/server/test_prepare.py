@@ -13,7 +13,6 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import default_calibration
 from h2o_vllm.server import cli
-from h2o_vllm.server.still import StartWatch
 
 
 class TestPrepare:
@@ -173,4 +172,4 @@ def test_port_in_use_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None
         )
         args, parser = cli.parse(["some/model", "--port", str(port)])
         with pytest.raises(ConfigError, match=f"--port {port}: already in use"):
-            serve.serve(args, parser, cli.config_of(args), StartWatch(0))
+            serve.serve(args, parser, cli.config_of(args))

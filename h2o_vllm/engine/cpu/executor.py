@@ -52,10 +52,7 @@ class _InEngineCore(UniProcExecutor):
     """vLLM's, which notices when others take the cores."""
 
     def compile_or_warm_up_model(self) -> None:
-        """As the base class, the last step of a start. A thread that looks now and then comes behind it.
-
-        Before, it would be taken for work that is done (:mod:`h2o_vllm.server.still`).
-        """
+        """As the base class, the last step of a start. A thread that looks now and then comes behind it."""
         super().compile_or_warm_up_model()
         watch(PassiveWait() if may_change_waiting() else None)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from h2o_vllm.engine.cpu.pages import ZeroPages
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import reference
@@ -169,9 +168,8 @@ class Case:
 
 
 def pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory as our worker has its KV pool: on huge pages, where it is large and Linux has them."""
-    with ZeroPages():
-        pages = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.int8)
+    """Memory as the worker has its KV pool; on huge pages with the ``GLIBC_TUNABLES`` of an engine."""
+    pages = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.int8)
     return pages.view(dtype).view(shape)
 
 

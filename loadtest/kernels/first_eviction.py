@@ -21,7 +21,6 @@ import torch
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.calibration.features import Rotation
 from h2o_vllm.calibration.file import Part
-from h2o_vllm.engine.cpu.heap import keep_freed_memory
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.kernels import triton as kernels
@@ -79,7 +78,6 @@ def on_gpu(length: int) -> dict[str, Any]:
 
 def on_cpu(length: int) -> dict[str, Any]:
     """The row of one length: what a worker does at ``kv_budget`` 0.2 and the policy's recent tokens."""
-    keep_freed_memory()
     layers, _, heads, size = SHAPES["SmolLM2-135M"]
     blocks = length // CPU_BLOCK_SIZE
     shape = (layers, blocks + 1, heads, CPU_BLOCK_SIZE)

@@ -22,9 +22,6 @@ from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
 from h2o_vllm.engine.cpu.compiled import find_compiled_again
 from h2o_vllm.engine.cpu.exact import ViewDrafter
-from h2o_vllm.engine.cpu.heap import keep_freed_memory
-from h2o_vllm.engine.cpu.huge import collapse
-from h2o_vllm.engine.cpu.pages import ZeroPages, in_background
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
@@ -78,7 +75,6 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
     impl_cls = H2OAttentionImpl
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        keep_freed_memory()
         find_compiled_again()
         cache = vllm_config.cache_config
         self._sizes_pool = memory.is_unnamed(cache)
@@ -93,13 +89,10 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         return super().determine_available_memory()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """As the base class; the pool is zeroed by the kernel, when it is used or soon."""
+        """As the base class; says what to avoid with LoRA."""
         if self.rank == 0:
             warn_of_mixed_adapters(self.vllm_config)
-        # What is in use by now is the model's.
-        in_background(collapse)
-        with ZeroPages():
-            super().initialize_from_config(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
         if self.parallel_config.pipeline_parallel_size > 1:
             runner_make_stage_inputs(self.model_runner)
         if isinstance(drafter := getattr(self.model_runner, "drafter", None), ViewDrafter):

@@ -102,11 +102,10 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     if device == "cpu":
         from h2o_vllm.engine import compiling
         from h2o_vllm.engine.cpu import environment
-        from h2o_vllm.engine.cpu.waiting import spin_briefly
 
         # Read by the engine's process when it loads the C library, and OpenMP.
         environment.allocate_by_glibc()
-        spin_briefly()
+        environment.spin_briefly()
         compiling.switch_off()
         args["block_size"] = CPU_BLOCK_SIZE
         args["distributed_executor_backend"] = CPU_EXECUTOR

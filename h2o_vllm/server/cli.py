@@ -19,7 +19,7 @@ from h2o_vllm.config.fields import Field
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.settings import OPTIONS
 from h2o_vllm.engine import compiling, quiet
-from h2o_vllm.engine.cpu.waiting import spin_briefly
+from h2o_vllm.engine.cpu.environment import spin_briefly
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import default_calibration
 

@@ -13,6 +13,24 @@ import pytest
 from h2o_vllm.engine.cpu import environment
 
 
+@pytest.mark.parametrize(
+    ("count", "given", "expected"),
+    [
+        pytest.param(2, {}, {"GOMP_SPINCOUNT": environment.SPINS}, id="few"),
+        pytest.param(5, {}, {}, id="many"),
+        pytest.param(2, {"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}, id="spins"),
+        pytest.param(2, {"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}, id="policy"),
+    ],
+)
+def test_threads_spin_briefly_on_few_cores_unless_the_user_says_how(
+    count: int, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+    variables = dict(given)
+    environment.spin_briefly(variables)
+    assert variables == expected
+
+
 @pytest.mark.parametrize("name", environment.MALLOC)
 def test_what_the_user_has_set_for_glibc_wins(name: str) -> None:
     variables = {name: "1"}

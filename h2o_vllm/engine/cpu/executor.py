@@ -15,8 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from h2o_vllm.engine.cpu.cores import watch
-from h2o_vllm.engine.cpu.waiting import FEW_CORES, PassiveWait, may_change_waiting
+from h2o_vllm.engine.cpu.environment import FEW_CORES
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -33,9 +32,9 @@ BINDING = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 class H2OCPUExecutor(MultiprocExecutor):
     """``--distributed-executor-backend h2o_vllm.engine.cpu.executor.H2OCPUExecutor``.
 
-    Makes vLLM's ``UniProcExecutor`` for a single rank on at most
-    :data:`~h2o_vllm.engine.cpu.waiting.FEW_CORES` cores: on more, a reserved core costs little, and binding
-    threads to cores, which needs a process, pays. Else it is vLLM's ``MultiprocExecutor``.
+    Makes vLLM's ``UniProcExecutor`` for a single rank on few cores (``environment.FEW_CORES``): on more, a
+    reserved core costs little, and binding threads to cores, which needs a process, pays. Else it is vLLM's
+    ``MultiprocExecutor``.
     """
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
@@ -45,16 +44,7 @@ class H2OCPUExecutor(MultiprocExecutor):
             return super().__new__(cls)
         count = len(os.sched_getaffinity(0))
         logger.info("h2o: the model runs in the engine core's process and uses all %d cores", count)
-        return _InEngineCore(vllm_config)
-
-
-class _InEngineCore(UniProcExecutor):
-    """vLLM's, which notices when others take the cores."""
-
-    def compile_or_warm_up_model(self) -> None:
-        """As the base class, the last step of a start. A thread that looks now and then comes behind it."""
-        super().compile_or_warm_up_model()
-        watch(PassiveWait() if may_change_waiting() else None)
+        return UniProcExecutor(vllm_config)
 
 
 def runs_in_engine_core(parallel: ParallelConfig) -> bool:

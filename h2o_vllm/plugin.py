@@ -43,17 +43,15 @@ CPU_BLOCK_SIZE = 32
 def register() -> None:
     """Entry point ``vllm.general_plugins``: teach the block-manager registry our spec.
 
-    In a process that ``h2o-serve`` started, also record why it cannot start, should it be so, and keep vLLM's
-    lines about its start out of the log.
+    In a process that ``h2o-serve`` started, also log as a start does, see :mod:`h2o_vllm.engine.start_log`.
     """
     from h2o_vllm.blocks.spec import register_specs
 
     register_specs()
     if os.environ.get(START_RECORD):
-        from h2o_vllm.engine import quiet, start_record
+        from h2o_vllm.engine import start_log
 
-        start_record.install()
-        quiet.begin()
+        start_log.install()
 
 
 def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, Any]:
@@ -100,13 +98,9 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
         "additional_config": {CONFIG_KEY: config.to_mapping()},
     }
     if device == "cpu":
-        from h2o_vllm.engine import compiling
         from h2o_vllm.engine.cpu import environment
 
-        # Read by the engine's process when it loads the C library, and OpenMP.
-        environment.allocate_by_glibc()
-        environment.spin_briefly()
-        compiling.switch_off()
+        environment.prepare()
         args["block_size"] = CPU_BLOCK_SIZE
         args["distributed_executor_backend"] = CPU_EXECUTOR
     if config.exact_drafts:

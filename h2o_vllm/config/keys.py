@@ -17,7 +17,7 @@ REPORT_KEY = "h2o"
 
 QUIET = "H2O_QUIET"
 """Environment variable that ``h2o-serve`` sets where nothing asks for a log level; see
-:mod:`h2o_vllm.engine.quiet`."""
+:mod:`h2o_vllm.engine.start_log`."""
 
 START_RECORD = "H2O_START_RECORD"
-"""Environment variable that ``h2o-serve`` sets: the file of :mod:`h2o_vllm.engine.start_record`."""
+"""Environment variable that ``h2o-serve`` sets: the file with the tracebacks of a start."""

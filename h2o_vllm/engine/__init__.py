@@ -8,7 +8,6 @@
 ``compat``            every private name of vLLM; ``cuda/compat`` those of its GPU runner
 ``trace``             which tokens a traced request loses, from the workers to the engine core
 ``timing``            how long evictions took, on the same way; ``output_attrs`` carries both
-``start_record``      where a process that cannot start leaves its reason
-``quiet``             which of vLLM's lines about its start are not shown
+``start_log``         what a start shows, and where its tracebacks go
 ===================== ===========================================================================
 """

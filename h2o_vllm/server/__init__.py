@@ -4,11 +4,9 @@
 ====================== ========================================================================
 ``cli``                the command: vLLM's parser plus our option group
 ``serve``              puts our configuration into vLLM's arguments
-``model_dir``          looks at the model's directory before vLLM does
 ``launch``             runs vLLM's server with them and ends it cleanly
 ``asgi``               the same application under a server that is there already
 ``greeting``           what a server says when it is up
-``start_error``        a start that failed, in one line that says what to change
 ``access``             asks for ``--api-key`` where vLLM would not
 ``engine_death``       tells an engine that died from one that was stopped, for the exit code
 ``routes``             which HTTP routes take the budget fields, and which must refuse them
@@ -23,7 +21,6 @@
 ``config_route``       ``GET /plugins/h2o/config``: what this server does and accepts
 ``trace_limits``       which requests may have a trace, and how many at a time
 ``playground/``        the page ``/h2o/``: see what is kept, compare answers
-``shutdown_log``       keeps a misleading traceback out of an orderly end
 ``middleware``         the ASGI layer that ties these together, in every API-server process
 ====================== ========================================================================
 

@@ -18,8 +18,8 @@ from h2o_vllm import dependencies
 from h2o_vllm.config.fields import Field
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.settings import OPTIONS
-from h2o_vllm.engine import compiling, quiet
-from h2o_vllm.engine.cpu.environment import spin_briefly
+from h2o_vllm.engine import start_log
+from h2o_vllm.engine.cpu import environment
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models import default_calibration
 
@@ -49,9 +49,6 @@ EPILOG = """All options of `vllm serve` are accepted; their groups are listed ab
   everything:   h2o-serve --help=all
 Options can also come from a file: h2o-serve --config options.yaml"""
 
-LOGGING = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH")
-"""Variables that ask for a log; :func:`h2o_vllm.server.serve.serve` sees the options."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
@@ -61,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_version())
             return 0
         _check_early(arguments)
-        # Before torch is there.
-        spin_briefly()
-        lacking = compiling.switch_off(eager=_is_eager(arguments))
-        quiet.prepare(wanted=not any(map(os.environ.get, LOGGING)))
+        lacking = ""
+        if environment.has_cpu_torch():
+            lacking = environment.prepare(eager=_is_eager(arguments))
+        quiet = start_log.prepare()
         if not _asks_for_help(arguments):
-            if _talks():
+            if quiet or _talks():
                 print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
             if lacking:
                 print(f"{PROG}: no {lacking}, so torch.compile is off", file=sys.stderr, flush=True)
@@ -88,16 +85,16 @@ def _serve(args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2O
     with dependencies.imports():
         from h2o_vllm.server.launch import leave
         from h2o_vllm.server.serve import serve
-        from h2o_vllm.server.start_error import describe
 
     try:
         code = serve(args, parser, config)
     except (ConfigError, KeyboardInterrupt):
+        start_log.end()
         raise
     except Exception as error:  # noqa: BLE001 - whatever vLLM could not start with
-        *lines, last = describe(error, args)
-        print(*lines, f"{PROG}: error: {last}", sep="\n", file=sys.stderr)
-        code = 1
+        print(f"{PROG}: error: {start_log.failed(error)}", file=sys.stderr)
+        leave(1)
+    start_log.end()
     leave(code)
 
 
@@ -263,12 +260,45 @@ def _group_help() -> str:
 
 
 def _check_early(argv: Sequence[str]) -> None:
-    """Refuse a bad budget option at once, where the command line alone can tell."""
-    if any(argument.startswith(("--config", "--help", "-h")) for argument in argv):
+    """Refuse a bad budget option at once, on the command line or in the file of ``--config``."""
+    if _asks_for_help(argv):
         return
-    ours = [a.replace("_", "-") if a.startswith("--kv_") else a for a in argv]
+    given = [*_in_file(argv), *argv]
+    ours = [a.replace("_", "-") if a.startswith("--kv_") else a for a in given]
     args, _ = _OwnParser().parse_known_args(ours)
     config_of(args)
+
+
+def _in_file(argv: Sequence[str]) -> list[str]:
+    """Our options in the file of ``--config``, as vLLM makes arguments of them; vLLM refuses what is no file.
+
+    Raises:
+        ConfigError: a value of a kind that vLLM would ignore, or take for other arguments.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    file = parser.parse_known_args(argv)[0].config
+    if file is None:
+        return []
+    with dependencies.imports():
+        import yaml  # type: ignore[import-untyped]
+    try:
+        given = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    rows = {row.flag: row for row in OPTIONS}
+    arguments: list[str] = []
+    for key, value in given.items() if isinstance(given, dict) else ():
+        row = rows.get(f"--{str(key).replace('_', '-')}")
+        if row is None:
+            continue
+        if isinstance(value, bool) and row.kind is bool:
+            arguments.append(row.flag if value else f"--no-{row.flag[2:]}")
+        elif isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ConfigError(f"--config: {row.flag} {value}: must be a {row.kind.__name__}")
+        else:
+            arguments += [row.flag, str(value)]
+    return arguments
 
 
 def _version() -> str:

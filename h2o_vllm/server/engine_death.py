@@ -8,10 +8,15 @@ some seconds later with exit code 0 (0.32): a supervisor that restarts what fail
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["died", "look", "watch"]
+
+
+OF_THE_ENGINE = "vllm.v1.engine.async_llm"
+"""The logger by which an API server says that its engine has died."""
 
 
 @dataclass
@@ -37,6 +42,8 @@ def watch(engine_client: Any) -> None:
     @functools.wraps(shutdown)
     def noted(*args: Any, **kwargs: Any) -> Any:
         _engine.stopped = True
+        # vLLM may log the end of its engine as a death, with a traceback.
+        logging.getLogger(OF_THE_ENGINE).setLevel(logging.CRITICAL)
         return shutdown(*args, **kwargs)
 
     engine_client.shutdown = noted

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
+import time
+from multiprocessing import resource_tracker
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import uvloop
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -31,7 +34,6 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.system_utils import decorate_logs
 
-from h2o_vllm.engine import quiet
 from h2o_vllm.server.greeting import greeting
 
 # Below "vllm", so that vLLM's logging configuration applies.
@@ -60,10 +62,9 @@ def run(args: argparse.Namespace) -> int:
         if _has_one_api_server(args):
             _run_one(args)
         else:
-            # vLLM says nothing of when its servers are up.
-            quiet.end()
             ServeSubcommand.cmd(args)
-    except _StoppedError as stopped:
+    except SystemExit as stopped:
+        # Ours while one server starts, or that of vLLM's command with several.
         return int(stopped.code or 0)
     return 0
 
@@ -74,10 +75,25 @@ def leave(code: int) -> NoReturn:
     The teardown lets Triton's bindings print a screenful about leaked references.
     """
     atexit._run_exitfuncs()  # noqa: SLF001 - CPython's own way; there is no public one
+    _wait_for_children()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _wait_for_children() -> None:
+    """Until none is left, or for :data:`GRACE_SECONDS`: nothing of the group is to outlive the command."""
+    deadline, tracker = time.monotonic() + GRACE_SECONDS, None
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+            if not ended and tracker is None:
+                # Python's resource tracker ends when nobody can write to it any more.
+                tracker = cast("int", resource_tracker.getfd())
+                os.close(tracker)
+            elif not ended:
+                time.sleep(0.01)
 
 
 def _has_one_api_server(args: argparse.Namespace) -> bool:
@@ -110,7 +126,6 @@ async def _serve(listen_address: str, sock: socket.socket, args: argparse.Namesp
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
 
     async def serving() -> None:
-        quiet.end()
         sys.stderr.write("".join(f"{line}\n" for line in greeting(args, listen_address)))
         sys.stderr.flush()
 

@@ -20,6 +20,7 @@ from h2o_vllm.blocks.schedule import GroupBeside
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import ROLE_WORDS
+from h2o_vllm.engine import start_log
 from h2o_vllm.engine.core.support import config_of
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
@@ -29,7 +30,6 @@ from h2o_vllm.server.admission import HTTPRequest
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.report_injection import EventCompleter, into_json
 from h2o_vllm.server.routes import Rule, route_path, rule_for
-from h2o_vllm.server.shutdown_log import ShutdownFilter
 from h2o_vllm.server.system_prefix import SystemPrefixes, vllm_render
 from h2o_vllm.server.trace_limits import TraceSlots
 
@@ -106,7 +106,7 @@ class KVCacheMiddleware:
             await receive()
             await send({"type": "lifespan.startup.failed", "message": _startup_error})
             return
-        ShutdownFilter.install()
+        start_log.end()
 
         async def looking() -> Message:
             message = await receive()

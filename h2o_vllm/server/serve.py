@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+from pathlib import Path
 
 from vllm import envs
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
@@ -19,11 +20,10 @@ from vllm.logger import configure_logging_from_args, init_logger
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine import quiet, start_record
+from h2o_vllm.engine import start_log
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.server import engine_death, launch, middleware, playground
-from h2o_vllm.server.model_dir import check_model_dir
 
 __all__ = ["lacks_calibration", "prepare", "serve"]
 
@@ -54,11 +54,11 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
     """
     cli_env_setup()
     configure_logging_from_args(args)
-    if hasattr(args, "log_level") or args.log_config_file:
-        quiet.prepare(wanted=False)
-    quiet.begin()
-    if not logger.isEnabledFor(logging.DEBUG):
-        start_record.begin()
+    start_log.begin(
+        log=hasattr(args, "log_level") or bool(args.log_config_file),
+        # Nothing says when engines without a server are up.
+        keep=args.headless or logger.isEnabledFor(logging.DEBUG),
+    )
     config = prepare(args, parser, config)
     logger.info(
         "H2O: %s kv_min_tokens=%s; requests may ask for kv_budget %s to %s; block size %s",
@@ -111,7 +111,9 @@ def prepare(
         args.served_model_name = args.served_model_name or [DEFAULT_MODEL_NAME]
     else:
         args.model = args.model if args.model is not None else args.model_tag
-        check_model_dir(args.model, args.load_format)
+        if args.model.startswith(("/", ".", "~")) and not Path(args.model).exists():
+            # vLLM takes it for a name on a hub.
+            raise ConfigError(f"--model {args.model}: no such file or directory")
     try:
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:

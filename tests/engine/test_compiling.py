@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_vllm.engine import compiling
+from h2o_vllm.engine.cpu import environment
 from h2o_vllm.server import cli
 from tests.engine.conftest import run_engine
 
@@ -25,14 +25,14 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cpu")
     monkeypatch.delenv("CXX", raising=False)
     # Set first, so that what the code under test sets is taken back.
-    monkeypatch.setenv(compiling.VARIABLE, "")
-    monkeypatch.delenv(compiling.VARIABLE)
+    monkeypatch.setenv(environment.COMPILE, "")
+    monkeypatch.delenv(environment.COMPILE)
     return tmp_path
 
 
 def test_a_complete_system_compiles(system: Path) -> None:
-    assert compiling.switch_off() == ""
-    assert compiling.VARIABLE not in os.environ
+    assert environment.switch_off_compiling() == ""
+    assert environment.COMPILE not in os.environ
 
 
 @pytest.mark.parametrize("lacks", ["g++", "Python.h", "my-g++"])
@@ -43,19 +43,19 @@ def test_compiling_is_off_where_a_part_is_missing(
         monkeypatch.setenv("CXX", "my-g++ -O2")
     else:
         (system / lacks).unlink()
-    assert lacks.removeprefix("my-") in compiling.switch_off()
-    assert os.environ[compiling.VARIABLE] == "1"
+    assert lacks.removeprefix("my-") in environment.switch_off_compiling()
+    assert os.environ[environment.COMPILE] == "1"
 
 
 def test_an_eager_engine_on_a_cpu_compiles_nothing(
     system: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compiling.switch_off(eager=True) == ""
-    assert os.environ[compiling.VARIABLE] == "1"
+    assert environment.switch_off_compiling(eager=True) == ""
+    assert os.environ[environment.COMPILE] == "1"
     monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cu130")
-    monkeypatch.delenv(compiling.VARIABLE)
-    assert compiling.switch_off(eager=True) == ""
-    assert compiling.VARIABLE not in os.environ
+    monkeypatch.delenv(environment.COMPILE)
+    assert environment.switch_off_compiling(eager=True) == ""
+    assert environment.COMPILE not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def test_other_builds_and_a_given_choice_are_left_alone(
 ) -> None:
     (system / "g++").unlink()
     monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cu130")
-    assert compiling.switch_off() == ""
+    assert environment.switch_off_compiling() == ""
     monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cpu")
-    monkeypatch.setenv(compiling.VARIABLE, "0")
-    assert compiling.switch_off() == ""
+    monkeypatch.setenv(environment.COMPILE, "0")
+    assert environment.switch_off_compiling() == ""
 
 
 @pytest.mark.e2e
@@ -88,14 +88,14 @@ def test_other_builds_and_a_given_choice_are_left_alone(
 def test_logprobs_are_answered_where_nothing_can_be_compiled(
     model_dir: str, text_tokens: list[int], tmp_path: Path
 ) -> None:
-    environment = {
-        compiling.VARIABLE: "",
+    variables = {
+        environment.COMPILE: "",
         "CXX": "no-such-compiler",
         "H2O_CPU_KERNEL": "reference",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
         "VLLM_CACHE_ROOT": str(tmp_path),
     }
     (result,) = run_engine(
-        model_dir, [text_tokens[:40]], h2o={}, environment=environment, logprobs=2, max_tokens=3
+        model_dir, [text_tokens[:40]], h2o={}, environment=variables, logprobs=2, max_tokens=3
     )
     assert len(result["logprobs"]) == 3

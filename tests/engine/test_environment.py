@@ -68,3 +68,22 @@ def test_a_process_started_with_it_keeps_what_is_freed() -> None:
 
     plain = {name: value for name, value in variables.items() if name not in environment.MALLOC}
     assert kept(variables) > kept(plain) + (15 << 10)
+
+
+OURS = {"VLLM_USE_AOT_COMPILE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        pytest.param({}, OURS, id="ours"),
+        pytest.param({"VLLM_USE_AOT_COMPILE": "1"}, {"VLLM_USE_AOT_COMPILE": "1"}, id="stored"),
+        pytest.param({"VLLM_FORCE_AOT_LOAD": "1"}, {"VLLM_FORCE_AOT_LOAD": "1"}, id="forced"),
+    ],
+)
+def test_inductor_stores_what_is_compiled_unless_the_user_says_how(
+    given: dict[str, str], expected: dict[str, str]
+) -> None:
+    variables = dict(given)
+    environment.find_compiled_again(variables)
+    assert variables == expected

@@ -226,6 +226,39 @@ def test_bad_file_is_one_line_and_exit_code_2(
     assert line.startswith("h2o-serve: error: ")
 
 
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kv-budget: 7",
+        "kv_budget: x",
+        "kv-budget: true",
+        "kv-budget: false",
+        "kv-budget: [1, 2]",
+        "kv-budget:",
+    ],
+)
+def test_bad_budget_in_a_file_is_named_before_vllm_is_loaded(
+    tmp_path: Path,
+    text: str,
+    form: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(f"port: 1\n{text}\n")
+    monkeypatch.setattr(cli, "parse", None)
+    assert exit_code(*form.format(file).split(" ")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("h2o-serve: error: ") and "kv-budget" in line
+
+
+def test_the_command_line_is_checked_in_the_place_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("kv-budget: 7\nkv-elastic: true\n")
+    cli._check_early(["--config", str(file), "--kv-budget", "0.5"])
+
+
 @pytest.mark.parametrize("name", ["missing.yaml", "options.ini"])
 def test_unreadable_file_is_named(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

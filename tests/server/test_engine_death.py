@@ -40,7 +40,8 @@ async def test_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "prepare", lambda _args, _parser, config: config)
     monkeypatch.setattr(serve, "validate_parsed_serve_args", lambda _: None)
     monkeypatch.setattr(launch, "run", lambda *_: 0)
-    given = argparse.Namespace(block_size=32, log_config_file=None)
+    monkeypatch.setattr(serve.start_log, "begin", lambda **_: None)
+    given = argparse.Namespace(block_size=32, log_config_file=None, headless=False)
     args = given, argparse.ArgumentParser(), H2OConfig()
     assert serve.serve(*args) == 0
     engine = Engine()

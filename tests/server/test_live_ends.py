@@ -78,7 +78,21 @@ def test_two_api_servers_report_serve_the_page_and_end_on_ctrl_c(
         # Ctrl-C reaches the whole group.
         os.killpg(server.group, signal.SIGINT)
         assert server.process.wait(timeout=60) == 0
-        assert server.members_after(seconds=60) == []
+        assert server.members() == []
         assert "Traceback" not in server.log.read_text()
+    finally:
+        server.kill()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("option", ["--api-server-count", "--data-parallel-size"])
+def test_nothing_is_left_when_a_server_of_several_processes_has_ended(
+    option: str, tmp_path: Path, tiny: list[str]
+) -> None:
+    server = LiveServer(tmp_path / "log", *tiny, option, "2")
+    try:
+        server.wait_until_up()
+        assert server.stop(signal.SIGTERM) == 0
+        assert server.members() == []
     finally:
         server.kill()

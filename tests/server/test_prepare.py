@@ -168,8 +168,15 @@ def test_port_in_use_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(
             serve.launch,
             "run",
-            lambda a, _: create_server_socket((a.host, a.port), reuse_port=False),
+            lambda a: create_server_socket((a.host, a.port), reuse_port=False),
         )
+        monkeypatch.setattr(serve.start_log, "begin", lambda **_: None)
         args, parser = cli.parse(["some/model", "--port", str(port)])
         with pytest.raises(ConfigError, match=f"--port {port}: already in use"):
             serve.serve(args, parser, cli.config_of(args))
+
+
+@pytest.mark.parametrize("model", ["/no/such", "./no-such", "~/no-such"])
+def test_a_path_that_does_not_exist_is_no_name_on_a_hub(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"--model {model}: no such file or directory"):
+        TestPrepare.prepared("--model", model)

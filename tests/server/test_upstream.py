@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import pytest
 
+from h2o_vllm.server import engine_death
 from h2o_vllm.server.protocol import XARGS, _meant
 from h2o_vllm.server.routes import LIFTED, PREPARED, Rule, rule_for
-from h2o_vllm.server.shutdown_log import ShutdownFilter
 from h2o_vllm.server.system_part import RENDERED
 
 
@@ -98,9 +98,7 @@ def test_chats_can_be_rendered_without_being_served() -> None:
         assert inspect.iscoroutinefunction(getattr(ServingRender, f"render_{kind}_request"))
 
 
-def test_loggers_of_the_shutdown_have_the_names_we_filter() -> None:
-    from vllm.entrypoints.launchers import launcher
+def test_the_logger_of_an_engines_death_has_the_name_we_know() -> None:
     from vllm.v1.engine import async_llm
 
-    assert launcher.logger.name == ShutdownFilter.START
-    assert async_llm.logger.name == ShutdownFilter.NOISE
+    assert async_llm.logger.name == engine_death.OF_THE_ENGINE

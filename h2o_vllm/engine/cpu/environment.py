@@ -8,7 +8,12 @@ What the user has set wins.
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sysconfig
 from collections.abc import MutableMapping
+from importlib import metadata
+from pathlib import Path
 
 FEW_CORES = 4
 """Up to as many the model runs inside the engine core, on all of them."""
@@ -42,17 +47,78 @@ MALLOC = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", 
 """Variables by which users say how glibc allocates."""
 
 
-def spin_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have OpenMP's threads spin for :data:`SPINS` rounds in processes started from now on, on few cores.
+COMPILE = "TORCH_COMPILE_DISABLE"
+"""torch compiles for CPUs with a C++ compiler and Python's headers. vLLM (0.32) compiles single functions
+even with ``--enforce-eager``, such as the one that counts ranks for ``logprobs``, when a request asks for it:
+a system without either would lose the engine to that request, and with both all requests wait for 25 s."""
 
-    To be called before torch is imported where this very process is to do so.
+AOT = ("VLLM_USE_AOT_COMPILE", "VLLM_FORCE_AOT_LOAD")
+"""vLLM stores the compiled model as a whole, and on CPUs cannot load it: ``_try_load_aot_compiled_fn`` (0.32)
+asks Inductor's function for ``finalize_loading``, which only that of vLLM's own backend has. So it compiles
+at each start, *due to a load failure*. Without, all but the trace comes out of Inductor's cache: a start on
+two cores took 19 s in place of 47. It can go when the message is gone."""
+
+
+def prepare(*, eager: bool = False) -> str:
+    """All of this module, for processes started from now on.
+
+    To be called before torch is imported where this very process is to compile nothing.
+
+    Args:
+        eager: the model itself is not compiled.
+
+    Returns:
+        What is missing for compiling, in words, or nothing.
     """
+    spin_briefly()
+    allocate_by_glibc()
+    find_compiled_again()
+    return switch_off_compiling(eager=eager)
+
+
+def has_cpu_torch() -> bool:
+    """Whether torch is installed in its build for CPUs."""
+    try:
+        return "+cpu" in metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def spin_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have OpenMP's threads spin for :data:`SPINS` rounds on few cores."""
     few = len(os.sched_getaffinity(0)) <= FEW_CORES
     if few and not any(name in environment for name in SPINNING):
         environment["GOMP_SPINCOUNT"] = SPINS
 
 
 def allocate_by_glibc(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have glibc allocate by :data:`TUNABLES` in processes started from now on."""
+    """Have glibc allocate by :data:`TUNABLES`."""
     if not any(name in environment for name in MALLOC):
         environment["GLIBC_TUNABLES"] = TUNABLES
+
+
+def find_compiled_again(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have vLLM leave what is compiled to Inductor's cache, see :data:`AOT`."""
+    if not any(name in environment for name in AOT):
+        environment["VLLM_USE_AOT_COMPILE"] = "0"
+
+
+def switch_off_compiling(*, eager: bool = False) -> str:
+    """Compile nothing where it cannot work, or the engine is eager; returns what is missing."""
+    if os.environ.get(COMPILE):
+        return ""
+    lacking = _missing()
+    if lacking or (eager and has_cpu_torch()):
+        os.environ[COMPILE] = "1"
+    return lacking
+
+
+def _missing() -> str:
+    if not has_cpu_torch():
+        return ""
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if not shutil.which(compiler[0]):
+        return "g++ (or CXX)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python.h (Debian: python3-dev)"
+    return ""

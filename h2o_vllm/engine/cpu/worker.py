@@ -20,7 +20,6 @@ from h2o_vllm.engine.compat import (
 )
 from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
-from h2o_vllm.engine.cpu.compiled import find_compiled_again
 from h2o_vllm.engine.cpu.exact import ViewDrafter
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.worker.worker import EvictingWorker
@@ -75,7 +74,6 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
     impl_cls = H2OAttentionImpl
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        find_compiled_again()
         cache = vllm_config.cache_config
         self._sizes_pool = memory.is_unnamed(cache)
         if self._sizes_pool:

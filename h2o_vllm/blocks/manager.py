@@ -81,6 +81,10 @@ class H2OBlockManager(SqueezingManager):
         """See :meth:`.SettledBlocks.find`."""
         return self._settled.find(request_id, most)
 
+    def drop_events(self) -> None:
+        """See :meth:`.SettledBlocks.drop_events`."""
+        self._settled.drop_events()
+
     def begin_step(self, running: Sequence[Request]) -> None:
         """As the base class; also notes which requests compute prompts whose segments settle."""
         super().begin_step(running)

@@ -10,6 +10,8 @@ lineage covers all else that KV depends on (law 7)::
 ``n`` numbers the blocks that stay of a segment. So a request finds these blocks if it has the same first
 tokens and the same lineage as the request that computed them, and only then.
 
+vLLM's KV cache events tell nothing of these keys: who reads them names a block by its tokens alone.
+
 The next turn may repeat the prompt and leave out the answer, or what was thought in it. It needs segments as
 they were at the prompt's end: those that have settled since must be there whole. So while a request runs, the
 whole blocks of these segments are held, until blocks are short.
@@ -20,7 +22,12 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.distributed.kv_events import BlockRemoved
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
 
 from h2o_vllm.blocks.next_turns import NextTurns
 from h2o_vllm.blocks.plan import Eviction
@@ -35,6 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SettledBlocks"]
 
+
+MARK = b"settled:"
+"""How our keys end: eight bytes, as events may have the last eight of a key alone."""
 
 MOST_MOVED = 2048
 """Blocks that are moved in a step so that they are lost last: 1 ms."""
@@ -253,6 +263,11 @@ class SettledBlocks:
         if begin < end:
             cached[request_id] = end
 
+    def drop_events(self) -> None:
+        """Take the removals of blocks under our keys out of vLLM's events: they were never announced."""
+        queue = self._pool.kv_event_queue
+        queue[:] = [one for one in queue if not (isinstance(one, BlockRemoved) and _is_ours(one))]
+
     def _run(self, state: SettlingState, first: int, stop: int) -> list[KVCacheBlock]:
         """The cached unsettled blocks at table indices ``first`` to ``stop - 1``, up to the first miss."""
         found: list[KVCacheBlock] = []
@@ -302,7 +317,13 @@ class SettledBlocks:
 
 
 def _key(plain: bytes, lineage: bytes, kind: bytes) -> BlockHash:
-    return BlockHash(hashlib.sha256(plain + lineage + kind).digest())
+    return BlockHash(hashlib.sha256(plain + lineage + kind).digest() + MARK)
+
+
+def _is_ours(removed: BlockRemoved) -> bool:
+    (key,) = removed.block_hashes
+    mark = maybe_convert_block_hash(BlockHash(MARK))
+    return key == mark or (isinstance(key, bytes) and key.endswith(MARK))
 
 
 def _ids(blocks: Iterable[Any]) -> tuple[int, ...]:

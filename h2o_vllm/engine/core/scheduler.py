@@ -223,6 +223,9 @@ class H2OScheduler(LimitingScheduler):
         if self._traces is not None:
             self._traces.note(traced_evictions(model_runner_output))
         count_drafts(self.blocks, scheduler_output, model_runner_output)
+        if self.enable_kv_cache_events:
+            # The base class publishes them.
+            self.blocks.drop_events()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._rejections.put_outputs(outputs)
         self._collect_reports()

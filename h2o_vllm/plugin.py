@@ -71,8 +71,8 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
         from vllm.platforms import current_platform
 
         from h2o_vllm.calibration.file import check_exists
-        from h2o_vllm.engine.core.drafting import EXACT_DRAFTER
-        from h2o_vllm.engine.core.version import check_vllm_version
+        from h2o_vllm.engine.support.drafting import EXACT_DRAFTER
+        from h2o_vllm.engine.support.version import check_vllm_version
 
     if config is not None and options:
         raise ConfigError("engine_args takes a config or single options, not both")

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import h2o_vllm
-from h2o_vllm.engine.core.version import supported_versions
+from h2o_vllm.engine.support.version import supported_versions
 from tests.wheels import build, copy_project
 
 ROOT = Path(__file__).parent.parent

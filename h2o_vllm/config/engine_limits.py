@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine cannot do, whatever its options say. Every process; imports nothing.
 
-No options: the engine knows, see :func:`h2o_vllm.engine.core.support.config_of`.
+No options: the engine knows, see :func:`h2o_vllm.engine.support.check.config_of`.
 """
 
 from __future__ import annotations

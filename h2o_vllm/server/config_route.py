@@ -25,7 +25,7 @@ from h2o_vllm.config.fields import Field as Row
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import HEADS, MAX_TRACE_TOKENS
 from h2o_vllm.config.settings import OPTIONS, REQUEST_FIELDS
-from h2o_vllm.engine.core.version import supported_versions
+from h2o_vllm.engine.support.version import supported_versions
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
 from h2o_vllm.server.admission import attention_block_size
 from h2o_vllm.server.openapi import describe_fields, kind_of

@@ -21,7 +21,7 @@ from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.engine import start_log
-from h2o_vllm.engine.core.support import config_of
+from h2o_vllm.engine.support.check import config_of
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.metrics import stat_logger
 from h2o_vllm.server import admission, config_route, engine_death, playground

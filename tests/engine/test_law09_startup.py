@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from h2o_vllm import plugin
 from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.core import support, version
 from h2o_vllm.engine.core.scheduler import H2OScheduler
-from h2o_vllm.engine.core.support import check_supported
 from h2o_vllm.engine.cpu.attention import H2OMetadataBuilder
+from h2o_vllm.engine.support import version
+from h2o_vllm.engine.support.check import check_supported, config_of
+from h2o_vllm.engine.support.everywhere import SCHEDULER_CLS, is_our_scheduler
 from h2o_vllm.engine.worker.binding import (
     check_evictable,
     evictable_group,
@@ -47,56 +47,6 @@ def set_path(root: object, path: str, value: object) -> None:
     object.__setattr__(root, last, value)
 
 
-REFUSED = [
-    ("additional_config", {}, "additional_config"),
-    ("additional_config", {"h2o": {"kv_protect": "system"}}, "'task' without h2o-serve"),
-    ("additional_config", {"h2o": {"kv_protect": "task"}}, "'task' without h2o-serve"),
-    ("scheduler_config.scheduler_cls", "vllm.v1.core.sched.scheduler.Scheduler", "scheduler-cls"),
-    ("parallel_config.worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker", "worker-cls"),
-    *(
-        (
-            "speculative_config",
-            SimpleNamespace(
-                method=method, num_speculative_tokens=4, max_num_new_slots_for_drafting=0
-            ),
-            f"speculative decoding by {method!r} on CPU",
-        )
-        for method in ("medusa", "ngram_gpu", "dflash", "dspark", "extract_hidden_states")
-    ),
-    ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
-    ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
-    (
-        "parallel_config.data_parallel_size",
-        2,
-        "data-parallel-size above 1 for a mixture of experts",
-    ),
-    ("parallel_config.tensor_parallel_size", 3, "--tensor-parallel-size 3 for 2 KV heads"),
-    ("cache_config.cache_dtype", "fp8", "--kv-cache-dtype fp8 on CPU"),
-    ("model_config.runner_type", "pooling", "pooling"),
-    ("device_config.device_type", "tpu", "tpu"),
-    ("kv_transfer_config", KVTransferConfig(), "--kv-transfer-config and --kv-offloading-size"),
-]
-
-
-@pytest.mark.parametrize(("path", "value", "says"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_unsupported_options_are_refused_by_name(
-    rig: Rig, path: str, value: object, says: str
-) -> None:
-    config = copy.copy(rig.config)
-    for name in (
-        "model_config",
-        "scheduler_config",
-        "parallel_config",
-        "cache_config",
-        "device_config",
-    ):
-        object.__setattr__(config, name, copy.copy(getattr(config, name)))
-    check_supported(config)
-    set_path(config, path, value)
-    with pytest.raises(ConfigError, match=says):
-        check_supported(config)
-
-
 def test_heads_of_several_ranks_cannot_share(rig: Rig) -> None:
     config = copy.copy(rig.config)
     object.__setattr__(config, "parallel_config", copy.copy(config.parallel_config))
@@ -117,7 +67,7 @@ def test_law09_copies_of_a_head_rank_by_no_attention(rig: Rig) -> None:
     for served in ({}, evicts, {**evicts, "kv_policy": "later"}, {"kv_policy": "h2o"}):
         set_path(config, "additional_config", {"h2o": served})
         check_supported(config)
-    because = support.config_of(config).kv_scores_not_because
+    because = config_of(config).kv_scores_not_because
     assert "2 KV heads is on 2 of 4 tensor-parallel ranks" in because
     for policy in ("snapkv", "text"):
         set_path(config, "additional_config", {"h2o": {**evicts, "kv_policy": policy}})
@@ -275,9 +225,9 @@ def test_our_scheduler_is_known_by_its_name_and_so_is_what_builds_on_it() -> Non
         """An operator's."""
 
     path = f"{H2OScheduler.__module__}.{H2OScheduler.__qualname__}"
-    assert path == support.SCHEDULER_CLS == plugin.SCHEDULER_CLS
-    assert support._is_ours(H2OScheduler) and support._is_ours(Mine)
-    assert not any(support._is_ours(base) for base in H2OScheduler.__bases__)
+    assert path == SCHEDULER_CLS == plugin.SCHEDULER_CLS
+    assert is_our_scheduler(H2OScheduler) and is_our_scheduler(Mine)
+    assert not any(is_our_scheduler(base) for base in H2OScheduler.__bases__)
 
 
 @pytest.mark.parametrize(
@@ -302,15 +252,15 @@ def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, beca
             ),
         )
 
-    config = support.config_of(engine())
+    config = config_of(engine())
     assert because in config.kv_heads_equal_because
     assert bool(config.kv_heads_equal_because) is bool(because)
     assert not config.kv_settles_not_because
     if because:
         with pytest.raises(ConfigError, match=f"--kv-heads: .*{because}"):
-            support.config_of(engine(kv_heads="shared"))
+            config_of(engine(kv_heads="shared"))
     else:
-        assert support.config_of(engine(kv_heads="shared")).kv_heads == "shared"
+        assert config_of(engine(kv_heads="shared")).kv_heads == "shared"
 
 
 @pytest.mark.parametrize(

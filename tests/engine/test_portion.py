@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from h2o_vllm.engine import portion
-from h2o_vllm.engine.core.heads import evictable_kv_heads
 from h2o_vllm.engine.portion import Portion, of_all_stages
+from h2o_vllm.engine.support.heads import evictable_kv_heads
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.policy.candidates import head_number
 

@@ -147,7 +147,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "falcon-h1": _NO_PREFIX_CACHE,
     "nemotron-h": _NO_PREFIX_CACHE,
 }
-"""What an engine needs beside the model, for reasons of vLLM's; the same in ``engine/core/support.py``."""
+"""What an engine needs beside the model, for reasons of vLLM's; the same in ``engine/support/check.py``."""
 
 
 _GEMMAS = ("gemma2", "gemma3n_text", "gemma4_text")

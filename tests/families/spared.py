@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from h2o_vllm.engine.core import support
-from tests.families.delta_nets import in_float32
+from tests.families.delta_nets import in_float32, leave_out
 
 __all__ = ["spared"]
 
@@ -23,7 +22,7 @@ def spared(name: str) -> Iterator[None]:
     elif name == "gemma3n":
         with pytest.MonkeyPatch.context() as patch:
             # The embeddings that vLLM leaves out of the text model are zero.
-            patch.setattr(support, "refusal_by_name", lambda _: "")
+            leave_out(patch, "Gemma 3n as a text model")
             yield
     else:
         yield

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code of the engine core: decides on evictions, from counts alone, and refuses what cannot be served.
+"""Code of the engine core: decides on evictions, from counts alone.
 
 ===================== ===========================================================================
 ``scheduler``         vLLM's scheduler with budgets; sends evictions and reports
 ``parallel_choices``  collects the reports of a request's choices (``n > 1``)
 ``rejections``        ends requests that can never be served, sessions that outgrow the pool among them
-``drafting``          which methods of speculative decoding are served
 ``parent_watch``      ends the engine core when its server is gone
-``support``           refuses unsupported configurations at start-up; workers call it, too
-``architectures``     which are refused by name
-``version``           the supported versions of vLLM
 ===================== ===========================================================================
 """

@@ -25,12 +25,17 @@ from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve, resolve_for
 from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.engine.compat import LimitingScheduler, block_managers
-from h2o_vllm.engine.core.drafting import count_drafts, drafter_has_kv, drafts_of_step, drop_drafts
-from h2o_vllm.engine.core.heads import evictable_kv_heads
 from h2o_vllm.engine.core.parallel_choices import ChoiceReports
 from h2o_vllm.engine.core.parent_watch import end_with_parent
 from h2o_vllm.engine.core.rejections import Rejections
-from h2o_vllm.engine.core.support import check_supported, config_of
+from h2o_vllm.engine.support.check import check_supported, config_of
+from h2o_vllm.engine.support.drafting import (
+    count_drafts,
+    drafter_has_kv,
+    drafts_of_step,
+    drop_drafts,
+)
+from h2o_vllm.engine.support.heads import evictable_kv_heads
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.engine.trace import HeadsOfAllRanks, traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError

@@ -13,9 +13,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from h2o_vllm.engine.core.support import config_of
 from h2o_vllm.engine.cuda.compat import FullGraphsManager
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_of
+from h2o_vllm.engine.support.check import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from h2o_vllm.engine.core.support import config_of
 from h2o_vllm.engine.cuda.variants import variants_of
+from h2o_vllm.engine.support.check import config_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

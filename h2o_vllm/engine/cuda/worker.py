@@ -11,7 +11,6 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
-from h2o_vllm.engine.core.support import config_of
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.choice import register_backend, warn_of_slower_attention
 from h2o_vllm.engine.cuda.compat import (
@@ -35,6 +34,7 @@ from h2o_vllm.engine.cuda.timing import DeviceTimer
 from h2o_vllm.engine.cuda.trace import DeviceTraceRecorder
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.engine.cuda.warmup import warm_up
+from h2o_vllm.engine.support.check import config_of
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError

@@ -31,10 +31,10 @@ from h2o_vllm.engine.compat import (
     runner_drafter_layers,
     runner_metadata_builders,
 )
-from h2o_vllm.engine.core.drafting import drafter_has_kv
-from h2o_vllm.engine.core.heads import evictable_kv_heads
-from h2o_vllm.engine.core.support import check_supported
 from h2o_vllm.engine.portion import Portion, of_all_stages
+from h2o_vllm.engine.support.check import check_supported
+from h2o_vllm.engine.support.drafting import drafter_has_kv
+from h2o_vllm.engine.support.heads import evictable_kv_heads
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
 from h2o_vllm.engine.worker.binding import (

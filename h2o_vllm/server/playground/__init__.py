@@ -25,7 +25,7 @@ PATH = "/h2o/"
 def with_traces(config: H2OConfig, stages: int) -> H2OConfig:
     """``config``, by which the page may ask for traces where the engine would start with them.
 
-    Which is not in a pipeline of GPUs: see :mod:`h2o_vllm.engine.core.support`.
+    Which is not in a pipeline of GPUs: see :mod:`h2o_vllm.engine.support.check`.
 
     Args:
         stages: of the pipeline.

@@ -13,7 +13,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.core import support
 from h2o_vllm.engine.cuda import backends, start_notes
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
@@ -26,99 +25,6 @@ from h2o_vllm.plugin import engine_args
 from h2o_vllm.policy.policy import Policy
 
 pytestmark = pytest.mark.table
-
-
-def make_config(**changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "use_v2_model_runner": True,
-        "backend": AttentionBackendEnum.CUSTOM,
-        "backend_per_kind": None,
-        "head_size": 128,
-        "is_hybrid": False,
-        "use_ubatching": False,
-        "is_mm_prefix_lm": False,
-        "uses_mrope": False,
-        "multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda kind: kind == "image"),
-        "rswa_window": None,
-        "cache_dtype": "auto",
-        "cudagraph_mode": None,
-        "additional_config": {"h2o": {}},
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "method": None,
-        **changes,
-    }
-    text = SimpleNamespace(global_head_dim=values.pop("global_head_dim", None))
-    part = SimpleNamespace(**values, get_head_size=lambda: values["head_size"], hf_text_config=text)
-    return SimpleNamespace(
-        use_v2_model_runner=values["use_v2_model_runner"],
-        additional_config=values["additional_config"],
-        speculative_config=part if values["method"] else None,
-        model_config=part,
-        parallel_config=part,
-        attention_config=part,
-        cache_config=part,
-    )
-
-
-def reasons(config: Any) -> list[str]:
-    return [reason for refused, reason in support._on_cuda(config) if refused]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"use_v2_model_runner": False}, "model runner V1"),
-        ({"backend": AttentionBackendEnum.FLASHINFER}, "--attention-backend FLASHINFER"),
-        ({"backend": None}, "--attention-backend None"),
-        ({"backend_per_kind": {"full_attention": "TRITON_ATTN"}}, "backend_per_kind"),
-        ({"head_size": 72}, "head size 72"),
-        ({"head_size": 256, "global_head_dim": 512}, "head size 512"),
-        ({"is_hybrid": True}, "hybrid models on GPUs"),
-        ({"use_ubatching": True}, "--enable-dbo"),
-        ({"additional_config": {"h2o": {"kv_full_kernel": "h2o"}}}, "--kv-full-kernel h2o on GPUs"),
-        ({"additional_config": {"h2o": {"kv_exact": True}}}, "--kv-exact and --kv-exact-drafts on"),
-        ({"additional_config": {"h2o": {"kv_exact_drafts": 2}}}, "--kv-exact and"),
-        (
-            {"additional_config": {"h2o": {"kv_trace": True}}, "pipeline_parallel_size": 2},
-            "--kv-trace in a pipeline of GPUs",
-        ),
-        *(
-            ({"method": method}, f"speculative decoding by {method!r} on GPUs")
-            for method in (
-                "ngram",
-                "ngram_gpu",
-                "suffix",
-                "custom_class",
-                "eagle3",
-                "mtp",
-                "draft_model",
-            )
-        ),
-        ({"is_mm_prefix_lm": True}, "prefix LM"),
-        ({"uses_mrope": True}, "--language-model-only"),
-        ({"rswa_window": 128}, "R-SWA"),
-        ({"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
-        ({"cache_dtype": "fp8_per_token_head"}, "--kv-cache-dtype fp8_per_token_head"),
-        ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_unsupported_options_are_refused_by_name(change: dict[str, Any], says: str) -> None:
-    assert not reasons(make_config())
-    (reason,) = reasons(make_config(**change))
-    assert says in reason
-
-
-def test_text_alone_of_a_model_with_m_rope_is_served() -> None:
-    text_alone = SimpleNamespace(get_limit_per_prompt=lambda _: 0)
-    for media in (text_alone, None):
-        assert not reasons(make_config(uses_mrope=True, multimodal_config=media))
-
-
-@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "bfloat16"])
-def test_kv_that_our_kernels_read_is_served(name: str) -> None:
-    assert not reasons(make_config(cache_dtype=name))
 
 
 def test_scales_per_head_are_refused() -> None:
@@ -169,11 +75,6 @@ def test_batches_without_graphs_are_said_once(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (says is not None)
     assert all(says in line and "\n" not in line for line in lines if says)
-
-
-def test_a_batch_invariant_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert any("VLLM_BATCH_INVARIANT" in reason for reason in reasons(make_config()))
 
 
 def test_the_engine_arguments_name_our_parts(monkeypatch: pytest.MonkeyPatch) -> None:

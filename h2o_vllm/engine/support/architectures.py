@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures that are refused by name, and kinds with faults on CPUs. Any process that checks options.
+
+Everything else follows from a model's configuration (:mod:`.everywhere`). An architecture is named here only
+where its configuration does not show the reason. Names are those of ``config.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CONVOLUTIONS = frozenset(
+    {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"}
+)
+"""Convolutions beside attention."""
+
+MAMBA2 = frozenset(
+    {
+        "FalconH1ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "NemotronHForCausalLM",
+        "NemotronHPuzzleForCausalLM",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+    }
+)
+"""Mamba2 beside attention."""
+
+DELTA_NETS = frozenset(
+    {
+        "InternS2MobiusForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_7ForConditionalGeneration",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+"""Gated delta networks beside attention."""
+
+NAMED = (
+    (
+        "ALiBi",
+        "its bias depends on distances that evictions change",
+        ("BloomForCausalLM", "Step1ForCausalLM"),
+    ),
+    (
+        "layers with different numbers of KV heads",
+        "not tried",
+        ("DeciLMForCausalLM",),
+    ),
+    (
+        "bidirectional attention",
+        "prompts are scored as causal",
+        ("DiffusionGemmaForBlockDiffusion", "HrmTextForCausalLM"),
+    ),
+    (
+        # ``Gemma3nSelfDecoder.forward`` (0.32) takes them as an argument, which only the other model gives.
+        "Gemma 3n as a text model",
+        "vLLM 0.32 leaves out its per-layer embeddings, and answers wrongly with and without budgets. Serve "
+        "the checkpoint with Gemma3nForConditionalGeneration",
+        ("Gemma3nForCausalLM",),
+    ),
+    (
+        "attention of the model's own",
+        "it selects keys by an index or convolves them, and cannot be scored",
+        (
+            "InklingForCausalLM",
+            "InklingForConditionalGeneration",
+            "MiniMaxM3SparseForCausalLM",
+            "MiniMaxM3SparseForConditionalGeneration",
+            "Qwen4ExpForCausalLM",
+            "Qwen4ExpForConditionalGeneration",
+        ),
+    ),
+    (
+        "Mamba1 beside attention",
+        "vLLM has no CPU kernel for it",
+        ("JambaForCausalLM",),
+    ),
+    (
+        "gated delta networks of OLMo's own",
+        "vLLM has no CPU kernel for them",
+        ("OlmoHybridForCausalLM",),
+    ),
+    (
+        "attention blocks that several layers share",
+        "not tried",
+        ("Zamba2ForCausalLM",),
+    ),
+)
+"""What is refused by name, as a model's configuration does not show it: kind, reason, architectures."""
+
+
+def is_one_of(config: VllmConfig, names: Collection[str]) -> bool:
+    """Whether the model has one of these architectures."""
+    return any(name in names for name in config.model_config.architectures)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the start refuses on CPUs, and what on GPUs. Any process that checks options."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from h2o_vllm.config.keys import CONFIG_KEY
+from h2o_vllm.engine.support.architectures import CONVOLUTIONS, DELTA_NETS, MAMBA2, is_one_of
+from h2o_vllm.engine.support.drafting import WITHOUT_KV, asks_for_exact, drafter_has_kv
+from h2o_vllm.engine.support.everywhere import STOCK
+from h2o_vllm.engine.support.refusal import Refusal, own_option
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KV_DTYPES = {
+    "cpu": ("auto", "bfloat16", "float16", "float32"),
+    "cuda": ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"),
+}
+_EIGHT_BITS = (
+    "Eviction at --kv-cache-dtype auto saves more memory than 8 bits at any budget below 0.5"
+)
+_NO_OPTION = "Leave the option out"
+
+
+def _kv_dtype(config: VllmConfig) -> str:
+    return config.cache_config.cache_dtype
+
+
+def rotates_images(config: VllmConfig) -> bool:
+    """Whether prompts may hold images with tokens that are rotated by place in the image (M-RoPE)."""
+    model, media = config.model_config, config.model_config.multimodal_config
+    if not model.uses_mrope or media is None:
+        return False
+    return any(media.get_limit_per_prompt(kind) > 0 for kind in ("image", "video", "audio"))
+
+
+_IMAGES = {
+    "model_config.uses_mrope": True,
+    "model_config.multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda _: 1),
+}
+
+
+def _rotates_on_cpu(config: VllmConfig) -> bool:
+    operators = config.compilation_config.custom_ops
+    return (
+        is_one_of(config, CONVOLUTIONS)
+        and "all" in operators
+        and "-rotary_embedding" not in operators
+    )
+
+
+def _head_size(config: VllmConfig) -> int:
+    model = config.model_config
+    # The full-attention layers of Gemma 4 have another head size than its windows.
+    return getattr(model.hf_text_config, "global_head_dim", None) or model.get_head_size()
+
+
+def _other_head_size(config: VllmConfig) -> bool:
+    from h2o_vllm.kernels.triton.checks import HEAD_SIZES
+
+    return _head_size(config) not in HEAD_SIZES
+
+
+def _batch_invariant(_: VllmConfig) -> bool:
+    from vllm import envs
+
+    return envs.VLLM_BATCH_INVARIANT
+
+
+ON_CPU = (
+    Refusal(
+        "cpu",
+        "VLLM_USE_V2_MODEL_RUNNER=1",
+        "our worker on CPUs is built on model runner V1",
+        lambda config: config.use_v2_model_runner,
+        {"use_v2_model_runner": True},
+        "Unset it",
+    ),
+    Refusal(
+        "cpu",
+        "--kv-cache-dtype of 8 or 4 bits",
+        "our kernels on CPUs read KV of 16 and 32 bits",
+        lambda config: _kv_dtype(config) not in KV_DTYPES["cpu"],
+        {"cache_config.cache_dtype": "fp8"},
+        _EIGHT_BITS,
+        value=lambda config: f"({_kv_dtype(config)})",
+    ),
+    Refusal(
+        "cpu",
+        "drafters with KV of their own for images with M-RoPE",
+        "not tested with evictions",
+        lambda config: drafter_has_kv(config) and rotates_images(config),
+        {**_IMAGES, "speculative_config.method": "eagle"},
+        f"Without KV are: {', '.join(WITHOUT_KV)}",
+    ),
+    Refusal(
+        "cpu",
+        "--enforce-eager with LFM2",
+        # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
+        "vLLM 0.32 then rotates its keys wrongly, with and without budgets",
+        _rotates_on_cpu,
+        {
+            "model_config.architectures": [min(CONVOLUTIONS)],
+            "compilation_config.custom_ops": ["all"],
+        },
+        _NO_OPTION,
+    ),
+    Refusal(
+        "cpu",
+        "prefix caching for Mamba2 layers",
+        # ``mamba_chunk_scan_combined_varlen`` (0.32) on CPU returns no states within a prompt.
+        "it ends the engine of vLLM 0.32 at the first long prompt, with and without budgets",
+        lambda config: (
+            is_one_of(config, MAMBA2) and bool(config.cache_config.enable_prefix_caching)
+        ),
+        {
+            "model_config.architectures": [min(MAMBA2)],
+            "cache_config.enable_prefix_caching": True,
+        },
+        "Add --no-enable-prefix-caching",
+    ),
+    Refusal(
+        "cpu",
+        "gated delta networks in another type than bfloat16",
+        # ``cpu_gdn_attention_core`` (0.32).
+        "vLLM 0.32 has no kernel for it, and its engine ends at the first prompt, with and without budgets",
+        lambda config: (
+            is_one_of(config, DELTA_NETS) and str(config.model_config.dtype) != "torch.bfloat16"
+        ),
+        {
+            "model_config.architectures": [min(DELTA_NETS)],
+            "model_config.dtype": "torch.float32",
+        },
+        "Set --dtype bfloat16",
+        value=lambda config: f"({str(config.model_config.dtype).removeprefix('torch.')})",
+    ),
+)
+
+ON_CUDA = (
+    Refusal(
+        "cuda",
+        "speculative decoding",
+        "our kernels on GPUs score every query, also those of rejected drafts",
+        lambda config: config.speculative_config is not None,
+        {"speculative_config.method": "ngram"},
+        "On CPUs it is served",
+        value=lambda config: f"({config.speculative_config.method})",
+    ),
+    Refusal(
+        "cuda",
+        "--kv-cache-dtype of 8 or 4 bits other than fp8 (e4m3)",
+        "scales per token would have to move with their tokens",
+        lambda config: _kv_dtype(config) not in KV_DTYPES["cuda"],
+        {"cache_config.cache_dtype": "fp8_e5m2"},
+        _EIGHT_BITS,
+        value=lambda config: f"({_kv_dtype(config)})",
+    ),
+    Refusal(
+        "cuda",
+        "--kv-full-kernel h2o",
+        "vLLM's own kernels on GPUs serve all requests that are not scored",
+        lambda config: own_option(config, "kv_full_kernel") == "h2o",
+        {"additional_config": {CONFIG_KEY: {"kv_full_kernel": "h2o"}}},
+        _NO_OPTION,
+    ),
+    Refusal(
+        "cuda",
+        "--kv-exact and --kv-exact-drafts",
+        "vLLM's model runner for GPUs takes no drafter but its own",
+        asks_for_exact,
+        {"additional_config": {CONFIG_KEY: {"kv_exact_drafts": 2}}},
+        "On CPUs they are served",
+    ),
+    Refusal(
+        "cuda",
+        "model runner V1",
+        "our adaptors for GPUs are built on V2",
+        lambda config: not config.use_v2_model_runner,
+        {"use_v2_model_runner": False},
+        "Unset VLLM_USE_V2_MODEL_RUNNER. If it is unset, vLLM chose V1 for this model or option",
+    ),
+    Refusal(
+        "cuda",
+        "--attention-backend",
+        "only our backend scores tokens; it is built on FlashAttention or Triton",
+        lambda config: getattr(config.attention_config.backend, "name", None) != "CUSTOM",
+        {"attention_config.backend": SimpleNamespace(name="FLASHINFER")},
+        _NO_OPTION,
+        value=lambda config: getattr(config.attention_config.backend, "name", None),
+    ),
+    Refusal(
+        "cuda",
+        "attention_config.backend_per_kind",
+        "full attention must use our backend",
+        lambda config: bool(config.attention_config.backend_per_kind),
+        {"attention_config.backend_per_kind": {"full_attention": "TRITON_ATTN"}},
+        _NO_OPTION,
+    ),
+    Refusal(
+        "cuda",
+        "a head size that the kernels are not tested with",
+        "see the head sizes of GPUs",
+        _other_head_size,
+        {"model_config.get_head_size": lambda: 72},
+        STOCK,
+        value=lambda config: f"({_head_size(config)})",
+    ),
+    Refusal(
+        "cuda",
+        "hybrid models",
+        "vLLM does not pass the requests of a batch to attention",
+        lambda config: config.model_config.is_hybrid,
+        {"model_config.is_hybrid": True},
+        STOCK,
+    ),
+    Refusal(
+        "cuda",
+        "images, videos and sound with several positions per token (M-RoPE)",
+        "not tested with evictions on GPUs",
+        rotates_images,
+        _IMAGES,
+        "Serve text alone with --language-model-only, or everything with: vllm serve",
+    ),
+    Refusal(
+        "cuda",
+        "--enable-dbo",
+        "parts of a batch attend at the same time, and our decode kernel has one workspace",
+        lambda config: config.parallel_config.use_ubatching,
+        {"parallel_config.use_ubatching": True},
+        _NO_OPTION,
+    ),
+    Refusal(
+        "cuda",
+        "VLLM_BATCH_INVARIANT=1",
+        "how our decode kernel splits a row depends on the batch, and so do the chunks of a prompt",
+        _batch_invariant,
+        {"env.VLLM_BATCH_INVARIANT": "1"},
+        "Unset it",
+    ),
+    Refusal(
+        "cuda",
+        "bidirectional attention over images (prefix LM)",
+        "prompts are scored as causal",
+        lambda config: config.model_config.is_mm_prefix_lm,
+        {"model_config.is_mm_prefix_lm": True},
+        STOCK,
+    ),
+    Refusal(
+        "cuda",
+        "reference sliding-window attention (R-SWA)",
+        "it frees blocks by a rule of its own",
+        lambda config: config.model_config.rswa_window is not None,
+        {"model_config.rswa_window": 128},
+        STOCK,
+    ),
+)

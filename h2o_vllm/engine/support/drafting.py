@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding: methods that are served, what a drafter takes, drafts that pay. In all processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from h2o_vllm.config.keys import CONFIG_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from h2o_vllm.blocks.manager import H2OBlockManager
+
+WITHOUT_KV = ("ngram", "suffix", "custom_class")
+"""Methods that hold no KV of their own: their drafters read tokens only."""
+
+WITH_KV = ("draft_model", "eagle", "eagle3", "mtp")
+"""Methods whose drafters have layers of attention, and draft one token after the other."""
+
+EXACT_DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
+"""What drafts for exact requests, as ``speculative_config["model"]`` of method ``custom_class``."""
+
+
+def drafter_has_kv(config: VllmConfig) -> bool:
+    """Whether there is a drafter with layers that hold KV."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method in WITH_KV
+
+
+def drafts_of_step(config: VllmConfig) -> tuple[int, int]:
+    """The most drafts that a step computes for a request, and the most slots after them that a drafter takes.
+
+    The latter is vLLM's ``num_lookahead_tokens`` (0.32) for these methods.
+    """
+    drafts: int = config.num_speculative_tokens
+    return drafts, drafts if drafter_has_kv(config) else 0
+
+
+def count_drafts(
+    blocks: H2OBlockManager, planned: SchedulerOutput, came_out: ModelRunnerOutput
+) -> None:
+    """Note how many drafts of each request a step computed and accepted."""
+    for request_id, drafts in planned.scheduled_spec_decode_tokens.items():
+        state = blocks.eviction_state(request_id)
+        if state is not None:
+            sampled = came_out.sampled_token_ids[came_out.req_id_to_index[request_id]]
+            # The last sampled token is not a draft.
+            state.drafts.verified(len(drafts), max(0, len(sampled) - 1))
+
+
+def drop_drafts(scheduler: Scheduler, blocks: H2OBlockManager, request_ids: Iterable[str]) -> None:
+    """Drop the drafts by ``ngram`` that were made for the next step, where they do not pay."""
+    speculative = scheduler.vllm_config.speculative_config
+    if speculative is None or speculative.method != "ngram":
+        return
+    for request_id in request_ids:
+        request, state = scheduler.requests.get(request_id), blocks.eviction_state(request_id)
+        if request and state and request.spec_token_ids and not state.drafts.pay():
+            request.spec_token_ids = []
+
+
+def asks_for_exact(config: VllmConfig) -> bool:
+    """Whether requests may be exact, or are by default."""
+    options = (config.additional_config or {}).get(CONFIG_KEY, {})
+    return bool(options.get("kv_exact") or options.get("kv_exact_drafts"))

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the start refuses on every device. Any process that checks options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
+from h2o_vllm.config.request_fields import ROLE_WORDS
+from h2o_vllm.engine.support.architectures import NAMED, is_one_of
+from h2o_vllm.engine.support.drafting import asks_for_exact, drafter_has_kv
+from h2o_vllm.engine.support.heads import evictable_kv_heads
+from h2o_vllm.engine.support.refusal import Refusal, own_option
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
+"""Path of our scheduler's class, as ``--scheduler-cls`` takes it."""
+
+STOCK = "Serve it with: vllm serve"
+
+
+def is_our_scheduler(scheduler_cls: type) -> bool:
+    """Whether it is our scheduler, or builds on it. By name: the scheduler imports this room."""
+    paths = (f"{base.__module__}.{base.__qualname__}" for base in scheduler_cls.__mro__)
+    return SCHEDULER_CLS in paths
+
+
+def _heads(config: VllmConfig) -> int:
+    # Models without attention have none.
+    return max(1, evictable_kv_heads(config.model_config))
+
+
+def _uneven_ranks(config: VllmConfig) -> bool:
+    ranks = config.parallel_config.tensor_parallel_size
+    return ranks > 1 and ranks > _heads(config) and ranks % _heads(config) != 0
+
+
+def _roles_without_a_server(config: VllmConfig) -> bool:
+    served = (config.additional_config or {}).get(METRICS_KEY)
+    return own_option(config, "kv_protect") in ROLE_WORDS and not served
+
+
+def _context_parallel(config: VllmConfig) -> bool:
+    parallel = config.parallel_config
+    return parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+
+
+def _traces_elsewhere(config: VllmConfig) -> bool:
+    parallel = config.parallel_config
+    several = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
+    return bool(own_option(config, "kv_trace")) and (
+        several or config.device_config.device_type != "cpu"
+    )
+
+
+def _shares_kv(config: VllmConfig) -> bool:
+    """Whether layers read the KV of an earlier one (Gemma 3n, Gemma 4 E)."""
+    return getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0) > 0
+
+
+def _where_kv_is_shared(
+    what: str, asked: Callable[[VllmConfig], bool], path: str, value: object
+) -> Refusal:
+    shares = SimpleNamespace(num_kv_shared_layers=2)
+    return Refusal(
+        "all",
+        f"{what} where layers share KV",
+        "not tested with evictions",
+        lambda config: _shares_kv(config) and asked(config),
+        {"model_config.hf_text_config": shares, path: value},
+    )
+
+
+ROWS = (
+    Refusal(
+        "all",
+        f"additional_config without the key {CONFIG_KEY!r}",
+        "the engine would have no budgets",
+        lambda config: CONFIG_KEY not in (config.additional_config or {}),
+        {"additional_config": {}},
+        "Build the arguments with h2o_vllm.engine_args()",
+    ),
+    Refusal(
+        "all",
+        "kv_protect 'system' or 'task' without h2o-serve",
+        "only a server knows the roles of a chat",
+        _roles_without_a_server,
+        {"additional_config": {CONFIG_KEY: {"kv_protect": "system"}}},
+    ),
+    Refusal(
+        "all",
+        "--scheduler-cls",
+        "our scheduler decides on evictions",
+        lambda config: not is_our_scheduler(config.scheduler_config.get_scheduler_cls()),
+        {"scheduler_config.get_scheduler_cls": lambda: object},
+        "Leave the option out",
+        value=lambda config: config.scheduler_config.get_scheduler_cls(),
+    ),
+    Refusal(
+        "all",
+        "--worker-cls",
+        "our worker compacts tokens",
+        lambda config: not str(config.parallel_config.worker_cls).startswith("h2o_vllm."),
+        {"parallel_config.worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+        "Leave the option out",
+        value=lambda config: config.parallel_config.worker_cls,
+    ),
+    Refusal(
+        "all",
+        "--kv-transfer-config and --kv-offloading-size",
+        "a KV connector moves KV by position, and an eviction changes which tokens a block holds",
+        lambda config: config.kv_transfer_config is not None,
+        {"kv_transfer_config": SimpleNamespace()},
+        "Leave the options out, or serve with: vllm serve",
+    ),
+    Refusal(
+        "all",
+        "models without attention",
+        "their states never grow, so there is nothing to evict",
+        lambda config: config.model_config.is_attention_free,
+        {"model_config.is_attention_free": True},
+        STOCK,
+    ),
+    Refusal(
+        "all",
+        "multi-head latent attention (MLA)",
+        "heads share one latent vector per token, so no head can keep its own set",
+        lambda config: config.model_config.use_mla,
+        {"model_config.use_mla": True},
+        STOCK,
+    ),
+    *(
+        Refusal(
+            "all",
+            kind,
+            because,
+            partial(is_one_of, names=names),
+            {"model_config.architectures": [names[0]]},
+            STOCK,
+        )
+        for kind, because, names in NAMED
+    ),
+    Refusal(
+        "all",
+        "encoder-decoder models",
+        "cross attention is not scored",
+        lambda config: config.model_config.is_encoder_decoder,
+        {"model_config.is_encoder_decoder": True},
+        STOCK,
+    ),
+    Refusal(
+        "all",
+        "pooling models",
+        "they generate nothing to evict for",
+        lambda config: config.model_config.runner_type == "pooling",
+        {"model_config.runner_type": "pooling"},
+        STOCK,
+    ),
+    Refusal(
+        "all",
+        "--kv-sharing-fast-prefill",
+        "layers that read the KV of others skip the prompt, whose attention would be missing",
+        lambda config: config.cache_config.kv_sharing_fast_prefill,
+        {"cache_config.kv_sharing_fast_prefill": True},
+        "Leave the option out",
+    ),
+    _where_kv_is_shared(
+        "drafters with KV of their own", drafter_has_kv, "speculative_config.method", "eagle"
+    ),
+    _where_kv_is_shared(
+        "--kv-exact and --kv-exact-drafts",
+        asks_for_exact,
+        "additional_config",
+        {CONFIG_KEY: {"kv_exact": True}},
+    ),
+    _where_kv_is_shared(
+        "--pipeline-parallel-size above 1",
+        lambda config: config.parallel_config.pipeline_parallel_size > 1,
+        "parallel_config.pipeline_parallel_size",
+        2,
+    ),
+    Refusal(
+        "all",
+        "--kv-trace on GPUs, or with --tensor-parallel-size or --pipeline-parallel-size above 1",
+        "a trace is made by one worker on CPUs, which has all layers and KV heads",
+        _traces_elsewhere,
+        {
+            "additional_config": {CONFIG_KEY: {"kv_trace": True}},
+            "parallel_config.tensor_parallel_size": 2,
+        },
+        "Leave the option out",
+    ),
+    Refusal(
+        "all",
+        "--tensor-parallel-size that is no divisor and no multiple of the KV heads",
+        "vLLM gives each head to as many ranks",
+        _uneven_ranks,
+        {"parallel_config.tensor_parallel_size": 3},
+        "Choose a multiple or a divisor",
+        value=lambda config: (
+            f"({config.parallel_config.tensor_parallel_size} for {_heads(config)} KV heads)"
+        ),
+    ),
+    Refusal(
+        "all",
+        "context parallelism",
+        "it splits one head's tokens among processes, and each would rank only its own part",
+        _context_parallel,
+        {"parallel_config.decode_context_parallel_size": 2},
+    ),
+    Refusal(
+        "all",
+        "--data-parallel-size above 1 for a mixture of experts",
+        "its engines run in lockstep, and no two have run with evictions",
+        # The engines of a dense model are independent of each other: the value here is 1.
+        lambda config: config.parallel_config.data_parallel_size > 1,
+        {"parallel_config.data_parallel_size": 2},
+        "Use --tensor-parallel-size, or replicas",
+    ),
+)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the refusals into SUPPORT.md: ``python -m h2o_vllm.engine.support.page``. A process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h2o_vllm.engine.support.check import REFUSALS
+
+PAGE = Path(__file__).parents[2] / "SUPPORT.md"
+BEGIN = "<!-- written by python -m h2o_vllm.engine.support.page -->"
+END = "<!-- end -->"
+
+_WHERE = {"all": "all", "cpu": "CPU", "cuda": "GPU"}
+
+
+def table() -> str:
+    """The rows as a table in Markdown, in the order of the checks."""
+    rows = [
+        f"| {_WHERE[row.where]} | {row.option} | {row.because} | {row.instead} |"
+        for row in REFUSALS
+    ]
+    return "\n".join(["| where | what | because | instead |", "|---|---|---|---|", *rows])
+
+
+def written(text: str) -> str:
+    """The page with today's table in it."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

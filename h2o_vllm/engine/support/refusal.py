@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A refusal of the start as a row: an option, whether it is set, why it is refused. Any process; no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from h2o_vllm.config.keys import CONFIG_KEY
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What an engine does not start with.
+
+    Attributes:
+        where: ``"all"``, or the device type on which it is refused.
+        option: the option or the kind of model, as users write it.
+        because: the reason, one sentence without its full stop.
+        refused: whether a configuration has it.
+        example: path in vLLM's configuration -> value with which it is refused; the test of the row.
+        instead: what to do; one sentence without its full stop.
+        value: what the configuration has, said behind the option.
+    """
+
+    where: Literal["all", "cpu", "cuda"]
+    option: str
+    because: str
+    refused: Callable[[VllmConfig], bool]
+    example: Mapping[str, Any]
+    instead: str = ""
+    value: Callable[[VllmConfig], object] | None = None
+
+    def message(self, config: VllmConfig) -> str:
+        """One line: the option with its value, the reason, the remedy."""
+        value = "" if self.value is None else f" {self.value(config)}"
+        instead = f". {self.instead}" if self.instead else ""
+        return f"{self.option}{value}: {self.because}{instead}"
+
+
+def own_option(config: VllmConfig, name: str) -> Any:
+    """The value of one of our options; ``None`` if it is not set."""
+    return (config.additional_config or {}).get(CONFIG_KEY, {}).get(name)

@@ -110,3 +110,26 @@ def test_the_table_fits_together() -> None:
         assert rank.collects is Collects.NOTHING or not rank.calibrated
     ops = [rank.op for rank in RANKS if rank.op]
     assert ops == sorted(set(ops)), "GPUs join ranks in the table's order"
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "scored", "presets", "ranks"),
+    [
+        (True, True, "auto text question later h2o snapkv random window",
+         "predicted attention mean value end key"),
+        (False, True, "auto text question later h2o snapkv random window",
+         "attention mean value end key"),
+        (True, False, "auto later random window", "predicted key"),
+        (False, False, "auto later random window", "key"),
+    ],
+)  # fmt: skip
+def test_a_server_lists_what_its_engine_can_rank_by(
+    calibrated: bool, scored: bool, presets: str, ranks: str
+) -> None:
+    known = {"calibrated": calibrated, "scored": scored}
+    assert joinable_ranks(**known) == tuple(ranks.split())
+    assert policy_names(**known) == (*presets.split(), *ranks.split())
+    listed = re.compile(policy_pattern(**known))
+    assert all(listed.fullmatch(name) for name in policy_names(**known))
+    for join in JOINS:
+        assert bool(listed.fullmatch(join)) == ({*join.split("+")} <= {*ranks.split()})

@@ -78,7 +78,7 @@ class Traces:
     """The traces of the requests with ``kv_trace``.
 
     Args:
-        layers: L, number of evictable layers. heads: KH, number of KV heads of each, over all ranks.
+        layers: L, number of evictable layers. heads: KH, number of KV heads of each.
     """
 
     def __init__(self, layers: int, heads: int) -> None:

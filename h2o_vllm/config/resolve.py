@@ -217,7 +217,7 @@ def _bounded_server(config: H2OConfig) -> str:
 def _trace(config: H2OConfig, given: Mapping[str, Any]) -> bool:
     trace: bool = _checked(config, "kv_trace", given.get("kv_trace", False))
     if trace and not config.kv_trace:
-        accepted = "false on this server (it was started without --kv-trace and --kv-playground)"
+        accepted = "false on this server (--kv-trace or --kv-playground allows it, on CPUs, in one process)"
         raise BudgetError("kv_trace", True, accepted)
     return trace
 

@@ -98,7 +98,8 @@ def prepare(
     if not 0 <= args.port <= LAST_PORT:
         raise ConfigError(f"--port {args.port}: must be 0 to {LAST_PORT}")
     if args.kv_playground:
-        config = playground.with_traces(config, args.pipeline_parallel_size)
+        workers = args.tensor_parallel_size * args.pipeline_parallel_size
+        config = playground.with_traces(config, workers)
     embedded = args.model_tag is None and args.model is None
     _set_engine_args(args, parser, config)
     if MIDDLEWARE not in args.middleware:

@@ -58,6 +58,25 @@ def test_heads_of_several_ranks_cannot_share(rig: Rig) -> None:
         check_supported(config)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("parallel_config.tensor_parallel_size", 2),
+        ("parallel_config.pipeline_parallel_size", 2),
+        ("device_config.device_type", "cuda"),
+    ],
+)
+def test_traces_are_made_on_cpus_by_one_worker(rig: Rig, path: str, value: object) -> None:
+    config = copy.copy(rig.config)
+    for name in ("parallel_config", "device_config"):
+        object.__setattr__(config, name, copy.copy(getattr(config, name)))
+    set_path(config, "additional_config", {"h2o": {"kv_trace": True}})
+    check_supported(config)
+    set_path(config, path, value)
+    with pytest.raises(ConfigError, match="--kv-trace on GPUs"):
+        check_supported(config)
+
+
 def test_law09_copies_of_a_head_rank_by_no_attention(rig: Rig) -> None:
     """More ranks than KV heads: each copy would see other queries, and keep other tokens."""
     config = copy.copy(rig.config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,8 @@ import torch
 
 from h2o_vllm.blocks.plan import Eviction, EvictionParams
 from h2o_vllm.blocks.trace import TracedEviction, Traces
-from h2o_vllm.engine import trace as trace_module
 from h2o_vllm.engine.cpu.state import CPUState
-from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
+from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import NEVER
@@ -25,7 +23,6 @@ from tests.engine.fidelity import STEPS, expect
 from tests.engine.scheduling import Rig
 
 LAYERS, HEADS, BLOCK, SIZE, BLOCKS = 2, 3, 16, 16, 12
-ALONE = HeadsOfAllRanks(1, HEADS)
 
 
 def decoded(runs: list[int]) -> list[int]:
@@ -73,7 +70,7 @@ def state_of_positions() -> CPUState:
     scores[:, 1, :, :4] = float("inf")
     return CPUState(
         planes=planes, kv_cache_group=0, first_head=0, kv_caches=caches,
-        row_request_ids=list, recorder=TraceRecorder(ALONE),
+        row_request_ids=list, recorder=TraceRecorder(),
     )  # fmt: skip
 
 
@@ -111,8 +108,7 @@ def test_a_trace_is_what_lies_in_the_blocks(
     # Otherwise all heads would want the same number of lanes.
     state.scores[:, 3:, 1] *= 1.5
     traced = EvictionParams(0, NEVER, traced=True, shares_heads=shares)
-    for learns in (recorder, state):
-        learns.start({"r": traced, "s": EvictionParams(0, NEVER)})
+    state.start({"r": traced, "s": EvictionParams(0, NEVER)})
     gone = [[set[int]() for _ in range(HEADS)] for _ in range(LAYERS)]
     known: set[int] = set()
     for number, eviction in enumerate(EVICTIONS):
@@ -137,56 +133,24 @@ def test_a_trace_is_what_lies_in_the_blocks(
                 ):
                     there = torch.cat(tokens).int().tolist()
                     assert set(there) == known - gone[layer][head] and len(there) == len(set(there))
-    recorder.release(["r"])
+    state.release(["r"])
     state.compact(EVICTIONS[:1])
-    state.compact([EVICTIONS[0]])
     assert recorder._noted == [] and recorder.attach("output") == "output"
 
 
 def test_a_window_loses_whole_blocks_in_every_head() -> None:
-    recorder = TraceRecorder(ALONE)
-    recorder.start({"r": EvictionParams(NEVER, NEVER, traced=True)})
+    state = state_of_positions()
+    recorder = state.recorder
+    assert recorder is not None
+    state.start({"r": EvictionParams(NEVER, NEVER, traced=True)})
     first = Eviction("r", (), (5, 6), (1, 2), (), (4, 5, 6, 7), 0, seen=64)
     for eviction in (first, Eviction("r", (), (7, 8), (3, 4), (), (8,), 64, seen=80), first):
-        recorder.record(eviction, torch.zeros(LAYERS, BLOCKS, HEADS, BLOCK))
+        state.compact([eviction])
     assert [noted.first for noted in recorder._noted] == [True, False, True]
     for noted, lost in zip(recorder._noted, [(16, 48), (48, 80), (16, 48)], strict=True):
         for layer in range(LAYERS):
             for head in range(HEADS):
                 assert np.flatnonzero(noted.lost[layer, head]).tolist() == list(range(*lost))
-
-
-@pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 6), (2, 6), (3, 6), (6, 6), (6, 2), (4, 1)])
-def test_ranks_join_each_head_once_and_in_order(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, kv_heads: int
-) -> None:
-    """What vLLM gives to each rank; where heads are fewer, neighbours hold the same one."""
-    gen = torch.Generator().manual_seed(ranks)
-    lost = torch.rand(LAYERS, kv_heads, 50, generator=gen) < 0.5
-    each = max(1, kv_heads // ranks)
-    parts = [lost[:, rank * kv_heads // ranks :][:, :each] for rank in range(ranks)]
-
-    def gather(into: list[torch.Tensor], own: torch.Tensor, group: object) -> None:
-        assert group == "hosts" and own.is_contiguous()
-        for tensor, part in zip(into, parts, strict=True):
-            tensor.copy_(part)
-
-    monkeypatch.setattr(torch.distributed, "all_gather", gather)
-    monkeypatch.setattr(trace_module, "get_tp_group", lambda: SimpleNamespace(cpu_group="hosts"))
-    heads = HeadsOfAllRanks(ranks, kv_heads)
-    assert torch.equal(heads(parts[0].contiguous()), lost)
-    assert heads.distinct_ranks * each == kv_heads
-
-
-def test_stages_join_their_layers_in_order(monkeypatch: pytest.MonkeyPatch, model_dir: str) -> None:
-    lost = torch.rand(5, HEADS, 50, generator=torch.Generator().manual_seed(0)) < 0.5
-    parts = [lost[:2], lost[2:]]
-    monkeypatch.setattr(trace_module, "of_all_stages", lambda _, stages: parts[:stages])
-    for mine in parts:
-        assert torch.equal(HeadsOfAllRanks(1, HEADS, stages=2)(mine), lost)
-    # Of the model's three layers the scheduler sees those of one stage.
-    traces = Rig(model_dir, 20, stages=2, kv_trace=True).scheduler._traces
-    assert traces is not None and traces._shape[0] == 3
 
 
 @pytest.mark.e2e

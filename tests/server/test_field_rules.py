@@ -60,7 +60,7 @@ REFUSED: list[tuple[Fields, Fields, str, str]] = [
         for policy in ("h2o", "end", "predicted+end")
     ),
     *(({}, {"kv_policy": policy}, "kv_policy", "started without --kv-calibration") for policy in PREDICTING),
-    ({}, {"kv_trace": True}, "kv_trace", "started without --kv-trace and --kv-playground"),
+    ({}, {"kv_trace": True}, "kv_trace", "false on this server .--kv-trace or --kv-playground allows it, on CPUs"),
     *(
         ({**CALIBRATED, "kv_trace": True}, {**SETTLES, **beside}, "kv_settle_tokens", f"left out with {name}: ")
         for beside in (

@@ -52,15 +52,15 @@ def basic(user_and_password: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("device", "stages", "traces"),
-    [("cpu", 1, True), ("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)],
+    ("device", "workers", "traces"),
+    [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)],
 )
 def test_the_page_brings_traces_where_the_engine_would_start_with_them(
-    monkeypatch: pytest.MonkeyPatch, device: str, stages: int, traces: bool
+    monkeypatch: pytest.MonkeyPatch, device: str, workers: int, traces: bool
 ) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type=device))
-    assert with_traces(H2OConfig(), stages).kv_trace is traces
-    assert with_traces(H2OConfig(kv_trace=True), stages).kv_trace, (
+    assert with_traces(H2OConfig(), workers).kv_trace is traces
+    assert with_traces(H2OConfig(kv_trace=True), workers).kv_trace, (
         "asked for: the engine says why not"
     )
 

@@ -35,9 +35,8 @@ from h2o_vllm.engine.support.drafting import (
     drafts_of_step,
     drop_drafts,
 )
-from h2o_vllm.engine.support.heads import evictable_kv_heads
 from h2o_vllm.engine.timing import eviction_seconds
-from h2o_vllm.engine.trace import HeadsOfAllRanks, traced_evictions
+from h2o_vllm.engine.trace import traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.metrics.meter import Meter
 
@@ -127,13 +126,11 @@ class H2OScheduler(LimitingScheduler):
     def _made_traces(self) -> Traces:
         groups = self.kv_cache_config.kv_cache_groups
         group = next(g for g in groups if isinstance(g.kv_cache_spec, H2OAttentionSpec))
-        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
-        heads = HeadsOfAllRanks(parallel.tensor_parallel_size, evictable_kv_heads(model))
         layers = len(group.layer_names)
-        if drafter_has_kv(self.vllm_config) or self.use_pp:
-            # A drafter's layers are in the group, too, and other stages' are not. Of the model's, all are.
-            layers = model.get_total_num_hidden_layers()
-        return Traces(layers, heads.distinct_ranks * group.kv_cache_spec.num_kv_heads)
+        if drafter_has_kv(self.vllm_config):
+            # A drafter's layers are in the group, too. Of the model's, all are.
+            layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+        return Traces(layers, group.kv_cache_spec.num_kv_heads)
 
     def add_request(self, request: Request) -> None:
         """Track the request, then queue it. Never raises because of a client's fields."""

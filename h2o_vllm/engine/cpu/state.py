@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams
     from h2o_vllm.calibration.file import Part
+    from h2o_vllm.engine.trace import TraceRecorder
 
 __all__ = ["CPUState"]
 
@@ -53,6 +54,7 @@ class CPUState(WorkerState):
         sharing: ids of the requests whose heads share slots.
         lanes: which of their heads has which lane, once they have evicted.
         views: what drafts of exact requests attend to.
+        recorder: notes what traced requests lose; ``None``: no request may have a trace.
         later: queries of the last step whose tokens were not certain in it, if there are any.
         calibration: this rank's part of the model's, if there is one.
         add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
@@ -66,6 +68,7 @@ class CPUState(WorkerState):
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
     views: Views = field(init=False)
+    recorder: TraceRecorder | None = None
     later: LaterQueries | None = field(default=None, init=False)
     _expected: set[str] = field(default_factory=set, init=False)
     _drafted: frozenset[str] = field(default=frozenset(), init=False)
@@ -110,6 +113,8 @@ class CPUState(WorkerState):
             self.evicting[request_id] = (params.first_scored, params.late_from)
             if params.shares_heads:
                 self.sharing.add(request_id)
+        if self.recorder is not None:
+            self.recorder.start(policies)
 
     def start_exact(self, exact: Mapping[str, ExactParams]) -> None:
         """As the base class."""
@@ -123,6 +128,8 @@ class CPUState(WorkerState):
         self.sharing.difference_update(gone)
         self.lanes.drop(gone)
         self.views.release(gone)
+        if self.recorder is not None:
+            self.recorder.release(gone)
 
     def restart(self, request_ids: Iterable[str]) -> None:
         """Requests that return after a preemption hold nothing of what they held. Unknown ids are fine."""
@@ -132,6 +139,9 @@ class CPUState(WorkerState):
 
     def compact(self, evictions: Sequence[Eviction]) -> None:
         """As the base class; a request of which nothing is left to rank has no lanes either."""
+        for one in evictions:
+            if self.recorder is not None and not one.moves:
+                self.recorder.record(one, self.scores)
         super().compact(evictions)
         self.lanes.drop(one.request_id for one in evictions if not one.heavy_blocks)
 
@@ -270,12 +280,14 @@ class CPUState(WorkerState):
                 for blocks in (eviction.heavy_blocks, eviction.doomed_blocks)
             )
             owners = self._owners(eviction)
+            if self.recorder is not None:
+                self.recorder.record(eviction, self.scores, owners)
             owners = kernels.compact(self.kv_caches, self.scores, heavy, doomed, owners)
             if owners is not None:
                 self.lanes.keep(eviction.request_id, eviction.heavy_blocks, owners)
 
     def _owners(self, eviction: Eviction) -> torch.Tensor | None:
-        """As the base class."""
+        """The head that has each lane of the heavy and doomed blocks, [L, n, KH], where heads share slots."""
         if eviction.request_id not in self.sharing:
             return None
         blocks = [*eviction.heavy_blocks, *eviction.doomed_blocks]

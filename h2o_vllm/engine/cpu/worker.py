@@ -22,6 +22,7 @@ from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
 from h2o_vllm.engine.cpu.exact import ViewDrafter
 from h2o_vllm.engine.cpu.state import CPUState
+from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
@@ -97,9 +98,14 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             drafter.bind(self._bound_state(), self.model_runner, self._layer_names)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As the base class, also where a request with a seed has a prompt of several chunks."""
+        """As the base class, also where a request with a seed has a prompt of several chunks.
+
+        The output also says what traced requests lost.
+        """
         with runner_spared_generators(self.model_runner):
-            return super().sample_tokens(grammar_output)
+            output = super().sample_tokens(grammar_output)
+        recorder = None if self._state is None else self._state.recorder
+        return output if recorder is None else recorder.attach(output)
 
     @staticmethod
     def _register_backend(vllm_config: VllmConfig) -> None:
@@ -135,6 +141,8 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),
         )
         state.warm_up(num_heads)
+        if self._h2o_config().kv_trace:
+            state.recorder = TraceRecorder()
         state.calibration = self._calibration(kv_caches[0].shape[3] // 2)
         state.add_ranks = partial(torch.distributed.all_reduce, group=get_tp_group().cpu_group)
         return state

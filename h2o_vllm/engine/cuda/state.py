@@ -193,19 +193,6 @@ class CudaState(WorkerState):
         assert tuple(known_blocks(eviction)) == heavy, "what was ranked is what was heavy"
         return self.request_slots[eviction.request_id]
 
-    def _owners(self, eviction: Eviction) -> torch.Tensor | None:
-        """As the base class, on the device."""
-        if eviction.request_id not in self._sharing:
-            return None
-        assert self.lanes is not None
-        blocks = [*eviction.heavy_blocks, *eviction.doomed_blocks]
-        heads = self.scores.shape[2]
-        own = torch.arange(heads, device=self.scores.device, dtype=torch.int32)
-        shared = set(self._heavy_blocks.get(eviction.request_id, ()))
-        known = self.to_device(torch.tensor([block in shared for block in blocks]))
-        theirs = self.lanes.owners.index_select(1, self.to_device(torch.tensor(blocks)))
-        return torch.where(known[:, None], theirs.int(), own)
-
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         equal = [one for one in evictions if one.request_id not in self._sharing]
         pairs = [(eviction.heavy_blocks, eviction.doomed_blocks) for eviction in equal]

@@ -31,7 +31,6 @@ from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.start_notes import warn_of_batches_without_graphs
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.timing import DeviceTimer
-from h2o_vllm.engine.cuda.trace import DeviceTraceRecorder
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.engine.cuda.warmup import warm_up
 from h2o_vllm.engine.support.check import config_of
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from h2o_vllm.blocks.plan import Eviction
-    from h2o_vllm.engine.trace import TraceRecorder
 
 __all__ = ["H2OGPUWorker"]
 
@@ -204,9 +202,6 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             return None
         scales = kv_scales(layers)
         return kernels.Prediction.of(part, heads, size, self.device, scales, _sum_over_ranks)
-
-    def _make_recorder(self, state: CudaState) -> TraceRecorder:
-        return DeviceTraceRecorder(state.to_device, self._portion.heads)
 
     def _check_graphs(self, state: CudaState) -> None:
         """Law 9 for CUDA graphs: check that the graphs for batches with budgets hold our kernels.

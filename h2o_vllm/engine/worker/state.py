@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams
-    from h2o_vllm.engine.trace import TraceRecorder
     from h2o_vllm.engine.worker.rows import StepRows
 
 __all__ = ["WorkerState"]
@@ -41,7 +40,6 @@ class WorkerState(ABC):
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
         first_head: number of the first head of the first of these layers, see :func:`.head_number`.
         in_step: whether a real step (not a warm-up) is being executed.
-        recorder: notes what traced requests lose; ``None``: no request may have a trace.
     """
 
     planes: torch.Tensor
@@ -50,7 +48,6 @@ class WorkerState(ABC):
     kv_cache_group: int
     first_head: int
     in_step: bool = False
-    recorder: TraceRecorder | None = None
     _at_end: Callable[[], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -94,11 +91,6 @@ class WorkerState(ABC):
             for eviction in moving:
                 if eviction.places:
                     self._empty(eviction)
-            recorder = self.recorder
-            if recorder is not None:
-                for eviction in wave:
-                    if recorder.follows(eviction.request_id):
-                        recorder.record(eviction, self.scores, self._owners(eviction))
             if moving:
                 self._move_tokens(moving)
 
@@ -159,10 +151,6 @@ class WorkerState(ABC):
     @abstractmethod
     def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
         """Let the policies of these adjust the scores that are about to be ranked; no two rank one block."""
-
-    def _owners(self, eviction: Eviction) -> torch.Tensor | None:  # noqa: ARG002 - for subclasses
-        """The head that has each lane of the heavy and doomed blocks, [L, n, KH], where heads share slots."""
-        return None
 
     @abstractmethod
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:

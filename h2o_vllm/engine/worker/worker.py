@@ -36,7 +36,6 @@ from h2o_vllm.engine.support.check import check_supported
 from h2o_vllm.engine.support.drafting import drafter_has_kv
 from h2o_vllm.engine.support.heads import evictable_kv_heads
 from h2o_vllm.engine.timing import EvictionTimer
-from h2o_vllm.engine.trace import HeadsOfAllRanks, TraceRecorder
 from h2o_vllm.engine.worker.binding import (
     check_drafter,
     check_evictable,
@@ -150,9 +149,6 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         state.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         state.start(plan.policies)
         state.start_exact(plan.exact)
-        if state.recorder is not None:
-            state.recorder.release(left)
-            state.recorder.start(plan.policies)
         with self._timer.measure(plan.evictions):
             state.compact(plan.evictions)
             for eviction in plan.evictions:
@@ -170,10 +166,8 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
             state.in_step = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As the base class; the output says how long its evictions took, and what traced ones lost."""
-        output = self._timer.attach(super().sample_tokens(grammar_output))
-        recorder = None if self._state is None else self._state.recorder
-        return output if recorder is None else recorder.attach(output)
+        """As the base class; the output says how long its evictions took."""
+        return self._timer.attach(super().sample_tokens(grammar_output))
 
     @abstractmethod
     def _left(self, scheduler_output: SchedulerOutput) -> Iterable[str]:
@@ -200,8 +194,6 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         ]
         self._portion = self._find_portion(len(owners), group.kv_cache_spec.num_kv_heads)
         state = self._make_state([owner for owner, *_ in self._layers], group)
-        if self._h2o_config().kv_trace:
-            state.recorder = self._make_recorder(state)
         self._bind_builder(builder, state)
         for index, sharing in enumerate(self._layers):
             for layer in sharing:
@@ -218,13 +210,6 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         if note and self.rank == 0:
             logger.warning("%s", note)
         return state
-
-    def _make_recorder(self, state: State) -> TraceRecorder:  # noqa: ARG002 - for GPUs
-        parallel = self.parallel_config
-        heads = HeadsOfAllRanks(
-            parallel.tensor_parallel_size, self._portion.heads, parallel.pipeline_parallel_size
-        )
-        return TraceRecorder(heads)
 
     def _h2o_config(self) -> H2OConfig:
         return H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])

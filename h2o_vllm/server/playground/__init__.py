@@ -22,17 +22,17 @@ __all__ = ["PATH", "attach", "is_page", "with_traces"]
 PATH = "/h2o/"
 
 
-def with_traces(config: H2OConfig, stages: int) -> H2OConfig:
+def with_traces(config: H2OConfig, workers: int) -> H2OConfig:
     """``config``, by which the page may ask for traces where the engine would start with them.
 
-    Which is not in a pipeline of GPUs: see :mod:`h2o_vllm.engine.support.check`.
+    Which is on CPUs, by one worker: see :mod:`h2o_vllm.engine.support.check`.
 
     Args:
-        stages: of the pipeline.
+        workers: that share the model, by heads and by layers.
     """
     from vllm.platforms import current_platform
 
-    starts = current_platform.device_type == "cpu" or stages == 1
+    starts = current_platform.device_type == "cpu" and workers == 1
     return replace(config, kv_trace=True) if starts else config
 
 

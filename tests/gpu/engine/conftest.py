@@ -125,7 +125,6 @@ def engine(random_llama: str) -> Iterator[Engine]:
         model = Path(random_llama)
         ours = engine_args(
             kv_min_tokens=FLOOR,
-            kv_trace=True,
             kv_calibration=str(make_calibration(model, model / "calibration.h2o")),
             **PUBLISHED,
         )

@@ -101,23 +101,19 @@ def test_law7_nothing_computed_after_an_eviction_is_published(engine: Engine) ->
 @pytest.mark.parametrize(
     "policy",
     [
-        # A kernel says which heads have which lanes.
-        {"kv_policy": "auto", "kv_delay": 16} | ({} if REHEARSED else {"kv_trace": True}),
-        {"kv_policy": "predicted+key", "kv_heads": "equal", "kv_trace": True},
+        {"kv_policy": "auto", "kv_delay": 16},
+        {"kv_policy": "predicted+key", "kv_heads": "equal"},
         {"kv_policy": "later", "kv_elastic": True},
     ],
     ids=["default", "predicted", "elastic"],
 )
 def test_law2_of_requests_that_rank_by_predictions(engine: Engine, policy: dict[str, Any]) -> None:
-    """The rows of a calibrated server; a trace says how many tokens each layer and head holds."""
+    """The rows of a calibrated server."""
     asked = {"kv_budget": 0.3, **policy}
     for output in engine.generate(prompts(8, seed=6, low=300), asked, max_tokens=80):
         report = report_of(output)
         assert len(tokens_of(output)) == 80
         assert report["blocks_freed"] or "kv_elastic" in asked
-        if "kv_trace" in asked:
-            # Of 4 layers with 2 KV heads.
-            assert sum(report["trace"]["kept"]) == 8 * report["tokens_held"]
     engine.scheduler.blocks.check_integrity(idle=True)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from h2o_vllm.kernels.triton import Compaction as Eviction
 from h2o_vllm.kernels.triton import Evictions, KVLayers, compact
 from loadtest.kernels.timing import Call
 
@@ -32,7 +33,8 @@ class Compaction:
         scores = torch.rand(LAYERS, blocks, KV_HEADS, BLOCK_SIZE, device="cuda")
         layers = KVLayers(list(keys), list(values))
         rows = (torch.randperm(blocks - 1) + 1).view(self.requests, per_row).tolist()
-        packed = Evictions.pack([(row[self.doomed :], row[: self.doomed]) for row in rows], "cuda")
+        evictions = [Eviction(row[self.doomed :], row[: self.doomed]) for row in rows]
+        packed = Evictions.pack(evictions, "cuda")
         # A second run over the same scores moves again as many: doomed blocks are only read.
         before = scores.clone()
 

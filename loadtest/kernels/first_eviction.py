@@ -53,7 +53,7 @@ def on_gpu(length: int) -> dict[str, Any]:
     ranks = Policy.parse(DEFAULTS[0]).indices()
     first = Eviction("first", heavy, doomed, (), ranks, ids, fresh_from=0, seen=length + 16)
     packed = kernels.Rescores.pack([rescore_of(first)], "cuda")
-    moves = kernels.Evictions.pack([(heavy, doomed)], "cuda")
+    moves = kernels.Evictions.pack([kernels.Compaction(heavy, doomed)], "cuda")
 
     def timed(call: Callable[[], None]) -> float:
         call()

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.kernels.triton import DecodeWorkspace, LaneTables, SharedEviction
+from h2o_vllm.kernels.triton import Compaction, DecodeWorkspace, LaneTables
 from h2o_vllm.policy.policy import Policy
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
 from tests.kernels.triton.evict_laws import SPECIAL, make_layers
@@ -207,8 +207,8 @@ def test_chunks_equal_the_reference(
 
 
 ORDER = (torch.randperm(399, generator=torch.Generator().manual_seed(1)) + 1).tolist()
-FIRST = SharedEviction(ORDER[:60], ORDER[60:260], ORDER[:260], 3)
-LATER = SharedEviction(ORDER[260:320], ORDER[320:330], ORDER[328:330], 1)
+FIRST = Compaction(ORDER[:60], ORDER[60:260], ORDER[:260], 3)
+LATER = Compaction(ORDER[260:320], ORDER[320:330], ORDER[328:330], 1)
 """Of a prompt that was never ranked, and of what an earlier eviction had ranked."""
 
 

@@ -32,7 +32,7 @@ KERNELS = {
     "plan_pieces", "_attend", "finish", "_add_prompt_scores", "add_partial_sums", "_reset", "_select",
     "_move", "_compact_tables", "_each_block", "_weigh", "_rescore", "add_up", "_sort_tiles",
     "_find_places", "_settle_scores",
-    "list_lanes", "share_lanes", "_select_shared", "_move_shared", "_attend_prompts", "list_keys",
+    "list_lanes", "share_lanes", "_attend_prompts", "list_keys",
 }  # fmt: skip
 
 STACK = {

@@ -194,21 +194,17 @@ class CudaState(WorkerState):
         return self.request_slots[eviction.request_id]
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
-        equal = [one for one in evictions if one.request_id not in self._sharing]
-        pairs = [(eviction.heavy_blocks, eviction.doomed_blocks) for eviction in equal]
-        packed = kernels.Evictions.pack(pairs, self.scores.device)
-        kernels.compact(self.kv_layers, self.scores, packed)
-        if len(equal) < len(evictions):
-            self._share([one for one in evictions if one.request_id in self._sharing])
-
-    def _share(self, evictions: Sequence[Eviction]) -> None:
-        assert self.lanes is not None
-        given = []
+        equal, shared = list[kernels.Compaction](), list[kernels.Compaction]()
         for one in evictions:
-            slot = self.request_slots[one.request_id]
-            blocks = (one.heavy_blocks, one.doomed_blocks, one.fresh_blocks)
-            given.append(kernels.SharedEviction(*blocks, slot))
-            self._heavy_blocks[one.request_id] = one.heavy_blocks
-            self.policies.share(slot, len(one.heavy_blocks))
-        packed = kernels.SharedEvictions.pack(given, self.scores.device)
-        kernels.compact_shared(self.kv_layers, self.scores, self.lanes, packed)
+            if one.request_id in self._sharing:
+                slot = self.request_slots[one.request_id]
+                blocks = (one.heavy_blocks, one.doomed_blocks, one.fresh_blocks)
+                shared.append(kernels.Compaction(*blocks, slot))
+                self._heavy_blocks[one.request_id] = one.heavy_blocks
+                self.policies.share(slot, len(one.heavy_blocks))
+            else:
+                equal.append(kernels.Compaction(one.heavy_blocks, one.doomed_blocks))
+        for some, lanes in ((equal, None), (shared, self.lanes)):
+            for together in kernels.by_size(some, self.block_size):
+                packed = kernels.Evictions.pack(together, self.scores.device)
+                kernels.compact(self.kv_layers, self.scores, packed, lanes)

@@ -6,7 +6,7 @@ Runs in the worker. Imports Triton, so import it only where a GPU serves; never 
 kernels' assumptions, and :func:`warm_up` compiles all of them. Each step calls, in this order:
 
     rescore             if a policy adjusts scores before an eviction    eager, 1 to 6 launches for all layers
-    compact             before the forward pass, if the step evicts      eager, 2 launches for all layers
+    compact             before the forward pass, if the step evicts      eager, 2 launches per class of sizes
     reset_scores        the step's new tokens, all layers                eager, 1 launch
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
     DecodeWorkspace.plan  the metadata builder: decodes and their split  eager, 1 launch
@@ -17,7 +17,7 @@ kernels' assumptions, and :func:`warm_up` compiles all of them. Each step calls,
     split_scores        after it, for these rows                         eager, 1 launch
 
 If KV heads share slots (:mod:`~h2o_vllm.kernels.triton.lanes` has the tables), three things differ.
-``compact_shared`` runs beside ``compact`` (5 launches). The plan (with a second launch that lists keys),
+``compact`` runs once more, for their requests (5 launches). The plan (with a second launch that lists keys),
 attention and scoring take these tables. ``attend_shared_prompts`` attends rows with several queries (per
 layer, eager, 1 launch).
 
@@ -28,14 +28,13 @@ policy that moves tokens reads only pinned blocks from the cache), so sums need 
 from __future__ import annotations
 
 from h2o_vllm.kernels.triton.compact import compact
-from h2o_vllm.kernels.triton.compact_shared import compact_shared
 from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import (
     SCRATCH_BYTES,
+    Compaction,
     Evictions,
     KVLayers,
-    SharedEviction,
-    SharedEvictions,
+    by_size,
 )
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.predict import Prediction, prediction_bytes
@@ -61,6 +60,7 @@ __all__ = [
     "PINNED",
     "SCORED",
     "SCRATCH_BYTES",
+    "Compaction",
     "DecodeWorkspace",
     "Evictions",
     "KVLayers",
@@ -69,13 +69,11 @@ __all__ = [
     "PromptSegments",
     "Rescore",
     "Rescores",
-    "SharedEviction",
-    "SharedEvictions",
     "add_prompt_scores",
     "attend_decode",
     "attend_shared_prompts",
+    "by_size",
     "compact",
-    "compact_shared",
     "compact_tables",
     "prediction_bytes",
     "prompt_lse",

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-
-__all__ = ["SCRATCH_BYTES", "Evictions", "KVLayers", "SharedEviction", "SharedEvictions"]
 
 SCRATCH_BYTES = 32 << 20
 """Scratch of compaction and rescoring in bytes, unless long prompts need more."""
@@ -45,9 +45,7 @@ class KVLayers:
         ]
         self.pointers = torch.tensor(pointers, dtype=torch.int64, device=first.device)
         self.moves = torch.empty(scratch_bytes // 8, 2, dtype=torch.int32, device=first.device)
-        # A list has room for at least one block, and a block has at least 16 slots.
-        lists = scratch_bytes // 8 // 16
-        self.counts = torch.empty(max(1, lists), dtype=torch.int32, device=first.device)
+        self.scratch = self.moves.view(-1)
 
     @property
     def word_strides(self) -> tuple[int, ...]:
@@ -58,16 +56,30 @@ class KVLayers:
     @property
     def nbytes(self) -> int:
         """Device memory in bytes, without the caches."""
-        return self.pointers.nbytes + self.moves.nbytes + self.counts.nbytes
+        return self.pointers.nbytes + self.moves.nbytes
+
+
+class Compaction(NamedTuple):
+    """One eviction on the host: ids of its heavy and doomed blocks, disjoint.
+
+    ``fresh``: those that no earlier eviction has ranked, and ``slot``: the request's slot in
+    :class:`.lanes.LaneTables`, if its KV heads share slots.
+    """
+
+    heavy: Sequence[int]
+    doomed: Sequence[int]
+    fresh: Collection[int] = ()
+    slot: int = -1
 
 
 @dataclass(frozen=True)
 class Evictions:
-    """All evictions of one step, on the device.
+    """Evictions of one step, on the device: of requests whose heads share slots, or of others.
 
     Attributes:
-        blocks: [E, W], int32: heavy block ids, then doomed ones, then padding.
-        counts: [E, 2], int32: numbers of heavy and doomed blocks.
+        blocks: [E, W], int32: heavy block ids, then doomed ones, then padding; a fresh block as -1 - its id.
+            W is the most blocks of one eviction.
+        counts: [E, 3], int32: numbers of heavy and doomed blocks, and the slot.
         max_heavy, max_doomed: host numbers, the largest counts.
     """
 
@@ -77,87 +89,42 @@ class Evictions:
     max_doomed: int
 
     @classmethod
-    def pack(
-        cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str
-    ) -> Evictions:
-        """Copy (heavy ids, doomed ids) of each eviction to the device, in one asynchronous copy.
+    def pack(cls, evictions: Sequence[Compaction], device: torch.device | str) -> Evictions:
+        """Copy the evictions to the device, in one asynchronous copy.
 
-        Evictions with an empty list move nothing and are left out.
+        Those with an empty list move nothing and are left out.
         """
-        pairs = [(heavy, doomed) for heavy, doomed in pairs if heavy and doomed]
-        width = max((len(heavy) + len(doomed) for heavy, doomed in pairs), default=0)
-        packed = torch.tensor(
-            [
-                [
-                    len(heavy),
-                    len(doomed),
-                    0,
-                    0,
-                    *heavy,
-                    *doomed,
-                    *[0] * (width - len(heavy) - len(doomed)),
-                ]
-                for heavy, doomed in pairs
-            ],
-            dtype=torch.int32,
-            pin_memory=torch.device(device).type == "cuda",
-        ).view(len(pairs), 4 + width)
-        there = packed.to(device, non_blocking=True)
-        return cls(
-            # Aligned to 16 bytes.
-            blocks=there[:, 4:],
-            counts=there[:, :2],
-            max_heavy=max((len(heavy) for heavy, _ in pairs), default=0),
-            max_doomed=max((len(doomed) for _, doomed in pairs), default=0),
-        )
-
-
-@dataclass(frozen=True)
-class SharedEviction:
-    """An eviction of a request whose KV heads share slots, on the host.
-
-    Attributes:
-        heavy, doomed: block ids, disjoint, neither empty. fresh: those that no earlier eviction has ranked.
-        slot: the request's slot in :class:`.lanes.LaneTables`.
-    """
-
-    heavy: Sequence[int]
-    doomed: Sequence[int]
-    fresh: Collection[int]
-    slot: int
-
-
-@dataclass(frozen=True)
-class SharedEvictions:
-    """All evictions of one step of requests whose KV heads share slots, on the device.
-
-    Attributes:
-        blocks: [E, W], int32: heavy block ids, then doomed ones, then padding; a fresh block as -1 - its id.
-        counts: [E, 3], int32: numbers of heavy and doomed blocks, and the slot.
-        max_heavy: host number, the most heavy blocks of one eviction. W is the most blocks of one eviction.
-    """
-
-    blocks: Tensor
-    counts: Tensor
-    max_heavy: int
-
-    @classmethod
-    def pack(
-        cls, evictions: Sequence[SharedEviction], device: torch.device | str
-    ) -> SharedEvictions:
-        """Copy the evictions to the device, in one asynchronous copy."""
+        evictions = [one for one in evictions if one.heavy and one.doomed]
         width = max((len(one.heavy) + len(one.doomed) for one in evictions), default=0)
-        rows = []
-        for one in evictions:
-            fresh = set(one.fresh)
-            ids = [-1 - block if block in fresh else block for block in (*one.heavy, *one.doomed)]
-            header = [len(one.heavy), len(one.doomed), one.slot, 0]
-            rows.append([*header, *ids, *[0] * (width - len(ids))])
+        # The header has four numbers, so that blocks are aligned to 16 bytes.
+        rows = np.zeros((len(evictions), 4 + width), dtype=np.int32)
+        for row, one in zip(rows, evictions, strict=True):
+            heavy, count = len(one.heavy), len(one.heavy) + len(one.doomed)
+            row[:3] = heavy, len(one.doomed), one.slot
+            ids = row[4 : 4 + count]
+            ids[:heavy], ids[heavy:] = one.heavy, one.doomed
+            if one.fresh:
+                fresh = np.isin(ids, np.fromiter(one.fresh, np.int32))
+                ids[fresh] = -1 - ids[fresh]
         on_gpu = torch.device(device).type == "cuda"
-        packed = torch.tensor(rows, dtype=torch.int32, pin_memory=on_gpu)
-        packed = packed.view(len(rows), 4 + width).to(device, non_blocking=True)
+        there = torch.tensor(rows, pin_memory=on_gpu).to(device, non_blocking=True)
         return cls(
-            blocks=packed[:, 4:],
-            counts=packed[:, :3],
+            blocks=there[:, 4:],
+            counts=there[:, :3],
             max_heavy=max((len(one.heavy) for one in evictions), default=0),
+            max_doomed=max((len(one.doomed) for one in evictions), default=0),
         )
+
+
+def by_size(evictions: Iterable[Compaction], block_size: int) -> list[list[Compaction]]:
+    """Evictions of up to 1,024 candidates, of up to 4,096, and so on, without empty classes.
+
+    The largest of those that are packed together sizes the row of each, and its list of moves: in one class
+    with a prompt of 131,072 tokens, those of a block would take as much scratch, and so more launches.
+    """
+    classes: dict[int, list[Compaction]] = {}
+    for one in evictions:
+        candidates = (len(one.heavy) + len(one.doomed)) * block_size
+        power = max(0, candidates - 1).bit_length()
+        classes.setdefault(max(10, power + power % 2), []).append(one)
+    return list(classes.values())

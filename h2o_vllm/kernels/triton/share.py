@@ -21,15 +21,13 @@ import triton.language as tl
 
 from h2o_vllm.kernels.triton.survivors import lowest_survivor, ranks_of
 
-__all__ = ["SIZES", "field", "list_lanes", "of_place", "share_lanes", "unit_words"]
-
 SIZES = [
     "first_unit",
     "num_layers",
     "num_blocks",
     "stride_blocks",
     "stride_counts",
-    "pages_room",
+    "list_room",
     "unit_room",
 ]
 """Arguments that all kernels of sharing take without specialisation: new values compile nothing."""
@@ -57,9 +55,9 @@ def of_place(
 
 
 @triton.jit
-def field(mine, pages_room, which: tl.constexpr, KH: tl.constexpr):
+def field(mine, list_room, which: tl.constexpr, KH: tl.constexpr):
     """Pointer to one of the fields with a number per head, in the order above."""
-    return mine + pages_room + which * KH
+    return mine + list_room + which * KH
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -73,7 +71,7 @@ def list_lanes(
     num_blocks,
     stride_blocks,
     stride_counts,
-    pages_room,
+    list_room,
     unit_room,
     KH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -95,9 +93,9 @@ def list_lanes(
         before += tl.sum((owner < head).to(tl.int32), 0)
         count += tl.sum((owner == head).to(tl.int32), 0)
         owned += tl.sum(((owner == head) & (index < heavy * KH)).to(tl.int32), 0)
-    tl.store(field(mine, pages_room, 0, KH) + head, before)
-    tl.store(field(mine, pages_room, 1, KH) + head, count)
-    tl.store(field(mine, pages_room, 2, KH) + head, owned)
+    tl.store(field(mine, list_room, 0, KH) + head, before)
+    tl.store(field(mine, list_room, 1, KH) + head, count)
+    tl.store(field(mine, list_room, 2, KH) + head, owned)
     listed = before
     for at in range(0, total, CHUNK):
         index = at + tl.arange(0, CHUNK)
@@ -131,7 +129,7 @@ def share_lanes(
     num_blocks,
     stride_blocks,
     stride_counts,
-    pages_room,
+    list_room,
     unit_room,
     KH: tl.constexpr,
     KHP: tl.constexpr,
@@ -146,25 +144,25 @@ def share_lanes(
     my_scores = scores + layer * num_blocks * KH * BS
     keep = heavy * KH * BS
     threshold, above = lowest_survivor(
-        my_scores, mine, keep, keep + doomed * KH * BS, 1, BS, CHUNK, ONE_CHUNK=False
+        my_scores, mine, 0, keep, keep + doomed * KH * BS, 1, BS, CHUNK, ONE_CHUNK=False
     )  # fmt: skip
     # Per head: numbers of tokens above the threshold, and at it.
     heads = tl.arange(0, KHP)
     better = tl.zeros([KHP], tl.int32)
     ties = tl.zeros([KHP], tl.int32)
     for head in range(KH):
-        first = tl.load(field(mine, pages_room, 0, KH) + head)
-        total = tl.load(field(mine, pages_room, 1, KH) + head) * BS
+        first = tl.load(field(mine, list_room, 0, KH) + head)
+        total = tl.load(field(mine, list_room, 1, KH) + head) * BS
         for at in range(0, total, CHUNK):
             candidate = at + tl.arange(0, CHUNK)
-            ranks = ranks_of(my_scores, mine + first, candidate, candidate < total, 1, BS)
+            ranks = ranks_of(my_scores, mine + first, 0, candidate, candidate < total, 1, BS)
             this = heads == head
             better += tl.where(this, tl.sum((ranks > threshold).to(tl.int32), 0), 0)
             ties += tl.where(this, tl.sum((ranks == threshold).to(tl.int32), 0), 0)
     # Of tokens with equal scores, those of lower heads come first.
     ties = tl.minimum(tl.maximum(keep - above - (tl.cumsum(ties, 0) - ties), 0), ties)
     lanes = _given(better + ties, heavy * KH, heads, KH, BS)
-    tl.store(field(mine, pages_room, 3, KH) + heads, lanes, mask=heads < KH)
+    tl.store(field(mine, list_room, 3, KH) + heads, lanes, mask=heads < KH)
     my_offsets = offsets + (layer * num_slots + slot) * (KH + 1)
     tl.store(my_offsets + heads + 1, tl.cumsum(lanes, 0), mask=heads < KH)
     tl.store(my_offsets, 0)

@@ -6,10 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.compact import _CHUNKS, compact
-from h2o_vllm.kernels.triton.compact_shared import compact_shared
+from h2o_vllm.kernels.triton.compact import CHUNKS, compact
 from h2o_vllm.kernels.triton.decode import attend_decode
-from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers, SharedEvictions
+from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.predict import Prediction
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
@@ -88,12 +87,12 @@ def warm_up(
     # With the layout of Evictions.pack, as alignment matters.
     packed = torch.zeros(1, 5, dtype=torch.int32, device=device)
     # As many candidates as each chunk holds, then one block more than the largest holds.
-    for candidates in (*_CHUNKS, _CHUNKS[-1] + block_size):
+    for candidates in (*CHUNKS, CHUNKS[-1] + block_size):
         heavy = candidates // block_size - 1
-        compact(layers, scores, Evictions(packed[:, 4:], packed[:, :2], heavy, 1))
+        compact(layers, scores, Evictions(packed[:, 4:], packed[:, :3], heavy, 1))
     if lanes is not None:
         attend_shared_prompts(
             query, key, value, table, starts * 0, nothing, 1.0, out, lse, 1, nothing, lanes, 0, *scales,
             value_scale, softcap, sinks,
         )  # fmt: skip
-        compact_shared(layers, scores, lanes, SharedEvictions(packed[:, 4:], packed[:, :3], 1))
+        compact(layers, scores, Evictions(packed[:, 4:], packed[:, :3], 1, 1), lanes)

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.attention.backends import flash_attn
 
+from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.kernels.triton import launching
 from tests.engine.cuda.fake_gpu import HEADS, LAYERS, FakeGPU, fake_gpu
 from tests.engine.scheduling import Rig
@@ -135,3 +136,24 @@ def test_a_mixed_step_launches_and_calls_no_more_than_it_must(
     assert not counted.calls.counted["layers"]
     assert counted.launched["step"].total() <= launches, counted.launched["step"]
     assert counted.calls.counted["step"] <= calls
+
+
+def test_a_long_eviction_beside_short_ones_takes_few_launches(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its list of moves does not size the others': 64 of a block each, and one of 8,192 blocks."""
+
+    def eviction(name: str, first: int, heavy: int, doomed: int) -> Eviction:
+        ids = tuple(range(first, first + heavy + doomed))
+        return Eviction(name, ids[:heavy], ids[heavy:], (), (), ids)
+
+    launched = Counter[str]()
+    later = [eviction(f"{number}", 1 + 35 * number, 34, 1) for number in range(64)]
+    with fake_gpu(model_dir, 40, kv_min_tokens=32) as (_, gpu):
+        monkeypatch.setattr(
+            launching,
+            "through_triton",
+            lambda kernel, *_: launched.update([kernel.fn.__name__]),
+        )
+        gpu.state._move_tokens([*later[:32], eviction("long", 3000, 1638, 6554), *later[32:]])
+    assert launched == {"_select": 2, "_move": 2}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.lanes import compact as rule
-from h2o_vllm.kernels.triton import Evictions, KVLayers, compact
+from h2o_vllm.kernels.triton import Compaction, Evictions, KVLayers, compact
 from tests.kernels.triton.cases import bits, halves
 
 SPECIAL = torch.tensor(
@@ -47,7 +47,9 @@ def check_compact(
     got, want = ([cache.clone() for cache in caches] for _ in range(2))
     got_scores, want_scores = scores.clone(), scores.clone()
     layers = KVLayers(*zip(*(halves(cache) for cache in got), strict=True), scratch_bytes)
-    compact(layers, got_scores, Evictions.pack(pairs, scores.device))
+    compact(
+        layers, got_scores, Evictions.pack([Compaction(*pair) for pair in pairs], scores.device)
+    )
     split = list(zip(*(halves(cache) for cache in want), strict=True))
     for pair in pairs:
         rule(*split, want_scores, *pair)

@@ -13,11 +13,11 @@ from torch import Tensor
 from h2o_vllm.kernels.lanes import compact as rule
 from h2o_vllm.kernels.lanes import own_lanes
 from h2o_vllm.kernels.triton import (
+    Compaction,
+    Evictions,
     KVLayers,
     LaneTables,
-    SharedEviction,
-    SharedEvictions,
-    compact_shared,
+    compact,
 )
 from tests.kernels.triton.cases import bits, halves
 from tests.kernels.triton.lane_cases import NOWHERE, pages_of, random_owners
@@ -35,7 +35,7 @@ def uneven(scores: Tensor) -> Tensor:
 
 
 def _any_lanes(
-    scores: Tensor, evictions: Sequence[SharedEviction], seed: int
+    scores: Tensor, evictions: Sequence[Compaction], seed: int
 ) -> tuple[LaneTables, list[Tensor]]:
     """Tables in which ranked blocks have any owners; and the owners of each eviction's blocks, [L, n, KH]."""
     layers, blocks, heads, _ = scores.shape
@@ -57,15 +57,15 @@ def _compact(
     caches: list[Tensor],
     scores: Tensor,
     tables: LaneTables,
-    evictions: Sequence[SharedEviction],
+    evictions: Sequence[Compaction],
     scratch_bytes: int = 1 << 20,
 ) -> None:
     layers = KVLayers(*zip(*(halves(cache) for cache in caches), strict=True), scratch_bytes)
     layers.moves.fill_(NOWHERE)
-    compact_shared(layers, scores, tables, SharedEvictions.pack(evictions, scores.device))
+    compact(layers, scores, Evictions.pack(evictions, scores.device), tables)
 
 
-def _by_rule(caches: list[Tensor], scores: Tensor, one: SharedEviction, owners: Tensor) -> Tensor:
+def _by_rule(caches: list[Tensor], scores: Tensor, one: Compaction, owners: Tensor) -> Tensor:
     views = zip(*(halves(cache) for cache in caches), strict=True)
     return rule(*views, scores, one.heavy, one.doomed, owners)
 
@@ -73,7 +73,7 @@ def _by_rule(caches: list[Tensor], scores: Tensor, one: SharedEviction, owners: 
 def check_lane_compaction(
     caches: list[Tensor],
     scores: Tensor,
-    evictions: Sequence[SharedEviction],
+    evictions: Sequence[Compaction],
     scratch_bytes: int = 1 << 20,
     seed: int = 0,
 ) -> LaneTables:
@@ -129,7 +129,7 @@ def check_lanes_go_back_and_forth(
     for count in fresh:
         come, left = left[:count], left[count:]
         order = [*mine, *come]
-        one = SharedEviction(mine, come, [block for block in order if block not in known], 2)
+        one = Compaction(mine, come, [block for block in order if block not in known], 2)
         want, want_scores = [cache.cpu().clone() for cache in caches], scores.cpu().clone()
         now = _by_rule(want, want_scores, one, owners[:, order])
         _compact(caches, scores, tables, [one])

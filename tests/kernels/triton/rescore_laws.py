@@ -19,6 +19,7 @@ from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.lanes import compact as rule
 from h2o_vllm.kernels.lanes import own_pages
 from h2o_vllm.kernels.triton import (
+    Compaction,
     Evictions,
     KVLayers,
     Prediction,
@@ -180,7 +181,7 @@ def check_rescore(
     assert torch.equal(bits(got[:, others]), bits(scores[:, others]))
     if kept:
         pairs = [(one.heavy_blocks, one.doomed_blocks) for one in evictions]
-        compact(layers, got, Evictions.pack(pairs, scores.device))
+        compact(layers, got, Evictions.pack([Compaction(*pair) for pair in pairs], scores.device))
         want_caches = [cache.clone() for cache in caches]
         split, kept_scores = list(zip(*map(halves, want_caches), strict=True)), want.clone()
         for pair in pairs:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
+from h2o_vllm.kernels.triton.evictions import Compaction, Evictions, KVLayers, by_size
 from tests.kernels.triton.cases import DTYPES
 from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
 
@@ -58,7 +58,7 @@ def test_equal_scores_stay_where_they_are() -> None:
 
 
 def test_many_candidates_are_ranked_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["h2o_vllm.kernels.triton.compact"], "_CHUNKS", (16, 64))
+    monkeypatch.setattr(sys.modules["h2o_vllm.kernels.triton.compact"], "CHUNKS", (16, 64))
     caches, scores = make_layers(torch.bfloat16, 16, 16)
     scores = (scores * 20).round()  # ties across chunks
     check_compact(caches, scores, PAIRS)
@@ -66,17 +66,30 @@ def test_many_candidates_are_ranked_in_chunks(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_small_scratch_takes_more_launches() -> None:
     caches, scores = make_layers(torch.bfloat16, 16, 16)
-    one_layer = 2 * 3 * 16 * 8  # bytes: heads, the larger room in slots, source and target
+    # Bytes: heads, the larger room in slots, source and target; and a number of moves per head.
+    one_layer = 2 * 3 * 16 * 8 + 2 * 4
     check_compact(caches, scores, PAIRS, scratch_bytes=one_layer)
     with pytest.raises(ValueError, match="do not fit"):
         check_compact(caches, scores, PAIRS, scratch_bytes=one_layer - 8)
 
 
 def test_evictions_are_packed_without_gaps() -> None:
-    packed = Evictions.pack([([5, 6], [7]), ([], [1]), ([8], [2, 3, 4])], "cpu")
-    assert packed.counts.tolist() == [[2, 1], [1, 3]]
-    assert packed.blocks.tolist() == [[5, 6, 7, 0], [8, 2, 3, 4]]
+    given = [Compaction([5, 6], [7]), Compaction([], [1]), Compaction([8], (2, 3, 4), {8, 3}, 9)]
+    packed = Evictions.pack(given, "cpu")
+    assert packed.counts.tolist() == [[2, 1, -1], [1, 3, 9]]
+    assert packed.blocks.tolist() == [[5, 6, 7, 0], [-9, 2, -4, 4]]
     assert (packed.max_heavy, packed.max_doomed) == (2, 3)
+    assert Evictions.pack(given[1:2], "cpu").blocks.shape == (0, 0)
+
+
+def test_a_long_eviction_sizes_no_others() -> None:
+    sizes = (2, 64, 65, 256, 257, 1024, 1025, 8192)
+    given = [Compaction([0], range(1, size)) for size in sizes]
+    classes = by_size(given, 16)
+    assert [[1 + len(one.doomed) for one in some] for some in classes] == [
+        [2, 64], [65, 256], [257, 1024], [1025], [8192],
+    ]  # fmt: skip
+    assert by_size([], 16) == []
 
 
 def test_layers_may_lie_anywhere() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_vllm.kernels.lanes import share_lanes
-from h2o_vllm.kernels.triton import LaneTables, SharedEviction
+from h2o_vllm.kernels.triton import Compaction, LaneTables
 from h2o_vllm.kernels.triton.share import unit_words
 from tests.kernels.triton.cases import DTYPES
 from tests.kernels.triton.evict_laws import SPECIAL, make_layers
@@ -21,8 +21,8 @@ from tests.kernels.triton.lane_evict_laws import (
     uneven,
 )
 
-FIRST = SharedEviction([7, 2, 9], [1, 11, 4, 3, 5], [7, 2, 9, 1, 11, 4, 3, 5], 3)
-LATER = SharedEviction([6, 10], [8], [8], 1)
+FIRST = Compaction([7, 2, 9], [1, 11, 4, 3, 5], [7, 2, 9, 1, 11, 4, 3, 5], 3)
+LATER = Compaction([6, 10], [8], [8], 1)
 """Heavy and doomed blocks; which of them are fresh; the request's slot."""
 
 
@@ -78,7 +78,7 @@ def test_compaction_equals_the_rule_on_any_scores(data: st.DataObject) -> None:
     picks = torch.randint(
         0, data.draw(st.integers(1, 9)), scores.shape, generator=torch.Generator().manual_seed(seed)
     )
-    one = SharedEviction(order[:heavy], order[heavy:total], order[total - fresh : total], 0)
+    one = Compaction(order[:heavy], order[heavy:total], order[total - fresh : total], 0)
     check_lane_compaction(caches, SPECIAL[picks], [one], seed=seed)
 
 
@@ -98,7 +98,7 @@ def test_shares_equal_the_rule_for_any_wants() -> None:
 
 
 def test_many_candidates_are_looked_at_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["h2o_vllm.kernels.triton.compact_shared"], "_CHUNK", 16)
+    monkeypatch.setattr(sys.modules["h2o_vllm.kernels.triton.compact"], "_SHARED_CHUNK", 16)
     caches, scores = make_layers(torch.bfloat16, 16, 4, layers=2, kv_heads=3)
     check_lane_compaction(caches, (uneven(scores) * 6).round(), [FIRST, LATER])
 

@@ -128,6 +128,8 @@ def test_a_server_lists_what_its_engine_can_rank_by(
 ) -> None:
     known = {"calibrated": calibrated, "scored": scored}
     assert joinable_ranks(**known) == tuple(ranks.split())
+    # GPUs compute every rank.
+    assert joinable_ranks(**known, on_gpus=True) == joinable_ranks(**known)
     assert policy_names(**known) == (*presets.split(), *ranks.split())
     listed = re.compile(policy_pattern(**known))
     assert all(listed.fullmatch(name) for name in policy_names(**known))

@@ -11,7 +11,6 @@
 ``engine_death``       tells an engine that died from one that was stopped, for the exit code
 ``routes``             which HTTP routes take the budget fields, and which must refuse them
 ``protocol``           the body of a request: parse, check, move the fields to where vLLM reads them
-``misplaced``      a budget field in a place where nothing reads it, wherever in a body
 ``system_part``        the system messages and tools of a request, and bodies that tell their tokens
 ``system_prefix``      the tokens they become, whatever the chat template
 ``admission``          the one step before vLLM's engine client: checks, counts, takes the reports

@@ -13,7 +13,7 @@ outputs and noted for the HTTP request.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -31,15 +31,13 @@ from h2o_vllm.config.resolve import for_prompt, resolve
 from h2o_vllm.engine.support.drafting import drafts_of_step
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.report import Reports
-from h2o_vllm.server.system_prefix import SystemTokens
+from h2o_vllm.server.system_prefix import NO_ROLES, SystemPrefix
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from h2o_vllm.config.options import H2OConfig
     from h2o_vllm.config.request_budget import RequestBudget
-
-__all__ = ["HTTPRequest", "groups_beside", "http_request", "install"]
 
 PROTECT, TRACE = "kv_protect", "kv_trace"
 _MARK = "_h2o_admission"
@@ -54,19 +52,22 @@ class HTTPRequest:
         reports: what the engine reports for it.
         budget: as its body asks, before its prompts are known; ``None``: it cannot ask.
         names_protect: whether its body names ``kv_protect``.
-        system: the system part of each of its chats, if it protects them.
+        system: the beginning of each of its chats, if it protects them by roles.
+        keeps_prompts: whether prompts are whole while they are computed, whatever the server's defaults: its
+            route takes no fields, or is a beam search, whose steps are prompts.
     """
 
     reports: Reports = field(default_factory=Reports)
     budget: RequestBudget | None = None
     names_protect: bool = False
-    system: list[SystemTokens] = field(default_factory=list)
+    system: list[SystemPrefix] = field(default_factory=list)
+    keeps_prompts: bool = False
     _calls: int = 0
 
-    def next_system(self) -> SystemTokens | None:
-        """The system part of the next call; an agent's later calls begin as its last chat does."""
+    def next_system(self) -> SystemPrefix:
+        """The beginning of the next call; an agent's later calls begin as its last chat does."""
         call, self._calls = self._calls, self._calls + 1
-        return self.system[min(call, len(self.system) - 1)] if self.system else None
+        return self.system[min(call, len(self.system) - 1)] if self.system else NO_ROLES
 
 
 _current: ContextVar[HTTPRequest | None] = ContextVar("h2o_vllm_request", default=None)
@@ -122,13 +123,13 @@ def install(
         # Read here, not while iterating: vLLM may iterate in another task.
         request = _current.get()
         try:
-            renew = step.admit(prompt, sampling_params, request)
+            step.admit(prompt, sampling_params, request)
         except BudgetError as error:
             count_refusal("value")
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
         reports = request.reports if request is not None else Reports()
         begin = functools.partial(generate, prompt, sampling_params, *args, **kwargs)
-        answer = _answer(begin, renew, reports, reports.open_call())
+        answer = _answer(begin, reports, reports.open_call())
         return _session(answer) if isinstance(prompt, AsyncGenerator) else answer
 
     setattr(admitting, _MARK, True)
@@ -144,6 +145,8 @@ class _Step:
         self._config, self._beside = config, beside
         self._model, cache = engine.model_config, engine.cache_config
         self._drafts = drafts_of_step(engine)
+        bounds = () if config.kv_exact else ("kv_settle_tokens", "kv_prefill_tokens")
+        self._whole_prompts = {name: 0 for name in bounds if getattr(config, name)}
         self._block_size = attention_block_size(engine)
         # vLLM sums them over the data-parallel engines, of which each keeps a block for itself.
         blocks = cache.num_gpu_blocks or 0
@@ -153,31 +156,27 @@ class _Step:
         room = self._pool - sum(group.needed(longest) for group in beside)
         self._is_small = room * self._block_size < longest - 1
 
-    def admit(
-        self, prompt: Any, params: Any, request: HTTPRequest | None
-    ) -> Callable[[], Awaitable[None]] | None:
+    def admit(self, prompt: Any, params: Any, request: HTTPRequest | None) -> None:
         """Check a call, and put numbers in the place of words.
-
-        Returns:
-            What is to be awaited before the engine is called, if anything is.
 
         Raises:
             BudgetError: the engine cannot serve it.
         """
         if isinstance(prompt, AsyncGenerator):
             # A session whose prompt is still to come: the scheduler evicts nothing of it, and counts it.
-            return None
+            return
         tokens, length = self._measured(prompt)
-        renew = None
-        if request is None or request.budget is None:
+        if request is not None and request.keeps_prompts:
+            params.extra_args = {**(params.extra_args or {}), **self._whole_prompts}
+        if request is None or request.budget is None or request.keeps_prompts:
             asked = params.extra_args if isinstance(params.extra_args, Mapping) else {}
             budget, named = resolve(self._config, asked), asked.get(PROTECT) is not None
         else:
             budget, named = request.budget, request.names_protect
             if budget.protect in ROLE_WORDS:
-                limit = self._config.protect_limit
-                most, renew = _number_protected(params, request.next_system(), tokens, limit)
-                budget = replace(budget, protect=most)
+                number = self._protected(request, tokens)
+                params.extra_args = {**(params.extra_args or {}), PROTECT: number}
+                budget = replace(budget, protect=number)
         budget = for_prompt(self._config, budget, length, named=named)
         if budget.trace:
             self._check_trace(params, tokens)
@@ -186,7 +185,24 @@ class _Step:
             longest = self._model.max_model_len
             others = (self._beside, *self._drafts)
             schedule.check_fits(self._pool, params.max_tokens, longest, *others)
-        return renew
+
+    def _protected(self, request: HTTPRequest, tokens: list[int] | None) -> int:
+        """How many first tokens of a prompt are the part that ``kv_protect`` names by a word.
+
+        Raises:
+            BudgetError: the request says so itself, and there is no such part, or it is too long.
+        """
+        assert request.budget is not None
+        word, prefix = request.budget.protect, request.next_system()
+        limit, length = self._config.protect_limit, len(prefix.tokens)
+        if request.names_protect and request.budget.evicts:
+            if prefix.failure is not None:
+                raise prefix.error(str(word))
+            if limit is not None and length > limit:
+                accepted = f"at most {limit} tokens here (what it protects has {length})"
+                raise BudgetError(PROTECT, word, accepted)
+        number = 0 if tokens is None else prefix.length_in(tokens)
+        return number if limit is None else min(number, limit)
 
     def _measured(self, prompt: Any) -> tuple[list[int] | None, int]:
         """The tokens of a prompt, ``None`` for embeddings, and how many there are."""
@@ -206,44 +222,10 @@ class _Step:
         check_traceable(longest, stops=bool(params.stop))
 
 
-def _number_protected(
-    params: Any, system: SystemTokens | None, tokens: list[int] | None, limit: int | None
-) -> tuple[int, Callable[[], Awaitable[None]] | None]:
-    """Replace a word by how many first tokens of the prompt are the part that it protects.
-
-    Returns:
-        The largest number that it may become, and what finds the part anew if the prompt begins otherwise.
-    """
-
-    def put(number: int) -> None:
-        params.extra_args = {**(params.extra_args or {}), PROTECT: number}
-
-    if system is None or tokens is None:
-        put(0)
-        return 0, None
-    most = len(system.prefix.tokens) if limit is None else min(len(system.prefix.tokens), limit)
-    number = min(system.prefix.length_in(tokens), most)
-    put(number)
-    if number == most:
-        return most, None
-
-    async def renew() -> None:
-        # A clock in the chat template, for one: what was remembered may be out of date.
-        now = (await system.found_anew()).length_in(tokens)
-        put(max(number, min(now, most)))
-
-    return most, renew
-
-
 async def _answer(
-    begin: Callable[[], AsyncGenerator[Any, None]],
-    renew: Callable[[], Awaitable[None]] | None,
-    reports: Reports,
-    call: int,
+    begin: Callable[[], AsyncGenerator[Any, None]], reports: Reports, call: int
 ) -> AsyncGenerator[Any, None]:
     """The outputs of one call of ``generate``, without our reports."""
-    if renew is not None:
-        await renew()
     async with aclosing(begin()) as outputs:
         async for output in outputs:
             params = output.kv_transfer_params

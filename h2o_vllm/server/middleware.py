@@ -30,7 +30,7 @@ from h2o_vllm.server.admission import HTTPRequest
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.report_injection import EventCompleter, into_json
 from h2o_vllm.server.routes import Rule, route_path, rule_for
-from h2o_vllm.server.system_prefix import SystemPrefixes, vllm_render
+from h2o_vllm.server.system_prefix import Render, system_prefixes, vllm_render
 from h2o_vllm.server.trace_limits import TraceSlots
 
 __all__ = ["KVCacheMiddleware", "startup_error"]
@@ -65,7 +65,7 @@ class KVCacheMiddleware:
         self._app = app
         self._config: H2OConfig | None = None
         self._access: Access | None = None
-        self._prefixes = SystemPrefixes(vllm_render(None))
+        self._render = vllm_render(None)
         self._beside: tuple[GroupBeside, ...] = ()
         self._count_refusal: CountRefusal = _not_bound
         self._slots = TraceSlots()
@@ -90,7 +90,7 @@ class KVCacheMiddleware:
             await self._app(scope, receive, send)
             return
         with admission.http_request() as request:
-            terms = _Terms(rule, config, request, self._prefixes, self._slots, self._count_refusal)
+            terms = _Terms(rule, config, request, self._render, self._slots, self._count_refusal)
             await _Exchange(scope, receive, send, terms).run(self._app)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +130,7 @@ class KVCacheMiddleware:
             client, engine = state.engine_client, state.vllm_config
             self._count_refusal = stat_logger.install(client, engine)
             admission.install(client, engine, config, self._count_refusal, self._beside)
-            self._prefixes = SystemPrefixes(vllm_render(getattr(state, "serving_render", None)))
+            self._render = vllm_render(getattr(state, "serving_render", None))
             self._access = Access(application)
             config_route.attach(application, config, documents_key=bool(self._access.keys))
             if getattr(getattr(state, "args", None), "kv_playground", False):
@@ -146,7 +146,7 @@ class _Terms:
     rule: Rule
     config: H2OConfig
     request: HTTPRequest
-    prefixes: SystemPrefixes
+    render: Render
     slots: TraceSlots
     count_refusal: CountRefusal
 
@@ -213,6 +213,7 @@ class _Exchange:
         terms, query = self._terms, self._scope.get("query_string", b"")
         admitted = admit(body, self._path, terms.rule, terms.config, query)
         self._reported = admitted.reported
+        terms.request.keeps_prompts = not admitted.reported
         if admitted.request is None or admitted.budget is None:
             return admitted.body
         if admitted.budget.trace and admitted.reported:
@@ -220,14 +221,15 @@ class _Exchange:
             self._traced = True
         request, named = terms.request, admitted.asked.get("kv_protect") is not None
         request.budget, request.names_protect = admitted.budget, named
-        if admitted.budget.protect in ROLE_WORDS and admitted.reported:
-            request.system = await terms.prefixes.of_request(
-                self._path,
-                admitted.request,
-                admitted.budget,
-                terms.config.protect_limit,
-                named=named,
+        word = admitted.budget.protect
+        if word in ROLE_WORDS and admitted.budget.evicts and admitted.reported:
+            request.system = await system_prefixes(
+                terms.render, self._path, admitted.request, str(word)
             )
+            missing = next((one for one in request.system if one.is_missing), None)
+            if named and missing is not None:
+                # Here, as a stream of /v1/responses begins before vLLM calls the engine.
+                raise RefusalError(str(missing.error(str(word))), "kv_protect", "value")
         return admitted.body
 
     async def _send(self, message: Message) -> None:

@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,7 +23,6 @@ from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.errors import BudgetError, ConflictError
-from h2o_vllm.server.misplaced import misplaced
 from h2o_vllm.server.routes import LIFTED, MESSAGES, Rule
 
 __all__ = ["Admission", "RefusalError", "admit", "error_body"]
@@ -30,6 +30,9 @@ __all__ = ["Admission", "RefusalError", "admit", "error_body"]
 XARGS = "vllm_xargs"
 
 TRANSFER_PARAMS = "kv_transfer_params"
+
+NOWHERE = ("extra_body", "metadata")
+"""Objects of a body that vLLM ignores, and that clients take for the place of our fields."""
 
 CLOSE = 0.8
 """Likeness of names (``difflib``) from which on one is taken for a misspelled other."""
@@ -242,12 +245,21 @@ def _refuse_misspelled(place: Mapping[str, Any]) -> None:
             raise RefusalError(message, _shown(key), "unknown_field")
 
 
+def _misplaced(request: Mapping[str, Any], query: bytes = b"") -> Iterator[tuple[str, str]]:
+    """Budget fields where nothing reads them, and where that is."""
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    yield from ((key, "the query string") for key, _ in pairs if key in REQUEST_FIELDS)
+    for where in NOWHERE:
+        place = request.get(where)
+        for key, value in place.items() if isinstance(place, dict) else ():
+            if key in REQUEST_FIELDS and value is not None:
+                yield key, where
+
+
 def _refuse_misplaced(request: Mapping[str, Any], query: bytes) -> None:
-    found = misplaced(request, XARGS, query)
-    if found is not None:
-        field, where = found
+    for field, where in _misplaced(request, query):
         raise RefusalError(
-            f"{field} has no effect inside of {_shown(where)}: it belongs at the top level of the body or "
+            f"{field} has no effect inside of {where}: it belongs at the top level of the body or "
             f"inside {XARGS} (an OpenAI client's argument extra_body puts it at the top level)",
             field,
             "unsupported",
@@ -292,5 +304,4 @@ def _fields_of(body: bytes, request: dict[str, Any] | None) -> Iterator[str]:
         return
     for place in _places_of(request):
         yield from (key for key in place if _meant(key) is not None)
-    if (found := misplaced(request)) is not None:
-        yield found[0]
+    yield from (field for field, _ in _misplaced(request))

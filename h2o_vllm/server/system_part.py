@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RENDERED", "USERS", "Kind", "SystemPart", "system_parts"]
-
 Kind = str
 """The protocol of a body: ``chat``, ``responses`` or ``messages``."""
 

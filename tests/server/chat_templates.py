@@ -51,20 +51,6 @@ def tools_last(turns: Turns, tools: str) -> str:
     return f"{before}{f'[{tools}]' if tools else ''}<user>{last}"
 
 
-def with_a_clock() -> Template:
-    """Llama 3.1 with ``strftime_now``: the time stands inside of the system message; ``CLOCK`` is read."""
-
-    def template(turns: Turns, tools: str) -> str:
-        return chatml(
-            [(role, f"[{CLOCK[0]}]{said}" if role == "system" else said) for role, said in turns],
-            tools,
-        )
-
-    return template
-
-
-CLOCK = ["10:00"]
-
 TEMPLATES: dict[str, Template] = {
     each.__name__: each for each in (chatml, without_tools, merged, dropped, moved, tools_last)
 }
@@ -94,7 +80,7 @@ def text_of(content: Any) -> str:
 
 
 def rendering(template: Template) -> Any:
-    """What :class:`~h2o_vllm.server.system_prefix.SystemPrefixes` asks; counts how often in ``calls``."""
+    """What :func:`~h2o_vllm.server.system_prefix.system_prefixes` asks; counts how often in ``calls``."""
 
     async def render(kind: str, body: Mapping[str, Any]) -> array[int]:
         render.calls += 1  # type: ignore[attr-defined]

@@ -15,11 +15,12 @@ from vllm.exceptions import VLLMValidationError
 
 from h2o_vllm.blocks.schedule import GroupBeside
 from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.resolve import resolve
 from h2o_vllm.server import admission
 from h2o_vllm.server.admission import HTTPRequest, http_request
-from h2o_vllm.server.protocol import RefusalError, admit
+from h2o_vllm.server.protocol import admit
 from h2o_vllm.server.routes import Rule
-from h2o_vllm.server.system_prefix import SystemPrefixes
+from h2o_vllm.server.system_prefix import NO_ROLES, system_prefixes
 from tests.server.admitting import body
 from tests.server.chat_templates import TEMPLATES, rendering, tokens
 
@@ -214,10 +215,9 @@ def protected(
         named = "kv_protect" in admitted.asked
         with http_request() as current:
             current.budget, current.names_protect = admitted.budget, named
-            if admitted.budget.protect in ("system", "task"):
-                current.system = await SystemPrefixes(render).of_request(
-                    path, admitted.request, admitted.budget, settings.protect_limit, named=named
-                )
+            if admitted.budget.protect in ("system", "task") and admitted.budget.evicts:
+                word = str(admitted.budget.protect)
+                current.system = await system_prefixes(render, path, admitted.request, word)
             for prompt in prompts:
                 params = SamplingParams(extra_args=dict(admitted.asked) | {"mine": 1})
                 async for _ in client.generate(
@@ -245,7 +245,8 @@ def test_a_task_is_the_system_part_and_the_first_message() -> None:
     alone = tokens(TEMPLATES["chatml"], "chat", {"messages": MESSAGES[1:]}).tolist()
     got = protected({"kv_protect": "task"}, [alone], {"messages": MESSAGES[1:]})
     assert got == [len(alone)]
-    with pytest.raises(RefusalError, match="'task' needs a system message, tools or a message of"):
+    says = "'task' needs a system message, tools or a message of"
+    with pytest.raises(VLLMValidationError, match=says):
         protected({"kv_protect": "task"}, [PROMPT], {"messages": LATER[:1]})
 
 
@@ -277,21 +278,21 @@ def test_the_calls_of_an_agent_have_one_beginning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_body", "path", "reason", "by_default"),
+    ("request_body", "path", "by_default"),
     [
-        ({"messages": MESSAGES[1:]}, CHAT, "value", 0),
-        ({"messages": [MESSAGES, MESSAGES[1:]]}, f"{CHAT}/batch", "value", SYSTEM_LENGTH),
-        ({"messages": []}, f"{CHAT}/batch", "value", 0),
-        ({"prompt": "Hi"}, "/v1/completions", "unsupported", 0),
-        ({"prompt": "Hi"}, "/invocations", "unsupported", 0),
+        ({"messages": MESSAGES[1:]}, CHAT, 0),
+        ({"messages": [MESSAGES, MESSAGES[1:]]}, f"{CHAT}/batch", SYSTEM_LENGTH),
+        ({"messages": []}, f"{CHAT}/batch", 0),
+        ({"prompt": "Hi"}, "/v1/completions", 0),
+        ({"prompt": "Hi"}, "/invocations", 0),
     ],
 )
 def test_no_system_part_is_a_400_for_a_request_that_names_it(
-    request_body: dict[str, Any], path: str, reason: str, by_default: int
+    request_body: dict[str, Any], path: str, by_default: int
 ) -> None:
-    with pytest.raises(RefusalError, match="kv_protect: 'system' ") as caught:
-        protected(SYSTEM, [PROMPT], request_body, path)
-    assert (caught.value.param, caught.value.reason) == ("kv_protect", reason)
+    with pytest.raises(VLLMValidationError, match="or 'short' here: 'system' ") as caught:
+        protected(SYSTEM, [PROMPT, PROMPT], request_body, path)
+    assert caught.value.parameter == "kv_protect"
     # A server's default protects what there is.
     got = protected({}, [PROMPT, PROMPT], request_body, path, kv_protect="system")
     assert got == [by_default, 0]
@@ -306,13 +307,15 @@ def test_a_part_that_cannot_be_rendered_is_a_400_for_a_request_that_names_it() -
     async def render(kind: str, request: Any) -> Any:
         raise ValueError("no such model")
 
-    with pytest.raises(RefusalError, match=r"kv_protect must be .*: no such model, got 'system'"):
+    with pytest.raises(VLLMValidationError, match=r"is not found: no such model, got 'system'"):
         protected(SYSTEM, [PROMPT], render=render)
     assert protected({}, [PROMPT], render=render, kv_protect="system") == [0]
 
 
 def test_limit_of_the_operator() -> None:
-    with pytest.raises(RefusalError, match=f"at most 8 tokens here .* has {SYSTEM_LENGTH}\\)"):
+    with pytest.raises(
+        VLLMValidationError, match=f"at most 8 tokens here .* has {SYSTEM_LENGTH}\\)"
+    ):
         protected(SYSTEM, [PROMPT], kv_protect_max=8)
     assert protected(SYSTEM, [PROMPT], kv_protect_max=SYSTEM_LENGTH) == [SYSTEM_LENGTH]
     assert protected({}, [PROMPT], kv_protect="system", kv_protect_max=8) == [8]
@@ -322,4 +325,27 @@ def test_the_word_means_nothing_outside_of_a_request_with_roles() -> None:
     client, _ = serving()
     with pytest.raises(VLLMValidationError, match="only a chat on a server"):
         ask(client, ids(9), **SYSTEM)
-    assert HTTPRequest().next_system() is None
+    assert HTTPRequest().next_system() is NO_ROLES
+
+
+@pytest.mark.parametrize(
+    ("server", "whole"),
+    [
+        ({"kv_settle_tokens": 64}, {"kv_settle_tokens": 0}),
+        ({"kv_prefill_tokens": 64}, {"kv_prefill_tokens": 0}),
+        ({"kv_settle_tokens": 64, "kv_exact": True}, {}),
+        ({}, {}),
+    ],
+    ids=str,
+)
+def test_steps_of_a_beam_search_keep_their_prompts(
+    server: dict[str, Any], whole: dict[str, Any]
+) -> None:
+    client, _ = serving(kv_budget=0.2, **server)
+    with http_request() as current:
+        current.keeps_prompts = True
+        current.budget = resolve(H2OConfig(kv_budget=0.2, **server), {})
+        assert ask(client, ids(100)) == 1
+    assert ask(client, ids(100)) == 1
+    first, second = (seen or {} for seen in client.seen)
+    assert first == whole and not second.keys() & whole.keys()

@@ -175,7 +175,7 @@ def test_messages_api(server: LiveServer, stream: bool) -> None:
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "needs a system"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}, "needs a system"),
-        ("/v1/completions", {"prompt": "Hi"}, "not supported by /v1/completions"),
+        ("/v1/completions", {"prompt": "Hi"}, "is in chats only"),
         ("/v1/responses", {"input": "Hi"}, "needs a system"),
     ],
 )  # fmt: skip

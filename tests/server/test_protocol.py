@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.server.protocol import Admission, admit
+from h2o_vllm.config.settings import REQUEST_FIELDS
+from h2o_vllm.server.protocol import Admission, RefusalError, admit
 from h2o_vllm.server.routes import Rule
 from tests.server.admitting import PATH, body, passed, refused
 
@@ -251,3 +252,31 @@ def test_route_that_refuses_fields_passes_everything_else(
 ) -> None:
     admission = admit(request_body, PATH, Rule.REFUSE, config)
     assert admission == Admission(request_body, reported=False)
+
+
+@pytest.mark.parametrize("field", REQUEST_FIELDS)
+def test_a_field_where_nothing_reads_it_is_refused(config: H2OConfig, field: str) -> None:
+    for place in ("extra_body", "metadata"):
+        for rule in (Rule.LIFT, Rule.REFUSE):
+            refusal = refused(config, body(**{place: {"a": 1, field: 1}}), rule)
+            assert (refusal.param, refusal.reason) == (field, "unsupported")
+        assert (
+            f"{field} has no effect inside of {place}: it belongs at the top"
+            in refused(config, body(**{place: {field: 1}, "kv_delay": 4})).message
+        )
+        same = body(**{place: {field: None, "note": field}})
+        assert admit(same, PATH, Rule.LIFT, config).body == same
+    for query, refuses in ((f"a=b&{field}=".encode(), True), (b"api-version=1", False)):
+        if refuses:
+            with pytest.raises(RefusalError, match=f"{field} has no effect inside of the query"):
+                admit(body(), PATH, Rule.LIFT, config, query)
+        else:
+            assert admit(body(), PATH, Rule.LIFT, config, query).body == body()
+
+
+def test_what_users_own_is_not_judged(config: H2OConfig) -> None:
+    users = {"kv_budget": 0.2, "properties": {"kv_budget": {"type": "number"}}}
+    for place in ("tools", "documents", "response_format", "chat_template_kwargs"):
+        for rule in (Rule.LIFT, Rule.REFUSE):
+            request = body(**{place: [users]}, user="kv_budget")
+            assert admit(request, PATH, rule, config).body == request

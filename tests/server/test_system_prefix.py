@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from h2o_vllm.server import system_prefix
-from h2o_vllm.server.system_part import SystemPart, system_parts
-from h2o_vllm.server.system_prefix import SystemPrefix, SystemPrefixes, vllm_render
-from tests.server import chat_templates
-from tests.server.chat_templates import TEMPLATES, rendering, tokens, with_a_clock
+from h2o_vllm.server.system_part import KINDS
+from h2o_vllm.server.system_prefix import (
+    NEEDS,
+    NO_ROLES,
+    SystemPrefix,
+    system_prefixes,
+    vllm_render,
+)
+from tests.server.chat_templates import TEMPLATES, rendering, tokens
 
 pytestmark = pytest.mark.asyncio
 
@@ -29,18 +32,10 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds."}}
 MESSAGES_TOOL = {"name": "add", "description": "Adds.", "input_schema": {}}
 
 
-def part_of(path: str, body: Mapping[str, Any]) -> SystemPart:
-    parts = system_parts(path, body)
-    assert parts is not None
-    (part,) = parts
-    return part
-
-
-async def protected(template: str, path: str, body: Mapping[str, Any]) -> str:
+async def protected(template: str, path: str, body: Mapping[str, Any], word: str = "system") -> str:
     """The beginning of the body's prompt that is found to be its system part."""
-    part = part_of(path, body)
-    found = await SystemPrefixes(rendering(TEMPLATES[template])).find(part)
-    prompt = tokens(TEMPLATES[template], part.kind, body)
+    (found,) = await system_prefixes(rendering(TEMPLATES[template]), path, body, word)
+    prompt = tokens(TEMPLATES[template], KINDS[path], body)
     return bytes(prompt[: found.length_in(prompt)].tolist()).decode()
 
 
@@ -124,7 +119,8 @@ async def test_responses(fields: dict[str, Any]) -> None:
     ],
 )
 async def test_nothing_to_protect(path: str, body: dict[str, Any]) -> None:
-    assert part_of(path, body).is_empty
+    (found,) = await system_prefixes(rendering(TEMPLATES["chatml"]), path, body, "system")
+    assert found.failure == NEEDS["system"]
 
 
 @pytest.mark.parametrize(
@@ -145,101 +141,31 @@ async def test_nothing_to_protect(path: str, body: dict[str, Any]) -> None:
 async def test_a_task_is_the_users_first_message(
     template: str, path: str, fields: dict[str, Any], expected: str
 ) -> None:
-    parts = system_parts(path, fields, task=True)
-    assert parts is not None and not parts[0].is_empty
-    found = await SystemPrefixes(rendering(TEMPLATES[template])).find(parts[0])
-    prompt = tokens(TEMPLATES[template], parts[0].kind, fields)
-    assert bytes(prompt[: found.length_in(prompt)].tolist()).decode() == expected
+    assert await protected(template, path, fields, "task") == expected
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
 async def test_no_roles(path: str) -> None:
-    assert system_parts(path, {"prompt": "Hi"}) is None
+    found = await system_prefixes(vllm_render(None), path, {"prompt": "Hi"}, "system")
+    assert found == [NO_ROLES]
 
 
 async def test_batch_has_a_part_for_each_chat() -> None:
     chats = [[SYSTEM, *TURNS], TURNS, [{"role": "system", "content": "Else."}]]
-    parts = system_parts(f"{CHAT}/batch", {"messages": chats})
-    assert parts is not None
-    assert [part.is_empty for part in parts] == [False, True, False]
-
-
-async def test_many_who_ask_at_once_are_one_measurement() -> None:
     render = rendering(TEMPLATES["chatml"])
-    prefixes = SystemPrefixes(render)
-    bodies: list[dict[str, Any]] = [{"messages": [SYSTEM, turn]} for turn in TURNS] * 4
-    found = await asyncio.gather(*(prefixes.find(part_of(CHAT, body)) for body in bodies))
-    assert render.calls == 2
-    assert all(one is found[0] for one in found)
-    await prefixes.find(part_of(CHAT, {"messages": [SYSTEM], "chat_template_kwargs": {"a": 1}}))
-    assert render.calls == 4
+    found = await system_prefixes(render, f"{CHAT}/batch", {"messages": chats}, "system")
+    assert [len(one.tokens) > 0 for one in found] == [True, False, True]
+    assert render.calls == 4, "each part twice"
 
 
-async def test_one_who_leaves_takes_nothing_away() -> None:
-    prefixes = SystemPrefixes(rendering(TEMPLATES["chatml"]))
-    part = part_of(CHAT, {"messages": [SYSTEM]})
-    first = asyncio.ensure_future(prefixes.find(part))
-    second = asyncio.ensure_future(prefixes.find(part))
-    await asyncio.sleep(0)
-    first.cancel()
-    assert (await second).failure is None
-
-
-async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_prefix, "MAX_TOKENS", 100)
-    render = rendering(TEMPLATES["chatml"])
-    prefixes = SystemPrefixes(render)
-    parts = [
-        part_of(CHAT, {"messages": [{"role": "system", "content": f"{i}" * 40}]}) for i in range(4)
-    ]
-    for part in parts:
-        await prefixes.find(part)
-    assert len(prefixes._known) == 1
-    assert prefixes._tokens <= 100
-    await prefixes.find(parts[-1])
-    assert render.calls == 8
-    await prefixes.find(parts[0])
-    assert render.calls == 10
-
-
-async def test_parts_that_have_no_tokens_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_prefix, "MAX_PARTS", 3)
-    render = rendering(lambda turns, tools: turns[-1][1])
-    prefixes = SystemPrefixes(render)
-    parts = [part_of(CHAT, {"messages": [{"role": "system", "content": f"{i}"}]}) for i in range(9)]
-    for part in parts:
-        assert (await prefixes.find(part)).failure is not None
-    assert len(prefixes._known) == 3
-    calls = render.calls
-    await prefixes.find(parts[-1])
-    assert render.calls == calls, "the newest ones are known"
-
-
-async def test_what_cannot_be_rendered_says_why_and_is_tried_again() -> None:
-    calls = []
-
+async def test_what_cannot_be_rendered_says_why() -> None:
     async def render(kind: str, body: Mapping[str, Any]) -> Any:
-        calls.append(kind)
         raise ValueError("no such model")
 
-    prefixes = SystemPrefixes(render)
-    for _ in range(2):
-        found = await prefixes.find(part_of(CHAT, {"messages": [SYSTEM]}))
-        assert found.failure == "no such model"
+    for broken, why in ((render, "no such model"), (vllm_render(None), "renders no chats")):
+        (found,) = await system_prefixes(broken, CHAT, {"messages": [SYSTEM]}, "system")
+        assert why in str(found.failure)
         assert found.length_in([1, 2]) == 0
-    assert len(calls) == 2
-    failure = (
-        await SystemPrefixes(vllm_render(None)).find(part_of(CHAT, {"messages": [SYSTEM]}))
-    ).failure
-    assert failure == "this server renders no chats"
-
-
-async def test_nesting_without_end_is_no_key() -> None:
-    deep: Any = "x"
-    for _ in range(100_000):
-        deep = [deep]
-    part = part_of(CHAT, {"messages": [SYSTEM], "chat_template_kwargs": deep})
-    assert (await SystemPrefixes(rendering(TEMPLATES["chatml"])).find(part)).failure
 
 
 @pytest.mark.parametrize(
@@ -248,20 +174,3 @@ async def test_nesting_without_end_is_no_key() -> None:
 )
 async def test_what_a_prompt_has_in_common_counts(prompt: list[int], length: int) -> None:
     assert SystemPrefix(array("i", [1, 2, 3, 4])).length_in(prompt) == length
-
-
-async def test_a_prefix_that_is_out_of_date_is_measured_once_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(chat_templates, "CLOCK", ["10:00"])
-    render = rendering(with_a_clock())
-    prefixes, part = SystemPrefixes(render), part_of(CHAT, {"messages": [SYSTEM]})
-    old = await prefixes.find(part)
-    assert await prefixes.find(part) is old
-    chat_templates.CLOCK[0] = "10:01"
-    new = await asyncio.gather(*[prefixes.find(part, outdated=old) for _ in range(8)])
-    assert {bytes(each.tokens.tolist()) for each in new} == {b"<system>[10:01]Be brief.</><user>"}
-    # Another request that had the old one finds the new one measured.
-    assert await prefixes.find(part, outdated=old) is new[0] is await prefixes.find(part)
-    assert render.calls == 4
-    assert prefixes._tokens == len(new[0].tokens)

@@ -51,7 +51,6 @@ class Visit:
 
     def ready(self) -> Visit:
         self.page.wait_for_selector("#policy option:nth-child(4)", state="attached")
-        self.page.wait_for_selector("#gauges div")
         return self
 
     def ask(self, max_tokens: int = 40) -> dict[str, Any]:

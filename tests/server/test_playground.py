@@ -16,6 +16,8 @@ from transformers import AutoTokenizer
 from h2o_vllm.blocks.schedule import GroupBeside
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
+from h2o_vllm.config.settings import OPTIONS, REQUEST_FIELDS
+from h2o_vllm.policy.policy import Policy
 from h2o_vllm.server.playground import page, with_traces
 from h2o_vllm.server.playground.pieces import pieces_of
 from tests.server.vllm_like import Engine, build, client_of, lifespan, post
@@ -166,6 +168,16 @@ def test_whatever_the_page_loads_is_there() -> None:
     for name, (content, _) in FILES.items():
         for target in re.findall(r'(?:href|src|from)[= ]"([^"#]+)"', content.decode()):
             assert target.removeprefix("./") in FILES, f"{name}: {target}"
+
+
+def test_every_name_of_ours_on_the_page_is_one_of_today() -> None:
+    known = {*REQUEST_FIELDS, *(row.name for row in OPTIONS), "kv_cache", "kv_heads"}
+    known |= {"kv_delay_max", "kv_policies", "kv_settles_not_because"}
+    for name, (content, _) in FILES.items():
+        text = content.decode()
+        assert set(re.findall(r"\bkv_[a-z_]+", text)) <= known, name
+        for policy in re.findall(r"kv_policy ([a-z+]+)", text):
+            Policy.parse(policy, calibrated=True)
 
 
 def test_every_control_that_the_scripts_name_is_on_the_page() -> None:

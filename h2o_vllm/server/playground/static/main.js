@@ -3,11 +3,9 @@
 
 import { ask, ServerError, useKey } from "./api.js";
 import { answer } from "./chat.js";
-import { start as startGauges } from "./gauges.js";
-import { send } from "./load.js";
 import { connect as connectPicture, show, showNothing } from "./picture.js";
 import { showReport } from "./report.js";
-import { CODE, FACT, QUESTION, TEXT } from "./sample.js";
+import { CODE, CODE_QUESTION, FACT, QUESTION, TEXT } from "./sample.js";
 
 const element = (id) => document.getElementById(id);
 const MAX_FULL = 1;
@@ -32,9 +30,9 @@ async function begin() {
     `No budget falls below ${limits.kv_min_tokens} tokens. ` +
     (defaults.kv_delay ? `Nothing is evicted within the first ${defaults.kv_delay} tokens of an answer (kv_delay).` : "");
   element("policy").replaceChildren(
-    ...[...new Set([defaults.kv_policy, ...limits.kv_policies])].map((name) => new Option(name)),
+    new Option(`this server's: ${defaults.kv_policy}`, ""),
+    ...limits.kv_policies.map((name) => new Option(name)),
   );
-  element("policy").value = defaults.kv_policy;
   element("budget").min = Math.max(0.05, limits.kv_budget_min);
   element("budget").max = limits.kv_budget_max;
   element("budget").value = defaults.kv_budget < 1 ? defaults.kv_budget : 0.2;
@@ -43,14 +41,12 @@ async function begin() {
   element("settle").value = defaults.kv_settle_tokens;
   element("settle").disabled = limits.kv_settles_not_because !== "";
   element("settle-note").textContent = limits.kv_settles_not_because && `0 on this server: ${limits.kv_settles_not_because}`;
-  element("load-full").disabled = limits.kv_budget_max < MAX_FULL;
   if (limits.kv_budget_max < MAX_FULL)
     say("full", "note", `This server keeps at most ${limits.kv_budget_max}: there is no full KV to compare with.`);
   if (!limits.kv_trace)
     showNothing("This server cannot show which tokens are kept: it does not trace. Servers on CPUs do, " +
       "and keep the same tokens; see --kv-trace.");
   showBudget();
-  startGauges(config);
 }
 
 /** The fields of the side with the budget. */
@@ -60,7 +56,8 @@ function fields() {
   const settle = Number(element("settle").value);
   const asked = {
     kv_budget: element("budget").valueAsNumber,
-    kv_policy: element("policy").value,
+    // Left empty it is the server's, which depends on the other fields.
+    ...(element("policy").value ? { kv_policy: element("policy").value } : {}),
     ...(protect ? { kv_protect: protect === "0" ? 0 : protect } : {}),
     kv_settle_tokens: settle,
   };
@@ -99,7 +96,7 @@ async function askBoth(question) {
 
 async function askOne(side, content, budget) {
   element(`${side}-title`).textContent =
-    side === "full" ? "Full KV" : `kv_budget ${budget.kv_budget}, ${budget.kv_policy}`;
+    side === "full" ? "Full KV" : `kv_budget ${budget.kv_budget}, ${budget.kv_policy ?? config.defaults.kv_policy}`;
   const line = say(side, "assistant", "");
   const messages = [...chats[side], { role: "user", content }];
   const body = {
@@ -125,9 +122,7 @@ async function askOne(side, content, budget) {
   chats[side] = [...messages, { role: "assistant", content: result.text }];
   showReport(element(`${side}-side`), result);
   say(side, "turn", cost(result));
-  if (content.includes(FACT)) say(side, "note", verdict(result));
-  if (side === "kept" && budget.kv_budget < MAX_FULL && result.report?.tokens_evicted === 0)
-    say(side, "note", whyNothing(result.report, budget));
+  if (content.includes(FACT) && content.endsWith(CODE_QUESTION)) say(side, "note", verdict(result));
   if (budget.kv_settle_tokens)
     showNothing("Segments that settle have no trace: with kv_settle_tokens 0 the page shows which tokens are kept.");
   if (result.report?.trace) {
@@ -148,18 +143,6 @@ function verdict({ text, report }) {
   if (text.includes(CODE)) return `The code is ${CODE}: found.`;
   if (!report?.tokens_evicted) return `The code is ${CODE}: not found.`;
   return `The code is ${CODE}: not found. Try a longer kv_delay, kv_policy snapkv, kv_protect the prompt or a larger budget.`;
-}
-
-/** Why both sides hold the same. */
-function whyNothing({ tokens_seen: seen, tokens_protected: shielded, settle_tokens: settle }, { kv_delay: delay }) {
-  if (settle)
-    return `Nothing was evicted: of ${seen} tokens the newest ${settle} stay, and of each ${settle / 4} before them whole blocks.`;
-  const least = config.limits.kv_min_tokens + shielded;
-  const beside = shielded ? ` beside ${shielded} protected ones` : "";
-  const short = `no budget falls below ${config.limits.kv_min_tokens} tokens${beside}, and there were ${seen}`;
-  const early = `the answer ended before a block was in excess${delay ? `, or within its kv_delay of ${delay}` : ""}`;
-  const next = delay ? " Ask for more in this chat, or set kv_delay to 0, to see what the budget keeps." : "";
-  return `Nothing was evicted: ${seen <= least ? short : early}.${seen <= least ? "" : next}`;
 }
 
 /** An answer does not fail because its trace is refused: too long, or too many at a time. */
@@ -190,7 +173,7 @@ function complain(error) {
 }
 
 function setBusy(busy) {
-  for (const id of ["ask", "find", "sample", "clear"]) element(id).disabled = busy;
+  for (const id of ["ask", "find", "clear"]) element(id).disabled = busy;
   element("stop").disabled = !busy;
 }
 
@@ -207,41 +190,25 @@ function showBudget() {
   element("budget-value").textContent = `${Math.round(element("budget").valueAsNumber * 100)} %`;
 }
 
-async function load(button, budget) {
-  button.disabled = true;
-  complain(null);
-  try {
-    await send(config.models[0], budget, config.kv_cache);
-  } catch (error) {
-    complain(error);
-  }
-  button.disabled = false;
-}
-
 element("budget").addEventListener("input", showBudget);
 element("ask-form").addEventListener("submit", (event) => {
   event.preventDefault();
   askBoth(element("question").value);
 });
-element("sample").addEventListener("click", () => {
-  clear();
-  element("text").value = TEXT;
-  element("question").value = QUESTION;
-});
 element("find").addEventListener("click", () => {
   clear();
   element("text").value ||= TEXT;
-  element("question").value = QUESTION;
-  askBoth(QUESTION);
+  element("question").value = CODE_QUESTION;
+  askBoth(CODE_QUESTION);
 });
 element("stop").addEventListener("click", () => running?.abort());
 element("clear").addEventListener("click", clear);
-element("load-low").addEventListener("click", (event) => load(event.currentTarget, 0.2));
-element("load-full").addEventListener("click", (event) => load(event.currentTarget, MAX_FULL));
 element("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   useKey(element("key").value);
   begin();
 });
+element("text").value = TEXT;
+element("question").value = QUESTION;
 connectPicture();
 begin();

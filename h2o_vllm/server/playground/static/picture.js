@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The heavy-hitter picture: tokens shaded by the heads that hold them, a heat map, a slider over time.
+// The heavy-hitter picture: tokens shaded by the heads that hold them, a slider over time.
 
-import { drawHeat } from "./heat.js";
 import { counts, decode, seenAt, shares } from "./trace.js";
 
 const element = (id) => document.getElementById(id);
@@ -78,9 +77,6 @@ function draw() {
   element("summary").textContent =
     `Of ${number.format(seen)} tokens each layer and head holds ${howMany(counts(history, time, chosen()))}, its own ` +
     `choice: ${number.format(everywhere)} are held by all, ${number.format(nowhere)} by none.`;
-  drawHeat(element("heat"), history, time, chosen().head);
-  element("heat-caption").textContent =
-    `What each layer holds: ${history.layers} layers from top to bottom, positions from left to right.`;
   describe();
 }
 
@@ -118,7 +114,6 @@ function move(to) {
 /** Listens to the controls. */
 export function connect() {
   for (const id of ["layer", "head", "time"]) element(id).addEventListener("input", draw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   const tokens = element("tokens");
   // Not pointerover: scrolling with the keys must not move a pointer that lies still.
   tokens.addEventListener("pointermove", (event) => {

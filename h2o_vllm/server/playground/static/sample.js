@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A long text with one fact in it that nothing else in the text leads to.
 
-export const QUESTION = "What is the secret code of the harbour?";
+export const QUESTION = "Describe the town: its market, its school and the feast in August.";
+
+export const CODE_QUESTION = "What is the secret code of the harbour?";
 
 export const CODE = "4821";
 

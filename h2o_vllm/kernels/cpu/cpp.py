@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,19 +19,6 @@ from torch import Tensor
 from h2o_vllm.kernels.cpu import build, prebuilt
 from h2o_vllm.kernels.cpu.batch import PagedBatch
 from h2o_vllm.policy.formulas import BEHIND
-
-__all__ = [
-    "attend_decode",
-    "attend_prompt",
-    "compact",
-    "describe",
-    "key_similarity",
-    "merge_ranks",
-    "predict",
-    "reset_scores",
-    "score_prompt",
-    "value_distances",
-]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -74,46 +62,6 @@ def describe() -> str:
     return f"C++ {_library.h2o_isa().decode()}, {_library.h2o_threads()} thread(s)"
 
 
-def attend_decode(
-    batch: PagedBatch,
-    tokens: Tensor,
-    rows: Tensor,
-    scale: float,
-    out: Tensor,
-    scored: int | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
-    _run(batch, tokens, rows, scale, out, scored, softcap, sinks, prompt=False)
-
-
-def score_prompt(
-    batch: PagedBatch,
-    query_start_loc: Tensor,
-    rows: Tensor,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
-    _run(batch, query_start_loc, rows, scale, None, None, softcap, sinks, prompt=True)
-
-
-def attend_prompt(
-    batch: PagedBatch,
-    query_start_loc: Tensor,
-    rows: Tensor,
-    scale: float,
-    out: Tensor,
-    scored: int | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
-    _run(batch, query_start_loc, rows, scale, out, scored, softcap, sinks, prompt=True)
-
-
 def compact(
     kv_caches: Sequence[Tensor],
     scores: Tensor,
@@ -121,7 +69,7 @@ def compact(
     doomed_blocks: Tensor,
     owners: Tensor | None = None,
 ) -> Tensor | None:
-    """See :func:`h2o_vllm.kernels.cpu.compact`."""
+    """See :func:`.reference.compact`."""
     heavy = heavy_blocks.numel()
     if heavy == 0 or doomed_blocks.numel() == 0:
         return None if owners is None else owners[:, :heavy]
@@ -141,7 +89,7 @@ def compact(
 
 
 def reset_scores(scores: Tensor, slots: Tensor) -> None:
-    """See :func:`h2o_vllm.kernels.cpu.reset_scores`."""
+    """See :func:`.reference.reset_scores`."""
     layers, blocks, heads, block = scores.shape
     slots = slots.contiguous()
     _reset(scores.data_ptr(), slots.data_ptr(), slots.numel(), layers, blocks, heads, block)
@@ -156,7 +104,7 @@ def predict(
     interleaved: bool,
     sums_alone: bool = False,
 ) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.predict`."""
+    """See :func:`.reference.predict`."""
     blocks, weights, first = blocks.to(torch.int32).contiguous(), weights.contiguous(), kv_caches[0]
     _, heads, block, width = first.shape
     count = blocks.numel()
@@ -170,7 +118,7 @@ def predict(
 
 
 def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.merge_ranks`."""
+    """See :func:`.reference.merge_ranks`."""
     if not others:
         return first
     ranks = [rank.contiguous() for rank in (first, *others)]
@@ -179,16 +127,6 @@ def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
     rows = first.numel() // max(1, count)
     _join(_pointers(ranks), less, out.data_ptr(), len(ranks), rows, count)
     return out
-
-
-def key_similarity(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.key_similarity`."""
-    return _ranked(kv_caches, pages, keys=True)
-
-
-def value_distances(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
-    return _ranked(kv_caches, pages, keys=False)
 
 
 def _ranked(kv_caches: Sequence[Tensor], pages: Tensor, *, keys: bool) -> Tensor:
@@ -212,10 +150,10 @@ def _run(
     starts: Tensor,
     rows: Tensor,
     scale: float,
-    out: Tensor | None,
-    scored: int | None,
-    softcap: float,
-    sinks: Tensor | None,
+    out: Tensor | None = None,
+    scored: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     *,
     prompt: bool,
 ) -> None:
@@ -235,3 +173,25 @@ def _run(
         _DTYPES[query.dtype], prompt, scale, softcap,
     )  # fmt: skip
     _attend(byref(call))
+
+
+attend_decode = partial(_run, prompt=False)
+"""See :func:`.reference.attend_decode`."""
+attend_prompt = partial(_run, prompt=True)
+"""See :func:`.reference.attend_prompt`."""
+key_similarity = partial(_ranked, keys=True)
+"""See :func:`.reference.key_similarity`."""
+value_distances = partial(_ranked, keys=False)
+"""See :func:`.reference.value_distances`."""
+
+
+def score_prompt(
+    batch: PagedBatch,
+    query_start_loc: Tensor,
+    rows: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
+    """See :func:`.reference.score_prompt`."""
+    _run(batch, query_start_loc, rows, scale, softcap=softcap, sinks=sinks, prompt=True)

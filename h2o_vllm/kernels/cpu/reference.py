@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The truth behind the calls of :mod:`h2o_vllm.kernels.cpu`: :mod:`h2o_vllm.kernels.reference` on CPU memory.
+"""The contract of the kernels on CPU, and the truth: :mod:`h2o_vllm.kernels.reference` on CPU memory.
 
 Runs in tests, and in the worker where it is asked for (``H2O_CPU_KERNEL=reference``) or where there are no
 C++ kernels. Imports torch only.
@@ -20,27 +20,16 @@ from h2o_vllm.kernels.cpu.batch import (
     measured,
     tokens_of,
 )
-from h2o_vllm.kernels.reference import reset_scores
 from h2o_vllm.policy import formulas
-
-__all__ = [
-    "attend_decode",
-    "attend_prompt",
-    "compact",
-    "describe",
-    "key_similarity",
-    "predict",
-    "reset_scores",
-    "score_prompt",
-    "value_distances",
-]
-
 
 precision = torch.float64
 """In which attention is computed; float32 where it steps in for the C++ kernels."""
 
 STEP = 256
 """Queries that are computed at once: the logits of all of a long prompt would fill the memory."""
+
+
+reset_scores = reference.reset_scores
 
 
 def describe() -> str:
@@ -58,7 +47,21 @@ def attend_decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """See :func:`h2o_vllm.kernels.cpu.attend_decode`."""
+    """Attention of one query per listed row; its probabilities are added to ``batch.scores``.
+
+    A slot receives the probabilities of its key summed over the q heads of a group. The query's own key is
+    the last one of its row. No row may be listed twice. An empty list does nothing.
+
+    Args:
+        tokens: [R], int32, index into ``batch.query`` and ``out``. rows: [R], int32, index into the batch.
+        scale: factor on q.k before the softmax.
+        out: [T, H, D]; only the listed tokens are written. May be strided along T.
+        scored: so many of the listed rows, the first ones, add to the scores; by default all. The others
+            are attention alone, and faster.
+        softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
+        sinks: [H], float32, contiguous: logits that belong to no key and join the softmax's denominator.
+            What they get of the attention is in no score.
+    """
     for i, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
         scores = scored is None or i < scored
         query = slice(token, token + 1)
@@ -73,7 +76,14 @@ def score_prompt(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """See :func:`h2o_vllm.kernels.cpu.score_prompt`."""
+    """Column sums of the causal softmax of each listed row's queries, added to ``batch.scores``.
+
+    The queries of a row are the last ``query_start_loc[row + 1] - query_start_loc[row]`` positions of
+    its live sequence; there may be context before them (chunked prefill, prefix-cache hit).
+
+    Args:
+        query_start_loc: [B + 1], int32. The others are those of :func:`attend_decode`.
+    """
     attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks)
 
 
@@ -87,7 +97,11 @@ def attend_prompt(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """See :func:`h2o_vllm.kernels.cpu.attend_prompt`."""
+    """:func:`score_prompt` that also writes the attention output of the same queries to ``out``.
+
+    Args:
+        scored, softcap, sinks: as for :func:`attend_decode`.
+    """
     for i, row in enumerate(rows.tolist()):
         tokens = slice(int(query_start_loc[row]), int(query_start_loc[row + 1]))
         scores = scored is None or i < scored
@@ -101,7 +115,18 @@ def compact(
     doomed_blocks: Tensor,
     owners: Tensor | None = None,
 ) -> Tensor | None:
-    """See :func:`h2o_vllm.kernels.cpu.compact`."""
+    """Move the survivors of one eviction into its heavy blocks: :func:`h2o_vllm.kernels.lanes.compact`.
+
+    Args:
+        kv_caches: L tensors [N, KH, BS, 2 * D]. scores: [L, N, KH, BS], float32.
+        heavy_blocks: [nh], integer; must be writable by this request. doomed_blocks: [nd], integer;
+            disjoint from ``heavy_blocks``. With either empty nothing happens.
+        owners: [L, nh + nd, KH], integer: which head each lane of the heavy and doomed blocks belongs to.
+            Every head must have one of them. ``None``: the heads share nothing.
+
+    Returns:
+        [L, nh, KH], int32: which head each lane of the heavy blocks belongs to now; ``None`` without owners.
+    """
     keys, values = zip(*map(_token_views, kv_caches), strict=True)
     return lanes.compact(
         keys, values, scores, heavy_blocks.tolist(), doomed_blocks.tolist(), owners
@@ -117,7 +142,22 @@ def predict(
     interleaved: bool,
     sums_alone: bool = False,
 ) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.predict`."""
+    """The attention that tokens are expected to get: :func:`h2o_vllm.kernels.reference.predicted_sums`.
+
+    Args:
+        kv_caches: L tensors [N, KH, BS, 2 * D].
+        blocks: [n], integer, at least one, none twice, in which all heads have the same tokens. Not pages.
+        weights: [L, KH, F + 1], float32, finite. F is (2 * D - rotary / 2): what a head's own keys and values
+            say; or KH times that: what all heads' do, head by head. The last one is added. In the second case
+            there may be weights of more heads than these caches have, [L, M, F + 1].
+        rotary: so many of a key's first numbers are turned, in pairs; even, 0 to D.
+        interleaved: pairs are neighbours, in place of halves.
+        sums_alone: of what is weighed, for a caller that adds those of other KV heads; see
+            :func:`h2o_vllm.kernels.reference.attention_of`.
+
+    Returns:
+        [L, KH or M, n * BS], float32, block by block; above 0, at most 1, unless sums were asked for.
+    """
     found = [
         reference.predicted_sums(*tokens_of(kv, blocks), weight, rotary, interleaved=interleaved)
         for kv, weight in zip(kv_caches, weights, strict=True)
@@ -127,17 +167,30 @@ def predict(
 
 
 def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.merge_ranks`."""
+    """:func:`h2o_vllm.policy.formulas.merge_ranks`, equal numbers.
+
+    Args:
+        first, others: [..., n], float32; without NaN.
+    """
     return formulas.merge_ranks(first, *others)
 
 
 def key_similarity(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.key_similarity`."""
+    """The cosine of each key in some pages and the mean of these keys' directions, per layer and KV head.
+
+    Args:
+        kv_caches: L tensors [N, KH, BS, 2 * D].
+        pages: of each head, ``block * KH + lane``, [L, KH, n], integer, behind padding below 0, which counts
+            for nothing. Every head has one at least.
+
+    Returns:
+        [L, KH, n * BS], float32, page by page; 0 for padding.
+    """
     return measured(lambda keys, _: reference.key_similarity(keys), kv_caches, pages)
 
 
 def value_distances(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
-    """See :func:`h2o_vllm.kernels.cpu.value_distances`."""
+    """How far each value in some pages lies from the mean of them; as :func:`key_similarity`."""
     return measured(lambda _, values: reference.value_distances(values), kv_caches, pages)
 
 

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
+from tests.kernels.cpu.checks import Checked
 
 
 @pytest.fixture(scope="session", params=["cpp"])
-def impl(request: pytest.FixtureRequest) -> ModuleType:
+def impl(request: pytest.FixtureRequest) -> Any:
     try:
-        return kernels.load(request.param)
+        return Checked(kernels.load(request.param))
     except ConfigError as error:
         pytest.skip(str(error))
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.kernels.cpu import checks
+from h2o_vllm.kernels.cpu.checks import check_cache
+from tests.kernels.cpu import checks
 from tests.kernels.cpu.cases import make_batch
 
 
@@ -19,7 +20,7 @@ def cache(
 
 
 def test_a_good_cache_passes() -> None:
-    checks.check_cache([cache(), cache()], torch.zeros(2, 4, 2, 32), num_heads=6)
+    check_cache([cache(), cache()], torch.zeros(2, 4, 2, 32), num_heads=6)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_a_bad_cache_is_refused(
     caches: list[Tensor], scores: Tensor, heads: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        checks.check_cache(caches, scores, heads)
+        check_cache(caches, scores, heads)
 
 
 @pytest.mark.parametrize(

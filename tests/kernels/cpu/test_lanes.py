@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.cpu import checks, reference
+from h2o_vllm.kernels.cpu import reference
 from h2o_vllm.kernels.cpu.batch import Lanes, key_value_views
 from h2o_vllm.kernels.lanes import own_lanes
+from tests.kernels.cpu import checks
 from tests.kernels.cpu.cases import Batch, assert_no_worse, make_batch
 from tests.kernels.cpu.test_attend import DTYPES
 from tests.kernels.cpu.test_evict import bits

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.cpu import checks
 from h2o_vllm.policy.formulas import merge_ranks
+from tests.kernels.cpu import checks
 
 
 def ranks_of(ways: int, shape: tuple[int, ...], values: int = 0) -> list[Tensor]:
@@ -55,12 +54,11 @@ def test_no_tokens(impl: ModuleType) -> None:
     assert impl.merge_ranks(*ranks_of(2, (3, 0))).shape == (3, 0)
 
 
-def test_calls_are_checked_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_CHECK", True)
+def test_ranks_of_other_shapes_are_refused(impl: ModuleType) -> None:
     first, other = ranks_of(2, (3, 8))
-    kernels.merge_ranks(first, other)
+    impl.merge_ranks(first, other)
     for wrong in (other[:, :7], other.double(), other[0]):
         with pytest.raises(ValueError, match="ranks must be float32, of one shape"):
-            kernels.merge_ranks(first, wrong)
+            impl.merge_ranks(first, wrong)
     with pytest.raises(ValueError, match="ranks must be"):
         checks.check_merging(torch.ones(()))

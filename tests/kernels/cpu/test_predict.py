@@ -12,11 +12,11 @@ from torch import Tensor
 from h2o_vllm.calibration import features as room
 from h2o_vllm.calibration.features import Rotation, features, num_features
 from h2o_vllm.calibration.regression import predicted
-from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.cpu import checks, reference
+from h2o_vllm.kernels.cpu import reference
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.kernels.reference import attention_of
 from h2o_vllm.policy.formulas import NEWER
+from tests.kernels.cpu import checks
 from tests.kernels.cpu.test_evict import BLOCKS, HEADS, LAYERS, ids, make
 
 
@@ -45,7 +45,6 @@ def test_it_equals_the_reference_and_the_calibration(
     # Nothing else is read.
     for cache in caches:
         cache[[block for block in range(BLOCKS) if block not in blocks]] = float("nan")
-    checks.check_predicting(caches, where, weights, rotary)
     got, want = (
         one.predict(caches, where, weights, rotary, interleaved=interleaved)
         for one in (impl, reference)
@@ -65,7 +64,6 @@ def test_sums_for_more_heads_than_the_caches_have(impl: ModuleType) -> None:
     caches, where = make(torch.bfloat16, 64, 32)[0], ids(7, 2)
     source = torch.Generator().manual_seed(3)
     weights = torch.randn(LAYERS, 2 * HEADS + 1, HEADS * 96 + 1, generator=source) * 0.05
-    checks.check_predicting(caches, where, weights, 64)
     got, want = (
         one.predict(caches, where, weights, 64, interleaved=False, sums_alone=True)
         for one in (impl, reference)
@@ -144,11 +142,8 @@ def test_what_does_not_fit_is_refused(count: int, rotary: int, says: str) -> Non
     ],
     ids=["pages", "none", "null", "behind", "twice"],
 )
-def test_calls_are_checked_if_asked(
-    monkeypatch: pytest.MonkeyPatch, blocks: Tensor, says: str
-) -> None:
-    monkeypatch.setattr(kernels, "_CHECK", True)
+def test_blocks_that_cannot_be_are_refused(impl: ModuleType, blocks: Tensor, says: str) -> None:
     caches, weights = make(torch.float32, 64, 32)[0], weights_of(HEADS * 96)
-    kernels.predict(caches, ids(3), weights, 64, interleaved=False)
+    impl.predict(caches, ids(3), weights, 64, interleaved=False)
     with pytest.raises(ValueError, match=says):
-        kernels.predict(caches, blocks, weights, 64, interleaved=False)
+        impl.predict(caches, blocks, weights, 64, interleaved=False)

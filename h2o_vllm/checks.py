@@ -12,8 +12,6 @@ from typing import Any
 
 from h2o_vllm.errors import BudgetError
 
-__all__ = ["MAX_TOKENS", "check_choice", "check_flag", "check_fraction", "check_integer"]
-
 MAX_TOKENS = 2**31 - 1
 """Largest number of tokens that any field takes."""
 

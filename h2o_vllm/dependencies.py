@@ -15,8 +15,6 @@ from pathlib import Path
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["imports"]
-
 BASE = "torch"
 """What the others were built for."""
 

@@ -17,8 +17,6 @@ from h2o_vllm.config.keys import CONFIG_KEY, START_RECORD
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["engine_args", "register"]
-
 GROUP, PLUGIN = "vllm.general_plugins", "h2o"
 """Our entry point, see pyproject.toml."""
 

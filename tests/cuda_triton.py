@@ -15,8 +15,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["cuda_triton", "cuda_triton_version"]
-
 ROOT = Path(__file__).parents[1]
 
 

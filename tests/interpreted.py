@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["needs_triton", "run_interpreted"]
-
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["make_interpreter_quick"]
-
 
 def make_interpreter_quick(*, check_overflow: bool) -> None:
     """Let the interpreter of this process not do again what it has done.

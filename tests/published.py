@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["PUBLISHED", "PUBLISHED_OPTIONS"]
-
 PUBLISHED: dict[str, Any] = {
     "kv_policy": "h2o", "kv_delay": 0, "kv_protect": 0, "kv_turn_seconds": 0.0,
 }  # fmt: skip

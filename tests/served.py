@@ -7,8 +7,6 @@ from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.presets import PRESETS
 from h2o_vllm.policy.ranks import RANKS
 
-__all__ = ["COUNTED", "SERVED", "SHARING", "UNCALIBRATED", "policy_of"]
-
 
 def policy_of(name: str) -> Policy:
     """What ``name`` is where there is a calibration."""

@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.request_state import RequestState
 
-__all__ = [
-    "H2OChunkedManager",
-    "H2OMambaManager",
-    "H2OSlidingWindowManager",
-    "LimitedManager",
-    "published_from",
-    "withdraw_unfilled",
-]
-
 
 def published_from(
     manager: SingleTypeKVCacheManager, request_id: str, computed: int

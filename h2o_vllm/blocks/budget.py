@@ -29,16 +29,6 @@ from bisect import bisect_left
 
 from h2o_vllm.config.request_budget import RequestBudget
 
-__all__ = [
-    "blocks_freed",
-    "budget_tokens",
-    "next_eviction",
-    "protected_tokens",
-    "recent_from",
-    "recent_tokens",
-    "share_of",
-]
-
 _EPSILON = 1e-9
 """Keeps ``ceil(0.1 * 30)`` at 3: the product is 3.0000000000000004 in binary."""
 

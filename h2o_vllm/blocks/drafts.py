@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LEAST", "MEMORY", "RESTS", "DraftCounts"]
-
 LEAST = 0.5
 """Drafts that a step has accepted on average, if drafts pay. A step that verifies four takes 1.3 to 1.5 times
 as long as one of a single token: matrix products of several rows, on the 135M and the 1.5B with AMX."""

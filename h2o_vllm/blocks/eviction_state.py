@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from h2o_vllm.blocks.timeline import EvictionIndices, Timeline
 
-__all__ = ["EvictionIndices", "EvictionState"]
-
 
 class EvictionState(Timeline):
     """A request's timeline, and which of its blocks other requests may see.

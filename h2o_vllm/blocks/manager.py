@@ -19,21 +19,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.beside import withdraw_unfilled
-from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
+from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.pool_check import check_pool, check_private
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.settled import SettledBlocks
 from h2o_vllm.blocks.settling_state import SettlingState
 from h2o_vllm.blocks.squeezing import SqueezingManager
+from h2o_vllm.blocks.timeline import EvictionIndices
 from h2o_vllm.config.request_budget import RequestBudget
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
-
-__all__ = ["H2OBlockManager"]
 
 
 class H2OBlockManager(SqueezingManager):

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["STEPS", "TURNS_AHEAD", "Block", "NextTurns"]
-
 TURNS_AHEAD = 8
 """Turns that may be admitted before a request that came earlier, per conversation that is being served."""
 

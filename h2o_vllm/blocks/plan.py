@@ -12,13 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = [
-    "Eviction",
-    "EvictionParams",
-    "ExactParams",
-    "StepPlan",
-]
-
 
 @dataclass(frozen=True)
 class EvictionParams:

@@ -13,8 +13,6 @@ from typing import Any
 
 from h2o_vllm.errors import AccountingError
 
-__all__ = ["check_pool", "check_private"]
-
 
 def check_pool(
     pool: Any, tables: Iterable[tuple[str, Sequence[Any]]], *, idle: bool = False

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["RequestCounts"]
-
 
 class RequestCounts(Protocol):
     """The part of ``vllm.v1.request.Request`` that eviction states and their manager need."""

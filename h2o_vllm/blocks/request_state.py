@@ -11,8 +11,6 @@ from h2o_vllm.blocks.report import request_report
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.schedule import Schedule
 
-__all__ = ["RequestState"]
-
 
 class RequestState(ABC):
     """The blocks that one request has given back, and the tokens that it may read from the cache and publish.

@@ -26,8 +26,6 @@ from h2o_vllm.blocks.budget import blocks_freed, budget_tokens, next_eviction, r
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.errors import BudgetError
 
-__all__ = ["EvictionSchedule", "GroupBeside", "Schedule", "whole_blocks"]
-
 LEAST_BOUND_BLOCKS = 4
 """Smallest bound, in blocks: a quarter of it is one block."""
 

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.squeezing import SqueezingManager
 
-__all__ = ["SettledBlocks"]
-
-
 MARK = b"settled:"
 """How our keys end: eight bytes, as events may have the last eight of a key alone."""
 

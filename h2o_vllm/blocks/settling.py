@@ -27,8 +27,6 @@ from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError
 
-__all__ = ["SettlingSchedule", "default_blocks", "schedule_of"]
-
 QUARTERS = 4
 """Segments per window."""
 

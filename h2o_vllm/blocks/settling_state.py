@@ -14,8 +14,6 @@ from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.settling import SettlingSchedule
 from h2o_vllm.config.request_budget import RequestBudget
 
-__all__ = ["HashedCounts", "SettlingState"]
-
 
 class HashedCounts(RequestCounts, Protocol):
     """The counts of a request, with the hashes of its blocks, and whether it looks them up."""

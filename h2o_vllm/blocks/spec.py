@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-__all__ = [
-    "H2OAttentionSpec",
-    "H2OChunkedSpec",
-    "H2OMambaSpec",
-    "H2OSlidingWindowSpec",
-    "evictable_spec",
-    "groups_beside",
-    "limited_spec",
-    "register_specs",
-    "score_bytes_per_block",
-]
-
 SCORE_BYTES = 8
 """Bytes per token and KV head: its score and the early part of its score, float32 each."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BlockSplit", "drop_oldest", "rank_all"]
-
 
 class BlockSplit(NamedTuple):
     """Table indices of one eviction: two ascending lists without a common index.

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from h2o_vllm.blocks.eviction_state import EvictionState
 
-__all__ = ["SqueezeCounts", "SqueezeRules", "Victim", "choose_victims", "peak_blocks"]
-
 
 @dataclass(frozen=True)
 class SqueezeRules:

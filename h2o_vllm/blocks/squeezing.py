@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from h2o_vllm.blocks.beside import LimitedManager, published_from
-from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
+from h2o_vllm.blocks.eviction_state import EvictionState
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.request_state import RequestState
 from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims, peak_blocks
+from h2o_vllm.blocks.timeline import EvictionIndices
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
-
-__all__ = ["SqueezingManager"]
 
 
 class SqueezingManager(FullAttentionManager):

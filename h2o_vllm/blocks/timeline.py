@@ -16,8 +16,6 @@ from h2o_vllm.blocks.schedule import EvictionSchedule
 from h2o_vllm.blocks.split import drop_oldest, rank_all
 from h2o_vllm.config.request_budget import RequestBudget
 
-__all__ = ["EvictionIndices", "Timeline"]
-
 
 class EvictionIndices(NamedTuple):
     """Table indices of one eviction, each list ascending.

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 from h2o_vllm.errors import BudgetError
 
-__all__ = ["TracedEviction", "Traces", "check_traceable"]
-
 FIELD = "kv_trace"
 
 

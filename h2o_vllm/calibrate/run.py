@@ -16,8 +16,6 @@ from h2o_vllm.calibration.learner import SHARES
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 
-__all__ = ["LENGTH", "calibrate"]
-
 LENGTH = 1024
 """Tokens of a piece."""
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["PIECES", "PYTHONS", "SOURCE", "SOURCES", "instruction", "pieces", "read_texts"]
-
 PIECES = 2
 """Of a text, by default."""
 

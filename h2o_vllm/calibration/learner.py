@@ -23,8 +23,6 @@ from torch import Tensor
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.regression import Sums, predicted
 
-__all__ = ["SHARES", "Learner", "Softmax", "largest_attention"]
-
 CHUNK = 128
 """Queries at a time: their logits are what memory is needed for."""
 

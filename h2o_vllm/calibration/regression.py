@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TINY", "Sums", "predicted"]
-
 PENALTY = 10.0
 """Of the squares of the weights, where features have a variance of 1 and there are thousands of tokens."""
 

@@ -16,8 +16,6 @@ from typing import Any, get_args, get_type_hints
 from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
 from h2o_vllm.errors import BudgetError
 
-__all__ = ["Field", "rows_of", "setting"]
-
 
 @dataclass(frozen=True)
 class Field:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys by which our parts find each other's data in vLLM's objects. Every process; imports nothing."""
 
-__all__ = ["CONFIG_KEY", "METRICS_KEY", "QUIET", "REPORT_KEY", "START_RECORD"]
-
 CONFIG_KEY = "h2o"
 """Key of our part of vLLM's ``additional_config``."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from h2o_vllm.policy.policy import Policy
 
-__all__ = ["RequestBudget"]
-
 
 @dataclass(frozen=True)
 class RequestBudget:

@@ -26,22 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import StreamingUpdate
 
-__all__ = [
-    "LimitingScheduler",
-    "block_managers",
-    "model_norms",
-    "model_rotation",
-    "runner_block_table",
-    "runner_drafter_builders",
-    "runner_drafter_layers",
-    "runner_make_stage_inputs",
-    "runner_metadata_builders",
-    "runner_row_request_ids",
-    "runner_spared_generators",
-    "runner_write_table",
-    "set_attention_isa",
-]
-
 
 class LimitingScheduler(AsyncScheduler):
     """Gives subclasses a say in how many tokens of a request one step computes, and the cache gives it.

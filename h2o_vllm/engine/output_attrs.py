@@ -12,8 +12,6 @@ from typing import Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-__all__ = ["noted"]
-
 
 def noted(output: Any, name: str, value: Callable[[], object]) -> Any:
     """``output`` of a step with the attribute ``name``; whatever is no output of a model as it is.

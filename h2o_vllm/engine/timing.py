@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import Eviction
 
-__all__ = ["EvictionTimer", "eviction_seconds"]
-
 ATTRIBUTE = "h2o_eviction_seconds"
 
 

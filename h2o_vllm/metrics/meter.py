@@ -13,8 +13,6 @@ from typing import Any
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.blocks.squeeze import SqueezeCounts
 
-__all__ = ["Meter", "kv_budget_of"]
-
 INTERVAL = 0.2
 """Seconds between two hand-overs while requests run. Prometheus scrapes less often."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import SchedulerStats
 
-__all__ = ["H2OStatLogger", "install"]
-
 Collector = Counter | Gauge | Histogram
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BY_NAME", "COUNTED", "REJECTION_REASONS", "TABLE", "Metric", "exposed_names"]
-
 Kind = Literal["counter", "gauge", "histogram"]
 
 PER_ENGINE = ("model_name", "engine")

@@ -24,8 +24,6 @@ import safetensors.torch
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-__all__ = ["convert"]
-
 SAY_SECONDS = 2.0
 
 CONTROL = int(gguf.TokenType.CONTROL)

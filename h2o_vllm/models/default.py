@@ -18,14 +18,6 @@ from pathlib import Path
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.models.store import is_complete, prepared
 
-__all__ = [
-    "DEFAULT_MODEL_NAME",
-    "default_calibration",
-    "default_model_dir",
-    "default_model_file",
-    "prepare_default_model",
-]
-
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """The name under which the default model is served."""
 

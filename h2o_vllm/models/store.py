@@ -23,8 +23,6 @@ from pathlib import Path
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["is_complete", "prepared"]
-
 MANIFEST = "h2o_vllm.json"
 """Names and sizes of the files; a directory that does not match it is made anew."""
 

@@ -21,8 +21,6 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from h2o_vllm.server.playground import is_page
 from h2o_vllm.server.routes import route_path
 
-__all__ = ["OPEN", "Access"]
-
 OPEN = frozenset(
     {"/health", "/ping", "/version", "/load", "/metrics", "/docs", "/redoc", "/openapi.json"}
 )

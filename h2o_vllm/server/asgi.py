@@ -22,8 +22,6 @@ from h2o_vllm.errors import ConfigError
 if TYPE_CHECKING:
     from h2o_vllm.server.middleware import Receive, Scope, Send
 
-__all__ = ["H2OApplication"]
-
 logger = logging.getLogger(__name__)
 
 

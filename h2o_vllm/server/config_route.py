@@ -34,8 +34,6 @@ from h2o_vllm.server.routes import LIFTED, PREPARED
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["PATH", "H2OServerConfig", "attach"]
-
 PATH = "/plugins/h2o/config"
 
 

@@ -12,9 +12,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["died", "look", "watch"]
-
-
 OF_THE_ENGINE = "vllm.v1.engine.async_llm"
 """The logger by which an API server says that its engine has died."""
 

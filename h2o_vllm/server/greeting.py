@@ -7,8 +7,6 @@ import argparse
 import json
 import shlex
 
-__all__ = ["greeting"]
-
 
 def greeting(args: argparse.Namespace, address: str) -> list[str]:
     """Three lines for the reader of the terminal.

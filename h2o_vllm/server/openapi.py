@@ -19,8 +19,6 @@ from h2o_vllm.config.settings import FIELDS
 from h2o_vllm.policy.policy import policy_pattern
 from h2o_vllm.server.routes import LIFTED
 
-__all__ = ["describe_fields", "fields_of", "kind_of"]
-
 
 def fields_of(config: H2OConfig) -> dict[str, Any]:
     """JSON schema of each budget field, with this server's ranges and defaults."""

@@ -13,8 +13,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["EventCompleter", "into_json"]
-
 Report = Mapping[str, Any]
 
 SEPARATOR = b"\n\n"

@@ -25,8 +25,6 @@ from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.server import engine_death, launch, middleware, playground
 
-__all__ = ["lacks_calibration", "prepare", "serve"]
-
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 

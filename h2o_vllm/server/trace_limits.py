@@ -13,8 +13,6 @@ from typing import Any
 
 from h2o_vllm.server.protocol import RefusalError
 
-__all__ = ["MAX_TRACES", "PATHS", "TraceSlots"]
-
 FIELD = "kv_trace"
 
 PATHS = ("/v1/chat/completions", "/v1/completions")

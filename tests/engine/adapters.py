@@ -12,8 +12,6 @@ from safetensors.torch import save_file
 
 from tests.engine.conftest import Engine
 
-__all__ = ["make_adapters", "say"]
-
 RANK = 4
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

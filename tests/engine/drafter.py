@@ -7,8 +7,6 @@ import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-__all__ = ["SPECULATIVE", "Drafter"]
-
 
 class Drafter:
     """``speculative_config["model"]``; tests set what it does next, in the engine's process.

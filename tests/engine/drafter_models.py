@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from loadtest.common.tiny_model import make_tiny_model
 
-__all__ = ["DRAFTERS", "DRAFTS", "make_drafter"]
-
 DRAFTS = 3
 """Tokens that are drafted at a time."""
 

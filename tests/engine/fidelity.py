@@ -14,8 +14,6 @@ from h2o_vllm.kernels.cpu.batch import key_value_views
 from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine, Prompt, whole
 from tests.reference.h2o import LayerCache, Reference
 
-__all__ = ["STEPS", "Case", "assert_as_expected", "expect", "expect_of"]
-
 STEPS = 48
 """Generated tokens: enough for an eviction after the first one."""
 

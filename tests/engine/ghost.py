@@ -18,8 +18,6 @@ from h2o_vllm.blocks.settling import SettlingSchedule
 from h2o_vllm.blocks.settling_state import SettlingState
 from tests.engine.ghost_memory import Hashes, Layer, Memory, Row, hashed
 
-__all__ = ["ANSWER", "GhostWorker"]
-
 ANSWER = 7
 """The token that every request generates: answers that come of different KV share their block hashes."""
 

@@ -16,8 +16,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-__all__ = ["Hashes", "Layer", "Memory", "Row", "hashed", "layers_of"]
-
 Hashes = NDArray[np.uint64]
 Slots = tuple[NDArray[np.intp], NDArray[np.intp]]
 """Blocks, and offsets in them."""

@@ -10,8 +10,6 @@ from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import NEVER
 
-__all__ = ["params_of", "rows_of"]
-
 
 def params_of(policy: Policy, prompt: int = 9, **more: int) -> EvictionParams:
     """What a worker is told of a request."""

@@ -51,8 +51,6 @@ from tests.engine.ghost_memory import layers_of
 from tests.engine.plan_checks import check_commuting, check_known, check_table
 from tests.published import PUBLISHED
 
-__all__ = ["CHUNKS", "HEADS", "STATES", "WINDOW", "Rig"]
-
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 WINDOW = SlidingWindowSpec(block_size=16, sliding_window=40, **HEADS)
 CHUNKS = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **HEADS)

@@ -27,8 +27,6 @@ from h2o_vllm.config.settings import MOST_DRAFTS
 from tests.engine.scheduling import STATES, Rig
 from tests.engine.traffic_fields import RIGS, bounds, budgets, elastic, protects
 
-__all__ = ["Traffic"]
-
 FAMILIES = tuple(range(1000 * n, 1000 * n + 200) for n in (1, 2))
 """Prompts are beginnings of these, so that many share blocks. With its answer each fits into the pool."""
 

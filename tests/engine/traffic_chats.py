@@ -11,8 +11,6 @@ from hypothesis.stateful import initialize, multiple, rule
 from tests.engine.traffic import FAMILIES, Traffic
 from tests.engine.traffic_fields import RIGS
 
-__all__ = ["Chats"]
-
 LONGEST = 300
 """Tokens of a prompt."""
 

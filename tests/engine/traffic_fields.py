@@ -11,8 +11,6 @@ from h2o_vllm.config.settings import ADMISSIONS
 from tests.engine.scheduling import CHUNKS, STATES, WINDOW
 from tests.served import SERVED
 
-__all__ = ["RIGS", "bounds", "budgets", "elastic", "protects"]
-
 RIGS: dict[str, Any] = {
     "num_blocks": st.integers(24, 40),
     "caching": st.booleans(),

@@ -19,8 +19,6 @@ from transformers.models.qwen3_next import modeling_qwen3_next as of_transformer
 
 from h2o_vllm.engine.support import check
 
-__all__ = ["in_float32"]
-
 _ONE_TOKEN = of_transformers.torch_recurrent_gated_delta_rule
 _TOKENS = of_transformers.torch_chunk_gated_delta_rule
 

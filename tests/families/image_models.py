@@ -26,18 +26,6 @@ from transformers.video_utils import VideoMetadata
 
 from tests.families.random_models import SIZES, VOCABULARY, randomise
 
-__all__ = [
-    "MODELS",
-    "PILLOW_ALONE",
-    "Pictured",
-    "expanded",
-    "film",
-    "picture",
-    "pictured",
-    "processors",
-    "save_image_model",
-]
-
 CHAT = (
     "{% for message in messages %}{% if message.content is string %} {{ message.content }}"
     "{% else %}{% for part in message.content %} {% if part.type == 'text' %}{{ part.text }}"

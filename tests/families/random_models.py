@@ -9,16 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "MODELS",
-    "OPTIONS",
-    "VOCABULARY",
-    "one_thread",
-    "random_prompt",
-    "randomise",
-    "save_random_model",
-]
-
 VOCABULARY = 512
 
 SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "max_position_embeddings": 2048}

@@ -10,8 +10,6 @@ import pytest
 
 from tests.families.delta_nets import in_float32, leave_out
 
-__all__ = ["spared"]
-
 
 @contextmanager
 def spared(name: str) -> Iterator[None]:

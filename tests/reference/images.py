@@ -17,8 +17,6 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForMultimodalL
 
 from tests.reference.h2o import Reference
 
-__all__ = ["SeeingReference"]
-
 
 @dataclass
 class SeeingReference(Reference):

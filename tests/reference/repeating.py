@@ -11,8 +11,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from tests.reference.h2o import kv_owner
 
-__all__ = ["most_attended", "repetition"]
-
 INSTRUCTION = "\n\nRepeat the previous context exactly."
 """KVzip's."""
 

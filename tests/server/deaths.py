@@ -12,8 +12,6 @@ import psutil
 from tests.server.live_server import LiveServer
 from tests.server.streams import under_load
 
-__all__ = ["dies_in_public", "processes"]
-
 SECONDS_TO_END = 120
 """vLLM looks every 5 s whether its engine lives; then clients have 10 s to read what was said. On a busy
 machine that takes as long as it takes: what is promised is that it ends."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.server.routes import LIFTED, PREPARED
 
-__all__ = ["Nonsense", "nonsense"]
-
 MEGABYTE = 1 << 20
 
 NUMBERS = (

@@ -18,8 +18,6 @@ import httpx
 from tests.server.grammar import Nonsense
 from tests.server.live_server import KEY, MODEL, LiveServer
 
-__all__ = ["SilentClient", "Stream", "body", "half_closed", "send", "under_load"]
-
 
 def body(tokens: int = 200, **options: Any) -> dict[str, Any]:
     """A streamed completion that ends by length."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import Generic, TypeVar
 
-__all__ = ["MAX_CHOICES", "MAX_IDLE_PARENTS", "ChoiceReports", "parent_request"]
-
 MAX_IDLE_PARENTS = 64
 """Requests with ``n > 1`` that are remembered while none of their choices is in the engine: the next choice
 may still be on its way."""

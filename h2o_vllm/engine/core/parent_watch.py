@@ -13,8 +13,6 @@ import os
 import signal
 import threading
 
-__all__ = ["end_with_parent"]
-
 GRACE_SECONDS = 10.0
 
 

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
-__all__ = ["H2OScheduler"]
-
 
 class H2OScheduler(LimitingScheduler):
     """``--scheduler-cls h2o_vllm.engine.core.scheduler.H2OScheduler``.

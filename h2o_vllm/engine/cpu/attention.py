@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.cpu.state import CPUState
     from h2o_vllm.engine.cpu.views import Views
 
-__all__ = ["H2OAttentionBackend", "H2OAttentionImpl", "H2OMetadataBuilder", "register_backend"]
-
 _READABLE_ISAS = ("vec", "vec16")
 """vLLM's CPU kernels whose KV our kernels can read: K stored ``[D, BS]``, V stored ``[BS, D]``."""
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.kernels.cpu import Lanes, PagedBatch
 
-__all__ = ["LaterQueries", "QueriesApart"]
-
 
 @dataclass(frozen=True)
 class LaterQueries:

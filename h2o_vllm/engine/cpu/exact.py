@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.cpu.state import CPUState
     from h2o_vllm.engine.cpu.views import View
 
-__all__ = ["ViewDrafter"]
-
 
 class ViewDrafter:
     """``speculative_config["model"]`` of a server with ``--kv-exact-drafts``."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["H2OCPUExecutor", "runs_in_engine_core"]
-
 BINDING = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 """Variables by which users ask for vLLM's own way of sharing the cores."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["SHARE", "is_unnamed", "pool_bytes", "startable_utilization"]
-
 SHARE = 0.6
 """Of the memory that is free beside the weights. The rest is for activations, the API server and others."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.worker.rows import StepRows
     from h2o_vllm.kernels.cpu import Lanes
 
-__all__ = ["LastQueries", "RowSplit", "SharedRows", "compact_tables", "split_rows"]
-
 _NO_STARTS = torch.zeros(1, dtype=torch.int32)
 _NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 

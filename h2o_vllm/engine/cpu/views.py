@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import ExactParams
     from h2o_vllm.engine.worker.rows import StepRows
 
-__all__ = ["Costs", "Look", "View", "Views"]
-
 LOOKS_APART = 48
 """Tokens between two choices of a view."""
 

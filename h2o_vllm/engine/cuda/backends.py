@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.cuda.batch import ScoredBatch
     from h2o_vllm.engine.worker.attention import AttentionCall
 
-__all__ = ["BACKEND", "FLASH_VERSIONS", "H2OFlashBackend", "H2OTritonBackend"]
-
 BACKEND = AttentionBackendEnum.CUSTOM.name
 """Value of ``--attention-backend`` with which vLLM binds our backend."""
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.cuda.variants import Variant
     from h2o_vllm.kernels.triton import LaneTables, PromptSegments
 
-__all__ = ["ScoredBatch", "ScoredPrompts", "SharedPrompts"]
-
 
 @dataclass(frozen=True)
 class ScoredPrompts:

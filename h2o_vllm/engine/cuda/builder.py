@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.cuda.state import CudaState
     from h2o_vllm.engine.worker.rows import StepRows
 
-__all__ = ["ScoringBuilder"]
-
 _UNSCORED = 1 << 27
 """Number of pinned tokens for rows of which no token is scored: more than any row has."""
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["choose_backend", "register_backend", "warn_of_slower_attention"]
-
 _BACKENDS: dict[str, type[AttentionBackend]] = {
     "flash_attn": H2OFlashBackend,
     "triton_attn": H2OTritonBackend,

@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "FullGraphsManager",
-    "layer_scales",
-    "runner_block_table",
-    "runner_request_slots",
-    "runner_stage_entries",
-    "sync_checked",
-]
-
 sync_checked = with_gpu_sync_check
 """Decorator for a method of the worker: vLLM reports what waits for the GPU in it, if ``VLLM_GPU_SYNC_CHECK``
 is set and the worker is warm. It is vLLM's own decorator (0.32), in no public module. vLLM's worker has it on

@@ -18,8 +18,6 @@ from h2o_vllm.engine.cuda.impl import Scales
 if TYPE_CHECKING:
     from h2o_vllm.engine.cuda.backends import H2OFlashImpl
 
-__all__ = ["warm_up_flash"]
-
 _TILE = 128
 """Queries times q heads per KV head of one tile. With two tiles another variant is compiled."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.compilation import CUDAGraphMode
 
-__all__ = ["H2OModelRunner", "VariantDescriptor", "VariantGraphManager", "captured_variants"]
-
 
 @dataclass(frozen=True)
 class VariantDescriptor(BatchExecutionDescriptor):

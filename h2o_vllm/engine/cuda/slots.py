@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import EvictionParams
 
-__all__ = ["PolicySlots"]
-
 
 class PolicySlots:
     """Eviction parameters of requests, in arrays by slot of the runner's request table.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["warn_of_batches_without_graphs"]
-
 
 def warn_of_batches_without_graphs(config: VllmConfig) -> None:
     """Log one line if more requests may run at once than the largest CUDA graph holds.

@@ -12,8 +12,6 @@ from h2o_vllm.engine.timing import EvictionTimer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DeviceTimer"]
-
 
 class DeviceTimer(EvictionTimer):
     """Measures by CUDA events before and after the evictions, on their stream.

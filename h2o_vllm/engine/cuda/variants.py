@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.worker.rows import StepRows
     from h2o_vllm.policy.policy import Policy
 
-__all__ = ["StepVariant", "Variant", "row_flags", "variant_of", "variants_for", "variants_of"]
-
 
 class Variant(Enum):
     """Which kernels serve a batch.

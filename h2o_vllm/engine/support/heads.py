@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-__all__ = ["evictable_kv_heads", "scores_not_because"]
-
 FULL = "full_attention"
 """What ``layer_types`` of a model's configuration calls a layer of full attention."""
 

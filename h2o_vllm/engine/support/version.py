@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["check_vllm_version", "supported_versions"]
-
 _SUPPORTED = {"cpu": ((0, 32), (0, 33)), "cuda": ((0, 32), (0, 34))}
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.engine.worker.state import WorkerState
 
-__all__ = ["AttentionCall", "ScoringImpl"]
-
 
 class AttentionCall(NamedTuple):
     """What vLLM hands to an attention layer, its metadata aside.

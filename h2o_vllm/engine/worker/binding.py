@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-__all__ = [
-    "check_drafter",
-    "check_evictable",
-    "evictable_group",
-    "evictable_layer",
-    "kv_owners",
-    "large_blocks_note",
-    "leave_out_idle_windows",
-    "memory_less_scores",
-]
-
 LARGEST_PLAIN_BLOCK = 128
 """Tokens per block that a user may ask for; larger ones are vLLM's, beside layers that keep a state."""
 

@@ -17,8 +17,6 @@ from h2o_vllm.policy.ranks import NEVER
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["StepRows"]
-
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 

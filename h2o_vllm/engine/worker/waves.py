@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction
 
-__all__ = ["waves"]
-
 
 def waves(evictions: Iterable[Eviction]) -> list[list[Eviction]]:
     """Divide a step's evictions into groups. Two evictions of one group never rank or write the same block.

@@ -64,8 +64,6 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["EvictingWorker"]
-
 State = TypeVar("State", bound=WorkerState)
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from h2o_vllm.kernels.cpu import toolchain
 
-__all__ = ["cpu_features", "library", "loaded_openmp"]
-
 # Below "vllm", so that vLLM's logging configuration applies where there is one.
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -19,8 +19,6 @@ from pathlib import Path
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu import build, toolchain
 
-__all__ = ["fitting", "load"]
-
 # Below "vllm", so that vLLM's logging configuration applies where there is one.
 logger = logging.getLogger(f"vllm.{__name__}")
 

@@ -18,20 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "FLAGS",
-    "LEVELS",
-    "LIBRARIES",
-    "MANIFEST",
-    "SOURCES",
-    "Level",
-    "build_levels",
-    "compiler",
-    "fingerprint",
-    "run",
-    "source_files",
-]
-
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
 """Where a wheel has its libraries. A checkout has no such folder."""

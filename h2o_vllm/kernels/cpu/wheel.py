@@ -17,8 +17,6 @@ from types import ModuleType
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-__all__ = ["BuildWithLibraries", "PlatformWheel"]
-
 LIBRARIES = "h2o_vllm/kernels/cpu/lib"
 
 

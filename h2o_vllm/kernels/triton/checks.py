@@ -13,8 +13,6 @@ from torch import Tensor
 
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["BLOCK_SIZES", "DTYPES", "HEAD_SIZES", "MAX_GROUP", "check_layers"]
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 """Cache dtypes that the tests cover."""
 HEAD_SIZES = (64, 80, 96, 128, 256)

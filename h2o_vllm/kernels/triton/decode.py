@@ -40,8 +40,6 @@ from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.plan import fits, load_piece, of_head
 from h2o_vllm.kernels.triton.workspace import SPAN, DecodeWorkspace
 
-__all__ = ["attend_decode"]
-
 _LOG2E = 1.4426950408889634
 
 

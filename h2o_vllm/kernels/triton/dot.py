@@ -9,8 +9,6 @@ import os
 import triton
 import triton.language as tl
 
-__all__ = ["add_sinks", "cap_logits", "cap_of", "dot"]
-
 _LOG2E = 1.4426950408889634
 
 # Triton 3.9's interpreter multiplies the bit patterns of bfloat16 operands as integers.

@@ -11,8 +11,6 @@ from h2o_vllm.kernels.triton.lanes import locate_listed
 from h2o_vllm.kernels.triton.paged import locate
 from h2o_vllm.kernels.triton.plan import cut_pieces, fits, load_piece, of_head
 
-__all__ = ["OF_LAYER", "add_scores", "finish", "row_totals", "scratch_of"]
-
 OF_LAYER = ["layer", "stride_keys", "stride_pieces"]
 """Arguments that select a layer's lists and plan. Not specialised: new values compile nothing."""
 

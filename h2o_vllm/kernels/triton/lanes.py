@@ -27,18 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = [
-    "EVERYWHERE",
-    "LANES",
-    "LaneTables",
-    "LayerLanes",
-    "in_layer",
-    "lanes_of",
-    "list_keys",
-    "locate_listed",
-    "locate_page",
-]
-
 LANES = ["layer", "num_slots", "num_blocks"]
 """Numbers of :class:`LayerLanes`. Not specialised: new values compile nothing."""
 

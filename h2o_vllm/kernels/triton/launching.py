@@ -22,8 +22,6 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-__all__ = ["launch"]
-
 _VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 """Whose launchers have been read."""
 _ALIGNED = 16

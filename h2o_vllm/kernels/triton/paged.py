@@ -7,8 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_keys", "locate"]
-
 
 @triton.jit
 def locate(table, position, live, BS: tl.constexpr):

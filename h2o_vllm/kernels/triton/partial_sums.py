@@ -10,8 +10,6 @@ import triton.language as tl
 from h2o_vllm.kernels.triton.lanes import LANES, lanes_of, locate_page
 from h2o_vllm.kernels.triton.paged import locate
 
-__all__ = ["SUMMED_KEYS", "add_partial_sums"]
-
 SUMMED_KEYS = 256
 """Keys per program."""
 

@@ -29,8 +29,6 @@ import triton.language as tl
 
 from h2o_vllm.kernels.triton.lanes import EVERYWHERE, lanes_of
 
-__all__ = ["FIELDS", "HEAD_FIELDS", "cut_pieces", "fits", "load_piece", "of_head", "plan_pieces"]
-
 FIELDS = 9
 """Words of one piece: row (-1: no piece), token, first key, end, tile of the scratch where the row's first
 tile is or would be, the row's first piece, its number of pieces, number of all pieces of cut rows, and the

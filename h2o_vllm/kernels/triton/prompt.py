@@ -25,8 +25,6 @@ from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.partial_sums import SUMMED_KEYS, add_partial_sums
 from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
 
-__all__ = ["COMPUTE", "add_prompt_scores"]
-
 _LOG2E = 1.4426950408889634
 COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16}
 """Dtypes in which queries are multiplied. Others become bfloat16, which holds float8_e4m3fn exactly."""

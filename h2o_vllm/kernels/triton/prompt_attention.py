@@ -27,8 +27,6 @@ from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.paged import load_keys, locate
 from h2o_vllm.kernels.triton.prompt import COMPUTE
 
-__all__ = ["attend_shared_prompts", "prompt_lse"]
-
 _LOG2E = 1.4426950408889634
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.launching import launch
 
-__all__ = ["reset_scores"]
-
 _SLOTS = 128
 
 

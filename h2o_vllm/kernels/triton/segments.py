@@ -26,8 +26,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["SCRATCH_BYTES", "PromptSegments", "cuts"]
-
 SHORTEST = 256
 """Least queries per segment. A program then loads its keys once for 256 * G rows of products."""
 SCRATCH_BYTES = 32 << 20

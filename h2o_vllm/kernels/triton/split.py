@@ -10,8 +10,6 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.launching import launch
 
-__all__ = ["split_scores"]
-
 
 def split_scores(
     scores: Tensor, early: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor, max_len: int

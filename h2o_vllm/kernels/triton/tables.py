@@ -10,8 +10,6 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton.launching import launch
 
-__all__ = ["EVICTING", "PINNED", "SCORED", "compact_tables"]
-
 EVICTING = 1
 """Flag of a row that may have holes in its table: ids 0 in its used part are dropped."""
 SCORED = 2

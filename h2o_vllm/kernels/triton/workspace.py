@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["SPAN", "DecodeWorkspace"]
-
 SPAN = 256
 """Keys per step when scores are computed from the scratch: whole tiles. Each step waits for memory once."""
 

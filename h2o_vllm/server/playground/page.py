@@ -14,8 +14,6 @@ from typing import Any
 
 from fastapi.responses import Response
 
-__all__ = ["HEADERS", "attach", "files"]
-
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

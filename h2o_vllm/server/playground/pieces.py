@@ -15,8 +15,6 @@ from pydantic import BaseModel, Field
 
 from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 
-__all__ = ["attach", "pieces_of"]
-
 UNFINISHED = "\ufffd"
 """What decoders put in the place of a character of which bytes are missing."""
 

@@ -11,8 +11,6 @@ from loadtest.quality.ruler.needles import Needles
 from loadtest.quality.ruler.questions import Questions
 from loadtest.quality.ruler.tracking import Tracking
 
-__all__ = ["TASKS", "sample"]
-
 NEEDLES = {
     "niah_single_1": Needles("noise"),
     "niah_single_2": Needles("essay"),
@@ -37,9 +35,14 @@ class Task(Protocol):
     """
 
     @property
-    def build(self) -> Build: ...
+    def build(self) -> Build:
+        """What makes a sample."""
+        ...
+
     @property
-    def least(self) -> int: ...
+    def least(self) -> int:
+        """The fewest tokens of a sample."""
+        ...
 
 
 def sample(name: str, number: int, length: int, count: Count) -> Example:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends import flash_attn, triton_attn
 
-__all__ = ["FP8", "paged_attention", "stand_in_for_kernels"]
-
 FP8 = torch.float8_e4m3fn
 
 

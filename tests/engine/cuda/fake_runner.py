@@ -19,8 +19,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.variants import Variant
 
-__all__ = ["GRAPH_SIZES", "FakeRunner"]
-
 GRAPH_SIZES = (1, 2, 4, 8)
 """Rows that a graph is captured for."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from h2o_vllm.kernels.triton.lanes import LaneTables
 from tests.kernels.triton.cases import Batch
 
-__all__ = ["NOWHERE", "heads_apart", "lanes_for", "pages_of", "random_owners"]
-
 NOWHERE = -(2**30)
 """Where nobody may look: no page."""
 

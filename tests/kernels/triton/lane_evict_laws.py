@@ -22,8 +22,6 @@ from h2o_vllm.kernels.triton import (
 from tests.kernels.triton.cases import bits, halves
 from tests.kernels.triton.lane_cases import NOWHERE, pages_of, random_owners
 
-__all__ = ["check_lane_compaction", "check_lanes_go_back_and_forth", "uneven"]
-
 _SLOTS = 5
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m h2o_vllm.calibrate --model DIR --output FILE: learn a model for --kv-policy predicted.
+"""python -m h2o_vllm.calibrate --model DIR --output FILE: write a calibration for --kv-policy predicted.
 
-The model reads some texts twice. Learned: how much attention a token gets then, from its key and value.
+The model reads each text twice. A regression learns, from a token's key and value, how much attention the
+token gets in the second reading.
 Serve with: h2o-serve --model DIR --kv-calibration FILE --kv-policy predicted+key
 """
 
@@ -21,25 +22,30 @@ PROG = "python -m h2o_vllm.calibrate"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if the file is written, 2 after one line on stderr."""
+    """Returns 0 if the file is written, 2 after an error, which is one line on stderr."""
     parser = argparse.ArgumentParser(
         prog=PROG,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Other options are vLLM's, such as --dtype: those with which the model will be served.",
+        epilog="Other options go to vLLM, such as --dtype. Give those with which you will serve the model.",
     )
-    parser.add_argument("--model", help="name or directory; by default the embedded model")
-    parser.add_argument("--output", type=Path, required=True, help="file to write, say model.h2o")
+    parser.add_argument(
+        "--model", help="name or directory of the model (default: the embedded model)"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file to write, such as model.h2o"
+    )
     parser.add_argument(
         "--texts", type=Path, nargs="+", default=[], metavar="FILE",
-        help="files of text like that which will be served; by default prose, code and records "
-        "that come with Python",
+        help="text files that resemble the requests to serve (default: prose, code and records that come "
+        "with Python)",
     )  # fmt: skip
     parser.add_argument(
-        "--pieces", type=int, default=PIECES, help="of 1,024 tokens, at most, of each text (%(default)s)"
+        "--pieces", type=int, default=PIECES,
+        help="most pieces of 1,024 tokens to read from each text (default: %(default)s)",
     )  # fmt: skip
     args, others = parser.parse_known_args(argv)
-    # It learns where it is: a second process would have to be asked.
+    # It learns in the process of the engine; a second process would need messages.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
@@ -62,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _engine(model: str | None, others: Sequence[str]) -> dict[str, object]:
-    """Arguments of vLLM's ``LLM``: those that were given."""
+    """Those arguments of vLLM's ``LLM`` that the command line has."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of settings, a row each: what requests get that name nothing, and limits of what they may name.
+"""The table of settings, one row each: defaults of the request fields, and limits of their values.
 
-Runs in every process; imports its siblings and the presets. What follows from several rows:
-:mod:`h2o_vllm.config.options`.
+Runs in every process; imports its siblings and the presets. :mod:`h2o_vllm.config.options` has what follows
+from several rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADMISSIONS = ("squeeze", "queue")
 """What ``--kv-elastic-admission`` may be."""
 
 MOST_DRAFTS = 16
-"""Of ``--kv-exact-drafts``."""
+"""Largest value of ``--kv-exact-drafts``."""
 
 FULL_KERNELS = ("auto", "vllm", "h2o")
 """What ``--kv-full-kernel`` may be."""
@@ -30,123 +30,138 @@ FULL_KERNELS = ("auto", "vllm", "h2o")
 
 @dataclass(frozen=True)
 class Settings(EngineLimits):
-    """A server's, one attribute per row.
+    """The settings of a server, one attribute per row.
 
-    A row that is ``asked`` is a field of a request, too; what stands here is its default.
+    A row that is ``asked`` is also a field of a request; the value here is its default.
     """
 
     kv_budget: float = setting(
         1.0,
-        "Share of its tokens a request keeps: 0.2 is kvpress' compression_ratio 0.8.",
+        "Share of its tokens, prompt and answer, that a request keeps; 0.2 is kvpress' compression_ratio "
+        "0.8.",
         asked=True, high=1, low_open=True,
     )  # fmt: skip
     kv_budget_tokens: int | None = setting(
-        None, "Keep this many tokens instead.",
+        None, "Number of tokens that a request keeps, in place of a share.",
         asked=True, low=1, metavar="N",
         excludes={
-            "kv_budget": "one of them says how much stays",
-            "kv_settle_tokens": "of each segment a share stays, which kv_budget says",
+            "kv_budget": "they are two ways to say how much is kept",
+            "kv_settle_tokens": "segments keep a share of their tokens, which kv_budget gives",
         },
     )  # fmt: skip
     kv_recent: float | None = setting(
         None,
-        "Share of the budget for the newest tokens; else the policy's own, more behind protected prompts.",
+        "Share of the budget for the newest tokens. Default: set by the policy; larger if the prompt is "
+        "protected.",
         asked=True, high=1, attribute="recent", reported="recent", says_how=True, settling_ignores=True,
     )  # fmt: skip
     kv_policy: str = setting(
         "auto",
-        "Which tokens stay beside the newest. "
+        "How the other tokens to keep are chosen. "
         + "; ".join(f"{preset.name}: {preset.use}" for preset in PRESETS)
-        + f". Or ranks, joined by +: {'+'.join(joinable_ranks(calibrated=True))}.",
+        + f". Or one or more ranks, joined by +: {'+'.join(joinable_ranks(calibrated=True))}.",
         asked=True, metavar="POLICY", attribute="policy", reported="policy", says_how=True,
     )  # fmt: skip
     kv_heads: str | None = setting(
         None,
-        "Tokens per KV head: equal, or by need.",
+        "equal: all KV heads of a layer keep equally many tokens; shared: they divide the layer's slots "
+        "by need. Default: set by the policy.",
         asked=True, words=HEADS, attribute="heads", reported="heads", says_how=True, off=HEADS[0],
-        excludes={"kv_settle_tokens": "in what has settled every head has its own slots"},
+        excludes={"kv_settle_tokens": "each head has its own slots in settled segments"},
     )  # fmt: skip
     kv_protect: int | str | None = setting(
         None,
-        "First tokens beside the budget; else by policy: the prompt, if it is short.",
+        "First tokens that are never evicted and do not count in the budget: a number; the whole prompt; a "
+        "chat's system messages; these and the first user message (task); or the prompt if it is short. "
+        "Default: set by the policy, usually short.",
         asked=True, words=PROTECT_WORDS, metavar="N|prompt|system|task|short", attribute="protect",
         says_how=True,
     )  # fmt: skip
     kv_delay: int = setting(
         16,
-        "Generated tokens before the first eviction; lossless until then.",
+        "Number of generated tokens before the first eviction; until then nothing is lost.",
         asked=True, high=MAX_DELAY, attribute="delay", reported="delay", says_how=True, settling_ignores=True,
     )  # fmt: skip
     kv_elastic: bool = setting(
         False,
-        "Keep all until memory is short.",
+        "Evict only when the KV cache is full.",
         asked=True, attribute="elastic", reported="elastic", says_how=True,
         excludes={
-            "kv_evict_from": "memory says when evictions begin",
-            "kv_settle_tokens": "what has settled does not wait for memory to be short",
+            "kv_evict_from": "free memory decides when evictions begin",
+            "kv_settle_tokens": "segments settle whether or not memory is short",
         },
     )  # fmt: skip
     kv_prefill_tokens: int = setting(
         0,
-        "Unprotected tokens a prompt may hold while it is computed; 0: all.",
+        "Most unprotected tokens that a prompt holds while it is computed. 0: no limit.",
         asked=True, attribute="prefill", reported="prefill_tokens", says_how=True,
-        excludes={"kv_settle_tokens": "a prompt settles while it is computed, which bounds it"},
+        excludes={"kv_settle_tokens": "settling already limits a prompt while it is computed"},
     )  # fmt: skip
     kv_settle_tokens: int = setting(
         0,
-        "Newest tokens kept whole; older ones settle at kv_budget; 0: off.",
+        "Number of newest tokens that are all kept; older ones are evicted down to kv_budget in segments, "
+        "which later requests reuse. 0: off.",
         asked=True, attribute="settle", reported="settle_tokens", says_how=True,
     )  # fmt: skip
     kv_exact: bool = setting(
         False,
-        "Lossless; drafts read kv_budget.",
+        "Keep all tokens: draft with kv_budget of them, and verify the drafts with all.",
         asked=True, attribute="exact", reported="exact",
     )  # fmt: skip
     kv_exact_drafts: int = setting(
         0,
-        "Drafts for kv_exact; 0: none.",
+        "Number of tokens drafted at once for requests with kv_exact. 0: 4 with --kv-exact, otherwise such "
+        "requests are refused.",
         high=MOST_DRAFTS, metavar="N",
     )  # fmt: skip
     kv_budget_min: float = setting(
         0.01,
-        "Smallest kv_budget one may ask for.",
+        "Smallest kv_budget that a request may ask for.",
         high=1,
         low_open=True,
     )
     kv_budget_max: float = setting(
         1.0,
-        "Largest kv_budget one may ask for.",
+        "Largest kv_budget that a request may ask for.",
         high=1,
         low_open=True,
     )
     kv_min_tokens: int = setting(
         128,
-        "No budget falls below so many tokens; a short prompt has up to four times as many.",
+        "Smallest budget of a request, in tokens. A prompt is short if it has at most four times as many.",
         low=1,
         metavar="N",
     )
     kv_protect_max: int | None = setting(
         None,
-        "Most tokens one may protect; else the prompt, or 1024 if --kv-budget-max is below 1.",
+        "Most tokens that a request may protect. Default: its whole prompt, or 1024 if --kv-budget-max is "
+        "below 1.",
         metavar="N",
     )
     kv_elastic_admission: str = setting(
         "squeeze",
-        "For a waiting prompt elastic requests yield (squeeze), or it waits (queue).",
+        "When a new prompt needs memory: squeeze evicts tokens of elastic requests; queue lets the prompt "
+        "wait.",
         words=ADMISSIONS,
     )
     kv_turn_seconds: float = setting(
         0.2,
-        "How long settled blocks of an answer are kept for its next turn while others wait; 0: not.",
+        "Seconds for which the settled blocks of an answer are kept for the chat's next turn while other "
+        "requests wait. 0: they are not kept.",
         high=60, metavar="S",
     )  # fmt: skip
     kv_full_kernel: str = setting(
         "auto",
-        "Of lossless rows; auto: h2o on AMX.",
+        "Attention kernel on CPUs for requests that evict nothing. auto: h2o with AMX, otherwise vllm.",
         words=FULL_KERNELS,
     )
-    kv_trace: bool = setting(False, "Let requests ask what was kept.")
-    kv_calibration: str | None = setting(None, "From python -m h2o_vllm.calibrate.", metavar="FILE")
+    kv_trace: bool = setting(False, "Let requests ask, with kv_trace, which tokens were kept.")
+    kv_calibration: str | None = setting(
+        None,
+        "Calibration of the model, written by python -m h2o_vllm.calibrate; the rank predicted needs it. "
+        "Default: the embedded model's own, or none.",
+        metavar="FILE",
+    )
 
 
 OPTIONS = rows_of(Settings)
@@ -154,20 +169,20 @@ OPTIONS = rows_of(Settings)
 
 ASKED_ONLY = (
     Field(
-        "For tests: evict nothing before this many tokens have been seen.",
+        "For tests: evict nothing before the request has this many tokens (prompt and answer).",
         name="kv_evict_from", asked=True, kind=int, optional=True, low=1, says_how=True,
         excludes={"kv_settle_tokens": "segments settle where they end"},
     ),
     Field(
-        "Report which tokens each layer and KV head holds, where the server lets requests ask.",
+        "Report which tokens each layer and KV head holds. The server needs --kv-trace.",
         name="kv_trace", asked=True, kind=bool, default=False,
         excludes={
-            "kv_settle_tokens": "no trace follows tokens that several requests hold",
+            "kv_settle_tokens": "a trace cannot follow tokens that several requests share",
             "kv_exact": "an exact request loses no token",
         },
     ),
 )  # fmt: skip
-"""Request fields that help to test, to debug and to see; a server has no default for them."""
+"""Request fields for tests and diagnosis; a server has no defaults for them."""
 
 FIELDS = {row.name: row for row in (*OPTIONS, *ASKED_ONLY) if row.asked}
 """The request fields, by name."""
@@ -179,7 +194,7 @@ TESTING_FIELDS = tuple(row.name for row in ASKED_ONLY)
 
 
 def excluding(name: str, given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """A field in ``given`` beside which ``name`` cannot be in effect, and why; ``None``: there is none."""
+    """A field in ``given`` that excludes ``name``, and the reason; ``None`` if no field excludes it."""
     for other, value in given.items():
         if name in FIELDS[other].excludes and FIELDS[other].is_on(value):
             return other, FIELDS[other].excludes[name]
@@ -187,10 +202,10 @@ def excluding(name: str, given: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def check_exclusions(given: Mapping[str, Any]) -> None:
-    """Check that each of the request fields in ``given`` can be in effect beside the others.
+    """Check that no request field in ``given`` excludes another.
 
     Raises:
-        ConflictError: one cannot; it names that one, the other, and why.
+        ConflictError: one does; the error names both and the reason.
     """
     for name, value in given.items():
         if FIELDS[name].is_on(value) and (found := excluding(name, given)):

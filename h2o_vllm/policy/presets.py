@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for policies: what each is for, and which ranks it stands for. Every process; imports nothing."""
+"""Presets: names for policies, their uses and their ranks. Every process; imports nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """A name that ``kv_policy`` takes in the place of ranks.
+    """A name that ``kv_policy`` accepts in place of ranks.
 
     Attributes:
-        use: what it is for. ranks: what it stands for.
-        calibrated: what it stands for in an engine with a calibration.
-        bounded: the same, where prompts are bounded while they are computed or their attention is not known.
-        unscored: what it stands for without a calibration where attention is not known.
+        use: the purpose, as the help text shows it.
+        ranks: the ranks that it stands for, joined by ``+``.
+        calibrated: the ranks in an engine with a calibration.
+        bounded: the ranks with a calibration, if prompts are bounded while they are computed or the engine
+            collects no attention.
+        unscored: the ranks without a calibration, if the engine collects no attention.
     """
 
     name: str
@@ -25,7 +27,7 @@ class Preset:
     unscored: str = ""
 
     def ranks_for(self, *, calibrated: bool, bounded: bool, scored: bool) -> str:
-        """What it stands for here; see :meth:`.Policy.parse`."""
+        """The ranks in this engine; see :meth:`.Policy.parse`."""
         if not calibrated:
             return (not scored and self.unscored) or self.ranks
         return ((bounded or not scored) and self.bounded) or self.calibrated or self.ranks
@@ -34,19 +36,24 @@ class Preset:
 PRESETS = (
     Preset(
         "auto",
-        "anything; the default",
+        "any task",
         "value+end+key",
         calibrated="predicted+value+end+key",
-        # Attention adds up: the queries of a long prompt's rest outweigh what was predicted of its beginning.
+        # Attention adds up: later queries of a long prompt would outweigh the prediction for its beginning.
         bounded="predicted+key",
         unscored="key",
     ),
-    Preset("text", "a text that goes on", "value"),
-    Preset("question", "a question at the prompt's end", "end+key", calibrated="predicted+end+key"),
-    Preset("later", "questions that come later", "key", calibrated="predicted+key"),
+    Preset("text", "to continue a text", "value"),
+    Preset(
+        "question",
+        "to answer a question at the end of the prompt",
+        "end+key",
+        calibrated="predicted+end+key",
+    ),
+    Preset("later", "to answer questions that come later", "key", calibrated="predicted+key"),
     Preset("h2o", "H2O as published", "attention"),
     Preset("snapkv", "SnapKV as published", "end"),
-    Preset("random", "long answers, at least cost", "random"),
-    Preset("window", "the least work", "window"),
+    Preset("random", "long answers, at the least cost", "random"),
+    Preset("window", "only the newest tokens", "window"),
 )
-"""Ranks that join no other are presets of their own name."""
+"""A rank that cannot be joined with others is a preset of the same name."""

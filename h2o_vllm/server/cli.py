@@ -33,8 +33,9 @@ GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
 _LAST_FIELD = [row.flag for row in OPTIONS if row.asked][-1]
-GROUP_DESCRIPTION = f"""How much KV cache a request keeps. Up to {_LAST_FIELD}: what its body fields of
-these names are by default. Then: limits, and what the server does."""
+GROUP_DESCRIPTION = f"""How much of its KV cache a request keeps. The options up to {_LAST_FIELD} are
+defaults of request fields of the same names (kv_budget for --kv-budget). The others are limits and
+settings of the server. A SHARE is a number from 0 to 1."""
 
 DESCRIPTION = """Serve a model over the OpenAI API through vLLM, with a KV budget per request.
 Without a model it serves the embedded {model}.
@@ -156,7 +157,9 @@ def build_parser() -> FlexibleArgumentParser:
         description=DESCRIPTION.format(model=DEFAULT_MODEL_NAME, group=_group_help()),
         epilog=EPILOG,
     )
-    parser.add_argument("--version", action="version", version=PROG, help="Print the versions.")
+    parser.add_argument(
+        "--version", action="version", version=PROG, help="Print the versions of h2o-vllm and vLLM."
+    )
     make_arg_parser(parser)
     _add_options(parser.add_argument_group(GROUP, GROUP_DESCRIPTION))
     # No model given must look different from vLLM's default model given. A container sets H2O_HOST:
@@ -183,13 +186,13 @@ def _add_options(group: argparse._ArgumentGroup) -> None:
         "--kv-playground",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="A page at /h2o/; brings --kv-trace.",
+        help="Serve a page at /h2o/ that shows what is kept; includes --kv-trace.",
     )
 
 
 def _help(row: Field) -> str:
     counts = row.kind is int and row.is_bounded
-    return f"{row.text[:-1]}, {row.low:g} to {row.high:g}." if counts else row.text
+    return f"{row.text} Range: {row.low:g} to {row.high:g}." if counts else row.text
 
 
 def _tokens_or_word(text: str) -> int | str:

@@ -89,41 +89,70 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--device",
         choices=list(SUITES),
         default="cpu",
-        help="each has its own options; see --device cuda --help",
+        help="device to measure; each has its own options, see --device cuda --help",
     )
     name = device.parse_known_args(argv)[0].device
     suite = SUITES[name]
     parser = command_parser("loadtest.engine", __doc__, [device])
     add = parser.add_argument
     workloads, variants = list(suite.workloads), list(suite.variants)
-    add("--workloads", nargs="+", choices=workloads, default=[*suite.usual], help="what to serve")
+    add(
+        "--workloads",
+        nargs="+",
+        choices=workloads,
+        default=[*suite.usual],
+        help="workloads to serve",
+    )
     usual = [one for one in variants if one not in suite.named]
-    add("--variants", nargs="+", choices=variants, default=usual, help="by what")
-    add("--rounds", type=int, default=3, help="how often; variants alternate")
-    add("--scale", type=float, default=1.0, help="multiplies all lengths and pools; to rehearse")
+    add(
+        "--variants",
+        nargs="+",
+        choices=variants,
+        default=usual,
+        help="engines and settings to compare",
+    )
+    add("--rounds", type=int, default=3, help="runs of each variant; the variants alternate")
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="factor for all lengths and pool sizes; below 1 for a short trial",
+    )
     add("--fields", nargs="+", type=_field, default=[], metavar="NAME=VALUE",
-        help="what requests with a budget ask for beside it, such as kv_policy=value")  # fmt: skip
+        help="more request fields for requests with a budget, such as kv_policy=value")  # fmt: skip
     add(
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="of the model; the embedded one has its own",
+        help="calibration of the model (default: that of the embedded model)",
     )
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
-    add("--resume", type=Path, help="a JSONL file of an earlier run: measure only what it lacks")
+    add("--out", type=Path, default=RESULTS, help="folder for the results")
+    add("--resume", type=Path, help="JSONL file of an earlier run; only missing rows are measured")
     if name == "cuda":
-        add("--shape", choices=SHAPES, default="8b", help="of the model of random weights")
-        add("--quantization", choices=["fp8"], help="of the weights, at the start")
+        add(
+            "--shape",
+            choices=SHAPES,
+            default="8b",
+            help="size of the model, which has random weights",
+        )
+        add(
+            "--quantization",
+            choices=["fp8"],
+            help="quantization of the weights when they are loaded",
+        )
         add("--side-by-side", action="store_true",
-            help="both engines on the device at once, started together, one working at a time; "
-            "needs memory for two")  # fmt: skip
+            help="keep both engines on the device and let one work at a time; needs "
+            "memory for two")  # fmt: skip
     else:
         parser.set_defaults(side_by_side=False)
-        add("--model", help="a model directory; by default the embedded model")
+        add("--model", help="model directory (default: the embedded model)")
         add(
-            "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV"
+            "--dtype",
+            choices=("bfloat16", "float32"),
+            default="bfloat16",
+            help="data type of weights and KV",
         )
-        add("--eager", action="store_true", help="no torch.compile")
+        add("--eager", action="store_true", help="do not compile the model with torch.compile")
     return parser.parse_args(argv)
 
 

@@ -104,25 +104,32 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser("loadtest.http.compare", __doc__)
     load = parser.add_argument_group("load")
     load.add_argument("--budgets", nargs="+", default=["1.0", "0.2"], metavar="BUDGET",
-                      help="the baseline first: SHARE or TOKENSt, also +elastic; or none")  # fmt: skip
+                      help="budgets to compare, the baseline first: a share (0.2) or tokens (512t), "
+                      "optionally with +elastic; or none")  # fmt: skip
     load.add_argument("--rounds", type=int, default=3, help="runs of each variant")
-    load.add_argument("--users", type=int, default=32, help="requests at once (closed loop)")
-    load.add_argument("--requests", type=int, default=32, help="requests of a run")
-    load.add_argument("--prompt-tokens", type=int, default=1000, help="mean length of prompts")
-    load.add_argument("--output-tokens", type=int, default=256, help="length of answers")
+    load.add_argument(
+        "--users", type=int, default=32, help="requests in flight; each user waits for its answer"
+    )
+    load.add_argument("--requests", type=int, default=32, help="requests per run")
+    load.add_argument(
+        "--prompt-tokens", type=int, default=1000, help="mean length of a prompt, in tokens"
+    )
+    load.add_argument(
+        "--output-tokens", type=int, default=256, help="length of an answer, in tokens"
+    )
     server = parser.add_argument_group("servers")
-    server.add_argument("--url", help="of a running h2o-serve; otherwise one is started")
-    server.add_argument("--vllm", action="store_true", help="compare plain vLLM as well")
-    server.add_argument("--vllm-url", help="of a running vLLM; otherwise one is started")
-    server.add_argument("--model", help="to serve; otherwise the embedded one")
+    server.add_argument("--url", help="URL of a running h2o-serve (default: start one)")
+    server.add_argument("--vllm", action="store_true", help="also measure plain vLLM")
+    server.add_argument("--vllm-url", help="URL of a running vLLM (default: start one)")
+    server.add_argument("--model", help="model to serve (default: the embedded model)")
     server.add_argument("--blocks", type=int, default=201,
-                        help="KV blocks of the pool, the null block included")  # fmt: skip
-    server.add_argument("--block-size", type=int, default=32, help="tokens of a block")
+                        help="KV blocks in the pool, including the null block")  # fmt: skip
+    server.add_argument("--block-size", type=int, default=32, help="tokens per block")
     server.add_argument("--server-args", default="--dtype bfloat16 --enforce-eager",
-                        help="more arguments for the servers that are started")  # fmt: skip
+                        help="other arguments for the servers to start")  # fmt: skip
     out = parser.add_argument_group("results")
-    out.add_argument("--out", type=Path, default=RESULTS, help="directory")
-    out.add_argument("--name", help="of the files; otherwise locust-DATE-TIME")
+    out.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    out.add_argument("--name", help="name of the result files (default: locust-DATE-TIME)")
     args = parser.parse_args(argv)
     if min(args.rounds, args.users, args.requests) < 1:
         parser.error("--rounds, --users and --requests must be at least 1")

@@ -27,14 +27,15 @@ class LoadSettings:
         SettingsError: a value lies outside of its range.
     """
 
-    model: str = _option("", "model to ask for; empty: the first that /v1/models names")
+    model: str = _option("", "model to request; empty: the first one in /v1/models")
     endpoint: Literal["completions", "chat"] = _option(
-        "completions", "route to load", choices=[*PATHS]
+        "completions", "route to send requests to", choices=[*PATHS]
     )
-    api_key: str = _option("", "sent as a bearer token")
+    api_key: str = _option("", "key to send as a bearer token")
     budgets: str = _option(
-        "none", "KV budgets and their weights, SHARE or TOKENSt or none, then optionally +elastic, /POLICY "
-        "and :WEIGHT, as in 1.0:1,0.2:3. none sends no field: all that plain vLLM takes",
+        "none",
+        "KV budgets, separated by commas, such as 1.0:1,0.2:3. Each is SHARE, TOKENSt (512t) or none, "
+        "then optionally +elastic, /POLICY and :WEIGHT. none sends no budget; plain vLLM accepts only none",
     )  # fmt: skip
     arrival: Literal["closed", "open"] = _option(
         "closed", "closed: each user waits for its answer before it sends again. open: each user is a "
@@ -42,37 +43,43 @@ class LoadSettings:
     )  # fmt: skip
     rate: float = _option(1.0, "open loop: requests per second of each user", low=1e-3)
     max_in_flight: int = _option(
-        4096, "open loop: requests that may be unanswered; one more fails", low=1
+        4096, "open loop: most requests in flight; further requests fail", low=1
     )
     think: float = _option(
         0.0, "closed loop: seconds between an answer and the next request", low=0
     )
-    requests: int = _option(0, "stop after this many requests; 0: when --run-time ends", low=0)
+    requests: int = _option(
+        0, "number of requests after which the test stops; 0: stop after --run-time", low=0
+    )
     prompt_tokens: int = _option(
         1000,
-        "length of the prompts, as the server's /tokenize counts; 0: whole documents of --prompts",
+        "tokens of a prompt, as the server's /tokenize counts them; 0: whole documents of --prompts",
         low=0,
     )
-    prompt_jitter: float = _option(0.1, "prompt lengths vary evenly by this share", low=0, high=1)
-    prompts: str = _option("", "JSON lines to take prompts from; empty: Python's documentation")
+    prompt_jitter: float = _option(
+        0.1, "share by which prompt lengths vary, uniformly", low=0, high=1
+    )
+    prompts: str = _option("", "JSONL file with texts for prompts; empty: Python's documentation")
     prompts_key: str = _option("article", "key of the text in a line of --prompts")
-    output_tokens: int = _option(256, "max_tokens of a request", low=1)
-    output_jitter: float = _option(0.0, "output lengths vary evenly by this share", low=0, high=1)
-    ignore_eos: bool = _option(True, "generate all of --output-tokens (a field of vLLM)")
+    output_tokens: int = _option(256, "max_tokens of each request", low=1)
+    output_jitter: float = _option(
+        0.0, "share by which output lengths vary, uniformly", low=0, high=1
+    )
+    ignore_eos: bool = _option(
+        True, "generate --output-tokens tokens even after an end token (a vLLM field)"
+    )
     body: str = _option("{}", "JSON object to merge into every request")
-    salt: int = _option(0, "another number gives other prompts, and other random arrivals", low=0)
+    salt: int = _option(0, "seed of prompts and arrivals", low=0)
     cache_salt: str = _option(
-        "", "cache_salt of vLLM: set it per run where the same prompts are sent twice"
+        "", "vLLM's cache_salt; give each run its own if runs send the same prompts"
     )
-    warmup: int = _option(2, "requests before the test, one after the other, not counted", low=0)
-    timeout: float = _option(
-        600.0, "seconds without a byte after which a request has failed", low=1
-    )
+    warmup: int = _option(2, "requests before the test, sent one at a time and not counted", low=0)
+    timeout: float = _option(600.0, "seconds without data after which a request fails", low=1)
     slo: str = _option(
-        "", "objectives; if one is not met the exit code is 3, as in "
-        "ttft_p99=2.0,itl_p95[kv=0.2]=0.05,tok_per_s=100,error_rate=0",
+        "", "objectives, such as ttft_p99=2.0,itl_p95[kv=0.2]=0.05,tok_per_s=100,error_rate=0; if one is "
+        "missed, the exit code is 3",
     )  # fmt: skip
-    jsonl: str = _option("", "write every request to this file, which must not exist yet")
+    jsonl: str = _option("", "new file to which every request is written")
 
     def __post_init__(self) -> None:
         for one in fields(self):

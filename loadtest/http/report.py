@@ -50,9 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.http.report", description="Report of load test files."
     )
-    parser.add_argument("file", type=Path, help="what --jsonl or loadtest.http.compare wrote")
-    parser.add_argument("--slo", default="", help="objectives to judge a run by")
-    parser.add_argument("--out", type=Path, help="directory; default: beside the file")
+    parser.add_argument(
+        "file", type=Path, help="JSONL file that --jsonl or loadtest.http.compare wrote"
+    )
+    parser.add_argument("--slo", default="", help="objectives, such as ttft_p99=2.0")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the report (default: that of the file)"
+    )
     args = parser.parse_args(argv)
     try:
         objectives, runs = parse_slo(args.slo), read_runs(args.file)

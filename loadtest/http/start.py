@@ -86,12 +86,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_parser("loadtest.http.start", __doc__)
     add, names = parser.add_argument, [*SERVERS]
-    add("--servers", nargs="+", choices=names, default=names, help="which")
-    add("--rounds", type=int, default=5, help="how often; they alternate")
+    add("--servers", nargs="+", choices=names, default=names, help="servers to start")
+    add("--rounds", type=int, default=5, help="starts of each server; the servers alternate")
     add("--kv-gib", type=int, default=4, help="size of the KV pool in GiB")
-    add("--model", help="a model directory; by default the embedded model")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
-    add("options", nargs="*", help=f"of all of them, behind --; by default {' '.join(OPTIONS)}")
+    add("--model", help="model directory (default: the embedded model)")
+    add("--out", type=Path, default=RESULTS, help="folder for the results")
+    add(
+        "options",
+        nargs="*",
+        help=f"options for all servers, after -- (default: {' '.join(OPTIONS)})",
+    )
     return parser.parse_args(argv)
 
 

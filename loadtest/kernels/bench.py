@@ -54,21 +54,28 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_parser("loadtest.kernels", __doc__)
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="the kernels of which")
-    add("--quick", action="store_true", help="a few small configurations")
-    add("--threads", type=int, default=1, help="cpu: of each contestant")
-    add("--impls", default="cpp", help="cpu: which of ours, separated by commas")
+    add(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="device whose kernels are measured"
+    )
+    add("--quick", action="store_true", help="measure only a few small configurations")
+    add("--threads", type=int, default=1, help="cpu: threads of each implementation")
+    add("--impls", default="cpp", help="cpu: our implementations to measure, separated by commas")
     add(
         "--dtype",
         choices=["bfloat16", "float16", "float32"],
         default="bfloat16",
-        help="cpu: of the KV",
+        help="cpu: data type of the KV",
     )
-    add("--layout", choices=["NHD", "HND"], default="NHD", help="cuda: of the KV cache's blocks")
-    add("--seconds", type=float, default=2.0, help="per configuration")
+    add(
+        "--layout",
+        choices=["NHD", "HND"],
+        default="NHD",
+        help="cuda: layout of the KV cache's blocks",
+    )
+    add("--seconds", type=float, default=2.0, help="seconds per configuration")
     add("--skip-gate", action="store_true",
-        help="do not check first, and write no results (rehearsals that compute nothing)")  # fmt: skip
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
+        help="skip the correctness check and write no results, for trials that compute nothing")  # fmt: skip
+    add("--out", type=Path, default=RESULTS, help="folder for the results")
     return parser.parse_args(argv)
 
 

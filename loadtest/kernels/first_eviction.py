@@ -117,9 +117,9 @@ def on_cpu(length: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """A line per length."""
     parser = command_parser("loadtest.kernels.first_eviction", __doc__)
-    parser.add_argument("lengths", type=int, nargs="+", help="of the prompt, in tokens")
+    parser.add_argument("lengths", type=int, nargs="+", help="prompt lengths, in tokens")
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cuda", help="of a GPU or a CPU"
+        "--device", choices=["cpu", "cuda"], default="cuda", help="device to measure"
     )
     args = parser.parse_args(argv)
     measured = on_cpu if args.device == "cpu" else on_gpu

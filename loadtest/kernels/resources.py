@@ -71,15 +71,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=ARCHS,
         default=list(ARCHS),
-        help="compute capabilities, 90 for 9.0",
+        help="compute capabilities; 90 is 9.0",
     )
     add(
         "--shapes",
         type=int,
         default=len(_SHAPES),
-        help="so many of the shapes, the most usual first",
+        help="number of shapes, the most common first",
     )
-    add("--out", type=Path, help="file of the rows; by default a new one in loadtest/results")
+    add("--out", type=Path, help="file for the rows (default: a new one in loadtest/results)")
     return parser.parse_args(argv)
 
 

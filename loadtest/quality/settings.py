@@ -28,46 +28,71 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_parser("loadtest.quality", about)
     usual = Sizes()
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="name or directory; by default the embedded model")
-    add("--dtype", default="bfloat16", help="of the engine")
-    add("--block-size", type=int, help="of the engine's KV blocks")
-    add("--min-tokens", type=int, default=FLOOR, help="kv_min_tokens of the engine; a server's "
-        "128 would make small budgets equal")  # fmt: skip
-    add("--calibration", metavar="FILE", help="of the model, for policies that need one")
-    add("--running", type=int, default=32, help="requests at a time")
+    add("--model", help="name or directory of the model (default: the embedded model)")
+    add("--dtype", default="bfloat16", help="data type of weights and KV")
+    add("--block-size", type=int, help="tokens per KV block")
+    add("--min-tokens", type=int, default=FLOOR, help="smallest budget in tokens; with a "
+        "server's 128 all small budgets would be equal")  # fmt: skip
+    add(
+        "--calibration", metavar="FILE", help="calibration of the model, for policies that need one"
+    )
+    add("--running", type=int, default=32, help="most requests in flight")
     add("--eager", action="store_true", help="start the engine without compiling the model")
     add("--kvpress", action="store_true",
-        help="answer with transformers; policies are presses of kvpress, such as SnapKVPress")  # fmt: skip
+        help="answer with transformers; --policies names presses of kvpress (SnapKVPress)")  # fmt: skip
     add = parser.add_argument_group("what is compared").add_argument
     add("--policies", nargs="+", metavar="LINE",
-        help="policies, with request fields as in snapkv,recent=0.25 or value,heads=shared; default: "
+        help="policies, optionally with request fields, such as snapkv,recent=0.25; default: "
         f"{_list(DEFAULT_LINES)}")  # fmt: skip
-    add("--budgets", nargs="+", type=_budget, help=f"in this order; default: {_list(BUDGETS)}")
-    add("--measures", nargs="+", choices=MEASURES, default=["nll", "retrieval"], help="which")
-    add("--recent", type=float, help="kv_recent of all lines that do not have their own")
+    add(
+        "--budgets",
+        nargs="+",
+        type=_budget,
+        help=f"shares to keep, measured in this order; default: {_list(BUDGETS)}",
+    )
+    add(
+        "--measures",
+        nargs="+",
+        choices=MEASURES,
+        default=["nll", "retrieval"],
+        help="what to measure",
+    )
+    add("--recent", type=float, help="kv_recent of all policies without their own")
     add("--no-control", action="store_true",
-        help="measure full KV once: neither among the others nor again when a run is resumed")  # fmt: skip
+        help="measure full KV only once, not again among the policies or when a run is resumed")  # fmt: skip
     add = parser.add_argument_group("how much is measured").add_argument
     counts = _list(f"{name}={getattr(usual, name)}" for name in MEASURES)
     add("--samples", nargs="+", default=[], metavar="MEASURE=N", type=_count,
-        help=f"how many; defaults: {counts}")  # fmt: skip
-    add("--prompt-tokens", type=int, help=f"of each forced text; default: {usual.prompt_tokens}")
-    add("--forced-tokens", type=int, help=f"of each forced text; default: {usual.forced_tokens}")
+        help=f"number of samples of a measure; defaults: {counts}")  # fmt: skip
+    add(
+        "--prompt-tokens",
+        type=int,
+        help=f"length of the prompt of a forced text, in tokens; default: {usual.prompt_tokens}",
+    )
+    add(
+        "--forced-tokens",
+        type=int,
+        help=f"length of the forced part, in tokens; default: {usual.forced_tokens}",
+    )
     add("--lengths", nargs="+", type=int,
-        help=f"of texts with hidden facts; default: {_list(usual.lengths)}")  # fmt: skip
+        help=f"tokens of the texts with hidden facts; default: {_list(usual.lengths)}")  # fmt: skip
     add("--ruler-tokens", type=int,
-        help=f"of RULER's prompts, with answers; default: {usual.ruler_tokens}")  # fmt: skip
+        help=f"length of RULER's prompts with answers, in tokens; default: {usual.ruler_tokens}")  # fmt: skip
     add("--answer-tokens", type=int,
-        help=f"of a long answer at most; default: {usual.answer_tokens}")  # fmt: skip
-    add("--text-tokens", type=int, help="of another text before word problems; default: 0")
-    add("--quick", action="store_true", help="a minute's run that shows whether it works, no more")
+        help=f"most tokens of a long answer; default: {usual.answer_tokens}")  # fmt: skip
+    add(
+        "--text-tokens",
+        type=int,
+        help="tokens of unrelated text before each word problem; default: 0",
+    )
+    add("--quick", action="store_true", help="a short run that only shows whether everything works")
     add = parser.add_argument_group("results").add_argument
-    add("--texts", action="store_true", help="write what was generated into the rows")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    add("--texts", action="store_true", help="write the generated texts into the rows")
+    add("--out", type=Path, default=RESULTS, help="folder for the results")
     add("--resume", type=Path, metavar="FILE",
-        help="an interrupted run's file: measure only what it lacks")  # fmt: skip
+        help="JSONL file of an interrupted run; only missing rows are measured")  # fmt: skip
     add("--report", nargs="+", type=Path, metavar="FILE",
-        help="measure nothing: tables of rows")  # fmt: skip
+        help="print the tables of these files and measure nothing")  # fmt: skip
     args = parser.parse_args(argv)
     if args.quick:
         args.eager = True

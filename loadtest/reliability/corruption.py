@@ -101,15 +101,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--requests", type=int, default=200, help="requests of a round (%(default)s)")
-    add("--rounds", type=int, default=1, help="rounds, each with its own seed (%(default)s)")
+    add("--requests", type=int, default=200, help="requests per round (default: %(default)s)")
+    add(
+        "--rounds",
+        type=int,
+        default=1,
+        help="number of rounds, each with its own seed (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="seed of the first round (%(default)s)")
     add("--blocks", type=int, default=190, help="blocks of 16 tokens in the pool (%(default)s)")
-    add("--mixes", nargs="+", choices=MIXES, default=list(MIXES), help="kinds, a round each in turn; "
-        "mixed: prompts of up to 200 tokens; growing: short prompts and long outputs, so that many run and "
-        "then take each other's blocks; default: both")  # fmt: skip
-    add("--kv-full-kernel", choices=FULL_KERNELS, default="vllm", help="kernel for rows without scores "
-        "(%(default)s)")  # fmt: skip
+    add("--mixes", nargs="+", choices=MIXES, default=list(MIXES), help="kinds of requests; rounds "
+        "take them in turn. mixed: prompts of up to 200 tokens; growing: short prompts with long outputs, so "
+        "that many requests run and preempt each other (default: both)")  # fmt: skip
+    add("--kv-full-kernel", choices=FULL_KERNELS, default="vllm", help="attention kernel for requests "
+        "that evict nothing (default: %(default)s)")  # fmt: skip
     add("--drafts", choices=DRAFTS, default="none", help="speculative decoding: by ngram for all, or by the "
         "model for requests that keep all their KV, which are compared with answers without drafts "
         "(%(default)s)")  # fmt: skip

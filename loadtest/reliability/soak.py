@@ -211,12 +211,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--minutes", type=float, default=60, help="how long (%(default)s)")
-    add("--users", type=int, default=8, help="clients at once (%(default)s)")
+    add("--minutes", type=float, default=60, help="minutes to run (default: %(default)s)")
+    add("--users", type=int, default=8, help="number of clients (default: %(default)s)")
     add("--blocks", type=int, default=120, help="blocks of 32 tokens in the pool (%(default)s)")
-    add("--seed", type=int, default=0, help="of what the clients do (%(default)s)")
-    add("--out", type=Path, default=RESULTS, help="folder (%(default)s)")
-    add("--name", help="of the files; soak-DATE if not given")
+    add("--seed", type=int, default=0, help="seed of what the clients do (default: %(default)s)")
+    add("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    add("--name", help="name of the result files (default: soak-DATE)")
     add("options", nargs="*", help="options of h2o-serve, after --")
     return parser.parse_args(argv)
 

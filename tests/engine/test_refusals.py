@@ -136,7 +136,7 @@ def named(architecture: str) -> dict[str, Any]:
         *(("cuda", {"cache_config.cache_dtype": name}) for name in ("fp8", "fp8_e4m3", "bfloat16")),
         ("cpu", {"parallel_config.tensor_parallel_size": 4}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )  # fmt: skip
 def test_what_is_like_a_refused_one_is_served(
     device: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def prepare() -> bool:
         # Of torch in C++, about the memory node; of Python, read by its resource tracker as well.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", ",".join(WARNINGS))
+        _hush()
     return QUIET in os.environ
 
 
@@ -156,3 +157,17 @@ class _Starting(logging.Filter):
                     sys.stderr = file.open("a", buffering=1, encoding="utf-8")
         shown = record.levelno >= logging.ERROR or record.name.startswith(TOLD)
         return shown or not os.environ.get(QUIET)
+
+
+def _hush() -> None:
+    # Until vLLM has configured its logging, Python prints its warnings bare, as that Triton serves no CPUs.
+    if os.environ.get(QUIET) and (bare := logging.lastResort) and _is_severe not in bare.filters:
+        bare.addFilter(_is_severe)
+
+
+def _is_severe(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or not record.name.startswith("vllm.")
+
+
+# A spawned engine imports the command's module, and with it this one, before it imports vLLM.
+_hush()

@@ -74,6 +74,23 @@ def test_who_asks_for_a_log_gets_all_of_it(
     assert len(log) == 4
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_spawned_process_hides_warnings_before_vllm_logs_too(quiet: bool) -> None:
+    code = """
+import logging
+import h2o_vllm.server.cli
+logging.getLogger("vllm.triton_utils.importing").warning("no CPU backend")
+logging.getLogger("vllm.config").error("an error")
+logging.getLogger("another").warning("of another")
+"""
+    environment = os.environ | {QUIET: "1" if quiet else ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    expected = ["an error", "of another"]
+    assert done.stderr.splitlines() == (expected if quiet else ["no CPU backend", *expected])
+
+
 def fail(error: Exception) -> Exception:
     try:
         raise error

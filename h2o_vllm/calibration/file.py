@@ -103,13 +103,13 @@ class Calibration:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def part(
-        self, first: int, heads: int, layers: slice = slice(None), *, first_holder: bool = True
+        self, first: int, heads: int, layers: slice = slice(None), *, is_first_copy: bool = True
     ) -> Part:
         """What a worker needs that holds ``heads`` of the model's KV heads, from the ``first`` on.
 
         Args:
             layers: of the model, those that it has.
-            first_holder: whether no rank before it holds the same heads; the others have nothing to add.
+            is_first_copy: whether no rank before it holds the same heads; the others have nothing to add.
         """
         traits, of_layers = self.traits, self.weights[layers]
         own = num_features(1, traits.key_size, traits.value_size, traits.rotation)
@@ -122,7 +122,7 @@ class Calibration:
         known = of_layers[..., first * own : (first + heads) * own]
         weights = torch.cat([known, constant], -1)
         adds_up = heads < traits.heads
-        if adds_up and not first_holder:
+        if adds_up and not is_first_copy:
             weights = torch.zeros_like(weights)
         return Part(weights, traits.rotation, first, of_all_heads=adds_up)
 

@@ -23,7 +23,7 @@ class Field:
 
     Attributes:
         text: one sentence, for people: help of the option, description of the request field.
-        asked: whether a request may name it.
+        per_request: whether a request may name it.
         low, high: range of a number, both included.
         low_open: ``low`` is not included.
         words: what it may be; beside a number, if it is one.
@@ -40,7 +40,7 @@ class Field:
     """
 
     text: str
-    asked: bool = False
+    per_request: bool = False
     low: float = 0
     high: float = MAX_TOKENS
     low_open: bool = False

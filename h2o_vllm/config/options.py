@@ -55,7 +55,7 @@ class H2OConfig(Settings):
                 row.check(value)
         default = self.default_policy
         check_prefill(self.kv_prefill_tokens, default)
-        named = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked}
+        named = {row.name: getattr(self, row.name) for row in OPTIONS if row.per_request}
         # A server has both budgets, of which the number rules.
         check_exclusions({name: value for name, value in named.items() if name != "kv_budget"})
         if self.kv_settle_tokens and self.kv_settles_not_because:
@@ -195,7 +195,7 @@ class H2OConfig(Settings):
         Args:
             settle: its ``kv_settle_tokens``. If it is not 0, it overrides the defaults that it excludes.
         """
-        values = {row.name: getattr(self, row.name) for row in OPTIONS if row.asked} | {
+        values = {row.name: getattr(self, row.name) for row in OPTIONS if row.per_request} | {
             "kv_policy": policy.name,
             "kv_recent": self.recent_of(policy),
             "kv_protect": self.protect_of(policy),

@@ -32,18 +32,18 @@ FULL_KERNELS = ("auto", "vllm", "h2o")
 class Settings(EngineLimits):
     """The settings of a server, one attribute per row.
 
-    A row that is ``asked`` is also a field of a request; the value here is its default.
+    A row that is ``per_request`` is also a field of a request; the value here is its default.
     """
 
     kv_budget: float = setting(
         1.0,
         "Share of its tokens, prompt and answer, that a request keeps; 0.2 is kvpress' compression_ratio "
         "0.8.",
-        asked=True, high=1, low_open=True,
+        per_request=True, high=1, low_open=True,
     )  # fmt: skip
     kv_budget_tokens: int | None = setting(
         None, "Number of tokens that a request keeps, in place of a share.",
-        asked=True, low=1, metavar="N",
+        per_request=True, low=1, metavar="N",
         excludes={
             "kv_budget": "they are two ways to say how much is kept",
             "kv_settle_tokens": "segments keep a share of their tokens, which kv_budget gives",
@@ -53,20 +53,20 @@ class Settings(EngineLimits):
         None,
         "Share of the budget for the newest tokens. Default: set by the policy; larger if the prompt is "
         "protected.",
-        asked=True, high=1, attribute="recent", reported="recent", says_how=True, settling_ignores=True,
+        per_request=True, high=1, attribute="recent", reported="recent", says_how=True, settling_ignores=True,
     )  # fmt: skip
     kv_policy: str = setting(
         "auto",
         "How the other tokens to keep are chosen. "
         + "; ".join(f"{preset.name}: {preset.use}" for preset in PRESETS)
         + f". Or one or more ranks, joined by +: {'+'.join(joinable_ranks(calibrated=True))}.",
-        asked=True, metavar="POLICY", attribute="policy", reported="policy", says_how=True,
+        per_request=True, metavar="POLICY", attribute="policy", reported="policy", says_how=True,
     )  # fmt: skip
     kv_heads: str | None = setting(
         None,
         "equal: all KV heads of a layer keep equally many tokens; shared: they divide the layer's slots "
         "by need. Default: set by the policy.",
-        asked=True, words=HEADS, attribute="heads", reported="heads", says_how=True, off=HEADS[0],
+        per_request=True, words=HEADS, attribute="heads", reported="heads", says_how=True, off=HEADS[0],
         excludes={"kv_settle_tokens": "each head has its own slots in settled segments"},
     )  # fmt: skip
     kv_protect: int | str | None = setting(
@@ -74,18 +74,19 @@ class Settings(EngineLimits):
         "First tokens that are never evicted and do not count in the budget: a number; the whole prompt; a "
         "chat's system messages; these and the first user message (task); or the prompt if it is short. "
         "Default: set by the policy, usually short.",
-        asked=True, words=PROTECT_WORDS, metavar="N|prompt|system|task|short", attribute="protect",
+        per_request=True, words=PROTECT_WORDS, metavar="N|prompt|system|task|short", attribute="protect",
         says_how=True,
     )  # fmt: skip
     kv_delay: int = setting(
         16,
         "Number of generated tokens before the first eviction; until then nothing is lost.",
-        asked=True, high=MAX_DELAY, attribute="delay", reported="delay", says_how=True, settling_ignores=True,
+        per_request=True, high=MAX_DELAY, attribute="delay", reported="delay", says_how=True,
+        settling_ignores=True,
     )  # fmt: skip
     kv_elastic: bool = setting(
         False,
         "Evict only when the KV cache is full.",
-        asked=True, attribute="elastic", reported="elastic", says_how=True,
+        per_request=True, attribute="elastic", reported="elastic", says_how=True,
         excludes={
             "kv_evict_from": "free memory decides when evictions begin",
             "kv_settle_tokens": "segments settle whether or not memory is short",
@@ -94,19 +95,19 @@ class Settings(EngineLimits):
     kv_prefill_tokens: int = setting(
         0,
         "Most unprotected tokens that a prompt holds while it is computed. 0: no limit.",
-        asked=True, attribute="prefill", reported="prefill_tokens", says_how=True,
+        per_request=True, attribute="prefill", reported="prefill_tokens", says_how=True,
         excludes={"kv_settle_tokens": "settling already limits a prompt while it is computed"},
     )  # fmt: skip
     kv_settle_tokens: int = setting(
         0,
         "Number of newest tokens that are all kept; older ones are evicted down to kv_budget in segments, "
         "which later requests reuse. 0: off.",
-        asked=True, attribute="settle", reported="settle_tokens", says_how=True,
+        per_request=True, attribute="settle", reported="settle_tokens", says_how=True,
     )  # fmt: skip
     kv_exact: bool = setting(
         False,
         "Keep all tokens: draft with kv_budget of them, and verify the drafts with all.",
-        asked=True, attribute="exact", reported="exact",
+        per_request=True, attribute="exact", reported="exact",
     )  # fmt: skip
     kv_exact_drafts: int = setting(
         0,
@@ -167,15 +168,15 @@ class Settings(EngineLimits):
 OPTIONS = rows_of(Settings)
 """The rows of the table: a server's options."""
 
-ASKED_ONLY = (
+REQUEST_ONLY = (
     Field(
         "For tests: evict nothing before the request has this many tokens (prompt and answer).",
-        name="kv_evict_from", asked=True, kind=int, optional=True, low=1, says_how=True,
+        name="kv_evict_from", per_request=True, kind=int, optional=True, low=1, says_how=True,
         excludes={"kv_settle_tokens": "segments settle where they end"},
     ),
     Field(
         "Report which tokens each layer and KV head holds. The server needs --kv-trace.",
-        name="kv_trace", asked=True, kind=bool, default=False,
+        name="kv_trace", per_request=True, kind=bool, default=False,
         excludes={
             "kv_settle_tokens": "a trace cannot follow tokens that several requests share",
             "kv_exact": "an exact request loses no token",
@@ -184,13 +185,13 @@ ASKED_ONLY = (
 )  # fmt: skip
 """Request fields for tests and diagnosis; a server has no defaults for them."""
 
-FIELDS = {row.name: row for row in (*OPTIONS, *ASKED_ONLY) if row.asked}
+FIELDS = {row.name: row for row in (*OPTIONS, *REQUEST_ONLY) if row.per_request}
 """The request fields, by name."""
 
 REQUEST_FIELDS = tuple(FIELDS)
 """Their names, accepted at the top level of a body and inside ``vllm_xargs``."""
 
-TESTING_FIELDS = tuple(row.name for row in ASKED_ONLY)
+TESTING_FIELDS = tuple(row.name for row in REQUEST_ONLY)
 
 
 def excluding(name: str, given: Mapping[str, Any]) -> tuple[str, str] | None:

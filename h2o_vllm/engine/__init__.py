@@ -7,7 +7,7 @@
 ``cpu/`` · ``cuda/``   what differs: kernels, metadata builder, model runner, CUDA graphs
 ``compat``            every private name of vLLM; ``cuda/compat`` those of its GPU runner
 ``trace``             which tokens a traced request loses, from the workers to the engine core
-``timing``            how long evictions took, on the same way; ``output_attrs`` carries both
+``timing``            how long evictions took, on the same way; ``output_attributes`` carries both
 ``start_log``         what a start shows, and where its tracebacks go
 ===================== ===========================================================================
 """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.engine.output_attrs import noted
+from h2o_vllm.engine.output_attributes import with_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,4 +66,4 @@ class EvictionTimer:
     def attach(self, output: Any) -> Any:
         """``output`` of the step, with the time measured since the last call, if any."""
         seconds, self._seconds = self._seconds, None
-        return output if seconds is None else noted(output, ATTRIBUTE, seconds)
+        return output if seconds is None else with_attribute(output, ATTRIBUTE, seconds)

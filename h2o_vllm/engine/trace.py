@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from h2o_vllm.blocks.trace import TracedEviction
-from h2o_vllm.engine.output_attrs import noted
+from h2o_vllm.engine.output_attributes import with_attribute
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.lanes import own_lanes
 
@@ -104,7 +104,7 @@ class TraceRecorder:
         if not self._noted:
             return output
         noted_evictions, self._noted = tuple(self._noted), []
-        return noted(output, ATTRIBUTE, lambda: noted_evictions)
+        return with_attribute(output, ATTRIBUTE, lambda: noted_evictions)
 
 
 def _compacted(

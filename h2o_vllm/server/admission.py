@@ -116,14 +116,14 @@ def install(
         raise TypeError(f"{type(engine_client).__name__} has no generate() to take reports from")
     if hasattr(generate, _MARK):
         return
-    step = _Step(engine, config, beside)
+    checks = AdmissionChecks(engine, config, beside)
 
     @functools.wraps(generate)
     def admitting(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         # Read here, not while iterating: vLLM may iterate in another task.
         request = _current.get()
         try:
-            step.admit(prompt, sampling_params, request)
+            checks.admit(prompt, sampling_params, request)
         except BudgetError as error:
             count_refusal("value")
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
@@ -136,7 +136,7 @@ def install(
     engine_client.generate = admitting
 
 
-class _Step:
+class AdmissionChecks:
     """What happens to each call before the engine hears of it."""
 
     def __init__(

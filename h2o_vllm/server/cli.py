@@ -32,7 +32,7 @@ PROG = "h2o-serve"
 GROUP = "KV cache budget (h2o)"
 USAGE = f"{PROG} [model] [options]"
 
-_LAST_FIELD = [row.flag for row in OPTIONS if row.asked][-1]
+_LAST_FIELD = [row.flag for row in OPTIONS if row.per_request][-1]
 GROUP_DESCRIPTION = f"""How much of its KV cache a request keeps. The options up to {_LAST_FIELD} are
 defaults of request fields of the same names (kv_budget for --kv-budget). The others are limits and
 settings of the server. A SHARE is a number from 0 to 1."""

@@ -48,9 +48,11 @@ def _described(name: str, summary: str, rows: Iterable[Row], **more: Any) -> typ
     return made
 
 
-OWN = [row for row in OPTIONS if row.asked]
+OWN = [row for row in OPTIONS if row.per_request]
 LIMITS = [
-    row for row in OPTIONS if not row.asked and row.name not in ("kv_full_kernel", "kv_calibration")
+    row
+    for row in OPTIONS
+    if not row.per_request and row.name not in ("kv_full_kernel", "kv_calibration")
 ]
 """Options that say what a request may ask for."""
 

@@ -90,8 +90,10 @@ class KVCacheMiddleware:
             await self._app(scope, receive, send)
             return
         with admission.http_request() as request:
-            terms = _Terms(rule, config, request, self._render, self._slots, self._count_refusal)
-            await _Exchange(scope, receive, send, terms).run(self._app)
+            context = RequestContext(
+                rule, config, request, self._render, self._slots, self._count_refusal
+            )
+            await HTTPExchange(scope, receive, send, context).run(self._app)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Bind before the first request, so that a failure ends the start instead of a request."""
@@ -140,7 +142,7 @@ class KVCacheMiddleware:
 
 
 @dataclass(frozen=True)
-class _Terms:
+class RequestContext:
     """What a request meets here."""
 
     rule: Rule
@@ -151,15 +153,15 @@ class _Terms:
     count_refusal: CountRefusal
 
 
-class _Exchange:
+class HTTPExchange:
     """One HTTP request and its response."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, terms: _Terms) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         self._scope = scope
         self._inner_receive = receive
         self._inner_send = send
-        self._terms = terms
-        self._reports = terms.request.reports
+        self._context = context
+        self._reports = context.request.reports
         self._path = route_path(scope)
         self._admitted = False
         self._reported = False
@@ -179,7 +181,7 @@ class _Exchange:
                 raise
         finally:
             if self._traced:
-                self._terms.slots.give_back()
+                self._context.slots.give_back()
         if self._refusal is not None:
             await self._refuse([])
 
@@ -200,7 +202,7 @@ class _Exchange:
             body = await self._admit(b"".join(chunks))
         except RefusalError as refusal:
             self._refusal = refusal
-            self._terms.count_refusal(refusal.reason)
+            self._context.count_refusal(refusal.reason)
             raise
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -210,21 +212,21 @@ class _Exchange:
         Raises:
             RefusalError: it asks for what cannot be.
         """
-        terms, query = self._terms, self._scope.get("query_string", b"")
-        admitted = admit(body, self._path, terms.rule, terms.config, query)
+        context, query = self._context, self._scope.get("query_string", b"")
+        admitted = admit(body, self._path, context.rule, context.config, query)
         self._reported = admitted.reported
-        terms.request.keeps_prompts = not admitted.reported
+        context.request.keeps_prompts = not admitted.reported
         if admitted.request is None or admitted.budget is None:
             return admitted.body
         if admitted.budget.trace and admitted.reported:
-            terms.slots.take(self._path, admitted.request)
+            context.slots.take(self._path, admitted.request)
             self._traced = True
-        request, named = terms.request, admitted.asked.get("kv_protect") is not None
+        request, named = context.request, admitted.asked.get("kv_protect") is not None
         request.budget, request.names_protect = admitted.budget, named
         word = admitted.budget.protect
         if word in ROLE_WORDS and admitted.budget.evicts and admitted.reported:
             request.system = await system_prefixes(
-                terms.render, self._path, admitted.request, str(word)
+                context.render, self._path, admitted.request, str(word)
             )
             missing = next((one for one in request.system if one.is_missing), None)
             if named and missing is not None:

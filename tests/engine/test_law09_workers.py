@@ -83,7 +83,7 @@ def test_a_cache_that_our_kernels_would_misread_does_not_start() -> None:
         model_runner=SimpleNamespace(attn_groups=[[group]]),
         compilation_config=SimpleNamespace(static_forward_context={"l": layer}),
         # No ranks to ask.
-        _find_portion=lambda *_: None,
+        _find_shard=lambda *_: None,
     )
     with pytest.raises(ConfigError, match="multiples of 16"):
         worker._bind(SimpleNamespace(num_blocks=4))

@@ -88,7 +88,7 @@ def test_ranks_predict_together_what_one_does(rotation: Rotation, own: bool, cop
     calibration, kv_caches, blocks = calibration_of(rotation), caches_of(), (7, 2, 11)
     whole = predicted(calibration.part(0, HEADS), kv_caches, blocks)
     ranks = range(HEADS * copies)
-    parts = [calibration.part(rank // copies, 1, first_holder=not rank % copies) for rank in ranks]
+    parts = [calibration.part(rank // copies, 1, is_first_copy=not rank % copies) for rank in ranks]
     heads = [slice(rank // copies, rank // copies + 1) for rank in ranks]
     caches = [[cache[:, mine].contiguous() for cache in kv_caches] for mine in heads]
     assert [part.of_all_heads for part in parts] == [not own] * len(ranks)
@@ -116,7 +116,7 @@ def test_copies_of_the_only_head_each_predict_alone() -> None:
     count = num_features(1, SIZE, SIZE, rotation)
     traits = replace(whole.traits, heads=1)
     alone = Calibration(whole.weights[:, :1, -count - 1 :].contiguous(), traits)
-    first, second = (alone.part(0, 1, first_holder=first) for first in (True, False))
+    first, second = (alone.part(0, 1, is_first_copy=first) for first in (True, False))
     assert not second.of_all_heads
     got = [predicted(part, mine, blocks) for part in (first, second)]
     assert torch.equal(*got) and got[0].std() > 0

@@ -81,7 +81,7 @@ def test_every_setting_is_a_row_and_shows_in_every_place() -> None:
     assert [row.name for row in OPTIONS] == options
     text = _OwnParser().format_help()
     assert all(row.flag in text for row in OPTIONS)
-    asked = {row.name for row in OPTIONS if row.asked}
+    asked = {row.name for row in OPTIONS if row.per_request}
     assert set(Defaults.model_fields) == asked == set(H2OConfig().applied)
     assert fields_of(H2OConfig()).keys() == FIELDS.keys() >= asked
     assert {row.reported for row in FIELDS.values()} <= {*REPORT_KEYS, ""}

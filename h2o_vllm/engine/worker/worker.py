@@ -31,7 +31,7 @@ from h2o_vllm.engine.compat import (
     runner_drafter_layers,
     runner_metadata_builders,
 )
-from h2o_vllm.engine.portion import Portion, of_all_stages
+from h2o_vllm.engine.model_shard import ModelShard, of_all_stages
 from h2o_vllm.engine.support.check import check_supported
 from h2o_vllm.engine.support.drafting import drafter_has_kv
 from h2o_vllm.engine.support.heads import evictable_kv_heads
@@ -76,7 +76,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
     """The attention that vLLM must have bound."""
 
     _state: State | None = None
-    _portion: Portion
+    _portion: ModelShard
     """What this worker holds of the model, once its layers are known."""
     _layer_names: Sequence[str] = ()
     """Of the evictable ones that hold KV."""
@@ -190,7 +190,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         self._layers = [
             [layers[name] for name in (owner, *readers)] for owner, readers in owners.items()
         ]
-        self._portion = self._find_portion(len(owners), group.kv_cache_spec.num_kv_heads)
+        self._portion = self._find_shard(len(owners), group.kv_cache_spec.num_kv_heads)
         state = self._make_state([owner for owner, *_ in self._layers], group)
         self._bind_builder(builder, state)
         for index, sharing in enumerate(self._layers):
@@ -228,7 +228,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         calibration.check(self._traits(size), Path(name))
         mine = self._portion
         return calibration.part(
-            mine.first_head, mine.own_heads, mine.own, first_holder=mine.first_holder
+            mine.first_head, mine.own_heads, mine.own, is_first_copy=mine.is_first_copy
         )
 
     def _traits(self, size: int) -> Traits:
@@ -251,13 +251,13 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         """What the start-up log says of our kernels, if there is a choice."""
         return ""
 
-    def _find_portion(self, layers: int, heads: int) -> Portion:
+    def _find_shard(self, layers: int, heads: int) -> ModelShard:
         """What this worker holds: so many evictable layers, and KV heads of each. Stages ask each other."""
         parallel = self.parallel_config
         ranks: int = parallel.tensor_parallel_size
         stages: int = parallel.pipeline_parallel_size
         told = of_all_stages((layers, model_norms(self.model_runner.get_model())), stages)
-        return Portion.of(
+        return ModelShard.of(
             get_tensor_model_parallel_rank(),
             ranks,
             heads if ranks == 1 else evictable_kv_heads(self.model_config),

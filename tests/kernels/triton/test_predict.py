@@ -96,7 +96,7 @@ def _of_rank(
         else:
             add_ranks(sums)
 
-    part = calibration.part(2 * held, 2, first_holder=first)
+    part = calibration.part(2 * held, 2, is_first_copy=first)
     prediction = Prediction.of(part, 2, 64, "cpu", add_ranks=add)
     rescore(layers, got, early[:, :, mine].contiguous(), packed, prediction=prediction)
     return got

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.engine import portion
-from h2o_vllm.engine.portion import Portion, of_all_stages
+from h2o_vllm.engine import model_shard
+from h2o_vllm.engine.model_shard import ModelShard, of_all_stages
 from h2o_vllm.engine.support.heads import evictable_kv_heads
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.policy.candidates import head_number
@@ -29,16 +29,16 @@ def test_law11_each_rank_counts_its_heads_from_its_own_first(
     heads: int, firsts: list[int], holders: list[bool]
 ) -> None:
     own, told = max(1, heads // 4), [(5, {"norm": 1.0})]
-    found = [Portion.of(rank, 4, heads, own, 0, told) for rank in range(4)]
+    found = [ModelShard.of(rank, 4, heads, own, 0, told) for rank in range(4)]
     assert [one.first_head for one in found] == firsts
-    assert [one.first_holder for one in found] == holders
+    assert [one.is_first_copy for one in found] == holders
     assert [one.first_number for one in found] == firsts
     assert all(one.heads == heads and one.own == slice(0, 5) for one in found)
 
 
 def test_law11_each_stage_counts_its_layers_from_its_own_first() -> None:
     told = [(3, {"b": 1.5, "d": 4.0}), (2, {"a": 2.0}), (2, {"c": 3.0})]
-    found = [Portion.of(1, 2, 4, 2, stage, told) for stage in range(3)]
+    found = [ModelShard.of(1, 2, 4, 2, stage, told) for stage in range(3)]
     assert [one.own for one in found] == [slice(0, 3), slice(3, 5), slice(5, 7)]
     assert [one.first_number for one in found] == [head_number(at, 2) for at in (0, 3, 5)]
     for one in found:
@@ -49,7 +49,7 @@ def test_law11_each_stage_counts_its_layers_from_its_own_first() -> None:
 
 def test_law09_a_rank_with_other_heads_than_it_should_have_does_not_start() -> None:
     with pytest.raises(ConfigError, match="expected 2 of the model's 8 KV heads on each of 4"):
-        Portion.of(0, 4, 8, 1, 0, [(2, {})])
+        ModelShard.of(0, 4, 8, 1, 0, [(2, {})])
 
 
 def test_stages_tell_each_other_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_stages_tell_each_other_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
         into[:] = ["first", "mine"]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    monkeypatch.setattr(portion, "get_pp_group", lambda: SimpleNamespace(cpu_group="hosts"))
+    monkeypatch.setattr(model_shard, "get_pp_group", lambda: SimpleNamespace(cpu_group="hosts"))
     assert of_all_stages("mine", 2) == ["first", "mine"]
 
 

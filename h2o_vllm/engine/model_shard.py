@@ -15,7 +15,7 @@ from h2o_vllm.policy.candidates import head_number
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Portion", "of_all_stages"]
+__all__ = ["ModelShard", "of_all_stages"]
 
 Told = TypeVar("Told")
 
@@ -33,13 +33,13 @@ def of_all_stages(told: Told, stages: int) -> list[Told]:
 
 
 @dataclass(frozen=True)
-class Portion:
+class ModelShard:
     """The evictable layers and the KV heads that a worker holds, counted among the model's.
 
     Attributes:
         first_layer, first_head: the number of its first one. own_layers, own_heads: how many it has.
         layers, heads: how many the model has.
-        first_holder: whether no rank before it holds its heads. Where a model has fewer KV heads than ranks,
+        is_first_copy: whether no rank before it holds its heads. Where a model has fewer KV heads than ranks,
             vLLM gives each to several neighbours.
         norms: of the whole model, see :func:`h2o_vllm.engine.compat.model_norms`, float32.
     """
@@ -50,7 +50,7 @@ class Portion:
     first_head: int
     own_heads: int
     heads: int
-    first_holder: bool
+    is_first_copy: bool
     norms: torch.Tensor
 
     @classmethod
@@ -62,8 +62,8 @@ class Portion:
         own_heads: int,
         stage: int,
         told: Sequence[tuple[int, Mapping[str, float]]],
-    ) -> Portion:
-        """The portion of one worker.
+    ) -> ModelShard:
+        """The shard of one worker.
 
         Args:
             rank, ranks: of tensor parallelism. heads: KV heads of a layer in the model. own_heads: here.
@@ -88,7 +88,7 @@ class Portion:
             first_head=rank * heads // ranks,
             own_heads=own_heads,
             heads=heads,
-            first_holder=rank == 0 or rank * heads // ranks != (rank - 1) * heads // ranks,
+            is_first_copy=rank == 0 or rank * heads // ranks != (rank - 1) * heads // ranks,
             norms=torch.tensor([norms[name] for name in sorted(norms)], dtype=torch.float32),
         )
 

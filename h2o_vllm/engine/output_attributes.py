@@ -13,14 +13,14 @@ from typing import Any
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 
-def noted(output: Any, name: str, value: Callable[[], object]) -> Any:
+def with_attribute(output: Any, name: str, value: Callable[[], object]) -> Any:
     """``output`` of a step with the attribute ``name``; whatever is no output of a model as it is.
 
     Args:
         value: called when the output is on the host, in whichever thread brings it there.
     """
     if isinstance(output, AsyncModelRunnerOutput):
-        return _NotedLater(output, name, value)
+        return _WithAttribute(output, name, value)
     if isinstance(output, ModelRunnerOutput):
         # A copy: the empty output is one object for all steps.
         output = copy(output)
@@ -28,7 +28,7 @@ def noted(output: Any, name: str, value: Callable[[], object]) -> Any:
     return output
 
 
-class _NotedLater(AsyncModelRunnerOutput):
+class _WithAttribute(AsyncModelRunnerOutput):
     """An output that is still being copied from the device."""
 
     def __init__(

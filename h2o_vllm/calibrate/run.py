@@ -17,31 +17,32 @@ from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 
 LENGTH = 1024
-"""Tokens of a piece."""
+"""Tokens per piece."""
 
 BETWEEN = 254
-"""Most tokens of the instruction and what the chat template has around it."""
+"""Most tokens of the instruction, including the chat template around it."""
 
 LEAST = 2 * LENGTH
-"""Tokens to learn from at least: a head has hundreds of weights."""
+"""Fewest tokens to learn from: a head has hundreds of weights."""
 
 
 JUDGES = 4
-"""One of so many texts judges what the others have taught, before it is learned from as well."""
+"""One in this many pieces judges the regression before it is learned."""
 
 
 def calibrate(
     engine: Mapping[str, Any], output: Path, texts: Sequence[str], source: str, most: int = PIECES
 ) -> None:
-    """Learn the model, write the file, and say what it finds.
+    """Learn a calibration, write the file, and print how well it predicts.
 
     Args:
         engine: arguments of vLLM's ``LLM``, ``model`` among them.
-        source: what the texts are, for the file's header.
-        most: pieces of each text.
+        source: a description of the texts, for the header of the file.
+        most: most pieces of each text.
 
     Raises:
-        ConfigError: what the engine cannot do, too little text, or a file that cannot be written.
+        ConfigError: the engine cannot run with these options, there is too little text, or the file cannot
+            be written.
     """
     from vllm import LLM, SamplingParams
 
@@ -63,7 +64,7 @@ def calibrate(
         )
     began = time.monotonic()
     length = 2 * LENGTH + BETWEEN + 2
-    # Each request is one step, and nothing of it comes from a cache.
+    # Each request is one step, and reads nothing from the prefix cache.
     whole = {
         "max_num_seqs": 1, "max_num_batched_tokens": length, "enable_prefix_caching": False,
         "enforce_eager": True,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts to learn from that every Python carries: prose, code, and records as prompts have them."""
+"""Default texts for a calibration, which come with Python: prose, code, and made-up records."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import Any
 from h2o_vllm.errors import ConfigError
 
 PIECES = 2
-"""Of a text, by default."""
+"""Default number of pieces per text."""
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
-"""KVzip's (arXiv 2505.23416)."""
+"""The instruction of KVzip (arXiv 2505.23416)."""
 
 SEPARATOR = "<separator>"
 
 TOPICS = ("formatstrings", "string-methods", "debugger", "typesseq")
 MODULES = (difflib, optparse, textwrap)
 RECORDS = 400
-"""Lines, of which a piece holds some dozens."""
+"""Number of lines; a piece holds some dozens."""
 
 
 def _module(module: ModuleType) -> str:
@@ -37,7 +37,7 @@ def _module(module: ModuleType) -> str:
 
 
 def _records() -> str:
-    """Made up: names, times, amounts, numbers. None can be guessed from what stands before it."""
+    """Made-up names, dates, amounts and numbers. None can be guessed from the text before it."""
     draw = random.Random(0)  # noqa: S311 - nothing secret
     names = ("Ada", "Blaise", "Carl", "Emmy", "Grace", "Kurt", "Leonhard", "Sofia")
     lines = []
@@ -60,21 +60,21 @@ PYTHONS: tuple[Callable[[], str], ...] = (
     *(partial(pydoc_data.topics.topics.__getitem__, name) for name in TOPICS),
     *(partial(_module, module) for module in MODULES),
 )
-"""Prose and code of Python's own. Nothing here is measured on: see ``loadtest/quality``."""
+"""Prose and code of Python itself. ``loadtest/quality`` measures with none of them."""
 
 SOURCES = (*PYTHONS, _records)
-"""What is learned from, unless the user names other texts."""
+"""The default texts."""
 
 
 SOURCE = "Python's documentation and library (PSF-2.0), made-up records"
-"""What :data:`SOURCES` are."""
+"""A description of :data:`SOURCES`."""
 
 
 def instruction(tokenizer: Any) -> list[int]:
     """Token ids between a text and its repetition: :data:`INSTRUCTION`, then the opening of an answer.
 
-    The chat template's; a line break where there is no template, or where it does more with a user's message
-    than put something around it.
+    The opening comes from the chat template. It is a line break if there is no template, or if the template
+    does more than put text around a user message.
     """
     opening = "\n"
     if getattr(tokenizer, "chat_template", None):
@@ -87,10 +87,10 @@ def instruction(tokenizer: Any) -> list[int]:
 
 
 def read_texts(paths: Iterable[Path]) -> list[str]:
-    """The user's own.
+    """The texts of these files.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: a file cannot be read.
     """
     texts = []
     for path in paths:
@@ -104,7 +104,7 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
 def pieces(
     texts: Iterable[str], encode: Callable[[str], list[int]], length: int, most: int
 ) -> Iterator[list[int]]:
-    """Token ids, ``length`` each, up to ``most`` of a text."""
+    """Pieces of ``length`` token ids, at most ``most`` of each text."""
     for text in texts:
         tokens = encode(text)
         for at in range(0, min(len(tokens), most * length) - length + 1, length):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is learned of one model, once, so that policies need neither attention nor a second reading.
+"""Calibrations: predict, from a token's key and value, how much attention the token will get.
 
-    features      what a token's key and value say of it, wherever it stands
+    features      features of a key and a value that do not depend on the position
     regression    least squares, from sums over tokens
-    file          what was learned, on disk: for one model, refused for another
+    learner       collects examples while a model repeats texts
+    file          a calibration on disk, for one model
 
 Plain torch, no vLLM. ``python -m h2o_vllm.calibrate`` learns; the rank ``predicted`` uses it. Source: Jegou
 et al., "KVzap", arXiv 2601.07891, which predicts the same from a layer's input.

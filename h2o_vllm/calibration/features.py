@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a token's key and value say of it, wherever in the text it stands.
+"""Features of a token's key and value that do not depend on its position. Plain torch.
 
-Rotary positions turn pairs of a key's numbers: by how much depends on the place, but a pair's length stays.
-So the features are these lengths, what of a key is not turned, and the value. No code has to know where a
-token stands, or how a model counts positions.
+Rotary embeddings rotate pairs of elements of a key by an angle that depends on the position; the length of a
+pair stays the same. The features are these lengths, the elements of the key that are not rotated, and the
+value. So no code needs the position of a token, or the way a model counts positions.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 __all__ = ["Rotation", "features", "num_features"]
 
 MOST = 2048
-"""Features that one regression is given at most: sums over tokens have the square of that."""
+"""Most features of one regression; its sums over tokens have the square of that many elements."""
 
 
 class Rotation(NamedTuple):
-    """Which of a key's D numbers are turned, in pairs.
+    """Which of the D elements of a key are rotated, in pairs.
 
     Attributes:
-        size: the first so many; 0 where positions are not rotary.
-        interleaved: pairs are neighbours (GPT-J's way), in place of halves of ``size`` (GPT-NeoX's).
+        size: number of first elements that are rotated; 0 without rotary embeddings.
+        interleaved: whether pairs are neighbours (GPT-J), not elements of two halves (GPT-NeoX).
     """
 
     size: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was learned of a model, on disk: a safetensors file, refused for another model."""
+"""A calibration on disk: a safetensors file, which is refused for another model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FORMAT = "h2o-vllm calibration 1"
 """Raise the number when older files mean something else."""
 
 _ABOUT = "h2o_vllm"
-"""Where a file's header says what it is."""
+"""Key of our description in the header of a file."""
 
 MADE_BY = "made by `python -m h2o_vllm.calibrate`"
 
 CLOSE = 0.02
-"""Traits may differ by so much: rounding to another dtype must not make another model of it."""
+"""Largest relative difference of two norms of one model: weights may have been rounded to another dtype."""
 
 
 def check_exists(path: Path) -> None:
@@ -41,12 +41,13 @@ def check_exists(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Traits:
-    """By what a model is told from others.
+    """Properties that identify a model.
 
     Attributes:
-        layers, heads: evictable layers, and KV heads of each. key_size, value_size: D of keys and of values.
-        rotation: how keys are turned.
-        norms: what tells it from others of this shape, [n], float32: see
+        layers, heads: number of evictable layers, and of KV heads in each.
+        key_size, value_size: D of keys and of values.
+        rotation: how keys are rotated.
+        norms: distinguish models of the same shape, [n], float32: see
             :func:`h2o_vllm.engine.compat.model_norms`.
     """
 
@@ -59,7 +60,7 @@ class Traits:
 
     @property
     def shape(self) -> dict[str, int | bool]:
-        """All but the norms."""
+        """All properties except the norms."""
         return {
             "layers": self.layers,
             "KV heads": self.heads,
@@ -72,14 +73,14 @@ class Traits:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank of tensor parallelism weighs its KV heads' keys and values by.
+    """The weights for the KV heads of one tensor-parallel rank.
 
     Attributes:
-        weights: [L, M, F + 1], float32: those that a regression of each of M heads has for what this rank's
-            heads know, head by head, or for what a head itself knows; and one more that is added.
-        rotation: how keys are turned.
-        first: which of the M heads is this rank's first one.
-        of_all_heads: whether what ranks find has to be added up before it says anything.
+        weights: [L, M, F + 1], float32. M regressions, one per head, each over the features of all heads of
+            this rank, head by head, or over those of its own head; the last weight is the constant.
+        rotation: how keys are rotated.
+        first: index of the first head of this rank among the M heads.
+        of_all_heads: whether the results of all ranks must be summed.
     """
 
     weights: Tensor
@@ -90,12 +91,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What :mod:`h2o_vllm.calibrate` has learned.
+    """The result of :mod:`h2o_vllm.calibrate`.
 
     Attributes:
         weights: [L, KH, F + 1], float32, see :func:`.regression.predicted`.
-        traits: of the model.
-        about: how it came about, for people: model, texts, tokens, versions.
+        traits: properties of the model.
+        about: a description for people: model, texts, tokens, versions.
     """
 
     weights: Tensor
@@ -105,11 +106,11 @@ class Calibration:
     def part(
         self, first: int, heads: int, layers: slice = slice(None), *, is_first_copy: bool = True
     ) -> Part:
-        """What a worker needs that holds ``heads`` of the model's KV heads, from the ``first`` on.
+        """The weights for a worker with ``heads`` of the model's KV heads, beginning at ``first``.
 
         Args:
-            layers: of the model, those that it has.
-            is_first_copy: whether no rank before it holds the same heads; the others have nothing to add.
+            layers: the layers of the model that the worker has.
+            is_first_copy: whether no earlier rank has the same heads; later copies get weights of 0.
         """
         traits, of_layers = self.traits, self.weights[layers]
         own = num_features(1, traits.key_size, traits.value_size, traits.rotation)
@@ -117,7 +118,7 @@ class Calibration:
         if of_layers.shape[2] - 1 != traits.heads * own:
             return Part(of_layers[:, mine], traits.rotation, 0, of_all_heads=False)
         constant = torch.zeros_like(of_layers[..., -1:])
-        # Ranks' sums are added up.
+        # The results of the ranks are summed.
         constant[:, mine] = of_layers[:, mine, -1:]
         known = of_layers[..., first * own : (first + heads) * own]
         weights = torch.cat([known, constant], -1)
@@ -127,7 +128,7 @@ class Calibration:
         return Part(weights, traits.rotation, first, of_all_heads=adds_up)
 
     def save(self, path: Path) -> None:
-        """Write it.
+        """Write the file.
 
         Raises:
             ConfigError: it cannot be written.
@@ -147,10 +148,10 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
-        """Read it.
+        """Read a file.
 
         Raises:
-            ConfigError: there is no such file, or it is not one of these.
+            ConfigError: there is no such file, or it is not a calibration.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -186,10 +187,10 @@ class Calibration:
         return cls(weights.float(), traits, found["about"])
 
     def check(self, model: Traits, path: Path) -> None:
-        """Refuse another model.
+        """Check that this calibration is for ``model``.
 
         Raises:
-            ConfigError: names what differs.
+            ConfigError: it is for another model; the message names the difference.
         """
         of = self.about.get("model", "another model")
         again = "calibrate this model with `python -m h2o_vllm.calibrate`"

@@ -24,17 +24,17 @@ from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.regression import Sums, predicted
 
 CHUNK = 128
-"""Queries at a time: their logits are what memory is needed for."""
+"""Queries per chunk; it limits the memory for logits."""
 
 SHARES = (0.5, 0.25, 0.125)
-"""Of a text's tokens: how much attention falls on so many of them is what predictions are judged by."""
+"""Shares of a text's tokens. Predictions are judged by the attention to the best tokens of each share."""
 
 
 class Softmax(NamedTuple):
     """How a layer turns products into probabilities.
 
     Attributes:
-        scale: factor on q.k. softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
+        scale: factor on q.k. softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: no cap.
         sinks: [H], logits that belong to no key and join the denominator, or ``None``.
     """
 
@@ -44,12 +44,12 @@ class Softmax(NamedTuple):
 
 
 class Learner:
-    """Adds up the examples of each request, and judges the predictions by texts that it has not read yet.
+    """Adds up the examples of each request, and judges predictions with texts that it has not yet learned.
 
     Args:
-        rotation: how the model turns keys.
-        text: tokens of a text. request: tokens of a request; steps of another size are not looked at.
-        judge_from: after so many texts, each further one is predicted before it is learned from as well.
+        rotation: how the model rotates keys.
+        text: tokens of a text. request: tokens of a request; steps of another size are ignored.
+        judge_from: number of texts after which each further text is predicted before it is learned.
         rivals: other ways to rank tokens, by name, each a function of the keys, [KH, T, D] to [KH, T].
     """
 
@@ -75,7 +75,7 @@ class Learner:
 
     @property
     def tokens(self) -> int:
-        """Examples so far."""
+        """Number of examples so far."""
         self._learn()
         return self._sums[0].tokens
 
@@ -87,12 +87,12 @@ class Learner:
         value: Tensor | None,
         softmax: Softmax,
     ) -> None:
-        """See one layer's attention in one step.
+        """Collect the attention of one layer in one step.
 
         Args:
             layer: index among the evictable layers that hold KV.
             query: [T, H, D].
-            key, value: [T, KH, D], after rotation; ``None``: another layer reads those of the last look.
+            key, value: [T, KH, D], after rotation; ``None`` if the layer reads the KV of the previous call.
         """
         if len(query) != self._request:
             return
@@ -104,10 +104,10 @@ class Learner:
         self._seen[layer] = key, value, most
 
     def found(self) -> dict[str, list[float]]:
-        """The share of a text's attention that falls on the best tokens of each way, for :data:`SHARES`.
+        """The share of a text's attention to the tokens that each method ranks best, for :data:`SHARES`.
 
-        Means over KV heads, layers and the texts that were judged by; empty without any. ``best`` is what the
-        attention itself would choose.
+        Means over KV heads, layers and the judged texts; empty without any. ``best`` ranks by the attention
+        itself.
         """
         self._learn()
         return {name: (sums / self._heads).tolist() for name, sums in self._found.items()}
@@ -116,7 +116,7 @@ class Learner:
         """[L, KH, F + 1], float32, on the host.
 
         Raises:
-            ValueError: nothing was learned.
+            ValueError: there were no examples.
         """
         self._learn()
         return self._solved()
@@ -124,10 +124,10 @@ class Learner:
     def _solved(self) -> Tensor:
         return torch.stack([sums.solve() for sums in self._sums])
 
-    # What was seen is of vLLM's inference mode, and may be asked for outside of it.
+    # The tensors are from vLLM's inference mode, and callers may be outside of it.
     @torch.inference_mode()
     def _learn(self, *layers: int) -> None:
-        """Learn from what was seen of these layers and is complete by now; by default of all."""
+        """Learn from the last step of these layers, by default of all."""
         for layer in layers or tuple(self._seen):
             if layer in self._seen:
                 self._learn_from(layer, *self._seen.pop(layer))
@@ -135,7 +135,7 @@ class Learner:
     def _learn_from(self, layer: int, key: Tensor, value: Tensor, wanted: Tensor) -> None:
         keys, values = (one[: self._text].transpose(0, 1) for one in (key, value))
         known = features(keys, values, self._rotation)
-        # The first token takes what no other token gets: it is no example.
+        # The first token gets far more attention than others (a sink), so it is no example.
         known, wanted, keys = known[:, 1:], wanted[:, 1:], keys[:, 1:]
         if layer == 0 and self._judged is None and self._sums[0].tokens == self._judge_from_token:
             # All layers have learned from the texts before this one.
@@ -150,7 +150,7 @@ class Learner:
 
 
 def _found(ranked: Tensor, wanted: Tensor) -> Tensor:
-    """Of each share the sum over KV heads; ``ranked``, ``wanted``: [KH, T]. Float64."""
+    """The share of attention found, summed over KV heads; ``ranked``, ``wanted``: [KH, T]. Float64."""
     in_order = wanted.double().gather(1, ranked.argsort(1, descending=True)).cumsum(1)
     count = wanted.shape[1]
     last = [max(1, int(share * count)) - 1 for share in SHARES]
@@ -158,9 +158,9 @@ def _found(ranked: Tensor, wanted: Tensor) -> Tensor:
 
 
 def largest_attention(query: Tensor, key: Tensor, softmax: Softmax, text: int) -> Tensor:
-    """The largest probability that the first ``text`` keys get from any query behind them, [KH, text].
+    """The largest probability that any query after the text gives to each of its keys, [KH, text], float32.
 
-    Of any query head of a KV head's group; float32.
+    The maximum is also over the query heads of a KV head.
 
     Args:
         query: [T, H, D], of all positions. key: [T, KH, D].

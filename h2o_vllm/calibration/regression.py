@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ridge regression per layer and KV head, to the logarithm of attention, from sums over tokens.
 
-Knows nothing of models: :mod:`.features` says of which features.
+Independent of models: :mod:`.features` makes the features.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 PENALTY = 10.0
-"""Of the squares of the weights, where features have a variance of 1 and there are thousands of tokens."""
+"""Penalty on the squares of the weights, for features of variance 1 and thousands of tokens."""
 
 TINY = 1e-7
 """Below the attention of nearly any token, per query."""
 
 
 class Sums:
-    """What tokens add up to in one layer, float64.
+    """Sums over the tokens of one layer, float64.
 
     Attributes:
-        tokens: how many there were.
+        tokens: number of tokens.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class Sums:
         self._targets: Tensor | None = None
 
     def add(self, known: Tensor, wanted: Tensor) -> None:
-        """Tokens.
+        """Add T tokens.
 
         Args:
-            known: features, [KH, T, F], or [1, T, F] where heads have the same.
-            wanted: attention that is to be predicted, [KH, T].
+            known: features, [KH, T, F], or [1, T, F] if all heads have the same.
+            wanted: the attention to predict, [KH, T].
         """
         wide = torch.cat([known, torch.ones_like(known[..., :1])], -1).double()
         logs = wanted.clamp_min(TINY).log().double()
@@ -47,10 +47,10 @@ class Sums:
         self.tokens += known.shape[1]
 
     def solve(self) -> Tensor:
-        """Weights of the features, and of one, as they are: [KH, F + 1], float32, on the host.
+        """The weights of the features, then the constant: [KH, F + 1], float32, on the host.
 
         Raises:
-            ValueError: there are no tokens.
+            ValueError: no tokens were added.
         """
         if self._products is None or self._targets is None:
             raise ValueError("nothing to learn from: no token was added")
@@ -66,7 +66,7 @@ class Sums:
         scaled = centred / spread[..., None] / spread[..., None, :]
         level = targets[..., -1] / count
         wanted = (targets[..., :-1] - mean * targets[..., -1:]) / spread
-        # Symmetric and positive: what is left to rounding, the penalty covers.
+        # Symmetric and, with the penalty, positive definite in spite of rounding.
         root = torch.linalg.cholesky(scaled + PENALTY * torch.eye(mean.shape[-1]).double())
         weights = torch.cholesky_solve(wanted[..., None], root)[..., 0] / spread
         level = level - (weights * mean).sum(-1)
@@ -74,11 +74,11 @@ class Sums:
 
 
 def predicted(weights: Tensor, known: Tensor) -> Tensor:
-    """The attention that is expected, [KH, T], float32; above 0, at most 1.
+    """The expected attention, [KH, T], float32; above 0, at most 1.
 
     Args:
-        weights: as :meth:`Sums.solve` has found them. known: as for :meth:`Sums.add`.
+        weights: from :meth:`Sums.solve`. known: as for :meth:`Sums.add`.
     """
     logs = (known @ weights[:, :-1, None])[..., 0] + weights[:, -1:]
-    # A token unlike all that was learned from may be expected to get anything.
+    # The prediction for a token unlike all examples may have any size.
     return logs.clamp(-50.0, 0.0).exp()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of the table of settings, which is :class:`~h2o_vllm.config.options.H2OConfig`.
+"""One row of the table of settings, :class:`~h2o_vllm.config.options.H2OConfig`.
 
-Runs in every process; imports :mod:`h2o_vllm.checks` and :mod:`h2o_vllm.errors`. From a row follow the option
-of ``h2o-serve`` with its help, the request field and its JSON schema, the check of a value, ``GET
-/plugins/h2o/config``, the start-up line and the key of the ``kv_cache`` report.
+Runs in every process; imports :mod:`h2o_vllm.checks` and :mod:`h2o_vllm.errors`. A row defines the option of
+``h2o-serve`` and its help, the request field and its JSON schema, the check of a value, the entry in ``GET
+/plugins/h2o/config`` and in the start-up line, and the key of the ``kv_cache`` report.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ class Field:
     """One setting.
 
     Attributes:
-        text: one sentence, for people: help of the option, description of the request field.
-        per_request: whether a request may name it.
-        low, high: range of a number, both included.
-        low_open: ``low`` is not included.
-        words: what it may be; beside a number, if it is one.
-        metavar: of the option.
-        attribute: of :class:`~h2o_vllm.config.request_budget.RequestBudget`; empty: several, or none.
-        reported: key of that attribute in a response's report; empty: it is not reported as it is.
-        excludes: request fields that cannot be in effect beside it, and why.
-        off: the value with which it is not in effect, beside 0 and ``False``.
-        says_how: whether it says how tokens are evicted: it overrides ``--kv-exact``.
-        settling_ignores: whether it has no meaning where segments settle.
-        name, kind, optional: of the option and the request field; the type of its values; whether it may be
-            ``None``, left open. Filled in from where it stands.
-        default: a server's, stated there.
+        text: the help of the option and the description of the request field.
+        per_request: whether it is a request field, too.
+        low, high: range of a number, both ends included.
+        low_open: whether ``low`` is excluded.
+        words: the accepted words; a number setting accepts them as well.
+        metavar: the placeholder of the option's value in the help.
+        attribute: the attribute of :class:`~h2o_vllm.config.request_budget.RequestBudget` that it sets; empty
+            if it sets several, or none.
+        reported: the key of that attribute in a response's report; empty if the report does not have it.
+        excludes: request fields that cannot be combined with it -> the reason.
+        off: the value that turns it off, besides 0 and ``False``.
+        says_how: whether it says how tokens are evicted; such a field overrides ``--kv-exact``.
+        settling_ignores: whether requests whose segments settle ignore it.
+        name: the name of the request field; the option has the same name with dashes.
+        kind: the type of its values.
+        optional: whether it may be ``None``.
+        default: the default of a server. These four come from the attribute of the table.
     """
 
     text: str
@@ -64,18 +66,18 @@ class Field:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether numbers have an upper limit of their own."""
+        """Whether it is a number with its own upper limit."""
         return self.kind in (int, float) and self.high < MAX_TOKENS
 
     def is_on(self, value: Any) -> bool:
-        """Whether a request with this value is another one than without the field."""
+        """Whether this value turns the field on."""
         return value not in (None, 0, self.off)
 
     def check(self, value: Any, low: float | None = None, high: float | None = None) -> Any:
-        """``value``, if it is of the type and in the range; ``low`` and ``high`` are narrower limits.
+        """Return ``value`` after a check of its type and range; ``low`` and ``high`` may narrow the range.
 
         Raises:
-            BudgetError: it is not.
+            BudgetError: ``value`` has another type or is out of range.
         """
         low_open = self.low_open and low is None
         low, high = self.low if low is None else low, self.high if high is None else high
@@ -107,12 +109,12 @@ class Field:
 
 
 def setting(default: Any, text: str, **facts: Any) -> Any:
-    """The default of an attribute of the table, with its :class:`Field`."""
+    """An attribute of the table: its default and its :class:`Field`."""
     return dataclasses.field(default=default, metadata={"field": Field(text, **facts)})
 
 
 def rows_of(table: type) -> tuple[Field, ...]:
-    """The rows of a dataclass whose attributes are :func:`setting`."""
+    """The rows of a dataclass whose attributes were made by :func:`setting`."""
     hints = get_type_hints(table)
     found = []
     for each in dataclasses.fields(table):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's settings, parsed and checked, and what follows from several of them.
+"""The settings of a server, parsed and checked, and values that follow from several of them.
 
-Runs in every process; imports :mod:`h2o_vllm.errors`, the policies and its siblings. The rows:
-:mod:`h2o_vllm.config.settings`. What a request makes of it: :mod:`h2o_vllm.config.resolve`.
+Runs in every process; imports :mod:`h2o_vllm.errors`, the policies and its siblings.
+:mod:`h2o_vllm.config.settings` has the rows, :mod:`h2o_vllm.config.resolve` applies them to a request.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class H2OConfig(Settings):
         default = self.default_policy
         check_prefill(self.kv_prefill_tokens, default)
         named = {row.name: getattr(self, row.name) for row in OPTIONS if row.per_request}
-        # A server has both budgets, of which the number rules.
+        # A server always has kv_budget; kv_budget_tokens overrides it.
         check_exclusions({name: value for name, value in named.items() if name != "kv_budget"})
         if self.kv_settle_tokens and self.kv_settles_not_because:
             accepted = f"0 here ({self.kv_settles_not_because})"
@@ -69,7 +69,7 @@ class H2OConfig(Settings):
             check_ops(default, self.kv_ops_because)
 
     def _check_limits(self) -> None:
-        """The limits are in order, and hold for the default budget."""
+        """Check that lower limits are below upper ones, and that the default budget lies within them."""
         low, high = self.kv_budget_min, self.kv_budget_max
         if self.exact_drafts and high < 1.0:
             raise ConfigError(
@@ -79,7 +79,7 @@ class H2OConfig(Settings):
         if low > high:
             raise ConfigError(f"--kv-budget-min {low} is larger than --kv-budget-max {high}")
         if self.kv_budget_tokens is not None:
-            # Bounded by the limits when it is used, as it depends on the tokens seen.
+            # Its share depends on the tokens seen, so the limits apply when it is used.
             return
         if not low <= self.kv_budget <= high:
             raise ConfigError(
@@ -117,7 +117,7 @@ class H2OConfig(Settings):
 
     @property
     def accepts(self) -> dict[str, bool]:
-        """What decides which policies a request may name: arguments of :func:`.joinable_ranks`."""
+        """Arguments of :func:`.joinable_ranks`: which policies a request may name."""
         return {
             "calibrated": self.calibrated,
             "scored": not self.kv_scores_not_because,
@@ -131,14 +131,14 @@ class H2OConfig(Settings):
 
     @property
     def default_policy(self) -> Policy:
-        """That of a request that names nothing."""
+        """The policy of a request that names none."""
         return self.parsed(self.kv_policy, self.kv_prefill_tokens, self.kv_settle_tokens)
 
     def parsed(self, policy: Any, prefill: Any, settle: Any, *, calibrated: bool = False) -> Policy:
-        """What ``kv_policy`` stands for beside a bound of the prompt and a window of segments that settle.
+        """The policy for a value of ``kv_policy``, given ``kv_prefill_tokens`` and ``kv_settle_tokens``.
 
         Args:
-            calibrated: whether to take the server for one with a calibration.
+            calibrated: whether to assume a calibration.
 
         Raises:
             BudgetError: it names no policy.
@@ -151,10 +151,10 @@ class H2OConfig(Settings):
         )
 
     def policy_of(self, asked: Any, prefill: Any, settle: Any) -> Policy:
-        """What a request asks for, or the default if that is ``None``; see :meth:`parsed`.
+        """The policy that a request asks for, the default if ``asked`` is ``None``; see :meth:`parsed`.
 
         Raises:
-            BudgetError: it names none, or one that needs a calibration where there is none.
+            BudgetError: it names no policy, or one that needs a calibration, and the server has none.
         """
         text = self.kv_policy if asked is None else asked
         policy = self.parsed(text, prefill, settle)
@@ -166,21 +166,21 @@ class H2OConfig(Settings):
         return policy
 
     def recent_of(self, policy: Policy, *, answers: bool = False) -> float:
-        """Share of the newest tokens if a request does not say: the policy's, unless this server has one.
+        """Default of ``kv_recent``: the server's option, otherwise the value of the policy.
 
         Args:
-            answers: whether all of the prompt is protected.
+            answers: whether the whole prompt is protected.
         """
         if self.kv_recent is not None:
             return self.kv_recent
         return policy.recent_of_answers if answers else policy.recent
 
     def protect_of(self, policy: Policy) -> int | str:
-        """What is protected if a request does not say: what the policy protects, unless this server says."""
+        """Default of ``kv_protect``: the server's option, otherwise the value of the policy."""
         return policy.protect if self.kv_protect is None else self.kv_protect
 
     def heads_of(self, policy: Policy) -> str:
-        """``kv_heads`` of a request that does not say: the policy's, unless this server says."""
+        """Default of ``kv_heads``: the server's option, otherwise the value of the policy."""
         if self.kv_heads_equal_because or policy.equal_because:
             return "equal"
         if self.kv_heads is not None:
@@ -188,12 +188,12 @@ class H2OConfig(Settings):
         return "shared" if policy.shares else "equal"
 
     def defaults(self, policy: Policy, settle: int) -> dict[str, Any]:
-        """What a request with ``policy`` gets for each field that it does not name, by name.
+        """The defaults of a request with ``policy``, by field.
 
-        ``None`` for fields without a meaning: segments that settle do so without ``kv_delay``.
+        A field that the request ignores is ``None``, such as ``kv_delay`` if segments settle.
 
         Args:
-            settle: its ``kv_settle_tokens``. If it is not 0, it overrides the defaults that it excludes.
+            settle: ``kv_settle_tokens`` of the request. If not 0, the defaults that it excludes are off.
         """
         values = {row.name: getattr(self, row.name) for row in OPTIONS if row.per_request} | {
             "kv_policy": policy.name,
@@ -204,7 +204,7 @@ class H2OConfig(Settings):
         }
         if settle:
             if values["kv_protect"] == "short":
-                # What settles is found again behind the same protected tokens, and a chat's prompt grows.
+                # Segments are found again only after the same protected tokens; the prompt of a chat grows.
                 values["kv_protect"] = 0
             for name in values:
                 row = FIELDS[name]
@@ -216,11 +216,11 @@ class H2OConfig(Settings):
 
     @property
     def applied(self) -> dict[str, Any]:
-        """What a request gets that names no field, by name: for people and for the OpenAPI page."""
+        """The values for a request without budget fields, by field; shown to people and in OpenAPI."""
         return self.defaults(self.default_policy, self.kv_settle_tokens)
 
     def range_of(self, name: str) -> tuple[float | None, float | None]:
-        """Limits of a request field that this server narrows, low and high; ``None``: those of its row."""
+        """The range of a request field on this server, low and high; ``None``: the limit of its row."""
         if name == "kv_budget":
             return self.kv_budget_min, self.kv_budget_max
         return None, self.protect_limit if name == "kv_protect" else None
@@ -229,8 +229,8 @@ class H2OConfig(Settings):
     def protect_limit(self) -> int | None:
         """Most tokens that a request may protect; ``None``: its whole prompt.
 
-        A server that bounds budgets and sets no protection does not keep prompts whole: few tokens
-        then, unless the default protects more.
+        If a server limits budgets and does not set ``--kv-protect-max``, a request may protect only
+        :data:`.FEW_PROTECTED` tokens, or the default if that is more.
         """
         if self.kv_protect_max is not None:
             return self.kv_protect_max

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits and words of the request fields, and what may go with what.
+"""Limits and words of the request fields, and checks of their combinations.
 
-Runs in every process; imports :mod:`h2o_vllm.errors` and the policies. The
-checks here know more than type and range, which :mod:`h2o_vllm.config.settings` has; each returns the value.
+Runs in every process; imports :mod:`h2o_vllm.errors` and the policies. :mod:`h2o_vllm.config.settings` checks
+types and ranges; the checks here compare a field with the policy or the engine.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy.policy import Policy
 
 HEADS = ("equal", "shared")
-"""What ``kv_heads`` may be: all KV heads of a layer keep as many tokens, or they share its heavy slots."""
+"""Values of ``kv_heads``: all KV heads of a layer keep equally many tokens, or they share its heavy slots."""
 
 ROLE_WORDS = ("system", "task")
-"""What ``kv_protect`` may be where a chat has roles: its system messages and tool definitions; or these and
-the user's first message. Only a server knows roles: it puts a number in the place of the word."""
+"""Values of ``kv_protect`` for chats: the system messages and tool definitions; or these and the first user
+message. Only a server knows roles; it replaces the word by a number."""
 
 PROTECT_WORDS = ("prompt", *ROLE_WORDS, "short")
-"""What ``kv_protect`` may be beside a number of first tokens: all of the prompt; a part by roles; or all of a
-prompt of at most :data:`SHORT_PROMPT` floors, and nothing of a longer one."""
+"""Values of ``kv_protect`` other than a number: the whole prompt; a part by roles; or the whole prompt if it
+has at most :data:`SHORT_PROMPT` times the floor, otherwise nothing."""
 
 SHORT_PROMPT = 4
-"""How many floors (``--kv-min-tokens``) a short prompt has at most: 512 tokens by default."""
+"""Longest short prompt, in multiples of ``--kv-min-tokens``: 512 tokens by default."""
 
 FEW_PROTECTED = 1024
-"""Tokens a request may protect where an operator bounds budgets and says nothing of protection."""
+"""Most tokens that a request may protect if the operator limits budgets and does not set --kv-protect-max."""
 
 
 WITHOUT_SCORES = "'later', 'window' and 'random' collect none"
-"""Presets that serve where no attention is known."""
+"""Presets for engines that collect no attention."""
 
 EXACT_SHARE = 0.1
-"""Share of an exact request's tokens that drafts attend to, where no budget is named."""
+"""Share of an exact request's tokens that drafts attend to, if the request names no budget."""
 
 MAX_DELAY = 256
-"""While an eviction is delayed, a request holds more than ``kv_budget_max`` says: not for long."""
+"""Largest ``kv_delay``: a request holds more than ``kv_budget_max`` until its first eviction."""
 
 MAX_TRACE_TOKENS = 4096
-"""Most tokens, prompt and answer, of a request that asks for a trace: it costs two bytes per token, layer and
-KV head while the request runs, and is read by people."""
+"""Most tokens, prompt and answer, of a request with ``kv_trace``. A trace takes two bytes per token, layer
+and KV head while the request runs."""
 
 
 def check_heads(heads: str, policy: Policy, equal_because: str) -> str:
-    """``equal`` only with some policies, or if ``equal_because`` says why.
+    """Check that policy and engine let heads share slots; ``equal_because``: why the engine does not.
 
     Raises:
-        BudgetError: it is not. As all of these.
+        BudgetError: they do not.
     """
     if heads == "shared" and equal_because:
         raise BudgetError("kv_heads", heads, f"equal on this server ({equal_because})")
@@ -57,7 +57,11 @@ def check_heads(heads: str, policy: Policy, equal_because: str) -> str:
 
 
 def check_prefill(tokens: int, policy: Policy) -> int:
-    """A bound of what a prompt holds; 0, no bound, where ``policy`` needs the prompt's end."""
+    """Check ``kv_prefill_tokens``: it must be 0 if ``policy`` ranks by the end of the prompt.
+
+    Raises:
+        BudgetError: it is not 0.
+    """
     if tokens and not policy.may_bound:
         accepted = (
             f"0 with kv_policy {policy.name}, which has nothing to rank by before the prompt's end"
@@ -67,7 +71,7 @@ def check_prefill(tokens: int, policy: Policy) -> int:
 
 
 def check_scores(policy: Policy, because: str) -> None:
-    """Check that the engine knows what ``policy`` ranks by: no attention, if ``because`` says why.
+    """Check that the engine collects the attention that ``policy`` needs; ``because``: why it does not.
 
     Raises:
         BudgetError: the policy collects attention.
@@ -89,7 +93,7 @@ def check_ops(policy: Policy, because: str) -> None:
 
 
 def check_settle(tokens: int, policy: Policy) -> int:
-    """``kv_settle_tokens``, 0 where ``policy`` cannot settle.
+    """Check ``kv_settle_tokens``: it must be 0 if segments cannot settle with ``policy``.
 
     Raises:
         BudgetError: it is not 0.

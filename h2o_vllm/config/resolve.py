@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request asks for, checked, and completed by the server's settings. Imports its siblings.
+"""Check the fields of a request, and fill in the defaults of the server. Imports its siblings.
 
-Runs in the API server, to refuse early, with a 400, and in the engine core, which the offline API reaches
-without one.
+Runs in the API server, which refuses with a 400, and in the engine core, for requests of the offline API.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from h2o_vllm.policy.policy import Policy
 
 
 def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget:
-    """Turn what a request asked for into its budget, filling in the defaults.
+    """Make the budget of a request from its fields and the defaults.
 
-    ``protect`` may still be a word, and ``recent`` depends on it, see :func:`for_prompt`.
+    ``protect`` may still be a word, on which ``recent`` depends; :func:`for_prompt` settles both.
 
     Args:
         asked: a mapping that may hold any of :data:`~h2o_vllm.config.settings.REQUEST_FIELDS`; other
@@ -92,13 +91,13 @@ _NOTHING_EVICTED = {
     for each in fields(RequestBudget)
     if each.default is not MISSING and each.name != "exact"
 }
-"""Attributes of the budget of a request that keeps all KV, whatever the server's defaults."""
+"""Attributes of the budget of a request that keeps all its KV; they override the server's defaults."""
 
 
 def resolve_for(
     config: H2OConfig, asked: Mapping[str, Any] | None, prompt_tokens: int
 ) -> RequestBudget:
-    """As :func:`resolve`, then :func:`for_prompt`."""
+    """:func:`resolve`, then :func:`for_prompt`."""
     named = asked is not None and asked.get("kv_protect") is not None
     return for_prompt(config, resolve(config, asked), prompt_tokens, named=named)
 
@@ -106,10 +105,10 @@ def resolve_for(
 def for_prompt(
     config: H2OConfig, budget: RequestBudget, prompt_tokens: int, *, named: bool
 ) -> RequestBudget:
-    """``budget`` where the prompt is known and its roles are not: ``protect`` is a number, ``recent`` final.
+    """The final budget for a prompt of known length: ``protect`` is a number, ``recent`` has its value.
 
-    Never more than the prompt has. A default that goes by roles protects nothing here: a server names
-    a number for every prompt that has such a part.
+    At most the whole prompt is protected. A default of ``system`` or ``task`` protects nothing here: a
+    server replaces it by a number in every chat that has such messages.
 
     Args:
         named: whether the request names ``kv_protect``.
@@ -124,7 +123,7 @@ def for_prompt(
             raise BudgetError("kv_protect", protect, accepted)
         protect = limit
     elif protect == "short":
-        # What settles is found again behind the same protected tokens only, and a chat's prompt grows.
+        # Segments are found again only after the same protected tokens, and the prompt of a chat grows.
         matters = budget.evicts and not budget.settle
         protect = prompt_tokens if matters and prompt_tokens <= config.short_prompt else 0
     elif protect in ROLE_WORDS:
@@ -166,7 +165,7 @@ def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
 
 
 def _exact(config: H2OConfig, given: Mapping[str, Any]) -> bool:
-    """Whether the request is exact. A field that says how something is evicted overrides the default."""
+    """Whether the request is exact. A field about evictions overrides a default of ``--kv-exact``."""
     name = "kv_exact"
     if not _checked(config, name, given.get(name, config.kv_exact)):
         return False
@@ -188,7 +187,7 @@ def _exact(config: H2OConfig, given: Mapping[str, Any]) -> bool:
 def _begin(config: H2OConfig, given: Mapping[str, Any], *, default: bool) -> tuple[bool, int]:
     """When evictions begin: ``elastic`` and ``evict_from`` of a :class:`RequestBudget`.
 
-    A server that bounds budgets lets requests keep everything for a while only by choice.
+    A server that limits budgets lets a request keep all tokens for a while only if its options say so.
 
     Args:
         default: ``kv_elastic`` of a request that names neither field.
@@ -206,7 +205,7 @@ def _begin(config: H2OConfig, given: Mapping[str, Any], *, default: bool) -> tup
 
 
 def _checked(config: H2OConfig, name: str, value: Any) -> Any:
-    """``value``, if it is of the field's type and in its range on this server."""
+    """``value``, checked against the type of the field and its range on this server."""
     return FIELDS[name].check(value, *config.range_of(name))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the model a worker holds: a stage's layers, a rank's KV heads. Worker process."""
+"""The part of the model in one worker: the layers of its stage, the KV heads of its rank. Worker process."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelShard", "of_all_stages"]
 
-Told = TypeVar("Told")
+Own = TypeVar("Own")
 
 
-def of_all_stages(told: Told, stages: int) -> list[Told]:
-    """What each stage of the pipeline tells the others, first stage first. All of them have to call it.
+def of_all_stages(own: Own, stages: int) -> list[Own]:
+    """Gather a small object from every pipeline stage, in order. All stages must call it.
 
-    It travels between the hosts, and is for few bytes.
+    The hosts exchange it over the network: it is for few bytes.
     """
     if stages == 1:
-        return [told]
-    everything: list[Told] = [told] * stages
-    torch.distributed.all_gather_object(everything, told, group=get_pp_group().cpu_group)
+        return [own]
+    everything: list[Own] = [own] * stages
+    torch.distributed.all_gather_object(everything, own, group=get_pp_group().cpu_group)
     return everything
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """The evictable layers and the KV heads that a worker holds, counted among the model's.
+    """The evictable layers and the KV heads of one worker.
 
     Attributes:
-        first_layer, first_head: the number of its first one. own_layers, own_heads: how many it has.
-        layers, heads: how many the model has.
-        is_first_copy: whether no rank before it holds its heads. Where a model has fewer KV heads than ranks,
-            vLLM gives each to several neighbours.
-        norms: of the whole model, see :func:`h2o_vllm.engine.compat.model_norms`, float32.
+        first_layer, first_head: index in the model of the first layer and of the first head.
+        own_layers, own_heads: number of layers and heads in the worker.
+        layers, heads: number of layers and heads in the model.
+        is_first_copy: whether no earlier rank has the same heads. If a model has fewer KV heads than ranks,
+            vLLM copies each head to several neighbouring ranks.
+        norms: norms of the whole model, see :func:`h2o_vllm.engine.compat.model_norms`, float32.
     """
 
     first_layer: int
@@ -61,17 +62,18 @@ class ModelShard:
         heads: int,
         own_heads: int,
         stage: int,
-        told: Sequence[tuple[int, Mapping[str, float]]],
+        stages: Sequence[tuple[int, Mapping[str, float]]],
     ) -> ModelShard:
         """The shard of one worker.
 
         Args:
-            rank, ranks: of tensor parallelism. heads: KV heads of a layer in the model. own_heads: here.
-            stage: number of the pipeline's stage.
-            told: what each stage has: its number of evictable layers, and its layers' norms by name.
+            rank, ranks: this tensor-parallel rank, and their number.
+            heads: KV heads of a layer in the model. own_heads: KV heads in this worker.
+            stage: index of the pipeline stage.
+            stages: of each stage, the number of evictable layers and the norms of its layers, by name.
 
         Raises:
-            ConfigError: this rank has other heads than it should.
+            ConfigError: this rank does not have the expected number of heads.
         """
         expected = max(1, heads // ranks)
         if own_heads != expected:
@@ -79,8 +81,8 @@ class ModelShard:
                 f"h2o_vllm expected {expected} of the model's {heads} KV heads on each of {ranks} ranks, and "
                 f"a rank has {own_heads}: it would rank other heads than it has. Refusing to start"
             )
-        counts = [layers for layers, _ in told]
-        norms = {name: size for _, of_stage in told for name, size in of_stage.items()}
+        counts = [layers for layers, _ in stages]
+        norms = {name: size for _, of_stage in stages for name, size in of_stage.items()}
         return cls(
             first_layer=sum(counts[:stage]),
             own_layers=counts[stage],
@@ -94,10 +96,10 @@ class ModelShard:
 
     @property
     def first_number(self) -> int:
-        """The number of its first head in its first layer, see :func:`.head_number`."""
+        """The :func:`.head_number` of its first head in its first layer."""
         return head_number(self.first_layer, self.first_head)
 
     @property
     def own(self) -> slice:
-        """Its layers among the model's."""
+        """The indices of its layers in the model."""
         return slice(self.first_layer, self.first_layer + self.own_layers)

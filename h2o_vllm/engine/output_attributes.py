@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells the engine core beside a step's output. Worker process.
+"""Extra attributes of a step's output, by which a worker sends data to the engine core. Worker process.
 
-It travels as an extra attribute of the output, which survives pickling as ours of ``SchedulerOutput`` does.
+They survive pickling, as our attribute of ``SchedulerOutput`` does.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 
 def with_attribute(output: Any, name: str, value: Callable[[], object]) -> Any:
-    """``output`` of a step with the attribute ``name``; whatever is no output of a model as it is.
+    """Return ``output`` of a step with the attribute ``name``; anything but a model's output stays as it is.
 
     Args:
-        value: called when the output is on the host, in whichever thread brings it there.
+        value: called when the output is on the host, in the thread that copies it.
     """
     if isinstance(output, AsyncModelRunnerOutput):
         return _WithAttribute(output, name, value)
@@ -29,7 +29,7 @@ def with_attribute(output: Any, name: str, value: Callable[[], object]) -> Any:
 
 
 class _WithAttribute(AsyncModelRunnerOutput):
-    """An output that is still being copied from the device."""
+    """An output whose copy from the device has not ended."""
 
     def __init__(
         self, inner: AsyncModelRunnerOutput, name: str, value: Callable[[], object]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long evictions took in a worker, and how the engine core learns of it. Worker and engine core.
+"""Measures the evictions of a worker, and sends the time to the engine core. Worker and engine core.
 
-Of several workers it is the time of the one whose output vLLM keeps.
+With several workers, it is the time of the worker whose output vLLM keeps.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ATTRIBUTE = "h2o_eviction_seconds"
 
 
 def eviction_seconds(output: ModelRunnerOutput) -> float | None:
-    """What :class:`EvictionTimer` attached; ``None`` if the step evicted nothing, or if it is not known."""
+    """The seconds from :class:`EvictionTimer`; ``None`` if the step evicted nothing or they are unknown."""
     seconds: float | None = getattr(output, ATTRIBUTE, None)
     return seconds
 
 
 class EvictionTimer:
-    """Measures in ``execute_model`` and attaches in ``sample_tokens``, of one worker.
+    """Measures in ``execute_model`` of a worker, and attaches the time in ``sample_tokens``.
 
-    By the host's clock: where evictions have been carried out once the call returns.
+    It reads the host's clock, for devices whose evictions are complete when the call returns.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class EvictionTimer:
         """Begin to measure.
 
         Returns:
-            what ends it, and gives what says, once the step's output is there, how many seconds it were;
-            ``None`` if that is not known.
+            a function that ends the measurement. It returns a function that gives the seconds, to be called
+            when the output of the step is on the host; ``None`` if they are unknown.
         """
         started = time.perf_counter()
 

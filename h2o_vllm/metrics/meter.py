@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts evictions, and hands the counts over at intervals. Engine core; imports no vLLM.
+"""Counts evictions, and sends the counts at intervals. Engine core; imports no vLLM.
 
-Cost: a few additions in a step that evicts, one reading of the clock in any other step.
+A step that evicts costs a few additions; any other step reads the clock once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Meter:
         self._settle_shortages += times
 
     def eviction_took(self, seconds: float | None) -> None:
-        """Note the time that a worker took for the evictions of one step; ``None``: there were none."""
+        """Add the seconds that a worker took for the evictions of one step; ``None`` without evictions."""
         if seconds is not None:
             self._eviction_seconds.append(seconds)
 
@@ -116,7 +116,7 @@ class Meter:
 def kv_budget_of(report: Mapping[str, Any]) -> float:
     """The share of its tokens that a request's budget allowed, 0 to 1, from its final report."""
     if report["exact"]:
-        # What its report calls a budget is what drafts read.
+        # The budget in its report is the share that drafts read.
         return 1.0
     if report["budget"] is not None:
         return float(report["budget"])

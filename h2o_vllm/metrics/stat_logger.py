@@ -28,7 +28,7 @@ class H2OStatLogger(AggregateStatLoggerBase):
     """Takes our counts out of vLLM's scheduler stats. It must run before vLLM's own loggers.
 
     Args:
-        vllm_config: it has the model's name.
+        vllm_config: the configuration of the engines, with the name of the model.
         engine_indexes: data-parallel indices of the engines that may send stats to this process.
     """
 
@@ -79,14 +79,14 @@ class H2OStatLogger(AggregateStatLoggerBase):
 
 
 def install(engine_client: Any, vllm_config: VllmConfig) -> Callable[[str], None]:
-    """Put our logger before the client's own. Idempotent.
+    """Insert our logger before the loggers of the client. Idempotent.
 
     Returns:
         A function that counts a refused request, by reason. Under ``--disable-log-stats`` it does nothing.
 
     Raises:
-        AttributeError: the client keeps its loggers elsewhere. Ours must come first, because vLLM's own
-            logger fails on stats of a KV connector where none is configured.
+        AttributeError: the client has no ``logger_manager``. Our logger must run first, because vLLM's
+            logger fails on stats of a KV connector if none is configured.
     """
     manager = engine_client.logger_manager
     if manager is None:

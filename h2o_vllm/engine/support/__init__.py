@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine supports: rows of refusals, and what follows for requests. Any process.
+"""The configurations and requests that an engine supports, as rows of refusals. Any process.
 
 ================= ===============================================================================
-``check``         all rows in their order, the check of a start, our configuration with its limits
-``refusal``       what a row is
-``everywhere``    rows of all devices
-``devices``       rows of CPUs, rows of GPUs
-``drafts``        rows of speculative decoding and of exact requests, on CPUs
+``check``         all rows in order, the check at start, our configuration with its limits
+``refusal``       the class of a row
+``everywhere``    rows for all devices
+``devices``       rows for CPUs, rows for GPUs
+``drafts``        rows for speculative decoding and exact requests, on CPUs
 ``page``          writes the rows into SUPPORT.md
 ``architectures`` the architectures that are refused by name, and the kinds with faults on CPUs
-``drafting``      which methods of speculative decoding are served, and what a drafter takes
-``heads``         KV heads of the evictable layers
+``drafting``      the served methods of speculative decoding, and the slots of a drafter
+``heads``         number of KV heads in the evictable layers
 ``version``       the supported versions of vLLM
 ================= ===============================================================================
 """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CONVOLUTIONS = frozenset(
     {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"}
 )
-"""Convolutions beside attention."""
+"""Models with convolutions and attention."""
 
 MAMBA2 = frozenset(
     {
@@ -30,7 +30,7 @@ MAMBA2 = frozenset(
         "NemotronH_Super_Omni_Reasoning_V3",
     }
 )
-"""Mamba2 beside attention."""
+"""Models with Mamba2 and attention."""
 
 DELTA_NETS = frozenset(
     {
@@ -45,7 +45,7 @@ DELTA_NETS = frozenset(
         "Qwen3_5MoeForConditionalGeneration",
     }
 )
-"""Gated delta networks beside attention."""
+"""Models with gated delta networks and attention."""
 
 NAMED = (
     (
@@ -98,7 +98,7 @@ NAMED = (
         ("Zamba2ForCausalLM",),
     ),
 )
-"""What is refused by name, as a model's configuration does not show it: kind, reason, architectures."""
+"""Models refused by name, because their configuration does not show why: kind, reason, architectures."""
 
 
 def is_one_of(config: VllmConfig, names: Collection[str]) -> bool:

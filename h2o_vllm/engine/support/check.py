@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 REFUSALS = (*everywhere.ROWS, *devices.ON_CPU, *drafts.ON_CPU, *devices.ON_CUDA)
-"""What the start refuses; SUPPORT.md's table and one test are loops over these rows."""
+"""All rows; the start, the table in SUPPORT.md and one test loop over them."""
 
 _NO_EXACT = "vLLM's model runner for GPUs takes no drafter but its own"
 _NO_OP = "no kernel computes it on GPUs yet"
@@ -50,7 +50,7 @@ def config_of(config: VllmConfig) -> H2OConfig:
     """Our configuration, with the limits of this engine (its fields ``..._because``).
 
     Raises:
-        ConfigError: it is invalid, or its defaults need what this engine cannot do.
+        ConfigError: it is invalid, or this engine cannot serve its defaults.
     """
     ours = H2OConfig.from_mapping((config.additional_config or {})[CONFIG_KEY])
     device = config.device_config.device_type

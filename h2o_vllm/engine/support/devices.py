@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the start refuses on CPUs, and what on GPUs. Any process that checks options."""
+"""Refusals at start on CPUs, and on GPUs. Any process that checks options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _kv_dtype(config: VllmConfig) -> str:
 
 
 def rotates_images(config: VllmConfig) -> bool:
-    """Whether prompts may hold images with tokens that are rotated by place in the image (M-RoPE)."""
+    """Whether prompts may have images whose tokens are rotated by their position in the image (M-RoPE)."""
     model, media = config.model_config, config.model_config.multimodal_config
     if not model.uses_mrope or media is None:
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: methods that are served, what a drafter takes, drafts that pay. In all processes."""
+"""Speculative decoding: served methods, slots of a drafter, drafts that do not pay. Any process."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.manager import H2OBlockManager
 
 WITHOUT_KV = ("ngram", "suffix", "custom_class")
-"""Methods that hold no KV of their own: their drafters read tokens only."""
+"""Methods without KV: their drafters only read tokens."""
 
 WITH_KV = ("draft_model", "eagle", "eagle3", "mtp")
-"""Methods whose drafters have layers of attention, and draft one token after the other."""
+"""Methods whose drafters have attention layers, and draft one token at a time."""
 
 EXACT_DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
-"""What drafts for exact requests, as ``speculative_config["model"]`` of method ``custom_class``."""
+"""Path of the drafter for exact requests: ``speculative_config["model"]`` of method ``custom_class``."""
 
 
 def drafter_has_kv(config: VllmConfig) -> bool:
-    """Whether there is a drafter with layers that hold KV."""
+    """Whether the engine has a drafter with KV."""
     speculative = config.speculative_config
     return speculative is not None and speculative.method in WITH_KV
 
 
 def drafts_of_step(config: VllmConfig) -> tuple[int, int]:
-    """The most drafts that a step computes for a request, and the most slots after them that a drafter takes.
+    """Most drafts per request and step, and most slots after them that the drafter uses.
 
-    The latter is vLLM's ``num_lookahead_tokens`` (0.32) for these methods.
+    The second number is vLLM's ``num_lookahead_tokens`` (0.32) for these methods.
     """
     drafts: int = config.num_speculative_tokens
     return drafts, drafts if drafter_has_kv(config) else 0
@@ -45,7 +45,7 @@ def drafts_of_step(config: VllmConfig) -> tuple[int, int]:
 def count_drafts(
     blocks: H2OBlockManager, planned: SchedulerOutput, came_out: ModelRunnerOutput
 ) -> None:
-    """Note how many drafts of each request a step computed and accepted."""
+    """Count the drafts of each request that a step computed and accepted."""
     for request_id, drafts in planned.scheduled_spec_decode_tokens.items():
         state = blocks.eviction_state(request_id)
         if state is not None:
@@ -55,7 +55,7 @@ def count_drafts(
 
 
 def drop_drafts(scheduler: Scheduler, blocks: H2OBlockManager, request_ids: Iterable[str]) -> None:
-    """Drop the drafts by ``ngram`` that were made for the next step, where they do not pay."""
+    """Drop the ``ngram`` drafts for the next step of each request for which they do not pay."""
     speculative = scheduler.vllm_config.speculative_config
     if speculative is None or speculative.method != "ngram":
         return
@@ -66,6 +66,6 @@ def drop_drafts(scheduler: Scheduler, blocks: H2OBlockManager, request_ids: Iter
 
 
 def asks_for_exact(config: VllmConfig) -> bool:
-    """Whether requests may be exact, or are by default."""
+    """Whether requests may be exact."""
     options = (config.additional_config or {}).get(CONFIG_KEY, {})
     return bool(options.get("kv_exact") or options.get("kv_exact_drafts"))

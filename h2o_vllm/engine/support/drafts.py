@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the start refuses of speculative decoding and of exact requests on CPUs. Any process."""
+"""Refusals at start of speculative decoding and exact requests, on CPUs. Any process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXACT = {
 
 
 def _most_tokens(config: VllmConfig) -> int:
-    """The most tokens of a step that are left for a request and its drafts."""
+    """Most tokens of one step for a request and its drafts."""
     scheduler = config.scheduler_config
     batched: int = scheduler.max_num_batched_tokens
     slots = config.speculative_config.max_num_new_slots_for_drafting

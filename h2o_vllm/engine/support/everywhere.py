@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the start refuses on every device. Any process that checks options."""
+"""Refusals at start on every device. Any process that checks options."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
-"""Path of our scheduler's class, as ``--scheduler-cls`` takes it."""
+"""Path of our scheduler class, for ``--scheduler-cls``."""
 
 STOCK = "Serve it with: vllm serve"
 
 
 def is_our_scheduler(scheduler_cls: type) -> bool:
-    """Whether it is our scheduler, or builds on it. By name: the scheduler imports this room."""
+    """Whether it is our scheduler or a subclass. By name: the scheduler imports this package."""
     paths = (f"{base.__module__}.{base.__qualname__}" for base in scheduler_cls.__mro__)
     return SCHEDULER_CLS in paths
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many KV heads a model's evictable layers have, and what follows for its ranks. Any process."""
+"""Number of KV heads in the evictable layers, and whether ranks can collect attention. Any process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 FULL = "full_attention"
-"""What ``layer_types`` of a model's configuration calls a layer of full attention."""
+"""Name of full attention in ``layer_types`` of a model configuration."""
 
 
 def evictable_kv_heads(model: ModelConfig) -> int:
-    """KV heads of a layer of full attention in the whole model; layers with windows may have others."""
+    """Number of KV heads of a full-attention layer in the whole model; layers with windows may differ."""
     each = model.model_arch_config
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
     full = [each[at].total_num_kv_heads for at, kind in enumerate(kinds) if kind == FULL]
@@ -21,9 +21,10 @@ def evictable_kv_heads(model: ModelConfig) -> int:
 
 
 def scores_not_because(config: VllmConfig) -> str:
-    """Why no policy may collect attention in this engine; empty: it may.
+    """Why policies cannot collect attention in this engine; empty if they can.
 
-    vLLM gives each of several ranks a copy of a KV head, and some of the query heads that attend to it.
+    With more ranks than KV heads, vLLM gives several ranks a copy of a KV head, and each only some of the
+    query heads that attend to it.
     """
     ranks = config.parallel_config.tensor_parallel_size
     heads = evictable_kv_heads(config.model_config) if ranks > 1 else 1

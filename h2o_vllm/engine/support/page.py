@@ -15,7 +15,7 @@ _WHERE = {"all": "all", "cpu": "CPU", "cuda": "GPU"}
 
 
 def table() -> str:
-    """The rows as a table in Markdown, in the order of the checks."""
+    """All rows as a Markdown table, in the order of the checks."""
     rows = [
         f"| {_WHERE[row.where]} | {row.option} | {row.because} | {row.instead} |"
         for row in REFUSALS
@@ -24,7 +24,7 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """The page with today's table in it."""
+    """``text`` of the page, with its table replaced by the current one."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"

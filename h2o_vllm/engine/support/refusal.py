@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A refusal of the start as a row: an option, whether it is set, why it is refused. Any process; no vLLM."""
+"""One row: an option that the start refuses, and the reason. Any process; imports no vLLM."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What an engine does not start with.
+    """An option or a model with which an engine does not start.
 
     Attributes:
-        where: ``"all"``, or the device type on which it is refused.
+        where: ``"all"``, or the device type that refuses it.
         option: the option or the kind of model, as users write it.
         because: the reason, one sentence without its full stop.
         refused: whether a configuration has it.
         example: path in vLLM's configuration -> value with which it is refused; the test of the row.
-        instead: what to do; one sentence without its full stop.
-        value: what the configuration has, said behind the option.
+        instead: the remedy, one sentence without its full stop.
+        value: the value in a configuration, shown after the option.
     """
 
     where: Literal["all", "cpu", "cuda"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker knows about budgets: which requests evict, the scores, the KV they belong to.
+"""The state of a worker: which requests evict, the scores, and the KV of the scores.
 
 One instance per worker, shared with the metadata builder and the attention layers. Nothing in here
 waits for a device: with async scheduling the worker runs ahead of it.
@@ -33,10 +33,10 @@ class WorkerState(ABC):
 
     Attributes:
         planes: ``[2, L, N, KH, BS]``, float32: ``scores``, see :mod:`h2o_vllm.kernels`, and ``early``.
-        scores: what a token's KV is ranked by.
-        early: the part of a score that queries before the late ones have given (:meth:`.Policy.late_from`),
-            of a token that was never ranked. The step that computes the first late queries puts their part
-            here, and takes it from the scores at its end.
+        scores: the score of each token, by which evictions rank.
+        early: the part of a score that comes from queries before the late ones (:meth:`.Policy.late_from`).
+            Valid until the token is first ranked. The step that computes the first late queries collects
+            their part here, and subtracts it from the scores at its end.
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
         first_head: number of the first head of the first of these layers, see :func:`.head_number`.
         in_step: whether a real step (not a warm-up) is being executed.
@@ -60,10 +60,10 @@ class WorkerState(ABC):
 
     @abstractmethod
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
-        """Learn what the requests that evict and enter the batch depend on."""
+        """Store the parameters of requests that evict and enter the batch."""
 
     def start_exact(self, exact: Mapping[str, ExactParams]) -> None:  # noqa: B027 - CPUs alone have any
-        """Learn what the exact requests that enter the batch depend on."""
+        """Store the parameters of exact requests that enter the batch."""
 
     @abstractmethod
     def release(self, request_ids: Iterable[str]) -> None:
@@ -123,16 +123,16 @@ class WorkerState(ABC):
                 self._reset(scores, slot_mapping[places])
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made once this step's attention is computed, or on its way, in all layers."""
+        """Call ``call`` when this step's attention is computed, or queued, in all layers."""
         self._at_end = call
 
     def confirm(self, computed: Mapping[str, int]) -> None:  # noqa: B027 - GPUs get no drafts
-        """Add to the scores what accepted drafts of the step before give; see :class:`.StepPlan`."""
+        """Add the attention of the previous step's accepted drafts to the scores; see :class:`.StepPlan`."""
 
     def expect(  # noqa: B027 - GPUs ask their slots
         self, request_ids: Iterable[str], drafted: Collection[str] = ()
     ) -> None:
-        """A step begins that computes tokens of these requests, some of them ``drafted``."""
+        """Begin a step that computes tokens of these requests; those in ``drafted`` have drafts."""
 
     def finish_step(self) -> None:
         """After the forward pass."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker of ours does beside vLLM's, on any device. Runs in each worker process.
+"""The part of our worker that is the same on all devices. Runs in each worker process.
 
-``execute_model`` of one step, on a GPU queued on the stream and not waited for::
+``execute_model`` of one step; a GPU queues all of it on the stream, and the host does not wait::
 
-    confirm      drafts of the step before that were accepted add to the scores
-    compact      move survivors into the heavy blocks   (reads blocks the scheduler has freed)
-    punch holes  the doomed blocks leave the block table
-    forward      stock vLLM; the freed blocks may already be another request's
+    confirm      add the accepted drafts of the previous step to the scores
+    compact      move survivors into the heavy blocks   (reads blocks that the scheduler has freed)
+    punch holes  remove the doomed blocks from the block table
+    forward      stock vLLM; other requests may already write the freed blocks
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ State = TypeVar("State", bound=WorkerState)
 
 
 class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
-    """Stands before one of vLLM's workers in the line of bases."""
+    """A base class to put before one of vLLM's workers."""
 
     builder_cls: ClassVar[type]
-    """The metadata builder that vLLM must have bound."""
+    """The class of the metadata builder that vLLM must have bound."""
     impl_cls: ClassVar[type[ScoringImpl]]
-    """The attention that vLLM must have bound."""
+    """The class of the attention that vLLM must have bound."""
 
     _state: State | None = None
     _portion: ModelShard
-    """What this worker holds of the model, once its layers are known."""
+    """The part of the model in this worker; set when its layers are known."""
     _layer_names: Sequence[str] = ()
-    """Of the evictable ones that hold KV."""
+    """Names of the evictable layers that hold KV."""
     _layers: Sequence[Sequence[Any]] = ()
-    """For each of these, itself and those that read its KV."""
+    """For each of these layers: the layer, then the layers that read its KV."""
     _groups_beside: tuple[GroupBeside, ...] = ()
     _serving = True
     """Whether steps come from our scheduler, and not from vLLM's warm-up."""
@@ -169,7 +169,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
 
     @abstractmethod
     def _left(self, scheduler_output: SchedulerOutput) -> Iterable[str]:
-        """Requests that are unknown to the runner from this step on; should they return, they are new."""
+        """Requests that the runner drops in this step. If they return, treat them as new."""
 
     @abstractmethod
     def _write_table(self, state: State, eviction: Eviction) -> None:
@@ -213,13 +213,13 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         return H2OConfig.from_mapping(self.vllm_config.additional_config[CONFIG_KEY])
 
     def _calibration(self, size: int) -> Part | None:
-        """This worker's part of the model's calibration, if the server has one.
+        """The weights of a calibration for this worker, if the server has one.
 
         Args:
-            size: of heads.
+            size: head size.
 
         Raises:
-            ConfigError: it cannot be read, or is another model's.
+            ConfigError: it cannot be read, or is for another model.
         """
         name = self._h2o_config().kv_calibration
         if name is None:
@@ -232,7 +232,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         )
 
     def _traits(self, size: int) -> Traits:
-        """Of the whole model."""
+        """The traits of the whole model, for heads of ``size``."""
         whole, rotation = self._portion, Rotation(*model_rotation(self.model_runner.get_model()))
         return Traits(whole.layers, whole.heads, size, size, rotation, whole.norms)
 
@@ -248,20 +248,20 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         builder.bind(state)
 
     def _kernels_in_use(self, state: State) -> str:  # noqa: ARG002
-        """What the start-up log says of our kernels, if there is a choice."""
+        """A note about our kernels for the start-up log; empty if there is no choice."""
         return ""
 
     def _find_shard(self, layers: int, heads: int) -> ModelShard:
-        """What this worker holds: so many evictable layers, and KV heads of each. Stages ask each other."""
+        """The shard of a worker with these numbers of layers and KV heads. All stages must call it."""
         parallel = self.parallel_config
         ranks: int = parallel.tensor_parallel_size
         stages: int = parallel.pipeline_parallel_size
-        told = of_all_stages((layers, model_norms(self.model_runner.get_model())), stages)
+        of_stages = of_all_stages((layers, model_norms(self.model_runner.get_model())), stages)
         return ModelShard.of(
             get_tensor_model_parallel_rank(),
             ranks,
             heads if ranks == 1 else evictable_kv_heads(self.model_config),
             heads,
             get_pp_group().rank_in_group if stages > 1 else 0,
-            told,
+            of_stages,
         )

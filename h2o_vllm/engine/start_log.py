@@ -144,8 +144,9 @@ class _Starting(logging.Filter):
     """Of a process whose server starts, which is as long as there is the file."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        file = Path(os.environ[START_RECORD])
-        if not file.exists():
+        name = os.environ.get(START_RECORD)
+        file = Path(name) if name else None
+        if file is None or not file.exists():
             return True
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:

@@ -122,6 +122,17 @@ def test_tracebacks_of_a_start_are_in_the_file_and_the_reason_in_the_line(
         assert part in text
 
 
+def test_lines_pass_where_an_earlier_server_of_this_process_has_left_its_filter(
+    log: list[str],
+) -> None:
+    start_log.begin(log=False, keep=False)
+    start_log.end()
+    start_log.begin(log=False, keep=True)
+    fail(ValueError("said"))
+    (line,) = log
+    assert "ValueError: said" in line
+
+
 def test_what_the_server_logs_and_survives_is_no_reason(log: list[str]) -> None:
     start_log.begin(log=False, keep=False)
     fail(ValueError("survived"))

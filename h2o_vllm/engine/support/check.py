@@ -23,7 +23,6 @@ DEVICES = ("cpu", "cuda")
 REFUSALS = (*everywhere.ROWS, *devices.ON_CPU, *drafts.ON_CPU, *devices.ON_CUDA)
 """All rows; the start, the table in SUPPORT.md and one test loop over them."""
 
-_NO_EXACT = "vLLM's model runner for GPUs takes no drafter but its own"
 _NO_OP = "no kernel computes it on GPUs yet"
 
 
@@ -58,7 +57,7 @@ def config_of(config: VllmConfig) -> H2OConfig:
         ours,
         kv_scores_not_because=scores_not_because(config),
         kv_heads_equal_because=_equal_heads_because(config),
-        kv_exact_not_because="" if device == "cpu" else _NO_EXACT,
+        kv_exact_not_because="" if device == "cpu" else devices.NO_EXACT_ON_GPUS,
         kv_ops_because="" if device == "cpu" else _NO_OP,
     )
 

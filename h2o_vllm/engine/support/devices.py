@@ -19,6 +19,7 @@ KV_DTYPES = {
     "cpu": ("auto", "bfloat16", "float16", "float32"),
     "cuda": ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"),
 }
+NO_EXACT_ON_GPUS = "vLLM's model runner for GPUs takes no drafter but its own"
 _EIGHT_BITS = (
     "Eviction at --kv-cache-dtype auto saves more memory than 8 bits at any budget below 0.5"
 )
@@ -169,7 +170,7 @@ ON_CUDA = (
     Refusal(
         "cuda",
         "--kv-exact and --kv-exact-drafts",
-        "vLLM's model runner for GPUs takes no drafter but its own",
+        NO_EXACT_ON_GPUS,
         asks_for_exact,
         {"additional_config": {CONFIG_KEY: {"kv_exact_drafts": 2}}},
         "On CPUs they are served",

@@ -180,12 +180,12 @@ class H2OConfig(Settings):
         return policy.protect if self.kv_protect is None else self.kv_protect
 
     def heads_of(self, policy: Policy) -> str:
-        """Default of ``kv_heads``: the server's option, otherwise the value of the policy."""
+        """Default of ``kv_heads``: the server's option, otherwise the policy's, if sharing is fast."""
         if self.kv_heads_equal_because or policy.equal_because:
             return "equal"
         if self.kv_heads is not None:
             return self.kv_heads
-        return "shared" if policy.shares else "equal"
+        return "shared" if policy.shares and not self.kv_heads_slow else "equal"
 
     def defaults(self, policy: Policy, settle: int) -> dict[str, Any]:
         """The defaults of a request with ``policy``, by field.

@@ -275,6 +275,7 @@ def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, beca
     assert because in config.kv_heads_equal_because
     assert bool(config.kv_heads_equal_because) is bool(because)
     assert not config.kv_settles_not_because
+    assert config.kv_heads_slow is (device == "cuda")
     if because:
         with pytest.raises(ConfigError, match=f"--kv-heads: .*{because}"):
             config_of(engine(kv_heads="shared"))

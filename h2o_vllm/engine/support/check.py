@@ -59,6 +59,7 @@ def config_of(config: VllmConfig) -> H2OConfig:
         kv_heads_equal_because=_equal_heads_because(config),
         kv_exact_not_because="" if device == "cpu" else devices.NO_EXACT_ON_GPUS,
         kv_ops_because="" if device == "cpu" else _NO_OP,
+        kv_heads_slow=device == "cuda",
     )
 
 

@@ -49,30 +49,29 @@ DELTA_NETS = frozenset(
 
 NAMED = (
     (
-        "ALiBi",
+        "ALiBi (BLOOM, Step1)",
         "its bias depends on distances that evictions change",
         ("BloomForCausalLM", "Step1ForCausalLM"),
     ),
     (
-        "layers with different numbers of KV heads",
+        "layers with different numbers of KV heads (DeciLM)",
         "not tried",
         ("DeciLMForCausalLM",),
     ),
     (
-        "bidirectional attention",
+        "bidirectional attention (DiffusionGemma, HRM-Text)",
         "prompts are scored as causal",
         ("DiffusionGemmaForBlockDiffusion", "HrmTextForCausalLM"),
     ),
     (
-        # ``Gemma3nSelfDecoder.forward`` (0.32) takes them as an argument, which only the other model gives.
+        # Only the other model gives ``Gemma3nSelfDecoder.forward`` (0.32) its per-layer embeddings.
         "Gemma 3n as a text model",
-        "vLLM 0.32 leaves out its per-layer embeddings, and answers wrongly with and without budgets. Serve "
-        "the checkpoint with Gemma3nForConditionalGeneration",
+        "vLLM 0.32 answers wrongly, also without budgets; Gemma3nForConditionalGeneration is served",
         ("Gemma3nForCausalLM",),
     ),
     (
-        "attention of the model's own",
-        "it selects keys by an index or convolves them, and cannot be scored",
+        "attention of the model's own (Inkling, MiniMax M3 Sparse, Qwen4 Exp)",
+        "it selects keys by an index or convolves them: no scores",
         (
             "InklingForCausalLM",
             "InklingForConditionalGeneration",
@@ -83,17 +82,17 @@ NAMED = (
         ),
     ),
     (
-        "Mamba1 beside attention",
+        "Mamba1 beside attention (Jamba)",
         "vLLM has no CPU kernel for it",
         ("JambaForCausalLM",),
     ),
     (
-        "gated delta networks of OLMo's own",
-        "vLLM has no CPU kernel for them",
+        "gated delta networks of OLMo Hybrid",
+        "vLLM has no CPU kernel for it",
         ("OlmoHybridForCausalLM",),
     ),
     (
-        "attention blocks that several layers share",
+        "attention blocks that several layers share (Zamba2)",
         "not tried",
         ("Zamba2ForCausalLM",),
     ),

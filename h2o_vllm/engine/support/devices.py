@@ -20,9 +20,7 @@ KV_DTYPES = {
     "cuda": ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"),
 }
 NO_EXACT_ON_GPUS = "vLLM's model runner for GPUs takes no drafter but its own"
-_EIGHT_BITS = (
-    "Eviction at --kv-cache-dtype auto saves more memory than 8 bits at any budget below 0.5"
-)
+_EIGHT_BITS = "A budget below 0.5 at --kv-cache-dtype auto saves more memory than 8 bits"
 _NO_OPTION = "Leave the option out"
 
 
@@ -101,7 +99,7 @@ ON_CPU = (
         "cpu",
         "--enforce-eager with LFM2",
         # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
-        "vLLM 0.32 then rotates its keys wrongly, with and without budgets",
+        "vLLM 0.32 then rotates its keys wrongly, also without budgets",
         _rotates_on_cpu,
         {
             "model_config.architectures": [min(CONVOLUTIONS)],
@@ -113,7 +111,7 @@ ON_CPU = (
         "cpu",
         "prefix caching for Mamba2 layers",
         # ``mamba_chunk_scan_combined_varlen`` (0.32) on CPU returns no states within a prompt.
-        "it ends the engine of vLLM 0.32 at the first long prompt, with and without budgets",
+        "it ends vLLM 0.32's engine at the first long prompt, also without budgets",
         lambda config: (
             is_one_of(config, MAMBA2) and bool(config.cache_config.enable_prefix_caching)
         ),
@@ -127,7 +125,7 @@ ON_CPU = (
         "cpu",
         "gated delta networks in another type than bfloat16",
         # ``cpu_gdn_attention_core`` (0.32).
-        "vLLM 0.32 has no kernel for it, and its engine ends at the first prompt, with and without budgets",
+        "vLLM 0.32 has no kernel for it",
         lambda config: (
             is_one_of(config, DELTA_NETS) and str(config.model_config.dtype) != "torch.bfloat16"
         ),
@@ -162,7 +160,7 @@ ON_CUDA = (
     Refusal(
         "cuda",
         "--kv-full-kernel h2o",
-        "vLLM's own kernels on GPUs serve all requests that are not scored",
+        "vLLM's kernels serve all requests that are not scored there",
         lambda config: own_option(config, "kv_full_kernel") == "h2o",
         {"additional_config": {CONFIG_KEY: {"kv_full_kernel": "h2o"}}},
         _NO_OPTION,
@@ -186,7 +184,7 @@ ON_CUDA = (
     Refusal(
         "cuda",
         "--attention-backend",
-        "only our backend scores tokens; it is built on FlashAttention or Triton",
+        "only our backend scores tokens",
         lambda config: getattr(config.attention_config.backend, "name", None) != "CUSTOM",
         {"attention_config.backend": SimpleNamespace(name="FLASHINFER")},
         _NO_OPTION,
@@ -195,15 +193,15 @@ ON_CUDA = (
     Refusal(
         "cuda",
         "attention_config.backend_per_kind",
-        "full attention must use our backend",
+        "only our backend scores tokens",
         lambda config: bool(config.attention_config.backend_per_kind),
         {"attention_config.backend_per_kind": {"full_attention": "TRITON_ATTN"}},
         _NO_OPTION,
     ),
     Refusal(
         "cuda",
-        "a head size that the kernels are not tested with",
-        "see the head sizes of GPUs",
+        "other head sizes than 64, 80, 96, 128, 256",
+        "the kernels are tested with these",
         _other_head_size,
         {"model_config.get_head_size": lambda: 72},
         STOCK,
@@ -220,7 +218,7 @@ ON_CUDA = (
     Refusal(
         "cuda",
         "images, videos and sound with several positions per token (M-RoPE)",
-        "not tested with evictions on GPUs",
+        "not tested with evictions",
         rotates_images,
         _IMAGES,
         "Serve text alone with --language-model-only, or everything with: vllm serve",
@@ -228,7 +226,7 @@ ON_CUDA = (
     Refusal(
         "cuda",
         "--enable-dbo",
-        "parts of a batch attend at the same time, and our decode kernel has one workspace",
+        "parts of a batch attend at once, and our decode kernel has one workspace",
         lambda config: config.parallel_config.use_ubatching,
         {"parallel_config.use_ubatching": True},
         _NO_OPTION,
@@ -236,7 +234,7 @@ ON_CUDA = (
     Refusal(
         "cuda",
         "VLLM_BATCH_INVARIANT=1",
-        "how our decode kernel splits a row depends on the batch, and so do the chunks of a prompt",
+        "how our decode kernel splits a row depends on the batch",
         _batch_invariant,
         {"env.VLLM_BATCH_INVARIANT": "1"},
         "Unset it",

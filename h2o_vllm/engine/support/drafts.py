@@ -80,7 +80,7 @@ ON_CPU = (
         # A request with one token to compute is admitted with all drafts of a step or waits, for ever if
         # they fit no step (``Scheduler.schedule``, 0.32).
         "num_speculative_tokens that fit no step",
-        "a request that found its prompt in the prefix cache, or was preempted, would wait for ever",
+        "a request with a cached prompt, or preempted, would wait for ever",
         lambda config: config.speculative_config.num_speculative_tokens + 1 > _most_tokens(config),
         {**_DRAFTS, "speculative_config.num_speculative_tokens": 10_000_000},
         "Raise --max-num-batched-tokens",
@@ -110,7 +110,7 @@ ON_CPU = (
     _drafting(
         # ``Scheduler._reserve_prefill_lookahead`` (0.32) lengthens or drops such a chunk.
         "speculative decoding by several MTP modules",
-        "chunks of a prompt could not end where an eviction is due",
+        "chunks could not end where an eviction is due",
         lambda config: drafter_has_kv(config) and config.speculative_config.use_multi_module_mtp(),
         {**_WITH_KV, "speculative_config.use_multi_module_mtp": lambda: True},
         "Set num_speculative_tokens to 1",

@@ -113,7 +113,7 @@ ROWS = (
     Refusal(
         "all",
         "--kv-transfer-config and --kv-offloading-size",
-        "a KV connector moves KV by position, and an eviction changes which tokens a block holds",
+        "a connector moves KV by position, and evictions change what a block holds",
         lambda config: config.kv_transfer_config is not None,
         {"kv_transfer_config": SimpleNamespace()},
         "Leave the options out, or serve with: vllm serve",
@@ -121,7 +121,7 @@ ROWS = (
     Refusal(
         "all",
         "models without attention",
-        "their states never grow, so there is nothing to evict",
+        "nothing to evict: states never grow",
         lambda config: config.model_config.is_attention_free,
         {"model_config.is_attention_free": True},
         STOCK,
@@ -129,7 +129,7 @@ ROWS = (
     Refusal(
         "all",
         "multi-head latent attention (MLA)",
-        "heads share one latent vector per token, so no head can keep its own set",
+        "heads share one latent vector per token, so none keeps its own set",
         lambda config: config.model_config.use_mla,
         {"model_config.use_mla": True},
         STOCK,
@@ -187,7 +187,7 @@ ROWS = (
     Refusal(
         "all",
         "--kv-trace on GPUs, or with --tensor-parallel-size or --pipeline-parallel-size above 1",
-        "a trace is made by one worker on CPUs, which has all layers and KV heads",
+        "one worker on CPUs, with all layers and KV heads, makes a trace",
         _traces_elsewhere,
         {
             "additional_config": {CONFIG_KEY: {"kv_trace": True}},
@@ -209,14 +209,14 @@ ROWS = (
     Refusal(
         "all",
         "context parallelism",
-        "it splits one head's tokens among processes, and each would rank only its own part",
+        "each process would rank only its part of a head's tokens",
         _context_parallel,
         {"parallel_config.decode_context_parallel_size": 2},
     ),
     Refusal(
         "all",
         "--data-parallel-size above 1 for a mixture of experts",
-        "its engines run in lockstep, and no two have run with evictions",
+        "its engines run in lockstep; not tested with evictions",
         # The engines of a dense model are independent of each other: the value here is 1.
         lambda config: config.parallel_config.data_parallel_size > 1,
         {"parallel_config.data_parallel_size": 2},

@@ -15,12 +15,15 @@ _WHERE = {"all": "all", "cpu": "CPU", "cuda": "GPU"}
 
 
 def table() -> str:
-    """All rows as a Markdown table, in the order of the checks."""
-    rows = [
-        f"| {_WHERE[row.where]} | {row.option} | {row.because} | {row.instead} |"
-        for row in REFUSALS
+    """All rows as a Markdown table, in the order of the checks; those with one reason share a line."""
+    reasons = dict[tuple[str, str], list[str]]()
+    for row in REFUSALS:
+        reasons.setdefault((_WHERE[row.where], row.because), []).append(row.option)
+    lines = [
+        f"| {where} | {'; '.join(options)} | {because} |"
+        for (where, because), options in reasons.items()
     ]
-    return "\n".join(["| where | what | because | instead |", "|---|---|---|---|", *rows])
+    return "\n".join(["| where | what | because |", "|---|---|---|", *lines])
 
 
 def written(text: str) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from h2o_vllm.blocks.plan import Eviction
-
-__all__ = ["H2OGPUWorker"]
 
 _FIXED_BYTES = 64 << 20
 """Memory of the kernels that does not depend on the pool, without their scratch: partial sums of prompts."""
@@ -224,8 +221,3 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
                     f"{counts[Variant.STOCK]}, with our attention in {captured} of {layers} "
                     "layers. Scores would silently not be collected; refusing to start."
                 )
-        if mode.mixed_mode() is CUDAGraphMode.FULL:
-            raise ConfigError(
-                f"cudagraph_mode {mode.name} captures prompts, too, which must be scored eagerly; "
-                "use FULL_AND_PIECEWISE or FULL_DECODE_ONLY"
-            )

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.compilation import CompilationConfig, CompilationMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.cuda import backends, start_notes
+from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
@@ -147,8 +149,15 @@ def test_graphs_without_our_kernels_do_not_serve() -> None:
         graphs(all_of_them | no_holes, dict.fromkeys(Variant, 2), mode, "window")
     with pytest.raises(ConfigError, match="holes batches: 5 of 5, with our attention in 1 of 2"):
         graphs(all_of_them, dict.fromkeys(Variant, 2) | in_one, mode, "window")
-    with pytest.raises(ConfigError, match="FULL captures prompts"):
-        graphs(all_of_them, dict.fromkeys(Variant, 2), CUDAGraphMode.FULL)
+
+
+def test_no_graph_holds_prompts_which_are_scored_eagerly() -> None:
+    """vLLM captures them under ``FULL`` if the attention supports it."""
+    for name, served in (("FULL", "FULL_AND_PIECEWISE"), ("FULL_DECODE_ONLY", "FULL_DECODE_ONLY")):
+        compilation = CompilationConfig(cudagraph_mode=name, mode=CompilationMode.VLLM_COMPILE)
+        compilation.set_splitting_ops_for_v1(all2all_backend="", data_parallel_size=1)
+        support = ScoringBuilder._cudagraph_support
+        assert compilation.resolve_cudagraph_mode_and_sizes(support, "ours").name == served
 
 
 def test_scores_take_their_share_of_the_memory() -> None:

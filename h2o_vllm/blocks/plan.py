@@ -38,12 +38,11 @@ class EvictionParams:
 
 
 @dataclass(frozen=True)
-class ExactParams:
-    """What a worker needs to know about an exact request, which keeps everything and drafts on a part of it.
+class DraftView:
+    """How much of its KV the drafts of a request attend to that keeps all of it.
 
     Attributes:
-        prompt_tokens: of the request. share: of its tokens, which drafts attend to. tokens: a number of
-            tokens instead, or ``None``.
+        prompt_tokens: of the request. share: of its tokens. tokens: a number of tokens instead, or ``None``.
     """
 
     prompt_tokens: int
@@ -137,10 +136,10 @@ class StepPlan:
         evictions: at most one per request, in the order in which the scheduler decided them.
         confirmed: for each request that had drafts in the previous step, the number of its tokens whose KV is
             certain. The drafts after them were rejected.
-        exact: parameters of each exact request that is admitted or resumed in this step.
+        views: of each request that drafts on a part of its KV, and is admitted or resumed in this step.
     """
 
     policies: dict[str, EvictionParams] = field(default_factory=dict)
     evictions: tuple[Eviction, ...] = ()
     confirmed: dict[str, int] = field(default_factory=dict)
-    exact: dict[str, ExactParams] = field(default_factory=dict)
+    views: dict[str, DraftView] = field(default_factory=dict)

@@ -74,10 +74,8 @@ def _plain(value: Any) -> Any:
 def _nothing_evicted_because(schedule: Schedule, seen: int) -> str:
     """Why a request that has seen so many tokens holds all of them, in one sentence."""
     budget = schedule.budget
-    if budget.exact:
-        return "kv_exact keeps everything"
     if not budget.evicts:
-        return "kv_budget is 1"
+        return "kv_budget is 1, or kv_exact is true"
     if isinstance(schedule, SettlingSchedule):
         first = f"the first segment settles at {schedule.due(1)} tokens (kv_settle_tokens)"
         all_stay = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from h2o_vllm.blocks.drafts import DraftCounts
-from h2o_vllm.blocks.plan import EvictionParams, ExactParams
+from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.blocks.report import request_report
 from h2o_vllm.blocks.request_counts import RequestCounts
 from h2o_vllm.blocks.schedule import Schedule
@@ -97,10 +97,6 @@ class RequestState(ABC):
             shares_heads=self.budget.heads == "shared",
             pinned=self.pinned_tokens,
         )
-
-    def exact_params(self) -> ExactParams:
-        """The same of an exact request."""
-        return ExactParams(self.prompt_tokens, self.budget.fraction, self.budget.tokens)
 
     def admitted(self, cached: int) -> None:
         """Note that the request starts after ``cached`` tokens from the prefix cache.

@@ -19,8 +19,8 @@ BUDGET = {"kv_budget": 0.2}
 @pytest.mark.parametrize(
     ("asked", "prompt", "seen", "because"),
     [
-        ({}, 1000, 1200, "kv_budget is 1"),
-        ({"kv_exact": True}, 1000, 1200, "kv_exact keeps everything"),
+        ({}, 1000, 1200, "kv_budget is 1, or kv_exact is true"),
+        ({"kv_exact": True}, 1000, 1200, "kv_budget is 1, or kv_exact is true"),
         (BUDGET, 36, 95, "the prompt is protected (kv_protect); of the other 31 tokens 31 may stay: no bu"),
         (BUDGET | {"kv_protect": 0}, 36, 95, "95 of 95 tokens may stay, and no budget is below kv_min_tokens"),
         (BUDGET | {"kv_protect": 64}, 900, 190, "the first 64 tokens are protected (kv_protect); of the othe"),

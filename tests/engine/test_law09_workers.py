@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.blocks.plan import EvictionParams
+from h2o_vllm.blocks.plan import EvictionParams, StepPlan
 from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.engine import compat
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
@@ -149,7 +149,7 @@ def test_a_batch_that_evicts_never_falls_back_to_one_that_does_not() -> None:
         row_request_ids=lambda: ["somebody"],
     )  # fmt: skip
     common: Any = SimpleNamespace(num_reqs=1)
-    state.start({"evicting": EvictionParams("h2o", 16)})
+    state.start(StepPlan({"evicting": EvictionParams("h2o", 16)}))
     state.expect({"somebody": 1})
     assert state.rows(common) is None
     state.finish_step()

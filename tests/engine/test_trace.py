@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_vllm.blocks.plan import Eviction, EvictionParams
+from h2o_vllm.blocks.plan import Eviction, EvictionParams, StepPlan
 from h2o_vllm.blocks.trace import TracedEviction, Traces
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.trace import TraceRecorder
@@ -108,7 +108,7 @@ def test_a_trace_is_what_lies_in_the_blocks(
     # Otherwise all heads would want the same number of lanes.
     state.scores[:, 3:, 1] *= 1.5
     traced = EvictionParams(0, NEVER, traced=True, shares_heads=shares)
-    state.start({"r": traced, "s": EvictionParams(0, NEVER)})
+    state.start(StepPlan({"r": traced, "s": EvictionParams(0, NEVER)}))
     gone = [[set[int]() for _ in range(HEADS)] for _ in range(LAYERS)]
     known: set[int] = set()
     for number, eviction in enumerate(EVICTIONS):
@@ -142,7 +142,7 @@ def test_a_window_loses_whole_blocks_in_every_head() -> None:
     state = state_of_positions()
     recorder = state.recorder
     assert recorder is not None
-    state.start({"r": EvictionParams(NEVER, NEVER, traced=True)})
+    state.start(StepPlan({"r": EvictionParams(NEVER, NEVER, traced=True)}))
     first = Eviction("r", (), (5, 6), (1, 2), (), (4, 5, 6, 7), 0, seen=64)
     for eviction in (first, Eviction("r", (), (7, 8), (3, 4), (), (8,), 64, seen=80), first):
         state.compact([eviction])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_vllm.blocks.plan import ExactParams
+from h2o_vllm.blocks.plan import DraftView
 from h2o_vllm.engine.cpu import views
 
 MB = 1 << 20
@@ -23,7 +23,7 @@ def test_drafts_are_made_where_they_pay() -> None:
 
 
 def test_a_rate_follows_what_is_accepted_and_is_tried_again() -> None:
-    view = views.View(ExactParams(100, 0.1, None), 100)
+    view = views.View(DraftView(100, 0.1, None), 100)
     for _ in range(200):
         view.drafted = 4
         view.verified(0)

@@ -35,6 +35,7 @@ from h2o_vllm.engine.support.drafting import (
     drafts_of_step,
     drop_drafts,
 )
+from h2o_vllm.engine.support.exact import draft_view
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.engine.trace import traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -198,7 +199,7 @@ class H2OScheduler(LimitingScheduler):
         }
         output = super().schedule(*args, **kwargs)
         self._drafted = tuple(output.scheduled_spec_decode_tokens)
-        policies, exact = {}, {}
+        policies, views = {}, {}
         for started in output.scheduled_new_reqs:
             state = self.blocks.eviction_state(started.req_id)
             if state is None:
@@ -206,10 +207,10 @@ class H2OScheduler(LimitingScheduler):
             state.admitted(started.num_computed_tokens)
             if state.evicts:
                 policies[started.req_id] = state.params()
-            elif state.budget.exact:
-                exact[started.req_id] = state.exact_params()
+            elif (view := draft_view(state)) is not None:
+                views[started.req_id] = view
         evictions = self.blocks.take_evictions()
-        output.h2o = StepPlan(policies, evictions, confirmed, exact)
+        output.h2o = StepPlan(policies, evictions, confirmed, views)
         if self._meter is not None and evictions:
             self._meter.evicted(evictions)
         return output

@@ -132,8 +132,8 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
             live, shared = apart.batch(live), apart.shared(shared)
             later = state.later = apart.later_queries(live, shared, state.row_request_ids())
         if len(state.views):
-            exact, looks = state.exact_rows(rows, origin, live.block_table_tensor)
-            ours |= exact
+            viewed, looks = state.view_rows(rows, origin, live.block_table_tensor)
+            ours |= viewed
             views = state.views if looks else None
         split = split_rows(rows, full=state.full_kernel, shared=shared, ours=ours)
         if split is None:

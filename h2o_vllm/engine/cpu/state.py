@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams
+    from h2o_vllm.blocks.plan import Eviction, StepPlan
     from h2o_vllm.calibration.file import Part
     from h2o_vllm.engine.trace import TraceRecorder
 
@@ -53,7 +53,7 @@ class CPUState(WorkerState):
         full_kernel: whether our kernels also serve rows without scores.
         sharing: ids of the requests whose heads share slots.
         lanes: which of their heads has which lane, once they have evicted.
-        views: what drafts of exact requests attend to.
+        views: what drafts attend to, of requests that draft on a part of their KV.
         recorder: notes what traced requests lose; ``None``: no request may have a trace.
         later: queries of the last step whose tokens were not certain in it, if there are any.
         calibration: this rank's part of the model's, if there is one.
@@ -107,18 +107,15 @@ class CPUState(WorkerState):
         plain = torch.zeros(1, num_kv_heads, width + 1)
         kernels.predict([kv_cache], one, plain, 0, interleaved=False)
 
-    def start(self, policies: Mapping[str, EvictionParams]) -> None:
-        """Learn what the requests that evict and enter the batch depend on."""
-        for request_id, params in policies.items():
+    def start(self, plan: StepPlan) -> None:
+        """As the base class."""
+        for request_id, params in plan.policies.items():
             self.evicting[request_id] = (params.first_scored, params.late_from)
             if params.shares_heads:
                 self.sharing.add(request_id)
         if self.recorder is not None:
-            self.recorder.start(policies)
-
-    def start_exact(self, exact: Mapping[str, ExactParams]) -> None:
-        """As the base class."""
-        self.views.start(exact)
+            self.recorder.start(plan.policies)
+        self.views.start(plan.views)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Unknown ids are fine."""
@@ -193,7 +190,7 @@ class CPUState(WorkerState):
         starts, seq_lens = common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()
         return StepRows.of(evicts, starts, seq_lens, *np.array(known, dtype=np.int32).T)
 
-    def exact_rows(
+    def view_rows(
         self, rows: StepRows, origin: NDArray[np.intp] | None, table: torch.Tensor
     ) -> tuple[NDArray[np.bool_], list[Look]]:
         """See :meth:`.Views.begin_step`.

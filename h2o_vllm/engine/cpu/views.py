@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from h2o_vllm.blocks.plan import ExactParams
+    from h2o_vllm.blocks.plan import DraftView
     from h2o_vllm.engine.worker.rows import StepRows
 
 LOOKS_APART = 48
@@ -98,7 +98,7 @@ class View:
         drafted: tokens that the last drafting gave.
     """
 
-    params: ExactParams
+    params: DraftView
     due: int
     heavy: int = 0
     pages: torch.Tensor | None = None
@@ -168,10 +168,10 @@ class Views:
         """That of a request, if it is exact."""
         return self._requests.get(request_id)
 
-    def start(self, exact: Mapping[str, ExactParams]) -> None:
+    def start(self, params: Mapping[str, DraftView]) -> None:
         """Exact requests enter the batch."""
-        for request_id, params in exact.items():
-            self._requests[request_id] = View(params, params.prompt_tokens)
+        for request_id, one in params.items():
+            self._requests[request_id] = View(one, one.prompt_tokens)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Unknown ids are fine."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from h2o_vllm.blocks.plan import Eviction, EvictionParams
+    from h2o_vllm.blocks.plan import Eviction, StepPlan
     from h2o_vllm.engine.cuda.batch import ScoredBatch
     from h2o_vllm.engine.cuda.slots import PolicySlots
     from h2o_vllm.kernels.triton import DecodeWorkspace, KVLayers, LaneTables, Prediction
@@ -61,10 +61,10 @@ class CudaState(WorkerState):
     _captured: dict[Variant, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Which layers' attention each graph has, by identity: layers that share KV have one number."""
 
-    def start(self, policies: Mapping[str, EvictionParams]) -> None:
-        """Take the parameters of requests that evict and enter the batch."""
-        self.policies.start(policies)
-        self._sharing.update(name for name, params in policies.items() if params.shares_heads)
+    def start(self, plan: StepPlan) -> None:
+        """As the base class."""
+        self.policies.start(plan.policies)
+        self._sharing.update(one for one, params in plan.policies.items() if params.shares_heads)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Call it before the runner reuses their slots."""

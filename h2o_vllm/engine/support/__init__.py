@@ -6,7 +6,8 @@
 ``refusal``       the class of a row
 ``everywhere``    rows for all devices
 ``devices``       rows for CPUs, rows for GPUs
-``drafts``        rows for speculative decoding and exact requests, on CPUs
+``drafts``        rows for speculative decoding, on CPUs
+``exact``         rows for exact requests, on CPUs; their drafter, and what it gets of a request
 ``page``          writes the rows into SUPPORT.md
 ``architectures`` the architectures that are refused by name, and the kinds with faults on CPUs
 ``drafting``      the served methods of speculative decoding, and the slots of a drafter

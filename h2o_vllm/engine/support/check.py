@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.support import devices, drafts, everywhere
+from h2o_vllm.engine.support import devices, drafts, everywhere, exact
 from h2o_vllm.engine.support.heads import scores_not_because
 from h2o_vllm.engine.support.version import check_vllm_version
 from h2o_vllm.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DEVICES = ("cpu", "cuda")
-REFUSALS = (*everywhere.ROWS, *devices.ON_CPU, *drafts.ON_CPU, *devices.ON_CUDA)
+REFUSALS = (*everywhere.ROWS, *devices.ON_CPU, *drafts.ON_CPU, *exact.ON_CPU, *devices.ON_CUDA)
 """All rows; the start, the table in SUPPORT.md and one test loop over them."""
 
 _NO_OP = "no kernel computes it on GPUs yet"

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from h2o_vllm.config.keys import CONFIG_KEY
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -22,9 +20,6 @@ WITHOUT_KV = ("ngram", "suffix", "custom_class")
 
 WITH_KV = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods whose drafters have attention layers, and draft one token at a time."""
-
-EXACT_DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
-"""Path of the drafter for exact requests: ``speculative_config["model"]`` of method ``custom_class``."""
 
 
 def drafter_has_kv(config: VllmConfig) -> bool:
@@ -63,9 +58,3 @@ def drop_drafts(scheduler: Scheduler, blocks: H2OBlockManager, request_ids: Iter
         request, state = scheduler.requests.get(request_id), blocks.eviction_state(request_id)
         if request and state and request.spec_token_ids and not state.drafts.pay():
             request.spec_token_ids = []
-
-
-def asks_for_exact(config: VllmConfig) -> bool:
-    """Whether requests may be exact."""
-    options = (config.additional_config or {}).get(CONFIG_KEY, {})
-    return bool(options.get("kv_exact") or options.get("kv_exact_drafts"))

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals at start of speculative decoding and exact requests, on CPUs. Any process."""
+"""Refusals at start of speculative decoding on CPUs. Any process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.config.keys import CONFIG_KEY
-from h2o_vllm.engine.support.drafting import (
-    EXACT_DRAFTER,
-    WITH_KV,
-    WITHOUT_KV,
-    asks_for_exact,
-    drafter_has_kv,
-)
+from h2o_vllm.engine.support.drafting import WITH_KV, WITHOUT_KV, drafter_has_kv
 from h2o_vllm.engine.support.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -22,11 +15,6 @@ if TYPE_CHECKING:
 _NOT_TESTED = "not tested with evictions"
 _DRAFTS = {"speculative_config.method": "ngram"}
 _WITH_KV = {"speculative_config.method": "mtp"}
-_EXACT = {
-    "additional_config": {CONFIG_KEY: {"kv_exact_drafts": 4}},
-    "speculative_config.method": "custom_class",
-    "speculative_config.model": EXACT_DRAFTER,
-}
 
 
 def _most_tokens(config: VllmConfig) -> int:
@@ -53,18 +41,6 @@ def _drafting(
         example,
         instead,
         value,
-    )
-
-
-def _exact(
-    option: str, because: str, refused: Callable[[VllmConfig], bool], path: str, to: Any
-) -> Refusal:
-    return Refusal(
-        "cpu",
-        f"--kv-exact and --kv-exact-drafts {option}",
-        because,
-        lambda config: asks_for_exact(config) and refused(config),
-        {**_EXACT, path: to},
     )
 
 
@@ -130,35 +106,5 @@ ON_CPU = (
         ),
         {**_WITH_KV, "speculative_config.kv_cache_dtype": "fp8"},
         "Leave it out",
-    ),
-    _exact(
-        "without our drafter",
-        "build the arguments with h2o_vllm.engine_args()",
-        lambda config: (
-            config.speculative_config is None or config.speculative_config.model != EXACT_DRAFTER
-        ),
-        "speculative_config.model",
-        None,
-    ),
-    _exact(
-        "with tensor parallelism",
-        "only one process knows the next token of a draft",
-        lambda config: config.parallel_config.tensor_parallel_size > 1,
-        "parallel_config.tensor_parallel_size",
-        2,
-    ),
-    _exact(
-        "with LoRA adapters",
-        "vLLM sets them for the rows of its own steps",
-        lambda config: config.lora_config is not None,
-        "lora_config",
-        object(),
-    ),
-    _exact(
-        "for a model whose tokens have several positions each (M-RoPE)",
-        _NOT_TESTED,
-        lambda config: config.model_config.uses_mrope,
-        "model_config.uses_mrope",
-        True,
     ),
 )

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.engine.support.architectures import NAMED, is_one_of
-from h2o_vllm.engine.support.drafting import asks_for_exact, drafter_has_kv
+from h2o_vllm.engine.support.drafting import drafter_has_kv
+from h2o_vllm.engine.support.exact import asks_for_exact
 from h2o_vllm.engine.support.heads import evictable_kv_heads
 from h2o_vllm.engine.support.refusal import Refusal, own_option
 

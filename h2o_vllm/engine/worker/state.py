@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from h2o_vllm.blocks.plan import Eviction, EvictionParams, ExactParams
+    from h2o_vllm.blocks.plan import Eviction, StepPlan
     from h2o_vllm.engine.worker.rows import StepRows
 
 __all__ = ["WorkerState"]
@@ -59,11 +59,8 @@ class WorkerState(ABC):
         return self.scores.shape[3]
 
     @abstractmethod
-    def start(self, policies: Mapping[str, EvictionParams]) -> None:
-        """Store the parameters of requests that evict and enter the batch."""
-
-    def start_exact(self, exact: Mapping[str, ExactParams]) -> None:  # noqa: B027 - CPUs alone have any
-        """Store the parameters of exact requests that enter the batch."""
+    def start(self, plan: StepPlan) -> None:
+        """Store the parameters of requests that enter the batch."""
 
     @abstractmethod
     def release(self, request_ids: Iterable[str]) -> None:

@@ -145,8 +145,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         left = frozenset(self._left(scheduler_output))
         state.release(left)
         state.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        state.start(plan.policies)
-        state.start_exact(plan.exact)
+        state.start(plan)
         with self._timer.measure(plan.evictions):
             state.compact(plan.evictions)
             for eviction in plan.evictions:

@@ -43,7 +43,7 @@ def register() -> None:
 
     In a process that ``h2o-serve`` started, also log as a start does, see :mod:`h2o_vllm.engine.start_log`.
     """
-    from h2o_vllm.blocks.spec import register_specs
+    from h2o_vllm.blocks.manager.spec import register_specs
 
     register_specs()
     if os.environ.get(START_RECORD):

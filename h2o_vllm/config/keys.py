@@ -10,7 +10,7 @@ completes reports. The counts have the same key in ``SchedulerStats.kv_connector
 
 REPORT_KEY = "h2o"
 """Key of our reports inside an output's ``kv_transfer_params``: choice index -> report; see
-:mod:`h2o_vllm.blocks.report`."""
+:mod:`h2o_vllm.blocks.counts.report`."""
 
 QUIET = "H2O_QUIET"
 """Environment variable that ``h2o-serve`` sets if the user asks for no log level; see

@@ -28,11 +28,11 @@ class RequestBudget:
         evict_from: evict nothing before this many tokens have been seen. 0 or a position inside the prompt:
             begin after the prompt.
         prefill: most unprotected tokens that a prompt holds while it is computed; 0: no limit. See
-            :class:`h2o_vllm.blocks.schedule.EvictionSchedule`, which rounds it.
+            :class:`h2o_vllm.blocks.counts.schedule.EvictionSchedule`, which rounds it.
         trace: whether the report lists the positions that each layer and KV head still holds.
         heads: one of :data:`~h2o_vllm.config.request_fields.HEADS`.
         settle: number of newest tokens that do not settle; 0: none settles. See
-            :class:`h2o_vllm.blocks.settling.SettlingSchedule`, which rounds it.
+            :class:`h2o_vllm.blocks.counts.settling.SettlingSchedule`, which rounds it.
         exact: whether nothing is evicted; the budget is then what drafts attend to.
     """
 

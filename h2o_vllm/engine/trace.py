@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from h2o_vllm.blocks.trace import TracedEviction
+from h2o_vllm.blocks.counts.trace import TracedEviction
 from h2o_vllm.engine.output_attributes import with_attribute
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.lanes import own_lanes

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from h2o_vllm.blocks.counts.squeeze import SqueezeCounts
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.blocks.squeeze import SqueezeCounts
 
 INTERVAL = 0.2
 """Seconds between two hand-overs while requests run. Prometheus scrapes less often."""

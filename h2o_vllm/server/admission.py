@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 
-from h2o_vllm.blocks.schedule import GroupBeside
-from h2o_vllm.blocks.settling import schedule_of
-from h2o_vllm.blocks.trace import check_traceable
+from h2o_vllm.blocks.counts.schedule import OtherGroup
+from h2o_vllm.blocks.counts.settling import schedule_of
+from h2o_vllm.blocks.counts.trace import check_traceable
 from h2o_vllm.config.keys import REPORT_KEY
 from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.config.resolve import for_prompt, resolve
@@ -84,10 +84,10 @@ def http_request() -> Iterator[HTTPRequest]:
         _current.reset(token)
 
 
-async def groups_beside(engine_client: Any) -> tuple[GroupBeside, ...]:
+async def other_groups(engine_client: Any) -> tuple[OtherGroup, ...]:
     """What the layers that are not evicted take of the pool for one request; the workers know."""
-    first_rank, *_ = await engine_client.collective_rpc("groups_beside")
-    return tuple(GroupBeside(*group) for group in first_rank)
+    first_rank, *_ = await engine_client.collective_rpc("other_groups")
+    return tuple(OtherGroup(*group) for group in first_rank)
 
 
 def attention_block_size(engine: VllmConfig) -> int:
@@ -101,12 +101,12 @@ def install(
     engine: VllmConfig,
     config: H2OConfig,
     count_refusal: Callable[[str], None],
-    beside: Sequence[GroupBeside] = (),
+    others: Sequence[OtherGroup] = (),
 ) -> None:
     """Wrap ``engine_client.generate``, on this object only. Twice is the same as once.
 
     Args:
-        beside: what :func:`groups_beside` says.
+        others: what :func:`other_groups` says.
 
     Raises:
         TypeError: the object has no ``generate``.
@@ -116,7 +116,7 @@ def install(
         raise TypeError(f"{type(engine_client).__name__} has no generate() to take reports from")
     if hasattr(generate, _MARK):
         return
-    checks = AdmissionChecks(engine, config, beside)
+    checks = AdmissionChecks(engine, config, others)
 
     @functools.wraps(generate)
     def admitting(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,10 +139,8 @@ def install(
 class AdmissionChecks:
     """What happens to each call before the engine hears of it."""
 
-    def __init__(
-        self, engine: VllmConfig, config: H2OConfig, beside: Sequence[GroupBeside]
-    ) -> None:
-        self._config, self._beside = config, beside
+    def __init__(self, engine: VllmConfig, config: H2OConfig, others: Sequence[OtherGroup]) -> None:
+        self._config, self._other_groups = config, others
         self._model, cache = engine.model_config, engine.cache_config
         self._drafts = drafts_of_step(engine)
         bounds = () if config.kv_exact else ("kv_settle_tokens", "kv_prefill_tokens")
@@ -153,7 +151,7 @@ class AdmissionChecks:
         self._pool = blocks // engine.parallel_config.data_parallel_size - 1
         # Else it holds a request of the model's length, and no prompt is longer.
         longest = self._model.max_model_len
-        room = self._pool - sum(group.needed(longest) for group in beside)
+        room = self._pool - sum(group.needed(longest) for group in others)
         self._is_small = room * self._block_size < longest - 1
 
     def admit(self, prompt: Any, params: Any, request: HTTPRequest | None) -> None:
@@ -183,8 +181,8 @@ class AdmissionChecks:
         if self._is_small or budget.settle:
             schedule = schedule_of(budget, self._block_size, length)
             longest = self._model.max_model_len
-            others = (self._beside, *self._drafts)
-            schedule.check_fits(self._pool, params.max_tokens, longest, *others)
+            more = (self._other_groups, *self._drafts)
+            schedule.check_fits(self._pool, params.max_tokens, longest, *more)
 
     def _protected(self, request: HTTPRequest, tokens: list[int] | None) -> int:
         """How many first tokens of a prompt are the part that ``kv_protect`` names by a word.

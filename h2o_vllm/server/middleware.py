@@ -16,7 +16,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 import h2o_vllm
-from h2o_vllm.blocks.schedule import GroupBeside
+from h2o_vllm.blocks.counts.schedule import OtherGroup
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import ROLE_WORDS
@@ -66,7 +66,7 @@ class KVCacheMiddleware:
         self._config: H2OConfig | None = None
         self._access: Access | None = None
         self._render = vllm_render(None)
-        self._beside: tuple[GroupBeside, ...] = ()
+        self._other_groups: tuple[OtherGroup, ...] = ()
         self._count_refusal: CountRefusal = _not_bound
         self._slots = TraceSlots()
 
@@ -100,7 +100,7 @@ class KVCacheMiddleware:
         global _startup_error  # noqa: PLW0603 - vLLM builds the application: ``serve`` never meets it
         try:
             client = scope["app"].state.engine_client
-            self._beside = await admission.groups_beside(client)
+            self._other_groups = await admission.other_groups(client)
             self._bind(scope["app"])
             engine_death.watch(client)
         except (ConfigError, TypeError, AttributeError) as error:
@@ -126,12 +126,12 @@ class KVCacheMiddleware:
             if options is None:
                 raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
             config = config_of(state.vllm_config)
-            if self._beside and not config.kv_settles_not_because:
+            if self._other_groups and not config.kv_settles_not_because:
                 why = "its model has windows, chunks or states beside full attention"
                 config = replace(config, kv_settles_not_because=why)
             client, engine = state.engine_client, state.vllm_config
             self._count_refusal = stat_logger.install(client, engine)
-            admission.install(client, engine, config, self._count_refusal, self._beside)
+            admission.install(client, engine, config, self._count_refusal, self._other_groups)
             self._render = vllm_render(getattr(state, "serving_render", None))
             self._access = Access(application)
             config_route.attach(application, config, documents_key=bool(self._access.keys))

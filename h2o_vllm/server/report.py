@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from h2o_vllm.blocks.report import SETTINGS
+from h2o_vllm.blocks.counts.report import SETTINGS
 
 SUMMED = (
     "tokens_seen",
@@ -27,7 +27,7 @@ SUMMED = (
 """Keys summed over sequences. The sum of peaks bounds the peak of the sum from above."""
 
 TRACE = "trace"
-"""Key of what ``kv_trace`` asks for; see :mod:`h2o_vllm.blocks.trace`."""
+"""Key of what ``kv_trace`` asks for; see :mod:`h2o_vllm.blocks.counts.trace`."""
 
 BECAUSE = "nothing_evicted_because"
 REPORT_KEYS = ("budget", "budget_tokens", *SETTINGS, "squeezed_at", *SUMMED, BECAUSE, "block_size")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_vllm.blocks.budget import (
+from h2o_vllm.blocks.counts.budget import (
     blocks_freed,
     budget_tokens,
     next_eviction,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from h2o_vllm.blocks.eviction_state import EvictionIndices, EvictionState
+from h2o_vllm.blocks.counts.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from tests.published import PUBLISHED

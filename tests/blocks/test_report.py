@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.blocks.report import request_report
-from h2o_vllm.blocks.settling import schedule_of
+from h2o_vllm.blocks.counts.report import request_report
+from h2o_vllm.blocks.counts.settling import schedule_of
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from h2o_vllm.blocks.budget import blocks_freed
-from h2o_vllm.blocks.schedule import EvictionSchedule
-from h2o_vllm.blocks.settling import default_blocks
+from h2o_vllm.blocks.counts.budget import blocks_freed
+from h2o_vllm.blocks.counts.schedule import EvictionSchedule
+from h2o_vllm.blocks.counts.settling import default_blocks
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve_for

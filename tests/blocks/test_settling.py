@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_vllm.blocks.settling import SettlingSchedule, default_blocks, schedule_of
-from h2o_vllm.blocks.settling_state import SettlingState
+from h2o_vllm.blocks.counts.settling import SettlingSchedule, default_blocks, schedule_of
+from h2o_vllm.blocks.counts.settling_state import SettlingState
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.errors import BudgetError

@@ -3,7 +3,7 @@
 
 import pytest
 
-from h2o_vllm.blocks.split import drop_oldest, rank_all
+from h2o_vllm.blocks.counts.split import drop_oldest, rank_all
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])

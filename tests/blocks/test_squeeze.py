@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.blocks.squeeze import Victim, choose_victims, peak_blocks
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.squeeze import Victim, choose_victims, peak_blocks
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from tests.blocks.test_eviction_state import Counts, make_state

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from h2o_vllm.blocks.trace import TracedEviction, Traces, check_traceable
+from h2o_vllm.blocks.counts.trace import TracedEviction, Traces, check_traceable
 from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 from h2o_vllm.errors import BudgetError
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.request_state import RequestState
+from h2o_vllm.blocks.counts.settling import SettlingSchedule
+from h2o_vllm.blocks.counts.settling_state import SettlingState
 from h2o_vllm.blocks.plan import StepPlan
-from h2o_vllm.blocks.request_state import RequestState
-from h2o_vllm.blocks.settling import SettlingSchedule
-from h2o_vllm.blocks.settling_state import SettlingState
 from tests.engine.ghost_memory import Hashes, Layer, Memory, Row, hashed
 
 ANSWER = 7

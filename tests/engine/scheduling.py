@@ -39,8 +39,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, limited_spec
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.blocks.spec import H2OAttentionSpec, limited_spec
 from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.engine.compat import block_managers
 from h2o_vllm.engine.core.scheduler import H2OScheduler

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from vllm.v1.outputs import DraftTokenIds
 
-from h2o_vllm.blocks.drafts import LEAST, MEMORY, RESTS
-from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.drafts import LEAST, MEMORY, RESTS
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from tests.engine.ghost import ANSWER

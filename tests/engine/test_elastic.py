@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from h2o_vllm.blocks.manager import H2OBlockManager
+from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
 from h2o_vllm.blocks.plan import Eviction
 from tests.engine.scheduling import Rig
 from tests.served import COUNTED

@@ -58,7 +58,7 @@ def test_law08_what_never_fits_beside_others_ends_and_holds_nobody_up(
     """In a pool that holds bounded prompts only, an unbounded one would wait for ever, and all behind it."""
     default = {"kv_budget": 0.2, "kv_prefill_tokens": 128}
     rig = Rig(model_dir, 36, beside=beside, ghost=True, kv_min_tokens=16, **default)
-    fits = 35 - sum(group.needed(600) for group in rig.scheduler._beside)
+    fits = 35 - sum(group.needed(600) for group in rig.scheduler._other_groups)
     rig.add("endless", PROMPT, {"kv_budget": 1.0, "kv_prefill_tokens": 0}, max_tokens=8)
     rig.add(
         "exact", PROMPT[: fits * 16 - 7], {"kv_budget": 1.0, "kv_prefill_tokens": 0}, max_tokens=8
@@ -82,7 +82,7 @@ def test_law07_a_squeeze_takes_back_what_other_layers_publish_in_its_step(
     elastic = rig.add("elastic", PROMPT[:300], asked, max_tokens=200)
     while elastic.num_computed_tokens != 300 + 51:
         rig.step()
-    free, beside_it = rig.blocks.block_pool.get_num_free_blocks(), rig.scheduler._beside
+    free, beside_it = rig.blocks.block_pool.get_num_free_blocks(), rig.scheduler._other_groups
     needed = {n: n + sum(group.needed(16 * n) for group in beside_it) for n in range(1, free + 3)}
     blocks = next(n for n in needed if needed[n] > free + 1)
     rig.add("squeezing", range(5000, 5000 + 16 * blocks), max_tokens=4)

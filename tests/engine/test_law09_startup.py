@@ -15,7 +15,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from h2o_vllm import plugin
-from h2o_vllm.blocks.spec import H2OAttentionSpec, evictable_spec
+from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.cpu.attention import H2OMetadataBuilder

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
 from h2o_vllm.blocks.plan import EvictionParams, StepPlan
-from h2o_vllm.blocks.spec import H2OAttentionSpec
 from h2o_vllm.engine import compat
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.cpu.state import CPUState

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_vllm.blocks.budget import budget_tokens
+from h2o_vllm.blocks.counts.budget import budget_tokens
 from loadtest.reliability.exact_linear import exact_linear_layers
 from tests.engine.conftest import (
     BLOCK_SIZE,

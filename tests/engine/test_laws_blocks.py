@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.blocks.budget import budget_tokens
+from h2o_vllm.blocks.counts.budget import budget_tokens
 from tests.engine.scheduling import Rig
 from tests.served import COUNTED
 

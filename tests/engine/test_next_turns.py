@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from h2o_vllm.blocks.next_turns import STEPS, TURNS_AHEAD
+from h2o_vllm.blocks.manager.next_turns import STEPS, TURNS_AHEAD
 from tests.engine.scheduling import Rig
 from tests.engine.test_settled import ASKED, PROMPT, made
 from tests.engine.test_settled_waiting import cached, running

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.blocks.manager import H2OBlockManager
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
+from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from tests.engine.traffic import Traffic
 

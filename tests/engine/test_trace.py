@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from h2o_vllm.blocks.counts.trace import TracedEviction, Traces
 from h2o_vllm.blocks.plan import Eviction, EvictionParams, StepPlan
-from h2o_vllm.blocks.trace import TracedEviction, Traces
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.kernels.cpu.batch import key_value_views
@@ -230,7 +230,7 @@ def rig(model_dir: str) -> Rig:
 def test_the_offline_api_refuses_what_cannot_be_traced(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_vllm.blocks.trace.MAX_TRACE_TOKENS", 110)
+    monkeypatch.setattr("h2o_vllm.blocks.counts.trace.MAX_TRACE_TOKENS", 110)
     rig.add("long", range(100), {"kv_trace": True}, max_tokens=11)
     rig.add("stops", range(100), {"kv_trace": True}, stop=["end"], detokenize=True)
     rig.add("fine", range(100), {"kv_trace": True})

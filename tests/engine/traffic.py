@@ -20,9 +20,9 @@ from hypothesis.stateful import (
 )
 from vllm.v1.request import RequestStatus
 
-from h2o_vllm.blocks.budget import blocks_freed, budget_tokens
-from h2o_vllm.blocks.eviction_state import EvictionState
-from h2o_vllm.blocks.settling_state import SettlingState
+from h2o_vllm.blocks.counts.budget import blocks_freed, budget_tokens
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.settling_state import SettlingState
 from h2o_vllm.config.settings import MOST_DRAFTS
 from tests.engine.scheduling import STATES, Rig
 from tests.engine.traffic_fields import RIGS, bounds, budgets, elastic, protects

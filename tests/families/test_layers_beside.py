@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.blocks.spec import H2OAttentionSpec, H2OMambaSpec, H2OSlidingWindowSpec
+from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, H2OMambaSpec, H2OSlidingWindowSpec
 from tests.engine.conftest import (
     ENGINE,
     FLOOR,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from h2o_vllm.blocks.counts.squeeze import SqueezeCounts
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.blocks.squeeze import SqueezeCounts
 from h2o_vllm.metrics.meter import INTERVAL, Meter, kv_budget_of
 
 

@@ -95,7 +95,7 @@ def test_our_routes_only_read() -> None:
 def test_no_request_gets_past_the_operators_limits(
     asked: dict[str, Any], seen: int, kept: int
 ) -> None:
-    from h2o_vllm.blocks.budget import budget_tokens
+    from h2o_vllm.blocks.counts.budget import budget_tokens
 
     limits = H2OConfig(kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5, kv_min_tokens=16)
     assert budget_tokens(resolve_for(limits, asked, max(65, seen)), seen) == kept

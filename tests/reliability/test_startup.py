@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_vllm.blocks.budget import budget_tokens
+from h2o_vllm.blocks.counts.budget import budget_tokens
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.config.settings import OPTIONS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.blocks.report import SETTINGS
+from h2o_vllm.blocks.counts.report import SETTINGS
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.models import default_model_dir
 from loadtest.common.tiny_model import make_tiny_model

@@ -13,7 +13,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from h2o_vllm.blocks.schedule import GroupBeside
+from h2o_vllm.blocks.counts.schedule import OtherGroup
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.server import admission
@@ -49,7 +49,7 @@ class Client:
 def serving(
     blocks: int = 1000,
     engines: int = 1,
-    beside: tuple[GroupBeside, ...] = (),
+    beside: tuple[OtherGroup, ...] = (),
     client: Any = None,
     **options: Any,
 ) -> tuple[Any, list[str]]:
@@ -113,7 +113,7 @@ def test_engines_are_not_added_up() -> None:
 
 def test_blocks_of_other_layers_count() -> None:
     """A window of at most 20 blocks leaves ours 24 of 44, of requests that are long enough to fill it."""
-    beside, whole = (GroupBeside(16, 20),), {"kv_budget": 1.0, "kv_prefill_tokens": 0}
+    beside, whole = (OtherGroup(16, 20),), {"kv_budget": 1.0, "kv_prefill_tokens": 0}
     client, _ = serving(45, beside=beside, kv_budget=0.2, kv_prefill_tokens=256)
     assert ask(client, ids(320), **whole) == 1
     with pytest.raises(

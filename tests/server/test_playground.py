@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 
-from h2o_vllm.blocks.schedule import GroupBeside
+from h2o_vllm.blocks.counts.schedule import OtherGroup
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 from h2o_vllm.config.settings import OPTIONS, REQUEST_FIELDS
@@ -121,10 +121,10 @@ async def test_the_page_is_behind_the_key_which_a_browser_may_send_as_a_password
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("beside", "why"),
-    [((), ""), ((GroupBeside(16, 3),), "its model has windows, chunks or states beside full attention")],
+    [((), ""), ((OtherGroup(16, 3),), "its model has windows, chunks or states beside full attention")],
 )  # fmt: skip
 async def test_the_page_hears_why_nothing_settles_where_it_is_always_a_400(
-    beside: tuple[GroupBeside, ...], why: str
+    beside: tuple[OtherGroup, ...], why: str
 ) -> None:
     engine = Engine()
 

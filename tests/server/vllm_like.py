@@ -42,7 +42,7 @@ class Engine:
         self.errored = True
 
     async def collective_rpc(self, method: str) -> list[list[tuple[int, int]]]:
-        assert method == "groups_beside"
+        assert method == "other_groups"
         return [[]]
 
     async def generate(

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
-from h2o_vllm.blocks.beside import LimitedManager
-from h2o_vllm.blocks.manager import H2OBlockManager
+from h2o_vllm.blocks.counts.settling import schedule_of
+from h2o_vllm.blocks.counts.squeeze import SqueezeRules
+from h2o_vllm.blocks.counts.trace import Traces, check_traceable
+from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
+from h2o_vllm.blocks.manager.other_groups import LimitedManager
+from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, other_groups
 from h2o_vllm.blocks.plan import StepPlan
-from h2o_vllm.blocks.settling import schedule_of
-from h2o_vllm.blocks.spec import H2OAttentionSpec, groups_beside
-from h2o_vllm.blocks.squeeze import SqueezeRules
-from h2o_vllm.blocks.trace import Traces, check_traceable
 from h2o_vllm.config.keys import METRICS_KEY, REPORT_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
@@ -68,10 +68,10 @@ class H2OScheduler(LimitingScheduler):
                 watermark_blocks=self.kv_cache_manager.watermark_blocks,
                 by_priority=self.policy == SchedulingPolicy.PRIORITY,
             ),
-            beside=self._bound_beside(),
+            others=self._other_managers(),
         )
         self.blocks.keep_for_next_turns(self.h2o_config.kv_turn_seconds)
-        self._beside = groups_beside(self.kv_cache_config, self.vllm_config)
+        self._other_groups = other_groups(self.kv_cache_config, self.vllm_config)
         for asked, name, because in (
             (
                 self.h2o_config.kv_settle_tokens,
@@ -81,7 +81,7 @@ class H2OScheduler(LimitingScheduler):
             (self.use_pp, "--pipeline-parallel-size above 1", "not tested with evictions"),
             (self.h2o_config.exact_drafts, "--kv-exact", "drafts would not know them"),
         ):
-            if self._beside and asked:
+            if self._other_groups and asked:
                 raise ConfigError(
                     f"h2o_vllm cannot work with {name} for a model with windows, chunks or states beside "
                     f"full attention: {because}"
@@ -109,18 +109,18 @@ class H2OScheduler(LimitingScheduler):
             )
         return ours[0]
 
-    def _bound_beside(self) -> list[LimitedManager]:
+    def _other_managers(self) -> list[LimitedManager]:
         """The managers of the other groups; law 9: the start fails if one publishes KV after evictions."""
-        beside = []
+        others = []
         for manager in block_managers(self):
             if isinstance(manager, LimitedManager):
-                beside.append(manager)
+                others.append(manager)
             elif manager is not self.blocks:
                 raise ConfigError(
                     f"h2o_vllm cannot serve this model: for other layers vLLM built a "
                     f"{type(manager).__name__}, which would publish KV that depends on evictions"
                 )
-        return beside
+        return others
 
     def _made_traces(self) -> Traces:
         groups = self.kv_cache_config.kv_cache_groups
@@ -293,7 +293,7 @@ class H2OScheduler(LimitingScheduler):
         """Reject a request that needs more blocks than the pool has: it would be preempted for ever."""
         pool = self.blocks.block_pool.num_gpu_blocks - 1
         drafts = drafts_of_step(self.vllm_config)
-        most = (request.max_tokens, self.max_model_len, self._beside, *drafts)
+        most = (request.max_tokens, self.max_model_len, self._other_groups, *drafts)
         schedule = schedule_of(budget, self.blocks.block_size, request.num_prompt_tokens)
         schedule.check_fits(pool, *most)
 

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.registry import register_backend as vllm_register_backend
 
-from h2o_vllm.blocks.spec import evictable_spec
+from h2o_vllm.blocks.manager.spec import evictable_spec
 from h2o_vllm.engine.compat import set_attention_isa
 from h2o_vllm.engine.cpu.drafts import LaterQueries, QueriesApart
 from h2o_vllm.engine.cpu.rows import RowSplit, SharedRows, compact_tables, split_rows

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from h2o_vllm.blocks.budget import share_of
+from h2o_vllm.blocks.counts.budget import share_of
 from h2o_vllm.engine.cpu.rows import LastQueries
 from h2o_vllm.kernels import cpu as kernels
 

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from h2o_vllm.blocks.spec import evictable_spec
+from h2o_vllm.blocks.manager.spec import evictable_spec
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.impl import CudaScoringImpl, Scales, paged_views
 from h2o_vllm.errors import ConfigError

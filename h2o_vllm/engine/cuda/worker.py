@@ -9,7 +9,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_worker import Worker
 
-from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.choice import register_backend, warn_of_slower_attention
 from h2o_vllm.engine.cuda.compat import (

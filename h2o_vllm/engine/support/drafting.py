@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from h2o_vllm.blocks.manager import H2OBlockManager
+    from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
 
 WITHOUT_KV = ("ngram", "suffix", "custom_class")
 """Methods without KV: their drafters only read tokens."""

@@ -16,7 +16,7 @@ from h2o_vllm.engine.support.refusal import Refusal
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from h2o_vllm.blocks.request_state import RequestState
+    from h2o_vllm.blocks.counts.request_state import RequestState
 
 DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
 """Path of the drafter: ``speculative_config["model"]`` of method ``custom_class``."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from h2o_vllm.blocks.spec import H2OAttentionSpec, score_bytes_per_block
+from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, score_bytes_per_block
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:

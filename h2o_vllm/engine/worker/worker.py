@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
-from h2o_vllm.blocks.spec import groups_beside, limited_spec, register_specs
+from h2o_vllm.blocks.manager.spec import limited_spec, other_groups, register_specs
 from h2o_vllm.calibration.features import Rotation
 from h2o_vllm.calibration.file import Calibration, Part, Traits
 from h2o_vllm.config.keys import CONFIG_KEY
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+    from h2o_vllm.blocks.counts.schedule import OtherGroup
     from h2o_vllm.blocks.plan import Eviction
-    from h2o_vllm.blocks.schedule import GroupBeside
     from h2o_vllm.engine.worker.attention import ScoringImpl
 
 # Below "vllm", so that vLLM's logging configuration applies.
@@ -82,7 +82,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
     """Names of the evictable layers that hold KV."""
     _layers: Sequence[Sequence[Any]] = ()
     """For each of these layers: the layer, then the layers that read its KV."""
-    _groups_beside: tuple[GroupBeside, ...] = ()
+    _other_groups: tuple[OtherGroup, ...] = ()
     _serving = True
     """Whether steps come from our scheduler, and not from vLLM's warm-up."""
 
@@ -119,15 +119,15 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
     def _drafter_layers(self) -> frozenset[str]:
         return runner_drafter_layers(self.model_runner)
 
-    def groups_beside(self) -> list[tuple[int, int]]:
-        """For the server: :class:`.GroupBeside` of each group of layers that is not evicted."""
-        return [(group.block_size, group.most) for group in self._groups_beside]
+    def other_groups(self) -> list[tuple[int, int]]:
+        """For the server: :class:`.OtherGroup` of each group of layers that is not evicted."""
+        return [(group.block_size, group.most) for group in self._other_groups]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """As the base class; then allocates the scores and binds every part (law 9)."""
         super().initialize_from_config(kv_cache_config)
         self._state = self._bind(kv_cache_config)
-        self._groups_beside = groups_beside(kv_cache_config, self.vllm_config)
+        self._other_groups = other_groups(kv_cache_config, self.vllm_config)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

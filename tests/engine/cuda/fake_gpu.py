@@ -27,7 +27,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_worker import Worker
 
-from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
 from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig

@@ -12,7 +12,7 @@ from vllm.config.compilation import CompilationConfig, CompilationMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from h2o_vllm.blocks.spec import H2OAttentionSpec
+from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.cuda import backends, start_notes
 from h2o_vllm.engine.cuda.builder import ScoringBuilder

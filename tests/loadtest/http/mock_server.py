@@ -114,7 +114,7 @@ class Generation:
         }
 
     def kv_cache(self) -> dict[str, Any]:
-        """What ``h2o-serve`` would report: the arithmetic of ``h2o_vllm.blocks.budget``, without torch."""
+        """What ``h2o-serve`` would report, by ``h2o_vllm.blocks.counts.budget``, without torch."""
         # KV of the last token is never computed.
         seen, budget = self.prompt_tokens + self.tokens - 1, self.budget
         protected = min(-(-int(budget.protect) // BLOCK_SIZE) * BLOCK_SIZE, seen)

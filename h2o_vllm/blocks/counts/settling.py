@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
-from h2o_vllm.blocks.budget import share_of
-from h2o_vllm.blocks.schedule import EvictionSchedule, GroupBeside, Schedule, whole_blocks
+from h2o_vllm.blocks.counts.budget import share_of
+from h2o_vllm.blocks.counts.schedule import EvictionSchedule, OtherGroup, Schedule, whole_blocks
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve_for
@@ -125,15 +125,15 @@ class SettlingSchedule(Schedule):
         pool: int,
         max_tokens: int | None,
         max_model_len: int,
-        beside: Sequence[GroupBeside] = (),
+        others: Sequence[OtherGroup] = (),
         drafts: int = 0,
         ahead: int = 0,
     ) -> None:
-        """As the base class; refuses models with layers beside, whose blocks have no keys with a lineage."""
-        if beside:
+        """As the base class; refuses models with other groups, whose blocks have no keys with a lineage."""
+        if others:
             accepted = "0 for a model with windows, chunks or states beside full attention"
             raise BudgetError(self.bounded_by, self.bound, accepted)
-        super().check_fits(pool, max_tokens, max_model_len, beside, drafts, ahead)
+        super().check_fits(pool, max_tokens, max_model_len, others, drafts, ahead)
 
     def lineage(self) -> bytes:
         """Digest of all that KV after the first settled segment depends on, except its tokens: 32 bytes."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
+from h2o_vllm.blocks.counts.request_counts import RequestCounts
+from h2o_vllm.blocks.counts.request_state import RequestState
+from h2o_vllm.blocks.counts.settling import SettlingSchedule
 from h2o_vllm.blocks.plan import EvictionParams
-from h2o_vllm.blocks.request_counts import RequestCounts
-from h2o_vllm.blocks.request_state import RequestState
-from h2o_vllm.blocks.settling import SettlingSchedule
 from h2o_vllm.config.request_budget import RequestBudget
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Self
 
-from h2o_vllm.blocks.budget import blocks_freed, budget_tokens, next_eviction, recent_from
+from h2o_vllm.blocks.counts.budget import blocks_freed, budget_tokens, next_eviction, recent_from
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.errors import BudgetError
 
@@ -30,7 +30,7 @@ LEAST_BOUND_BLOCKS = 4
 """Smallest bound, in blocks: a quarter of it is one block."""
 
 
-class GroupBeside(NamedTuple):
+class OtherGroup(NamedTuple):
     """What one request takes of the pool for layers that are not evicted (windows, chunks, states).
 
     Attributes:
@@ -107,7 +107,7 @@ class Schedule(ABC):
         pool: int,
         max_tokens: int | None,
         max_model_len: int,
-        beside: Sequence[GroupBeside] = (),
+        others: Sequence[OtherGroup] = (),
         drafts: int = 0,
         ahead: int = 0,
     ) -> None:
@@ -115,7 +115,7 @@ class Schedule(ABC):
 
         Args:
             pool: blocks in the pool. max_tokens: of the answer; ``None``: up to ``max_model_len``.
-            beside: groups of other layers, which take blocks from the same pool.
+            others: groups of layers that are not evicted; they take blocks from the same pool.
             drafts: draft tokens that a step may compute after the answer's last token, and reject.
             ahead: tokens after those of a step that have slots as well: a drafter's own KV goes there.
 
@@ -127,15 +127,15 @@ class Schedule(ABC):
         longest = math.ceil(max_model_len / self.block_size)
         needed = max(needed, min(needed + math.ceil(ahead / self.block_size), longest))
         tokens = min(self.prompt_tokens + most + drafts, max_model_len)
-        room = max(0, pool - sum(group.needed(tokens) for group in beside))
+        room = max(0, pool - sum(group.needed(tokens) for group in others))
         if needed > room:
             size, answer = self.block_size, min(most, max_model_len - self.prompt_tokens)
-            others = " beside that of its other layers" if beside else ""
+            shared = " beside that of its other layers" if others else ""
             raise BudgetError(
                 self.bounded_by,
                 self.bound,
                 f"such that at most {room * size} tokens of KV are held at once, all there is room for"
-                f"{others} (a prompt of {self.prompt_tokens} tokens and an answer of up to {answer} may hold "
+                f"{shared} (a prompt of {self.prompt_tokens} tokens and an answer of up to {answer} may hold "
                 f"{needed * size}; a smaller kv_budget or max_tokens helps, too)",
             )
 

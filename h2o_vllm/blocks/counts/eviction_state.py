@@ -6,7 +6,7 @@ Runs in the engine core. Imports no vLLM: it handles block-table indices, never 
 
 from __future__ import annotations
 
-from h2o_vllm.blocks.timeline import EvictionIndices, Timeline
+from h2o_vllm.blocks.counts.timeline import EvictionIndices, Timeline
 
 
 class EvictionState(Timeline):

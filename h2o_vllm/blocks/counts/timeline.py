@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from h2o_vllm.blocks.budget import budget_tokens
-from h2o_vllm.blocks.request_counts import RequestCounts
-from h2o_vllm.blocks.request_state import RequestState
-from h2o_vllm.blocks.schedule import EvictionSchedule
-from h2o_vllm.blocks.split import drop_oldest, rank_all
+from h2o_vllm.blocks.counts.budget import budget_tokens
+from h2o_vllm.blocks.counts.request_counts import RequestCounts
+from h2o_vllm.blocks.counts.request_state import RequestState
+from h2o_vllm.blocks.counts.schedule import EvictionSchedule
+from h2o_vllm.blocks.counts.split import drop_oldest, rank_all
 from h2o_vllm.config.request_budget import RequestBudget
 
 

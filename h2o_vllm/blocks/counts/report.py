@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from h2o_vllm.blocks.budget import blocks_freed, budget_tokens, protected_tokens
-from h2o_vllm.blocks.schedule import Schedule
-from h2o_vllm.blocks.settling import SettlingSchedule
+from h2o_vllm.blocks.counts.budget import blocks_freed, budget_tokens, protected_tokens
+from h2o_vllm.blocks.counts.schedule import Schedule
+from h2o_vllm.blocks.counts.settling import SettlingSchedule
 from h2o_vllm.config.settings import FIELDS
 from h2o_vllm.policy.policy import Policy
 

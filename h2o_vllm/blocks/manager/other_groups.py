@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from h2o_vllm.blocks.request_state import RequestState
+    from h2o_vllm.blocks.counts.request_state import RequestState
 
 
 def published_from(

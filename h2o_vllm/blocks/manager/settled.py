@@ -29,16 +29,16 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 
-from h2o_vllm.blocks.next_turns import NextTurns
+from h2o_vllm.blocks.counts.settling_state import SettlingState
+from h2o_vllm.blocks.manager.next_turns import NextTurns
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.blocks.settling_state import SettlingState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from h2o_vllm.blocks.squeezing import SqueezingManager
+    from h2o_vllm.blocks.manager.squeezing import SqueezingManager
 
 MARK = b"settled:"
 """How our keys end: eight bytes, as events may have the last eight of a key alone."""

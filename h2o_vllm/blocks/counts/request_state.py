@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from h2o_vllm.blocks.drafts import DraftCounts
+from h2o_vllm.blocks.counts.drafts import DraftCounts
+from h2o_vllm.blocks.counts.report import request_report
+from h2o_vllm.blocks.counts.request_counts import RequestCounts
+from h2o_vllm.blocks.counts.schedule import Schedule
 from h2o_vllm.blocks.plan import EvictionParams
-from h2o_vllm.blocks.report import request_report
-from h2o_vllm.blocks.request_counts import RequestCounts
-from h2o_vllm.blocks.schedule import Schedule
 
 
 class RequestState(ABC):

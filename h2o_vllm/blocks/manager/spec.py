@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from h2o_vllm.blocks.schedule import GroupBeside
-from h2o_vllm.blocks.settling import default_blocks
+from h2o_vllm.blocks.counts.schedule import OtherGroup
+from h2o_vllm.blocks.counts.settling import default_blocks
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
 
@@ -52,15 +52,15 @@ class H2OAttentionSpec(FullAttentionSpec):
 
 
 class H2OSlidingWindowSpec(SlidingWindowSpec):
-    """A sliding window beside evictable layers, see :mod:`h2o_vllm.blocks.beside`. Adds no field."""
+    """A sliding window in a model with evictable layers, see :mod:`.other_groups`. Adds no field."""
 
 
 class H2OChunkedSpec(ChunkedLocalAttentionSpec):
-    """Attention in chunks beside evictable layers. Adds no field."""
+    """Attention in chunks in such a model. Adds no field."""
 
 
 class H2OMambaSpec(MambaSpec):
-    """A state beside evictable layers. Adds no field."""
+    """A state in such a model. Adds no field."""
 
 
 _LIMITED: dict[type[KVCacheSpec], type[KVCacheSpec]] = {
@@ -94,11 +94,11 @@ def score_bytes_per_block(spec: H2OAttentionSpec) -> int:
     return spec.num_kv_heads * spec.block_size * SCORE_BYTES
 
 
-def groups_beside(kv_cache: KVCacheConfig, config: VllmConfig) -> tuple[GroupBeside, ...]:
+def other_groups(kv_cache: KVCacheConfig, config: VllmConfig) -> tuple[OtherGroup, ...]:
     """The groups that are not evicted, counted as vLLM counts them for the pool's size and for admission."""
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     return tuple(
-        GroupBeside(
+        OtherGroup(
             spec.block_size if isinstance(spec, AttentionSpec) else 1,
             spec.max_memory_usage_bytes(config) // spec.page_size_bytes,
         )
@@ -115,15 +115,15 @@ def _is_evictable(spec: KVCacheSpec) -> bool:
 
 def register_specs() -> None:
     """Register each spec with its manager. Idempotent. Call it in each process that plans blocks."""
-    from h2o_vllm.blocks import beside
-    from h2o_vllm.blocks.manager import H2OBlockManager
+    from h2o_vllm.blocks.manager import other_groups as others
+    from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
 
     # The registry adds vLLM's own specs only while it is empty, at any look-up: they must come first.
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
     for spec, manager, base in (
         (H2OAttentionSpec, H2OBlockManager, FullAttentionSpec),
-        (H2OSlidingWindowSpec, beside.H2OSlidingWindowManager, SlidingWindowSpec),
-        (H2OChunkedSpec, beside.H2OChunkedManager, ChunkedLocalAttentionSpec),
-        (H2OMambaSpec, beside.H2OMambaManager, MambaSpec),
+        (H2OSlidingWindowSpec, others.H2OSlidingWindowManager, SlidingWindowSpec),
+        (H2OChunkedSpec, others.H2OChunkedManager, ChunkedLocalAttentionSpec),
+        (H2OMambaSpec, others.H2OMambaManager, MambaSpec),
     ):
         KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=base)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block manager that squeezes elastic requests when others need their blocks. Engine core.
 
-This module finds the requests that can be squeezed. :mod:`h2o_vllm.blocks.squeeze` chooses among them.
+This module finds the requests that can be squeezed. :mod:`h2o_vllm.blocks.counts.squeeze` chooses among them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from h2o_vllm.blocks.beside import LimitedManager, published_from
-from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.request_state import RequestState
+from h2o_vllm.blocks.counts.squeeze import (
+    SqueezeCounts,
+    SqueezeRules,
+    Victim,
+    choose_victims,
+    peak_blocks,
+)
+from h2o_vllm.blocks.counts.timeline import EvictionIndices
+from h2o_vllm.blocks.manager.other_groups import LimitedManager, published_from
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.blocks.request_state import RequestState
-from h2o_vllm.blocks.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims, peak_blocks
-from h2o_vllm.blocks.timeline import EvictionIndices
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -36,7 +42,7 @@ class SqueezingManager(FullAttentionManager):
         self._promising: dict[str, RequestState] = {}
         self._running: tuple[str, ...] = ()
         self._rules = SqueezeRules()
-        self._beside: tuple[LimitedManager, ...] = ()
+        self._other_groups: tuple[LimitedManager, ...] = ()
         self._squeezes = SqueezeCounts()
         self._answer: float | None = None
         """Tokens of an elastic answer, a moving average; ``None``: none has ended."""
@@ -45,10 +51,10 @@ class SqueezingManager(FullAttentionManager):
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
         """Free the doomed blocks, and note the eviction for the workers."""
 
-    def set_rules(self, rules: SqueezeRules, beside: Sequence[LimitedManager] = ()) -> None:
-        """Set when to squeeze, and the other managers that share the pool (``beside``)."""
-        self._rules, self._beside = rules, tuple(beside)
-        for manager in self._beside:
+    def set_rules(self, rules: SqueezeRules, others: Sequence[LimitedManager] = ()) -> None:
+        """Set when to squeeze, and the other managers that share the pool (``others``)."""
+        self._rules, self._other_groups = rules, tuple(others)
+        for manager in self._other_groups:
             manager.limit(self._eviction_states)
 
     def begin_step(self, running: Sequence[Request]) -> None:
@@ -140,7 +146,7 @@ class SqueezingManager(FullAttentionManager):
             indices = state.excess(state.counts.num_computed_tokens)
             if indices is None or not self._yields(state, indices, table, wanted, read):
                 continue
-            if not self._yields_beside(other, state, wanted):
+            if not self._others_yield(other, state, wanted):
                 continue
             gain = sum(table[index].ref_cnt == 1 for index in indices.doomed)
             if gain:
@@ -169,17 +175,17 @@ class SqueezingManager(FullAttentionManager):
         lost = (*withdrawn, *(table[index] for index in indices.doomed))
         return wanted.isdisjoint(block.block_id for block in lost)
 
-    def _yields_beside(self, request_id: str, state: EvictionState, wanted: set[int]) -> bool:
+    def _others_yield(self, request_id: str, state: EvictionState, wanted: set[int]) -> bool:
         """The same for the other groups: no other request may use the blocks that this step fills."""
-        filled = self._published_beside(request_id, state)
+        filled = self._published_by_others(request_id, state)
         return not filled or not (wanted or any(block.ref_cnt > 1 for block in filled))
 
-    def _published_beside(self, request_id: str, state: EvictionState) -> list[KVCacheBlock]:
+    def _published_by_others(self, request_id: str, state: EvictionState) -> list[KVCacheBlock]:
         """Blocks with tokens of this step that the other groups have published."""
         computed = state.counts.num_computed_tokens
         return [
             block
-            for manager in self._beside
+            for manager in self._other_groups
             for block in published_from(manager, request_id, computed)
         ]
 
@@ -202,7 +208,7 @@ class SqueezingManager(FullAttentionManager):
         was_stock = state.stock
         indices = state.squeeze(state.counts.num_computed_tokens)
         assert indices is not None
-        withdrawn = self._published_beside(request_id, state)
+        withdrawn = self._published_by_others(request_id, state)
         if was_stock:
             withdrawn += self._withdrawn(state, indices, self.req_to_blocks[request_id])
         self.block_pool.evict_blocks(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from h2o_vllm.blocks.eviction_state import EvictionState
+    from h2o_vllm.blocks.counts.eviction_state import EvictionState
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.blocks.beside import withdraw_unfilled
-from h2o_vllm.blocks.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.request_state import RequestState
+from h2o_vllm.blocks.counts.settling_state import SettlingState
+from h2o_vllm.blocks.counts.timeline import EvictionIndices
+from h2o_vllm.blocks.manager.other_groups import withdraw_unfilled
+from h2o_vllm.blocks.manager.pool_check import check_pool, check_private
+from h2o_vllm.blocks.manager.settled import SettledBlocks
+from h2o_vllm.blocks.manager.squeezing import SqueezingManager
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.blocks.pool_check import check_pool, check_private
-from h2o_vllm.blocks.request_state import RequestState
-from h2o_vllm.blocks.settled import SettledBlocks
-from h2o_vllm.blocks.settling_state import SettlingState
-from h2o_vllm.blocks.squeezing import SqueezingManager
-from h2o_vllm.blocks.timeline import EvictionIndices
 from h2o_vllm.config.request_budget import RequestBudget
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ class H2OBlockManager(SqueezingManager):
         return reports
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """See :func:`h2o_vllm.blocks.pool_check.check_pool`."""
-        managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self._beside)
+        """See :func:`h2o_vllm.blocks.manager.pool_check.check_pool`."""
+        managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self._other_groups)
         tables = [table for manager in managers for table in manager.req_to_blocks.items()]
         tables += self._settled.held()
         check_pool(self.block_pool, tables, idle=idle)
@@ -169,7 +169,7 @@ class H2OBlockManager(SqueezingManager):
         needed = asked + sum(
             # Their cache hits are not known here; none is assumed.
             manager.get_num_blocks_to_allocate(request_id, num_tokens, (), *counts, **options)
-            for manager in self._beside
+            for manager in self._other_groups
         )
         if admitting:
             if not self._has_room(request_id, needed, self._settled.held_blocks):

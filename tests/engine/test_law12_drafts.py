@@ -237,6 +237,33 @@ def test_law02_law03_and_law06_hold_after_any_mix_with_drafts(
     assert drafting.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
 
 
+def test_drafts_of_sampled_requests_are_verified_with_their_own_parameters(
+    drafting: Engine, text_tokens: list[int]
+) -> None:
+    """Beside a greedy one; each can give one answer only."""
+    from vllm import SamplingParams
+
+    prompt = text_tokens[:200]
+    (greedy,) = drafting.generate([prompt], max_tokens=40)
+    said, same = tokens_of(greedy), [300] * 40
+    Drafter.mode, Drafter.known = "right", [[*prompt, *said], [*prompt, *same]]
+    samples: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7, "top_k": 1},
+        {"temperature": 0.7, "top_p": 1e-9},
+        {"temperature": 0.7, "allowed_token_ids": [300]},
+        {"temperature": 2.0, "allowed_token_ids": [300], "top_k": 5},
+    ]
+    outputs = drafting.llm.generate(
+        [{"prompt_token_ids": prompt}] * len(samples),
+        [SamplingParams(ignore_eos=True, max_tokens=40, **one) for one in samples],
+        use_tqdm=False,
+    )
+    for params, output in zip(samples, outputs, strict=True):
+        assert tokens_of(output) == (same if "allowed_token_ids" in params else said), params
+        assert report_of(output)["tokens_accepted"] > 20, params
+
+
 def test_structured_output_and_stop_strings_work_with_drafts_and_a_budget(
     drafting: Engine, text_tokens: list[int]
 ) -> None:

@@ -21,6 +21,7 @@ from h2o_vllm.engine.compat import (
 from h2o_vllm.engine.cpu import memory
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder, register_backend
 from h2o_vllm.engine.cpu.exact import ViewDrafter
+from h2o_vllm.engine.cpu.rejection import DraftSampler
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.engine.worker.worker import EvictingWorker
@@ -94,6 +95,9 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         super().initialize_from_config(kv_cache_config)
         if self.parallel_config.pipeline_parallel_size > 1:
             runner_make_stage_inputs(self.model_runner)
+        if (speculative := self.vllm_config.speculative_config) is not None:
+            runner = self.model_runner
+            runner.rejection_sampler = DraftSampler(runner.sampler, speculative, runner.device)
         if isinstance(drafter := getattr(self.model_runner, "drafter", None), ViewDrafter):
             drafter.bind(self._bound_state(), self.model_runner, self._layer_names)
 

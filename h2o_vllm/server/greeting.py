@@ -7,6 +7,9 @@ import argparse
 import json
 import shlex
 
+COUNT = "$(seq -s ' ' 400)"
+"""A prompt of more than 512 tokens, which are not protected by default. The shell that asks writes it."""
+
 
 def greeting(args: argparse.Namespace, address: str) -> list[str]:
     """Three lines for the reader of the terminal.
@@ -24,15 +27,19 @@ def greeting(args: argparse.Namespace, address: str) -> list[str]:
     names = args.served_model_name or [args.model]
     body = {
         "model": names[0] if isinstance(names, list) else names,
-        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
-        "max_tokens": 50,
+        "kv_budget": min(max(0.2, args.kv_budget_min), args.kv_budget_max),
+        "max_tokens": 60,
+        "messages": [{"role": "user", "content": "Go on: COUNT"}],
     }
+    # Not quoted like the rest, so that the shell counts.
+    before, _, after = json.dumps(body).rpartition("COUNT")
+    quoted = f'{shlex.quote(before)}"{COUNT}"{shlex.quote(after)}'
     key = " -H 'Authorization: Bearer KEY'" if args.api_key else ""
     page = f"{url}/h2o/" if args.kv_playground else f"{url}/docs"
     return [
         f"h2o-serve: ready. Page: {page}",
         f"h2o-serve: ask:  {curl} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}",
+        f"-d {quoted}",
         "h2o-serve: stop: Ctrl-C",
     ]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "results"
-"""The published ones; also where new ones go unless told otherwise."""
+RESULTS = Path(os.path.relpath(Path(__file__).parents[1] / "results"))
+"""The published ones; also where new ones go unless told otherwise. Relative: ``--help`` shows it."""
 
 Row = dict[str, Any]
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 from typing import Any
 
 import pytest
 
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server.greeting import greeting
 
 
 def lines(address: str = "http://127.0.0.1:8000", **changes: Any) -> list[str]:
     args = {
         "uds": None, "root_path": None, "served_model_name": ["It's"], "model": "m", "api_key": None,
-        "kv_playground": True,
+        "kv_playground": True, "kv_budget_min": 0.01, "kv_budget_max": 1.0,
     }  # fmt: skip
     return greeting(argparse.Namespace(**(args | changes)), address)
 
@@ -27,6 +29,21 @@ def test_three_lines_say_where_how_to_ask_and_how_to_stop() -> None:
     curl = shlex.split(ask.partition("ask:")[2])
     assert curl[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/chat/completions"]
     assert json.loads(curl[-1])["model"] == "It's"
+
+
+def test_the_request_evicts() -> None:
+    """Sent by a shell, its prompt is longer than what is protected, and its answer than the delay."""
+    command = (
+        lines(kv_budget_min=0.3)[1].partition("ask:")[2].replace("curl -s", "printf '%s\\n'", 1)
+    )
+    body = json.loads(
+        subprocess.run(["sh", "-c", command], capture_output=True, check=True).stdout.splitlines()[
+            -1
+        ]
+    )
+    config = H2OConfig()
+    assert len(body["messages"][0]["content"].split()) > 400 and body["kv_budget"] == 0.3
+    assert body["max_tokens"] > config.kv_delay
 
 
 @pytest.mark.parametrize(

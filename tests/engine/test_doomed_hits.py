@@ -139,45 +139,6 @@ def test_choices_of_one_prompt_compute_and_hold_its_beginning_once(model_dir: st
     assert [reports[str(i)]["tokens_cached"] for i in range(8)] == [0] + [READABLE] * 7
 
 
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
-def test_law05_a_preempted_request_reads_again_and_evicts_as_before(
-    model_dir: str, asked: dict[str, Any]
-) -> None:
-    """Others know all of its answer, of which it may not read what it has evicted from."""
-
-    def evictions(*, preempt: bool) -> list[tuple[int, tuple[int, ...]]]:
-        rig = rig_of(model_dir)
-        request = rig.add("one", PROMPT, BY_KEY | asked, max_tokens=140)
-        while request.num_computed_tokens < 300:
-            rig.step()
-        if preempt:
-            rig.add("all of it", PROMPT + rig.tokens["one"], max_tokens=1)
-            rig.step()
-            (_, holes), *_ = decided(rig, "one")
-            rig.evictions.clear()
-            rig.scheduler.running.remove(request)
-            rig.scheduler._preempt_request(request, 0.0)
-            scheduled = rig.step().num_scheduled_tokens["one"]
-            assert request.num_computed_tokens - scheduled == (max(holes) + 1) * BLOCK
-        rig.run()
-        assert cached(rig, "one") == 0
-        return decided(rig, "one")
-
-    calm = evictions(preempt=False)
-    assert len(calm) > 2
-    assert evictions(preempt=True) == calm
-
-
-def test_law06_who_shares_the_beginning_alone_computes_the_rest(model_dir: str) -> None:
-    """A system prompt that nobody protects, and questions of their own behind it."""
-    rig = rig_of(model_dir, 200)
-    for number in range(3):
-        own = range(10_000 * (number + 1), 10_000 * (number + 1) + 100)
-        rig.add(f"{number}", [*PROMPT[:120], *own], BY_KEY, max_tokens=40)
-        rig.run()
-    assert [cached(rig, f"{number}") for number in range(3)] == [0, 112, 112]
-
-
 def test_what_another_reads_in_this_step_is_not_written_in_it(model_dir: str) -> None:
     """One gives back its share of blocks; of two that the other would write the first still moves tokens."""
     rig = rig_of(model_dir, 11)

@@ -9,7 +9,6 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
-from h2o_vllm.blocks.plan import Eviction
 from tests.engine.scheduling import Rig
 from tests.served import COUNTED
 
@@ -136,25 +135,6 @@ def test_the_watermark_counts_for_waiting_prompts(model_dir: str) -> None:
         assert report(rig, "first")["squeezed_at"] == squeezed
 
 
-def test_a_fixed_budget_is_never_squeezed_nor_is_a_prompt(model_dir: str) -> None:
-    rig = Rig(model_dir, 30, max_num_batched_tokens=64, kv_min_tokens=16)
-    rig.add("fixed", other(0, 100), {"kv_budget": 0.5}, max_tokens=80)
-    for _ in range(4):
-        rig.step()
-    rig.add("prompt", other(1, 300), ELASTIC, max_tokens=4)
-    rig.step()
-    rig.add("waits", other(2, 200), ELASTIC, max_tokens=4)
-    rig.run()
-    found = {name: [e.seen for e in rig.evictions if e.request_id == name] for name in rig.tokens}
-    assert found["fixed"][0] == report(rig, "fixed")["squeezed_at"] == 100
-    assert not report(rig, "fixed")["elastic"]
-    assert min(found["prompt"]) >= 300
-    alone = Rig(model_dir, 30, kv_min_tokens=16)
-    alone.add("fixed", other(0, 100), {"kv_budget": 0.5}, max_tokens=80)
-    alone.run()
-    assert found["fixed"] == [e.seen for e in alone.evictions]
-
-
 def test_priorities_decide_who_yields_and_to_whom(model_dir: str) -> None:
     def squeezed(waiting: int) -> set[str]:
         rig = Rig(model_dir, 44, max_num_batched_tokens=1024, policy="priority", kv_min_tokens=16)
@@ -179,37 +159,6 @@ def test_priorities_mean_nothing_where_vllm_ignores_them(model_dir: str) -> None
     rig.add("waiting", other(2), ELASTIC, max_tokens=4)
     rig.step()
     assert {e.request_id for e in rig.evictions} == {"shielded"}
-
-
-@pytest.mark.parametrize("policy", ["h2o", "key", "window"])
-def test_law05_a_preemption_keeps_the_squeeze_point(model_dir: str, policy: str) -> None:
-    """And a replay alone with ``kv_evict_from`` evicts the same."""
-
-    def evictions(*, preempt: bool, **asked: Any) -> list[tuple[int, tuple[int, ...]]]:
-        rig = Rig(model_dir, 60, max_num_batched_tokens=512, kv_min_tokens=16)
-        asked = {"kv_budget": 0.2, "kv_policy": policy} | asked
-        one = rig.add("one", PROMPT, asked, max_tokens=150)
-        while one.num_computed_tokens < 270:
-            rig.step()
-        if asked.get("kv_elastic"):
-            # A prompt for which one has to yield, once.
-            rig.add("crowd", other(1, 46 * 16), max_tokens=1)
-            rig.step()
-            assert {e.request_id for e in rig.evictions} == {"one"}
-        while one.num_computed_tokens < 310:
-            rig.step()
-        if preempt:
-            rig.evictions.clear()
-            rig.scheduler.running.remove(one)
-            rig.scheduler._preempt_request(one, 0.0)
-        rig.run()
-        assert report(rig, "one")["squeezed_at"] == 270
-        return [(e.seen, e.holes) for e in rig.evictions]
-
-    calm = evictions(preempt=False, kv_elastic=True)
-    assert len(calm) > 3 and calm[0][0] == 270
-    assert evictions(preempt=True, kv_elastic=True) == calm
-    assert evictions(preempt=False, kv_evict_from=270) == calm
 
 
 @pytest.mark.parametrize("policy", ["key", "window"])
@@ -297,39 +246,6 @@ def test_law06_a_prompt_is_not_robbed_of_the_hit_it_came_for(model_dir: str) -> 
         assert output.num_scheduled_tokens["reader"] == 560 - 192
         assert [e.request_id for e in rig.evictions] == ["other"]
         rig.run()
-
-
-def test_law03_a_squeezed_request_is_at_its_floor_at_once(model_dir: str) -> None:
-    rig = Rig(model_dir, 40, max_num_batched_tokens=512, kv_min_tokens=16)
-    one = rig.add("one", PROMPT, ELASTIC, max_tokens=150)
-    for _ in range(50):
-        rig.step()
-    held = rig.live_blocks("one")
-    assert held == -(-one.num_computed_tokens // 16)
-    rig.add("crowd", other(1, 400), max_tokens=1)
-    rig.step()
-    assert rig.live_blocks("one") <= -(-one.num_computed_tokens // 5 // 16) + 1
-    rig.run()
-
-
-@pytest.mark.parametrize("policy", ["h2o", "key", "window"])
-def test_one_eviction_per_request_and_step(model_dir: str, policy: str) -> None:
-    """Also where the victim has had its turn already, and got a block, and is asked for more later."""
-    rig = Rig(model_dir, 24, max_num_batched_tokens=512, kv_min_tokens=16, pipelined=True)
-    asked = ELASTIC | {"kv_policy": policy}
-    for number in range(12):
-        rig.add(f"{number}", other(number, 40 + 13 * number), asked, max_tokens=90)
-    squeezes: list[Eviction] = []
-    while rig.scheduler.has_unfinished_requests():
-        # The rig checks that no request is in a plan twice.
-        plan = rig.step().h2o
-        squeezes += plan.evictions
-    first = {}
-    for eviction in squeezes:
-        first.setdefault(eviction.request_id, eviction.seen)
-    for number in range(12):
-        at = report(rig, f"{number}")["squeezed_at"]
-        assert at is None or at == first[f"{number}"]
 
 
 def test_lossless_answers_are_published_when_they_end(model_dir: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from h2o_vllm.blocks.manager import next_turns
 from h2o_vllm.blocks.manager.next_turns import STEPS, TURNS_AHEAD
 from tests.engine.scheduling import Rig
 from tests.engine.test_settled import ASKED, PROMPT, made
@@ -98,31 +99,22 @@ def test_a_turn_that_waits_has_its_blocks_kept(model_dir: str, more: int) -> Non
     assert cached(rig, "second") == (0 if more else 400)
 
 
-def test_a_request_is_overtaken_by_so_many_turns(model_dir: str) -> None:
-    rig, said = crowd(model_dir, LONG)
-    turns = 0
-    while "anew" not in running(rig):
-        turns += 1
-        assert turns <= TURNS_AHEAD
-        said = turn(rig, f"turn{turns}", [*said, 11], max_tokens=2)
-        rig.step()
-    assert turns == TURNS_AHEAD
-    rig.run()
-
-
-def test_each_request_is_overtaken_by_so_many_turns(model_dir: str) -> None:
+def test_each_request_is_overtaken_by_so_many_turns(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also those that are not the first to wait."""
-    rig, said = crowd(model_dir, LONG)
+    monkeypatch.setattr(next_turns, "TURNS_AHEAD", ahead := 3)
+    rig, said = crowd(model_dir, SHORT)
     for number in range(2):
         rig.add(f"later{number}", range(20_000 + 1000 * number, 20_400 + 1000 * number), ASKED)
     began: dict[str, int] = {}
-    for count in range(1, TURNS_AHEAD + 4):
+    for count in range(1, ahead + 4):
         said, name = [*said, 11], f"turn{count}"
         rig.add(name, said, ASKED, max_tokens=2)
         while len(rig.tokens[name]) < 2:
             began |= {one.req_id: count for one in rig.step().scheduled_new_reqs}
         said += rig.tokens[name]
-    assert {began[name] for name in ("anew", "later0", "later1")} == {TURNS_AHEAD + 1}
+    assert {began[name] for name in ("anew", "later0", "later1")} == {ahead + 1}
 
 
 def test_turns_that_have_lost_their_blocks_are_counted(model_dir: str) -> None:
@@ -193,15 +185,6 @@ def test_a_turn_that_cannot_be_admitted_keeps_nothing_from_others(model_dir: str
     for _ in range(2 * STEPS):
         rig.step()
     assert running(rig) == ["anew"]
-
-
-def test_no_request_waits_while_there_is_room(model_dir: str) -> None:
-    rig = made(model_dir, 80, kv_turn_seconds=LONG)
-    turn(rig, "first", PROMPT)
-    rig.add("anew", OTHER, ASKED)
-    rig.step()
-    assert running(rig) == ["anew"]
-    rig.run()
 
 
 def test_a_smaller_request_does_not_begin_before_one_that_waits(model_dir: str) -> None:

@@ -69,41 +69,6 @@ def test_prompt_that_is_larger_than_the_pool_is_served(model_dir: str) -> None:
     assert one["peak_blocks"] == BOUND // BLOCK
 
 
-def test_admission_counts_the_bound_not_the_prompt(model_dir: str) -> None:
-    """Three prompts of 700 tokens in a pool of 512 run together, each as if it were alone."""
-    rig = Rig(model_dir, 33, max_num_batched_tokens=512, kv_min_tokens=16)
-    for number in range(3):
-        rig.add(f"{number}", prompt_of(number, 700), ASKED, max_tokens=30)
-    rig.step()
-    assert len(rig.scheduler.running) == 3
-    rig.run()
-    assert rig.preemptions == 0
-    alone = Rig(model_dir, 100, max_num_batched_tokens=64, kv_min_tokens=16)
-    alone.add("0", prompt_of(0, 700), ASKED, max_tokens=30)
-    alone.run()
-
-    def decided(rig: Rig, name: str) -> list[Any]:
-        return [(one.seen, one.holes) for one in rig.evictions if one.request_id == name]
-
-    for number in range(3):
-        assert decided(rig, f"{number}") == decided(alone, "0")
-
-
-def test_preempted_prompt_begins_anew_at_the_same_points(model_dir: str) -> None:
-    rig = Rig(model_dir, 40, max_num_batched_tokens=64, kv_min_tokens=16)
-    rig.add("a", prompt_of(0, 500), ASKED, max_tokens=60)
-    for _ in range(6):
-        rig.step()
-    assert rig.evictions, "it is in the middle of its prompt"
-    rig.scheduler.reset_prefix_cache(reset_running_requests=True)
-    first = [(one.seen, one.holes) for one in rig.evictions]
-    rig.evictions.clear()
-    rig.run()
-    again = [(one.seen, one.holes) for one in rig.evictions]
-    assert again[: len(first)] == first
-    assert report(rig, "a")["squeezed_at"] == BOUND
-
-
 @pytest.mark.parametrize("policy", ["h2o", "window"])
 def test_law07_only_what_precedes_the_first_eviction_is_published(
     model_dir: str, policy: str

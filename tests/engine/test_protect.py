@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -11,26 +12,6 @@ from tests.engine.scheduling import Rig
 from tests.served import policy_of
 
 PROMPT = list(range(1000, 1200))
-
-
-def test_law06_no_block_that_is_still_to_be_ranked_is_published(model_dir: str) -> None:
-    """Else a reader's attention would be added to its scores."""
-    rig = Rig(model_dir, 100, max_num_batched_tokens=64, kv_min_tokens=16)
-    rig.add("ranks", PROMPT, {"kv_budget": 0.2, "kv_protect": 20}, max_tokens=40)
-    for _ in range(4):
-        rig.step()
-        hashed = [block.block_hash is not None for block in rig.blocks.req_to_blocks["ranks"]]
-        assert hashed[:2] == [True, True] and not any(hashed[2:])
-    rig.add("protects", PROMPT, {"kv_budget": 0.2, "kv_protect": "prompt"}, max_tokens=60)
-    rig.step()
-    rig.step()
-    assert rig.evictions[0].seen == len(PROMPT)
-    table = rig.blocks.req_to_blocks["ranks"]
-    assert all(
-        block.ref_cnt == 1 and block.block_hash is None for block in table[2:] if not block.is_null
-    )
-    rig.run()
-    assert {e.request_id for e in rig.evictions} == {"ranks", "protects"}
 
 
 @pytest.mark.parametrize(
@@ -73,40 +54,34 @@ def test_law07_a_protected_chat_reads_its_last_turn(model_dir: str) -> None:
     assert cached == [0, 80, 176, 288]
 
 
-def test_a_protected_prompt_is_computed_and_held_once(model_dir: str) -> None:
-    """n = 8, and a pool that eight prompts would not fit into."""
-    rig = Rig(model_dir, 50, max_num_batched_tokens=512, kv_min_tokens=16)
-    for index in range(8):
-        asked = {"kv_budget": 0.2, "kv_protect": "prompt"}
-        rig.add(f"{index}_parent", PROMPT, asked, max_tokens=60)
-    scheduled = sum(rig.step().num_scheduled_tokens.values())
-    assert scheduled == len(PROMPT) + 7 * (len(PROMPT) - 192)
-    assert (
-        len({b.block_id for i in range(8) for b in rig.blocks.req_to_blocks[f"{i}_parent"]}) == 20
-    )
-    rig.run()
-    assert rig.preemptions == 0 and len(rig.evictions) == 8 * 2
-    reports = rig.reports["7_parent"]
-    assert [reports[str(i)]["tokens_cached"] for i in range(8)] == [0] + [192] * 7
-
-
 @pytest.mark.parametrize(
-    ("policy", "protect", "hit"),
-    [("h2o", 50, 64), ("h2o", "prompt", 208), ("window", 50, 192), ("window", "prompt", 208)],
+    ("asked", "length", "hit"),
+    [
+        ({"kv_protect": 50}, 200, 64),
+        ({"kv_protect": "prompt"}, 200, 208),
+        ({"kv_policy": "window", "kv_protect": 50}, 200, 192),
+        ({"kv_policy": "window", "kv_protect": "prompt"}, 200, 208),
+        ({"kv_policy": "window", "kv_delay": 2}, 46, 32),
+        ({"kv_policy": "key"}, 200, 160),
+        ({"kv_policy": "key", "kv_protect": 40}, 200, 160),
+        ({"kv_policy": "key", "kv_prefill_tokens": 64}, 200, 16),
+        ({"kv_policy": "key", "kv_evict_from": 230}, 200, 176),
+    ],
+    ids=str,
 )
-def test_a_preempted_request_reads_its_pin_again_and_evicts_as_before(
-    model_dir: str, policy: str, protect: int | str, hit: int
+def test_law05_a_preempted_request_reads_what_it_may_and_evicts_as_before(
+    model_dir: str, asked: dict[str, Any], length: int, hit: int
 ) -> None:
     """What its first eviction published, and what others know of its answer, it must not read."""
 
     def evictions(*, preempt: bool) -> list[tuple[int, tuple[int, ...]]]:
         rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
-        asked = {"kv_budget": 0.2, "kv_protect": protect, "kv_policy": policy}
-        request = rig.add("one", PROMPT, asked, max_tokens=100)
-        while request.num_computed_tokens < 270:
+        fields = {"kv_budget": 0.2, "kv_protect": 0} | asked
+        request = rig.add("one", PROMPT[:length], fields, max_tokens=140)
+        while request.num_computed_tokens < length + 100:
             rig.step()
         if preempt:
-            rig.add("all of it", PROMPT + rig.tokens["one"], max_tokens=1)
+            rig.add("all of it", PROMPT[:length] + rig.tokens["one"], max_tokens=1)
             rig.step()
             rig.evictions.clear()
             rig.scheduler.running.remove(request)

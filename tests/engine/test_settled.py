@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -48,29 +47,6 @@ def test_the_next_turn_reads_what_has_settled(model_dir: str, protect: int, draf
     assert second["tokens_settled"] == (569 - 1 - pinned - 128) // 32 * 32
     assert second["tokens_held"] == second["budget_tokens"] == 569 - second["tokens_evicted"]
     assert second["squeezed_at"] == pinned + 160
-
-
-@pytest.mark.parametrize("asked", [ASKED, WIDER, ASKED | {"kv_protect": 20}], ids=str)
-@pytest.mark.parametrize("seed", range(4))
-def test_law05_histories_with_losses(model_dir: str, asked: dict[str, Any], seed: int) -> None:
-    """Turns continue, are cut and branch; the cache loses blocks. Each output equals that of a lone run."""
-    chance, rig = random.Random(seed), made(model_dir)
-    histories, cached = [PROMPT[:200]], 0
-    for turn in range(25):
-        history = list(chance.choice(histories[-5:]))
-        if chance.random() < 0.4:
-            history = history[: chance.randint(100, len(history))]
-        prompt = history + [chance.randint(0, 2) for _ in range(chance.randint(1, 60))]
-        prompt, name = prompt[:500], f"turn-{turn}"
-        asked_now = asked if chance.random() < 0.9 else None
-        cached += ask(rig, name, prompt, asked_now, chance.randint(1, 40))["tokens_cached"] > 160
-        histories.append([*prompt, *rig.tokens[name]])
-        if chance.random() < 0.4:
-            lost = chance.choice([0.03, 0.3])
-            blocks = [block for block in rig.blocks.block_pool.blocks if block.block_hash]
-            chosen = {block.block_id for block in blocks if chance.random() < lost}
-            rig.blocks.block_pool.evict_blocks(chosen)
-    assert cached > 3
 
 
 @pytest.mark.parametrize(
@@ -135,40 +111,6 @@ def test_law05_a_segment_of_which_a_block_is_lost_settles_anew(model_dir: str) -
     anew = next(e for e in rig.evictions if e.request_id == "second")
     assert anew.moves and anew.seen == first.seen
     assert ask(rig, "third", PROMPT, WIDER)["tokens_cached"] == 384
-
-
-def test_requests_that_say_the_same_settle_once(model_dir: str) -> None:
-    """Also what they generate: the second takes the blocks that the first settled in that step."""
-    rig = made(model_dir, 100)
-    for name in ("first", "second"):
-        rig.add(name, PROMPT[:100], ASKED, max_tokens=200)
-    rig.run()
-    moved = {
-        name: [e.seen for e in rig.evictions if e.request_id == name and e.moves]
-        for name in ("first", "second")
-    }
-    found = [e.seen for e in rig.evictions if not e.moves]
-    assert moved["first"] and found, moved
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_law03_what_is_held(model_dir: str, caching: bool) -> None:
-    rig = made(model_dir, 100, caching=caching)
-    request = rig.add("one", PROMPT, ASKED, max_tokens=100)
-    most = 0
-    while request.num_output_tokens < 99:
-        rig.step()
-        state = rig.blocks.eviction_state("one")
-        assert state is not None
-        # Each settled segment has freed one block and kept one.
-        whole = request.num_computed_tokens - 32 * state.holes
-        assert rig.live_blocks("one") == state.holes + math.ceil(whole / 16)
-        assert whole <= 160
-        most = max(most, state.peak_blocks)
-    rig.run()
-    assert [e.seen for e in rig.evictions] == [*range(160, 499, 32)]
-    assert all(e.moves for e in rig.evictions)
-    assert most <= math.ceil(state.peak_tokens(500) / 16)
 
 
 def test_a_question_settles_nothing(model_dir: str) -> None:

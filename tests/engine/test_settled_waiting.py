@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
 
 from tests.engine.scheduling import Rig
 from tests.engine.test_settled import ASKED, PROMPT, made
@@ -81,29 +80,3 @@ def test_what_a_step_computes_can_be_read_in_that_step(model_dir: str) -> None:
     assert running(rig) == ["first", "second"]
     rig.run()
     assert cached(rig, "second") == 144
-
-
-def test_a_request_goes_on_when_the_one_it_waits_for_has_ended(model_dir: str) -> None:
-    rig = made(model_dir, 100, max_num_batched_tokens=512)
-    for name in ("first", "second"):
-        rig.add(name, PROMPT, ASKED)
-    rig.step()
-    assert running(rig) == ["first"]
-    rig.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
-    rig.step()
-    assert running(rig) == ["second"]
-    rig.run()
-
-
-def test_a_request_goes_on_when_the_one_it_waits_for_is_preempted(model_dir: str) -> None:
-    """The older request is preempted for want of blocks; both end."""
-    rig = made(model_dir, 100, max_num_batched_tokens=512)
-    for name in ("first", "second"):
-        rig.add(name, PROMPT, ASKED)
-    rig.step()
-    rig.take(leave=0)
-    rig.step()
-    assert rig.preemptions == 1 and not running(rig)
-    rig.give_back()
-    rig.run()
-    assert {*rig.reports} == {"first", "second"}

@@ -45,11 +45,11 @@ KEPT_OUT = {
     ],
     "asynchronous scheduling with a stale count: corruption above 40 concurrent requests (R-KV)": [
         "reliability/test_corruption.py::test_a_batch_generates_what_each_request_generates_alone",
-        "engine/test_laws_blocks.py::test_asynchronous_scheduling_evicts_at_the_same_tokens",
+        "engine/test_state_machine.py::test_any_order_of_events_keeps_the_laws",
     ],
     "stale state after preemption": [
         "engine/test_laws_tokens.py::test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened",
-        "engine/test_laws_blocks.py::test_resumed_requests_are_replayed_with_the_same_evictions",
+        "engine/test_protect.py::test_law05_a_preempted_request_reads_what_it_may_and_evicts_as_before",
     ],
     "compaction in the middle of chunked prefill": [
         "reliability/test_peers.py::test_nothing_is_evicted_before_the_whole_prompt_is_computed",

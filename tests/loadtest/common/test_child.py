@@ -51,13 +51,6 @@ def test_several_start_at_once(first: dict[str, Any], tmp_path: Path) -> None:
         assert [child.request("more") for child in children] == [{"echo": "more"}] * 2
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_the_first_answer_is_never_that_of_a_request(first: dict[str, Any], wait: bool) -> None:
-    with Child("measuring", first, wait=wait) as child:
-        assert child.request("more") == {"echo": "more"}
-        assert child.answered == {"name": first["name"]}
-
-
 def test_where_one_fails_the_other_is_ended(first: dict[str, Any]) -> None:
     stack = ExitStack()
     fails = stack.enter_context(Child("measuring", first | {"lines": "many"}, wait=False))

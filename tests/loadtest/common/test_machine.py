@@ -3,27 +3,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from loadtest.common.machine import describe_run, shown_command
-
-
-def test_a_command_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [
-        "--out",
-        "/home/me/results",
-        "--model=/models/tiny",
-        "--name",
-        "a=b",
-        "--xsum",
-        "x/y",
-    ]
-    monkeypatch.setattr(sys, "argv", ["bench.py", *options])
-    assert describe_run("loadtest.engine")["command"] == (
-        "python -m loadtest.engine --out results --model=tiny --name a=b --xsum x/y"
-    )
+from loadtest.common.machine import shown_command
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
-from loadtest.common.results import append_rows
 from loadtest.engine import bench
 from loadtest.engine.bench import (
     Engines,
     Measurement,
-    about_run,
     engine_of,
-    measure,
     parse_arguments,
     planned,
 )
@@ -100,32 +96,6 @@ def test_engines_live_side_by_side_on_cpu_and_alone_on_a_gpu_or_start_together(
     assert (started.live, started.live_max) == (0, side_by_side)
 
 
-def test_engines_side_by_side_are_those_with_something_left_to_measure(
-    started: Started,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(bench, "describe_gpu", dict)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    options = ["--device", "cuda", "--shape", "tiny", "--rounds", "2", "--side-by-side"]
-    args = parse_arguments([*options, "--workloads", "2k-tight", "2k-idle"])
-    assert engine_of(args)["side_by_side"]
-    assert not engine_of(parse_arguments(options[:-1]))["side_by_side"]
-    path = tmp_path / "rows.jsonl"
-    append_rows(path, [row(turn, "stock", "2k-tight", 100) for turn in (0, 1)])
-    rows = measure(args, path)[2:]
-    assert started == [("tight", "h2o"), ("ample", "stock"), ("ample", "h2o")]
-    assert [(one["workload"], one["round"], one["variant"]) for one in rows] == [
-        *(("2k-tight", turn, "h2o") for turn in (0, 1)),
-        *(("2k-idle", turn, who) for turn in (0, 1) for who in ("stock", "h2o")),
-    ]
-    assert all(one["side_by_side"] for one in rows)
-    said = capsys.readouterr().out
-    assert said.startswith("starting h2o for tight workloads\nh2o is up after 45.2 s\n[1/6] ")
-    assert "starting stock, h2o for ample workloads\nstock is up after 45.2 s\nh2o is up " in said
-
-
 def row(turn: int, variant: str, workload: str, speed: float) -> dict[str, Any]:
     return {
         "round": turn, "variant": variant, "workload": workload, "tok_per_s": speed, "prompts_s": 2.0,
@@ -164,17 +134,6 @@ def test_full_kv_on_our_kernel_is_compared_with_stock_and_ours_with_it() -> None
     assert ours == options["stock-same-flags"] == options["h2o"]
 
 
-def test_requests_with_a_budget_may_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
-    args = parse_arguments(["--fields", "kv_policy=value", "kv_delay=0", "kv_elastic=true"])
-    wanted = {"kv_policy": "value", "kv_delay": 0, "kv_elastic": True}
-    assert engine_of(args)["fields"] == about_run(args)["fields"] == wanted
-    assert "fields" not in about_run(parse_arguments([])), "rows are as they were"
-    for field in ("kv_polizy=value", "kv_policy", "kv_policy="):
-        with pytest.raises(SystemExit):
-            parse_arguments(["--fields", field])
-        assert f"got '{field}', wanted NAME=VALUE" in capsys.readouterr().err
-
-
 class Tokens:
     """An engine whose text is numbers."""
 
@@ -205,17 +164,3 @@ def test_every_row_of_the_table_is_stretches_of_one_text(name: str) -> None:
         workload.prompt_tokens - workload.shared + workload.output_tokens
     )
     assert longest <= CPU.settings[workload.setting].max_model_len
-
-
-@pytest.mark.parametrize("name", CUDA.workloads)
-def test_every_row_of_a_gpus_table_fits_its_engines(name: str) -> None:
-    workload = CUDA.workloads[name]
-    setting, lengths = CUDA.settings[workload.setting], workload.prompt_lengths()
-    assert len(lengths) == workload.requests
-    assert max(lengths) + workload.output_tokens <= setting.max_model_len <= 131_072
-    assert setting.pool_tokens is None or setting.pool_tokens >= setting.max_model_len
-
-
-def test_stock_serves_only_what_it_can_start_with() -> None:
-    assert CPU.to_measure(["endless", "tight"], "stock") == ["tight"]
-    assert CPU.to_measure(["endless", "tight"], "h2o") == ["endless", "tight"]

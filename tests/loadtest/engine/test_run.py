@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +10,8 @@ import pytest
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from loadtest.engine.bench import main
 from loadtest.engine.run import Recorder, full_step, serve, summary
 from loadtest.engine.workloads import Chat, Workload
-
-NAMES = ["elastic-4", "chats", "answers"]
 
 
 class Echo:
@@ -85,34 +80,6 @@ def test_the_clock_starts_behind_a_step_that_had_no_room_for_others() -> None:
     prompts = full_step(engine, [1, 2, 3])
     assert sum(map(len, prompts)) == 250
     assert len({tuple(prompt[:4]) for prompt in prompts}) == len(prompts)
-
-
-@pytest.mark.alone
-@pytest.mark.e2e
-@pytest.mark.long
-def test_a_small_run_writes_every_row(tiny: list[str], tmp_path: Path) -> None:
-    options = [
-        "--rounds",
-        "1",
-        "--scale",
-        "0.1",
-        "--eager",
-        "--variants",
-        "stock-same-flags",
-        "h2o",
-    ]
-    main([*tiny, *options, "--workloads", *NAMES])
-    (path,) = tmp_path.glob("*.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["variant"], row["workload"]) for row in rows] == [
-        *((variant, "elastic-4") for variant in ("stock-same-flags", "h2o")),
-        *((variant, name) for variant in ("stock-same-flags", "h2o") for name in NAMES[1:]),
-    ]
-    stock, ours = rows[:2]
-    assert stock["lossless"] == 1.0 and 0 < stock["nll"] <= ours["nll"] * 1.01
-    chats = {row["variant"]: row for row in rows if row["workload"] == "chats"}
-    assert all(row["cached_share"] > 0 for row in chats.values()), "later turns find their prompt"
-    assert path.with_suffix(".png").exists()
 
 
 def test_drafts_that_are_accepted_are_counted_by_the_step() -> None:

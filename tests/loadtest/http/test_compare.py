@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
-from loadtest.common.servers import Server, ServerError
 from loadtest.http import compare, report
-from loadtest.http.records import Record, Run, read_runs, write_runs
+from loadtest.http.records import Record, Run, read_runs
 from tests.loadtest.conftest import FAST, StartMock
 
 ABOUT = {
@@ -70,27 +67,3 @@ def test_ratio_is_taken_within_a_round() -> None:
     assert "| kv_budget 0.2 | 2 | 235.0 (200.0-270.0) | **2.50 (2.00-3.00)** |" in text
     assert "| full KV | 2 | 95.0 (90.0-100.0) |  |" in text
     assert "| 23.5 |" in text
-
-
-def test_report_judges_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "runs.jsonl"
-    write_runs(path, compared())
-    assert report.main([str(path), "--slo", "ttft_p99=0.2"]) == 0
-    assert report.main([str(path), "--slo", "ttft_p99=0.05"]) == 3
-    with pytest.raises(SystemExit):
-        report.main([str(path), "--slo", "nonsense"])
-    assert "--slo" in capsys.readouterr().err
-
-
-def test_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.loadtest.http.mock_server"]
-    with Server(command, [], tmp_path / "log") as server:
-        assert httpx.get(f"{server.url}/v1/models").status_code == 200
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.url}/v1/models")
-
-
-def test_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
-    server = Server(["sh", "-c", "echo no such model; exit 1"], [], tmp_path / "log")
-    with pytest.raises(ServerError, match="no such model"), server:
-        pass

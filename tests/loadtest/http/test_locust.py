@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from loadtest.http.records import Record, read_runs, summarise
-from tests.loadtest.conftest import BROKEN, ONE_PLACE, ROOT, TIMED, StartMock
+from tests.loadtest.conftest import ONE_PLACE, ROOT, TIMED, StartMock
 
 
 def locust(url: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -103,16 +103,3 @@ def test_open_loop_keeps_its_rate_whatever_the_server_does(
     assert all(record.whole for record in run.records)
     # Of a closed loop with three users no more than three wait at a time.
     assert overlap(run.records) > 3
-
-
-def test_failures_are_locusts_exit_code(start_mock: StartMock) -> None:
-    done = locust(start_mock(*BROKEN), "-u", "2", "-r", "2", "--requests", "12", "--warmup", "0")
-    assert done.returncode == 1
-    assert "told to fail" in done.stderr + done.stdout
-
-
-def test_bad_option_ends_with_one_line_and_code_2() -> None:
-    done = locust("http://127.0.0.1:9", "--budgets", "x")
-    assert done.returncode == 2
-    assert "locust: error: --budgets: got 'x'" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -78,7 +78,3 @@ def test_time_of_a_token_is_that_of_its_last_byte() -> None:
 )
 def test_stream_that_does_not_count_says_why(stream: bytes, problem: str) -> None:
     assert problem in (meter((1, stream)).problem or "")
-
-
-def test_without_usage_events_are_counted() -> None:
-    assert meter((1, text("a") + text("b"))).output_tokens == 2

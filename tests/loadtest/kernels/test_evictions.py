@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from h2o_vllm.kernels import cpu as kernels
-from loadtest.kernels.evictions import EVICTIONS, EvictionCase, eviction_line
+from loadtest.kernels.evictions import EVICTIONS, EvictionCase
 
 CALLS = ("predict", "key_similarity", "value_distances", "merge_ranks", "compact")
 SMALL = [EvictionCase(call, "SmolLM2-135M", 8, 1, torch.float32) for call in CALLS]
@@ -30,17 +30,6 @@ def test_gate_lets_ours_through_and_names_who_is_wrong(case: EvictionCase) -> No
         **{name: lambda *args, **kwargs: torch.zeros(30, 3, 256) for name in CALLS[:4]},
     )
     assert case.wrong(ours | {"idle": idle}) == "idle"
-
-
-def test_row_compares_with_the_reference() -> None:
-    case = SMALL[0]
-    row = case.measure({"cpp": kernels.load("cpp")}, 0.01)
-    assert row["reference"]["ratio"] == 1.0
-    assert row["cpp"]["median_us"] > 0.0
-    line = eviction_line(row | {"floor_us": 7.0}, {"cpp": None})
-    assert line.split()[:5] == ["predict", "SmolLM2-135M", "32", "of", "256"]
-    assert line.endswith(")")
-    assert "cpp " in line
 
 
 def test_bytes_moved_are_the_least() -> None:

@@ -36,14 +36,6 @@ def test_what_passes(text: str, expected: bool, monkeypatch: pytest.MonkeyPatch)
     assert passes(PROBLEM, text) is expected
 
 
-def test_functions_are_asked_several_at_a_time_and_none_twice() -> None:
-    samples = MEASURES["code"].samples(Words(), Sizes(code=54, answer_tokens=800))
-    names = [problem["task_id"] for sample in samples for problem in sample.secret]
-    assert len(names) == len(set(names)) == 162
-    with pytest.raises(ValueError, match="164 found"):
-        MEASURES["code"].samples(Words(), Sizes(code=55, answer_tokens=800))
-
-
 def test_the_share_that_passes() -> None:
     measure = MEASURES["code"]
     sample = measure.samples(Words(), Sizes(code=1, answer_tokens=500))[0]

@@ -88,24 +88,3 @@ def test_a_press_takes_from_the_prompt_only(model: Presses) -> None:
         ).logits[0, -1]
     first = model._tokenizer.decode([int(logits.argmax())], skip_special_tokens=True)
     assert output.text.startswith(first)
-
-
-def test_generation_ends_when_all_is_said(model: Presses) -> None:
-    whole = answered(model, GenerationRequest(PROMPT, 12, ignore_eos=True))
-    part = whole.text[: len(whole.text) // 2]
-    request = GenerationRequest(PROMPT, 12, ignore_eos=True, enough=lambda text: part in text)
-    output = answered(model, request)
-    assert output.tokens < 12 and part in output.text and whole.text.startswith(output.text)
-
-
-def test_what_cannot_be_measured_is_refused(
-    model: Presses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del model
-    with pytest.raises(ValueError, match="--model"):
-        Presses(None, [])
-    with pytest.raises(ValueError, match="got h2o, wanted a press"):
-        Presses(str(tmp_path), ["h2o"])
-    monkeypatch.setattr("loadtest.quality.presses.passages", lambda: ())
-    with pytest.raises(ValueError, match="apache-tvm-ffi"):
-        Presses(str(tmp_path), ["Press"])

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from loadtest.quality.generation import GenerationRequest
-from loadtest.quality.lines import FULL, Line, Point, parse_line, points
+from loadtest.quality.lines import FULL, Point, parse_line, points
 from loadtest.quality.measures import MEASURES, Sample
 from loadtest.quality.rows import Row, latest, read_rows
 from loadtest.quality.runner import plan
-from loadtest.quality.settings import parse_arguments
 from tests.loadtest.quality.quality_words import SIZES, Words, run
 
 
@@ -32,20 +31,6 @@ def test_a_line_carries_fields() -> None:
         parse_line("h2o,many")
 
 
-def test_every_line_is_measured_at_every_budget_below_one() -> None:
-    lines = [Line("h2o", "h2o")]
-    assert points(lines, (0.2, 0.1, 1.0)) == [Point(lines[0], 0.2), Point(lines[0], 0.1)]
-
-
-def test_a_run_writes_every_row_once(tmp_path: Path) -> None:
-    run(tmp_path / "rows.jsonl", Words(), ["h2o", "window"], (0.2,))
-    _, rows = read_rows([tmp_path / "rows.jsonl"])
-    assert len(latest(rows)) == len(rows)
-    # Full, full again and two policies; nll of 3, retrieval of 12.
-    assert len(rows) == 4 * (3 + 12)
-    assert {row.line for row in rows} == {"full", "full-again", "h2o", "window"}
-
-
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     run(whole, Words(), ["h2o", "window"], (0.2,))
@@ -63,28 +48,6 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     assert not model.requests, "nothing was left"
 
 
-def test_full_kv_is_measured_again_where_something_is_left(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    run(path, Words(), ["h2o"], (0.2,))
-    model = Words()
-    run(path, model, ["h2o", "window"], (0.2,))
-    policies = [task.fields.get("kv_policy", "full") for task in model.requests]
-    assert policies == ["full"] * 15 + ["window"] * 15
-
-
-def test_without_a_control_full_kv_is_measured_once(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    run(path, Words(), ["h2o"], (0.2,))
-    known = latest(read_rows([path])[1])
-    samples = {"nll": MEASURES["nll"].samples(Words(), SIZES)}
-    wanted = points([parse_line("h2o"), parse_line("window")], (0.2,))
-    todo = plan(wanted, samples, [MEASURES["nll"]], known, control=False)
-    assert not todo.full
-    assert [one.point.line.name for one in todo.others] == ["window"] * 3
-
-
 def test_full_kv_that_changed_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     run(path, Words(), ["h2o"], (0.2,))
@@ -98,15 +61,6 @@ def test_full_kv_that_changed_is_noticed(tmp_path: Path) -> None:
     wanted = points([parse_line("h2o")], (0.2,))
     todo = plan(wanted, samples, measures, known)
     assert todo.run(Words(), lambda _: None, known) == 3 * 5
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["--samples", "none=3"], ["--samples", "nll=x"], ["--budgets", "1.5"], ["--measures", "none"]],
-)
-def test_options_that_cannot_be_are_refused(argv: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(argv)
 
 
 def test_a_sample_is_asked_alike_of_every_policy(tmp_path: Path) -> None:

@@ -68,15 +68,6 @@ def test_full_kv_once_more_loses_nothing(rows: dict[Key, Row]) -> None:
         assert row.values == pytest.approx(full.values, rel=1e-4)
 
 
-def test_random_eviction_costs_more_than_h2o(rows: dict[Key, Row]) -> None:
-    def total(line: str, measure: str, key: str) -> float:
-        return sum(
-            row.values[key] for row in rows.values() if (row.line, row.measure) == (line, measure)
-        )
-
-    assert total("random", "nll", "nll") > total("h2o", "nll", "nll") > total("full", "nll", "nll")
-
-
 def test_evicting_requests_held_their_share(rows: dict[Key, Row]) -> None:
     held = {row.held for row in rows.values() if row.budget == 0.2}
     # 61 of 304 tokens, and at most a block more.

@@ -7,7 +7,7 @@ import pytest
 
 from loadtest.quality.generation import GenerationOutput
 from loadtest.quality.measures import MEASURES
-from loadtest.quality.measures.retrieval import first_number, hidden
+from loadtest.quality.measures.retrieval import first_number
 from loadtest.quality.sizes import Sizes
 from tests.loadtest.quality.quality_words import SIZES, Words
 
@@ -19,13 +19,6 @@ def test_forced_texts_are_cut_into_prompt_and_continuation() -> None:
     assert {len(sample.request.forced) for sample in nll} == {8}
     with pytest.raises(ValueError, match="texts of"):
         MEASURES["nll"].samples(Words(), Sizes(nll=3, prompt_tokens=10**6))
-
-
-def test_a_fact_is_hidden_where_it_was_asked_to_be() -> None:
-    text = "\n".join(f"line {i}" for i in range(10))
-    lines = [line for line in hidden(text, ["the fact"], 0.4).splitlines() if line]
-    assert lines.index("the fact") == 4
-    assert [line for line in lines if line != "the fact"] == text.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -78,13 +71,6 @@ def test_ruler_is_asked_with_the_beginning_of_the_answer() -> None:
         answer = GenerationOutput(f" {asked.secret[0]}.", 1.0)
         found = MEASURES["ruler"].values(asked, answer)
         assert found == {way: 1.0, "niah_single_1": 1.0}
-
-
-def test_where_nothing_can_be_forced_no_question_comes_later() -> None:
-    model = Words()
-    model.forces = False
-    samples = MEASURES["ruler"].samples(model, Sizes(ruler=13, ruler_tokens=1500))
-    assert [sample.description["way"] for sample in samples] == ["known"] * 13
 
 
 def test_a_chats_first_message_has_the_fact_that_the_last_one_asks_for() -> None:

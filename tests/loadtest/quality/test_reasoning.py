@@ -14,7 +14,6 @@ from loadtest.quality.sizes import Sizes
 from tests.loadtest.quality.quality_words import Words
 
 SIZES = Sizes(reasoning=24, answer_tokens=800)
-LINES = 800 // 30
 
 
 class Listener(Words):
@@ -42,27 +41,6 @@ def asked(kind: str) -> tuple[Sample, str]:
 
 def judged(sample: Sample, text: str, tokens: int = 700) -> dict[str, float]:
     return MEASURES["reasoning"].values(sample, GenerationOutput(text, 1.0, tokens=tokens))
-
-
-def test_all_kinds_are_asked_evenly_through_the_models_template() -> None:
-    model = Listener()
-    samples = MEASURES["reasoning"].samples(model, SIZES)
-    kinds = [sample.description["kind"] for sample in samples]
-    assert {kind: kinds.count(kind) for kind in kinds} == {
-        "problems": 8, "word": 2, "switch": 2, "language": 2, "forbidden": 2, "fact": 8,
-    }  # fmt: skip
-    assert len({sample.name for sample in samples}) == len(set(model.told)) == 24
-    for sample, text in zip(samples, model.told, strict=True):
-        assert sample.request.prompt == Words().chat(text)
-        assert len(text.split()) < 800, "an engine has room for the prompt"
-
-
-def test_problems_may_stand_behind_another_text() -> None:
-    model, alone = Listener(), asked("problems")
-    sizes = Sizes(reasoning=1, answer_tokens=800, text_tokens=2000)
-    sample = MEASURES["reasoning"].samples(model, sizes)[0]
-    assert model.told[0].endswith(alone[1]) and len(model.told[0]) > 2000 * 4 + len(alone[1])
-    assert sample.secret == alone[0].secret and sample.name != alone[0].name
 
 
 @pytest.mark.parametrize(

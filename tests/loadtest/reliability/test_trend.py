@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from loadtest.reliability.soak import BOUNDS, check_trends
+from loadtest.reliability.soak import check_trends
 from loadtest.reliability.trend import Bound, judge, slope
 
 HOUR = [i / 1800 for i in range(1801)]
@@ -26,12 +26,6 @@ def test_slope_is_found_under_noise(per_hour: float) -> None:
     assert slope(noise(2000, 10, per_hour)) == pytest.approx(per_hour, abs=4)
 
 
-def test_outliers_do_not_bend_it() -> None:
-    points = noise(2000, 1)
-    points[-90:] = [(x, 9000.0) for x, _ in points[-90:]]
-    assert slope(points) == pytest.approx(0, abs=4)
-
-
 def test_leak_is_no_trend_that_passes() -> None:
     assert judge(MEMORY, noise(2000, 10)).flat
     assert judge(MEMORY, noise(2000, 10, -500)).flat
@@ -39,12 +33,6 @@ def test_leak_is_no_trend_that_passes() -> None:
     assert not leak.flat
     assert "GROWS" in str(leak)
     assert leak.row()["flat"] is False
-
-
-def test_what_must_be_zero_is_held_against_its_worst() -> None:
-    (bound,) = (bound for bound in BOUNDS if bound.name == "idle_blocks")
-    assert judge(bound, [(x, 0.0) for x in HOUR]).flat
-    assert not judge(bound, [(x, 0.01 if x == 0.5 else 0.0) for x in HOUR]).flat
 
 
 @pytest.mark.parametrize("points", [[], [(0.0, 1.0)]])

@@ -2,7 +2,7 @@
 """Every private or unpromised name of vLLM that we touch, but for its GPU runner's: ``cuda/compat.py``.
 
 Each entry says what it is for, since when it is needed, and what would make it go away.
-``tests/engine/test_upstream_surface.py`` pins the signatures. Any process.
+``tests/engine/test_upstream.py`` checks what no other test would miss. Any process.
 """
 
 from __future__ import annotations

@@ -125,23 +125,17 @@ def squeeze_late(
 def test_law05_a_victim_need_not_be_in_the_step(
     clean: Engine, text_tokens: list[int], policy: str, idle: bool
 ) -> None:
-    """Its row is not in the batch, and has its holes when it is again."""
-    prompt, crowd = text_tokens[:230], text_tokens[1000:1540]
-    asked = {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": policy}
-    victim = squeeze_late(clean, prompt, asked, crowd, idle=idle)
-    (at,) = assert_replays(clean, [prompt], [asked], [victim])
-    assert at == 239
+    """Its row is not in the batch, and has its holes when it is again.
 
-
-def test_keydiff_squeezed_out_of_cached_blocks_ranks_by_no_score_of_others(
-    clean: Engine, text_tokens: list[int]
-) -> None:
-    """Blocks from the cache have the scores of the request that computed them: here all are infinite."""
+    The prompt is in the cache, for who may read it. There blocks have the scores of the request that computed
+    them: here all are infinite.
+    """
     prompt, crowd = text_tokens[:230], text_tokens[1000:1540]
     clean.generate([prompt], max_tokens=1)
     clean.worker._state.scores.fill_(float("inf"))
-    asked = {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": "key"}
-    victim = squeeze_late(clean, prompt, asked, crowd, idle=False)
-    assert report_of(victim)["tokens_cached"] == 230 // BLOCK_SIZE * BLOCK_SIZE
+    asked = {"kv_budget": 0.2, "kv_elastic": True, "kv_policy": policy}
+    victim = squeeze_late(clean, prompt, asked, crowd, idle=idle)
+    read = 230 // BLOCK_SIZE * BLOCK_SIZE if policy == "key" else 0
+    assert report_of(victim)["tokens_cached"] == read
     (at,) = assert_replays(clean, [prompt], [asked], [victim])
     assert at == 239

@@ -72,6 +72,7 @@ def test_law01_a_full_budget_equals_stock_vllm(
         references = plain.generate(prompts, logprobs=3)
     assert own.llm.reset_prefix_cache()
     asked: list[Any] = [None, {"kv_budget": 1.0}, {"kv_budget": 1.0, "kv_policy": "random"}]
+    asked.append({"kv_budget": 1.0, "kv_prefill_tokens": 512})
     for engine, (turn, fields) in itertools.product((clean, own), enumerate(asked)):
         outputs = engine.generate(prompts, fields, logprobs=3)
         for output, reference in zip(outputs, references, strict=True):

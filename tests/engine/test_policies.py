@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every policy on the real engine: one row of the matrix each, the laws in the columns.
-
-``--long`` adds preemptions, which take a minute.
-"""
+"""Every policy on the real engine: one row of the matrix each, the laws in the columns."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from tests.served import SERVED, policy_of
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 OTHERS = ("attention", "window", "random")
-"""Kept sets: ``test_law04_fidelity.py``; other batches: ``test_laws_tokens.py``."""
+"""Kept sets: ``test_law04_fidelity.py``; preemptions and other batches: ``test_laws_tokens.py``."""
 SIZES = {
     "mean": (0.5, 260), "value": (0.25, 250), "end": (1.0, 530), "key": (0.0, 200), "predicted": (0.1, 540),
 }  # fmt: skip
@@ -229,21 +226,3 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
         assert report["tokens_held"] <= math.ceil(report["budget_tokens"] / BLOCK_SIZE + 1) * 32
     clean.scheduler.blocks.check_integrity(idle=True)
     assert clean.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("policy", SERVED)
-def test_a_preempted_request_is_replayed_to_the_same_tokens(
-    clean: Engine, text_tokens: list[int], policy: str
-) -> None:
-    """A replay computes many generated tokens in one step; each counts as it did.
-
-    The short form of this law is ``tests/engine/cuda/test_policies.py``.
-    """
-    asked = {"kv_budget": 0.35, "kv_policy": policy}
-    prompt = text_tokens[100:320]
-    (alone,) = clean.generate([prompt], asked, max_tokens=130)
-    together, preempted = clean.crowd_out(prompt, asked, text_tokens)
-    assert preempted
-    assert tokens_of(together) == tokens_of(alone)
-    assert kept_of(together) == kept_of(alone)

@@ -65,26 +65,6 @@ def test_law04_what_settles_is_what_a_plain_model_keeps(
     assert model.ranked[-1][0] > len(prompt), "one settles in the answer"
 
 
-class Chats:
-    """Conversations that continue, are cut and branch; each turn is the next prompt of a client."""
-
-    def __init__(self, texts: list[int], seed: int) -> None:
-        self._chance, self._texts = random.Random(seed), texts
-        self._histories = [texts[:330]]
-
-    def next_turn(self) -> list[int]:
-        chance = self._chance
-        history = list(chance.choice(self._histories[-4:]))
-        if chance.random() < 0.4:
-            # Thinking stripped, an answer generated again, a message edited.
-            history = history[: chance.randint(len(history) // 2, len(history))]
-        begin = chance.randrange(len(self._texts) - 200)
-        return history + self._texts[begin : begin + chance.randint(20, 160)]
-
-    def answered(self, prompt: list[int], answer: list[int]) -> None:
-        self._histories.append([*prompt, *answer])
-
-
 def assert_as_alone(
     engine: Engine, asked: list[tuple[list[int], Any]], outputs: list[Any], **params: Any
 ) -> None:
@@ -94,25 +74,6 @@ def assert_as_alone(
         assert tokens_of(output) == tokens_of(alone), one
         expected = {**kept_of(alone), "peak_blocks": None}
         assert {**kept_of(output), "peak_blocks": None} == expected, one
-
-
-@pytest.mark.slow
-def test_law05_turns_of_chats_give_what_they_give_alone(
-    clean: Engine, text_tokens: list[int]
-) -> None:
-    chats, turns, outputs = Chats(text_tokens, 50), [], []
-    asked = SETTLES | {"kv_protect": 50}
-    for _ in range(12):
-        prompt = chats.next_turn()
-        (output,) = clean.generate([prompt], asked, max_tokens=30)
-        chats.answered(prompt, tokens_of(output))
-        turns.append((prompt, asked))
-        outputs.append(output)
-        clean.scheduler.blocks.check_integrity(idle=True)
-    reports = [report_of(output) for output in outputs]
-    assert sum(one["tokens_cached"] > WINDOW + 64 for one in reports) >= 6, "read behind a settling"
-    assert sum(one["tokens_settled"] for one in reports) > 2000
-    assert_as_alone(clean, turns, outputs, max_tokens=30)
 
 
 @pytest.mark.slow

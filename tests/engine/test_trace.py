@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_vllm.blocks.counts.trace import TracedEviction, Traces
 from h2o_vllm.blocks.plan import Eviction, EvictionParams, StepPlan
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import NEVER
-from tests.engine.conftest import Engine, kept_of, report_of, tokens_of
+from tests.engine.conftest import Engine, report_of, tokens_of
 from tests.engine.fidelity import STEPS, expect
 from tests.engine.scheduling import Rig
 
@@ -168,36 +166,6 @@ def test_what_a_trace_holds_is_what_the_reference_keeps(
     for layer in range(trace["layers"]):
         for head in range(trace["kv_heads"]):
             assert held(trace, layer, head) == case.reference.kept(layer, head)
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.parametrize("policy", ["snapkv", "key"])
-def test_every_policy_is_traced_also_among_others_and_preempted(
-    clean: Engine, monkeypatch: pytest.MonkeyPatch, text_tokens: list[int], policy: str
-) -> None:
-    """Three requests grow until the pool is full; the youngest, which is traced, has to go."""
-    late, asked = text_tokens[100:320], {"kv_budget": 0.35, "kv_policy": policy}
-    (plain,) = clean.generate([late], asked, max_tokens=130)
-    traced = {**asked, "kv_trace": True}
-    (alone,) = clean.generate([late], traced, max_tokens=130)
-    assert tokens_of(alone) == tokens_of(plain)
-    trace = report_of(alone).pop("trace")
-    assert_sound(trace, report_of(alone))
-    assert kept_of(alone) == kept_of(plain), "a trace changes nothing but itself"
-    begun: list[int] = []
-    note = Traces.note
-
-    def counting(traces: Traces, evictions: Sequence[TracedEviction]) -> None:
-        begun.extend(eviction.seen for eviction in evictions if eviction.first)
-        note(traces, evictions)
-
-    monkeypatch.setattr(Traces, "note", counting)
-    early = [text_tokens[start : start + 900] for start in (0, 900, 1800)]
-    outputs = clean.generate([*early, late], [None, None, None, traced], max_tokens=130)
-    assert begun == [len(late)] * 2, "the request was not preempted: proves less"
-    assert report_of(outputs[-1])["trace"] == trace
-    assert not any("trace" in report_of(output) for output in outputs[:-1])
 
 
 @pytest.mark.e2e

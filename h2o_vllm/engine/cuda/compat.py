@@ -2,7 +2,7 @@
 """Private or unstable names of vLLM's model runner V2, under the rules of ``engine/compat.py``.
 
 Each entry says why it is needed, in which version, and when it can be removed.
-``tests/engine/test_upstream_cuda.py`` checks them. They have a module of their own because the base class
+``tests/engine/test_upstream.py`` checks them. They have a module of their own because the base class
 below imports the GPU runner. Worker processes.
 """
 

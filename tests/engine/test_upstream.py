@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signatures of vLLM's GPU worker and model runner V2 we rely on. When one changes, this fails first.
+"""What we rely on in vLLM, and what no test that needs no GPU would miss.
 
-All of it is Python that loads without a GPU.
+The signatures of its GPU worker and model runner V2, which load without a GPU. Those of the scheduler, the
+block pool and the CPU worker are called by the tests of the laws.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -25,11 +29,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends import fa_utils, flash_attn, triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+
+from h2o_vllm.engine.compat import LimitingScheduler
 
 FORWARD = "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
 BUILD = "self common_prefix_len common_attn_metadata fast_build"
@@ -124,3 +132,43 @@ def test_layers_have_the_scales_of_8_bit_kv() -> None:
 def test_our_place_in_the_registry_is_free() -> None:
     assert AttentionBackendEnum.CUSTOM.value is None
     assert AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value > AttentionCGSupport.NEVER.value
+
+
+@pytest.mark.parametrize("more", [(), (64,), (None,)], ids=["0.32", "0.33", "0.33-unlimited"])
+def test_a_look_into_the_prefix_cache_passes_on_what_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, more: tuple[int | None, ...]
+) -> None:
+    seen: list[tuple[object, ...]] = []
+
+    def look(self: Scheduler, *given: object) -> tuple[str, int, int, bool]:
+        seen.append(given)
+        return "blocks", 32, 0, False
+
+    monkeypatch.setattr(Scheduler, "_get_local_prefix_cache_hit", look)
+    scheduler: Any = object.__new__(LimitingScheduler)
+    assert scheduler._get_local_prefix_cache_hit("request", *more) == ("blocks", 32, 0, False)
+    assert seen == [("request", *more)]
+
+
+def test_every_look_into_the_prefix_cache_can_be_limited() -> None:
+    parameters = list(inspect.signature(Scheduler._get_local_prefix_cache_hit).parameters)
+    # The last one since 0.33.
+    assert parameters in (["self", "request"], ["self", "request", "max_cache_hit_length"])
+
+
+def test_offloading_sets_the_option_that_is_refused() -> None:
+    config = VllmConfig(
+        device_config=DeviceConfig("cpu"), cache_config=CacheConfig(kv_offloading_size=1.0)
+    )
+    assert config.kv_transfer_config is not None
+
+
+def test_a_cpus_generators_cannot_be_wound_back() -> None:
+    """When this fails, ``runner_spared_generators`` can go."""
+    with pytest.raises(RuntimeError, match="offset"):
+        torch.Generator("cpu").get_offset()
+
+
+def test_one_scheduler_serves_both_modes() -> None:
+    """Ours passes by what the asynchronous one adds, where steps are synchronous."""
+    assert AsyncScheduler.__bases__ == (Scheduler,)

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from h2o_vllm.blocks.counts.eviction_state import EvictionState
-from h2o_vllm.blocks.counts.squeeze import Victim, choose_victims, peak_blocks
+from h2o_vllm.blocks.counts.squeeze import Victim, choose_victims
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from tests.blocks.test_eviction_state import Counts, make_state
@@ -186,46 +184,3 @@ def test_a_policy_without_scores_is_stock_until_it_is_squeezed(policy: str) -> N
     behind = untouched if keyed else 48
     assert one.readable_tokens(700) == {"window": 592}.get(policy, behind)
     assert one.publishable_tokens(500) == {"window": 500}.get(policy, behind)
-
-
-def test_the_peak_of_a_crowd_is_the_most_of_any_step() -> None:
-    rng = random.Random(4)
-    assert peak_blocks([]) == 0
-    for _ in range(50):
-        crowd = [
-            (rng.randint(1, 40), rng.randint(1, 20), rng.choice([0, 0.25, 1]))
-            for _ in range(rng.randint(1, 9))
-        ]
-        held = [
-            sum(now + per_step * step for steps, now, per_step in crowd if step <= steps)
-            for step in range(41)
-        ]
-        assert peak_blocks(crowd) == max(held)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [{"kv_budget": 0.2}, {"kv_budget": 0.3, "kv_protect": 50}, {"kv_budget_tokens": 90}],
-    ids=str,
-)
-def test_a_floor_grows_as_what_a_squeezed_request_holds(asked: dict[str, object]) -> None:
-    one = grown(make_state(400, kv_elastic=True, **asked), 420)
-    _, now, per_step = one.growth(300)
-    one.squeeze(420)
-    held = {}
-    for seen in range(420, 800):
-        one.evict(seen)
-        held[seen] = -(-(seen + 1) // 16) - one.holes
-    for ahead in (0, 150, 300):
-        nearby = [held[420 + ahead + step] for step in range(80)]
-        assert now + per_step * (ahead + 40) == pytest.approx(sum(nearby) / 80, abs=0.2)
-
-
-def test_an_answer_is_expected_to_be_as_long_as_others() -> None:
-    one = grown(make_state(400, max_tokens=300, kv_budget=0.2, kv_elastic=True), 450)
-    assert one.steps_left(None) == 249
-    assert one.steps_left(200) == 150
-    assert one.steps_left(5000) == 249
-    assert one.steps_left(52) == 13, "longer than others already"
-    assert grown(one, 698).steps_left(None) == grown(one, 698).steps_left(300) == 1
-    assert grown(one, 100).steps_left(200) == 200, "in its prompt"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
 from tests.engine.scheduling import Rig
 from tests.served import COUNTED
 
@@ -82,31 +81,6 @@ def test_waiting_prompts_squeeze_or_queue(model_dir: str, admission: str) -> Non
     first, second, _ = [report(rig, name)["squeezed_at"] for name in ("first", "second", "third")]
     assert first is None
     assert second == 200 if admission == "squeeze" else second > 200
-
-
-@pytest.mark.parametrize(("pipelined", "delay"), [(False, 0), (False, 16), (True, 16)])
-def test_a_crowd_leaves_room_for_floors_that_grow(
-    model_dir: str, pipelined: bool, delay: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for _ in range(2):
-        options: Any = {"pipelined": pipelined, "kv_min_tokens": 16, "max_num_seqs": 24}
-        rig = Rig(model_dir, 161, max_num_batched_tokens=512, **options)
-        for number in range(24):
-            rig.add(f"{number}", other(number, 400), ELASTIC | {"kv_delay": delay}, max_tokens=200)
-        found.append((rig.run(), rig.preemptions))
-        monkeypatch.setattr(H2OBlockManager, "_has_room", lambda *_: True)
-    (steps, preemptions), (before, preempted) = found
-    assert preemptions <= 1 < 4 <= preempted and steps <= 1.01 * before
-
-
-def test_who_would_run_alone_is_admitted_whatever_its_floor(model_dir: str) -> None:
-    for size, delay, most in ((200, 16, 8), (193, 15, 40)):
-        rig, asked = Rig(model_dir, 14, kv_min_tokens=16), ELASTIC | {"kv_delay": delay}
-        for name in "01":
-            rig.add(name, other(int(name), size), asked, max_tokens=most)
-        assert rig.run() < 5 * most and rig.preemptions == 0
-        assert [len(rig.tokens[name]) for name in "01"] == [most, most]
 
 
 def test_nobody_is_squeezed_in_vain(model_dir: str) -> None:

@@ -50,7 +50,7 @@ def test_a_batch_generates_what_each_request_generates_alone(
         requests = row["requests"]
         assert requests == (200 if long else 50)
         assert row["running_max"] > requests / 4
-        # Admission counts what prompts are to hold, and expects floors to grow: few take others' blocks
+        # Admission counts what prompts are to hold: few take the blocks of others
         # unless they are short, and many.
         assert row["preemptions"] > requests / (3 if row["mix"] == "growing" else 20)
         assert row["evictions"] > 1.5 * requests

@@ -52,13 +52,6 @@ class RequestState(ABC):
         """Tokens in pinned blocks."""
         return self.pinned * self.block_size
 
-    def steps_left(self, answer: float | None) -> float:
-        """Steps to its end, at least 1; ``answer``: tokens of an answer on average, ``None``: the most."""
-        answered = max(0, self.counts.num_tokens - 1 - self.prompt_tokens)
-        left = self._last + 1 - self.prompt_tokens - answered
-        # One that is longer than others goes on for a while.
-        return max(1, left if answer is None else min(left, max(answer - answered, answer / 4)))
-
     @property
     def squeezed_at(self) -> int | None:
         """Tokens seen when evictions began; ``None`` while no token of the answer came after an eviction.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,13 +81,3 @@ def choose_victims(victims: Sequence[Victim], missing: int) -> list[Victim]:
             gained -= victim.gain
             chosen.remove(victim)
     return chosen
-
-
-def peak_blocks(crowd: Iterable[tuple[float, float, float]]) -> float:
-    """The most blocks held at once by requests that grow: of each its steps, blocks now, blocks per step."""
-    blocks = slope = peak = 0.0
-    # A request gives nothing back before its end: the peak is where one ends, with all that end no earlier.
-    for steps, now, per_step in sorted(crowd, reverse=True):
-        blocks, slope = blocks + now, slope + per_step
-        peak = max(peak, blocks + slope * steps)
-    return peak

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from h2o_vllm.blocks.counts.budget import budget_tokens
 from h2o_vllm.blocks.counts.request_counts import RequestCounts
 from h2o_vllm.blocks.counts.request_state import RequestState
 from h2o_vllm.blocks.counts.schedule import EvictionSchedule
@@ -179,15 +178,6 @@ class Timeline(RequestState):
         if not self.evicts or self._evict_from is None:
             return total
         return self.schedule.peak_tokens(total, self._evict_from)
-
-    def growth(self, steps: float) -> tuple[float, float, float]:
-        """How its floor grows in so many steps, for :func:`.peak_blocks`. Blocks are those of the average."""
-        seen, size = self.counts.num_tokens - 1, self.block_size
-        now, then = (
-            min(at + 1, budget_tokens(self.budget, at) + size) / size
-            for at in (seen, seen + round(steps))
-        )
-        return steps, now, (then - now) / steps
 
     def release(self) -> None:
         """Reset the state: the request was preempted or has finished, and holds no block."""

@@ -151,8 +151,8 @@ class H2OBlockManager(SqueezingManager):
         free blocks right after it.
 
         Returns:
-            More blocks than there are, so that vLLM preempts a request and asks again: if a segment that is
-            due lacks blocks, or, to admit a request, while elastic requests need the room to grow.
+            If a segment that is due lacks blocks: more than there are, so that vLLM preempts a request and
+            asks again.
         """
         if self._lacks_room_to_settle(request_id):
             return self.block_pool.num_gpu_blocks
@@ -164,18 +164,13 @@ class H2OBlockManager(SqueezingManager):
         while self._settled.make_room(asked + spare):
             # The hit may have been held: now it is taken from the free blocks, and counts.
             asked = count()
-        if not self._elastic:
+        if not self._elastic or (admitting and not self._rules.to_admit):
             return asked
         needed = asked + sum(
             # Their cache hits are not known here; none is assumed.
             manager.get_num_blocks_to_allocate(request_id, num_tokens, (), *counts, **options)
             for manager in self._other_groups
         )
-        if admitting:
-            if not self._has_room(request_id, needed, self._settled.held_blocks):
-                return self.block_pool.num_gpu_blocks
-            if not self._rules.to_admit:
-                return asked
         self._squeeze_for(request_id, new_computed_blocks, needed + spare, admitting=admitting)
         return asked
 
@@ -321,10 +316,9 @@ class H2OBlockManager(SqueezingManager):
 
     def _end(self, request_id: str, state: RequestState) -> None:
         """Report and forget a finished request."""
-        if (elastic := self._elastic.get(request_id)) is not None:
-            self._note_answer(elastic)
-            if elastic.squeezable and self.enable_caching:
-                self._publish(elastic)
+        elastic = self._elastic.get(request_id)
+        if elastic is not None and elastic.squeezable and self.enable_caching:
+            self._publish(elastic)
         self._settled.end(request_id)
         self._final_reports[request_id] = state.report()
         for states in (self._eviction_states, self._elastic, self._promising):

@@ -6,7 +6,6 @@ This module finds the requests that can be squeezed. :mod:`h2o_vllm.blocks.count
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from h2o_vllm.blocks.counts.squeeze import (
     SqueezeRules,
     Victim,
     choose_victims,
-    peak_blocks,
 )
 from h2o_vllm.blocks.counts.timeline import EvictionIndices
 from h2o_vllm.blocks.manager.other_groups import LimitedManager, published_from
@@ -44,8 +42,6 @@ class SqueezingManager(FullAttentionManager):
         self._rules = SqueezeRules()
         self._other_groups: tuple[LimitedManager, ...] = ()
         self._squeezes = SqueezeCounts()
-        self._answer: float | None = None
-        """Tokens of an elastic answer, a moving average; ``None``: none has ended."""
 
     @abstractmethod
     def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
@@ -67,11 +63,6 @@ class SqueezingManager(FullAttentionManager):
         counts, self._squeezes = self._squeezes, SqueezeCounts()
         return counts
 
-    def _note_answer(self, ended: EvictionState) -> None:
-        """Count the answer of an elastic request that has ended, by an eighth."""
-        answer = ended.counts.num_tokens - ended.prompt_tokens
-        self._answer = answer if self._answer is None else (7 * self._answer + answer) / 8
-
     def promised_blocks(self, request_id: str) -> int:
         """Blocks that the bounded prompts of other running requests will hold, and do not hold yet.
 
@@ -87,39 +78,6 @@ class SqueezingManager(FullAttentionManager):
 
     def _promise(self, state: RequestState) -> int:
         return -(-state.promised_tokens // self.block_size)
-
-    def _has_room(self, request_id: str, asked: int, held: int) -> bool:
-        """Whether floors of running elastic requests will have room beside a request that takes ``asked``.
-
-        Their floors grow with their answers. Without room the last one is preempted, and computed again: at
-        once, as it cannot be squeezed yet (``near``), or later, when the floors exceed the pool. A preemption
-        after half as many steps as it has tokens costs less than to wait, so this looks no further ahead.
-        ``held`` blocks are in use, and are freed as soon as blocks are short.
-        """
-        own, elastic = self._eviction_states[request_id], self._elastic.get(request_id)
-        # 64 tokens are computed again beside the answers of others, in no more steps.
-        steps = min(own.steps_left(self._answer), max(1, (own.counts.num_tokens - 64) / 2))
-        room, crowd = self.block_pool.get_num_free_blocks(), list[tuple[float, float, float]]()
-        near = asked + (elastic.budget.delay if elastic else 0) / self.block_size
-        for other in self._running:
-            state, table = self._elastic.get(other), self.req_to_blocks.get(other)
-            if state is None or not table:
-                continue
-            live, begin = len(table) - state.holes, state.schedule.earliest
-            room += live
-            crowd.append(state.growth(min(steps, state.steps_left(self._answer))))
-            if state.counts.num_computed_tokens < begin:
-                near += begin // self.block_size + 1
-            else:
-                near += crowd[-1][1] if state.squeezable else live
-        if not crowd:
-            return True
-        # What each holds varies by a block around its average, and they do not vary together.
-        near += 0.6 * math.sqrt(len(crowd))
-        _, now, per_step = elastic.growth(steps) if elastic else (steps, asked, 0.0)
-        # It may share some of its blocks.
-        crowd.append((steps, min(now, asked), per_step))
-        return max(near, peak_blocks(crowd)) <= room + held
 
     def _squeeze_for(
         self, request_id: str, hits: Sequence[KVCacheBlock], needed: int, *, admitting: bool

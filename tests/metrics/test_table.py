@@ -29,27 +29,5 @@ def test_names_are_unique_and_prefixed() -> None:
     assert all(re.fullmatch(r"h2o:[a-z_]+", name) for name in BY_NAME)
 
 
-def test_the_metrics_that_were_promised_exist() -> None:
-    assert {(m.name, m.kind) for m in TABLE} == {
-        ("h2o:evicted_tokens", "counter"),
-        ("h2o:freed_blocks", "counter"),
-        ("h2o:cached_tokens", "counter"),
-        ("h2o:protected_tokens", "counter"),
-        ("h2o:squeezed_requests", "counter"),
-        ("h2o:squeezed_blocks", "counter"),
-        ("h2o:preemptions_avoided", "counter"),
-        ("h2o:settled_segments", "counter"),
-        ("h2o:found_segments", "counter"),
-        ("h2o:settle_shortages", "counter"),
-        ("h2o:elastic_answers", "counter"),
-        ("h2o:lossless_answers", "counter"),
-        ("h2o:kv_tokens_held", "gauge"),
-        ("h2o:kv_tokens_full", "gauge"),
-        ("h2o:request_kv_budget", "histogram"),
-        ("h2o:eviction_seconds", "histogram"),
-        ("h2o:budget_rejections", "counter"),
-    }
-
-
 def test_exposed_names_are_those_of_a_scrape() -> None:
     assert set().union(*map(exposed_by_client, TABLE)) == exposed_names()

@@ -230,24 +230,35 @@ def protected(
     return [seen.get("kv_protect") for seen in client.seen]
 
 
-def test_system_is_the_number_of_its_tokens() -> None:
-    assert protected(SYSTEM, [PROMPT]) == [SYSTEM_LENGTH]
-    assert protected({}, [PROMPT], kv_protect="system") == [SYSTEM_LENGTH]
+BATCH = [MESSAGES, [{"role": "system", "content": "Be very brief."}, MESSAGES[1]]]
+ALONE = {"messages": MESSAGES[1:]}
 
 
-def test_a_task_is_the_system_part_and_the_first_message() -> None:
-    length = len("<system>Be brief.</><user>Hi</><assistant>")
-    longer = tokens(TEMPLATES["chatml"], "chat", {"messages": [*MESSAGES, *LATER]}).tolist()
-    for prompt in (PROMPT, longer):
-        expected = min(length, len(prompt))
-        assert protected({"kv_protect": "task"}, [prompt]) == [expected]
-        assert protected({}, [prompt], kv_protect="task") == [expected]
-    alone = tokens(TEMPLATES["chatml"], "chat", {"messages": MESSAGES[1:]}).tolist()
-    got = protected({"kv_protect": "task"}, [alone], {"messages": MESSAGES[1:]})
-    assert got == [len(alone)]
-    says = "'task' needs a system message, tools or a message of"
-    with pytest.raises(VLLMValidationError, match=says):
-        protected({"kv_protect": "task"}, [PROMPT], {"messages": LATER[:1]})
+def prompt_of(messages: list[Any]) -> list[int]:
+    return tokens(TEMPLATES["chatml"], "chat", {"messages": messages}).tolist()
+
+
+@pytest.mark.parametrize(
+    ("word", "prompts", "expected", "request_body", "path"),
+    [
+        ("system", [PROMPT], [SYSTEM_LENGTH], CHATS, CHAT),
+        # The calls of an agent have one beginning.
+        ("system", [PROMPT + [1] * more for more in range(3)], [SYSTEM_LENGTH] * 3, CHATS, CHAT),
+        # A prompt that begins otherwise is protected as far as it is the same.
+        ("system", [[1, *PROMPT]], [0], CHATS, CHAT),
+        ("system", [[*PROMPT[:9], 1, *PROMPT[9:]]], [9], CHATS, CHAT),
+        ("system", [prompt_of(chat) for chat in BATCH], [SYSTEM_LENGTH, SYSTEM_LENGTH + 5],
+         {"messages": BATCH}, f"{CHAT}/batch"),
+        ("task", [PROMPT], [len(PROMPT)], CHATS, CHAT),
+        ("task", [prompt_of([*MESSAGES, *LATER])], [len(PROMPT) + len("<assistant>")], CHATS, CHAT),
+        ("task", [prompt_of(MESSAGES[1:])], [len("<user>Hi</>")], ALONE, CHAT),
+    ],
+)  # fmt: skip
+def test_a_word_is_the_number_of_its_tokens(
+    word: str, prompts: list[Any], expected: list[int], request_body: dict[str, Any], path: str
+) -> None:
+    assert protected({"kv_protect": word}, prompts, request_body, path) == expected
+    assert protected({}, prompts, request_body, path, kv_protect=word) == expected
 
 
 @pytest.mark.parametrize("number", [0, 7, "prompt"])
@@ -258,29 +269,16 @@ def test_what_is_no_word_for_the_server_is_left_to_the_engine(number: Any) -> No
     assert protected({}, [PROMPT], render=render) == [None] and render.calls == 0
 
 
-@pytest.mark.parametrize("asked", [{"kv_budget": 1.0}, {"kv_budget": 1.0, "kv_policy": "random"}])
-def test_where_nothing_is_evicted_nothing_is_rendered(asked: dict[str, Any]) -> None:
+def test_where_nothing_is_evicted_nothing_is_rendered() -> None:
     render = rendering(TEMPLATES["chatml"])
-    assert protected(SYSTEM | asked, [PROMPT], render=render) == [0]
+    assert protected(SYSTEM | {"kv_budget": 1.0}, [PROMPT], render=render) == [0]
     assert render.calls == 0
-
-
-def test_each_chat_of_a_batch_has_its_own() -> None:
-    chats = [MESSAGES, [{"role": "system", "content": "Be very brief."}, MESSAGES[1]]]
-    prompts = [tokens(TEMPLATES["chatml"], "chat", {"messages": chat}).tolist() for chat in chats]
-    got = protected(SYSTEM, prompts, {"messages": chats}, f"{CHAT}/batch")
-    assert got == [SYSTEM_LENGTH, SYSTEM_LENGTH + 5]
-
-
-def test_the_calls_of_an_agent_have_one_beginning() -> None:
-    prompts = [PROMPT + [1] * more for more in range(3)]
-    assert protected(SYSTEM, prompts) == [SYSTEM_LENGTH] * 3
 
 
 @pytest.mark.parametrize(
     ("request_body", "path", "by_default"),
     [
-        ({"messages": MESSAGES[1:]}, CHAT, 0),
+        (ALONE, CHAT, 0),
         ({"messages": [MESSAGES, MESSAGES[1:]]}, f"{CHAT}/batch", SYSTEM_LENGTH),
         ({"messages": []}, f"{CHAT}/batch", 0),
         ({"prompt": "Hi"}, "/v1/completions", 0),
@@ -296,11 +294,10 @@ def test_no_system_part_is_a_400_for_a_request_that_names_it(
     # A server's default protects what there is.
     got = protected({}, [PROMPT, PROMPT], request_body, path, kv_protect="system")
     assert got == [by_default, 0]
-
-
-def test_a_prompt_that_begins_otherwise_is_protected_as_far_as_it_is_the_same() -> None:
-    assert protected(SYSTEM, [[1, *PROMPT]]) == [0]
-    assert protected(SYSTEM, [[*PROMPT[:9], 1, *PROMPT[9:]]]) == [9]
+    if request_body == ALONE:
+        says = "'task' needs a system message, tools or a message of"
+        with pytest.raises(VLLMValidationError, match=says):
+            protected({"kv_protect": "task"}, [PROMPT], {"messages": LATER[:1]})
 
 
 def test_a_part_that_cannot_be_rendered_is_a_400_for_a_request_that_names_it() -> None:

@@ -64,25 +64,12 @@ BAD_VALUES: dict[str, list[str]] = {
         *("0", "1", "true", "false", "NaN", "[]", '["shared"]', "{}", '{"a": 1}'),
     ],
     "kv_policy": [
-        *(
-            '""',
-            '"H2O"',
-            '"h2o "',
-            '"lru"',
-            '"full"',
-            '"key+value"',
-            '"value+value"',
-            '"random\\u0000"',
-            '"' + "h2o" * 3000 + '"',
-        ),
+        *('""', '"H2O"', '"h2o "', '"lru"', '"key+value"', '"value+value"', '"random\\u0000"'),
+        '"' + "h2o" * 3000 + '"',
         *("0", "1", "1.5", "true", "false", "NaN", "[]", '["h2o"]', "{}", '{"h2o": 1}'),
     ],
 }
 TABLE = [(field, text) for field, texts in BAD_VALUES.items() for text in texts]
-
-
-def test_the_table_is_long_enough() -> None:
-    assert len(TABLE) > 60
 
 
 @pytest.mark.parametrize("place", ["top", "vllm_xargs"])
@@ -99,17 +86,10 @@ def test_bad_value_is_refused_by_name_with_value_and_range(
     assert ", got " in refusal.message
     assert len(refusal.message) < 300
     error = json.loads(error_body(refusal))["error"]
-    assert error == {
-        "message": refusal.message,
-        "type": "BadRequestError",
-        "param": field,
-        "code": 400,
-    }
-
-
-def test_message_names_field_value_and_range(config: H2OConfig) -> None:
-    refusal = refused(config, body(kv_budget=7))
-    assert refusal.message == "kv_budget must be a number in [0.05, 1], got 7"
+    said = {"message": refusal.message, "type": "BadRequestError", "param": field, "code": 400}
+    assert error == said
+    if text == "2" and field == "kv_budget":
+        assert refusal.message == "kv_budget must be a number in [0.05, 1], got 2"
 
 
 @pytest.mark.parametrize("field", list(BAD_VALUES))

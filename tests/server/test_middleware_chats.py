@@ -15,20 +15,20 @@ from tests.server.vllm_like import Engine, Rendering, build, post
 pytestmark = pytest.mark.asyncio
 
 
-async def test_messages_api_is_served_like_the_others() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_api_is_served_like_the_others(stream: bool) -> None:
+    """A stream carries the report beside its usage."""
     engine = Engine()
-    body = (await post(build(engine), "/v1/messages", kv_budget=0.2)).json()
+    response = await post(build(engine), "/v1/messages", kv_budget=0.2, stream=stream)
     assert engine.seen[0]["vllm_xargs"] == {"kv_budget": 0.2}
-    assert body["kv_cache"]["budget"] == 0.2
-    assert body["kv_transfer_params"] is None
-
-
-async def test_stream_of_messages_carries_the_report_beside_its_usage() -> None:
-    response = await post(build(Engine()), "/v1/messages", stream=True)
     lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
-    *text, delta, stop = map(json.loads, lines)
-    assert delta["usage"] and delta["kv_cache"]["budget"] == 0.2
-    assert not any("kv_cache" in event for event in (*text, stop))
+    events = [json.loads(line) for line in lines] if stream else [response.json()]
+    (with_report,) = [event for event in events if "kv_cache" in event]
+    assert with_report["kv_cache"]["budget"] == 0.2
+    if stream:
+        assert events[-2] is with_report and with_report["usage"]
+    else:
+        assert with_report["kv_transfer_params"] is None
 
 
 async def test_bad_value_of_messages_has_the_shape_of_its_errors() -> None:
@@ -95,17 +95,3 @@ async def test_with_a_clock_in_the_template_all_is_protected_up_to_what_has_gone
         assert response.status_code == 200
         protected = engine.seen[-1]["vllm_xargs"]["kv_protect"]
         assert len("<system>Be brief. 10000000") <= protected < len("<system>Be brief. 100000000")
-
-
-async def test_default_of_the_server_protects_what_there_is() -> None:
-    engine = Engine()
-    config = H2OConfig(kv_budget=0.2, kv_protect="system")
-    app = build(engine, config, serving_render=Rendering(TEMPLATES["chatml"]))
-    await post(app, "/v1/messages", model="m", max_tokens=9, messages=CHAT, system="Be brief.")
-    await post(app, "/v1/messages", model="m", max_tokens=9, messages=CHAT)
-    await post(app)
-    assert [seen["vllm_xargs"] for seen in engine.seen] == [
-        {"kv_protect": len("<system>Be brief.</><user>")},
-        {"kv_protect": 0},
-        {"kv_protect": 0},
-    ]

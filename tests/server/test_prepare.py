@@ -90,28 +90,23 @@ class TestPrepare:
         args = self.prepared("--kv-playground", "--no-kv-playground")
         assert args.additional_config["h2o"]["kv_trace"] is False
 
-    def test_no_model_means_the_embedded_one_under_its_name(self) -> None:
+    def test_no_model_means_the_embedded_one_and_any_other_is_passed_on(self) -> None:
+        from vllm import EngineArgs
+
         args = self.prepared()
         assert (args.model, args.served_model_name) == (
             "/models/default",
             ["SmolLM2-135M-Instruct"],
         )
         assert self.prepared("--served-model-name", "x").served_model_name == ["x"]
-
-    @pytest.mark.parametrize("argv", [["org/name"], ["--model", "org/name"], ["--model=org/name"]])
-    def test_named_model_is_passed_on(self, argv: list[str]) -> None:
-        args = self.prepared(*argv)
-        assert (args.model, args.served_model_name) == ("org/name", None)
-
-    def test_vllms_own_default_model_can_be_asked_for(self) -> None:
-        from vllm import EngineArgs
-
+        for argv in (["org/name"], ["--model", "org/name"], ["--model=org/name"]):
+            args = self.prepared(*argv)
+            assert (args.model, args.served_model_name) == ("org/name", None)
+        # vLLM's own default model can be asked for.
         assert self.prepared("--model", EngineArgs.model).model == EngineArgs.model
 
-    def test_block_size_of_the_user_wins(self) -> None:
+    def test_what_the_user_gives_to_vllm_is_kept(self) -> None:
         assert self.prepared("--block-size", "64").block_size == 64
-
-    def test_other_additional_config_is_kept(self) -> None:
         args = self.prepared("--additional-config", '{"mine": 1}')
         assert set(args.additional_config) == {"mine", "h2o", "h2o_metrics"}
 
@@ -129,14 +124,13 @@ class TestPrepare:
         with pytest.raises(ConfigError, match=argv[0]):
             self.prepared(*argv)
 
-    def test_rust_front_end_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-        with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND"):
-            self.prepared()
-
-    def test_plugin_that_vllm_would_not_load_is_refused(
+    def test_an_environment_without_our_plugin_or_middleware_is_refused(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        with monkeypatch.context() as rust:
+            rust.setenv("VLLM_USE_RUST_FRONTEND", "1")
+            with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND"):
+                self.prepared()
         monkeypatch.setenv("VLLM_PLUGINS", "other")
         with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
             self.prepared()

@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from h2o_vllm.server.report import REPORT_KEYS, Reports, kv_cache
 from tests.server.conftest import engine_report
 
 
-def test_nothing_reported_gives_no_object() -> None:
+def test_one_sequence_is_its_last_report_in_the_promised_order() -> None:
     reports = Reports()
     assert reports.kv_cache() is None
-    reports.open_call()
+    call = reports.open_call()
     assert reports.kv_cache() is None
-
-
-def test_one_sequence_is_its_report_in_the_promised_order() -> None:
-    reports = Reports()
+    reports.record(call, {"0": engine_report(tokens_seen=1)})
     shuffled = dict(reversed(engine_report().items())) | {"internal": 1}
-    reports.record(reports.open_call(), {"0": shuffled})
+    reports.record(call, {"0": shuffled})
     kv_cache = reports.kv_cache()
     assert kv_cache == engine_report()
     assert tuple(kv_cache) == REPORT_KEYS
@@ -29,14 +24,6 @@ def test_a_trace_stays_beside_the_one_sequence_it_is_of() -> None:
     trace = {"layers": 1, "kv_heads": 1, "evicted_at": [], "kept": [1], "lost": [[[0, 1]]]}
     assert kv_cache([engine_report(trace=trace)]) == engine_report() | {"trace": trace}
     assert "trace" not in (kv_cache([engine_report(), engine_report()]) or {})
-
-
-def test_later_report_of_a_sequence_replaces_the_earlier() -> None:
-    reports = Reports()
-    call = reports.open_call()
-    reports.record(call, {"0": engine_report(tokens_seen=1)})
-    reports.record(call, {"0": engine_report(tokens_seen=2)})
-    assert reports.kv_cache() == engine_report(tokens_seen=2)
 
 
 def test_sequences_come_in_choice_order_whatever_finished_first() -> None:
@@ -74,12 +61,7 @@ def test_several_sequences_say_why_nothing_was_evicted_if_nothing_was() -> None:
 
 
 def test_several_sequences_are_lossless_together_or_squeezed_where_the_first_was() -> None:
-    def joined(*points: int | None) -> dict[str, Any]:
-        made = kv_cache([engine_report(elastic=True, squeezed_at=at) for at in points])
-        assert made is not None
-        return made
-
-    assert joined(None, None)["squeezed_at"] is None
-    several = joined(None, 321, 300)
-    assert several["squeezed_at"] == 300
-    assert [one["squeezed_at"] for one in several["sequences"]] == [None, 321, 300]
+    for points, joined in (((None, None), None), ((None, 321, 300), 300)):
+        made = kv_cache([engine_report(elastic=True, squeezed_at=at) for at in points]) or {}
+        assert made["squeezed_at"] == joined
+        assert [one["squeezed_at"] for one in made["sequences"]] == list(points)

@@ -122,22 +122,20 @@ def test_tracebacks_of_a_start_are_in_the_file_and_the_reason_in_the_line(
         assert part in text
 
 
-def test_lines_pass_where_an_earlier_server_of_this_process_has_left_its_filter(
-    log: list[str],
+def test_what_the_server_logs_and_survives_is_no_reason_and_debugging_prints_all(
+    log: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start_log.begin(log=False, keep=False)
-    start_log.end()
-    start_log.begin(log=False, keep=True)
-    fail(ValueError("said"))
-    (line,) = log
-    assert "ValueError: said" in line
-
-
-def test_what_the_server_logs_and_survives_is_no_reason(log: list[str]) -> None:
     start_log.begin(log=False, keep=False)
     fail(ValueError("survived"))
     assert start_log.failed(KeyError("x")).startswith("KeyError: 'x' (traceback: ")
     assert len(log) == 1
+    start_log.end()
+    # The filter of the server before is still there.
+    start_log.begin(log=False, keep=True)
+    fail(ValueError("said"))
+    assert "Traceback" in log[1] and "ValueError: said" in log[1]
+    assert start_log.failed(fail(ValueError("bad"))) == "ValueError: bad"
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_server_that_is_up_logs_tracebacks_and_leaves_no_file(
@@ -150,16 +148,6 @@ def test_a_server_that_is_up_logs_tracebacks_and_leaves_no_file(
     # Nor is one made for what ends it.
     assert start_log.failed(ENGINE_FAILED) == f"RuntimeError: {ENGINE_FAILED}"
     assert "Engine core" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
-
-
-def test_with_debugging_the_traceback_is_printed(
-    log: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_log.begin(log=False, keep=True)
-    fail(ValueError("bad"))
-    assert "Traceback" in log[0]
-    assert start_log.failed(fail(ValueError("bad"))) == "ValueError: bad"
-    assert "Traceback" in capsys.readouterr().err
 
 
 class Limits(BaseModel):

@@ -39,67 +39,45 @@ async def protected(template: str, path: str, body: Mapping[str, Any], word: str
     return bytes(prompt[: found.length_in(prompt)].tolist()).decode()
 
 
+BRIEF = "<system>Be brief.</><user>"
+HEAD = {"messages": [SYSTEM, *TURNS]}
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+TEXTS = [{"type": "text", "text": "Be."}, {"type": "text", "text": "x-anthropic-billing-header: 1"}]
+
+
 @pytest.mark.parametrize(
-    ("template", "fields", "expected"),
+    ("template", "path", "body", "expected"),
     [
-        ("chatml", {}, "<system>Be brief.</><user>"),
-        ("chatml", {"tools": [TOOL]}, "[add:Adds.;]<system>Be brief.</><user>"),
-        ("without_tools", {"tools": [TOOL]}, "<system>Be brief.</><user>"),
-        ("merged", {}, "<user>Be brief.\n\n"),
-        ("merged", {"tools": [TOOL]}, "<user>add:Adds.;Be brief.\n\n"),
+        ("chatml", CHAT, HEAD, BRIEF),
+        ("chatml", CHAT, HEAD | {"tools": [TOOL]}, f"[add:Adds.;]{BRIEF}"),
+        ("without_tools", CHAT, HEAD | {"tools": [TOOL]}, BRIEF),
+        ("merged", CHAT, HEAD, "<user>Be brief.\n\n"),
+        ("merged", CHAT, HEAD | {"tools": [TOOL]}, "<user>add:Adds.;Be brief.\n\n"),
         # What all prompts of such a template begin with.
-        ("dropped", {}, "<user>"),
-        ("moved", {}, "<user>"),
-        ("tools_last", {}, "<system>Be brief.</><user>"),
+        ("dropped", CHAT, HEAD, "<user>"),
+        ("moved", CHAT, HEAD, "<user>"),
+        ("tools_last", CHAT, HEAD, BRIEF),
         # With one user turn the tools would stand here, in this chat they do not.
-        ("tools_last", {"tools": [TOOL]}, "<system>Be brief.</>"),
-    ],
-)
-async def test_chat(template: str, fields: dict[str, Any], expected: str) -> None:
-    got = await protected(template, CHAT, {"messages": [SYSTEM, *TURNS], **fields})
-    assert got == expected
-
-
-@pytest.mark.parametrize(
-    ("head", "expected"),
-    [
-        ([{"role": "developer", "content": "Be brief."}], "<system>Be brief.</><user>"),
-        ([SYSTEM, SYSTEM], "<system>Be brief.</><system>Be brief.</><user>"),
-        (
-            [{"role": "system", "content": [{"type": "text", "text": "Be."}]}],
-            "<system>Be.</><user>",
-        ),
-        ([{"role": "system", "content": "Short. \n"}], "<system>Short. \n</><user>"),
-    ],
-)
-async def test_system_messages(head: list[dict[str, Any]], expected: str) -> None:
-    assert await protected("chatml", CHAT, {"messages": [*head, *TURNS]}) == expected
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"system": "Be brief."},
-        {"system": [{"type": "text", "text": "Be brief."},
-                    {"type": "text", "text": "x-anthropic-billing-header: 1"}]},
-        {"tools": [MESSAGES_TOOL]},
+        ("tools_last", CHAT, HEAD | {"tools": [TOOL]}, "<system>Be brief.</>"),
+        ("chatml", CHAT, {"messages": [SYSTEM | {"role": "developer"}, *TURNS]}, BRIEF),
+        ("chatml", CHAT, {"messages": [SYSTEM, SYSTEM, *TURNS]}, f"{BRIEF[:-6]}{BRIEF}"),
+        ("chatml", CHAT, {"messages": [SYSTEM | {"content": TEXTS[:1]}, *TURNS]}, "<system>Be.</><user>"),
+        ("chatml", CHAT, {"messages": [SYSTEM | {"content": "S. \n"}, *TURNS]}, "<system>S. \n</><user>"),
+        ("chatml", MESSAGES, {"messages": TURNS, "system": "Be brief."}, BRIEF),
+        ("chatml", MESSAGES, {"messages": TURNS, "tools": [MESSAGES_TOOL]}, "[add:Adds.;]<user>"),
+        ("chatml", RESPONSES, {"input": "Hi", "instructions": "Be brief."}, BRIEF),
+        ("chatml", RESPONSES, {"input": [SYSTEM, *TURNS]}, BRIEF),
     ],
 )  # fmt: skip
-async def test_messages(fields: dict[str, Any]) -> None:
-    got = await protected("chatml", "/v1/messages", {"messages": TURNS, **fields})
-    assert got.endswith("<user>")
-    assert ("Be brief." if "system" in fields else "[add:Adds.;]") in got
+async def test_the_system_part_is_where_the_template_puts_it(
+    template: str, path: str, body: dict[str, Any], expected: str
+) -> None:
+    assert await protected(template, path, body) == expected
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"input": "Hi", "instructions": "Be brief."},
-        {"input": [{"role": "system", "content": "Be brief."}, *TURNS]},
-    ],
-)
-async def test_responses(fields: dict[str, Any]) -> None:
-    assert await protected("chatml", "/v1/responses", fields) == "<system>Be brief.</><user>"
+async def test_a_system_text_of_several_parts_is_one() -> None:
+    got = await protected("chatml", MESSAGES, {"messages": TURNS, "system": TEXTS})
+    assert got.startswith("<system>Be.") and got.endswith("<user>")
 
 
 @pytest.mark.parametrize(

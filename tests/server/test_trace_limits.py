@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.server.protocol import RefusalError, error_body
+from h2o_vllm.server.protocol import RefusalError
 from h2o_vllm.server.trace_limits import FIELD, MAX_TRACES, TraceSlots
 from tests.server.test_middleware import Call
 from tests.server.vllm_like import Engine, build, post
@@ -24,31 +24,15 @@ def refusal(path: str = CHAT, **request: Any) -> RefusalError:
     return caught.value
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/invocations", f"{CHAT}/batch"])
-def test_routes_whose_answers_are_several_are_refused(path: str) -> None:
-    assert refusal(path).message == (
-        f"kv_trace is not supported by {path}; it is by {CHAT}, /v1/completions"
-    )
-
-
-def test_one_prompt_is_a_text_or_a_list_of_tokens() -> None:
+def test_a_trace_is_of_one_sequence() -> None:
+    for path in ("/v1/messages", "/v1/responses", "/invocations", f"{CHAT}/batch"):
+        said = f"kv_trace is not supported by {path}; it is by {CHAT}, /v1/completions"
+        assert refusal(path).message == said
     slots = TraceSlots()
     for prompt in ("a", ["a"], [1, 2, 3], [[1, 2, 3]]):
         slots.take("/v1/completions", {"prompt": prompt})
-    for prompt in (["a", "b"], [[1], [2]]):
-        assert "several prompts" in refusal("/v1/completions", prompt=prompt).message
-
-
-def test_more_than_a_few_at_a_time_wait() -> None:
-    slots = TraceSlots()
-    for _ in range(MAX_TRACES):
-        slots.take(CHAT, {})
-    with pytest.raises(RefusalError, match="try again later") as caught:
-        slots.take(CHAT, {})
-    assert caught.value.status == 429
-    assert json.loads(error_body(caught.value))["error"]["code"] == 429
-    slots.give_back()
-    slots.take(CHAT, {})
+    for several in (["a", "b"], [[1], [2]]):
+        assert "several prompts" in refusal("/v1/completions", prompt=several).message
 
 
 @pytest.mark.asyncio
@@ -61,7 +45,9 @@ async def test_a_place_is_free_again_when_an_answer_has_ended_or_its_reader_has_
     while len(engine.seen) < MAX_TRACES:  # noqa: ASYNC110 - no event tells
         await asyncio.sleep(0)
     full = await post(app, **body)
-    assert full.status_code == 429 and full.json()["error"]["param"] == FIELD
+    error = full.json()["error"]
+    assert (full.status_code, error["code"], error["param"]) == (429, 429, FIELD)
+    assert "try again later" in error["message"]
     waiting[0].gone.set()
     await asyncio.gather(waiting[0].task, return_exceptions=True)
     engine.allowed = engine.tokens

@@ -38,32 +38,34 @@ def post_paths() -> set[str]:
 
 def test_routes_with_budgets_are_vllms(post_paths: set[str]) -> None:
     assert post_paths >= LIFTED | PREPARED
+    for method, path, rule in (
+        ("POST", "/v1/messages", Rule.LIFT),
+        ("POST", "/v1/completions/render", Rule.PREPARE),
+        ("POST", "/one/of/a/later/vllm", Rule.REFUSE),
+        ("GET", "/v1/completions", None),
+    ):
+        assert rule_for(method, path) is rule
 
 
-def test_rules() -> None:
-    assert rule_for("POST", "/v1/completions") is Rule.LIFT
-    assert rule_for("POST", "/v1/messages") is Rule.LIFT
-    assert rule_for("POST", "/v1/completions/render") is Rule.PREPARE
-    assert rule_for("POST", "/generative_scoring") is Rule.REFUSE
-    assert rule_for("POST", "/one/of/a/later/vllm") is Rule.REFUSE
-    assert rule_for("GET", "/v1/completions") is None
-
-
-def test_no_field_of_vllms_is_taken_for_one_of_ours() -> None:
+def test_no_field_of_vllms_is_taken_for_ours_and_chats_begin_with_what_we_know() -> None:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.scale_out.render.serving import ServingRender
 
-    requests = (
-        AnthropicMessagesRequest,
-        ChatCompletionRequest,
-        CompletionRequest,
-        ResponsesRequest,
-    )
-    for request in requests:
+    chats = {
+        "chat": ChatCompletionRequest,
+        "responses": ResponsesRequest,
+        "messages": AnthropicMessagesRequest,
+    }
+    for request in (*chats.values(), CompletionRequest):
         assert not [name for name in request.model_fields if _meant(name)]
         assert XARGS in request.model_fields
+    for kind, request in chats.items():
+        assert set(RENDERED[kind]) <= set(request.model_fields)
+        assert ("input" if kind == "responses" else "messages") in request.model_fields
+        assert inspect.iscoroutinefunction(getattr(ServingRender, f"render_{kind}_request"))
 
 
 def test_outputs_carry_what_the_tap_takes() -> None:
@@ -74,28 +76,6 @@ def test_outputs_carry_what_the_tap_takes() -> None:
     assert "kv_transfer_params" in inspect.signature(RequestOutput).parameters
     assert "kv_transfer_params" in EngineCoreOutput.__struct_fields__
     assert inspect.isasyncgenfunction(AsyncLLM.generate)
-
-
-def test_what_decides_how_a_chat_begins_are_fields_of_its_request() -> None:
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-
-    requests = {
-        "chat": ChatCompletionRequest,
-        "responses": ResponsesRequest,
-        "messages": AnthropicMessagesRequest,
-    }
-    for kind, request in requests.items():
-        assert set(RENDERED[kind]) <= set(request.model_fields)
-        assert ("input" if kind == "responses" else "messages") in request.model_fields
-
-
-def test_chats_can_be_rendered_without_being_served() -> None:
-    from vllm.entrypoints.scale_out.render.serving import ServingRender
-
-    for kind in ("chat", "responses", "messages"):
-        assert inspect.iscoroutinefunction(getattr(ServingRender, f"render_{kind}_request"))
 
 
 def test_the_logger_of_an_engines_death_has_the_name_we_know() -> None:

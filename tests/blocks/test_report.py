@@ -29,7 +29,6 @@ BUDGET = {"kv_budget": 0.2}
         (BUDGET | {"kv_elastic": True}, 1000, 1200, "memory was never short (kv_elastic)"),
         (BUDGET | {"kv_evict_from": 1300}, 1000, 1200, "evictions begin at 1300 tokens (kv_evict_from)"),
         (BUDGET | {"kv_settle_tokens": 1024}, 1000, 1200, "the first segment settles at 1280 tokens (kv_settle"),
-        (BUDGET | {"kv_settle_tokens": 128}, 1000, 1200, "of a segment of 32 tokens, a quarter of kv_settle_tokens, kv_budget keeps all blo"),
         ({"kv_prefill_tokens": 512}, 500, 700, "the prompt is within its bound of 512 tokens"),
     ],
     ids=str,

@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_vllm.blocks.counts.settling import SettlingSchedule, default_blocks, schedule_of
+from h2o_vllm.blocks.counts.settling import (
+    SettlingSchedule,
+    default_blocks,
+    least_window,
+    schedule_of,
+)
 from h2o_vllm.blocks.counts.settling_state import SettlingState
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
@@ -141,6 +146,26 @@ def test_a_pool_that_is_too_small_is_refused_with_the_numbers() -> None:
     with pytest.raises(BudgetError, match="kv_settle_tokens must be such that at most") as caught:
         one.check_fits(needed - 1, 100, 4096)
     assert caught.value.parameter == "kv_settle_tokens"
+
+
+@given(
+    st.sampled_from([0.01, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.51, 0.75, 0.9, 0.95, 0.99]),
+    st.sampled_from([16, 32, 128]),
+    st.integers(0, 4000),
+)
+def test_a_segment_has_enough_blocks_for_its_budget_or_is_refused(
+    fraction: float, block: int, more: int
+) -> None:
+    """What stays is less than all, and at most twice the budget; the message has the least window."""
+    least = least_window(fraction, block)
+    one = made(block, 600, kv_budget=fraction, kv_settle_tokens=least + more)
+    one.check_fits(10**6, 100, 10**5)
+    blocks = one.segment // block
+    assert one.kept < blocks and one.kept <= 2 * fraction * blocks + 1e-9
+    if least > CONFIG.kv_min_tokens:
+        below = made(block, 600, kv_budget=fraction, kv_settle_tokens=least - 1)
+        with pytest.raises(BudgetError, match=rf"for kv_budget {fraction:g}; least: {least}, got"):
+            below.check_fits(10**6, 100, 10**5)
 
 
 def test_a_server_whose_default_settles_starts_with_less_than_its_length() -> None:

@@ -68,7 +68,10 @@ def engine(device: str) -> Any:
             get_total_num_kv_heads=lambda: 2,
         ),
         cache_config=SimpleNamespace(
-            cache_dtype="auto", kv_sharing_fast_prefill=False, enable_prefix_caching=True
+            block_size=32,
+            cache_dtype="auto",
+            kv_sharing_fast_prefill=False,
+            enable_prefix_caching=True,
         ),
         attention_config=SimpleNamespace(
             backend=SimpleNamespace(name="CUSTOM"), backend_per_kind=None

@@ -328,9 +328,9 @@ def test_the_word_means_nothing_outside_of_a_request_with_roles() -> None:
 @pytest.mark.parametrize(
     ("server", "whole"),
     [
-        ({"kv_settle_tokens": 64}, {"kv_settle_tokens": 0}),
+        ({"kv_settle_tokens": 192}, {"kv_settle_tokens": 0}),
         ({"kv_prefill_tokens": 64}, {"kv_prefill_tokens": 0}),
-        ({"kv_settle_tokens": 64, "kv_exact": True}, {}),
+        ({"kv_settle_tokens": 192, "kv_exact": True}, {}),
         ({}, {}),
     ],
     ids=str,

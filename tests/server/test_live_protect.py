@@ -254,7 +254,7 @@ def test_an_agent_of_anthropics_client_reads_what_has_settled(server: LiveServer
             tools=tools,
             max_tokens=100,
             extra_body={
-                "kv_budget": 0.2, "kv_settle_tokens": 256, "kv_policy": "later", "ignore_eos": True,
+                "kv_budget": 0.25, "kv_settle_tokens": 256, "kv_policy": "later", "ignore_eos": True,
             },
         )  # fmt: skip
         reports.append(answer.kv_cache)

@@ -77,12 +77,7 @@ def _nothing_evicted_because(schedule: Schedule, seen: int) -> str:
     if not budget.evicts:
         return "kv_budget is 1, or kv_exact is true"
     if isinstance(schedule, SettlingSchedule):
-        first = f"the first segment settles at {schedule.due(1)} tokens (kv_settle_tokens)"
-        all_stay = (
-            f"of a segment of {schedule.segment} tokens, a quarter of kv_settle_tokens, kv_budget keeps all "
-            f"blocks of {schedule.block_size}"
-        )
-        return first if schedule.given_back else all_stay
+        return f"the first segment settles at {schedule.due(1)} tokens (kv_settle_tokens)"
     if blocks_freed(budget, seen, schedule.block_size) <= 0:
         return _within_budget(schedule, seen)
     delay = f"the answer ended within kv_delay, {budget.delay} tokens"

@@ -30,6 +30,12 @@ from h2o_vllm.errors import BudgetError
 QUARTERS = 4
 """Segments per window."""
 
+_MOST_KEPT = 2
+"""A segment keeps at most so many times its share: whole blocks of it stay."""
+
+_ROUNDING = 1e-9
+"""1 / (1 - 0.9) is more than 10."""
+
 _VERSION = 1
 """Version of the lineage. Increase it when the same numbers come to mean another result."""
 
@@ -78,6 +84,19 @@ class SettlingSchedule(Schedule):
     def given_back(self) -> int:
         """Blocks per segment that are given back."""
         return self.segment // self.block_size - self.kept
+
+    @property
+    def too_small_because(self) -> str:
+        """Why a segment has too few blocks for ``kv_budget``, and the least window; empty: it has enough."""
+        fraction, blocks = self.budget.fraction, self.segment // self.block_size
+        if not self.budget.evicts or (
+            self.given_back and self.kept <= _MOST_KEPT * fraction * blocks + _ROUNDING
+        ):
+            return ""
+        return (
+            f"of a segment, a quarter of it in whole blocks of {self.block_size}, {self.kept} of {blocks} "
+            f"would stay for kv_budget {fraction:g}; least: {least_window(fraction, self.block_size)}"
+        )
 
     def end(self, number: int) -> int:
         """Tokens up to the end of segment ``number``; 0: the pinned tokens."""
@@ -129,9 +148,16 @@ class SettlingSchedule(Schedule):
         drafts: int = 0,
         ahead: int = 0,
     ) -> None:
-        """As the base class; refuses models with other groups, whose blocks have no keys with a lineage."""
+        """As the base class; refuses models with other groups, whose blocks have no keys with a lineage.
+
+        Also refuses segments of too few blocks.
+        """
+        accepted = ""
         if others:
             accepted = "0 for a model with windows, chunks or states beside full attention"
+        elif self.too_small_because:
+            accepted = f"0 or larger: {self.too_small_because}"
+        if accepted:
             raise BudgetError(self.bounded_by, self.bound, accepted)
         super().check_fits(pool, max_tokens, max_model_len, others, drafts, ahead)
 
@@ -140,6 +166,13 @@ class SettlingSchedule(Schedule):
         policy = self.budget.policy.name
         counts = (self.pin, self.segment, self.window, self.kept, self.block_size)
         return hashlib.sha256(repr((_VERSION, policy, *counts)).encode()).digest()
+
+
+def least_window(fraction: float, block_size: int) -> int:
+    """Least ``kv_settle_tokens`` whose segments have enough blocks for ``fraction``, which is below 1."""
+    # A segment of n blocks keeps ceil(fraction * n) of them: fewer than n, and at most twice the share.
+    least = max(1 / (_MOST_KEPT * fraction), 1 / (1 - fraction))
+    return QUARTERS * block_size * (math.ceil(least - _ROUNDING) - 1) + 1
 
 
 def schedule_of(

@@ -8,8 +8,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from h2o_vllm.blocks.counts.settling import SettlingSchedule, schedule_of
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import ROLE_WORDS
+from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.engine.support.architectures import NAMED, is_one_of
 from h2o_vllm.engine.support.drafting import drafter_has_kv
 from h2o_vllm.engine.support.exact import asks_for_exact
@@ -57,6 +60,16 @@ def _traces_elsewhere(config: VllmConfig) -> bool:
     return bool(own_option(config, "kv_trace")) and (
         several or config.device_config.device_type != "cpu"
     )
+
+
+def _segments_too_small_because(config: VllmConfig) -> str:
+    """Why segments of the server's default have too few blocks; empty: they have enough, or none settle."""
+    options = (config.additional_config or {}).get(CONFIG_KEY, {})
+    if not options.get("kv_settle_tokens"):
+        return ""
+    budget = resolve_for(H2OConfig.from_mapping(options), None, 1)
+    schedule = schedule_of(budget, config.cache_config.block_size, 1)
+    return schedule.too_small_because if isinstance(schedule, SettlingSchedule) else ""
 
 
 def _shares_kv(config: VllmConfig) -> bool:
@@ -195,6 +208,19 @@ ROWS = (
             "parallel_config.tensor_parallel_size": 2,
         },
         "Leave the option out",
+    ),
+    Refusal(
+        "all",
+        "--kv-settle-tokens whose segments have too few blocks for --kv-budget",
+        "whole blocks of a segment stay: more than twice its share, or all",
+        lambda config: bool(_segments_too_small_because(config)),
+        {
+            "additional_config": {
+                CONFIG_KEY: {"kv_settle_tokens": 128, "kv_budget": 0.2, "kv_policy": "key"}
+            },
+            "cache_config.block_size": 32,
+        },
+        value=lambda config: f"({_segments_too_small_because(config)})",
     ),
     Refusal(
         "all",

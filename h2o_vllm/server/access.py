@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--api-key`` for every route but those for health and monitoring. API-server process.
 
-vLLM asks for the key below ``/v1``, ``/v2``, ``/inference`` and ``/cohere`` only (0.32): ``/invocations``
-generates without a key, ``/tokenize`` works without a key, and so do the routes of its development mode. Here
-it is the other way round: what is not listed as open is closed, and so is whatever a later vLLM adds. The
-playground's page takes the key as the password of Basic authentication, too.
+vLLM 0.32 checks the key only below ``/v1``, ``/v2``, ``/inference`` and ``/cohere``: ``/invocations``,
+``/tokenize`` and the development routes work without it. Here every route that is not in :data:`OPEN` needs
+the key. The playground's page also takes it as the password of Basic authentication.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from h2o_vllm.server.routes import route_path
 OPEN = frozenset(
     {"/health", "/ping", "/version", "/load", "/metrics", "/docs", "/redoc", "/openapi.json"}
 )
-"""They say how the server is, not what it was asked. vLLM leaves them open too."""
+"""Health and monitoring, which vLLM leaves open as well."""
 
 
 class Access:
@@ -41,7 +40,7 @@ class Access:
         self._authentication = AuthenticationMiddleware(application, tokens=self.keys)
 
     def refuses(self, scope: Mapping[str, Any]) -> bool:
-        """Whether a request, or a websocket, lacks the key; a preflight of CORS never carries one."""
+        """Whether a request or websocket lacks the key. CORS preflights carry none."""
         if not self.keys or scope.get("method") == "OPTIONS":
             return False
         # Prometheus' application is mounted: /metrics is redirected to /metrics/.
@@ -53,17 +52,16 @@ class Access:
         return not (is_page(scope) and self._authentication.verify_token(_from_basic(headers)))
 
     def challenge(self, scope: Mapping[str, Any]) -> dict[str, str]:
-        """What the 401 says beside: a browser that opens the page asks its user for the key."""
+        """Headers of the 401: on the page a browser asks its user for the key."""
         if not is_page(scope):
             return {}
         return {"WWW-Authenticate": 'Basic realm="the API key is the password", charset="UTF-8"'}
 
 
 def _from_basic(headers: Headers) -> Headers:
-    """The password of Basic authentication, which is all that a browser's address line can do, as a key.
+    """The password of Basic authentication as a key.
 
-    Only for the page itself, which is read and does nothing: a browser sends these credentials along with
-    whatever other pages make it ask for.
+    Only for the page's files: a browser also sends these credentials with requests that other sites cause.
     """
     scheme, _, encoded = headers.get("Authorization", "").partition(" ")
     try:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one step between vLLM's server and its engine client. API-server process.
+"""Wraps ``generate`` of the process's engine client, where prompts have tokens. API-server process.
 
-A prompt's tokens and its sampling parameters exist only when vLLM calls ``generate`` of the engine client.
-That method is wrapped, on the one client of this process; no class of vLLM's is changed.
+No class of vLLM's is changed.
 
-Before the call the prompt is counted, ``kv_protect: "system"`` becomes a number, and what the engine cannot
-serve becomes a 400, as it has to be before a streamed answer begins. During the answer the scheduler's
-reports, which vLLM carries as ``kv_transfer_params`` but writes into no streamed chunk, are taken off the
-outputs and noted for the HTTP request.
+Before the call: ``kv_protect`` words become numbers, and a request that the engine cannot serve becomes a
+400, before a streamed answer begins. After it: the scheduler's reports are taken off the outputs
+(``kv_transfer_params``, which vLLM writes into no streamed chunk) and kept for the HTTP response.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 
 PROTECT, TRACE = "kv_protect", "kv_trace"
 _MARK = "_h2o_admission"
-"""Attribute of a ``generate`` that is wrapped already."""
+"""Attribute of a wrapped ``generate``."""
 
 
 @dataclass
@@ -49,12 +47,12 @@ class HTTPRequest:
     """One HTTP request, which may be several calls of the engine.
 
     Attributes:
-        reports: what the engine reports for it.
-        budget: as its body asks, before its prompts are known; ``None``: it cannot ask.
+        reports: the engine's reports.
+        budget: resolved from its body, before prompts are known; ``None``: its route takes no fields.
         names_protect: whether its body names ``kv_protect``.
-        system: the beginning of each of its chats, if it protects them by roles.
-        keeps_prompts: whether prompts are whole while they are computed, whatever the server's defaults: its
-            route takes no fields, or is a beam search, whose steps are prompts.
+        system: the protected beginning of each chat, if ``kv_protect`` is a role word.
+        keeps_prompts: whether the server's prompt bounds do not apply: the route takes no fields, or it is a
+            beam search, each step of which is a prompt.
     """
 
     reports: Reports = field(default_factory=Reports)
@@ -65,7 +63,7 @@ class HTTPRequest:
     _calls: int = 0
 
     def next_system(self) -> SystemPrefix:
-        """The beginning of the next call; an agent's later calls begin as its last chat does."""
+        """The system part of the next call; further calls reuse the last one."""
         call, self._calls = self._calls, self._calls + 1
         return self.system[min(call, len(self.system) - 1)] if self.system else NO_ROLES
 
@@ -75,7 +73,7 @@ _current: ContextVar[HTTPRequest | None] = ContextVar("h2o_vllm_request", defaul
 
 @contextmanager
 def http_request() -> Iterator[HTTPRequest]:
-    """Within this block, and in tasks started in it, calls of the engine belong to the yielded request."""
+    """Engine calls within this block, and in tasks started in it, belong to the yielded request."""
     request = HTTPRequest()
     token = _current.set(request)
     try:
@@ -85,13 +83,13 @@ def http_request() -> Iterator[HTTPRequest]:
 
 
 async def other_groups(engine_client: Any) -> tuple[OtherGroup, ...]:
-    """What the layers that are not evicted take of the pool for one request; the workers know."""
+    """Blocks that layers without eviction take for one request, from the workers."""
     first_rank, *_ = await engine_client.collective_rpc("other_groups")
     return tuple(OtherGroup(*group) for group in first_rank)
 
 
 def attention_block_size(engine: VllmConfig) -> int:
-    """Tokens per block of full attention; vLLM's ``block_size`` is the smallest of all groups."""
+    """Tokens per block of full attention. vLLM's ``block_size`` is the smallest of all groups."""
     cache = engine.cache_config
     return getattr(cache, "effective_attention_block_size", None) or cache.block_size
 
@@ -103,10 +101,10 @@ def install(
     count_refusal: Callable[[str], None],
     others: Sequence[OtherGroup] = (),
 ) -> None:
-    """Wrap ``engine_client.generate``, on this object only. Twice is the same as once.
+    """Wrap ``engine_client.generate``, on this object only. Idempotent.
 
     Args:
-        others: what :func:`other_groups` says.
+        others: from :func:`other_groups`.
 
     Raises:
         TypeError: the object has no ``generate``.
@@ -137,7 +135,7 @@ def install(
 
 
 class AdmissionChecks:
-    """What happens to each call before the engine hears of it."""
+    """Checks of each call before it goes to the engine."""
 
     def __init__(self, engine: VllmConfig, config: H2OConfig, others: Sequence[OtherGroup]) -> None:
         self._config, self._other_groups = config, others
@@ -149,19 +147,19 @@ class AdmissionChecks:
         # vLLM sums them over the data-parallel engines, of which each keeps a block for itself.
         blocks = cache.num_gpu_blocks or 0
         self._pool = blocks // engine.parallel_config.data_parallel_size - 1
-        # Else it holds a request of the model's length, and no prompt is longer.
+        # A pool that holds a request of the model's length holds any prompt.
         longest = self._model.max_model_len
         room = self._pool - sum(group.needed(longest) for group in others)
         self._is_small = room * self._block_size < longest - 1
 
     def admit(self, prompt: Any, params: Any, request: HTTPRequest | None) -> None:
-        """Check a call, and put numbers in the place of words.
+        """Check a call, and replace words by numbers.
 
         Raises:
             BudgetError: the engine cannot serve it.
         """
         if isinstance(prompt, AsyncGenerator):
-            # A session whose prompt is still to come: the scheduler evicts nothing of it, and counts it.
+            # A session, whose prompt comes in parts: it evicts nothing, and the scheduler checks its size.
             return
         tokens, length = self._measured(prompt)
         if request is not None and request.keeps_prompts:
@@ -185,10 +183,10 @@ class AdmissionChecks:
             schedule.check_fits(self._pool, params.max_tokens, longest, *more)
 
     def _protected(self, request: HTTPRequest, tokens: list[int] | None) -> int:
-        """How many first tokens of a prompt are the part that ``kv_protect`` names by a word.
+        """Number of first tokens that a role word of ``kv_protect`` protects.
 
         Raises:
-            BudgetError: the request says so itself, and there is no such part, or it is too long.
+            BudgetError: the request itself names the word, and the part is missing or too long.
         """
         assert request.budget is not None
         word, prefix = request.budget.protect, request.next_system()
@@ -203,7 +201,7 @@ class AdmissionChecks:
         return number if limit is None else min(number, limit)
 
     def _measured(self, prompt: Any) -> tuple[list[int] | None, int]:
-        """The tokens of a prompt, ``None`` for embeddings, and how many there are."""
+        """Token ids of a prompt (``None`` for embeddings) and its length."""
         found = extract_prompt_components(self._model, prompt)
         known = found.token_ids if found.token_ids is not None else found.embeds
         if known is None:
@@ -234,7 +232,7 @@ async def _answer(
 
 
 async def _session(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """The outputs of a session. vLLM would go on behind an error, and wait for more of the prompt.
+    """The outputs of a session. After an error vLLM itself would wait for the next part of the prompt.
 
     Raises:
         VLLMValidationError: a part outgrew the pool or the model.

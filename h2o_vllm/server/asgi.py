@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``h2o-serve`` serves, as an ASGI application: for servers that are there already, such as Ray Serve.
+"""The application of ``h2o-serve`` for other ASGI servers, such as Ray Serve.
 
 ::
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``h2o-serve``: vLLM's own options plus one group. Imports vLLM only when it must.
 
-Runs in the process the user starts, before any engine exists. Whatever is wrong with the options
-ends here, as one line on stderr and exit code 2.
+Runs in the process that the user starts, before any engine. A wrong option is one line on stderr and exit
+code 2.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from h2o_vllm.models import default_calibration
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-__all__ = ["build_parser", "config_of", "main", "parse"]
 
 PROG = "h2o-serve"
 GROUP = "KV cache budget (h2o)"
@@ -63,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if environment.has_cpu_torch():
             lacking = environment.prepare(eager=_is_eager(arguments))
         quiet = start_log.prepare()
-        if not _asks_for_help(arguments):
-            if quiet or _talks():
+        if not _wants_help(arguments):
+            if quiet or _may_print():
                 print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
             if lacking:
                 print(f"{PROG}: no {lacking}, so torch.compile is off", file=sys.stderr, flush=True)
@@ -99,7 +97,7 @@ def _serve(args: argparse.Namespace, parser: FlexibleArgumentParser, config: H2O
     leave(code)
 
 
-def _asks_for_help(arguments: Sequence[str]) -> bool:
+def _wants_help(arguments: Sequence[str]) -> bool:
     return any(argument.startswith(("--help", "-h")) for argument in arguments)
 
 
@@ -110,8 +108,8 @@ def _is_eager(arguments: Sequence[str]) -> bool:
     return given[-1:] == ["--enforce-eager"]
 
 
-def _talks() -> bool:
-    """Whether a start says what it waits for before vLLM, whose logging it will use, is there."""
+def _may_print() -> bool:
+    """Whether a start may write to stderr before vLLM's logging is configured."""
     return os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper() in ("DEBUG", "INFO")
 
 
@@ -196,7 +194,7 @@ def _help(row: Field) -> str:
 
 
 def _tokens_or_word(text: str) -> int | str:
-    """A number if it is one; :class:`H2OConfig` knows the words."""
+    """A number, or a word that :class:`H2OConfig` checks."""
     try:
         return int(text)
     except ValueError:
@@ -204,7 +202,7 @@ def _tokens_or_word(text: str) -> int | str:
 
 
 def _file(text: str) -> str:
-    """The path of a file, for processes that may run elsewhere."""
+    """The absolute path of a file that exists."""
     path = Path(text).absolute()
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{text}: no such file")
@@ -224,14 +222,14 @@ def config_of(args: argparse.Namespace) -> H2OConfig:
 
 
 def _can_predict_embedded(args: argparse.Namespace) -> bool:
-    """Whether the embedded model is served and its calibration serves; yes, where ``args`` do not tell."""
+    """Whether the embedded model is served by one rank, as far as ``args`` tell."""
     embedded = getattr(args, "model_tag", None) is None and getattr(args, "model", None) is None
-    # What is predicted lies in few heads, and ranks' heads are equal.
+    # Tensor-parallel ranks have equal heads, with which predictions do not pay.
     return embedded and getattr(args, "tensor_parallel_size", 1) == 1
 
 
 class _OwnHelp(argparse.ArgumentDefaultsHelpFormatter):
-    """Names the defaults, where there are some; wide enough for most options to take one line."""
+    """Shows the defaults that are not ``None``; most options take one line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26)
@@ -241,7 +239,7 @@ class _OwnHelp(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _OwnParser(argparse.ArgumentParser):
-    """Our group alone. Needs no vLLM, whose import takes seconds."""
+    """Only our group: needs no vLLM, whose import takes seconds."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -264,7 +262,7 @@ def _group_help() -> str:
 
 def _check_early(argv: Sequence[str]) -> None:
     """Refuse a bad budget option at once, on the command line or in the file of ``--config``."""
-    if _asks_for_help(argv):
+    if _wants_help(argv):
         return
     given = [*_in_file(argv), *argv]
     ours = [a.replace("_", "-") if a.startswith("--kv_") else a for a in given]
@@ -273,10 +271,10 @@ def _check_early(argv: Sequence[str]) -> None:
 
 
 def _in_file(argv: Sequence[str]) -> list[str]:
-    """Our options in the file of ``--config``, as vLLM makes arguments of them; vLLM refuses what is no file.
+    """Our options in the file of ``--config``, as arguments. vLLM reports an unreadable file.
 
     Raises:
-        ConfigError: a value of a kind that vLLM would ignore, or take for other arguments.
+        ConfigError: vLLM would ignore a value of this type, or take it for other arguments.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GET /plugins/h2o/config``: what this server does and accepts. API-server process.
 
-Read-only and without secrets: no paths, no keys, nothing of another option's. ``--api-key`` covers
-it, see :mod:`h2o_vllm.server.access`. It is added to the application rather than loaded as an endpoint
-plugin, because vLLM loads those only where ``VLLM_PLUGINS`` names them, which would shut out every
-plugin it leaves out.
+Read-only and without secrets; ``--api-key`` covers it (:mod:`h2o_vllm.server.access`). It is no endpoint
+plugin of vLLM's: those load only if ``VLLM_PLUGINS`` names them, which would exclude all other plugins.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ PATH = "/plugins/h2o/config"
 
 
 def _described(name: str, summary: str, rows: Iterable[Row], **more: Any) -> type[BaseModel]:
-    """A model of values by the name of their rows, each ``None`` where it may be left open."""
+    """A model with a field per row, which may be ``None`` where the row has no value."""
     values: dict[str, Any] = {}
     for row in rows:
         kind = kind_of(row, row.words)
@@ -54,7 +52,7 @@ LIMITS = [
     for row in OPTIONS
     if not row.per_request and row.name not in ("kv_full_kernel", "kv_calibration")
 ]
-"""Options that say what a request may ask for."""
+"""Options that limit requests."""
 
 BOUNDED = [row for row in OWN if row.kind is int and row.is_bounded]
 
@@ -84,7 +82,7 @@ class Routes(BaseModel):
 
 
 class KVCache(BaseModel):
-    """The pools of KV blocks of the engines behind this server, taken together."""
+    """The KV blocks of all engines of this server together."""
 
     block_size: int
     num_blocks: int | None
@@ -104,7 +102,7 @@ class Versions(BaseModel):
 
 
 class Support(BaseModel):
-    """Whether this combination is one we serve. An unsupported one is refused at start-up."""
+    """The served combination. Unsupported ones are refused at the start."""
 
     state: str = Field(description="Always 'supported': the engine has checked itself.")
     device: str
@@ -133,7 +131,7 @@ class H2OServerConfig(BaseModel):
 def attach(application: FastAPI, config: H2OConfig, *, documents_key: bool) -> None:
     """Add the route to vLLM's application, and to its OpenAPI page."""
     args = getattr(application.state, "args", None)
-    # The engine knows the first one only.
+    # The engine has only the first one.
     aliases: list[str] = list(getattr(args, "served_model_name", None) or [])
 
     async def h2o_config(request: Request) -> Response:
@@ -155,7 +153,7 @@ def attach(application: FastAPI, config: H2OConfig, *, documents_key: bool) -> N
         description="Budgets, limits, policies, versions and support state of h2o_vllm. Read-only.",
     )
     describe_fields(application, config)
-    # FastAPI keeps the page that it may have made before.
+    # FastAPI may have cached a page without the route.
     application.openapi_schema = None
 
 

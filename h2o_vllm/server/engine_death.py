@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell an engine that died from one that was told to stop. API-server process; imports nothing.
+"""Distinguish an engine that died from one that was stopped. API-server process; imports nothing.
 
-When its engine dies vLLM's server answers ``/health`` with 503, ends its streams with an error, and itself
-some seconds later with exit code 0 (0.32): a supervisor that restarts what failed would leave it down.
+When its engine dies, vLLM's server (0.32) answers ``/health`` with 503, ends its streams with an error, and
+exits some seconds later with code 0: a supervisor that restarts failed services would leave it down.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 OF_THE_ENGINE = "vllm.v1.engine.async_llm"
-"""The logger by which an API server says that its engine has died."""
+"""vLLM's logger of an engine's death."""
 
 
 @dataclass
 class _Engine:
-    """That of this process, as far as its end goes."""
+    """How the engine of this process ended."""
 
     stopped: bool = False
     died: bool = False
@@ -28,7 +28,7 @@ _engine = _Engine()
 
 
 def watch(engine_client: Any) -> None:
-    """Note when vLLM tells its engine to stop: wraps ``engine_client.shutdown``, on this object only.
+    """Note when vLLM stops its engine: wraps ``engine_client.shutdown``, on this object only.
 
     Raises:
         AttributeError: the object cannot be watched.
@@ -39,15 +39,15 @@ def watch(engine_client: Any) -> None:
     @functools.wraps(shutdown)
     def noted(*args: Any, **kwargs: Any) -> Any:
         _engine.stopped = True
-        # vLLM may log the end of its engine as a death, with a traceback.
+        # vLLM may log a stopped engine as dead, with a traceback.
         logging.getLogger(OF_THE_ENGINE).setLevel(logging.CRITICAL)
         return shutdown(*args, **kwargs)
 
     engine_client.shutdown = noted
 
 
-def look(engine_client: Any) -> None:
-    """To be called when the server begins to end, which vLLM does after it has told the engine."""
+def server_stops(engine_client: Any) -> None:
+    """Note how the engine ended. vLLM stops the server after the engine."""
     _engine.died = engine_client.errored and not _engine.stopped
 
 

@@ -45,6 +45,6 @@ def greeting(args: argparse.Namespace, address: str) -> list[str]:
 
 
 def _reachable(place: str) -> str:
-    """All addresses are a place to listen at, not one to ask."""
+    """``0.0.0.0`` is an address to listen at, not one to send requests to."""
     host, _, port = place.rpartition(":")
     return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '') else host}:{port}"  # noqa: S104

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run vLLM's server and end it cleanly, also when the signal comes while it starts.
 
-Runs in the process the user starts, which is the API server unless there are several. With one
-API server it calls the same public functions as vLLM's ``run_server``, with another signal
-handler: vLLM's raises ``KeyboardInterrupt`` while it starts, which its ``zmq_socket_ctx`` swallows,
-and the server then starts as if it had not been asked to stop.
+Runs in the process that the user starts, which is the API server unless there are several. With one it calls
+the public functions of vLLM's ``run_server`` with another signal handler: vLLM's raises ``KeyboardInterrupt``
+during the start, which its ``zmq_socket_ctx`` swallows, so that the server starts in spite of the signal.
 """
 
 from __future__ import annotations
@@ -40,16 +39,15 @@ from h2o_vllm.server.greeting import greeting
 logger = init_logger(f"vllm.{__name__}")
 
 GRACE_SECONDS = 10
-"""How long the end of the server waits for clients to read what has been said. uvicorn's own default is
-for ever: one client that stopped reading keeps a server from ending on SIGTERM, or when its engine dies."""
-
+"""How long a stopping server waits for clients to read. uvicorn's default is for ever: one client that does
+not read keeps the server from ending on SIGTERM, or when its engine dies."""
 
 NEVER_SECONDS = 10**9
 """In 30 years."""
 
 
 class _StoppedError(SystemExit):
-    """SIGINT or SIGTERM came before the server was up. Carries the conventional exit code."""
+    """SIGINT or SIGTERM during the start, with the conventional exit code."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             ServeSubcommand.cmd(args)
     except SystemExit as stopped:
-        # Ours while one server starts, or that of vLLM's command with several.
+        # From ``_stop``, or from vLLM's command with several API servers.
         return int(stopped.code or 0)
     return 0
 
@@ -83,13 +81,13 @@ def leave(code: int) -> NoReturn:
 
 
 def _wait_for_children() -> None:
-    """Until none is left, or for :data:`GRACE_SECONDS`: nothing of the group is to outlive the command."""
+    """At most for :data:`GRACE_SECONDS`: no process of the group should outlive the command."""
     deadline, tracker = time.monotonic() + GRACE_SECONDS, None
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
             ended, _ = os.waitpid(-1, os.WNOHANG)
             if not ended and tracker is None:
-                # Python's resource tracker ends when nobody can write to it any more.
+                # Python's resource tracker ends when its pipe has no writer.
                 tracker = cast("int", resource_tracker.getfd())
                 os.close(tracker)
             elif not ended:
@@ -97,7 +95,7 @@ def _wait_for_children() -> None:
 
 
 def _has_one_api_server(args: argparse.Namespace) -> bool:
-    """The plain case; whatever is data parallel or headless goes through vLLM's own command."""
+    """Data-parallel, headless and several servers go through vLLM's own command."""
     return (
         not args.headless
         and args.api_server_count in (None, 1)
@@ -137,7 +135,7 @@ async def _serve(listen_address: str, sock: socket.socket, args: argparse.Namesp
             sock,
             args,
             timeout_graceful_shutdown=GRACE_SECONDS,
-            # uvicorn's way to say that it serves; then never again.
+            # uvicorn calls it once it serves, then every so many seconds.
             callback_notify=serving,
             timeout_notify=NEVER_SECONDS,
         )
@@ -149,7 +147,7 @@ async def _serve(listen_address: str, sock: socket.socket, args: argparse.Namesp
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     del frame
-    # A second signal must not interrupt the cleaning up after the first.
+    # A second signal must not interrupt the cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise _StoppedError(128 + signum)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ASGI layer around vLLM's application; runs in every API-server process.
 
-vLLM adds it through ``--middleware``, which makes it the outermost layer: a request passes here
-before vLLM has authenticated it. Where vLLM would not ask for the key, we do. The body is not read on
-arrival but when something behind the authentication asks for it. An unauthenticated request is refused
-with nothing read, and a refusal of ours takes the place of whatever answer the application makes of it.
+vLLM adds it through ``--middleware``, which makes it the outermost layer, in front of vLLM's authentication.
+It checks the API key where vLLM does not. The body is read only when the application reads it, so nothing of
+an unauthenticated request is read. A refusal replaces the application's answer.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from h2o_vllm.server.routes import Rule, route_path, rule_for
 from h2o_vllm.server.system_prefix import Render, system_prefixes, vllm_render
 from h2o_vllm.server.trace_limits import TraceSlots
 
-__all__ = ["KVCacheMiddleware", "startup_error"]
-
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -44,18 +41,18 @@ Headers = list[tuple[bytes, bytes]]
 CountRefusal = Callable[[str], None]
 
 SIGNATURE = (b"x-h2o-vllm", h2o_vllm.__version__.encode("ascii"))
-"""In the headers of every answer: behind a router it tells which version gave it."""
+"""A header of every response: the version of the replica that answered."""
 
 _startup_error: str | None = None
 
 
 def startup_error() -> str | None:
-    """Why the application of this process refused to start, if it did because of us."""
+    """Why this middleware refused to start, or ``None``."""
     return _startup_error
 
 
 class KVCacheMiddleware:
-    """Budget fields in, ``kv_cache`` out, nothing without the key; all else passes as it comes.
+    """Checks the key and the budget fields, and adds ``kv_cache`` to responses; passes all else unchanged.
 
     Args:
         app: the next ASGI application; vLLM constructs middleware with nothing else.
@@ -79,7 +76,7 @@ class KVCacheMiddleware:
             await self._app(scope, receive, send)
             return
         config, access = self._bind(scope["app"])
-        send = _signing(send)
+        send = _with_version(send)
         if access.refuses(scope):
             challenge = access.challenge(scope)
             await JSONResponse({"error": "Unauthorized"}, 401, challenge)(scope, receive, send)
@@ -110,16 +107,16 @@ class KVCacheMiddleware:
             return
         start_log.end()
 
-        async def looking() -> Message:
+        async def receive_and_watch() -> Message:
             message = await receive()
             if message["type"] == "lifespan.shutdown":
-                engine_death.look(client)
+                engine_death.server_stops(client)
             return message
 
-        await self._app(scope, looking, send)
+        await self._app(scope, receive_and_watch, send)
 
     def _bind(self, application: Any) -> tuple[H2OConfig, Access]:
-        """Read the configuration that the engine got, wrap the engine client, add what we serve."""
+        """Read the engine's configuration, wrap the engine client, add our routes."""
         if self._config is None or self._access is None:
             state = application.state
             options = state.vllm_config.additional_config.get(CONFIG_KEY)
@@ -143,7 +140,7 @@ class KVCacheMiddleware:
 
 @dataclass(frozen=True)
 class RequestContext:
-    """What a request meets here."""
+    """What the exchange of one request needs."""
 
     rule: Rule
     config: H2OConfig
@@ -173,7 +170,7 @@ class HTTPExchange:
         self._body: list[bytes] = []
 
     async def run(self, app: App) -> None:
-        """Let ``app`` answer; answer in its place if the body was refused."""
+        """Let ``app`` answer, or send the refusal."""
         try:
             await app(self._scope, self._receive, self._send)
         except Exception:
@@ -186,7 +183,7 @@ class HTTPExchange:
             await self._refuse([])
 
     async def _receive(self) -> Message:
-        """ASGI ``receive``: the body at once, checked and rewritten, then what else comes."""
+        """ASGI ``receive``: the whole body, checked and rewritten; then all other messages."""
         if self._admitted:
             return await self._inner_receive()
         chunks: list[bytes] = []
@@ -207,10 +204,10 @@ class HTTPExchange:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def _admit(self, body: bytes) -> bytes:
-        """Check ``body`` and note what it asks for; what vLLM gets to read.
+        """Check ``body`` and keep its budget for the engine calls; returns the body for vLLM.
 
         Raises:
-            RefusalError: it asks for what cannot be.
+            RefusalError: a field cannot be served.
         """
         context, query = self._context, self._scope.get("query_string", b"")
         admitted = admit(body, self._path, context.rule, context.config, query)
@@ -230,7 +227,7 @@ class HTTPExchange:
             )
             missing = next((one for one in request.system if one.is_missing), None)
             if named and missing is not None:
-                # Here, as a stream of /v1/responses begins before vLLM calls the engine.
+                # Refused here: a stream of /v1/responses begins before vLLM calls the engine.
                 raise RefusalError(str(missing.error(str(word))), "kv_protect", "value")
         return admitted.body
 
@@ -248,7 +245,7 @@ class HTTPExchange:
             await self._inner_send(message)
 
     async def _refuse(self, headers: Headers) -> None:
-        """Send the error, with the headers (CORS, request id) of the answer it replaces."""
+        """Send the error, with the headers (CORS, request id) of the response it replaces."""
         if self._answered or self._refusal is None:
             return
         self._answered = True
@@ -300,13 +297,13 @@ class HTTPExchange:
             await self._inner_send({**message, "body": out})
 
 
-def _signing(send: Send) -> Send:
-    async def sign(message: Message) -> None:
+def _with_version(send: Send) -> Send:
+    async def send_with_version(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", []), SIGNATURE]}
         await send(message)
 
-    return sign
+    return send_with_version
 
 
 def _not_bound(reason: str) -> None:

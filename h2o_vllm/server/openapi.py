@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget fields on the server's own API page (``/openapi.json``, ``/docs``). API-server process.
 
-vLLM's request models do not know them. FastAPI's way to say more than its models: wrap the application's
-``openapi`` method, whose result it keeps.
+vLLM's request models lack them, so the application's ``openapi`` method is wrapped, as FastAPI documents it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def fields_of(config: H2OConfig) -> dict[str, Any]:
 def kind_of(
     row: Row, words: tuple[str, ...] = (), low: float | None = None, high: float | None = None
 ) -> Any:
-    """The type of a field's values, as pydantic takes it, in narrower limits than its row's."""
+    """Pydantic type of a field's values, within ``low`` and ``high`` or the row's own range."""
     if row.kind is str:
         return Literal[words] if words else str
     if row.kind is bool:
@@ -67,7 +66,7 @@ def describe_fields(application: FastAPI, config: H2OConfig) -> None:
 
 
 def _bodies(page: dict[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of the bodies that may carry the fields; ``/invocations`` says nothing of its own."""
+    """Schemas of the bodies of :data:`LIFTED`; ``/invocations`` has none."""
     schemas = page.get("components", {}).get("schemas", {})
     found = []
     for path in sorted(LIFTED):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget fields in the body of a request. API-server process; imports no vLLM.
 
-A client writes the fields at the top level of the body or inside ``vllm_xargs``; vLLM hands only
-``vllm_xargs`` to the engine and ignores unknown top-level fields without a word. So they are
-moved there, after they have been checked: the engine never sees a value that is out of range.
+A client writes the fields at the top level of the body or inside ``vllm_xargs``. vLLM passes only
+``vllm_xargs`` to the engine and silently ignores unknown top-level fields. So checked fields are moved there.
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ from h2o_vllm.config.settings import REQUEST_FIELDS
 from h2o_vllm.errors import BudgetError, ConflictError
 from h2o_vllm.server.routes import LIFTED, MESSAGES, Rule
 
-__all__ = ["Admission", "RefusalError", "admit", "error_body"]
-
 XARGS = "vllm_xargs"
 
 TRANSFER_PARAMS = "kv_transfer_params"
 
 NOWHERE = ("extra_body", "metadata")
-"""Objects of a body that vLLM ignores, and that clients take for the place of our fields."""
+"""Objects of a body that vLLM ignores, in which clients put our fields by mistake."""
 
 CLOSE = 0.8
-"""Likeness of names (``difflib``) from which on one is taken for a misspelled other."""
+"""Similarity (``difflib``) from which a name counts as a misspelled field."""
 
 _FLAG = TypeAdapter(bool)
 
@@ -45,7 +42,7 @@ UNREADABLE = (
 
 
 class RefusalError(Exception):
-    """The request is answered with an error, a 400 but for one, and goes no further.
+    """The request is answered with an error: 400, or 429 for too many traces.
 
     Attributes:
         message: what is wrong, with the value got and the range accepted.
@@ -67,12 +64,12 @@ class Admission:
     """A request that may pass.
 
     Attributes:
-        body: what vLLM gets to read; the client's own bytes unless a field had to move.
+        body: for vLLM; the client's own bytes unless a field was moved.
         reported: whether its response carries a ``kv_cache`` object.
-        request: the object that ``body`` is, if it is one.
-        asked: the budget fields that it names.
-        budget: what they and the server's defaults make, before the prompts are known; ``None`` where it
-            takes no fields.
+        request: the parsed body, if it is a JSON object.
+        asked: its budget fields.
+        budget: resolved with the server's defaults, before prompts are known; ``None`` if the route takes no
+            fields.
     """
 
     body: bytes
@@ -85,15 +82,14 @@ class Admission:
 def admit(body: bytes, path: str, rule: Rule, config: H2OConfig, query: bytes = b"") -> Admission:
     """Check the budget fields of a body and move them to where vLLM reads them.
 
-    A body that is no JSON object passes untouched: vLLM has its own answer to it. Not so one on which
-    Python's parser gives up, which is a 500 of ``/invocations`` (0.32).
+    A body that is no JSON object passes unchanged, and vLLM answers it. A body that Python's parser cannot
+    read is refused: it would be a 500 of ``/invocations`` (0.32).
 
     Args:
-        query: the query string of the URL: no field is read from there.
+        query: the query string of the URL, where fields have no effect.
 
     Raises:
-        RefusalError: a field is out of range, contradicts another, is unknown, not supported or in a place
-            where it has no effect.
+        RefusalError: a field is out of range, unknown, unsupported or misplaced, or contradicts another.
     """
     try:
         request = _parse(body)
@@ -138,7 +134,7 @@ class _Moved:
 
 
 def _is_true(value: Any) -> bool:
-    """Whether vLLM, whose models are pydantic's, reads ``value`` as true; what is no flag it refuses."""
+    """Whether pydantic, and so vLLM, reads ``value`` as true. vLLM refuses what is no flag."""
     try:
         return _FLAG.validate_python(value)
     except ValidationError:
@@ -146,7 +142,7 @@ def _is_true(value: Any) -> bool:
 
 
 def _parse(body: bytes) -> dict[str, Any] | None:
-    """The object that ``body`` is, or ``None`` if it is something else, or no JSON.
+    """The JSON object in ``body``, or ``None`` if it is none.
 
     Raises:
         ValueError: it may be JSON, but has a number of thousands of digits, or is not UTF-8.
@@ -208,7 +204,7 @@ def _resolved(asked: Mapping[str, Any], config: H2OConfig) -> RequestBudget:
 
 
 class _Described:
-    """Stands in for a JSON container, whose ``repr`` may be huge or nested without end."""
+    """Replaces a JSON container in messages: its ``repr`` may be huge."""
 
     def __init__(self, description: str) -> None:
         self._description = description
@@ -224,12 +220,12 @@ def _printable(value: Any) -> Any:
 
 
 def _shown(key: str) -> str:
-    """``key``, cut so that a client cannot make us echo megabytes."""
+    """``key``, cut to 40 characters for messages."""
     return key if len(key) <= 40 else f"{key[:40]}..."
 
 
 def _meant(key: str) -> str | None:
-    """The budget field that ``key`` is or misspells; ``None``: it is none of ours, and vLLM's to judge."""
+    """The budget field that ``key`` is or misspells; ``None``: not ours."""
     name = key[:80].lower().replace("-", "_")
     if name in REQUEST_FIELDS or not name.startswith("kv"):
         return name if name in REQUEST_FIELDS else None
@@ -246,7 +242,7 @@ def _refuse_misspelled(place: Mapping[str, Any]) -> None:
 
 
 def _misplaced(request: Mapping[str, Any], query: bytes = b"") -> Iterator[tuple[str, str]]:
-    """Budget fields where nothing reads them, and where that is."""
+    """Budget fields in places where nothing reads them, each with its place."""
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     yield from ((key, "the query string") for key, _ in pairs if key in REQUEST_FIELDS)
     for where in NOWHERE:
@@ -267,7 +263,7 @@ def _refuse_misplaced(request: Mapping[str, Any], query: bytes) -> None:
 
 
 def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> None:
-    """Refuse any budget field, wherever this route could take it to the engine from."""
+    """Refuse any budget field that this route could pass to the engine."""
     _refuse_transfer_params(_places_of(request or {}))
     for field in _fields_of(body, request):
         raise RefusalError(
@@ -278,7 +274,7 @@ def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> No
 
 
 def _places_of(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The objects of a body from which some route takes arguments for the engine."""
+    """The objects of a body that some route passes to the engine."""
     sampling = request.get("sampling_params")
     extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
     places = (request, request.get(XARGS), sampling, extra)
@@ -286,7 +282,7 @@ def _places_of(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_transfer_params(places: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse ``kv_transfer_params`` that are no object: vLLM (0.32) asks them for their members, a 500."""
+    """Refuse ``kv_transfer_params`` that are no object, which are a 500 in vLLM 0.32."""
     for place in places:
         value = place.get(TRANSFER_PARAMS)
         if value is not None and not isinstance(value, dict):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the engine's reports to the ``kv_cache`` object of a response. Imports no vLLM.
 
-API-server process. One sequence gives the engine's report as it is; several (``n > 1`` or several
-prompts) give one object with the same keys, sums of the counts, and every sequence's own report.
+API-server process. One sequence gives the engine's report unchanged; several (``n > 1`` or several prompts)
+give one object with the same keys, summed counts, and the report of each sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPORT_KEYS = ("budget", "budget_tokens", *SETTINGS, "squeezed_at", *SUMMED, BEC
 
 
 class Reports:
-    """What the engine reported for one HTTP request, in the order of its choices.
+    """The engine's reports of one HTTP request, in the order of its choices.
 
     One request may be several calls of the engine (one per prompt), and one call may be several
     sequences (``n > 1``).
@@ -44,12 +44,12 @@ class Reports:
         self._calls: list[dict[int, Mapping[str, Any]]] = []
 
     def open_call(self) -> int:
-        """Reserve the next place; calls are made in the order of the prompts."""
+        """Number of the next call. Calls are made in the order of the prompts."""
         self._calls.append({})
         return len(self._calls) - 1
 
     def record(self, call: int, by_index: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note the reports of some sequences of ``call``; a later one replaces an earlier one."""
+        """Add reports of sequences of ``call``; a later one replaces an earlier one."""
         for index, report in by_index.items():
             self._calls[call][int(index)] = report
 
@@ -72,7 +72,7 @@ def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:
     squeezes = [report["squeezed_at"] for report in reports if report["squeezed_at"] is not None]
     joined = {
         "budget_tokens": None if None in budgets else sum(budgets),
-        # Lossless are all of them, or not all.
+        # ``None`` only if all are lossless.
         "squeezed_at": min(squeezes, default=None),
         BECAUSE: None if sums["tokens_evicted"] else ordered[0][BECAUSE],
     }

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put the ``kv_cache`` object into a response without parsing it. Imports nothing of ours.
 
-API-server process. A response body is one JSON object: our field goes before its last brace. In
-an event stream it goes into the last data event: the final usage chunk if there is one, else the
-chunk that carries the finish reason, in Anthropic's streams ``message_delta``. All other events pass as they
-come.
+API-server process. In a JSON body the field goes before the last brace. In an event stream it goes into the
+last data event: the usage chunk if there is one, else the chunk with the finish reason; ``message_delta`` in
+Anthropic's streams. All other events pass at once.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ Report = Mapping[str, Any]
 
 SEPARATOR = b"\n\n"
 ENDS = (b"data: [DONE]", b"event: message_stop")
-"""What comes behind the last data event."""
+"""What follows the last data event."""
 
 RESPONSE_EVENTS = (b"event: response.completed", b"event: response.incomplete")
 MESSAGE_DELTA = b"event: message_delta"
 LAST_MARKERS = (b'"finish_reason":"', b'"choices":[]', MESSAGE_DELTA, *RESPONSE_EVENTS)
-"""What an event must contain to be perhaps the last one. Inside a JSON string the quotes would be
-escaped, so a client's text cannot contain the first two; a false hit only delays one event."""
+"""Only an event with one of these may be the last. In a JSON string the quotes are escaped, so an answer's
+text cannot contain the first two; a false hit only delays one event."""
 
 
 def into_json(body: bytes, report: Report | None) -> bytes:
@@ -41,7 +40,7 @@ def into_json(body: bytes, report: Report | None) -> bytes:
 class EventCompleter:
     """Passes on a stream of server-sent events and completes its last data event.
 
-    An event that may be the last is held until the next one, or the end, decides; no other is.
+    Only an event that may be the last is held, until the next one or the end.
 
     Args:
         report: called once the stream has ended; gives the ``kv_cache`` object.

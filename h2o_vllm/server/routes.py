@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of vLLM's POST routes take the budget fields. API-server process; imports nothing of vLLM.
 
-A few routes honour the fields (``LIFTED``), or pass them on (``PREPARED``). Every other one refuses a
-request that names one, so a route that vLLM adds cannot ignore them.
+Some routes apply the fields (``LIFTED``) or pass them on (``PREPARED``). All others refuse them, so a route
+that vLLM adds cannot ignore them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Rule(enum.Enum):
-    """What happens to the budget fields of a request."""
+    """How a route treats budget fields."""
 
     LIFT = "lift"
     """Checked, moved into ``vllm_xargs``, and answered with a ``kv_cache`` report."""
@@ -26,7 +26,7 @@ class Rule(enum.Enum):
 
 
 MESSAGES = "/v1/messages"
-"""Anthropic's API: system prompt, errors and streams have shapes of their own."""
+"""Anthropic's API, whose system prompt, errors and streams have other shapes."""
 
 LIFTED = frozenset(
     {
@@ -47,8 +47,8 @@ PREPARED = frozenset(
         "/v1/messages/render",
     }
 )
-"""Open with vLLM's ``--enable-scale-out``; else a 403, as in vLLM. The answer has the fields in its
-``extra_args``: the route that generates from it says that it does not take them."""
+"""A 403 without vLLM's ``--enable-scale-out``. The answer has the fields in its ``extra_args``; the route
+that generates from it refuses them."""
 
 
 def rule_for(method: str, path: str) -> Rule | None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put our configuration into vLLM's arguments and start vLLM's own server.
 
-Runs in the process the user starts. vLLM's server does all the work, with one or several API
-servers, data parallel or headless; we reach into it through its arguments only: the scheduler and
-worker classes, ``additional_config`` and ``middleware``.
+Runs in the process that the user starts. vLLM's server is configured through its arguments only: the
+scheduler and worker classes, ``additional_config`` and ``middleware``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from h2o_vllm.server import engine_death, launch, middleware, playground
 logger = init_logger(f"vllm.{__name__}")
 
 OURS_BY_DEFAULT = ("block_size", "distributed_executor_backend")
-"""Engine arguments that the user may choose otherwise."""
+"""Engine arguments that the user may override."""
 
 LAST_PORT = 65535
 
@@ -47,8 +46,8 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
     """Serve until told to stop; returns the exit code, which is 1 if the engine died.
 
     Raises:
-        ConfigError: the options cannot work, the address cannot be bound, or our middleware found
-            another application than it can serve.
+        ConfigError: the options cannot work, the address cannot be bound, or our middleware cannot serve the
+            application.
     """
     cli_env_setup()
     configure_logging_from_args(args)
@@ -89,8 +88,8 @@ def prepare(
         ``config``, completed as well.
 
     Raises:
-        ConfigError: an option contradicts another one or what we have to set, or the model's directory
-            is none.
+        ConfigError: an option contradicts another one or our own arguments, or the model's directory does not
+            exist.
     """
     _refuse_other_frontends(args)
     if not 0 <= args.port <= LAST_PORT:
@@ -128,7 +127,7 @@ def lacks_calibration(config: H2OConfig) -> bool:
 
 
 def _refuse_other_frontends(args: argparse.Namespace) -> None:
-    """Refuse front ends that read requests without passing our middleware."""
+    """Refuse front ends that bypass our middleware."""
     if args.grpc or args.grpc_port is not None:
         flag = "--grpc" if args.grpc else "--grpc-port"
         raise ConfigError(f"{flag}: h2o-serve checks KV budgets in the HTTP server only")
@@ -145,7 +144,7 @@ def _set_engine_args(
         given = getattr(args, name)
         flag = f"--{name.replace('_', '-')}"
         if name == "additional_config":
-            # Our middleware puts a stat logger into every API server: the engine may send counts.
+            # Every API server gets our stat logger, so the engine may send counts.
             args.additional_config = _merged(given or {}, {**value, METRICS_KEY: True})
         elif given in (None, parser.get_default(name)):
             setattr(args, name, value)
@@ -163,7 +162,7 @@ def _merged(given: dict[str, object], ours: dict[str, object]) -> dict[str, obje
 
 
 def _as_config_error(error: OSError, args: argparse.Namespace) -> Exception:
-    """The errors of binding an address, as one line; any other as it is."""
+    """Errors of binding an address as one line; others unchanged."""
     if error.errno == errno.EADDRINUSE:
         return ConfigError(f"--port {args.port}: already in use on {args.host}")
     if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES) and error.filename is None:

@@ -3,9 +3,9 @@
 
 With ``kv_protect`` ``"task"`` the user's first message belongs to it as well.
 
-API-server process. Which tokens that part becomes is the chat template's business, and templates differ. So a
-prompt is not searched for it: the same part is rendered in front of two messages, and what both prompts
-begin with is the part (:mod:`h2o_vllm.server.system_prefix`). Here are the bodies to render.
+API-server process. Chat templates differ, so the part is not searched for in a prompt: it is rendered in
+front of two different messages, and the common beginning of both prompts is the part
+(:mod:`h2o_vllm.server.system_prefix`). This module makes the bodies to render.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ RENDERED = {
         "system",
     ),
 }  # fmt: skip
-"""Fields that decide how the beginning of a prompt is rendered, or without which it cannot be."""
+"""Fields that the beginning of a prompt depends on, or that rendering requires."""
 
 SYSTEM_ROLES = ("system", "developer")
 USERS = ("Apple", "zebra")
-"""Two messages: nothing in common from the first letter on."""
+"""Two messages without a common first letter."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SystemPart:
 
     Attributes:
         kind: the protocol of the bodies.
-        fields: of the request, those that decide how it is rendered.
+        fields: of the request, those in :data:`RENDERED`.
         head: the system messages that the chat begins with.
         task: the user's first message, if it belongs to the part as well.
     """
@@ -62,7 +62,7 @@ class SystemPart:
     task: Mapping[str, Any] | None = None
 
     def body(self, word: str) -> dict[str, Any]:
-        """A request of this part, behind which nothing but ``word`` is said."""
+        """A request of this part and one message of the user, ``word``."""
         turns: list[Mapping[str, Any]] = [*self.head, {"role": "user", "content": word}]
         if self.task is not None:
             # A template may want the last message to be the user's.
@@ -111,7 +111,7 @@ def _part(kind: Kind, fields: Mapping[str, Any], turns: Any, *, task: bool) -> S
 
 
 def _head(turns: Any) -> list[Mapping[str, Any]]:
-    """The system messages in front of all others."""
+    """The leading system messages."""
     head: list[Mapping[str, Any]] = []
     for turn in turns if isinstance(turns, list) else []:
         if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens that the system part of a chat becomes, for any chat template. API-server process.
 
-vLLM renders the part in front of two messages that have nothing in common. What the two prompts begin with
-is the part, with whatever the template puts around it. Of a prompt the tokens are protected that it has in
-common with that, so a clock in the template ends the protection where it has gone on in between.
+vLLM renders the part in front of two different messages; the common beginning of the two prompts is the part.
+A request protects the beginning that its prompt has in common with it, so a clock in the template ends the
+protection at the first digit that has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEEDS = {
     "system": "needs a system message or tools at the beginning of the chat",
     "task": "needs a system message, tools or a message of the user at the beginning of the chat",
 }
-"""What each word cannot do without."""
+"""What each word requires."""
 NOT_FIRST = "is not found: the chat template of this model does not begin with it"
 
 Render = Callable[[Kind, Mapping[str, Any]], Awaitable["array[int]"]]
@@ -32,11 +32,11 @@ Render = Callable[[Kind, Mapping[str, Any]], Awaitable["array[int]"]]
 
 @dataclass(frozen=True)
 class SystemPrefix:
-    """What a prompt with a certain system part begins with.
+    """The beginning of prompts with a certain system part.
 
     Attributes:
         tokens: up to the user's words.
-        failure: why there are none.
+        failure: why there are no tokens.
     """
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -44,7 +44,7 @@ class SystemPrefix:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the request has no such part, whatever can be rendered."""
+        """Whether the request has no such part."""
         return self.failure in (NO_ROLES.failure, *NEEDS.values())
 
     def error(self, word: str) -> BudgetError:
@@ -53,7 +53,7 @@ class SystemPrefix:
         return BudgetError("kv_protect", word, accepted)
 
     def length_in(self, prompt: array[int] | list[int]) -> int:
-        """How many of a prompt's first tokens are the part's first ones."""
+        """Number of first tokens that a prompt shares with the part."""
         return common_tokens(self.tokens, array("i", prompt[: len(self.tokens)]))
 
 
@@ -67,7 +67,7 @@ async def system_prefixes(
 ) -> list[SystemPrefix]:
     """The prefix of each chat of a request that protects ``word``. Never raises.
 
-    If a part cannot be rendered, the request cannot either, in most cases: vLLM says why.
+    If a part cannot be rendered, neither can the request in most cases, and vLLM says why.
     """
     parts = system_parts(path, request, task=word == "task")
     if not parts:
@@ -88,7 +88,7 @@ async def _prefix(render: Render, part: SystemPart) -> SystemPrefix:
 
 
 def common_tokens(one: array[int], two: array[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common beginning."""
     shorter = min(len(one), len(two))
     if one[:shorter] == two[:shorter]:
         return shorter
@@ -96,7 +96,7 @@ def common_tokens(one: array[int], two: array[int]) -> int:
 
 
 def vllm_render(rendering: ServingRender | None) -> Render:
-    """By what vLLM's own ``.../render`` routes call, whether or not the server shows them."""
+    """Renders as vLLM's ``.../render`` routes do, also on servers without these routes."""
     if rendering is None:
         return _render_nothing
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest

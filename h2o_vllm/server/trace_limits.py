@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests may be traced, and how many at a time. API-server process; imports no vLLM.
 
-A trace is for looking at one answer: of one sequence, on the two routes that people use. Its length is
-checked by :mod:`h2o_vllm.server.admission`. Whether a server traces at all is in
-:class:`~h2o_vllm.config.options.H2OConfig`.
+A trace is of one sequence, on two routes. :mod:`h2o_vllm.server.admission` checks its length;
+:class:`~h2o_vllm.config.options.H2OConfig` says whether a server traces.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ FIELD = "kv_trace"
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 MAX_TRACES = 4
-"""Traced requests at a time, of one API server: of the largest models each takes some megabytes."""
+"""Concurrent traced requests per API server. Each takes some megabytes for large models."""
 
 
 class TraceSlots:

@@ -17,18 +17,14 @@ from typing import Any
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server.routes import route_path
 
-__all__ = ["PATH", "attach", "is_page", "with_traces"]
-
 PATH = "/h2o/"
 
 
 def with_traces(config: H2OConfig, workers: int) -> H2OConfig:
-    """``config``, by which the page may ask for traces where the engine would start with them.
-
-    Which is on CPUs, by one worker: see :mod:`h2o_vllm.engine.support.check`.
+    """``config`` with ``kv_trace`` where the engine supports it: on CPUs, with one worker.
 
     Args:
-        workers: that share the model, by heads and by layers.
+        workers: number of tensor- and pipeline-parallel workers.
     """
     from vllm.platforms import current_platform
 
@@ -45,5 +41,5 @@ def attach(application: Any) -> None:
 
 
 def is_page(scope: Mapping[str, Any]) -> bool:
-    """Whether a request reads the page, or a file of it."""
+    """Whether a request reads a file of the page."""
     return scope.get("method") in ("GET", "HEAD") and f"{route_path(scope)}/".startswith(PATH)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve the files of the page as they are. API-server process.
 
-They are read once, when the server starts: a request names a file of a fixed list, never a path. The page
-may load from, and talk to, this server only, and no other page may frame it. What it writes it inserts
-as text.
+They are read once, at the start: a request names a file of a fixed list, never a path. The page may connect
+only to this server, and no other page may frame it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``POST /h2o/pieces``: the text of each token of a sequence. API-server process.
 
-``/detokenize`` gives one text for all tokens, ``/tokenize`` the vocabulary's own spelling of each; a picture
-needs pieces that make up the text when they are put one after the other.
+``/detokenize`` gives one text for all tokens, ``/tokenize`` the vocabulary's spelling of each; the page needs
+pieces whose concatenation is the text.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pydantic import BaseModel, Field
 from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 
 UNFINISHED = "\ufffd"
-"""What decoders put in the place of a character of which bytes are missing."""
+"""What decoders return for an incomplete character."""
 
 LONGEST_CHARACTER = 8
-"""Tokens after which the rest of a character is not waited for: they are no text."""
+"""Most tokens of a character; more are no text."""
 
 
 class Tokens(BaseModel):

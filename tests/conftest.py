@@ -27,6 +27,8 @@ os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{_asked_directly},127.0.0.1,
 PER_PROCESS = 4 << 30
 """Bytes of memory of a process of tests with the server that it has started."""
 
+TOGETHER = "tests/server/live/"
+
 TIERS = ("slow", "long")
 HOW = {"slow": "tests/run --full", "long": "tests/run --long", "reduced": "tests/run --long"}
 
@@ -77,6 +79,18 @@ def pytest_configure(config: pytest.Config) -> None:
     elif workers := config.getoption("numprocesses", None):
         # Here, as a worker has counted its cores before it reads this file.
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(cores) // workers))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As ``--dist loadfile``, but a folder that shares a server stays together as well."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER if file.startswith(TOGETHER) else file
+
+    return Together(config, log)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -2,7 +2,7 @@
 """Laws 1, 2 and 4 to 7 of prompts with pictures or videos: tiny models of random weights.
 
 Qwen2.5-VL stands for pictures with three positions per token (M-RoPE); LLaVA, with ``--long`` and in
-``test_live_asgi.py``, for those whose tokens are rotated one by one as text is. To a budget a picture's
+``test_other_server.py``, for those whose tokens are rotated one by one as text is. To a budget a picture's
 tokens are as others: counted, ranked, protected and evicted. Of videos the tests show laws 2, 4, 5 and 7.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Killed servers and workers, under load; a killed engine: ``tests/server/test_live_memory.py``."""
+"""Killed servers and workers, under load; a killed engine: ``tests/server/test_short_pool.py``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Nothing a client can send is more than its own problem: no 5xx, nothing bad in the engine, no leak.
 
 Two thousand requests to our layer in front of a stand-in, 100,000 with ``--long``; in
-``tests/server/test_live.py`` a real server gets the same.
+``tests/server/live/test_clients.py`` a real server gets the same.
 """
 
 from __future__ import annotations

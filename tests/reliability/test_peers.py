@@ -56,7 +56,7 @@ KEPT_OUT = {
     ],
     "blocks never really freed": [
         "engine/test_laws_blocks.py::test_freed_blocks_serve_others_in_the_same_step",
-        "server/test_live.py::test_a_fifth_of_the_cache_is_held",
+        "server/live/test_answers.py::test_a_fifth_of_the_cache_is_held",
     ],
     "hooks that silently do nothing (R-KV under full graphs)": [
         "engine/test_law09_workers.py::test_a_worker_without_our_metadata_builder_does_not_start",
@@ -68,7 +68,7 @@ KEPT_OUT = {
         "reliability/test_peers.py::test_scores_grow_beyond_what_fp16_holds",
     ],
     "one budget for everybody": [
-        "server/test_live.py::test_requests_of_eight_budgets_finish_and_leave_the_pool_empty",
+        "server/live/test_answers.py::test_requests_of_eight_budgets_finish_and_leave_the_pool_empty",
         "engine/test_laws_tokens.py::test_law05_tokens_do_not_depend_on_the_batch",
     ],
 }

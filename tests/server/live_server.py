@@ -104,6 +104,11 @@ class LiveServer:
             assert time.monotonic() < deadline, f"{name} is {got}, not {value}"
             time.sleep(0.05)
 
+    def is_idle(self) -> None:
+        """Until nothing runs, waits or holds a block."""
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            self.wait_for(f"vllm:{gauge}", 0, 300)
+
     def stop(self, signum: int = signal.SIGTERM) -> int:
         """Signal the process that the user started; returns its exit code."""
         self.process.send_signal(signum)

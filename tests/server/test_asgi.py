@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The application for other ASGI servers, without an engine; with one: ``test_live_asgi.py``."""
+"""The application for other ASGI servers, without an engine; with one: ``test_other_server.py``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends that need a server of their own: a signal while it starts, and several API servers."""
+"""Ends that need a server of their own: a signal while it starts, several engines or API servers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def starts_an_engine(server: LiveServer) -> bool:
     return False
 
 
-def test_sigterm_while_starting_ends_it_at_once(tmp_path: Path) -> None:
-    server = LiveServer(tmp_path / "log")
+def test_sigterm_while_starting_ends_it_at_once(tmp_path: Path, tiny: list[str]) -> None:
+    server = LiveServer(tmp_path / "log", *tiny)
     try:
         deadline = time.monotonic() + 300
         # Then vLLM waits for its engine process, where it would swallow a KeyboardInterrupt.
@@ -84,12 +84,49 @@ def test_two_api_servers_report_serve_the_page_and_end_on_ctrl_c(
         server.kill()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("option", ["--api-server-count", "--data-parallel-size"])
-def test_nothing_is_left_when_a_server_of_several_processes_has_ended(
-    option: str, tmp_path: Path, tiny: list[str]
+CORES = sorted(os.sched_getaffinity(0))[:2]
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(len(CORES) < 2, reason="two engines need two cores")
+def test_every_engine_evicts_and_says_so_and_both_end_with_the_server(
+    tmp_path: Path, tiny: list[str]
 ) -> None:
-    server = LiveServer(tmp_path / "log", *tiny, option, "2")
+    options = [*tiny, "--kv-budget", "0.9", "--kv-budget-max", "0.9", "--api-server-count", "1"]
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES))}
+    options += ["--data-parallel-size", "2"]
+    server = LiveServer(tmp_path / "log", *options, environment=binding)
+
+    def one(i: int) -> int:
+        body = {"model": MODEL, "prompt": [1000 + i] * (400 + i), "max_tokens": 8}
+        answer = server.post("/v1/completions", body | {"ignore_eos": True, "kv_budget": 0.3})
+        evicted: int = answer.json()["kv_cache"]["tokens_evicted"]
+        return evicted
+
+    try:
+        server.wait_until_up()
+        name = "h2o:evicted_tokens_total"
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            evicted = sum(pool.map(one, range(4)))
+        server.wait_for(name, evicted)
+        assert all(server.metric(name, engine=engine) > 0 for engine in ("0", "1"))
+        headers = {"authorization": f"Bearer {KEY}"}
+        said = httpx.get(f"{server.url}/plugins/h2o/config", headers=headers).json()
+        # Whoever bounds budgets bounds what escapes them.
+        assert (said["limits"]["kv_budget_max"], said["limits"]["kv_protect_max"]) == (0.9, 1024)
+        assert said["kv_cache"]["num_tokens"] == 32 * (said["kv_cache"]["num_blocks"] - 2)
+        assert said["support"]["data_parallel_size"] == 2
+        assert server.stop(signal.SIGTERM) == 0
+        assert server.members() == []
+    finally:
+        server.kill()
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_two_api_servers_that_have_ended(
+    tmp_path: Path, tiny: list[str]
+) -> None:
+    server = LiveServer(tmp_path / "log", *tiny, "--api-server-count", "2")
     try:
         server.wait_until_up()
         assert server.stop(signal.SIGTERM) == 0

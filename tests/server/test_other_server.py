@@ -57,16 +57,13 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def test_another_server_serves_budgets_reports_and_refusals(server: Server) -> None:
-    with httpx.Client(base_url=server.url) as client:
-        body = {"model": MODEL, "prompt": [100] * 400, "max_tokens": 8, "ignore_eos": True}
-        answer = client.post("/v1/completions", json=body | {"kv_budget": 0.5}, timeout=60)
+    body = {"model": MODEL, "prompt": [100] * 400, "max_tokens": 8, "ignore_eos": True}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        answer = client.post("/v1/completions", json=body | {"kv_budget": 0.5})
         assert answer.headers["x-h2o-vllm"] == h2o_vllm.__version__
-        report = answer.json()["kv_cache"]
-        assert report["budget"] == 0.5
-        assert report["tokens_evicted"] > 0
+        assert answer.json()["kv_cache"]["tokens_evicted"] > 0
         refused = client.post("/v1/completions", json=body | {"kv_budget": 7})
-        assert refused.status_code == 400
-        assert "kv_budget" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "kv_budget" in refused.json()["error"]["message"]
         assert client.get("/plugins/h2o/config").status_code == 200
         assert "h2o:budget_rejections_total{" in client.get("/metrics").text
 

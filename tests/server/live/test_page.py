@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.live_server import KEY, LiveServer, live_server
-from tests.server.playground_visit import Routed, Visit
+from tests.server.live.visit import Routed, Visit
+from tests.server.live_server import KEY, LiveServer
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install playwright"
@@ -28,14 +28,6 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt install chromium"),
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Iterator[LiveServer]:
-    log = tmp_path_factory.mktemp("playground") / "log"
-    options = ["--kv-playground", "--kv-budget", "0.2", *tiny, "--kv-delay", "16"]
-    with live_server(log, *options) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +96,9 @@ def test_it_says_whether_the_code_was_found(visit: Visit, report: dict[str, Any]
 def test_short_answers_are_evicted_from_unless_they_say_why_not(
     browser: Any, server: LiveServer
 ) -> None:
-    """The page asks with the server's own delay, which here is 16 tokens."""
     visit = Visit(browser, server).ready()
-    assert visit.page.input_value("#delay") == "16"
+    assert visit.page.input_value("#delay") == "0", "not the server's own"
+    visit.page.fill("#delay", "16")
     assert visit.ask(8)["tokens_evicted"] == 0
     said = visit.page.inner_text("#kept-side")
     assert "Nothing was evicted: the answer ended within kv_delay, 16 tokens." in said
@@ -213,15 +205,15 @@ def test_arrow_keys_move_from_token_to_token(visit: Visit, report: dict[str, Any
     assert "secret" in before or "code" in before
 
 
-def test_a_larger_budget_holds_more(visit: Visit, report: dict[str, Any]) -> None:
+def test_budget_policy_and_window_are_those_that_were_chosen(
+    visit: Visit, report: dict[str, Any]
+) -> None:
     visit.choose("budget", 0.6)
     assert visit.page.inner_text("#budget-value") == "60 %"
     more = visit.ask()
     assert more["budget"] == 0.6 and more["tokens_held"] > 2 * report["tokens_held"]
-
-
-def test_a_policy_brings_its_own_recent_window(visit: Visit, report: dict[str, Any]) -> None:
     visit.page.select_option("#policy", "auto")
+    # A policy brings its own window.
     assert (report["recent"], visit.ask()["recent"]) == (0.5, 0.25)
     visit.page.fill("#recent", "0.4")
     assert visit.ask()["recent"] == 0.4
@@ -234,12 +226,21 @@ def test_it_asked_this_server_only_and_complained_of_nothing(
     assert visit.complaints == []
 
 
-def test_a_refusal_is_shown_in_the_servers_words(browser: Any, server: LiveServer) -> None:
-    visit = Visit(browser, server).ready()
-    visit.page.fill("#recent", "1.5")
-    visit.click("#find", until="#problem:visible")
+def test_a_refusal_is_shown_in_the_servers_words_and_a_server_that_is_gone_is_said_to_be(
+    browser: Any, server: LiveServer
+) -> None:
+    page = Visit(browser, server).ready().page
+    page.fill("#recent", "1.5")
+    page.click("#find")
+    page.wait_for_selector("#problem:visible")
     said = "kv_recent must be a number in [0, 1], got 1.5 (HTTP 400)"
-    assert said in visit.page.inner_text("#problem")
+    assert said in page.inner_text("#problem")
+    page.fill("#recent", "")
+    page.route("**/v1/**", lambda route: route.abort())
+    page.click("#ask")
+    page.wait_for_function(
+        "document.querySelector('#problem').innerText === 'The server cannot be reached.'"
+    )
 
 
 @pytest.mark.parametrize("body", ["", 'data: {"choices": [{"delta": {"content": "The"}}]}\n\n'])
@@ -298,13 +299,6 @@ def test_a_server_without_traces_and_settling_says_so_and_compares_answers(
     )
     visit.click("#find")
     assert visit.shown("full")["lossless"] == "yes" and not visit.page.is_visible("#problem")
-
-
-def test_a_server_that_is_gone_is_said_to_be(browser: Any, server: LiveServer) -> None:
-    visit = Visit(browser, server).ready()
-    visit.page.route("**/v1/**", lambda route: route.abort())
-    visit.click("#ask", until="#problem:visible")
-    assert visit.page.inner_text("#problem") == "The server cannot be reached."
 
 
 def test_who_has_no_key_is_asked_for_it(browser: Any, server: LiveServer) -> None:

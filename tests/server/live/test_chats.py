@@ -8,32 +8,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from tests.server.live_server import KEY, MODEL, LiveServer, live_server
+from tests.server.live_server import KEY, MODEL, LiveServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def server(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = [*tiny, "--kv-protect", "system", "--trust-request-chat-template"]
-    options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
-    options += ["--speculative-config", json.dumps(ngram)]
-    with live_server(log, *options) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: LiveServer) -> openai.OpenAI:
-    return server.client()
 
 
 SYSTEM = "You are a patient teacher who answers in short and simple words. " * 12
@@ -147,27 +130,6 @@ def test_default_of_the_server_protects_what_there_is(server: LiveServer) -> Non
         protected.append(answer.json()["kv_cache"]["tokens_protected"])
     assert 128 <= protected[0] <= 192
     assert protected[1:] == [0, 0]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_messages_api(server: LiveServer, stream: bool) -> None:
-    body = {
-        "model": MODEL, "system": SYSTEM, "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 4, "stream": stream, "kv_budget": 0.5, "kv_protect": "system",
-    }  # fmt: skip
-    answer = server.post("/v1/messages", body)
-    assert answer.status_code == 200 and "h2o_" not in answer.text
-    if stream:
-        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:6] == "data: "]
-        assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
-        report = events[-2]["kv_cache"]
-        assert events[-2]["usage"]["output_tokens"] == 4
-    else:
-        report = answer.json()["kv_cache"]
-    assert report["budget"] == 0.5
-    assert (
-        server.post("/v1/messages", body | {"kv_budget": 9}).json()["error"]["param"] == "kv_budget"
-    )
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from typing import Any
 
 from tests.server.live_server import KEY, LiveServer
 
-__all__ = ["Routed", "Visit"]
-
 SECONDS = 240
 KEY_KNOWN = f"sessionStorage.setItem('h2o-key', {json.dumps(KEY)})"
 STOP_AT_THE_FIRST_WORD = """async () => {

@@ -42,19 +42,7 @@ def bare(tmp_path: Path, **programs: str) -> Path:
     """A PATH of a system that has little more than ``programs``, name to script."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for tool in (
-        "awk",
-        "cat",
-        "env",
-        "find",
-        "grep",
-        "kill",
-        "mkdir",
-        "rm",
-        "sleep",
-        "tail",
-        "touch",
-    ):
+    for tool in "awk cat env find grep kill mkdir rm sleep tail touch".split():  # noqa: SIM905
         if found := shutil.which(tool):
             (folder / tool).symlink_to(found)
     for name, script in programs.items():
@@ -65,7 +53,6 @@ def bare(tmp_path: Path, **programs: str) -> Path:
 
 APT = 'echo "$*" >>"$APT_LOG"'
 NO_VENV = 'case "$2" in *ensurepip* | *ctypes*) exit 1 ;; esac'
-"""Debian's python3 without python3-venv: venv is there, ensurepip is not."""
 
 
 def get_packages(
@@ -102,23 +89,23 @@ def test_who_may_not_install_is_told_in_one_line(checkout: Path, tmp_path: Path,
     assert not (checkout / ".venv").exists()
 
 
-def test_python_without_venv_names_the_package_of_that_python(
-    checkout: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("programs", "code", "said"),
+    [
+        # Debian's python3 without python3-venv: venv is there, ensurepip is not.
+        ({"python3.12": NO_VENV}, 1, "apt-get install python3.12-venv libnuma1 g++"),
+        # Without a compiler the set-up goes on.
+        ({"python3": "exit 0"}, 0, "WARNING: there is no g++"),
+        # A complete system is left alone.
+        ({"python3": "exit 0", "g++": "exit 0"}, 0, ""),
+    ],
+)
+def test_what_python_and_compiler_there_are_decides_what_is_missing(
+    checkout: Path, tmp_path: Path, programs: dict[str, str], code: int, said: str
 ) -> None:
-    done, _ = get_packages(checkout, bare(tmp_path, **{"python3.12": NO_VENV}), H2O_INSTALL="no")
-    assert "apt-get install python3.12-venv libnuma1 g++" in done.stderr
-
-
-def test_without_a_compiler_the_set_up_goes_on(checkout: Path, tmp_path: Path) -> None:
-    done, _ = get_packages(checkout, bare(tmp_path, python3="exit 0"), H2O_INSTALL="no")
-    assert done.returncode == 0, done.stderr
-    assert "WARNING: there is no g++" in done.stderr
-
-
-def test_a_complete_system_is_left_alone(checkout: Path, tmp_path: Path) -> None:
-    path = bare(tmp_path, **{"python3": "exit 0", "g++": "exit 0", "apt-get": APT})
-    done, asked = get_packages(checkout, path)
-    assert (done.returncode, done.stderr, asked) == (0, "", "")
+    done, asked = get_packages(checkout, bare(tmp_path, **programs), H2O_INSTALL="no")
+    assert (done.returncode != 0) == bool(code) and not asked
+    assert said in done.stderr and (said or not done.stderr)
 
 
 def test_no_proxy_is_asked_for_servers_of_the_tests() -> None:

@@ -95,10 +95,11 @@ def test_every_attribute_of_a_budget_is_a_row_or_follows_from_several() -> None:
     assert rows | derived == {each.name for each in fields(RequestBudget)}
 
 
-@pytest.mark.parametrize("row", FIELDS.values(), ids=FIELDS)
+BOUNDED = {name: row for name, row in FIELDS.items() if row.is_bounded and not row.low_open}
+
+
+@pytest.mark.parametrize("row", BOUNDED.values(), ids=BOUNDED)
 def test_both_ends_of_a_range_are_accepted_and_none_beyond(row: Any) -> None:
-    if not row.is_bounded or row.low_open:
-        pytest.skip("no range of its own")
     for value in (row.low, row.high):
         assert getattr(resolve(H2OConfig(), {row.name: value}), row.attribute) == value
     for value in (row.low - 1, row.high + 1):

@@ -94,7 +94,7 @@ class SettlingSchedule(Schedule):
         ):
             return ""
         return (
-            f"of a segment, a quarter of it in whole blocks of {self.block_size}, {self.kept} of {blocks} "
+            f"{self.kept} of {blocks} blocks of {self.block_size} tokens in a segment, a quarter of it, "
             f"would stay for kv_budget {fraction:g}; least: {least_window(fraction, self.block_size)}"
         )
 

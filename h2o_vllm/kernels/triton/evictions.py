@@ -106,8 +106,11 @@ class Evictions:
             if one.fresh:
                 fresh = np.isin(ids, np.fromiter(one.fresh, np.int32))
                 ids[fresh] = -1 - ids[fresh]
-        on_gpu = torch.device(device).type == "cuda"
-        there = torch.tensor(rows, pin_memory=on_gpu).to(device, non_blocking=True)
+        here = torch.from_numpy(rows)
+        if torch.device(device).type == "cuda":
+            # ``torch.tensor`` pins no array of numpy's.
+            here = here.pin_memory()
+        there = here.to(device, non_blocking=True)
         return cls(
             blocks=there[:, 4:],
             counts=there[:, :3],

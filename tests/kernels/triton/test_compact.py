@@ -82,6 +82,21 @@ def test_evictions_are_packed_without_gaps() -> None:
     assert Evictions.pack(given[1:2], "cpu").blocks.shape == (0, 0)
 
 
+def test_evictions_reach_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy waits for the device otherwise. Here the "device" is the host."""
+    pinned: list[Tensor] = []
+
+    def pin(here: Tensor) -> Tensor:
+        pinned.append(here)
+        return here
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", lambda here, *_, **__: here)
+    packed = Evictions.pack([Compaction((3, 4), (1, 2))], "cuda")
+    assert len(pinned) == 1
+    assert packed.blocks.tolist() == [[3, 4, 1, 2]]
+
+
 def test_a_long_eviction_sizes_no_others() -> None:
     sizes = (2, 64, 65, 256, 257, 1024, 1025, 8192)
     given = [Compaction([0], range(1, size)) for size in sizes]

@@ -117,7 +117,6 @@ def test_law09_each_refusal_ends_the_start_by_its_name(
 
 
 MEDIA = SimpleNamespace(get_limit_per_prompt=lambda kind: int(kind == "image"))
-TEXT = SimpleNamespace(get_limit_per_prompt=lambda _: 0)
 SHARED = {"model_config.hf_text_config": SimpleNamespace(num_kv_shared_layers=2)}
 
 
@@ -135,7 +134,7 @@ def named(architecture: str) -> dict[str, Any]:
         ("cpu", named("SomeNewForCausalLM")),
         *(("cpu", {"speculative_config.method": method}) for method in (*WITHOUT_KV, *WITH_KV)),
         ("cuda", {"model_config.multimodal_config": MEDIA}),
-        ("cuda", {"model_config.uses_mrope": True, "model_config.multimodal_config": TEXT}),
+        ("cuda", {"model_config.uses_mrope": True, "model_config.multimodal_config": MEDIA}),
         *(("cuda", {"cache_config.cache_dtype": name}) for name in ("fp8", "fp8_e4m3", "bfloat16")),
         ("cpu", {"parallel_config.tensor_parallel_size": 4}),
     ],

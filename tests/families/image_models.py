@@ -21,10 +21,15 @@ from safetensors.torch import load_file, save_file
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.auto.video_processing_auto import AutoVideoProcessor
-from transformers.video_processing_utils import VideoProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from tests.families.random_models import SIZES, VOCABULARY, randomise
+
+try:
+    from transformers.video_processing_utils import VideoProcessorMixin
+except ImportError:
+    # transformers before 5.19.
+    from transformers.video_processing_utils import BaseVideoProcessor as VideoProcessorMixin
 
 CHAT = (
     "{% for message in messages %}{% if message.content is string %} {{ message.content }}"
@@ -183,15 +188,20 @@ def _frames(kind: str, frames: int, rows: int, columns: int) -> list[int]:
     return ([0, 0, START, *one, END] if kind == "qwen3_vl" else one) * frames
 
 
-def save_image_model(kind: str, directory: str) -> None:
+def save_image_model(kind: str, directory: str, head_size: int = 32) -> None:
     """The model, and its processor and tokenizer: words are ``t3`` to ``t499``."""
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
     sizes = MODELS[kind]
-    config = AutoConfig.for_model(
-        kind,
-        **{**sizes, "text_config": {**SIZES, **sizes["text_config"]}, "tie_word_embeddings": False},
-    )
+    text = {**SIZES, **sizes["text_config"], "head_dim": head_size}
+    sight = sizes["vision_config"]
+    if head_size != _TEXT["head_dim"]:
+        hidden, rope = head_size * text["num_attention_heads"], text["rope_parameters"]
+        section = [part * head_size // _TEXT["head_dim"] for part in rope["mrope_section"]]
+        text |= {"hidden_size": hidden, "rope_parameters": rope | {"mrope_section": section}}
+        sight = sight | {"out_hidden_size": hidden}
+    given = {**sizes, "text_config": text, "vision_config": sight, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(kind, **given)
     model = AutoModelForMultimodalLM.from_config(config)
     # The text of Qwen3.5 has the layers of Qwen3-Next.
     randomise(model, "qwen3_next" if kind == "qwen3_5" else kind)
@@ -234,23 +244,21 @@ def _processor(kind: str) -> Any:
 
 @contextmanager
 def processors() -> Iterator[None]:
-    """Processors that need Pillow alone, where there is no torchvision; also for processes that start within.
+    """Our processor of videos; and processors that need Pillow alone, where there is no torchvision.
 
-    Those of models that take videos also ask for one of videos, which would need it: they get ours.
+    Within the block, also for processes that start in it.
     """
     import transformers
     from transformers.utils import is_torchvision_available
 
-    if is_torchvision_available():
-        yield
-        return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(PILLOW_ALONE), prepend=os.pathsep)
-        # What is put there goes with the block.
-        patch.setitem(sys.modules, "torchvision.transforms.v2", None)
-        runpy.run_path(str(PILLOW_ALONE / "sitecustomize.py"))
-        patch.setattr(transformers, "VideoProcessorMixin", VideoProcessorMixin, raising=False)
         patch.setattr(AutoVideoProcessor, "from_pretrained", lambda *_, **__: Videos())
+        if not is_torchvision_available():
+            patch.setenv("PYTHONPATH", str(PILLOW_ALONE), prepend=os.pathsep)
+            # What is put there goes with the block.
+            patch.setitem(sys.modules, "torchvision.transforms.v2", None)
+            runpy.run_path(str(PILLOW_ALONE / "sitecustomize.py"))
+            patch.setattr(transformers, "VideoProcessorMixin", VideoProcessorMixin, raising=False)
         yield
 
 

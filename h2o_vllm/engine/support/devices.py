@@ -218,14 +218,6 @@ ON_CUDA = (
     ),
     Refusal(
         "cuda",
-        "images, videos and sound with several positions per token (M-RoPE)",
-        "not tested with evictions",
-        rotates_images,
-        _IMAGES,
-        "Serve text alone with --language-model-only, or everything with: vllm serve",
-    ),
-    Refusal(
-        "cuda",
         "--enable-dbo",
         "parts of a batch attend at once, and our decode kernel has one workspace",
         lambda config: config.parallel_config.use_ubatching,

@@ -16,7 +16,7 @@ LONGEST = 300
 
 settling = st.fixed_dictionaries(
     {
-        "kv_budget": st.sampled_from([0.5, 0.5, 0.25, 0.75]),
+        "kv_budget": st.sampled_from([0.5, 0.5, 0.25, 0.34]),
         "kv_policy": st.sampled_from(["key", "key", "predicted+key", "random"]),
         "kv_settle_tokens": st.sampled_from([128, 128, 192]),
         "kv_protect": st.sampled_from([0, 0, 20, 64]),

@@ -117,7 +117,7 @@ def test_a_chat_whose_older_tokens_settle_reads_them_at_its_next_turn(
 ) -> None:
     visit = Visit(browser, server).ready()
     page = visit.page
-    page.fill("#settle", "256")
+    page.fill("#settle", "384")
     page.select_option("#policy", "auto")
     page.fill("#max-tokens", "8")
     visit.click("#find")

@@ -49,13 +49,3 @@ def test_several_start_at_once(first: dict[str, Any], tmp_path: Path) -> None:
         assert [child.answered["name"] for child in children] == names
         assert [len(child.log) for child in children] == [50_002] * 2
         assert [child.request("more") for child in children] == [{"echo": "more"}] * 2
-
-
-def test_where_one_fails_the_other_is_ended(first: dict[str, Any]) -> None:
-    stack = ExitStack()
-    fails = stack.enter_context(Child("measuring", first | {"lines": "many"}, wait=False))
-    other = stack.enter_context(Child("measuring", first | {"lines": 50_000}, wait=False))
-    with pytest.raises(SystemExit, match="TypeError"), stack:
-        fails.request("more")
-    assert fails.process.returncode == 1
-    assert other.process.returncode is not None

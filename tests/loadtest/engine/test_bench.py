@@ -3,25 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
-from loadtest.engine import bench
-from loadtest.engine.bench import (
-    Engines,
-    Measurement,
-    engine_of,
-    parse_arguments,
-    planned,
-)
+from loadtest.engine.bench import Measurement, planned
 from loadtest.engine.plot import STYLES
-from loadtest.engine.suites import SUITES, Suite, suite_of
+from loadtest.engine.suites import SUITES
 from loadtest.engine.tables import measured_table, ratio_table
 
 CPU, CUDA = SUITES["cpu"], SUITES["cuda"]
-SHARED = suite_of("cuda", shared=True)
 
 
 def test_rounds_alternate_variants_and_stock_serves_equal_traffic_once() -> None:
@@ -33,67 +24,6 @@ def test_rounds_alternate_variants_and_stock_serves_equal_traffic_once() -> None
     tight = [(r, v, w) for r in (0, 1)
              for v, w in (("stock", "tight"), ("h2o", "tight"), ("h2o", "mixed"))]  # fmt: skip
     assert order == [*tight, *((r, v, "idle") for r in (0, 1) for v in ("stock", "h2o"))]
-
-
-class Started(list[tuple[str, str]]):
-    """In the place of engines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = 0
-        self.live_max = 0
-        self.starts_before_answers: list[int] = []
-
-    def __call__(self, module: str, first: dict[str, Any], *, wait: bool) -> Started:
-        assert not wait
-        self.append((first["setting"], first["variant"]))
-        return self
-
-    @property
-    def answered(self) -> dict[str, Any]:
-        self.starts_before_answers.append(len(self))
-        return {"start_s": 45.25}
-
-    def request(self, line: str) -> dict[str, Any]:
-        return {"tok_per_s": 100.0}
-
-    def __enter__(self) -> Self:
-        self.live += 1
-        self.live_max = max(self.live, self.live_max)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.live -= 1
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    engines = Started()
-    monkeypatch.setattr(bench, "Child", engines)
-    return engines
-
-
-@pytest.mark.parametrize(
-    ("suite", "names", "starts_before_answers", "side_by_side"),
-    [
-        (CPU, ["tight", "idle"], [1, 2, 3, 4], 2),
-        (CUDA, ["2k-tight", "2k-idle"], [1, 2, 3, 4, 5, 6, 7, 8], 1),
-        (SHARED, ["2k-tight", "2k-idle"], [2, 2, 4, 4], 2),
-    ],
-)
-def test_engines_live_side_by_side_on_cpu_and_alone_on_a_gpu_or_start_together(
-    suite: Suite,
-    names: Sequence[str],
-    starts_before_answers: Sequence[int],
-    side_by_side: int,
-    started: Started,
-) -> None:
-    plan = list(planned(suite, names, ["stock", "h2o"], 2))
-    with Engines(suite, engine_of(parse_arguments([])), plan) as engines:
-        for one in plan:
-            engines.get(one)
-    assert started.starts_before_answers == starts_before_answers
-    assert (started.live, started.live_max) == (0, side_by_side)
 
 
 def row(turn: int, variant: str, workload: str, speed: float) -> dict[str, Any]:

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from loadtest.http.records import ALL, Record, Run, read_runs, summarise, write_runs
+from loadtest.http.records import ALL, Record, summarise
 
 
 def record(label: str = "kv=0.2", at: float = 0.0, **changes: object) -> Record:
@@ -38,14 +36,3 @@ def test_failed_and_cut_requests_give_no_latencies_and_only_the_failed_are_error
 def test_time_per_output_token_counts_tokens_not_events() -> None:
     assert record(output_tokens=5).tpot == 0.5
     assert record(output_tokens=1, gaps_ms=[]).tpot is None
-
-
-def test_file_gives_back_runs_and_records(tmp_path: Path) -> None:
-    runs = [
-        Run({"variant": "full"}, [record(kv_cache={"tokens_seen": 5}), record("kv=1", error="x")]),
-        Run({"variant": "0.2"}, []),
-    ]
-    path = tmp_path / "new" / "runs.jsonl"
-    write_runs(path, runs[:1])
-    write_runs(path, runs[1:])
-    assert read_runs(path) == runs

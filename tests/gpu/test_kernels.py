@@ -9,26 +9,12 @@ import torch
 pytest.importorskip("triton")
 
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import (
-    EVICTING,
-    SCORED,
-    DecodeWorkspace,
-    reset_scores,
-)
+from h2o_vllm.kernels.triton import EVICTING, SCORED, DecodeWorkspace
 from h2o_vllm.policy.policy import Policy
-from tests.kernels.triton.cases import (
-    DTYPES,
-    Batch,
-    bits,
-    make_batch,
-)
+from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
 from tests.kernels.triton.decode_laws import check_decode, decode, workspace_for
 from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
-from tests.kernels.triton.prompt_laws import (
-    check_prompt,
-    check_prompt_alone,
-)
+from tests.kernels.triton.prompt_laws import check_prompt, check_prompt_alone
 from tests.kernels.triton.rescore_laws import ADJUSTING, check_places, check_rescore
 from tests.kernels.triton.table_laws import check_tables
 
@@ -72,15 +58,6 @@ def test_an_8_bit_cache_is_served(query_dtype: torch.dtype | None) -> None:
             check_decode(batch, workspace_for(batch, spare=None))
     caches, scores = make_layers(torch.float8_e4m3fn, 128, 16, blocks=40, kv_heads=8, device="cuda")
     check_compact(caches, scores, [(list(range(1, 9)), list(range(9, 30)))])
-
-
-@pytest.mark.parametrize("rows", [1, 3, 64, 300])
-def test_decode_of_few_and_many_rows(rows: int) -> None:
-    lengths = torch.randint(0, 1500, (rows,), generator=torch.Generator().manual_seed(rows))
-    batch = make_batch(
-        [4000, *lengths.tolist()], group=4, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda"
-    )  # fmt: skip
-    check_decode(batch, workspace_for(batch, spare=None))
 
 
 def test_decode_is_the_same_each_time() -> None:
@@ -164,14 +141,6 @@ def test_only_the_last_queries_of_a_prompt_are_scored(last: int) -> None:
     check_prompt(batch, last=[last] * 3)
 
 
-def test_prompt_scores_of_a_long_prompt() -> None:
-    check_prompt(
-        make_batch(
-            [4096], [2048], group=4, kv_heads=2, size=128, dtype=torch.bfloat16, device="cuda"
-        )
-    )
-
-
 def test_a_prompt_does_not_depend_on_how_it_is_launched() -> None:
     check_prompt_alone(
         make_batch(
@@ -223,16 +192,7 @@ def test_rescoring_equals_the_policies(policy: str) -> None:
     for at in range(512, 912, 10):
         mine = tuple(order[at : at + 10])
         evictions.append(
-            Eviction(
-                f"{at}",
-                mine[:9],
-                mine[9:],
-                (),
-                ranks,
-                mine[8:],
-                fresh_from=900,
-                seen=1000,
-            )
+            Eviction(f"{at}", mine[:9], mine[9:], (), ranks, mine[8:], fresh_from=900, seen=1000)
         )
     caches, scores = make_layers(
         torch.bfloat16, 128, 16, layers=4, blocks=921, kv_heads=8, device="cuda"
@@ -252,14 +212,3 @@ def test_tables_lose_their_holes() -> None:
     flags = torch.randint(0, 4, (300,), generator=gen, dtype=torch.int32)
     flags[::7] |= EVICTING | SCORED
     check_tables(table.cuda(), lens.cuda(), flags.cuda(), 16, extra_rows=4)
-
-
-def test_reset_equals_the_reference() -> None:
-    gen = torch.Generator().manual_seed(0)
-    scores = torch.rand(32, 1000, 8, 16, generator=gen).cuda()
-    slots = torch.randperm(16000, generator=gen)[:8192].cuda()
-    slots[::3] = -1
-    want = scores.clone()
-    reset_scores(scores, slots)
-    reference.reset_scores(want, slots)
-    assert torch.equal(bits(scores), bits(want))

@@ -87,12 +87,6 @@ def many(rows: int) -> tuple[Batch, LaneTables]:
     return batch, lanes_for(batch, shared, pinned, layers=1)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64])
-def test_decode_of_few_and_many_rows(rows: int) -> None:
-    batch, lanes = many(rows)
-    check_lane_decode(batch, lanes, lane_workspace(batch, 1, spare=None))
-
-
 def test_a_plan_lists_the_keys_of_heads_that_share() -> None:
     batch, lanes = many(100)
     check_lane_lists(batch, lanes, lane_workspace(batch, 1, spare=None))

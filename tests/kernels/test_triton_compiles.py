@@ -110,14 +110,6 @@ def test_programs_of_decodes_share_a_processor(size: int) -> None:
 
 
 @pytest.mark.long
-def test_every_kernel_compiles_for_other_gpus() -> None:
-    others = set(ARCHS) - {90}
-    rows = compiled_with_the_locks_triton("--shapes", "1", "--archs", *map(str, others))
-    check(rows)
-    assert {row["arch"] for row in rows} == others
-
-
-@pytest.mark.long
 def test_every_kernel_compiles_for_every_gpu_and_shape() -> None:
     rows = compiled_with_the_locks_triton()
     check(rows)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -159,6 +160,26 @@ def check(batch: Batch, out: Tensor | None, scores: Tensor, scored: int | None =
     assert torch.equal(
         scores[batch.poisoned].isnan(), torch.ones_like(scores[batch.poisoned], dtype=torch.bool)
     )
+
+
+def check_decode(impl: ModuleType, batch: Batch, scored: int | None = None) -> None:
+    """Attention of one query per row; see :func:`check`."""
+    out, scores = batch.out(), batch.scores.clone()
+    arguments = (batch.rows, batch.rows, batch.scale, out, scored)
+    impl.attend_decode(batch.paged(scores), *arguments, **batch.softmax)
+    check(batch, out, scores, scored)
+
+
+def check_prompt(impl: ModuleType, batch: Batch, scored: int | None = None) -> None:
+    """Attention of several queries per row, and if all are scored their scores alone; see :func:`check`."""
+    out, scores = batch.out(), batch.scores.clone()
+    arguments = (batch.query_start_loc, batch.rows, batch.scale)
+    impl.attend_prompt(batch.paged(scores), *arguments, out, scored, **batch.softmax)
+    check(batch, out, scores, scored)
+    if scored is None:
+        scores = batch.scores.clone()
+        impl.score_prompt(batch.paged(scores), *arguments, **batch.softmax)
+        check(batch, None, scores)
 
 
 def attended_by_vllm(batch: Batch) -> Tensor:

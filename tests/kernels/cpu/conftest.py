@@ -11,13 +11,12 @@ import torch
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
-from tests.kernels.cpu.checks import Checked
 
 
 @pytest.fixture(scope="session", params=["cpp"])
 def impl(request: pytest.FixtureRequest) -> Any:
     try:
-        return Checked(kernels.load(request.param))
+        return kernels.load(request.param)
     except ConfigError as error:
         pytest.skip(str(error))
 

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from h2o_vllm.kernels.cpu import reference
-from tests.kernels.cpu.cases import assert_no_worse, attended_by_vllm, check, make_batch
+from tests.kernels.cpu.cases import (
+    assert_no_worse,
+    attended_by_vllm,
+    check_decode,
+    check_prompt,
+    make_batch,
+)
 
 LENGTHS = {16: [1, 15, 16, 17, 1000], 32: [1, 31, 32, 33, 1000], 128: [1, 127, 128, 129, 1000]}
 SHAPES = [  # (group, head size, block size)
@@ -35,28 +41,13 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("group", "size", "block_size"), SHAPES)
-def test_decode_equals_the_reference(
+def test_odd_shapes_equal_the_reference(
     impl: ModuleType, group: int, size: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    batch = make_batch(
-        LENGTHS[block_size],
-        group=group,
-        size=size,
-        block_size=block_size,
-        dtype=dtype,
-        strided=True,
-    )
-    out, scores = batch.out(), batch.scores.clone()
-    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out)
-    check(batch, out, scores)
-
-
-@pytest.mark.parametrize("spread", [0.0, 30.0])
-def test_decode_survives_flat_and_peaked_softmax(impl: ModuleType, spread: float) -> None:
-    batch = make_batch([700, 65], dtype=torch.bfloat16, spread=spread)
-    out, scores = batch.out(), batch.scores.clone()
-    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out)
-    check(batch, out, scores)
+    shape = {"group": group, "size": size, "block_size": block_size, "dtype": dtype}
+    check_decode(impl, make_batch(LENGTHS[block_size], strided=True, **shape))
+    for scored in (None, 0):
+        check_prompt(impl, make_batch([70, 129, 300], [70, 129, 55], **shape), scored)
 
 
 def test_decode_touches_listed_rows_only(impl: ModuleType) -> None:
@@ -73,62 +64,20 @@ def test_decode_touches_listed_rows_only(impl: ModuleType) -> None:
         assert torch.equal(scores[block].nan_to_num(-1), batch.scores[block].nan_to_num(-1))
 
 
-def test_decode_of_nothing_does_nothing(impl: ModuleType) -> None:
-    batch = make_batch([40])
-    out, scores = batch.out(), batch.scores.clone()
-    none = torch.empty(0, dtype=torch.int32)
-    impl.attend_decode(batch.paged(scores), none, none, 1.0, out)
-    assert out.isnan().all()
-    assert torch.equal(scores.nan_to_num(-1), batch.scores.nan_to_num(-1))
-
-
-def test_decode_writes_into_a_strided_output(impl: ModuleType) -> None:
-    batch = make_batch([40, 65, 3], dtype=torch.bfloat16)
-    wide = torch.full((3, batch.query.shape[1] * 2, batch.query.shape[2]), float("nan")).bfloat16()
-    out, scores = wide[:, : batch.query.shape[1]], batch.scores.clone()
-    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out)
-    check(batch, out, scores)
-    assert wide[:, batch.query.shape[1] :].isnan().all()
-
-
-PROMPTS = {  # lengths, queries
-    "whole": ([1, 31, 32, 33, 500], [1, 31, 32, 33, 500]),
-    "chunked": ([300, 700, 64], [100, 3, 1]),
-    "long": ([1100], [1100]),
-}
-
-
-@pytest.mark.parametrize("with_output", [False, True], ids=["score", "attend"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("lengths", "queries"), PROMPTS.values(), ids=PROMPTS.keys())
-def test_prompt_equals_the_reference(
-    impl: ModuleType, lengths: list[int], queries: list[int], dtype: torch.dtype, with_output: bool
+@pytest.mark.parametrize(
+    ("lengths", "queries"),
+    [
+        ([1, 31, 32, 33, 500], [1, 31, 32, 33, 500]),
+        ([300, 700, 64], [100, 3, 1]),
+        ([1100], [1100]),
+    ],
+    ids=["whole", "chunked", "long"],
+)
+def test_prompts_equal_the_reference(
+    impl: ModuleType, lengths: list[int], queries: list[int], dtype: torch.dtype
 ) -> None:
-    batch = make_batch(lengths, queries, dtype=dtype, strided=True)
-    out, scores = batch.out() if with_output else None, batch.scores.clone()
-    arguments = (batch.paged(scores), batch.query_start_loc, batch.rows, batch.scale)
-    if with_output:
-        impl.attend_prompt(*arguments, out)
-    else:
-        impl.score_prompt(*arguments)
-    check(batch, out, scores)
-
-
-@pytest.mark.parametrize(("group", "size", "block_size"), SHAPES)
-def test_prompt_equals_the_reference_on_odd_shapes(
-    impl: ModuleType, group: int, size: int, block_size: int
-) -> None:
-    batch = make_batch(
-        [70, 129, 300],
-        [70, 129, 55],
-        group=group,
-        size=size,
-        block_size=block_size,
-        dtype=torch.bfloat16,
-    )
-    out, scores = batch.out(), batch.scores.clone()
-    impl.attend_prompt(batch.paged(scores), batch.query_start_loc, batch.rows, batch.scale, out)
-    check(batch, out, scores)
+    check_prompt(impl, make_batch(lengths, queries, dtype=dtype, strided=True))
 
 
 def test_the_reference_is_as_good_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,79 +106,38 @@ def test_scores_of_one_query_sum_to_the_group(impl: ModuleType) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
+@pytest.mark.parametrize("scored", [None, 0, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_rows_shared_by_threads_equal_the_reference(
-    impl: ModuleType, threads: int, dtype: torch.dtype
+def test_rows_shared_by_threads_equal_the_reference(
+    impl: ModuleType, threads: int, dtype: torch.dtype, scored: int | None
 ) -> None:
-    lengths = [5000, 1, 2047, 2048, 3 * 1024 + 1]
-    batch = make_batch(lengths, dtype=dtype)
-    out, scores = batch.out(), batch.scores.clone()
-    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out)
-    check(batch, out, scores)
-    batch = make_batch([400, 900], [400, 300], dtype=dtype)
-    out, scores = batch.out(), batch.scores.clone()
-    impl.attend_prompt(batch.paged(scores), batch.query_start_loc, batch.rows, batch.scale, out)
-    check(batch, out, scores)
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
-@pytest.mark.parametrize("scored", [0, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_behind_the_scored_ones_are_attention_alone(
-    impl: ModuleType, threads: int, dtype: torch.dtype, scored: int
-) -> None:
-    """Decodes and chunks that end in the midst of a run of keys, of a block and of a vector."""
-    batch = make_batch([2100, 33, 1, 5000, 700], dtype=dtype, strided=True)
-    out, scores = batch.out(), batch.scores.clone()
-    impl.attend_decode(batch.paged(scores), batch.rows, batch.rows, batch.scale, out, scored)
-    check(batch, out, scores, scored)
-    batch = make_batch([500, 40, 1100, 257, 31], [400, 40, 300, 2, 31], dtype=dtype, strided=True)
-    out, scores = batch.out(), batch.scores.clone()
-    arguments = (batch.query_start_loc, batch.rows, batch.scale, out, scored)
-    impl.attend_prompt(batch.paged(scores), *arguments)
-    check(batch, out, scores, scored)
-
-
-@pytest.mark.parametrize(("group", "size", "block_size"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_attention_alone_equals_the_reference_on_odd_shapes(
-    impl: ModuleType, group: int, size: int, block_size: int, dtype: torch.dtype
-) -> None:
-    shape = {"group": group, "size": size, "block_size": block_size}
-    batch = make_batch([70, 300, 530], [70, 55, 130], dtype=dtype, **shape)
-    out, scores = batch.out(), batch.scores.clone()
-    arguments = (batch.query_start_loc, batch.rows, batch.scale, out, 0)
-    impl.attend_prompt(batch.paged(scores), *arguments)
-    check(batch, out, scores, 0)
+    """Decodes, and chunks that end in the midst of a run of keys, of a block and of a vector."""
+    check_decode(impl, make_batch([2047, 2048, 1, 5000, 700], dtype=dtype, strided=True), scored)
+    lengths, queries = [500, 40, 1100, 257, 31], [400, 40, 300, 2, 31]
+    check_prompt(impl, make_batch(lengths, queries, dtype=dtype, strided=True), scored)
 
 
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_attention_of_few_queries_equals_the_reference(
     impl: ModuleType, threads: int, group: int, dtype: torch.dtype
 ) -> None:
     """Those that verify drafts: up to 8, 16, 32 rows and more, at borders of blocks and of runs of keys."""
     lengths, queries = [2100, 1024, 1027, 40, 5, 33, 3073], [5, 1, 4, 2, 5, 11, 8]
     batch = make_batch(lengths, queries, group=group, dtype=dtype, strided=True)
-    out, scores = batch.out(), batch.scores.clone()
-    arguments = (batch.query_start_loc, batch.rows, batch.scale, out, 0)
-    impl.attend_prompt(batch.paged(scores), *arguments)
-    check(batch, out, scores, 0)
+    check_prompt(impl, batch, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("spread", [0.0, 30.0])
-def test_attention_alone_survives_flat_and_peaked_softmax(
+def test_attention_survives_flat_and_peaked_softmax(
     impl: ModuleType, spread: float, dtype: torch.dtype
 ) -> None:
     """Peaked: the maximum moves from run to run, by more than float32 can hold as a factor."""
+    check_decode(impl, make_batch([700, 65], dtype=dtype, spread=spread))
     batch = make_batch([1500, 600, 2100], [200, 600, 4], spread=spread, dtype=dtype)
-    out, scores = batch.out(), batch.scores.clone()
-    arguments = (batch.query_start_loc, batch.rows, batch.scale, out, 0)
-    impl.attend_prompt(batch.paged(scores), *arguments)
-    check(batch, out, scores, 0)
+    check_prompt(impl, batch, 0)
 
 
 @pytest.mark.alone

@@ -73,25 +73,6 @@ def test_compaction_of_nothing_does_nothing(
     compare(impl, *make(torch.float32, 64, 32), ids(*heavy), ids(*doomed))
 
 
-def test_ties_stay_where_they_are(impl: ModuleType) -> None:
-    caches, scores = make(torch.float32, 64, 32)
-    scores.fill_(0.25)
-    before = [cache.clone() for cache in caches]
-    impl.compact(caches, scores, ids(4, 2), ids(1, 3))
-    for a, b in zip(caches, before, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_nan_ranks_lowest(impl: ModuleType) -> None:
-    caches, scores = make(torch.float32, 64, 32)
-    scores[:, 4] = float("nan")
-    moved = [cache[1].clone() for cache in caches]
-    impl.compact(caches, scores, ids(4), ids(1))
-    for cache, whole in zip(caches, moved, strict=True):
-        assert torch.equal(cache[4], whole)
-    assert torch.equal(scores[:, 4], scores[:, 1])
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_compaction_equals_the_reference_on_any_scores(data: st.DataObject) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import reference
-from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.kernels.lanes import own_lanes, share_lanes
 from tests.kernels.cpu.test_evict import BLOCKS, check_moved, ids, make
 from tests.kernels.cpu.test_lanes import owners_of
@@ -55,32 +54,6 @@ def test_compaction_equals_the_reference(
         [now[:, :2], own_lanes(layers, 1, heads), now[:, 2:], own_lanes(layers, 1, heads)], 1
     )
     compare(impl, caches, scores, ids(7, 2, 5), ids(9, 3), owners)
-
-
-def test_each_head_keeps_its_best_tokens(impl: ModuleType) -> None:
-    """Told by values: K, V and score of a token stay together, and a head's tokens stay its own."""
-    caches, scores = wide(torch.float32, 16, 16)
-    layers, _, heads, _ = scores.shape
-    heavy, doomed = ids(7, 2, 9), ids(1, 11, 4, 5)
-    order = [*heavy.tolist(), *doomed.tolist()]
-    before = scores[:, order].transpose(1, 2).flatten(2)
-    for cache, mine in zip(caches, scores, strict=True):
-        keys, values = key_value_views(cache)
-        keys.copy_(mine[:, :, None, :].expand_as(keys))
-        values.copy_(mine[..., None].expand_as(values))
-    now = impl.compact(caches, scores, heavy, doomed, own_lanes(layers, 7, heads))
-    for layer, cache in enumerate(caches):
-        keys, values = key_value_views(cache[heavy.long()])
-        for head in range(heads):
-            lanes = now[layer] == head
-            assert lanes.any()
-            mine = scores[layer, heavy.long()][lanes].flatten()
-            best = before[layer, head].topk(len(mine)).values
-            assert torch.equal(mine.sort(descending=True).values, best)
-            assert torch.equal(keys.transpose(2, 3)[lanes].flatten(0, 1)[:, 0], mine)
-            assert torch.equal(values[lanes].flatten(0, 1)[:, -1], mine)
-        # The one whose scores are three times as high has more than its share.
-        assert (now[layer] == 1).sum() > len(heavy)
 
 
 @settings(max_examples=60, deadline=None)

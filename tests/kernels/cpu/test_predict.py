@@ -16,7 +16,6 @@ from h2o_vllm.kernels.cpu import reference
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.kernels.reference import attention_of
 from h2o_vllm.policy.formulas import NEWER
-from tests.kernels.cpu import checks
 from tests.kernels.cpu.test_evict import BLOCKS, HEADS, LAYERS, ids, make
 
 
@@ -118,32 +117,3 @@ def test_nothing_is_above_one_or_none_at_all(impl: ModuleType) -> None:
     weights[:, 0, -1], weights[:, 1, -1] = 1e6, -1e6
     got = impl.predict(caches, ids(3), weights, 64, interleaved=False)
     assert (got[:, 0] == 1).all() and (got[:, 1] > 0).all() and (got[:, 1] < 1e-20).all()
-
-
-@pytest.mark.parametrize(
-    ("count", "rotary", "says"),
-    [(95, 64, "weights must be float32"), (HEADS * 96, 63, "rotary"), (HEADS * 96, 66, "rotary")],
-)
-def test_what_does_not_fit_is_refused(count: int, rotary: int, says: str) -> None:
-    caches, _ = make(torch.float32, 64, 32)
-    with pytest.raises(ValueError, match=says):
-        checks.check_predicting(caches, ids(3), weights_of(count), rotary)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "says"),
-    [
-        # Pages of each head, as for key_similarity: heads would have other tokens, which is not predicted.
-        (torch.full((LAYERS, HEADS, 1), HEADS, dtype=torch.int32), "blocks must be"),
-        (ids(), "blocks must be"),
-        (ids(0), "block ids"),
-        (ids(BLOCKS), "block ids"),
-        (ids(3, 3), "twice"),
-    ],
-    ids=["pages", "none", "null", "behind", "twice"],
-)
-def test_blocks_that_cannot_be_are_refused(impl: ModuleType, blocks: Tensor, says: str) -> None:
-    caches, weights = make(torch.float32, 64, 32)[0], weights_of(HEADS * 96)
-    impl.predict(caches, ids(3), weights, 64, interleaved=False)
-    with pytest.raises(ValueError, match=says):
-        impl.predict(caches, blocks, weights, 64, interleaved=False)

@@ -12,10 +12,7 @@ from tests.kernels.triton.cases import Batch, bits, exact, plain_torch, touched
 
 
 def workspace_for(
-    batch: Batch,
-    spare: int | None = 4,
-    rows: int = 0,
-    tokens: int | None = None,
+    batch: Batch, spare: int | None = 4, rows: int = 0, tokens: int | None = None
 ) -> DecodeWorkspace:
     """As the worker makes it; ``spare`` small, so that the interpreter's rows are cut as well."""
     blocks, block_size, kv_heads, size = batch.key_cache.shape

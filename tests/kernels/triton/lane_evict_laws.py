@@ -12,13 +12,7 @@ from torch import Tensor
 
 from h2o_vllm.kernels.lanes import compact as rule
 from h2o_vllm.kernels.lanes import own_lanes
-from h2o_vllm.kernels.triton import (
-    Compaction,
-    Evictions,
-    KVLayers,
-    LaneTables,
-    compact,
-)
+from h2o_vllm.kernels.triton import Compaction, Evictions, KVLayers, LaneTables, compact
 from tests.kernels.triton.cases import bits, halves
 from tests.kernels.triton.lane_cases import NOWHERE, pages_of, random_owners
 

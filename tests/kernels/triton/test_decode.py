@@ -41,19 +41,9 @@ def test_decode_of_an_8_bit_cache_equals_the_reference(query_dtype: torch.dtype 
     )  # fmt: skip
 
 
-def test_rows_with_other_numbers_of_queries_are_left_alone() -> None:
-    check_decode(make_batch([40, 70, 33, 90, 0, 5], [1, 3, 0, 1, 0, 1]))
-
-
 @pytest.mark.parametrize("spread", [0.0, 30.0])
 def test_decode_survives_flat_and_peaked_softmax(spread: float) -> None:
     check_decode(make_batch([200, 65], dtype=torch.bfloat16, spread=spread))
-
-
-@pytest.mark.parametrize("spare", [1, 4, 40])
-def test_any_cut_gives_the_same(spare: int) -> None:
-    batch = make_batch([700, 0, 3, 129, 64])
-    check_decode(batch, workspace_for(batch, spare))
 
 
 def test_padding_of_a_graph_is_left_alone() -> None:
@@ -67,18 +57,6 @@ def test_a_plan_forgets_the_one_before() -> None:
     workspace = workspace_for(long)
     check_decode(long, workspace)
     check_decode(short, workspace)
-
-
-def test_a_row_does_not_depend_on_how_its_block_table_continues() -> None:
-    batch = make_batch([33, 64])
-    out, scores = batch.out(), batch.scores.clone()
-    decode(batch, out, scores)
-    batch.block_table[0, 3:] = 0
-    batch.block_table[1, 4:] = 0
-    again, scores_again = batch.out(), batch.scores.clone()
-    decode(batch, again, scores_again)
-    assert torch.equal(out, again)
-    assert torch.equal(bits(scores), bits(scores_again))
 
 
 def test_rows_that_do_not_fit_the_scratch_are_attended_without_scores() -> None:
@@ -122,26 +100,6 @@ def test_pinned_tokens_take_no_scratch(spare: int, pinned: int) -> None:
     if whole_tiles:
         slots = torch.arange(whole_tiles)
         assert not changed[batch.block_table[0, slots // 16].long(), :, slots % 16].any()
-
-
-def test_scores_of_one_query_sum_to_the_group() -> None:
-    """A probability is a probability: what a query hands out sums to one per q head."""
-    batch = make_batch([377, 50], group=4, dtype=torch.bfloat16)
-    scores = torch.where(batch.poisoned, batch.scores, 0.0)
-    decode(batch, batch.out(), scores)
-    total = scores.nansum((0, 2))
-    torch.testing.assert_close(total, torch.full_like(total, 2 * 4.0), rtol=1e-4, atol=0)
-
-
-def test_decode_writes_into_a_strided_output() -> None:
-    batch = make_batch([40, 65, 3], dtype=torch.bfloat16)
-    heads = batch.query.shape[1]
-    wide = torch.full((3, heads * 2, batch.query.shape[2]), float("nan")).bfloat16()
-    decode(batch, wide[:, :heads], batch.scores.clone())
-    want = batch.out()
-    decode(batch, want, batch.scores.clone())
-    assert torch.equal(wide[:, :heads], want)
-    assert wide[:, heads:].isnan().all()
 
 
 @pytest.mark.parametrize(

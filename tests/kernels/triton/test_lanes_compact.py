@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_vllm.kernels.lanes import share_lanes
 from h2o_vllm.kernels.triton import Compaction, LaneTables
 from h2o_vllm.kernels.triton.share import unit_words
 from tests.kernels.triton.cases import DTYPES
@@ -60,11 +59,11 @@ def test_ties_and_special_values_rank_as_in_the_rule(seed: int) -> None:
 
 def test_lanes_go_back_and_forth() -> None:
     """Evictions of one request, whose heads' needs change; ranked blocks go, fresh ones come."""
-    caches, scores = make_layers(torch.float32, 16, 4, layers=2, kv_heads=3, blocks=20)
-    assert check_lanes_go_back_and_forth(caches, scores, 6, [2] * 6) > 10
+    caches, scores = make_layers(torch.float32, 16, 4, layers=2, kv_heads=3, blocks=13)
+    assert check_lanes_go_back_and_forth(caches, scores, 4, [2] * 4) > 5
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(data=st.data())
 def test_compaction_equals_the_rule_on_any_scores(data: st.DataObject) -> None:
     """Many ties, infinities, NaN and both zeros; any split of the blocks; lanes of anybody's."""
@@ -82,21 +81,6 @@ def test_compaction_equals_the_rule_on_any_scores(data: st.DataObject) -> None:
     check_lane_compaction(caches, SPECIAL[picks], [one], seed=seed)
 
 
-def test_shares_equal_the_rule_for_any_wants() -> None:
-    """One block of a lane's size per head, with ties and remainders of all kinds."""
-    gen = torch.Generator().manual_seed(4)
-    for heads in (3, 8):
-        caches, _ = make_layers(torch.float32, 16, 4, layers=4, kv_heads=heads)
-        scores = torch.randint(0, 4, (4, 12, heads, 4), generator=gen).float()
-        scores *= torch.randint(0, 3, (4, 1, heads, 1), generator=gen)
-        tables = check_lane_compaction(caches, scores, [FIRST])
-        order = [*FIRST.heavy, *FIRST.doomed]
-        for layer in range(4):
-            candidates = scores[layer, order].transpose(0, 1).flatten(1)
-            want = share_lanes(list(candidates), 3 * heads, 4)
-            assert tables.offsets[layer, FIRST.slot].diff().tolist() == want
-
-
 def test_many_candidates_are_looked_at_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["h2o_vllm.kernels.triton.compact"], "_SHARED_CHUNK", 16)
     caches, scores = make_layers(torch.bfloat16, 16, 4, layers=2, kv_heads=3)
@@ -104,14 +88,10 @@ def test_many_candidates_are_looked_at_in_chunks(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_small_scratch_takes_more_launches() -> None:
-    caches, scores = make_layers(torch.bfloat16, 16, 4, kv_heads=3)
+    caches, scores = make_layers(torch.bfloat16, 16, 4, layers=2, kv_heads=3)
     one_layer = 4 * unit_words(8, 3, 3, 4)
     check_lane_compaction(
         caches, uneven(scores), [FIRST, LATER], scratch_bytes=-(-one_layer // 8) * 8
     )
     with pytest.raises(ValueError, match="do not fit"):
         check_lane_compaction(caches, scores, [FIRST, LATER], scratch_bytes=one_layer - 8)
-
-
-def test_no_eviction_does_nothing() -> None:
-    check_lane_compaction(*make_layers(layers=2), [])

@@ -8,8 +8,6 @@ import dataclasses
 import pytest
 import torch
 
-from loadtest.kernels.lanes import expected as benchmark_expects
-from loadtest.kernels.lanes import half_shared
 from tests.kernels.triton.cases import DTYPES, Batch, bits, lend, make_batch
 from tests.kernels.triton.lane_cases import lanes_for
 from tests.kernels.triton.lane_laws import (
@@ -38,13 +36,6 @@ def test_decode_equals_the_reference(
     check_lane_decode(batch, lanes_for(batch, HEAVY, (1, 0, 0, 0, 3)))
 
 
-@pytest.mark.parametrize("spare", [1, 3, 40])
-def test_any_cut_gives_the_same(spare: int) -> None:
-    batch = make_batch([45 * 16 + 3, 0, 3, 12 * 16], kv_heads=3, group=2, size=16)
-    lanes = lanes_for(batch, [40, 0, 0, 9], (2, 0, 0, 1))
-    check_lane_decode(batch, lanes, lane_workspace(batch, spare=spare))
-
-
 def test_soft_caps_and_sinks_are_those_of_each_head() -> None:
     batch = make_batch(LENGTHS, kv_heads=2, group=3, size=16, spread=8.0)
     batch = dataclasses.replace(batch, softcap=6.0, sinks=torch.linspace(-3, 5, 6))
@@ -56,23 +47,6 @@ def test_an_8_bit_cache_is_read_by_lanes() -> None:
         LENGTHS, kv_heads=2, group=2, size=16, dtype=torch.float8_e4m3fn, scales=(0.5, 1.5, 0.75)
     )
     check_lane_decode(batch, lanes_for(batch, HEAVY))
-
-
-def test_the_benchmarks_rows_equal_what_it_expects() -> None:
-    """Of which it makes sure on a GPU before it times anything."""
-    batch = make_batch([16 * 16 + 5] * 3, kv_heads=4, group=2, size=16)
-    table = batch.block_table[:, :17].contiguous()
-    lanes = half_shared(table, 2, len(batch.key_cache), 4)
-    assert (lanes.offsets[0].diff() == torch.tensor([3, 6, 10, 13])).all()
-    out, scores = batch.out(), torch.where(batch.poisoned, batch.scores, 0.0)
-    workspace = lane_workspace(batch)
-    plan_lanes(batch, lanes, workspace)
-    decode_lanes(batch, lanes, workspace, 0, out, scores)
-    given = (batch.query, batch.key_cache, batch.value_cache, table, batch.seq_lens, batch.scale)
-    want, want_scores = benchmark_expects(*given, lanes)
-    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
-    live = ~batch.poisoned
-    torch.testing.assert_close(scores[live], want_scores[live], rtol=1e-5, atol=1e-6)
 
 
 def test_rows_that_share_nothing_are_attended_as_without_lanes() -> None:

@@ -39,8 +39,8 @@ def test_chunks_equal_the_reference(
 
 
 def test_a_chunk_of_several_segments_equals_the_reference() -> None:
-    """One position is a multiple of 256: what the second segment sums is added by a second launch."""
-    batch = make_batch([40 * 16], [300], kv_heads=2, group=1, size=16)
+    """Of positions 480 to 540: what the second segment, from 512 on, sums is added by a second launch."""
+    batch = make_batch([15 * 16], [60], kv_heads=2, group=1, size=16)
     lanes = lanes_for(batch, [12], (2,))
     assert lane_segments(batch, lanes, [0]).partial is not None
     check_lane_chunks(batch, lanes)

@@ -64,11 +64,3 @@ def test_lse_of_a_cache_in_8_bits(query_dtype: torch.dtype | None) -> None:
         scales=(0.5, 1.5, 0.75) if query_dtype is None else (1.0, 1.5, 0.75),
     )  # fmt: skip
     check_lse(batch, [0, 1, 2])
-
-
-def test_a_transposed_output_will_do() -> None:
-    check_lse(make_batch([40, 70], [40, 30]), [0, 1], transposed=True)
-
-
-def test_large_logits_do_not_overflow() -> None:
-    check_lse(make_batch([150], [150], dtype=torch.float32, spread=30.0), [0])

@@ -23,11 +23,7 @@ LAYERS, HEADS = 2, 4
 
 @pytest.mark.parametrize(
     ("size", "rotation"),
-    [
-        (64, Rotation(0)),
-        (64, Rotation(20, interleaved=True)),
-        (80, Rotation(80)),
-    ],
+    [(64, Rotation(0)), (64, Rotation(20, interleaved=True)), (80, Rotation(80))],
     ids=str,
 )
 @pytest.mark.parametrize("own", [False, True])

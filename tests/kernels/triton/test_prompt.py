@@ -57,11 +57,6 @@ def test_prompt_scores_of_mixed_rows(lengths: list[int], queries: list[int]) -> 
     check_prompt(make_batch(lengths, queries, dtype=torch.bfloat16))
 
 
-def test_only_the_listed_rows_are_scored() -> None:
-    batch = make_batch([40, 70, 90], [40, 30, 2])
-    check_prompt(batch, rows=[2, 0])
-
-
 def test_a_transposed_log_sum_exp_will_do() -> None:
     batch = make_batch([40, 70], [40, 30])
     check_prompt(batch, transposed=True)
@@ -95,10 +90,6 @@ def test_a_row_that_lost_tokens_is_cut_by_its_logical_positions() -> None:
     ]  # fmt: skip
     prompts = check_prompt(batch, holes=[500, 20])
     assert prompts.segments[0, :3].tolist() == [0, 0, 68]
-
-
-def test_the_last_queries_of_a_cut_row_are_scored() -> None:
-    check_prompt(make_batch([520, 300], [400, 300], group=1), last=[290, 20])
 
 
 def test_a_prompt_does_not_depend_on_how_it_is_launched() -> None:

@@ -146,11 +146,7 @@ def test_keys_of_any_length_and_none() -> None:
     for cache in caches:
         cache.mul_(torch.logspace(-6, 6, BLOCKS)[:, None, None, None])
         cache[7, :, :3] = 0
-    check_rescore(
-        caches,
-        scores,
-        evictions_of(["key", "value+key", THREE, "end+key", "value"]),
-    )
+    check_rescore(caches, scores, evictions_of(["key", "value+key", THREE, "end+key", "value"]))
 
 
 def test_a_small_scratch_takes_more_launches() -> None:

@@ -24,12 +24,3 @@ def test_splitting_equals_the_reference() -> None:
         block for block in range(scores.shape[1]) if not torch.equal(got[:, block], late[:, block])
     }
     assert changed == {*batch.block_table[2, :5].tolist(), *batch.block_table[3, :1].tolist()}
-
-
-def test_no_rows_no_change() -> None:
-    batch = make_batch([40])
-    scores, nobody = batch.scores[None].clone(), torch.zeros(0, dtype=torch.int32)
-    early = scores / 2
-    split_scores(scores, early, batch.block_table, batch.seq_lens, nobody, 40)
-    assert torch.equal(bits(scores[0]), bits(batch.scores))
-    assert torch.equal(bits(early[0]), bits(batch.scores / 2))

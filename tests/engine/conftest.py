@@ -218,24 +218,6 @@ def garbage_left() -> Iterator[None]:
         yield
 
 
-def tokens_of(output: RequestOutput) -> list[int]:
-    return list(output.outputs[0].token_ids)
-
-
-def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
-    return [{k: v.logprob for k, v in step.items()} for step in output.outputs[0].logprobs or []]
-
-
-def report_of(output: RequestOutput) -> dict[str, Any]:
-    report: dict[str, Any] = output.kv_transfer_params["h2o"]["0"]
-    return report
-
-
-def kept_of(output: RequestOutput) -> dict[str, Any]:
-    """The report but for what the prefix cache had, which is no part of what is kept."""
-    return {**report_of(output), "tokens_cached": None}
-
-
 def run_engine(
     model: str,
     prompts: list[list[int]],

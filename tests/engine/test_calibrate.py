@@ -8,20 +8,18 @@ import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from h2o_vllm.calibrate import __main__ as command
 from h2o_vllm.calibrate.run import LENGTH
-from h2o_vllm.calibrate.texts import SOURCES, instruction, pieces, read_texts
+from h2o_vllm.calibrate.texts import SOURCES, instruction, pieces
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.calibration.regression import Sums, predicted
-from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.errors import ConfigError
 from tests.engine.conftest import ENGINE, started
 from tests.reference.repeating import most_attended, repetition
@@ -105,13 +103,6 @@ def test_the_worker_refuses_another_models_calibration(
         pass
 
 
-def test_nothing_was_learned(tmp_path: Path) -> None:
-    worker: Any = object.__new__(H2OCPUWorker)
-    assert worker.learned() == (0, {})
-    with pytest.raises(ValueError, match="nothing was learned"):
-        worker.save_calibration(str(tmp_path / "x"), {})
-
-
 def test_pieces_are_whole_and_few_of_each_text() -> None:
     found = list(pieces(["a" * 10, "b" * 3, "c" * 4], lambda text: [ord(c) for c in text], 4, 2))
     assert found == [[97] * 4, [97] * 4, [99] * 4]
@@ -155,12 +146,3 @@ def test_a_dependency_that_cannot_be_imported_is_one_line(
     assert command.main(["--output", str(tmp_path / "b.h2o")]) == 2
     line = capsys.readouterr().err.strip()
     assert "error: the package vllm.engine.arg_utils is missing" in line and "\n" not in line
-
-
-def test_texts_are_read_from_files(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("one")
-    assert read_texts([tmp_path / "a"]) == ["one"]
-    save_file({"a": torch.zeros(1)}, tmp_path / "b")
-    (tmp_path / "c").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ConfigError, match="wanted a file of text"):
-        read_texts([tmp_path / "c"])

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from h2o_vllm.blocks.plan import Eviction
-from tests.engine.conftest import BLOCK_SIZE, Engine, kept_of, report_of, tokens_of
+from tests.engine.conftest import BLOCK_SIZE, Engine
 from tests.engine.fidelity import Seen, run_to_the_end
+from tests.engine.outputs import kept_of, report_of, tokens_of
 
 pytestmark = pytest.mark.e2e
 

@@ -11,61 +11,10 @@ import pytest
 from vllm.v1.outputs import DraftTokenIds
 
 from h2o_vllm.blocks.counts.drafts import LEAST, MEMORY, RESTS
-from h2o_vllm.blocks.counts.eviction_state import EvictionState
-from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.resolve import resolve_for
 from tests.engine.ghost import ANSWER
 from tests.engine.scheduling import Rig
 
 PROMPT = list(range(1000, 1200))
-
-
-@pytest.mark.parametrize("policy", ["h2o", "key", "window"])
-def test_law12_evictions_come_where_they_come_without_drafts(model_dir: str, policy: str) -> None:
-    asked = {"kv_budget": 0.2, "kv_policy": policy, "kv_delay": 5}
-    drafts = [(0, False), (1, False), (4, False), (40, False), (3, True), (40, True)]
-    rigs = [
-        Rig(model_dir, 60, kv_min_tokens=16, ghost=True, drafts=k, ahead=ahead)
-        for k, ahead in drafts
-    ]
-    for rig in rigs:
-        rig.add("one", PROMPT, asked, max_tokens=120)
-        rig.run()
-    first = rigs[0]
-    expected = [(one.seen, one.holes, one.fresh_from) for one in first.evictions]
-    apart = {"tokens_drafted": 0, "tokens_accepted": 0, "peak_blocks": 0}
-    assert len(expected) > 4
-    for rig in rigs[1:]:
-        assert [(one.seen, one.holes, one.fresh_from) for one in rig.evictions] == expected
-        report = rig.reports["one"]["0"]
-        assert report | apart == first.reports["one"]["0"] | apart
-        assert (report["tokens_drafted"], report["tokens_accepted"]) == (rig.drafted, rig.accepted)
-        assert rig.accepted > 10
-        assert len(rig.tokens["one"]) == 120
-
-
-def test_law12_drafts_of_who_may_be_squeezed_end_where_that_makes_evictions_due(
-    model_dir: str,
-) -> None:
-    rig = Rig(model_dir, 60, kv_min_tokens=16, drafts=4)
-    asked = {"kv_budget": 0.2, "kv_elastic": True, "kv_delay": 5}
-    state = EvictionState(
-        rig.add("one", PROMPT, asked, max_tokens=120),
-        resolve_for(H2OConfig(kv_min_tokens=16), asked, len(PROMPT)),
-        rig.block_size,
-        4096,
-    )
-    counts: Any = state.counts
-    for token in range(120):
-        counts.append_output_token_ids(token)
-        seen = counts.num_tokens - 1
-        end = seen + state.chunk_limit(seen, 20)
-        if seen < len(PROMPT) + 5:
-            # It cannot be squeezed now: nothing is due.
-            assert end == seen + 20
-            continue
-        freed = [state.schedule.freed(at, seen) for at in range(seen, end + 1)]
-        assert len(set(freed[:-1])) == 1 and (end == seen + 20 or freed[-1] > freed[0])
 
 
 def test_drafts_that_do_not_pay_rest_and_are_tried_again(

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import BLOCK_SIZE, Engine, kept_of, report_of, tokens_of
+from tests.engine.conftest import BLOCK_SIZE, Engine
+from tests.engine.outputs import kept_of, report_of, tokens_of
 from tests.served import SERVED
 
 pytestmark = pytest.mark.e2e

@@ -21,48 +21,6 @@ from tests.engine.scheduling import Rig
 H2O, KEY = (Policy.parse(name).indices() for name in ("h2o", "key"))
 NUM_BLOCKS, LAYERS, KV_HEADS, SIZE = 50, 2, 2, 16
 PROMPT = list(range(1000, 1200))
-POLICIES = (
-    "h2o",
-    "value",
-    "snapkv",
-    "key",
-    "value+key",
-    "end+key",
-    "value+end+key",
-    "window",
-    "random",
-)
-
-
-def crowded_steps(model_dir: str, *, pipelined: bool) -> list[tuple[Eviction, ...]]:
-    """Plans with several evictions, from a pool so small that blocks change hands at once.
-
-    Requests that evict in one step, others that are preempted in it, blocks shared through the cache.
-    """
-    rig = Rig(
-        model_dir,
-        26,
-        policy="priority",
-        pipelined=pipelined,
-        max_num_batched_tokens=512,
-        kv_min_tokens=16,
-    )
-    plans = []
-    number = 0
-    while number < 48 or rig.scheduler.has_unfinished_requests():
-        while number < 48 and len(rig.scheduler.requests) < 8:
-            asked = {
-                "kv_budget": 0.3 + 0.1 * (number % 3),
-                "kv_policy": POLICIES[number % len(POLICIES)],
-            }
-            length = 40 + 16 * (number % 4)
-            rig.add(str(number), PROMPT[:length], asked, max_tokens=60, priority=number % 3)
-            number += 1
-        plan = rig.step().h2o
-        if len(plan.evictions) > 1:
-            plans.append(plan.evictions)
-    assert rig.preemptions > 0
-    return plans
 
 
 def given_on(model_dir: str) -> tuple[Eviction, ...]:
@@ -138,14 +96,6 @@ def check_orders(evictions: Sequence[Eviction], *, sharing: bool = False) -> int
         found = written(order, one_by_one=True, sharing=sharing)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     return len(orders)
-
-
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_evictions_of_one_step_commute(model_dir: str, pipelined: bool) -> None:
-    plans = crowded_steps(model_dir, pipelined=pipelined)
-    assert len(plans) > 20
-    assert max(map(len, plans)) >= 3
-    assert sum(map(check_orders, plans)) > 60
 
 
 def test_who_moves_nothing_may_give_on_what_is_written_at_once(model_dir: str) -> None:

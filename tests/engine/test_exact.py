@@ -15,16 +15,8 @@ from h2o_vllm.engine.cpu import views
 from h2o_vllm.engine.cpu.exact import ViewDrafter
 from h2o_vllm.kernels.cpu import Lanes
 from loadtest.reliability.exact_linear import exact_linear_layers
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    ENGINE,
-    FLOOR,
-    NUM_BLOCKS,
-    Engine,
-    report_of,
-    started,
-    tokens_of,
-)
+from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, NUM_BLOCKS, Engine, started
+from tests.engine.outputs import report_of, tokens_of
 
 pytestmark = pytest.mark.e2e
 

@@ -20,17 +20,8 @@ from h2o_vllm.engine.cpu.attention import kernels
 from h2o_vllm.engine.cpu.rows import RowSplit, split_rows
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.policy.policy import Policy
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    ENGINE,
-    FLOOR,
-    Engine,
-    kept_of,
-    logprobs_of,
-    report_of,
-    started,
-    tokens_of,
-)
+from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
+from tests.engine.outputs import kept_of, logprobs_of, report_of, tokens_of
 from tests.engine.rows import rows_of
 
 MODULES = {name: f"h2o_vllm.kernels.cpu.{name}" for name in ("cpp", "reference")}

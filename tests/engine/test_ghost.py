@@ -7,9 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from vllm.v1.kv_cache_interface import (
-    KVCacheSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from tests.engine.scheduling import CHUNKS, STATES, WINDOW, Rig
 

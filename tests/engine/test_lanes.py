@@ -13,25 +13,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from tests.calibration.made import make_calibration
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    ENGINE,
-    FLOOR,
-    NUM_BLOCKS,
-    Engine,
-    kept_of,
-    report_of,
-    started,
-    tokens_of,
-)
-from tests.engine.test_policies import assert_keeps_as, watch
+from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, NUM_BLOCKS, Engine, started
+from tests.engine.outputs import kept_of, report_of, tokens_of
+from tests.engine.test_policies import assert_kept_as_by, model_of
 from tests.engine.test_policies import live_keys as equal_live_keys
 from tests.engine.test_trace import assert_sound, held
-from tests.reference.policies import PolicyModel, load
-from tests.served import SERVED, SHARING, policy_of
+from tests.reference.policies import load
+from tests.served import SERVED, SHARING
 
 pytestmark = pytest.mark.e2e
 
@@ -134,20 +124,13 @@ FAST = ("attention", "predicted+key", "attention-bounded")
     "name", [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in CASES]
 )
 def test_law04_the_kept_set_equals_that_of_a_plain_model(
-    clean: Engine,
-    plain_model: torch.nn.Module,
-    text_tokens: list[int],
-    calibrated: str,
-    name: str,
+    clean: Engine, plain_model: torch.nn.Module, text_tokens: list[int], calibrated: str, name: str
 ) -> None:
     """In every layer each head keeps its own number of tokens; together as many as if all kept the same."""
     fields, length = CASES[name]
     policy = name.partition("-")[0]
     asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_heads": "shared", **fields}
-    prompt = text_tokens[300 : 300 + length]
-    predicts = policy_of(policy).calibrated
-    weights = Calibration.load(Path(calibrated)).weights if predicts else None
-    assert_kept_as_shared(clean, plain_model, prompt, asked, weights)
+    assert_kept(clean, plain_model, text_tokens[300 : 300 + length], asked, calibrated)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +145,7 @@ def test_law04_a_trace_says_what_each_head_keeps(
 ) -> None:
     prompt = text_tokens[300:700]
     asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_heads": "shared", "kv_recent": 0.25}
-    model = PolicyModel(plain_model, policy, 0.4, 0.25, BLOCK_SIZE, FLOOR, shared=True)
-    if policy_of(policy).calibrated:
-        model.calibration = Calibration.load(Path(calibrated)).weights
+    model = model_of(plain_model, asked, calibrated)
     tokens, _ = model.generate(prompt, STEPS)
     (plain,) = clean.generate([prompt], asked, max_tokens=STEPS)
     (traced,) = clean.generate([prompt], asked | {"kv_trace": True}, max_tokens=STEPS)
@@ -207,43 +188,29 @@ def test_law04_tokens_of_one_rank_do_not_tie(
     at = chance.randrange(len(text_tokens) - length)
     asked = {"kv_budget": 0.4, "kv_policy": "predicted+key", "kv_heads": heads,
              "kv_recent": 0.1}  # fmt: skip
-    weights = Calibration.load(Path(calibrated)).weights
-    assert_kept_as_shared(clean, plain_model, text_tokens[at : at + length], asked, weights)
+    assert_kept(clean, plain_model, text_tokens[at : at + length], asked, calibrated)
 
 
-def assert_kept_as_shared(
+def assert_kept(
     engine: Engine,
     plain_model: torch.nn.Module,
     prompt: list[int],
     asked: dict[str, Any],
-    calibration: torch.Tensor | None = None,
+    calibration: str,
 ) -> None:
     """The engine says and keeps what a plain model does that shares, or does not, as ``asked``."""
-    policy, shares = asked["kv_policy"], asked["kv_heads"] == "shared"
-    model = PolicyModel(
-        plain_model, policy, asked["kv_budget"], asked["kv_recent"], BLOCK_SIZE, FLOOR,
-        asked.get("kv_protect", 0), asked.get("kv_delay", 0),
-        bound=asked.get("kv_prefill_tokens", 0), shared=shares, calibration=calibration,
-    )  # fmt: skip
-    ours = watch(engine, prompt, asked, STEPS, live_keys if shares else equal_live_keys)
+    shares = asked["kv_heads"] == "shared"
+    keys_of = live_keys if shares else equal_live_keys
+    model = model_of(plain_model, asked, calibration)
+    ours = assert_kept_as_by(model, engine, prompt, asked, 1e-2, STEPS, keys_of)
     assert ours["heads"] == asked["kv_heads"]
-    tokens, logprobs = model.generate(prompt, STEPS)
-    assert len(model.ranked) > 1
-    assert ours["tokens"] == tokens
-    for step, entries in enumerate(ours["logprobs"]):
-        for token, entry in entries.items():
-            assert entry.logprob == pytest.approx(float(logprobs[step, token]), abs=1e-2)
-    assert_keeps_as(model, ours["keys"])
     # If no layer's heads kept different numbers, the test would prove nothing of sharing.
-    uneven = any(len({len(keys) for keys in heads}) > 1 for heads in ours["keys"])
-    assert uneven == shares
+    assert any(len({len(keys) for keys in heads}) > 1 for heads in ours["keys"]) == shares
 
 
 def every_kind(text_tokens: list[int]) -> tuple[list[list[int]], list[dict[str, Any]]]:
     asked: list[dict[str, Any]] = [{"kv_policy": policy} for policy in SHARING]
-    asked += [
-        {"kv_protect": 70},
-    ]
+    asked += [{"kv_protect": 70}]
     asked += [
         {"kv_policy": policy, "kv_prefill_tokens": 160}
         for policy in ("attention", "mean", "value", "predicted+key")

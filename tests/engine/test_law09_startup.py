@@ -208,26 +208,15 @@ def test_sliding_windows_in_the_blocks_of_full_attention_are_refused(
         evictable_group([(object.__new__(H2OMetadataBuilder), group)], H2OMetadataBuilder)
 
 
-def test_marked_specs_merge_into_marked_specs() -> None:
-    assert type(H2OAttentionSpec.merge([SPEC, SPEC])) is H2OAttentionSpec
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"kv_budget": 0.0}, "--kv-budget"),
-        ({"kv_budget": "much"}, "--kv-budget"),
         ({"kv_budget_min": 0.5, "kv_budget": 0.2}, "--kv-budget-min"),
-        ({"kv_budget_min": 0.5, "kv_budget_max": 0.4}, "--kv-budget-max"),
         ({"kv_budget_max": 0.5}, "would be refused"),
         ({"kv_policy": "best"}, "--kv-policy"),
-        ({"kv_recent": 2}, "--kv-recent"),
-        ({"kv_min_tokens": 0}, "--kv-min-tokens"),
-        ({"kv_budget_tokens": 1.5}, "--kv-budget-tokens"),
         ({"kv_protect": "question"}, "--kv-protect"),
         ({"kv_protect": 9, "kv_protect_max": 8}, "--kv-protect-max"),
-        ({"kv_elastic": "yes"}, "--kv-elastic: "),
-        ({"kv_elastic_admission": "wait"}, "--kv-elastic-admission: "),
         ({"kv_full_kernel": "torch"}, "--kv-full-kernel: "),
         ({"kv_calibration": 1}, "--kv-calibration: "),
         ({"kv_bugdet": 0.2}, "kv_bugdet"),

@@ -121,11 +121,7 @@ def test_soft_caps_and_sinks_are_scored() -> None:
 def plain_impl() -> Any:
     """Attention without anything special."""
     impl: Any = object.__new__(H2OAttentionImpl)
-    plain = {
-        "alibi_slopes": None,
-        "logits_soft_cap": 0,
-        "sinks": None,
-    }
+    plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None}
     for attribute, default in plain.items():
         setattr(impl, attribute, default)
     return impl

@@ -17,8 +17,9 @@ import torch
 from h2o_vllm.blocks.plan import Eviction
 from loadtest.common.tiny_model import VOCABULARY
 from loadtest.reliability.exact_linear import exact_linear_layers
-from tests.engine.conftest import ENGINE, FLOOR, NUM_BLOCKS, Engine, report_of, started, tokens_of
+from tests.engine.conftest import ENGINE, FLOOR, NUM_BLOCKS, Engine, started
 from tests.engine.drafter_models import DRAFTERS, DRAFTS, make_drafter
+from tests.engine.outputs import report_of, tokens_of
 from tests.engine.test_elastic_tokens import left
 from tests.engine.test_law12_drafts import watch, without_drafts
 

@@ -13,21 +13,12 @@ from torch import Tensor
 
 from h2o_vllm.blocks.counts.budget import budget_tokens
 from loadtest.reliability.exact_linear import exact_linear_layers
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    ENGINE,
-    FLOOR,
-    INSIDE,
-    NUM_BLOCKS,
-    Engine,
-    report_of,
-    run_engine,
-    started,
-    tokens_of,
-)
+from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, INSIDE, Engine, run_engine, started
 from tests.engine.drafter import SPECULATIVE, Drafter
 from tests.engine.fidelity import live_slots
+from tests.engine.outputs import report_of, tokens_of
 from tests.engine.test_elastic_tokens import NEW, assert_replays, left
+from tests.engine.test_laws_tokens import any_mix
 
 pytestmark = pytest.mark.e2e
 
@@ -192,49 +183,18 @@ def test_law05_squeezed_requests_with_drafts_are_their_replays_without(
 def test_law02_law03_and_law06_hold_after_any_mix_with_drafts(
     drafting: Engine, text_tokens: list[int]
 ) -> None:
-    """Aborts at random times, sampled choices, stop strings, structured output, logprobs, short prompts."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    blocks = drafting.scheduler.blocks
 
-    chance = random.Random(1)
-    llm_engine, blocks = drafting.llm.llm_engine, drafting.scheduler.blocks
-    kinds: list[dict[str, Any]] = [
-        {"n": 2, "temperature": 1.0},
-        {"stop": [" the"]},
-        {"structured_outputs": StructuredOutputsParams(regex="[0-9]{5,9}")},
-        {"logprobs": 2, "prompt_logprobs": 1},
-        {"temperature": 0.7, "seed": 3},
-    ]
+    def check(name: str, seen: int) -> None:
+        state = blocks.eviction_state(name)
+        # Tokens that have not settled are beside the budget.
+        evicts = state.evicts and not state.budget.settle
+        if evicts and state.holes and seen > state.prompt_tokens:
+            live = len(blocks.req_to_blocks[name]) - state.holes
+            assert live <= -(-budget_tokens(state.budget, seen + 4) // BLOCK_SIZE) + 1
+
     Drafter.mode = "any"
-    for i in range(24):
-        # Some have one token that is not cached: vLLM pads these.
-        length = chance.choice([1, 33, 65, chance.randint(10, 500)])
-        params = SamplingParams(
-            max_tokens=40,
-            extra_args=chance.choice([None, *ASKED]),
-            **chance.choice(kinds),
-        )
-        prompt = text_tokens[i % 3 * 50 :][:length]
-        llm_engine.add_request(f"mix-{i}", {"prompt_token_ids": prompt}, params)
-    finished = 0
-    while llm_engine.has_unfinished_requests():
-        finished += sum(output.finished for output in llm_engine.step())
-        blocks.check_integrity()
-        for name, request in drafting.scheduler.requests.items():
-            state = blocks.eviction_state(name)
-            seen = request.num_computed_tokens
-            # Tokens that have not settled are beside the budget.
-            evicts = state.evicts and not state.budget.settle
-            if evicts and state.holes and seen > state.prompt_tokens:
-                live = len(blocks.req_to_blocks[name]) - state.holes
-                allowed = budget_tokens(state.budget, seen + 4)
-                assert live <= -(-allowed // BLOCK_SIZE) + 1
-        if chance.random() < 0.1 and drafting.scheduler.requests:
-            gone = [chance.choice(list(drafting.scheduler.requests))]
-            llm_engine.abort_request(gone, internal=True)
-    assert finished > 5
-    blocks.check_integrity(idle=True)
-    assert drafting.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    any_mix(drafting, text_tokens, [None, *ASKED], check)
 
 
 def test_drafts_of_sampled_requests_are_verified_with_their_own_parameters(

@@ -15,16 +15,8 @@ from vllm.lora.ops.torch_ops import bgmv_shrink
 from h2o_vllm.engine.cpu.worker import warn_of_mixed_adapters
 from loadtest.common.tiny_model import VOCABULARY, make_tiny_model
 from tests.engine.adapters import make_adapters, say
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    ENGINE,
-    FLOOR,
-    Engine,
-    kept_of,
-    report_of,
-    started,
-    tokens_of,
-)
+from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
+from tests.engine.outputs import kept_of, report_of, tokens_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -118,20 +110,3 @@ def test_law06_adapters_share_no_block_and_corrupt_nobody(
         assert tokens_of(after[i]) == tokens_of(reference)
         assert after[i].num_cached_tokens == 500 // BLOCK_SIZE * BLOCK_SIZE
     assert all(report_of(output)["blocks_freed"] for output in outputs[: len(everybody)])
-
-
-def test_law06_a_pinned_prefix_is_read_by_its_own_adapter_alone(
-    adapters: tuple[Engine, list[Any]],
-) -> None:
-    engine, everybody = adapters
-    (prompt,) = prompts(1, 500)
-    assert engine.llm.reset_prefix_cache()
-    # Published as soon as it is computed, and pinned while somebody reads it.
-    first = [say(engine, [(prompt, adapter, PINNED)])[0] for adapter in everybody]
-    again = say(engine, [(prompt, adapter, PINNED) for adapter in everybody])
-    assert len({tuple(tokens_of(output)) for output in first}) == len(everybody)
-    for one, other in zip(first, again, strict=True):
-        assert (one.num_cached_tokens, other.num_cached_tokens) == (0, PINNED["kv_protect"])
-        assert tokens_of(other) == tokens_of(one)
-        assert kept_of(other) == kept_of(one)
-        assert report_of(one)["blocks_freed"] > 0

@@ -51,15 +51,6 @@ def test_a_next_turn_reads_what_its_answer_left(model_dir: str, options: dict[st
     assert cached(rig, "second") == 400 and cached(rig, "anew") == 0
 
 
-def test_without_it_the_next_turn_computes_its_prompt_again(model_dir: str) -> None:
-    rig, said = crowd(model_dir, 0.0)
-    rig.add("second", [*said, *range(20)], ASKED)
-    rig.step()
-    assert running(rig) == ["anew"]
-    rig.run()
-    assert cached(rig, "second") == 0
-
-
 @pytest.mark.parametrize("seconds", [SHORT, LONG])
 def test_blocks_are_not_kept_for_ever(
     model_dir: str, monkeypatch: pytest.MonkeyPatch, seconds: float

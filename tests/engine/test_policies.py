@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,9 @@ import torch
 
 from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.kernels.cpu.batch import key_value_views
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    FLOOR,
-    NUM_BLOCKS,
-    Engine,
-    kept_of,
-    report_of,
-    tokens_of,
-)
+from tests.engine.conftest import BLOCK_SIZE, FLOOR, NUM_BLOCKS, Engine
+from tests.engine.fidelity import one_thread
+from tests.engine.outputs import kept_of, report_of, tokens_of
 from tests.reference.policies import PolicyModel, load
 from tests.served import SERVED, policy_of
 
@@ -96,61 +90,64 @@ def test_every_policy_has_a_row() -> None:
     assert {*KEPT, *OTHERS} == {*SERVED}
 
 
-@pytest.mark.parametrize(
-    ("policy", "protect", "delay"),
-    # One after the other in turn: what is protected or delayed does not depend on who ranks.
-    [(policy, *((0, 0), (50, 2))[row % 2]) for row, policy in enumerate(KEPT)],
-)
+def cases() -> Iterator[tuple[dict[str, Any], int]]:
+    """Fields and tokens of the prompt. What is protected or delayed does not depend on who ranks."""
+    for row, (policy, (recent, length)) in enumerate(KEPT.items()):
+        more = {"kv_protect": 50, "kv_delay": 2} if row % 2 else {"kv_protect": 0, "kv_delay": 0}
+        yield {"kv_budget": 0.2, "kv_policy": policy, "kv_recent": recent, **more}, length
+    for row, policy in enumerate(BOUNDED):
+        recent, _ = KEPT.get(policy, (0.5, 0))
+        # A budget of 1 keeps what the bound has left.
+        more = (
+            {"kv_budget": 1.0, "kv_protect": 50} if row % 2 else {"kv_budget": 0.2, "kv_protect": 0}
+        )
+        yield {"kv_policy": policy, "kv_recent": recent, "kv_prefill_tokens": 384, **more}, 545
+
+
+@pytest.mark.parametrize(("asked", "length"), cases(), ids=str)
 def test_the_kept_set_equals_that_of_a_plain_model(
     clean: Engine,
     plain_model: torch.nn.Module,
     text_tokens: list[int],
     calibration: str,
-    policy: str,
-    protect: int,
-    delay: int,
+    asked: dict[str, Any],
+    length: int,
 ) -> None:
-    recent, length = KEPT[policy]
-    prompt = text_tokens[300 : 300 + length]
-    asked = {
-        "kv_budget": 0.2, "kv_policy": policy, "kv_recent": recent,
-        "kv_protect": protect, "kv_delay": delay, "kv_heads": "equal",
-    }  # fmt: skip
-    model = PolicyModel(plain_model, policy, 0.2, recent, BLOCK_SIZE, FLOOR, protect, delay)
-    if policy_of(policy).calibrated:
-        model.calibration = Calibration.load(Path(calibration)).weights
-    assert_kept_as_by(model, clean, prompt, asked)
-
-
-@pytest.mark.parametrize(
-    ("policy", "fraction", "protect"),
-    [(policy, *((0.2, 0), (1.0, 50))[row % 2]) for row, policy in enumerate(BOUNDED)],
-)
-def test_the_kept_set_of_a_bounded_prompt_equals_that_of_a_plain_model(
-    clean: Engine,
-    plain_model: torch.nn.Module,
-    text_tokens: list[int],
-    calibration: str,
-    policy: str,
-    fraction: float,
-    protect: int,
-) -> None:
-    """Law 4. A budget of 1 keeps what the bound has left."""
-    recent, _ = KEPT.get(policy, (0.5, 0))
-    # Evictions are few: each one meets near ties, in which rounding decides who stays.
-    prompt, bound = text_tokens[400:945], 384
-    asked = {
-        "kv_budget": fraction, "kv_policy": policy, "kv_recent": recent,
-        "kv_protect": protect, "kv_prefill_tokens": bound, "kv_heads": "equal",
-    }  # fmt: skip
-    model = PolicyModel(
-        plain_model, policy, fraction, recent, BLOCK_SIZE, FLOOR, protect, bound=bound
-    )
-    if policy_of(policy).calibrated:
-        model.calibration = Calibration.load(Path(calibration)).weights
-    assert_kept_as_by(model, clean, prompt, asked, tolerance=1e-2)
+    """Law 4. Evictions of a bounded prompt are few: each one meets near ties, which rounding decides."""
+    bound = asked.get("kv_prefill_tokens", 0)
+    prompt = text_tokens[400 if bound else 300 :][:length]
+    asked = {**asked, "kv_heads": "equal"}
+    model = model_of(plain_model, asked, calibration)
+    assert_kept_as_by(model, clean, prompt, asked, tolerance=1e-2 if bound else 5e-3)
     inside = [seen for seen, _, _ in model.ranked if seen < len(prompt)]
-    assert len(inside) == 2
+    assert len(inside) == (2 if bound else 0)
+
+
+def model_of(
+    plain_model: torch.nn.Module,
+    asked: dict[str, Any],
+    calibration: str | None = None,
+    *,
+    block: int = BLOCK_SIZE,
+    floor: int = FLOOR,
+) -> PolicyModel:
+    """A plain model of what a request asks for; ``calibration``: the file."""
+    predicts = calibration is not None and policy_of(asked["kv_policy"]).calibrated
+    return PolicyModel(
+        plain_model,
+        asked["kv_policy"],
+        asked["kv_budget"],
+        asked["kv_recent"],
+        block,
+        floor,
+        protected=asked.get("kv_protect", 0),
+        delay=asked.get("kv_delay", 0),
+        bound=asked.get("kv_prefill_tokens", 0),
+        shared=asked.get("kv_heads") == "shared",
+        calibration=Calibration.load(Path(calibration)).weights
+        if predicts and calibration
+        else None,
+    )
 
 
 def assert_kept_as_by(
@@ -159,16 +156,24 @@ def assert_kept_as_by(
     prompt: list[int],
     asked: dict[str, Any],
     tolerance: float = 5e-3,
-) -> None:
-    """The engine says what ``model`` says, and keeps what it keeps, in every layer and head."""
-    ours = watch(engine, prompt, asked)
-    tokens, logprobs = model.generate(prompt, STEPS)
+    steps: int = STEPS,
+    keys_of: Callable[..., Any] = live_keys,
+) -> dict[str, Any]:
+    """The engine says what ``model`` says, and keeps what it keeps, in every layer and head.
+
+    Returns:
+        What :func:`watch` saw.
+    """
+    ours = watch(engine, prompt, asked, steps, keys_of)
+    with one_thread():
+        tokens, logprobs = model.generate(prompt, steps)
     assert len(model.ranked) > 1
     assert ours["tokens"] == tokens
     for step, entries in enumerate(ours["logprobs"]):
         for token, entry in entries.items():
             assert entry.logprob == pytest.approx(float(logprobs[step, token]), abs=tolerance)
-    assert_keeps_as(model, ours["keys"], asked["kv_protect"])
+    assert_keeps_as(model, ours["keys"], asked.get("kv_protect", 0))
+    return ours
 
 
 def assert_keeps_as(

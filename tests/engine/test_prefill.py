@@ -30,11 +30,7 @@ def test_law03_a_bounded_prompt_never_holds_more(
     model_dir: str, policy: str, batched_tokens: int, pipelined: bool
 ) -> None:
     rig = Rig(
-        model_dir,
-        80,
-        max_num_batched_tokens=batched_tokens,
-        pipelined=pipelined,
-        kv_min_tokens=16,
+        model_dir, 80, max_num_batched_tokens=batched_tokens, pipelined=pipelined, kv_min_tokens=16
     )
     asked = ASKED | {"kv_budget": 0.1, "kv_policy": policy, "kv_protect": 20}
     rig.add("a", prompt_of(0, 700), asked, max_tokens=40)

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from h2o_vllm.calibration.file import Calibration
-from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine, kept_of, report_of, tokens_of
+from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine
+from tests.engine.outputs import kept_of, report_of, tokens_of
 from tests.engine.test_policies import assert_kept_as_by
 from tests.reference.policies import load
 from tests.reference.settling import SettlingModel

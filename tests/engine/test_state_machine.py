@@ -72,16 +72,6 @@ def test_any_order_of_events_keeps_the_laws(
     assert not rare()
 
 
-def holes_survive_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = EvictionState.release
-
-    def first_only(self: EvictionState) -> None:
-        if not hasattr(self, "holes"):
-            release(self)
-
-    monkeypatch.setattr(EvictionState, "release", first_only)
-
-
 def everything_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that evictions write go into the prefix cache."""
     monkeypatch.setattr(EvictionState, "publishable_tokens", lambda self, computed: computed)
@@ -107,17 +97,6 @@ def block_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(H2OBlockManager, "remove_skipped_blocks", losing)
 
 
-def who_was_squeezed_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds its blocks and computes nothing: the crowd never ends."""
-
-    def limit(self: EvictionState, computed: int, num_tokens: int) -> int:
-        squeezed = self.budget.elastic and self.holes > 0
-        return 0 if squeezed else chunk_limit(self, computed, num_tokens)
-
-    chunk_limit = EvictionState.chunk_limit
-    monkeypatch.setattr(EvictionState, "chunk_limit", limit)
-
-
 def rejected_drafts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are told that all drafts were accepted, and add what they give."""
 
@@ -131,38 +110,8 @@ def rejected_drafts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(H2OScheduler, "schedule", planned)
 
 
-def block_of_drafts_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that was taken for drafts alone leaves the table, and never returns to the pool."""
-
-    def allocating(self: H2OBlockManager, request_id: str, num_tokens: int, *args: int) -> Any:
-        blocks = allocate(self, request_id, num_tokens, *args)
-        state = self.eviction_state(request_id)
-        if state is not None and blocks:
-            table, known = self.req_to_blocks[request_id], state.counts.num_tokens
-            if (len(table) - 1) * self.block_size >= known:
-                table.pop()
-        return blocks
-
-    allocate = H2OBlockManager.allocate_new_blocks
-    monkeypatch.setattr(H2OBlockManager, "allocate_new_blocks", allocating)
-
-
 @pytest.mark.parametrize(
-    "plant",
-    [
-        everything_is_published,
-        eviction_comes_late,
-        block_is_lost,
-        rejected_drafts_stay,
-        *(
-            pytest.param(plant, marks=pytest.mark.slow)
-            for plant in (
-                block_of_drafts_leaks,
-                holes_survive_a_preemption,
-                who_was_squeezed_stands_still,
-            )
-        ),
-    ],
+    "plant", [everything_is_published, eviction_comes_late, block_is_lost, rejected_drafts_stay]
 )
 def test_planted_bugs_are_found(
     model_dir: str, plant: Any, monkeypatch: pytest.MonkeyPatch

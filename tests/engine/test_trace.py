@@ -16,8 +16,9 @@ from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import NEVER
-from tests.engine.conftest import Engine, report_of, tokens_of
+from tests.engine.conftest import Engine
 from tests.engine.fidelity import STEPS, expect
+from tests.engine.outputs import report_of, tokens_of
 from tests.engine.scheduling import Rig
 
 LAYERS, HEADS, BLOCK, SIZE, BLOCKS = 2, 3, 16, 16, 12
@@ -136,21 +137,6 @@ def test_a_trace_is_what_lies_in_the_blocks(
     assert recorder._noted == [] and recorder.attach("output") == "output"
 
 
-def test_a_window_loses_whole_blocks_in_every_head() -> None:
-    state = state_of_positions()
-    recorder = state.recorder
-    assert recorder is not None
-    state.start(StepPlan({"r": EvictionParams(NEVER, NEVER, traced=True)}))
-    first = Eviction("r", (), (5, 6), (1, 2), (), (4, 5, 6, 7), 0, seen=64)
-    for eviction in (first, Eviction("r", (), (7, 8), (3, 4), (), (8,), 64, seen=80), first):
-        state.compact([eviction])
-    assert [noted.first for noted in recorder._noted] == [True, False, True]
-    for noted, lost in zip(recorder._noted, [(16, 48), (48, 80), (16, 48)], strict=True):
-        for layer in range(LAYERS):
-            for head in range(HEADS):
-                assert np.flatnonzero(noted.lost[layer, head]).tolist() == list(range(*lost))
-
-
 @pytest.mark.e2e
 def test_what_a_trace_holds_is_what_the_reference_keeps(
     clean: Engine, model_dir: str, text_tokens: list[int]
@@ -178,16 +164,6 @@ def test_what_goes_inside_of_a_prompt_is_traced(clean: Engine, text_tokens: list
     inside = [at for at in trace["evicted_at"] if at < len(prompt)]
     assert inside == list(range(bound, len(prompt), 32))
     assert len(trace["evicted_at"]) > len(inside)
-
-
-@pytest.mark.e2e
-def test_who_evicts_nothing_holds_everything(clean: Engine, text_tokens: list[int]) -> None:
-    (output,) = clean.generate(
-        [text_tokens[:50]], {"kv_budget": 0.5, "kv_trace": True}, max_tokens=4
-    )
-    report = report_of(output)
-    assert_sound(report["trace"], report)
-    assert report["trace"]["evicted_at"] == [] and report["tokens_held"] == 53
 
 
 @pytest.fixture

@@ -59,10 +59,7 @@ bounds = st.fixed_dictionaries(
         "kv_policy": st.sampled_from(["h2o", "key", "predicted", "random", "window"]),
         "kv_prefill_tokens": st.integers(1, 90),
     },
-    optional={
-        "kv_protect": st.integers(0, 60),
-        "kv_elastic": st.booleans(),
-    },
+    optional={"kv_protect": st.integers(0, 60), "kv_elastic": st.booleans()},
 )
 
 elastic = st.fixed_dictionaries(

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -209,16 +207,3 @@ def random_prompt(length: int) -> list[int]:
     generator = torch.Generator().manual_seed(length)
     tokens: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
     return tokens
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """So small a model is 40 times slower on two threads if another process keeps a core busy: OpenMP's
-    threads wait for each other at every operation."""
-    before = torch.get_num_threads()
-    # Not torch.set_num_threads: vLLM's CPU worker has put a warning in its place.
-    torch._C.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch._C.set_num_threads(before)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.engine.conftest import ENGINE, FLOOR, NUM_BLOCKS, Engine, started
-from tests.engine.fidelity import run_to_the_end
-from tests.families.random_models import one_thread, random_prompt, save_random_model
+from tests.engine.fidelity import one_thread, run_to_the_end
+from tests.families.random_models import random_prompt, save_random_model
 from tests.reference.h2o import Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

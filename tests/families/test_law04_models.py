@@ -22,14 +22,8 @@ import pytest
 
 from h2o_vllm.errors import ConfigError
 from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
-from tests.engine.fidelity import Case, assert_as_expected, expect
-from tests.families.random_models import (
-    MODELS,
-    OPTIONS,
-    one_thread,
-    random_prompt,
-    save_random_model,
-)
+from tests.engine.fidelity import Case, assert_as_expected, expect, one_thread
+from tests.families.random_models import MODELS, OPTIONS, random_prompt, save_random_model
 from tests.families.spared import spared
 
 BUDGETS = {"0.1-several-chunks": (0.1, 0.5, 1100), "0.3-heavy": (0.3, 0.2, 330)}
@@ -85,10 +79,7 @@ def served(
         }
     # A tokenizer would have nothing to say.
     options = {**ENGINE, "skip_tokenizer_init": True, **OPTIONS.get(kind, {})}
-    with (
-        spared(kind),
-        started(directory, options, kv_min_tokens=FLOOR) as engine,
-    ):
+    with spared(kind), started(directory, options, kv_min_tokens=FLOOR) as engine:
         yield Served(engine, cases, kind not in UNROTATED)
 
 

@@ -18,22 +18,14 @@ from transformers import AutoModelForCausalLM
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.regression import Sums
 from tests.engine import test_lanes
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    ENGINE,
-    FLOOR,
-    Engine,
-    kept_of,
-    report_of,
-    started,
-    tokens_of,
-)
+from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
 from tests.engine.drafter import SPECULATIVE, Drafter
-from tests.engine.fidelity import live_slots
-from tests.engine.test_policies import STEPS, assert_keeps_as, live_keys, watch
+from tests.engine.fidelity import live_slots, one_thread
+from tests.engine.outputs import kept_of, report_of, tokens_of
+from tests.engine.test_policies import STEPS, assert_kept_as_by, live_keys, model_of
 from tests.engine.test_trace import assert_sound, held
-from tests.families.random_models import one_thread, random_prompt, save_random_model
-from tests.reference.policies import PolicyModel, load
+from tests.families.random_models import random_prompt, save_random_model
+from tests.reference.policies import load
 from tests.reference.repeating import most_attended
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -92,24 +84,16 @@ def test_law04_each_policy_keeps_what_a_plain_model_keeps(
     length: int,
     heads: str,
 ) -> None:
-    prompt = random_prompt(length)
-    shares = heads == "shared"
-    share = 0.4 if shares else 0.2
+    share = 0.4 if heads == "shared" else 0.2
     asked = {
         "kv_budget": share, "kv_policy": policy, "kv_recent": recent, "kv_heads": heads,
         "kv_delay": 0,
     }  # fmt: skip
-    ours = watch(engine, prompt, asked, STEPS, test_lanes.live_keys if shares else live_keys)
-    model = PolicyModel(plain_model, policy, share, recent, BLOCK_SIZE, FLOOR, shared=shares)
-    with one_thread():
-        tokens, logprobs = model.generate(prompt, STEPS)
-    assert len(model.ranked) > 1 and [*model.layers] == [1, 3]
-    assert ours["tokens"] == tokens
-    for step, entries in enumerate(ours["logprobs"]):
-        for token, entry in entries.items():
-            assert entry.logprob == pytest.approx(float(logprobs[step, token]), abs=5e-3)
-    assert_keeps_as(model, ours["keys"])
-    assert any(len({len(keys) for keys in heads}) > 1 for heads in ours["keys"]) == shares
+    model = model_of(plain_model, asked)
+    keys_of = test_lanes.live_keys if model.shared else live_keys
+    ours = assert_kept_as_by(model, engine, random_prompt(length), asked, keys_of=keys_of)
+    assert [*model.layers] == [1, 3]
+    assert any(len({len(keys) for keys in heads}) > 1 for heads in ours["keys"]) == model.shared
 
 
 def test_a_trace_tells_of_the_layers_that_hold_kv(
@@ -121,7 +105,7 @@ def test_a_trace_tells_of_the_layers_that_hold_kv(
     report = report_of(output)
     assert report["trace"]["layers"] == 2
     assert_sound(report["trace"], report)
-    model = PolicyModel(plain_model, "mean", 0.25, 0.5, BLOCK_SIZE, FLOOR)
+    model = model_of(plain_model, asked | {"kv_recent": 0.5})
     with one_thread():
         model.generate(prompt, STEPS)
     for place, number in enumerate(model.layers):

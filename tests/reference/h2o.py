@@ -13,7 +13,7 @@ recent window begins at the nearest block. Both can be had here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,7 +56,6 @@ class Reference:
         model_dir: a transformers model whose attention goes through the attention interface.
         fraction: share of the tokens seen to keep; ``recent`` of it are the newest.
         block: tokens evicted at a time; 1 is the paper's cadence. floor: smallest budget in tokens.
-        window_unit: the recent window begins at the nearest multiple of it; ``None`` is ``block``.
         protected: first tokens, a multiple of ``block``, that are neither ranked nor counted.
     """
 
@@ -65,7 +64,6 @@ class Reference:
     recent: float
     block: int
     floor: int
-    window_unit: int | None = None
     protected: int = 0
     layers: dict[int, LayerCache] = field(default_factory=dict)
     states: States = field(default_factory=States)
@@ -101,10 +99,8 @@ class Reference:
         return tokens, torch.stack(logprobs)
 
     @torch.inference_mode()
-    def read(self, prompts: Tensor, chunk: int | None = None) -> Tensor:
+    def read(self, prompts: Tensor) -> Tensor:
         """Computes prompts, [B, T], with full attention, and nothing is evicted yet.
-
-        ``chunk`` tokens at a time take less memory; ``None`` takes all at once.
 
         Returns:
             The next token's logits, [B, V].
@@ -112,9 +108,7 @@ class Reference:
         self.layers.clear()
         self.states = States(config=self.model.config)
         self.closest = math.inf
-        for part in prompts.split(chunk or prompts.shape[1], 1):
-            logits = self._forward(part)
-        return logits[:, -1]
+        return self._forward(prompts)[:, -1]
 
     @torch.inference_mode()
     def force(self, tokens: Tensor) -> Tensor:
@@ -135,13 +129,6 @@ class Reference:
             logprobs.append(logits.log_softmax(-1).gather(-1, following)[..., 0])
             at += free
         return torch.cat(logprobs, 1)
-
-    def snapshot(self) -> dict[int, LayerCache]:
-        """A copy of :attr:`layers` to go back to. Keys and values are only ever appended to."""
-        return {
-            layer: replace(cache, alive=cache.alive.clone(), scores=cache.scores.clone())
-            for layer, cache in self.layers.items()
-        }
 
     def kept(self, layer: int, head: int) -> list[int]:
         """Positions of the first sequence whose KV still exists."""
@@ -167,7 +154,7 @@ class Reference:
     @property
     def recent_from(self) -> int:
         """The position at which the recent window begins."""
-        unit = self.window_unit or self.block
+        unit = self.block
         exact = self.seen - round(self.recent * self._budget(self.seen - self.protected))
         return min((exact + unit // 2) // unit, self.seen // unit) * unit
 
@@ -254,7 +241,8 @@ class Reference:
             aside = s_aux.detach().view(1, heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, aside], -1)
         prob = logits.softmax(-1)[..., :total]
-        self._note(owner, prob)
+        # A token is worth what all layers that read its KV give to it.
+        cache.scores += prob.sum((2, 3))
         mixed = torch.einsum("bkgts,bksd->bkgtd", prob, cache.values)
         return mixed.flatten(1, 2).transpose(1, 2).contiguous(), None
 
@@ -265,14 +253,6 @@ class Reference:
             return None
         size: int = module.config.attention_chunk_size
         return size
-
-    def _note(self, layer: int, prob: Tensor) -> None:
-        """Attention of new tokens to all that a layer holds: [B, KH, G, T, S].
-
-        If other layers read it as well, each adds its own: a token's KV is worth what all its readers get of
-        it.
-        """
-        self.layers[layer].scores += prob.sum((2, 3))
 
 
 def kv_owner(module: Any) -> int:
@@ -287,42 +267,3 @@ def kv_owner(module: Any) -> int:
     config, kinds = module.config, module.config.layer_types
     own = config.num_hidden_layers - config.num_kv_shared_layers
     return max(other for other in range(own) if kinds[other] == kinds[layer])
-
-
-@dataclass
-class Foresight(Reference):
-    """The same, ranked by what a key will get: no policy could, all are measured by it.
-
-    Of one sequence. Holds the attention of all foreseen tokens, [KH, N, S] per layer in float32.
-    """
-
-    foresees: bool = True
-    """Whether to rank by it, or as :class:`Reference` does."""
-    _seeing: bool = False
-    _foreseen: dict[int, Tensor] = field(default_factory=dict)
-
-    @torch.inference_mode()
-    def foresee(self, tokens: Tensor) -> Tensor:
-        """Reads what :meth:`force` will be given, [1, N], with nothing evicted.
-
-        Returns:
-            Log-probabilities as :meth:`force` returns them.
-        """
-        self._foreseen.clear()
-        self._seeing = True
-        logits = self._forward(tokens[:, :-1], keep=tokens.shape[1] - 1)
-        self._seeing = False
-        return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-
-    def _note(self, layer: int, prob: Tensor) -> None:
-        if self._seeing:
-            self._foreseen[layer] = self._foreseen.get(layer, 0) + prob[0].sum(1)
-        super()._note(layer, prob)
-
-    def _evict(self) -> None:
-        if self.foresees:
-            for layer, prob in self._foreseen.items():
-                # Query i is the one at position S - N + i.
-                done = self.seen - (prob.shape[2] - prob.shape[1])
-                self.layers[layer].scores = prob[:, done:, : self.seen].sum(1)[None]
-        super()._evict()

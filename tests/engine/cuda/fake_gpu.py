@@ -13,8 +13,7 @@ not with the one built for the step, so everything the step decides has to be in
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -42,32 +41,11 @@ from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.policy.candidates import head_number
 from loadtest.kernels.forms import launches
 from tests.engine.cuda.fake_kernels import FP8, stand_in_for_kernels
+from tests.engine.cuda.fake_model import HEADS, KV_HEADS, LAYERS, SCALE, SCALES, SIZE, qkv
 from tests.engine.cuda.fake_runner import GRAPH_SIZES, FakeRunner
 from tests.engine.cuda.fake_stream import Stream
 from tests.engine.scheduling import Rig
 from tests.kernels.triton.rescore_laws import calibration_of
-
-__all__ = [
-    "FP8",
-    "HEADS",
-    "KV_HEADS",
-    "LAYERS",
-    "SCALE",
-    "SCALES",
-    "SIZE",
-    "UNEVEN",
-    "FakeGPU",
-    "fake_gpu",
-    "module_of",
-    "qkv",
-]
-
-LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 64
-SCALE = SIZE**-0.5
-SCALES = {"_q_scale": 0.03, "_k_scale": 0.02, "_v_scale": 0.05}
-"""What an 8-bit query, key or value of 1 stands for."""
-UNEVEN = "uneven"
-"""How the names of some requests begin, whose KV heads need different numbers of tokens."""
 
 
 class FakeGPU:
@@ -250,11 +228,7 @@ class FakeGPU:
         self.forward([], self.graphs[variant, size], self.runner.slot_mapping, padded=size)
 
     def forward(
-        self,
-        tokens: list[tuple[str, int]],
-        metadata: Any,
-        slot_mapping: Tensor,
-        padded: int,
+        self, tokens: list[tuple[str, int]], metadata: Any, slot_mapping: Tensor, padded: int
     ) -> None:
         outs = []
         for index, impl in enumerate(self.impls):
@@ -283,38 +257,16 @@ class FakeGPU:
             self.outputs[token] = torch.stack([out[i] for out in outs])
 
 
-def module_of(layer: int, readers: int) -> Any:
-    """What a reference is told of a layer, of which the last ``readers`` have queries alone."""
-    count = LAYERS + readers
-    config = SimpleNamespace(
-        num_hidden_layers=count,
-        num_kv_shared_layers=readers,
-        layer_types=["full_attention"] * count,
-    )
-    return SimpleNamespace(layer_idx=layer, is_kv_shared_layer=layer >= LAYERS, config=config)
-
-
-def qkv(request_id: str, position: int, layer: int, fp8: bool = False) -> tuple[Tensor, ...]:
-    """q [HEADS, SIZE], k and v [KV_HEADS, SIZE] of a token: random, always the same.
-
-    Of requests whose names begin with :data:`UNEVEN` one head looks everywhere, the other at few tokens.
-
-    Args:
-        fp8: what is left of them in 8 bits.
-    """
-    seed = zlib.crc32(f"{request_id.partition('+')[0]}/{position}/{layer}".encode())
-    gen = torch.Generator().manual_seed(seed)
-    q = torch.randn(HEADS, SIZE, generator=gen) * 2
-    k, v = torch.randn(2, KV_HEADS, SIZE, generator=gen)
-    if request_id.startswith(UNEVEN):
-        keen = layer % KV_HEADS
-        q.view(KV_HEADS, -1, SIZE)[keen, :, 0] = 8.0
-        k[keen, 0] = 0.0 if position % 16 else 6.0
-        k[1 - keen] *= 0.2
-    if not fp8:
-        return q, k, v
-    scales = zip((q, k, v), SCALES.values(), strict=True)
-    return tuple(exact.div(scale).to(FP8).float() * scale for exact, scale in scales)
+def check_outputs(gpu: FakeGPU, name: str, expected: Sequence[Tensor], cached: int = 0) -> None:
+    """Attention of each of a request's tokens is as expected, but of first ones read from the cache."""
+    for position, output in enumerate(expected):
+        if (name, position) not in gpu.outputs:
+            assert position < cached, "neither computed nor read from the cache"
+            continue
+        torch.testing.assert_close(
+            gpu.outputs[name, position], output, rtol=1e-4, atol=1e-5,
+            msg=lambda text, at=position: f"{name} at {at}: {text}",
+        )  # fmt: skip
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from vllm.v1.attention.backends import fa_utils, flash_attn
 
 from h2o_vllm.engine.cuda import backends, choice
 from h2o_vllm.engine.cuda.flash_warmup import warm_up_flash
-from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.errors import ConfigError
 
 pytestmark = pytest.mark.table
@@ -145,19 +144,6 @@ def test_the_environment_overrides_the_choice(
     monkeypatch.setenv("H2O_CUDA_BACKEND", "flashinfer")
     with pytest.raises(ConfigError, match="H2O_CUDA_BACKEND"):
         choice.choose_backend(config())
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    said: list[Any] = []
-    module = "h2o_vllm.engine.cuda.worker"
-    for warns in ("warn_of_slower_attention", "warn_of_batches_without_graphs"):
-        monkeypatch.setattr(f"{module}.{warns}", said.append)
-    monkeypatch.setattr(f"{module}.H2OModelRunner", lambda *_: "runner")
-    worker = object.__new__(H2OGPUWorker)
-    worker.rank, worker.vllm_config, worker.device = rank, "config", torch.device("cpu")
-    assert worker._make_model_runner() == "runner"
-    assert said == ["config", "config"][: 2 - 2 * rank]
 
 
 def bare_impl(version: int | None, hd256: bool = False) -> Any:

@@ -10,9 +10,8 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 
-from tests.engine.cuda.fake_gpu import fake_gpu
+from tests.engine.cuda.fake_gpu import check_outputs, fake_gpu
 from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
 
 PROMPT, NEW = 140, 40
@@ -75,12 +74,5 @@ def test_readers_of_one_prompt_keep_what_they_would_alone(
             assert sum(cached.values()) > 0
         for name, asked in readers.items():
             model = plain_model(asked, PROMPT, rig.block_size)
-            for position, expected in enumerate(outputs_of(model, "one", NEW)):
-                if (f"one+{name}", position) not in gpu.outputs:
-                    # Read from the cache.
-                    assert position < cached[f"one+{name}"]
-                    continue
-                torch.testing.assert_close(
-                    gpu.outputs[f"one+{name}", position], expected, rtol=1e-4, atol=1e-5,
-                    msg=lambda text, at=position, who=name: f"{who} at {at}: {text}",
-                )  # fmt: skip
+            who = f"one+{name}"
+            check_outputs(gpu, who, outputs_of(model, "one", NEW), cached[who])

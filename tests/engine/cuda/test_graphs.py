@@ -150,9 +150,7 @@ def test_the_runner_captures_for_the_servers_default_policy(
             device_config=SimpleNamespace(device_type="cuda"),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
             model_config=SimpleNamespace(
-                model_arch_config=None,
-                hf_text_config=None,
-                get_total_num_kv_heads=lambda: 8,
+                model_arch_config=None, hf_text_config=None, get_total_num_kv_heads=lambda: 8
             ),
         )
         runner = H2OModelRunner(config, torch.device("cpu"))

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from h2o_vllm.engine.cuda.variants import Variant
-from tests.engine.cuda.fake_gpu import KV_HEADS, LAYERS, UNEVEN, FakeGPU, fake_gpu
+from tests.engine.cuda.fake_gpu import FakeGPU, check_outputs, fake_gpu
+from tests.engine.cuda.fake_model import KV_HEADS, LAYERS, UNEVEN
 from tests.engine.cuda.test_policies import FLOOR, outputs_of, plain_model
 from tests.engine.scheduling import Rig
 
@@ -100,14 +101,6 @@ def shared_chunks(rig: Rig, gpu: FakeGPU) -> set[str]:
     return found
 
 
-def assert_outputs(gpu: FakeGPU, name: str, block: int, readers: int) -> None:
-    for position, output in enumerate(expected_outputs(name, block, readers)):
-        torch.testing.assert_close(
-            gpu.outputs[name, position], output, rtol=1e-4, atol=1e-5,
-            msg=lambda text, at=position: f"{name} at {at}: {text}",
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("preempt", "pipelined", "base", "names", "readers"),
     [
@@ -133,7 +126,7 @@ def test_law04_attention_equals_a_plain_model_whose_heads_share(
         assert "bounded" not in "".join(names) or "prompt" in chunks
         assert not preempt or "answer" in chunks
         for name in names:
-            assert_outputs(gpu, name, rig.block_size, readers)
+            check_outputs(gpu, name, expected_outputs(name, rig.block_size, readers))
         assert gpu.replays[Variant.SHARED]
         # Who has ended is told with the next step.
         rig.add("after", [2] * 5, None, max_tokens=2)

@@ -13,85 +13,70 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cuda.fake_gpu import (
-    KV_HEADS,
-    LAYERS,
-    SCALE,
-    SIZE,
-    FakeGPU,
-    fake_gpu,
-    module_of,
-    qkv,
-)  # fmt: skip
+from h2o_vllm.engine.cuda.variants import Variant
+from tests.engine.cuda.fake_gpu import FakeGPU, check_outputs, fake_gpu
+from tests.engine.cuda.fake_model import KV_HEADS, LAYERS, SCALE, SIZE, module_of, qkv
 from tests.engine.scheduling import Rig
+from tests.engine.test_policies import model_of
 from tests.kernels.triton.rescore_laws import calibration_of
 from tests.reference.policies import PolicyModel
 from tests.served import SERVED, policy_of
 
 FLOOR = 32
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 ON_GPUS = [name for name in SERVED if not policy_of(name).without_op]
 MOVING = [name for name in ON_GPUS if policy_of(name).moves_tokens and name != "random"] + [
     "attention+value+key",
     "mean+end",
 ]
 """Which tokens ``random`` draws: ``tests/kernels/triton/test_rescore.py``."""
-REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    f"{policy}-{protect}": (
-        70 + 11 * row,
-        40,
-        {
-            "kv_budget": 0.4,
-            "kv_policy": policy,
-            "kv_protect": protect,
-            "kv_recent": recent,
-            "kv_heads": "equal",
-        },
-    )
-    for row, (policy, protect, recent) in enumerate(
-        [*[(policy, 0, 0.5) for policy in MOVING], ("attention", 20, 1.0), ("end", 3, 0.0)]
-    )
-} | {
-    f"{policy}-bounded": (
-        150,
-        20,
-        {"kv_budget": budget, "kv_policy": policy, "kv_prefill_tokens": 64, "kv_recent": 0.5},
-    )
-    for policy, budget in (
-        ("attention", 0.2),
-        ("mean", 1.0),
-        ("key", 0.2),
-        ("value+end+key", 0.2),
-    )
-}
+FULL = {"kv_budget": 1.0, "kv_policy": "attention", "kv_recent": 0.5}
+REQUESTS: dict[str, tuple[int, int, dict[str, Any] | None]] = (
+    {"full": (90, 40, None)}
+    | {
+        f"{policy}-{protect}": (
+            70 + 11 * row,
+            40,
+            {
+                "kv_budget": 0.4,
+                "kv_policy": policy,
+                "kv_protect": protect,
+                "kv_recent": recent,
+                "kv_heads": "equal",
+            },
+        )
+        for row, (policy, protect, recent) in enumerate(
+            [*[(policy, 0, 0.5) for policy in MOVING], ("attention", 20, 1.0), ("end", 3, 0.0)]
+        )
+    }
+    | {
+        f"{policy}-bounded": (
+            150,
+            20,
+            {"kv_budget": budget, "kv_policy": policy, "kv_prefill_tokens": 64, "kv_recent": 0.5},
+        )
+        for policy, budget in (
+            ("attention", 0.2),
+            ("mean", 1.0),
+            ("key", 0.2),
+            ("value+end+key", 0.2),
+        )
+    }
+)
 """Prompts are cut into chunks of at most 64 tokens, and where depends on the others."""
-
-
-def expected_outputs(name: str, block: int, readers: int) -> list[torch.Tensor]:
-    """Of a plain model of the request's policy."""
-    prompt, new, asked = REQUESTS[name]
-    return outputs_of(plain_model(asked, prompt, block), name, new, readers)
 
 
 def plain_model(asked: dict[str, Any], prompt: int, block: int) -> PolicyModel:
     """Of what a request asks for; pages and shares nothing."""
     nothing: Any = None
-    return PolicyModel(
-        nothing,
-        asked["kv_policy"],
-        asked["kv_budget"],
-        asked["kv_recent"],
-        block,
-        FLOOR,
-        protected=asked.get("kv_protect", 0),
-        delay=asked.get("kv_delay", 0),
-        bound=asked.get("kv_prefill_tokens", 0),
-        shared=asked.get("kv_heads") == "shared",
-        prompt=prompt,
-        calibration=calibration_of(LAYERS, KV_HEADS, SIZE).weights,
-    )
+    model = model_of(nothing, asked, block=block, floor=FLOOR)
+    model.prompt, model.calibration = prompt, calibration_of(LAYERS, KV_HEADS, SIZE).weights
+    return model
 
 
-def outputs_of(model: PolicyModel, name: str, new: int, readers: int = 0) -> list[torch.Tensor]:
+def outputs_of(
+    model: PolicyModel, name: str, new: int, readers: int = 0, *, fp8: bool = False
+) -> list[torch.Tensor]:
     """Attention of every computed token of one request, one by one. [LAYERS + readers, HEADS, SIZE] each."""
     outputs = []
     # The last token is sampled, never computed.
@@ -99,18 +84,17 @@ def outputs_of(model: PolicyModel, name: str, new: int, readers: int = 0) -> lis
         model._evict(position)
         layers = []
         for layer in range(LAYERS + readers):
-            q, k, v = (t[None, :, None] for t in qkv(name, position, layer))
+            q, k, v = (t[None, :, None] for t in qkv(name, position, layer, fp8))
             layers.append(model.attend(module_of(layer, readers), q, k, v, SCALE)[0][0, 0])
         outputs.append(torch.stack(layers))
-    assert len(model.ranked) > 1
+    assert len(model.ranked) > 1 or model.fraction == 1
     return outputs
 
 
 def run(rig: Rig, gpu: FakeGPU, names: Collection[str]) -> None:
-    rig.add("full", [2] * 90, None, max_tokens=40)
     for count, name in enumerate(names):
         prompt, new, asked = REQUESTS[name]
-        rig.add(name, [3 + count] * prompt, asked, max_tokens=new)
+        rig.add(name, [2 + count] * prompt, asked, max_tokens=new)
     for _ in range(2000):
         if not rig.scheduler.has_unfinished_requests():
             return
@@ -119,30 +103,42 @@ def run(rig: Rig, gpu: FakeGPU, names: Collection[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "num_blocks", "pipelined", "base", "readers"),
+    ("every", "num_blocks", "pipelined", "base", "readers", "kv_dtype"),
     [
-        pytest.param(3, 15, False, "flash", 0, id="some-preempting-flash"),
-        pytest.param(4, 120, True, "triton", 2, id="read-by-others", marks=pytest.mark.slow),
-        pytest.param(1, 24, False, "flash", 0, id="preempting-flash", marks=pytest.mark.long),
-        pytest.param(1, 120, True, "triton", 0, id="async-triton", marks=pytest.mark.long),
+        pytest.param(3, 15, False, "flash", 0, "auto", id="some-preempting-flash"),
+        pytest.param(5, 120, True, "flash", 0, "fp8", id="some-flash-fp8"),
+        pytest.param(4, 120, True, "triton", 2, "auto", id="read-by-others", marks=SLOW),
+        pytest.param(1, 24, False, "flash", 0, "auto", id="preempting-flash", marks=LONG),
+        pytest.param(1, 120, True, "triton", 0, "fp8", id="async-triton-fp8", marks=LONG),
     ],
 )
 def test_attention_equals_a_plain_model_of_each_policy(
-    model_dir: str, every: int, num_blocks: int, pipelined: bool, base: str, readers: int
+    model_dir: str,
+    every: int,
+    num_blocks: int,
+    pipelined: bool,
+    base: str,
+    readers: int,
+    kv_dtype: str,
 ) -> None:
-    """``every``: of the requests each n-th; ``readers``: layers that read the KV of the last one."""
-    expected = {name: expected_outputs(name, 16, readers) for name in list(REQUESTS)[::every]}
+    """Also if nothing is evicted, and with KV in 8 bits, of one that computes with what these stand for.
+
+    Args:
+        every: of the requests each n-th. readers: layers that read the KV of the last one.
+    """
+    fp8, expected = kv_dtype == "fp8", {}
+    for name in ["full", *list(REQUESTS)[1::every]]:
+        prompt, new, asked = REQUESTS[name]
+        model = plain_model(asked or FULL, prompt, 16)
+        expected[name] = outputs_of(model, name, new, readers, fp8=fp8)
     with fake_gpu(
-        model_dir, num_blocks, base, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False,
+        model_dir, num_blocks, base, kv_dtype, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False,
         readers=readers,
     ) as (rig, gpu):  # fmt: skip
         assert rig.block_size == 16
         run(rig, gpu, expected)
         for name, outputs in expected.items():
-            for position, output in enumerate(outputs):
-                torch.testing.assert_close(
-                    gpu.outputs[name, position], output, rtol=1e-4, atol=1e-5,
-                    msg=lambda text, at=position, who=name: f"{who} at {at}: {text}",
-                )  # fmt: skip
-        assert {eviction.request_id for eviction in rig.evictions} == set(expected)
+            check_outputs(gpu, name, outputs)
+        assert {eviction.request_id for eviction in rig.evictions} == {*expected} - {"full"}
         assert bool(rig.preemptions) == (not pipelined)
+        assert gpu.replays[Variant.MIXED]

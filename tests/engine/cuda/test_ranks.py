@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cuda.fake_gpu import HEADS, KV_HEADS, LAYERS, SIZE, FakeGPU, fake_gpu
+from tests.engine.cuda.fake_gpu import FakeGPU, fake_gpu
+from tests.engine.cuda.fake_model import HEADS, KV_HEADS, LAYERS, SIZE
 from tests.kernels.triton.rescore_laws import calibration_of
 
 FLOOR = 32

@@ -110,12 +110,6 @@ def test_tokens_whose_attention_is_collected_begin_at_zero() -> None:
     assert list(rows.new_tokens(apart=True)) == [6]  # type: ignore[arg-type]
 
 
-def test_a_batch_that_is_all_collected_needs_no_list_of_tokens() -> None:
-    rows = step([H2O, SNAPKV], [2, 1, 0], [12, 21, 0])
-    assert rows.new_tokens(apart=False) == slice(3)
-    assert len(rows.new_tokens(apart=True)) == 0  # type: ignore[arg-type]
-
-
 def test_slots_learn_and_forget() -> None:
     slots = PolicySlots(4)
     at = np.array([2, 0])
@@ -134,23 +128,6 @@ def test_slots_learn_and_forget() -> None:
     slots.place({"b": 2})
     evicts = slots.evicts(at)
     assert evicts is not None and evicts.tolist() == [True, False]
-
-
-def test_a_released_slot_is_clean_while_others_evict() -> None:
-    slots = PolicySlots(4)
-    slots.start({"a": params_of(H2O), "b": params_of(WINDOW)})
-    slots.place({"a": 1, "b": 3})
-    slots.release(["a"], {"a": 1, "b": 3})
-    evicts = slots.evicts(np.array([1, 3]))
-    assert evicts is not None and evicts.tolist() == [False, True]
-
-
-def test_a_request_that_leaves_before_it_was_placed_leaves_nothing() -> None:
-    slots = PolicySlots(2)
-    slots.start({"a": params_of(H2O)})
-    slots.release(["a"], {})
-    slots.place({"a": 1})
-    assert slots.evicts(np.array([0, 1])) is None
 
 
 def test_rows_follow_the_rule_of_one_row() -> None:
@@ -189,15 +166,3 @@ def test_early_queries_end_once_however_a_prompt_is_cut() -> None:
             computed += count
         ((end, late),) = found
         assert end - late == prompt - 32
-
-
-def test_a_prompt_is_scored_from_its_window_on() -> None:
-    rows = step(
-        [SNAPKV, SNAPKV, SNAPKV],
-        [40, 40, 1],
-        [40, 80, 81],
-        [80] * 3,
-    )
-    assert rows.scored_queries.tolist() == [0, 32, 1]
-    assert rows.prompts.tolist() == [False, True, False]
-    assert rows.decodes.tolist() == [False, False, True]

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.engine.cuda.fake_gpu import KV_HEADS, LAYERS, SIZE, FakeGPU, fake_gpu
+from tests.engine.cuda.fake_gpu import FakeGPU, check_outputs, fake_gpu
+from tests.engine.cuda.fake_model import KV_HEADS, LAYERS, SIZE
 from tests.engine.cuda.test_policies import FLOOR, outputs_of
 from tests.engine.ghost import ANSWER
 from tests.engine.scheduling import Rig
@@ -89,14 +89,7 @@ def test_law04_and_law05_turns_and_readers_attend_to_what_they_keep_alone(
         turns |= {"one+twin": (BY_KEY, PROMPT), "one+branch": (BY_KEY, PROMPT + 60)}
         for name, (asked, prompt) in turns.items():
             expected = outputs_of(plain_model(asked, prompt, rig.block_size), "one", NEW)
-            for position, output in enumerate(expected):
-                if (name, position) not in gpu.outputs:
-                    assert position < cached[name], "neither computed nor read from the cache"
-                    continue
-                torch.testing.assert_close(
-                    gpu.outputs[name, position], output, rtol=1e-4, atol=1e-5,
-                    msg=lambda text, at=position, who=name: f"{who} at {at}: {text}",
-                )  # fmt: skip
+            check_outputs(gpu, name, expected, cached[name])
 
 
 def test_a_segment_settles_although_its_request_is_preempted_in_the_same_step(
@@ -120,6 +113,4 @@ def test_a_segment_settles_although_its_request_is_preempted_in_the_same_step(
         run(rig, gpu)
         for name, prompt in (("one+low", 170), ("one+reader", 200)):
             expected = outputs_of(plain_model(BY_KEY, prompt, rig.block_size), "one", NEW)
-            found = {at: gpu.outputs[name, at] for at in range(192, prompt + NEW - 1)}
-            for position, output in found.items():
-                torch.testing.assert_close(output, expected[position], rtol=1e-4, atol=1e-5)
+            check_outputs(gpu, name, expected, cached=192)

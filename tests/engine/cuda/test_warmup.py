@@ -11,7 +11,9 @@ import torch
 
 from h2o_vllm.engine.cuda.warmup import warm_up
 from h2o_vllm.kernels import triton as kernels
-from tests.engine.cuda.fake_gpu import FP8, HEADS, SCALES, SIZE, fake_gpu
+from tests.engine.cuda.fake_gpu import fake_gpu
+from tests.engine.cuda.fake_kernels import FP8
+from tests.engine.cuda.fake_model import HEADS, SCALES, SIZE
 
 
 @pytest.mark.parametrize("base", ["flash", "triton"])

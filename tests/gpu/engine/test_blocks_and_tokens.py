@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from h2o_vllm.engine.cuda.variants import Variant
-from tests.engine.conftest import Engine, report_of, tokens_of
+from tests.engine.conftest import Engine
+from tests.engine.outputs import report_of, tokens_of
 from tests.gpu.engine.conftest import BLOCK_SIZE, FLOOR, REHEARSED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e]

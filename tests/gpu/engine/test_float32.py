@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.conftest import Engine, started, tokens_of
+from tests.engine.conftest import Engine, started
+from tests.engine.outputs import tokens_of
 from tests.gpu.engine.conftest import ENGINE, FLOOR, MODES, REHEARSED
 from tests.gpu.engine.test_blocks_and_tokens import BUDGETS, prompts
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.engine.adapters import make_adapters, say
-from tests.engine.conftest import INSIDE, Engine, report_of, run_engine, started, tokens_of
+from tests.engine.conftest import INSIDE, Engine, run_engine, started
+from tests.engine.outputs import report_of, tokens_of
 from tests.families.random_models import random_prompt, save_random_model
 from tests.gpu.engine.conftest import ENGINE, FLOOR, MODES, REHEARSED
 

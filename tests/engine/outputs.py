@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests read from an engine's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+
+def tokens_of(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
+    return [{k: v.logprob for k, v in step.items()} for step in output.outputs[0].logprobs or []]
+
+
+def report_of(output: RequestOutput) -> dict[str, Any]:
+    report: dict[str, Any] = output.kv_transfer_params["h2o"]["0"]
+    return report
+
+
+def kept_of(output: RequestOutput) -> dict[str, Any]:
+    """The report but for what the prefix cache had, which is no part of what is kept."""
+    return {**report_of(output), "tokens_cached": None}
+
+
+def check_alike(
+    asked: Sequence[Any], expected: Sequence[RequestOutput], found: Sequence[RequestOutput]
+) -> None:
+    """Of each request the same tokens, and the same kept."""
+    for one, reference, output in zip(asked, expected, found, strict=True):
+        assert tokens_of(output) == tokens_of(reference), one
+        assert kept_of(output) == kept_of(reference), one

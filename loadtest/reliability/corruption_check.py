@@ -241,7 +241,7 @@ class CorruptionCheck:
 
         def preempting(request: Any, *args: Any, **kwargs: Any) -> Any:
             result.preemptions += 1
-            result.both += request.request_id in scheduler.blocks._evictions
+            result.both += request.request_id in scheduler.blocks.evictions
             return preempt(request, *args, **kwargs)
 
         def taking() -> Any:

@@ -91,9 +91,9 @@ def test_played_request_never_holds_more_than_its_peak(one: EvictionSchedule, an
     assert one.can_evict(total - 1) == (freed > 0)
     assert one.next_due(total, begin, total) is None
     if one.first is None:
-        assert one.promised_tokens(total) == 0
+        assert one.reserved_tokens(total) == 0
     else:
-        assert one.first <= one.promised_tokens(total) <= one.peak_tokens(total, one.earliest)
+        assert one.first <= one.reserved_tokens(total) <= one.peak_tokens(total, one.earliest)
 
 
 @given(schedules, st.integers(1, 1000))

@@ -188,7 +188,7 @@ class Rig:
 
         def popping(request_id: str) -> Any:
             finished = self.scheduler.requests[request_id].is_finished()
-            self.both += request_id in self.blocks._evictions and not finished
+            self.both += request_id in self.blocks.evictions and not finished
             return pop(request_id)
 
         self.blocks.pop_blocks_for_free = popping  # type: ignore[method-assign]

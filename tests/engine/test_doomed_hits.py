@@ -151,13 +151,13 @@ def test_what_another_reads_in_this_step_is_not_written_in_it(model_dir: str) ->
     state = rig.blocks.eviction_state("elastic")
     assert state is not None
     evicted: list[Eviction] = []
-    squeeze = rig.blocks._evict
+    squeeze = rig.blocks.evict
 
     def noting(request_id: str, *args: Any) -> None:
         squeeze(request_id, *args)
-        evicted.append(rig.blocks._evictions[request_id])
+        evicted.append(rig.blocks.evictions[request_id])
 
-    rig.blocks._evict = noting  # type: ignore[method-assign]
+    rig.blocks.evict = noting  # type: ignore[method-assign]
     # It needs a block, and none is free: its share frees none either.
     rig.step()
     assert [one.request_id for one in evicted] == ["fixed"]

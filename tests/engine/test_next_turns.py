@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from h2o_vllm.blocks.manager import next_turns
-from h2o_vllm.blocks.manager.next_turns import STEPS, TURNS_AHEAD
+from h2o_vllm.blocks.manager import retained_answers
+from h2o_vllm.blocks.manager.retained_answers import STEPS, TURNS_AHEAD
 from tests.engine.scheduling import Rig
 from tests.engine.test_settled import ASKED, PROMPT, made
 from tests.engine.test_settled_waiting import cached, running
@@ -76,7 +76,7 @@ def test_a_turn_that_waits_has_its_blocks_kept(model_dir: str, more: int) -> Non
     If a block that it needs is lost, it begins anew as well, behind that one.
     """
     rig, said = crowd(model_dir, SHORT)
-    (answer,) = rig.blocks._settled.turns._answers
+    (answer,) = rig.blocks.settled.answers._answers
     others = rig.blocks.block_pool.get_num_free_blocks() - len(answer.needed) + more
     rig.add("plain", range(7000, 7000 + 16 * others - 19), max_tokens=20)
     rig.step()
@@ -94,7 +94,7 @@ def test_each_request_is_overtaken_by_so_many_turns(
     model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that are not the first to wait."""
-    monkeypatch.setattr(next_turns, "TURNS_AHEAD", ahead := 3)
+    monkeypatch.setattr(retained_answers, "TURNS_AHEAD", ahead := 3)
     rig, said = crowd(model_dir, SHORT)
     for number in range(2):
         rig.add(f"later{number}", range(20_000 + 1000 * number, 20_400 + 1000 * number), ASKED)
@@ -161,9 +161,9 @@ def test_of_conversations_about_one_document_the_right_one_goes_on(model_dir: st
     document = [*PROMPT[:300]]
     first = turn(rig, "first", [*document, *range(100, 160)])
     turn(rig, "other", [*document, *range(200, 260)])
-    one, two = rig.blocks._settled.turns._answers
+    one, two = rig.blocks.settled.answers._answers
     rig.add("second", [*first, *range(20)], ASKED)
-    left = rig.blocks._settled.turns._answers
+    left = rig.blocks.settled.answers._answers
     assert one not in left and two in left
     rig.run()
 
@@ -200,7 +200,7 @@ def test_a_request_of_another_lineage_or_branch_is_no_next_turn(
     rig, said = crowd(model_dir, LONG, asked)
     rig.add("other", [*said, *range(20)], ASKED | {"kv_protect": 16})
     rig.add("branch", [*said[:common], *range(200)], asked)
-    assert rig.blocks.find_hit("branch", 400)[1] == found
+    assert rig.blocks.settled.lookup("branch", 400)[1] == found
     rig.step()
     assert running(rig) == []
     rig.add("second", [*said, *range(20)], asked)

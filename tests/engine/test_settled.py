@@ -154,7 +154,7 @@ def test_a_squeeze_makes_room_for_what_settles(model_dir: str) -> None:
         rig.step()
     rig.take(leave=0)
     rig.step()
-    assert rig.blocks.take_squeezes().preemptions_avoided == 1 and not rig.preemptions
+    assert rig.blocks.squeezer.take_counts().preemptions_avoided == 1 and not rig.preemptions
     assert [e.seen for e in rig.evictions if e.request_id == "first"] == [160, 192]
     rig.give_back()
     rig.run()
@@ -168,7 +168,7 @@ def answering(rig: Rig, tokens: int) -> None:
 
 
 def held(rig: Rig) -> int:
-    return sum(len(blocks) for _, blocks in rig.blocks._settled.held())
+    return sum(len(blocks) for _, blocks in rig.blocks.settled.held())
 
 
 def test_a_turn_that_leaves_out_the_answer_reads_the_prompt(model_dir: str) -> None:
@@ -249,7 +249,7 @@ def test_admission_counts_blocks_and_no_null_blocks(model_dir: str) -> None:
     rig = made(model_dir)
     ask(rig, "first", PROMPT, ASKED, max_tokens=20)
     rig.add("second", [*PROMPT, *range(100)], ASKED)
-    hit = rig.blocks.find_hit("second", 499)
+    hit = rig.blocks.settled.lookup("second", 499)
     assert hit is not None
     blocks, tokens = hit
     live = [block for block in blocks if not block.is_null]

@@ -87,10 +87,10 @@ def block_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """One doomed block never returns to the pool."""
 
     def losing(self: H2OBlockManager, request_id: str, *args: Any, **kwargs: Any) -> None:
-        before = len(self._evictions)
+        before = len(self.evictions)
         remove(self, request_id, *args, **kwargs)
-        if len(self._evictions) > before:
-            doomed = self._evictions[request_id].doomed_blocks[0]
+        if len(self.evictions) > before:
+            doomed = self.evictions[request_id].doomed_blocks[0]
             self.block_pool.touch([self.block_pool.blocks[doomed]])
 
     remove = H2OBlockManager.remove_skipped_blocks

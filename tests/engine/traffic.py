@@ -175,8 +175,10 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(steps):
             ran, output = len(self.rig.scheduler.running), self.rig.step()
             Traffic.steps += 1
-            turns = self.rig.blocks._settled.turns
-            works = ran or output.num_scheduled_tokens or (turns.keeps and not turns._turns)
+            answers = self.rig.blocks.settled.answers
+            works = (
+                ran or output.num_scheduled_tokens or (answers.any_retained and not answers._turns)
+            )
             assert works or not self.rig.scheduler.waiting, "all wait"
             self.check_hits(output.scheduled_new_reqs)
             self.check_meetings(output.h2o.evictions)
@@ -328,7 +330,7 @@ class Traffic(RuleBasedStateMachine):
         Traffic.drafted += self.rig.drafted
         Traffic.accepted += self.rig.accepted
         Traffic.both += self.rig.both
-        assert not self.rig.blocks._eviction_states
+        assert not self.rig.blocks.states
         self.rig.scheduler.reset_prefix_cache()
         self.rig.blocks.check_integrity(idle=True)
 

@@ -114,17 +114,17 @@ class Chats(Traffic):
                     Chats.settled += one.moves
                     Chats.found += not one.moves
             blocks = self.rig.blocks
-            for request_id, state in blocks._settled.states.items():
+            for request_id, state in blocks.settled.states.items():
                 first = state.pinned
                 table = blocks.req_to_blocks.get(request_id, [])
                 settled = table[first : first + state.settled * state.schedule.segment // 16]
                 Chats.shared += any(not one.is_null and one.ref_cnt > 1 for one in settled)
             Chats.shortages += blocks.take_settle_shortages()
-            Chats.held += blocks._settled.held_blocks > 0
+            Chats.held += blocks.settled.held_blocks > 0
 
     def check_hits(self, admitted: Any) -> None:
         """As the base class."""
         super().check_hits(admitted)
         for started in admitted:
-            state = self.rig.blocks._settled.states.get(started.req_id)
+            state = self.rig.blocks.settled.states.get(started.req_id)
             Chats.resumed += state is not None and state.settled > 0

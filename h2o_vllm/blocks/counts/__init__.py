@@ -6,8 +6,7 @@
 ``schedule``       when blocks are freed and how many, by the prompt's bound and the budget
 ``split``          which blocks an eviction keeps and frees
 ``request_state``  base class of a request's state, and its report
-``timeline``       which of its blocks live, and when each is freed
-``eviction_state`` a timeline, and which tokens may be read from the prefix cache and published
+``eviction_state`` which of its blocks live, when each is freed, and which the prefix cache may have
 ``settling``       when segments settle, how many blocks stay, their lineage
 ``settling_state`` which segments of a request have settled
 ``squeeze``        which elastic requests are squeezed

@@ -41,7 +41,7 @@ class RequestState(ABC):
         self._last = min(self.prompt_tokens + counts.max_tokens - 2, max_model_len - 1)
         self.evicts = schedule.can_evict(self._last)
         """Whether this request can ever give back a block. If not, stock vLLM serves it."""
-        self.promised_tokens = schedule.promised_tokens(self._last + 1) if self.evicts else 0
+        self.reserved_tokens = schedule.reserved_tokens(self._last + 1) if self.evicts else 0
         self.peak_blocks = 0
         self.drafts = DraftCounts()
         self._cached: int | None = None

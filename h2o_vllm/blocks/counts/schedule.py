@@ -95,7 +95,7 @@ class Schedule(ABC):
         return math.ceil(self.peak_tokens(total) / self.block_size)
 
     @abstractmethod
-    def promised_tokens(self, total: int) -> int:
+    def reserved_tokens(self, total: int) -> int:
         """The most tokens that a bounded prompt and the start of its answer hold; 0: the prompt has no bound.
 
         Args:
@@ -227,7 +227,7 @@ class EvictionSchedule(Schedule):
         at_begin = min(total, begin) - inside_freed
         return max(inside, at_begin, min(total - inside_freed, most))
 
-    def promised_tokens(self, total: int) -> int:
+    def reserved_tokens(self, total: int) -> int:
         """The most tokens that a prompt longer than its bound and the beginning of its answer hold; else 0.
 
         Right after an eviction such a prompt holds a quarter less than its bound. At its end it may hold less

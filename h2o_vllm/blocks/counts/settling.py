@@ -134,7 +134,7 @@ class SettlingSchedule(Schedule):
         in_passing = self.held_tokens(self.due(number) - 1) + 1 + self.kept * self.block_size
         return max(in_passing, self.held_tokens(total - 1) + 1)
 
-    def promised_tokens(self, total: int) -> int:
+    def reserved_tokens(self, total: int) -> int:
         """The most tokens that a prompt holds if segments settle while it is computed; 0: none does."""
         prompt = min(self.prompt_tokens, total)
         return self.peak_tokens(prompt) if self.can_evict(prompt) else 0

@@ -30,7 +30,7 @@ class SettlingState(RequestState):
     """How many segments of a request have settled, which determines the next one.
 
     Args:
-        counts, budget, block_size, max_model_len: as for :class:`.Timeline`.
+        counts, budget, block_size, max_model_len: as for :class:`.EvictionState`.
     """
 
     schedule: SettlingSchedule

@@ -18,14 +18,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.blocks.counts.eviction_state import EvictionState
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from h2o_vllm.blocks.counts.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.counts.request_state import RequestState
 from h2o_vllm.blocks.counts.settling_state import SettlingState
-from h2o_vllm.blocks.counts.timeline import EvictionIndices
-from h2o_vllm.blocks.manager.other_groups import withdraw_unfilled
+from h2o_vllm.blocks.counts.squeeze import SqueezeRules
+from h2o_vllm.blocks.manager.other_groups import LimitedManager, withdraw_unfilled
 from h2o_vllm.blocks.manager.pool_check import check_pool, check_private
 from h2o_vllm.blocks.manager.settled import SettledBlocks
-from h2o_vllm.blocks.manager.squeezing import SqueezingManager
+from h2o_vllm.blocks.manager.squeezing import Squeezer
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.config.request_budget import RequestBudget
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class H2OBlockManager(SqueezingManager):
+class H2OBlockManager(FullAttentionManager):
     """Decides from counts alone how many blocks a request frees, and which.
 
     The workers choose which tokens survive, see :mod:`h2o_vllm.engine.worker.worker`. A request that was
@@ -44,9 +46,28 @@ class H2OBlockManager(SqueezingManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.states: dict[str, RequestState] = {}
+        self.evictions: dict[str, Eviction] = {}
+        self.other_groups: tuple[LimitedManager, ...] = ()
+        self.squeezer = Squeezer(self)
+        self.settled = SettledBlocks(self)
+        self._reserving: dict[str, RequestState] = {}
         self._final_reports: dict[str, dict[str, object]] = {}
-        self._settled = SettledBlocks(self)
         self._settle_shortages = 0
+
+    def set_rules(
+        self, rules: SqueezeRules, others: Sequence[LimitedManager] = (), turn_seconds: float = 0.0
+    ) -> None:
+        """Set when to squeeze, and the other managers that share the pool.
+
+        Args:
+            turn_seconds: for how long settled blocks of an answer are kept for its next turn while other
+                requests wait. With priority scheduling none are kept: priorities alone decide the order.
+        """
+        self.squeezer.rules, self.other_groups = rules, tuple(others)
+        self.settled.answers.seconds = 0.0 if rules.by_priority else turn_seconds
+        for manager in self.other_groups:
+            manager.limit(self.states)
 
     def track(self, request: Request, budget: RequestBudget, max_model_len: int) -> RequestState:
         """Begin to manage a request's evictions. Call it before the request's first allocation."""
@@ -55,43 +76,25 @@ class H2OBlockManager(SqueezingManager):
         if budget.settle:
             state = settling = SettlingState(request, *counts)
             if state.evicts:
-                self._settled.track(request.request_id, settling)
+                self.settled.track(request.request_id, settling)
         else:
             state = evicting = EvictionState(request, *counts)
             if evicting.squeezable:
-                self._elastic[request.request_id] = evicting
-        self._eviction_states[request.request_id] = state
-        if state.promised_tokens:
-            self._promising[request.request_id] = state
+                self.squeezer.elastic[request.request_id] = evicting
+        self.states[request.request_id] = state
+        if state.reserved_tokens:
+            self._reserving[request.request_id] = state
         return state
 
     def eviction_state(self, request_id: str) -> RequestState | None:
         """The state of a request, or ``None`` if it is not tracked."""
-        return self._eviction_states.get(request_id)
-
-    def keep_for_next_turns(self, seconds: float) -> None:
-        """Keep settled blocks of an answer for its next turn, for so long, while other requests wait.
-
-        With priority scheduling no blocks are kept: priorities alone decide the order.
-        """
-        self._settled.turns.seconds = 0.0 if self._rules.by_priority else seconds
-
-    def find_hit(self, request_id: str, most: int) -> tuple[list[KVCacheBlock], int] | None:
-        """See :meth:`.SettledBlocks.find`."""
-        return self._settled.find(request_id, most)
-
-    def drop_events(self) -> None:
-        """See :meth:`.SettledBlocks.drop_events`."""
-        self._settled.drop_events()
+        return self.states.get(request_id)
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """As the base class; also notes which requests compute prompts whose segments settle."""
-        super().begin_step(running)
-        self._settled.begin_step(request.request_id for request in running)
-
-    def waits(self, request_id: str) -> bool:
-        """See :meth:`.SettledBlocks.waits`. Asked right before a request is admitted."""
-        return self._settled.waits(request_id)
+        """Note which requests this step may squeeze, and which compute prompts whose segments settle."""
+        names = [request.request_id for request in running]
+        self.squeezer.begin_step(names)
+        self.settled.begin_step(names)
 
     def take_settle_shortages(self) -> int:
         """Return how often too few blocks were free for a segment that was due, and reset the count."""
@@ -100,7 +103,7 @@ class H2OBlockManager(SqueezingManager):
 
     def take_evictions(self) -> tuple[Eviction, ...]:
         """Return the evictions of this step, at most one per request, and forget them."""
-        evictions, self._evictions = tuple(self._evictions.values()), {}
+        evictions, self.evictions = tuple(self.evictions.values()), {}
         return evictions
 
     def take_final_reports(self) -> dict[str, dict[str, object]]:
@@ -110,9 +113,9 @@ class H2OBlockManager(SqueezingManager):
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """See :func:`h2o_vllm.blocks.manager.pool_check.check_pool`."""
-        managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self._other_groups)
+        managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self.other_groups)
         tables = [table for manager in managers for table in manager.req_to_blocks.items()]
-        tables += self._settled.held()
+        tables += self.settled.held()
         check_pool(self.block_pool, tables, idle=idle)
 
     def remove_skipped_blocks(
@@ -129,13 +132,13 @@ class H2OBlockManager(SqueezingManager):
         preemption, has computed nothing, so nothing is due.
         """
         del processed_computed_tokens, num_prompt_tokens
-        state = self._eviction_states.get(request_id)
+        state = self.states.get(request_id)
         if isinstance(state, SettlingState):
             self._settle(request_id, state)
         elif isinstance(state, EvictionState) and state.evicts:
             indices = state.evict(state.counts.num_computed_tokens)
             if indices is not None:
-                self._evict(request_id, state, indices)
+                self.evict(request_id, state, indices)
 
     def get_num_blocks_to_allocate(
         self,
@@ -160,18 +163,20 @@ class H2OBlockManager(SqueezingManager):
             self._count_blocks, request_id, num_tokens, new_computed_blocks, *counts, **options
         )
         asked, admitting = count(), not self.req_to_blocks.get(request_id)
-        spare = self._rules.watermark_blocks if admitting else 0
-        while self._settled.make_room(asked + spare):
+        spare = self.squeezer.rules.watermark_blocks if admitting else 0
+        while self.settled.make_room(asked + spare):
             # The hit may have been held: now it is taken from the free blocks, and counts.
             asked = count()
-        if not self._elastic or (admitting and not self._rules.to_admit):
+        if not self.squeezer.elastic or (admitting and not self.squeezer.rules.to_admit):
             return asked
         needed = asked + sum(
             # Their cache hits are not known here; none is assumed.
             manager.get_num_blocks_to_allocate(request_id, num_tokens, (), *counts, **options)
-            for manager in self._other_groups
+            for manager in self.other_groups
         )
-        self._squeeze_for(request_id, new_computed_blocks, needed + spare, admitting=admitting)
+        self.squeezer.squeeze_for(
+            request_id, new_computed_blocks, needed + spare, admitting=admitting
+        )
         return asked
 
     def _count_blocks(
@@ -188,15 +193,31 @@ class H2OBlockManager(SqueezingManager):
         once, plus what running bounded prompts have not taken yet.
         """
         held, admits = num_tokens, bool(options.get("apply_admission_cap"))
-        state = self._eviction_states.get(request_id)
+        state = self.states.get(request_id)
         if admits and state is not None:
-            held = max(state.peak_tokens(num_tokens), self._promise(state) * self.block_size)
+            held = max(state.peak_tokens(num_tokens), self._reserved(state) * self.block_size)
             # The base class counts a hit's null blocks as if each held tokens.
             held += sum(block.is_null for block in new_computed_blocks) * self.block_size
         asked = super().get_num_blocks_to_allocate(
             request_id, held, new_computed_blocks, *counts, **options
         )
-        return asked + self.promised_blocks(request_id) if admits else asked
+        return asked + self.reserved_blocks(request_id) if admits else asked
+
+    def reserved_blocks(self, request_id: str) -> int:
+        """Blocks that the bounded prompts of other running requests will hold, and do not hold yet.
+
+        A bounded prompt holds few blocks while it is computed. If a new request took the rest, the prompt
+        would be preempted, and computed again from its start.
+        """
+        reserved = 0
+        for other, state in self._reserving.items():
+            if other != request_id and (table := self.req_to_blocks.get(other)):
+                live = len(table) - state.holes
+                reserved += max(0, self._reserved(state) - live)
+        return reserved
+
+    def _reserved(self, state: RequestState) -> int:
+        return -(-state.reserved_tokens // self.block_size)
 
     def _settle(self, request_id: str, state: SettlingState) -> None:
         """Settle the segment that is due, if any: it takes its new blocks before it frees the old ones.
@@ -207,29 +228,29 @@ class H2OBlockManager(SqueezingManager):
         number = state.due(state.counts.num_computed_tokens)
         if number is None:
             return
-        eviction = self._settled.settle(request_id, state, number)
+        eviction = self.settled.settle(request_id, state, number)
         if eviction is None:
             kept = state.schedule.kept
-            if not self._settled.make_room(kept):
+            if not self.settled.make_room(kept):
                 self._settle_shortages += 1
-                self._squeeze_for(request_id, (), kept, admitting=False)
-            eviction = self._settled.settle(request_id, state, number)
+                self.squeezer.squeeze_for(request_id, (), kept, admitting=False)
+            eviction = self.settled.settle(request_id, state, number)
         if eviction is not None:
-            self._evictions[request_id] = eviction
+            self.evictions[request_id] = eviction
 
     def _lacks_room_to_settle(self, request_id: str) -> bool:
         """Whether a segment is still due, right after :meth:`remove_skipped_blocks`."""
-        state = self._settled.states.get(request_id)
+        state = self.settled.states.get(request_id)
         return state is not None and state.due(state.counts.num_computed_tokens) is not None
 
-    def _evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
+    def evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
         """Free the doomed blocks, and note the eviction for the workers."""
         table = self.req_to_blocks[request_id]
         doomed = [table[index] for index in indices.doomed]
         computed = state.counts.num_computed_tokens
         if state.policy.moves_tokens:
             check_private(table[index] for index in state.private(indices))
-        self._evictions[request_id] = Eviction(
+        self.evictions[request_id] = Eviction(
             request_id=request_id,
             heavy_blocks=tuple(table[index].block_id for index in indices.heavy),
             doomed_blocks=tuple(block.block_id for block in doomed),
@@ -258,10 +279,10 @@ class H2OBlockManager(SqueezingManager):
     ) -> list[KVCacheBlock]:
         """As the base class; also updates the request's ``peak_blocks``."""
         blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        state = self._eviction_states.get(request_id)
+        state = self.states.get(request_id)
         if state is not None and blocks:
             # A request that finds nothing in the cache is admitted here alone.
-            self._settled.turns.admitted(request_id)
+            self.settled.answers.on_admission(request_id)
             live = len(self.req_to_blocks[request_id]) - state.holes
             state.peak_blocks = max(state.peak_blocks, live)
         return blocks
@@ -275,13 +296,13 @@ class H2OBlockManager(SqueezingManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         """As the base class, for the tokens that may be published."""
-        state, computed = self._eviction_states.get(request.request_id), num_tokens
+        state, computed = self.states.get(request.request_id), num_tokens
         if state is not None:
             num_tokens = state.publishable_tokens(num_tokens)
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )
-        self._settled.publish(request.request_id, computed)
+        self.settled.publish(request.request_id, computed)
 
     def add_local_computed_blocks(
         self,
@@ -294,7 +315,7 @@ class H2OBlockManager(SqueezingManager):
         super().add_local_computed_blocks(
             request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
-        self._settled.resume(request_id, num_local_computed_tokens)
+        self.settled.resume(request_id, num_local_computed_tokens)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As the base class; also cancels a pending eviction, and forgets the request if it is finished.
@@ -302,24 +323,24 @@ class H2OBlockManager(SqueezingManager):
         A finished elastic request that was never squeezed publishes all that it has computed: no eviction
         will rank it. A segment that settles in this step is not cancelled: other requests may have found it.
         """
-        if request_id not in self._settled.states:
-            self._evictions.pop(request_id, None)
-        state = self._eviction_states.get(request_id)
+        if request_id not in self.settled.states:
+            self.evictions.pop(request_id, None)
+        state = self.states.get(request_id)
         if state is not None:
             if state.counts.is_finished():
                 self._end(request_id, state)
             else:
                 withdraw_unfilled(self, request_id, state.counts.num_computed_tokens)
                 state.release()
-        self._settled.let_go(request_id)
+        self.settled.release_held(request_id)
         return super().pop_blocks_for_free(request_id)
 
     def _end(self, request_id: str, state: RequestState) -> None:
         """Report and forget a finished request."""
-        elastic = self._elastic.get(request_id)
+        elastic = self.squeezer.elastic.get(request_id)
         if elastic is not None and elastic.squeezable and self.enable_caching:
             self._publish(elastic)
-        self._settled.end(request_id)
+        self.settled.end(request_id)
         self._final_reports[request_id] = state.report()
-        for states in (self._eviction_states, self._elastic, self._promising):
+        for states in (self.states, self.squeezer.elastic, self._reserving):
             states.pop(request_id, None)

@@ -30,7 +30,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from h2o_vllm.blocks.counts.settling_state import SettlingState
-from h2o_vllm.blocks.manager.next_turns import NextTurns
+from h2o_vllm.blocks.manager.retained_answers import RetainedAnswers
 from h2o_vllm.blocks.plan import Eviction
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from h2o_vllm.blocks.manager.squeezing import SqueezingManager
+    from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
 
 MARK = b"settled:"
 """How our keys end: eight bytes, as events may have the last eight of a key alone."""
@@ -50,7 +50,7 @@ MOST_MOVED = 2048
 class SettledBlocks:
     """Settles segments in the tables of a manager, publishes them, and looks them up."""
 
-    def __init__(self, manager: SqueezingManager) -> None:
+    def __init__(self, manager: H2OBlockManager) -> None:
         self._manager = manager
         self._pool = manager.block_pool
         self._size = manager.block_size
@@ -59,15 +59,15 @@ class SettledBlocks:
         self._held: dict[str, list[KVCacheBlock]] = {}
         self._computing: list[SettlingState] = []
         """Requests in the midst of their prompts that may be waited for."""
-        self.turns = NextTurns()
+        self.answers = RetainedAnswers()
 
     def track(self, request_id: str, state: SettlingState) -> None:
         """Note a new request. It may be the next turn of one that has just ended."""
         self.states[request_id] = state
-        if self.turns.keeps and not state.counts.skip_reading_prefix_cache:
-            hit, tokens = self._find(state, state.prompt_tokens - 1)
+        if self.answers.any_retained and not state.counts.skip_reading_prefix_cache:
+            hit, tokens = self._lookup(state, state.prompt_tokens - 1)
             # What a template puts behind a prompt, such as a begun thought, may not come again.
-            self.turns.came(request_id, hit, tokens + 2 * self._size)
+            self.answers.on_request(request_id, hit, tokens + 2 * self._size)
 
     def begin_step(self, running: Iterable[str]) -> None:
         """Note which of the ``running`` requests compute prompts in this step."""
@@ -79,13 +79,13 @@ class SettledBlocks:
             if state.counts.num_computed_tokens < state.prompt_tokens
             and not state.counts.skip_reading_prefix_cache
         ]
-        kept = self.turns.begin_step(len(states), idle=not names)
+        kept = self.answers.begin_step(len(states), idle=not names)
         if len(kept) <= MOST_MOVED:
             # Free blocks are taken in the order in which they were freed, and others are freed all the time.
             self._pool.touch(kept)
             self._pool.free_blocks(reversed(kept))
 
-    def waits(self, request_id: str) -> bool:
+    def should_defer(self, request_id: str) -> bool:
         """Whether a request has to wait: for a next turn, or for KV that another request computes.
 
         If the answer is no, requests that are asked about later in this step may wait for this one.
@@ -94,17 +94,17 @@ class SettledBlocks:
         if state is None:
             return False
 
-        def spare() -> int:
+        def blocks_left() -> int:
             takes = -(-state.peak_tokens(state.counts.num_tokens) // self._size)
-            takes += self._manager.promised_blocks(request_id)
+            takes += self._manager.reserved_blocks(request_id)
             if not state.counts.skip_reading_prefix_cache:
-                found, _ = self._find(state, state.counts.num_tokens - 1)
+                found, _ = self._lookup(state, state.counts.num_tokens - 1)
                 takes -= sum(block.ref_cnt > 0 and not block.is_null for block in found)
             return self._pool.get_num_free_blocks() + self.held_blocks - takes
 
         # One that was preempted came before all others.
         preempted = state.peak_blocks > 0
-        if not preempted and self.turns.waits(request_id, spare):
+        if not preempted and self.answers.should_defer(request_id, blocks_left):
             return True
         return self._computed_by_another(state)
 
@@ -119,7 +119,7 @@ class SettledBlocks:
         if state is not None:
             table = self._manager.req_to_blocks.get(request_id, ())
             held = self._held.get(request_id, ())
-            self.turns.ended(request_id, state.prompt_tokens, table, held)
+            self.answers.on_finish(request_id, state.prompt_tokens, table, held)
 
     def _computed_by_another(self, state: SettlingState) -> bool:
         """Whether a request that waits has to compute the block that a running one computes in the next step.
@@ -142,7 +142,7 @@ class SettledBlocks:
         self._computing.append(state)
         return False
 
-    def find(self, request_id: str, most: int) -> tuple[list[KVCacheBlock], int] | None:
+    def lookup(self, request_id: str, most: int) -> tuple[list[KVCacheBlock], int] | None:
         """Look up the blocks of at most the first ``most`` tokens.
 
         A hit never ends where a segment is due: it ends before that point, or includes the settled segment.
@@ -152,23 +152,25 @@ class SettledBlocks:
             segment of the request settles, so vLLM's own look-up serves it.
         """
         state = self.states.get(request_id)
-        return None if state is None else self._find(state, most)
+        return None if state is None else self._lookup(state, most)
 
-    def _find(self, state: SettlingState, most: int) -> tuple[list[KVCacheBlock], int]:
+    def _lookup(self, state: SettlingState, most: int) -> tuple[list[KVCacheBlock], int]:
         schedule, size = state.schedule, self._size
         limit, pinned = most // size, schedule.pin // size
-        found = self._run(state, 0, min(pinned, limit))
+        found = self._match_raw_run(state, 0, min(pinned, limit))
         if len(found) < pinned:
             return found, len(found) * size
         segments: list[list[KVCacheBlock]] = []
         for number in range(1, schedule.settled(limit * size) + 1):
-            if (segment := self._segment(state, number)) is None:
+            if (segment := self._match_segment(state, number)) is None:
                 break
             segments.append(segment)
         holes = [self._pool.null_block] * schedule.given_back
         for settled in range(len(segments), -1, -1):
             first = schedule.end(settled) // size
-            run = self._run(state, first, min(limit, schedule.due(settled + 1) // size - 1))
+            run = self._match_raw_run(
+                state, first, min(limit, schedule.due(settled + 1) // size - 1)
+            )
             reached = (first + len(run)) * size
             if not settled or reached >= schedule.due(settled):
                 for segment in segments[:settled]:
@@ -192,7 +194,7 @@ class SettledBlocks:
         table = self._manager.req_to_blocks[request_id]
         raw = table[span]
         doomed: tuple[int, ...] = ()
-        into = self._segment(state, number)
+        into = self._match_segment(state, number)
         if into is not None:
             pool.touch(into)
         elif pool.get_num_free_blocks() < kept:
@@ -221,7 +223,7 @@ class SettledBlocks:
             places=tuple(range(first, first + kept)),
         )
 
-    def let_go(self, request_id: str) -> None:
+    def release_held(self, request_id: str) -> None:
         """Free what is held for a request."""
         self._pool.free_blocks(reversed(self._held.pop(request_id, [])))
 
@@ -235,7 +237,7 @@ class SettledBlocks:
         if not self._held or not free() < needed <= free() + self.held_blocks:
             return False
         while self._held and free() < needed:
-            self.let_go(next(iter(self._held)))
+            self.release_held(next(iter(self._held)))
         return True
 
     def held(self) -> Iterable[tuple[str, list[KVCacheBlock]]]:
@@ -265,21 +267,21 @@ class SettledBlocks:
         queue = self._pool.kv_event_queue
         queue[:] = [one for one in queue if not (isinstance(one, BlockRemoved) and _is_ours(one))]
 
-    def _run(self, state: SettlingState, first: int, stop: int) -> list[KVCacheBlock]:
+    def _match_raw_run(self, state: SettlingState, first: int, stop: int) -> list[KVCacheBlock]:
         """The cached unsettled blocks at table indices ``first`` to ``stop - 1``, up to the first miss."""
         found: list[KVCacheBlock] = []
         for index in range(first, stop):
-            block = self._look_up(self._raw_key(state, index))
+            block = self._cached_block(self._raw_key(state, index))
             if block is None:
                 break
             found.append(block)
         return found
 
-    def _segment(self, state: SettlingState, number: int) -> list[KVCacheBlock] | None:
+    def _match_segment(self, state: SettlingState, number: int) -> list[KVCacheBlock] | None:
         """All blocks of a settled segment, or ``None``: blocks of two settlings must not be joined."""
         if not self._manager.enable_caching:
             return None
-        blocks = [self._look_up(key) for key in self._segment_keys(state, number)]
+        blocks = [self._cached_block(key) for key in self._segment_keys(state, number)]
         whole = [block for block in blocks if block is not None]
         return whole if len(whole) == len(blocks) else None
 
@@ -288,7 +290,7 @@ class SettledBlocks:
             return
         keys = self._segment_keys(state, number)
         # Blocks of an earlier settling. Where scores are equal, it may have kept other tokens.
-        left = [block for block in map(self._look_up, keys) if block is not None]
+        left = [block for block in map(self._cached_block, keys) if block is not None]
         self._pool.evict_blocks({block.block_id for block in left})
         for key, block in zip(keys, into, strict=True):
             self._insert(key, block, state.schedule.end(number) // self._size - 1)
@@ -303,7 +305,7 @@ class SettledBlocks:
             return BlockHash(plain)
         return _key(plain, state.lineage, b"r")
 
-    def _look_up(self, key: BlockHash) -> KVCacheBlock | None:
+    def _cached_block(self, key: BlockHash) -> KVCacheBlock | None:
         blocks = self._pool.get_cached_block(key, [self._manager.kv_cache_group_id])
         return blocks[0] if blocks else None
 

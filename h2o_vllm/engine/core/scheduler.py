@@ -69,8 +69,8 @@ class H2OScheduler(LimitingScheduler):
                 by_priority=self.policy == SchedulingPolicy.PRIORITY,
             ),
             others=self._other_managers(),
+            turn_seconds=self.h2o_config.kv_turn_seconds,
         )
-        self.blocks.keep_for_next_turns(self.h2o_config.kv_turn_seconds)
         self._other_groups = other_groups(self.kv_cache_config, self.vllm_config)
         for asked, name, because in (
             (
@@ -165,7 +165,7 @@ class H2OScheduler(LimitingScheduler):
 
     def waits(self, request: Request) -> bool:
         """Whether it has to wait: for a next turn, or for KV that another request computes."""
-        return self.blocks.waits(request.request_id)
+        return self.blocks.settled.should_defer(request.request_id)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """Shorten a chunk so that it ends where an eviction is due."""
@@ -186,7 +186,7 @@ class H2OScheduler(LimitingScheduler):
         if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return None
         limits = [one for one in (request.num_tokens - 1, *longest) if one is not None]
-        return self.blocks.find_hit(request.request_id, min(limits))
+        return self.blocks.settled.lookup(request.request_id, min(limits))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
@@ -226,7 +226,7 @@ class H2OScheduler(LimitingScheduler):
         count_drafts(self.blocks, scheduler_output, model_runner_output)
         if self.enable_kv_cache_events:
             # The base class publishes them.
-            self.blocks.drop_events()
+            self.blocks.settled.drop_events()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._rejections.put_outputs(outputs)
         self._collect_reports()
@@ -247,7 +247,7 @@ class H2OScheduler(LimitingScheduler):
         if stats is None or meter is None:
             return stats
         self._collect_reports()
-        meter.squeezed(self.blocks.take_squeezes())
+        meter.squeezed(self.blocks.squeezer.take_counts())
         meter.settle_was_short(self.blocks.take_settle_shortages())
         if meter.due(idle=not self.running):
             # The only field of the stats that is a free dict and is sent between processes.

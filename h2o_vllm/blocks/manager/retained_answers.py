@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that an answer leaves in the prefix cache are kept for its next turn for some time. Engine core.
+"""Retains the blocks of an answer that has ended for its next turn, for some time. Engine core.
 
-vLLM admits a waiting request as soon as blocks are free: those of an answer that has just ended. Its next
-turn comes a moment later, finds them lost, computes its prompt again, and takes the blocks of another
-conversation. So where memory holds half of them, each computes all its turns. If requests that begin anew
-wait for a moment, turns that follow at once read what has been computed, and the others begin when these end.
+vLLM admits a waiting request as soon as blocks are free: those of an answer that has just ended. The next
+turn comes a moment later, finds the blocks lost, computes its prompt again, and takes the blocks of another
+conversation. If memory holds only half of the conversations, every turn is recomputed. If new conversations
+wait for a moment, turns that follow at once read what has been computed.
 
 Bounds: blocks are kept for ``seconds`` and at least two steps, or until the turn that wants them is admitted;
 a request is overtaken by at most :data:`TURNS_AHEAD` turns for each conversation that is being served, by all
@@ -75,7 +75,7 @@ class _Answer:
         )
 
 
-class NextTurns:
+class RetainedAnswers:
     """Answers that have ended, and the requests that wait for room or are their next turns."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class NextTurns:
         self._turns: dict[str, _Answer] = {}
         self._overtaken: dict[str, int] = {}
         self._admitted = self._running = self._idle = 0
-        self._waits = self._asked = self._checked = False
+        self._defers = self._any_waits = self._checked = False
 
     def begin_step(self, running: int, *, idle: bool) -> list[Block]:
         """Forget answers whose time is over, unless their next turns wait for requests that run.
@@ -96,7 +96,7 @@ class NextTurns:
         Returns:
             The free blocks that are kept, those that may be lost last first; none while no request waits.
         """
-        asked, self._waits, self._asked, self._checked = self._asked, False, False, False
+        asked, self._defers, self._any_waits, self._checked = self._any_waits, False, False, False
         self._running, self._idle = running, self._idle + 1 if idle else 0
         if not self._answers:
             return []
@@ -111,7 +111,7 @@ class NextTurns:
         ]
         return [*self._kept().values()] if asked else []
 
-    def ended(
+    def on_finish(
         self, request_id: str, prompt_tokens: int, table: Iterable[Block], held: Iterable[Block]
     ) -> None:
         """Keep the blocks of a request that has ended; they are freed in a moment.
@@ -124,7 +124,7 @@ class NextTurns:
             until = time.monotonic() + self.seconds
             self._answers.append(_Answer(needed, _with_keys(held), prompt_tokens, until))
 
-    def came(self, request_id: str, hit: Iterable[Block], reached: int) -> None:
+    def on_request(self, request_id: str, hit: Iterable[Block], reached: int) -> None:
         """Note a new request: it may be the next turn of an answer.
 
         Args:
@@ -143,26 +143,26 @@ class NextTurns:
             self._answers[place] = self._turns[request_id] = wanted
 
     @property
-    def keeps(self) -> bool:
+    def any_retained(self) -> bool:
         """Whether any answer's blocks are kept."""
         return bool(self._answers)
 
-    def waits(self, request_id: str, spare: Callable[[], int]) -> bool:
+    def should_defer(self, request_id: str, blocks_left: Callable[[], int]) -> bool:
         """Whether the admission of a request would take blocks that are kept for next turns of other chats.
 
         Args:
-            spare: says how many blocks are free beside those that it will take; may be negative.
+            blocks_left: gives the number of free blocks less those that it will take; may be negative.
         """
         if not self._answers:
             return False
-        self._asked = True
+        self._any_waits = True
         if not self._checked:
             self._drop_lost()
         if request_id in self._turns:
             return False
         overtaken = self._admitted - self._overtaken.setdefault(request_id, self._admitted)
-        if not self._waits:
-            room = spare()
+        if not self._defers:
+            room = blocks_left()
             if room >= sum(len(answer.needed) + len(answer.held) for answer in self._answers):
                 return False
             kept = len(self._kept())
@@ -171,10 +171,10 @@ class NextTurns:
             if overtaken >= TURNS_AHEAD * (self._running + len(self._answers)):
                 return False
         # Requests behind one that waits do not overtake it by being smaller.
-        self._waits = True
+        self._defers = True
         return True
 
-    def admitted(self, request_id: str) -> None:
+    def on_admission(self, request_id: str) -> None:
         """Note that a request has its blocks, also those that were kept for it."""
         self._checked = False
         answer = self._forget(request_id)

@@ -7,11 +7,13 @@ A step that evicts costs a few additions; any other step reads the clock once.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from h2o_vllm.blocks.counts.squeeze import SqueezeCounts
 from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.metrics.table import COUNTED
 
 INTERVAL = 0.2
 """Seconds between two hand-overs while requests run. Prometheus scrapes less often."""
@@ -29,31 +31,28 @@ class Meter:
         self._block_size = block_size
         self._clock = clock
         self._next_hand_over = clock()
-        self._freed_blocks = 0
-        self._cached_tokens = self._protected_tokens = 0
-        self._squeezes = SqueezeCounts()
-        self._settled_segments = self._found_segments = self._settle_shortages = 0
-        self._elastic_answers = self._lossless_answers = 0
+        self._counts: Counter[str] = Counter()
         self._eviction_seconds: list[float] = []
         self._budgets: list[float] = []
 
     def evicted(self, evictions: Sequence[Eviction]) -> None:
         """Count the evictions of one step."""
         for eviction in evictions:
-            self._freed_blocks += len(eviction.holes)
+            self._counts["freed_blocks"] += len(eviction.holes)
+            self._counts["evicted_tokens"] += len(eviction.holes) * self._block_size
             if eviction.places:
-                self._settled_segments += 1
-                self._found_segments += not eviction.moves
+                self._counts["settled_segments"] += 1
+                self._counts["found_segments"] += not eviction.moves
 
     def squeezed(self, counts: SqueezeCounts) -> None:
         """Add the counts of squeezes."""
-        self._squeezes.requests += counts.requests
-        self._squeezes.blocks += counts.blocks
-        self._squeezes.preemptions_avoided += counts.preemptions_avoided
+        self._counts["squeezed_requests"] += counts.requests
+        self._counts["squeezed_blocks"] += counts.blocks
+        self._counts["preemptions_avoided"] += counts.preemptions_avoided
 
     def settle_was_short(self, times: int) -> None:
         """Count segments that had to wait for free blocks."""
-        self._settle_shortages += times
+        self._counts["settle_shortages"] += times
 
     def eviction_took(self, seconds: float | None) -> None:
         """Add the seconds that a worker took for the evictions of one step; ``None`` without evictions."""
@@ -65,12 +64,12 @@ class Meter:
         for report in reports:
             budget = kv_budget_of(report)
             lossless = report["elastic"] and report["squeezed_at"] is None
-            self._elastic_answers += report["elastic"]
-            self._lossless_answers += lossless
+            self._counts["elastic_answers"] += report["elastic"]
+            self._counts["lossless_answers"] += lossless
             self._budgets.append(1.0 if lossless else budget)
             if budget < 1.0:
-                self._cached_tokens += report["tokens_cached"]
-                self._protected_tokens += report["tokens_protected"]
+                self._counts["cached_tokens"] += report["tokens_cached"]
+                self._counts["protected_tokens"] += report["tokens_protected"]
 
     def due(self, *, idle: bool) -> bool:
         """Whether to hand over now. An idle engine hands over at once, as no later step would."""
@@ -88,28 +87,14 @@ class Meter:
             full += computed
             holes += evicted
         stats = {
-            "evicted_tokens": self._freed_blocks * self._block_size,
-            "freed_blocks": self._freed_blocks,
-            "cached_tokens": self._cached_tokens,
-            "protected_tokens": self._protected_tokens,
+            **{name: self._counts[name] for name in COUNTED},
             "kv_tokens_full": full,
             "kv_tokens_held": full - holes * self._block_size,
-            "squeezed_requests": self._squeezes.requests,
-            "squeezed_blocks": self._squeezes.blocks,
-            "preemptions_avoided": self._squeezes.preemptions_avoided,
-            "settled_segments": self._settled_segments,
-            "found_segments": self._found_segments,
-            "settle_shortages": self._settle_shortages,
-            "elastic_answers": self._elastic_answers,
-            "lossless_answers": self._lossless_answers,
             "request_kv_budget": self._budgets,
             "eviction_seconds": self._eviction_seconds,
         }
-        self._freed_blocks, self._budgets, self._eviction_seconds = 0, [], []
-        self._cached_tokens = self._protected_tokens = 0
-        self._squeezes = SqueezeCounts()
-        self._settled_segments = self._found_segments = self._settle_shortages = 0
-        self._elastic_answers = self._lossless_answers = 0
+        self._counts.clear()
+        self._budgets, self._eviction_seconds = [], []
         return stats
 
 

@@ -38,80 +38,48 @@ class Metric:
     labels: tuple[str, ...] = PER_ENGINE
     buckets: tuple[float, ...] = ()
 
-    @property
-    def exposed(self) -> tuple[str, ...]:
-        """Names of its samples on ``/metrics``."""
-        if self.kind == "counter":
-            return (f"{self.name}_total",)
-        if self.kind == "histogram":
-            return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "count", "sum"))
-        return (self.name,)
 
+_COUNTERS = {
+    "evicted_tokens": (
+        "Tokens evicted. A preempted request is computed again, and its evictions are counted again."
+    ),
+    "freed_blocks": "KV cache blocks that evictions have returned to the pool.",
+    "cached_tokens": (
+        "Prompt tokens that ended requests with a kv_budget below 1 read from the prefix cache. "
+        "vllm:prefix_cache_hits counts those of all requests."
+    ),
+    "protected_tokens": (
+        "Protected first tokens, short prompts included, of ended requests with a kv_budget below 1."
+    ),
+    "squeezed_requests": (
+        "Elastic requests that were squeezed to their budgets because blocks were missing."
+    ),
+    "squeezed_blocks": (
+        "KV cache blocks that squeezes returned to the pool; h2o:freed_blocks counts them, too."
+    ),
+    "preemptions_avoided": (
+        "Allocations of running requests that a squeeze made possible. vLLM would have preempted at least "
+        "one request for each."
+    ),
+    "settled_segments": (
+        "Segments that settled while their request ran (kv_settle_tokens). Segments that a request read from "
+        "the prefix cache at its admission do not count."
+    ),
+    "found_segments": (
+        "Segments among h2o:settled_segments that another request had ranked before: no tokens were moved."
+    ),
+    "settle_shortages": "Times that a segment was due and too few blocks were free for it.",
+    "elastic_answers": "Ended requests with kv_elastic.",
+    "lossless_answers": (
+        "Ended requests with kv_elastic, of which no token was computed after an eviction."
+    ),
+}
+
+COUNTED = tuple(_COUNTERS)
+"""Names of the counters that engines hand over, without the prefix."""
 
 TABLE = (
-    Metric(
-        "h2o:evicted_tokens",
-        "counter",
-        "Tokens evicted. A preempted request is computed again, and its evictions are counted again.",
-    ),
-    Metric(
-        "h2o:freed_blocks",
-        "counter",
-        "KV cache blocks that evictions have returned to the pool.",
-    ),
-    Metric(
-        "h2o:cached_tokens",
-        "counter",
-        "Prompt tokens that ended requests with a kv_budget below 1 read from the prefix cache. "
-        "vllm:prefix_cache_hits counts those of all requests.",
-    ),
-    Metric(
-        "h2o:protected_tokens",
-        "counter",
-        "Protected first tokens, short prompts included, of ended requests with a kv_budget below 1.",
-    ),
-    Metric(
-        "h2o:squeezed_requests",
-        "counter",
-        "Elastic requests that were squeezed to their budgets because blocks were missing.",
-    ),
-    Metric(
-        "h2o:squeezed_blocks",
-        "counter",
-        "KV cache blocks that squeezes returned to the pool; h2o:freed_blocks counts them, too.",
-    ),
-    Metric(
-        "h2o:preemptions_avoided",
-        "counter",
-        "Allocations of running requests that a squeeze made possible. vLLM would have preempted at least "
-        "one request for each.",
-    ),
-    Metric(
-        "h2o:settled_segments",
-        "counter",
-        "Segments that settled while their request ran (kv_settle_tokens). Segments that a request read from "
-        "the prefix cache at its admission do not count.",
-    ),
-    Metric(
-        "h2o:found_segments",
-        "counter",
-        "Segments among h2o:settled_segments that another request had ranked before: no tokens were moved.",
-    ),
-    Metric(
-        "h2o:settle_shortages",
-        "counter",
-        "Times that a segment was due and too few blocks were free for it.",
-    ),
-    Metric(
-        "h2o:elastic_answers",
-        "counter",
-        "Ended requests with kv_elastic.",
-    ),
-    Metric(
-        "h2o:lossless_answers",
-        "counter",
-        "Ended requests with kv_elastic, of which no token was computed after an eviction.",
-    ),
+    *(Metric(f"h2o:{name}", "counter", text) for name, text in _COUNTERS.items()),
     Metric(
         "h2o:kv_tokens_held",
         "gauge",
@@ -145,17 +113,3 @@ TABLE = (
         labels=("model_name", "reason"),
     ),
 )
-
-BY_NAME = {metric.name: metric for metric in TABLE}
-
-COUNTED = tuple(
-    metric.name.removeprefix("h2o:")
-    for metric in TABLE
-    if metric.kind == "counter" and metric.labels == PER_ENGINE
-)
-"""Names of the counters that engines hand over, without the prefix."""
-
-
-def exposed_names() -> frozenset[str]:
-    """Names of all samples of h2o_vllm on ``/metrics``."""
-    return frozenset(name for metric in TABLE for name in metric.exposed)

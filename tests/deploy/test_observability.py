@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from h2o_vllm.metrics.table import exposed_names
+from tests.metrics.exposed import exposed_names
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboard.json"

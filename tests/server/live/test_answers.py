@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 
-from h2o_vllm.metrics.table import exposed_names
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
 from h2o_vllm.server.report import REPORT_KEYS
 from loadtest.http.generator import Generator
 from loadtest.http.options import LoadSettings
+from tests.metrics.exposed import exposed_names
 from tests.server.live_server import KEY, MODEL, LiveServer
 
 pytestmark = pytest.mark.e2e

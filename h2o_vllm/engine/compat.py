@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-    from vllm.v1.request import StreamingUpdate
 
 
 class LimitingScheduler(AsyncScheduler):
@@ -47,9 +46,6 @@ class LimitingScheduler(AsyncScheduler):
     before it ends, and the first stage would not know that token. Goes when ``AsyncScheduler`` asks whether
     it is one.
 
-    ``Scheduler._update_request_as_session`` (0.32) adds a part of streaming input to its request, whatever
-    they come to. Goes when vLLM refuses what does not fit.
-
     ``Scheduler._handle_blocked_waiting_request`` (0.32) says of each waiting request whether it may be
     admitted in this step; if not, the requests behind it may. Goes when a request can wait for another one.
     """
@@ -61,13 +57,6 @@ class LimitingScheduler(AsyncScheduler):
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         return super()._handle_blocked_waiting_request(request) and not self.waits(request)
-
-    def session_grew(self, session: Request) -> None:
-        """A part has been added to the prompt of ``session``, which is not scheduled yet."""
-
-    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        super()._update_request_as_session(session, update)
-        self.session_grew(session)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """At most ``num_tokens``, at least 1 if ``num_tokens`` is."""

@@ -4,7 +4,7 @@
 ===================== ===========================================================================
 ``scheduler``         vLLM's scheduler with budgets; sends evictions and reports
 ``parallel_choices``  collects the reports of a request's choices (``n > 1``)
-``rejections``        ends requests that can never be served, sessions that outgrow the pool among them
+``rejections``        ends requests that can never be served
 ``parent_watch``      ends the engine core when its server is gone
 ===================== ===========================================================================
 """

@@ -134,8 +134,6 @@ class H2OScheduler(LimitingScheduler):
     def add_request(self, request: Request) -> None:
         """Track the request, then queue it. Never raises because of a client's fields."""
         if request.request_id not in self.requests:
-            if self._rejections.ends(request):
-                return
             budget = self._budget(request)
             if self._traces is not None and budget.trace:
                 self._traces.follow(request.request_id, self._most_tokens(request))
@@ -145,23 +143,6 @@ class H2OScheduler(LimitingScheduler):
                 request.skip_reading_prefix_cache = True
             self._choices.started(request.request_id)
         super().add_request(request)
-
-    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> list[Request]:
-        """As the base class; no further parts of these sessions are expected."""
-        if request_ids is not None:
-            request_ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-            self._rejections.forget(request_ids)
-        return super().finish_requests(request_ids, *args, **kwargs)
-
-    def session_grew(self, session: Request) -> None:
-        """Reject a part with which its session cannot be served."""
-        try:
-            if session.num_prompt_tokens >= self.max_model_len:
-                accepted = f"shorter than {self.max_model_len} tokens, all parts together"
-                raise BudgetError("prompt", session.num_prompt_tokens, accepted)
-            self._check_fits(session, self._full)
-        except BudgetError as error:
-            self._rejections.add(session.request_id, str(error))
 
     def waits(self, request: Request) -> bool:
         """Whether it has to wait: for a next turn, or for KV that another request computes."""

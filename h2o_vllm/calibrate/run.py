@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from h2o_vllm.calibrate.texts import PIECES, instruction, pieces
-from h2o_vllm.calibration.learner import SHARES
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 
@@ -26,14 +25,10 @@ LEAST = 2 * LENGTH
 """Fewest tokens to learn from: a head has hundreds of weights."""
 
 
-JUDGES = 4
-"""One in this many pieces judges the regression before it is learned."""
-
-
 def calibrate(
     engine: Mapping[str, Any], output: Path, texts: Sequence[str], source: str, most: int = PIECES
 ) -> None:
-    """Learn a calibration, write the file, and print how well it predicts.
+    """Learn a calibration, and write the file.
 
     Args:
         engine: arguments of vLLM's ``LLM``, ``model`` among them.
@@ -85,8 +80,7 @@ def calibrate(
             f"--texts: {len(wanted)} pieces of {LENGTH} tokens, wanted at least {LEAST // LENGTH}; "
             "a text counts in whole pieces"
         )
-    judge_from = len(wanted) - max(1, len(wanted) // JUDGES)
-    llm.collective_rpc("learn", args=(LENGTH, 2 * LENGTH + len(between), judge_from))
+    llm.collective_rpc("learn", args=(LENGTH, 2 * LENGTH + len(between)))
     params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
     read_from = time.monotonic()
     for done, piece in enumerate(wanted, start=1):
@@ -94,23 +88,16 @@ def calibrate(
         now = time.monotonic()
         left = (now - read_from) / done * (len(wanted) - done)
         _say(f"{done} of {len(wanted)} pieces, {now - began:.0f} s, some {left:.0f} s left")
-    ((tokens, found),) = llm.collective_rpc("learned")
+    (tokens,) = llm.collective_rpc("learned")
     # The first token of a piece is no example.
     assert tokens == len(wanted) * (LENGTH - 1), "vLLM computed a request in several steps"
     about = {
         "model": Path(engine["model"]).name, "tokens": tokens, "pieces": len(wanted),
         "h2o_vllm": h2o_vllm.__version__, "texts": source,
-        "shares": SHARES, "found": {way: [round(one, 4) for one in shares] for way, shares in found.items()},
     }  # fmt: skip
     llm.collective_rpc("save_calibration", args=(str(output.resolve()), about))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _say(f"{output}: {time.monotonic() - began:.0f} s, {peak / 2**20:.1f} GiB of memory at most")
-    _say(
-        f"of the attention of a repetition, in {len(wanted) - judge_from} pieces not learned from yet:"
-    )
-    for at, share in enumerate(SHARES):
-        known, key, best = (f"{found[way][at]:.0%}" for way in ("predicted", "key", "best"))
-        _say(f"{share:g} of the tokens find {known}; without a calibration {key}, at best {best}")
 
 
 def _say(text: str) -> None:

@@ -14,20 +14,16 @@ read a key, the largest attention that any of them gives it counts, as of query 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_vllm.calibration.features import Rotation, features
-from h2o_vllm.calibration.regression import Sums, predicted
+from h2o_vllm.calibration.regression import Sums
 
 CHUNK = 128
 """Queries per chunk; it limits the memory for logits."""
-
-SHARES = (0.5, 0.25, 0.125)
-"""Shares of a text's tokens. Predictions are judged by the attention to the best tokens of each share."""
 
 
 class Softmax(NamedTuple):
@@ -44,32 +40,16 @@ class Softmax(NamedTuple):
 
 
 class Learner:
-    """Adds up the examples of each request, and judges predictions with texts that it has not yet learned.
+    """Adds up the examples of each request.
 
     Args:
         rotation: how the model rotates keys.
         text: tokens of a text. request: tokens of a request; steps of another size are ignored.
-        judge_from: number of texts after which each further text is predicted before it is learned.
-        rivals: other ways to rank tokens, by name, each a function of the keys, [KH, T, D] to [KH, T].
     """
 
-    def __init__(
-        self,
-        layers: int,
-        rotation: Rotation,
-        text: int,
-        request: int,
-        judge_from: int | None = None,
-        rivals: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-    ) -> None:
+    def __init__(self, layers: int, rotation: Rotation, text: int, request: int) -> None:
         self._sums = [Sums() for _ in range(layers)]
         self._rotation, self._text, self._request = rotation, text, request
-        self._judge_from_token = None if judge_from is None else judge_from * (text - 1)
-        self._rivals = {} if rivals is None else rivals
-        self._judged: Tensor | None = None
-        # Per way and share: the sum over heads, layers and texts, and how many there were.
-        self._found: dict[str, Tensor] = {}
-        self._heads = 0
         self._seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """Keys and values of a layer's last step, and the largest attention to them so far."""
 
@@ -103,15 +83,6 @@ class Learner:
         most = most.maximum(largest_attention(query, key, softmax, self._text))
         self._seen[layer] = key, value, most
 
-    def found(self) -> dict[str, list[float]]:
-        """The share of a text's attention to the tokens that each method ranks best, for :data:`SHARES`.
-
-        Means over KV heads, layers and the judged texts; empty without any. ``best`` ranks by the attention
-        itself.
-        """
-        self._learn()
-        return {name: (sums / self._heads).tolist() for name, sums in self._found.items()}
-
     def weights(self) -> Tensor:
         """[L, KH, F + 1], float32, on the host.
 
@@ -119,9 +90,6 @@ class Learner:
             ValueError: there were no examples.
         """
         self._learn()
-        return self._solved()
-
-    def _solved(self) -> Tensor:
         return torch.stack([sums.solve() for sums in self._sums])
 
     # The tensors are from vLLM's inference mode, and callers may be outside of it.
@@ -136,25 +104,7 @@ class Learner:
         keys, values = (one[: self._text].transpose(0, 1) for one in (key, value))
         known = features(keys, values, self._rotation)
         # The first token gets far more attention than others (a sink), so it is no example.
-        known, wanted, keys = known[:, 1:], wanted[:, 1:], keys[:, 1:]
-        if layer == 0 and self._judged is None and self._sums[0].tokens == self._judge_from_token:
-            # All layers have learned from the texts before this one.
-            self._judged = self._solved().to(known.device)
-        if self._judged is not None:
-            ways = {name: way(keys) for name, way in self._rivals.items()}
-            ways |= {"predicted": predicted(self._judged[layer], known), "best": wanted}
-            for name, ranked in ways.items():
-                self._found[name] = self._found.get(name, 0.0) + _found(ranked, wanted)
-            self._heads += len(wanted)
-        self._sums[layer].add(known, wanted)
-
-
-def _found(ranked: Tensor, wanted: Tensor) -> Tensor:
-    """The share of attention found, summed over KV heads; ``ranked``, ``wanted``: [KH, T]. Float64."""
-    in_order = wanted.double().gather(1, ranked.argsort(1, descending=True)).cumsum(1)
-    count = wanted.shape[1]
-    last = [max(1, int(share * count)) - 1 for share in SHARES]
-    return (in_order[:, last] / in_order[:, -1:]).sum(0)
+        self._sums[layer].add(known[:, 1:], wanted[:, 1:])
 
 
 def largest_attention(query: Tensor, key: Tensor, softmax: Softmax, text: int) -> Tensor:

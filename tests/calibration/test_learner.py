@@ -9,8 +9,8 @@ from torch import Tensor
 
 from h2o_vllm.calibration import learner as room
 from h2o_vllm.calibration.features import Rotation, features
-from h2o_vllm.calibration.learner import SHARES, Learner, Softmax, largest_attention
-from h2o_vllm.calibration.regression import Sums, predicted
+from h2o_vllm.calibration.learner import Learner, Softmax, largest_attention
+from h2o_vllm.calibration.regression import Sums
 from h2o_vllm.kernels import reference
 
 TEXT, REQUEST, HEADS, GROUP, SIZE = 21, 47, 2, 3, 8
@@ -76,42 +76,6 @@ def test_each_layer_learns_the_texts_tokens_but_the_first(rotation: Rotation) ->
     assert learner.tokens == 3 * (TEXT - 1)
     weights = torch.stack([one.solve() for one in sums])
     torch.testing.assert_close(learner.weights(), weights, rtol=1e-4, atol=1e-5)
-
-
-def test_the_texts_after_some_judge_what_these_taught() -> None:
-    """By what each way's best tokens get of the attention, before the text is learned from as well."""
-    judge_from, rotation, softmax = 4, Rotation(SIZE), Softmax(0.5)
-    newest = torch.arange(1.0, TEXT).expand(HEADS, -1)
-    learner = Learner(2, rotation, TEXT, REQUEST, judge_from, {"newest": lambda _: newest})
-    sums, weights = [Sums(), Sums()], list[Tensor]()
-    found: dict[str, list[list[float]]] = {"predicted": [], "newest": [], "best": []}
-    for seed in range(6):
-        assert not learner.found() or seed > judge_from
-        if seed == judge_from:
-            weights = [one.solve() for one in sums]
-        for layer in range(2):
-            query, key, value = request_of(2 * seed + layer)
-            learner.look(layer, query, key, value, softmax)
-            keys, values = key[1:TEXT].transpose(0, 1), value[1:TEXT].transpose(0, 1)
-            known, wanted = features(keys, values, rotation), expected(query, key, softmax)[:, 1:]
-            sums[layer].add(known, wanted)
-            if seed < judge_from:
-                continue
-            ways = {"predicted": predicted(weights[layer], known), "newest": newest, "best": wanted}
-            for name, ranked in ways.items():
-                for scores, attention in zip(ranked, wanted, strict=True):
-                    shares = [
-                        float(
-                            attention[scores.topk(int(share * (TEXT - 1))).indices].sum()
-                            / attention.sum()
-                        )
-                        for share in SHARES
-                    ]
-                    found[name].append(shares)
-    means = {name: torch.tensor(rows).mean(0).tolist() for name, rows in found.items()}
-    for name, shares in learner.found().items():
-        assert shares == pytest.approx(means.pop(name))
-    assert not means
 
 
 def test_nothing_was_learned() -> None:

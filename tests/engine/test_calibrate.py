@@ -40,8 +40,6 @@ def test_a_real_model_is_learned_and_predicted(embedded_dir: str, tmp_path: Path
     made = Calibration.load(file)
     assert made.about["pieces"] == len(SOURCES)
     assert made.about["tokens"] == (LENGTH - 1) * len(SOURCES)
-    shares = made.about["found"]
-    assert all(known > key for known, key in zip(shares["predicted"], shares["key"], strict=True))
     tokenizer = AutoTokenizer.from_pretrained(embedded_dir)
     source = Path(str(torch.nn.modules.rnn.__file__)).read_text()
     text = tokenizer.encode(source, add_special_tokens=False, verbose=False)[:600]
@@ -77,11 +75,6 @@ def test_the_weights_are_those_of_an_independent_model(model_dir: str, tmp_path:
     found = Calibration.load(file)
     assert found.about["tokens"] == learned[0].tokens == 2 * (LENGTH - 1)
     assert found.about["texts"] == str(source)
-    for way in "predicted", "key":
-        shares = found.about["found"][way]
-        assert all(
-            0 < one <= best for one, best in zip(shares, found.about["found"]["best"], strict=True)
-        )
     expected = torch.stack([sums.solve() for _, sums in sorted(learned.items())])
     torch.testing.assert_close(found.weights, expected, rtol=1e-3, atol=1e-3)
 

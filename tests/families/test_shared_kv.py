@@ -158,10 +158,10 @@ def test_a_calibration_learns_from_all_layers_that_read_a_key(
 ) -> None:
     text, between = random_prompt(180), random_prompt(12)
     worker = engine.worker
-    worker.learn(len(text), 2 * len(text) + len(between), judge_from=1)
+    worker.learn(len(text), 2 * len(text) + len(between))
     whole = [*text, *between, *text]
     engine.generate([whole], None, max_tokens=1, detokenize=False)
-    assert worker.learned() == (len(text) - 1, {})
+    assert worker.learned() == len(text) - 1
     with one_thread():
         layers = most_attended(directory, text, [*between, *text])
     for weights, (keys, values, most) in zip(worker._learner.weights(), layers, strict=True):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.calibration.file import Calibration, Traits
 from h2o_vllm.calibration.learner import Learner, Softmax
-from h2o_vllm.kernels import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,18 +32,14 @@ class LearningWorker:
     def _traits(self, size: int) -> Traits:
         """Of the whole model, of heads of this size."""
 
-    def learn(self, text: int, request: int, judge_from: int) -> None:
+    def learn(self, text: int, request: int) -> None:
         """From now on, from every step of ``request`` tokens.
 
         Args:
             text: so many of a request's first tokens are the text that it repeats.
-            judge_from: after so many texts, each further one also judges what was learned.
         """
         traits = self._state_traits()
-        rivals = {"key": lambda keys: -reference.key_similarity(keys)}
-        self._learner = learner = Learner(
-            traits.layers, traits.rotation, text, request, judge_from, rivals
-        )
+        self._learner = learner = Learner(traits.layers, traits.rotation, text, request)
 
         def look(index: int, layer: Any, given: tuple[Tensor | None, ...]) -> None:
             query, key, value = given[:3]
@@ -62,9 +57,9 @@ class LearningWorker:
             for layer in layers:
                 layer.register_forward_pre_hook(partial(look, index))
 
-    def learned(self) -> tuple[int, dict[str, list[float]]]:
-        """Of how many tokens so far, and :meth:`.Learner.found`."""
-        return (0, {}) if self._learner is None else (self._learner.tokens, self._learner.found())
+    def learned(self) -> int:
+        """Of how many tokens so far."""
+        return 0 if self._learner is None else self._learner.tokens
 
     def save_calibration(self, path: str, about: dict[str, object]) -> None:
         """Write what was learned.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class EvictionParams:
-    """What a worker needs to know about a request that evicts.
+    """Parameters of a request that evicts.
 
     Attributes:
         first_scored: position of the first query whose attention is added to the scores. ``NEVER``
@@ -61,8 +61,8 @@ class Eviction:
         doomed_blocks: ids of the blocks that are freed. They are read if there are heavy blocks, and never
             written: they may still be valid prefix-cache entries, or belong to another request from this step
             on.
-        holes: block-table indices that now hold the null block. They are those of ``doomed_blocks``; if a
-            segment settles, those of its table entries that no heavy block takes.
+        holes: block-table indices that become null: those of ``doomed_blocks``. For a settled segment: its
+            entries without a kept block.
         ranks: the ranks of the policy, as indices into :data:`h2o_vllm.policy.ranks.RANKS`.
         fresh_blocks: the heavy and doomed blocks that no earlier eviction has ranked, in table order. Their
             tokens lie where they were written; the tokens of all other blocks lie where they were moved.
@@ -106,30 +106,22 @@ class Eviction:
 class StepPlan:
     """Attached to vLLM's ``SchedulerOutput`` as attribute ``h2o``.
 
-    **The evictions of one step commute if no segment settles.** Workers may run them in any order, or at the
-    same time where they have no block in common. An eviction that moves no tokens reads and writes nothing.
-    Of the others, a block that one of them writes (a heavy block) is in no other, neither as heavy nor as
-    doomed:
+    **The evictions of one step commute if no segment settles.** Workers may run them in any order. Of those
+    that move tokens, a heavy block of one is in no other, neither as heavy nor as doomed:
 
-    * When an eviction is decided, its heavy blocks have one owner and no hash, so no other table holds them.
-      If another request gave back such a block earlier in this step, that request moves no tokens: if it
-      moved tokens and doomed the block, the owner could not be squeezed in this step.
-    * A request evicts at most once in a step, and ranks full blocks that earlier steps computed. A block that
-      an earlier eviction of the step freed can become its newest block, never a heavy one.
-    * If a request is preempted later in the step, its heavy blocks are freed and its eviction is cancelled.
+    * When an eviction is decided, its heavy blocks have one owner and no hash. A request that gave such a
+      block back earlier in this step moves no tokens: otherwise the owner could not be squeezed in this step.
+    * A request evicts at most once in a step, and ranks full blocks that earlier steps computed.
+    * If a request is preempted later in the step, its eviction is cancelled.
 
     If segments settle (``places``), workers keep the order of ``evictions`` among those that have a block in
-    common. A segment settles into blocks that were free. An earlier eviction of this step may have freed
-    them, and still reads them. An eviction that settles a segment is not cancelled: other requests may have
-    found the blocks that it writes.
+    common: a segment settles into free blocks, which an earlier eviction of this step may have freed and
+    still reads. It is not cancelled, as other requests may have found the blocks that it writes.
 
-    Several evictions may doom the same block. Requests that need no scores and have a common prefix read it
-    from the cache, until each of them evicts for the first time. Each computes the scores that it ranks by,
-    so these evictions take turns (:func:`.worker.waves.waves`), and none uses scores that another left there.
-
-    A block that is ranked by collected scores is in one eviction only. Its owner has computed it, and does
-    not publish it before it has ranked it. The only blocks that such a request reads from the cache are
-    pinned ones, which are never ranked.
+    Several evictions may doom the same block, if their policies collect no attention: each computes the
+    scores that it ranks by, so they take turns (:func:`.worker.waves.waves`). A block that is ranked by
+    collected scores is in one eviction only: its owner has computed it, and publishes it with that eviction
+    or never.
 
     Attributes:
         policies: parameters of each request that evicts and is admitted or resumed in this step.

@@ -170,7 +170,7 @@ class EvictionState(RequestState):
         return EvictionIndices(*rank_all(candidates, num_doomed, first=first), fresh)
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
-        """How many of ``num_tokens`` to compute now so that no eviction point is skipped.
+        """See the base class.
 
         Three kinds of requests have several tokens to compute where evictions may be due:
 
@@ -192,13 +192,13 @@ class EvictionState(RequestState):
         return (until if due is None else due) - computed
 
     def peak_tokens(self, total: int) -> int:
-        """The most tokens held at once while ``total`` are computed, if the request is not squeezed."""
+        """See the base class."""
         if not self.evicts or self._evict_from is None:
             return total
         return self.schedule.peak_tokens(total, self._evict_from)
 
     def release(self) -> None:
-        """Reset the state: the request was preempted or has finished, and holds no block."""
+        """See the base class."""
         self.holes = 0
         self._evicted_at = None
         self._candidates = []
@@ -237,7 +237,7 @@ class EvictionState(RequestState):
         return max(self.pinned, (begin - 1) // self.block_size)
 
     def publishable_tokens(self, computed: int) -> int:
-        """How many leading tokens the prefix cache may hold.
+        """See the base class.
 
         KV that was computed after an eviction depends on the budget, so it is never published. If the policy
         moves tokens, only two kinds of blocks are published: pinned ones, and those that the first eviction
@@ -252,7 +252,7 @@ class EvictionState(RequestState):
         return computed if self._evicted_at is None else min(computed, self._evicted_at)
 
     def readable_tokens(self, known: int) -> int:
-        """How many of the ``known`` tokens may be read from the prefix cache.
+        """See the base class.
 
         Not the tokens of blocks that will be written. Not tokens that are ranked by scores: cached KV has
         none. And not tokens after the first eviction: a request that resumes after a preemption may find them

@@ -82,7 +82,7 @@ class RequestState(ABC):
         """How many of the ``known`` tokens may be read from the prefix cache."""
 
     def params(self) -> EvictionParams:
-        """What workers need to know about the request."""
+        """What workers get with the request."""
         return EvictionParams(
             first_scored=self.policy.first_scored(self.prompt_tokens),
             late_from=self.policy.late_from(self.prompt_tokens),

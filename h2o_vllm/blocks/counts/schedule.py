@@ -74,7 +74,7 @@ class Schedule(ABC):
 
     @property
     def first(self) -> int | None:
-        """Tokens seen at the first eviction within the prompt; ``None``: the bound sets no such point."""
+        """Tokens seen at the first eviction within the prompt; ``None`` if the prompt fits its bound."""
         return None
 
     @abstractmethod
@@ -174,7 +174,7 @@ class EvictionSchedule(Schedule):
 
     @cached_property
     def first(self) -> int | None:
-        """Tokens seen at the first eviction within the prompt; ``None``: the prompt is within its bound."""
+        """See the base class."""
         first = int(self.budget.protect) + self.budget.prefill
         return first if self.budget.prefill and first < self.prompt_tokens else None
 
@@ -208,7 +208,7 @@ class EvictionSchedule(Schedule):
         return recent_from(budget, seen, self.block_size)
 
     def can_evict(self, last: int) -> bool:
-        """Whether a block is ever given back before the token at position ``last`` is computed."""
+        """See the base class."""
         return self.freed(last, self.earliest) > 0
 
     def peak_tokens(self, total: int, begin: int | None = None) -> int:
@@ -228,13 +228,10 @@ class EvictionSchedule(Schedule):
         return max(inside, at_begin, min(total - inside_freed, most))
 
     def reserved_tokens(self, total: int) -> int:
-        """The most tokens that a prompt longer than its bound and the beginning of its answer hold; else 0.
+        """See the base class.
 
         Right after an eviction such a prompt holds a quarter less than its bound. At its end it may hold less
         than its budget allows; then the answer grows up to the budget.
-
-        Args:
-            total: the most tokens, prompt and answer, that the request may have.
         """
         if self.first is None:
             return 0

@@ -150,8 +150,8 @@ class H2OBlockManager(FullAttentionManager):
     ) -> int:
         """As the base class; if fewer blocks are free, held ones are freed, then elastic requests squeezed.
 
-        This question acts because no other call has the number of tokens and the cache hit. vLLM counts the
-        free blocks right after it.
+        It acts because no other call has the number of tokens and the cache hit. vLLM counts the free blocks
+        right after it.
 
         Returns:
             If a segment that is due lacks blocks: more than there are, so that vLLM preempts a request and
@@ -162,22 +162,22 @@ class H2OBlockManager(FullAttentionManager):
         count = partial(
             self._count_blocks, request_id, num_tokens, new_computed_blocks, *counts, **options
         )
-        asked, admitting = count(), not self.req_to_blocks.get(request_id)
-        spare = self.squeezer.rules.watermark_blocks if admitting else 0
-        while self.settled.make_room(asked + spare):
+        own, admitting = count(), not self.req_to_blocks.get(request_id)
+        watermark = self.squeezer.rules.watermark_blocks if admitting else 0
+        while self.settled.make_room(own + watermark):
             # The hit may have been held: now it is taken from the free blocks, and counts.
-            asked = count()
+            own = count()
         if not self.squeezer.elastic or (admitting and not self.squeezer.rules.to_admit):
-            return asked
-        needed = asked + sum(
+            return own
+        needed = own + sum(
             # Their cache hits are not known here; none is assumed.
             manager.get_num_blocks_to_allocate(request_id, num_tokens, (), *counts, **options)
             for manager in self.other_groups
         )
         self.squeezer.squeeze_for(
-            request_id, new_computed_blocks, needed + spare, admitting=admitting
+            request_id, new_computed_blocks, needed + watermark, admitting=admitting
         )
-        return asked
+        return own
 
     def _count_blocks(
         self,
@@ -198,10 +198,10 @@ class H2OBlockManager(FullAttentionManager):
             held = max(state.peak_tokens(num_tokens), self._reserved(state) * self.block_size)
             # The base class counts a hit's null blocks as if each held tokens.
             held += sum(block.is_null for block in new_computed_blocks) * self.block_size
-        asked = super().get_num_blocks_to_allocate(
+        own = super().get_num_blocks_to_allocate(
             request_id, held, new_computed_blocks, *counts, **options
         )
-        return asked + self.reserved_blocks(request_id) if admits else asked
+        return own + self.reserved_blocks(request_id) if admits else own
 
     def reserved_blocks(self, request_id: str) -> int:
         """Blocks that the bounded prompts of other running requests will hold, and do not hold yet.

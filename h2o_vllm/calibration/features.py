@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Rotation", "features", "num_features"]
-
 MOST = 2048
 """Most features of one regression; its sums over tokens have the square of that many elements."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from h2o_vllm.calibration.features import Rotation, num_features
 from h2o_vllm.errors import ConfigError
 
-__all__ = ["Calibration", "Part", "Traits", "check_exists"]
-
 FORMAT = "h2o-vllm calibration 1"
 """Raise the number when older files mean something else."""
 

@@ -25,8 +25,6 @@ from h2o_vllm.config.settings import FIELDS, OPTIONS, Settings, check_exclusions
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.policy.policy import Policy, accepted_policies
 
-__all__ = ["H2OConfig"]
-
 
 @dataclass(frozen=True)
 class H2OConfig(Settings):

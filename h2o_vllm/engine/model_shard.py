@@ -15,7 +15,6 @@ from h2o_vllm.policy.candidates import head_number
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ModelShard", "of_all_stages"]
 
 Own = TypeVar("Own")
 

@@ -14,8 +14,6 @@ import torch
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.lanes import own_lanes, own_pages
 
-__all__ = ["LaneStore"]
-
 _NO_SLOT = -1
 """In place of a slot: a row whose heads share nothing."""
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from h2o_vllm.calibration.file import Part
     from h2o_vllm.engine.trace import TraceRecorder
 
-__all__ = ["CPUState"]
 
 _NEVER_EVICTS = (NEVER, NEVER)
 """First scored and first late query of a request that never evicts."""

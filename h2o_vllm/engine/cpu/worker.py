@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
-__all__ = ["H2OCPUWorker", "warn_if_slow", "warn_of_mixed_adapters"]
-
 
 def warn_if_slow() -> None:
     """Warn where our kernels are asked for in the place of vLLM's, and are the slower ones."""

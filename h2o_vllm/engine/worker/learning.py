@@ -18,8 +18,6 @@ from h2o_vllm.calibration.learner import Learner, Softmax
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LearningWorker"]
-
 
 class LearningWorker:
     """A base of workers."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction, StepPlan
     from h2o_vllm.engine.worker.rows import StepRows
 
-__all__ = ["WorkerState"]
-
 
 @dataclass(kw_only=True)
 class WorkerState(ABC):

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-
 from h2o_vllm.blocks.counts.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.counts.request_state import RequestState
 from h2o_vllm.blocks.counts.settling_state import SettlingState
@@ -27,7 +25,7 @@ from h2o_vllm.blocks.counts.squeeze import SqueezeRules
 from h2o_vllm.blocks.manager.other_groups import LimitedManager, withdraw_unfilled
 from h2o_vllm.blocks.manager.pool_check import check_pool, check_private
 from h2o_vllm.blocks.manager.settled import SettledBlocks
-from h2o_vllm.blocks.manager.squeezing import Squeezer
+from h2o_vllm.blocks.manager.squeezing import EvictingManager, Squeezer
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.config.request_budget import RequestBudget
 
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class H2OBlockManager(FullAttentionManager):
+class H2OBlockManager(EvictingManager):
     """Decides from counts alone how many blocks a request frees, and which.
 
     The workers choose which tokens survive, see :mod:`h2o_vllm.engine.worker.worker`. A request that was
@@ -46,9 +44,7 @@ class H2OBlockManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.states: dict[str, RequestState] = {}
-        self.evictions: dict[str, Eviction] = {}
-        self.other_groups: tuple[LimitedManager, ...] = ()
+        self.states, self.evictions, self.other_groups = {}, {}, ()
         self.squeezer = Squeezer(self)
         self.settled = SettledBlocks(self)
         self._reserving: dict[str, RequestState] = {}
@@ -204,10 +200,9 @@ class H2OBlockManager(FullAttentionManager):
         return own + self.reserved_blocks(request_id) if admits else own
 
     def reserved_blocks(self, request_id: str) -> int:
-        """Blocks that the bounded prompts of other running requests will hold, and do not hold yet.
+        """See the base class.
 
-        A bounded prompt holds few blocks while it is computed. If a new request took the rest, the prompt
-        would be preempted, and computed again from its start.
+        If a new request took these blocks, the prompt would be preempted, and computed again from its start.
         """
         reserved = 0
         for other, state in self._reserving.items():

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
+    from h2o_vllm.blocks.manager.squeezing import EvictingManager
 
 MARK = b"settled:"
 """How our keys end: eight bytes, as events may have the last eight of a key alone."""
@@ -50,7 +50,7 @@ MOST_MOVED = 2048
 class SettledBlocks:
     """Settles segments in the tables of a manager, publishes them, and looks them up."""
 
-    def __init__(self, manager: H2OBlockManager) -> None:
+    def __init__(self, manager: EvictingManager) -> None:
         self._manager = manager
         self._pool = manager.block_pool
         self._size = manager.block_size

@@ -6,17 +6,42 @@ This module finds the requests that can be squeezed. :mod:`h2o_vllm.blocks.count
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
 from h2o_vllm.blocks.counts.eviction_state import EvictionIndices, EvictionState
 from h2o_vllm.blocks.counts.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
-from h2o_vllm.blocks.manager.other_groups import published_from
+from h2o_vllm.blocks.manager.other_groups import LimitedManager, published_from
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-    from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
+    from h2o_vllm.blocks.counts.request_state import RequestState
+    from h2o_vllm.blocks.plan import Eviction
+
+
+class EvictingManager(FullAttentionManager):
+    """What squeezing and settling know of the block manager.
+
+    Attributes:
+        states: of the tracked requests. evictions: of this step. Both by request id.
+        other_groups: managers of the layers that are not evicted; they share the pool.
+    """
+
+    states: dict[str, RequestState]
+    evictions: dict[str, Eviction]
+    other_groups: tuple[LimitedManager, ...]
+
+    @abstractmethod
+    def evict(self, request_id: str, state: EvictionState, indices: EvictionIndices) -> None:
+        """Free the doomed blocks, and note the eviction for the workers."""
+
+    @abstractmethod
+    def reserved_blocks(self, request_id: str) -> int:
+        """Blocks that bounded prompts of other running requests will hold, and do not hold yet."""
 
 
 class Squeezer:
@@ -27,7 +52,7 @@ class Squeezer:
         rules: when to squeeze.
     """
 
-    def __init__(self, manager: H2OBlockManager) -> None:
+    def __init__(self, manager: EvictingManager) -> None:
         self._manager = manager
         self.elastic: dict[str, EvictionState] = {}
         self.rules = SqueezeRules()

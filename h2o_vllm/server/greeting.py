@@ -5,10 +5,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shlex
+import sys
 
 COUNT = "$(seq -s ' ' 400)"
 """A prompt of more than 512 tokens, which are not protected by default. The shell that asks writes it."""
+
+SEVERAL = "h2o_address"
+"""Attribute of the arguments of several API servers: their common address."""
+
+
+def greet(args: argparse.Namespace, address: str) -> None:
+    """Print the greeting."""
+    sys.stderr.write("".join(f"{line}\n" for line in greeting(args, address)))
+    sys.stderr.flush()
+
+
+def greet_once(args: argparse.Namespace | None) -> None:
+    """Print it in the first of several API servers, which share one port, and in no other process."""
+    address, name = getattr(args, SEVERAL, None), multiprocessing.current_process().name
+    if args is not None and address is not None and name in ("MainProcess", "ApiServer_0"):
+        greet(args, address)
 
 
 def greeting(args: argparse.Namespace, address: str) -> list[str]:

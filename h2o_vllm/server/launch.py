@@ -33,7 +33,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.system_utils import decorate_logs
 
-from h2o_vllm.server.greeting import greeting
+from h2o_vllm.server.greeting import SEVERAL, greet
 
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         if _has_one_api_server(args):
             _run_one(args)
         else:
+            vars(args)[SEVERAL] = _address(args)
             ServeSubcommand.cmd(args)
     except SystemExit as stopped:
         # From ``_stop``, or from vLLM's command with several API servers.
@@ -106,6 +107,15 @@ def _has_one_api_server(args: argparse.Namespace) -> bool:
     )
 
 
+def _address(args: argparse.Namespace) -> str:
+    """As vLLM's ``setup_server`` (0.32) has it."""
+    if args.uds:
+        return f"unix:{args.uds}"
+    scheme = "https" if args.ssl_keyfile and args.ssl_certfile else "http"
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    return f"{scheme}://{host}:{args.port}"
+
+
 def _run_one(args: argparse.Namespace) -> None:
     # Once the server is up, vLLM replaces both handlers by its own, which end it in order.
     signal.signal(signal.SIGTERM, _stop)
@@ -124,8 +134,7 @@ async def _serve(listen_address: str, sock: socket.socket, args: argparse.Namesp
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
 
     async def serving() -> None:
-        sys.stderr.write("".join(f"{line}\n" for line in greeting(args, listen_address)))
-        sys.stderr.flush()
+        greet(args, listen_address)
 
     logger.info("h2o: waiting for the engine, which loads the model")
     async with build_async_engine_client(args) as client:

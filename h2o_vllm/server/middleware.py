@@ -8,6 +8,7 @@ an unauthenticated request is read. A refusal replaces the application's answer.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from h2o_vllm.metrics import stat_logger
 from h2o_vllm.server import admission, config_route, engine_death, playground
 from h2o_vllm.server.access import Access
 from h2o_vllm.server.admission import HTTPRequest
+from h2o_vllm.server.greeting import greet_once
 from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.report_injection import EventCompleter, into_json
 from h2o_vllm.server.routes import Rule, route_path, rule_for
@@ -113,7 +115,14 @@ class KVCacheMiddleware:
                 engine_death.server_stops(client)
             return message
 
-        await self._app(scope, receive_and_watch, send)
+        async def send_and_greet(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                # uvicorn listens right after this message.
+                args = getattr(scope["app"].state, "args", None)
+                asyncio.get_running_loop().call_later(1, greet_once, args)
+
+        await self._app(scope, receive_and_watch, send_and_greet)
 
     def _bind(self, application: Any) -> tuple[H2OConfig, Access]:
         """Read the engine's configuration, wrap the engine client, add our routes."""

@@ -104,6 +104,15 @@ class LiveServer:
             assert time.monotonic() < deadline, f"{name} is {got}, not {value}"
             time.sleep(0.05)
 
+    def wait_until_ready(self) -> None:
+        """Until it has said so, once, whatever the number of its processes."""
+        self.wait_until_up()
+        deadline = time.monotonic() + START_SECONDS
+        while "h2o-serve: stop:" not in self.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert self.log.read_text().count("h2o-serve: ready.") == 1
+
     def is_idle(self) -> None:
         """Until nothing runs, waits or holds a block."""
         for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

@@ -59,7 +59,7 @@ def test_two_api_servers_report_serve_the_page_and_end_on_ctrl_c(
         return answer.status_code, answer.json().get("kv_cache", {}).get("tokens_seen")
 
     try:
-        server.wait_until_up()
+        server.wait_until_ready()
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(one, range(16)))
         expected = [(400, None) if i % 4 == 0 else (200, 203 + i) for i in range(16)]
@@ -104,7 +104,7 @@ def test_every_engine_evicts_and_says_so_and_both_end_with_the_server(
         return evicted
 
     try:
-        server.wait_until_up()
+        server.wait_until_ready()
         name = "h2o:evicted_tokens_total"
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             evicted = sum(pool.map(one, range(4)))
@@ -128,7 +128,7 @@ def test_nothing_is_left_of_two_api_servers_that_have_ended(
 ) -> None:
     server = LiveServer(tmp_path / "log", *tiny, "--api-server-count", "2")
     try:
-        server.wait_until_up()
+        server.wait_until_ready()
         assert server.stop(signal.SIGTERM) == 0
         assert server.members() == []
     finally:

@@ -109,7 +109,6 @@ def test_a_variable_that_is_empty_is_unset(name: str, monkeypatch: pytest.Monkey
 PACKAGES = {
     "torchvision": 'raise RuntimeError("operator torchvision::nms does not exist")',
     "zmq": 'raise ImportError("libzmq.so.5: cannot open shared object file")',
-    "uvloop": 'raise OSError("undefined symbol: uv_x")',
 }
 
 
@@ -118,8 +117,6 @@ PACKAGES = {
     [
         pytest.param("torchvision", "--help", marks=pytest.mark.slow),
         pytest.param("zmq", "--port=0", marks=pytest.mark.long),
-        pytest.param("uvloop", "--help", marks=pytest.mark.long),
-        pytest.param("torchvision", "--port=0", marks=pytest.mark.long),
     ],
 )
 def test_a_dependency_that_cannot_be_imported_is_one_line(

@@ -186,10 +186,9 @@ def test_the_slider_goes_back_to_before_the_evictions(visit: Visit, report: dict
     evicted_at = report["trace"]["evicted_at"]
     assert len(evicted_at) > 1
     sums = []
-    for time in range(len(evicted_at) + 1):
+    for time, seen in enumerate([*evicted_at, report["tokens_seen"]]):
         visit.choose("time", time)
         shown = visit.tokens()
-        seen = [*evicted_at, report["tokens_seen"]][time]
         assert [name.split()[1] == "future" for name, _ in shown].count(False) == seen
         sums.append(sum(share for _, share in shown[: evicted_at[0]]))
     assert sums[0] == evicted_at[0] and sums == sorted(sums, reverse=True)
@@ -289,16 +288,15 @@ def test_a_server_without_traces_and_settling_says_so_and_compares_answers(
         route.fulfill(json=config)
 
     visit = Visit(browser, server, path="/health")
-    visit.page.route("**/plugins/h2o/config", without)
-    visit.page.goto(f"{server.url}/h2o/")
+    page = visit.page
+    page.route("**/plugins/h2o/config", without)
+    page.goto(f"{server.url}/h2o/")
     visit.ready().page.fill("#max-tokens", "8")
-    assert "does not trace" in visit.page.inner_text("#no-picture")
-    assert (
-        visit.page.locator("#settle:disabled + small").inner_text()
-        == "0 on this server: it is full"
-    )
+    assert "does not trace" in page.inner_text("#no-picture")
+    said = page.locator("#settle:disabled + small").inner_text()
+    assert said == "0 on this server: it is full"
     visit.click("#find")
-    assert visit.shown("full")["lossless"] == "yes" and not visit.page.is_visible("#problem")
+    assert visit.shown("full")["lossless"] == "yes" and not page.is_visible("#problem")
 
 
 def test_who_has_no_key_is_asked_for_it(browser: Any, server: LiveServer) -> None:

@@ -22,7 +22,7 @@ SHARED = {"kv_heads": "shared", "kv_budget": 0.4, "kv_recent": 0.25}
 REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     f"{UNEVEN}-{name}": (prompt, new, {**SHARED, **asked})
     for name, prompt, new, asked in (
-        ("attention", 100, 60, {"kv_policy": "attention"}),
+        ("attention", 90, 40, {"kv_policy": "attention"}),
         ("end", 75, 40, {"kv_policy": "end", "kv_protect": 5}),
         ("value", 130, 40, {"kv_policy": "value", "kv_protect": 33, "kv_delay": 3}),
         ("mean", 125, 40, {"kv_policy": "mean"}),

@@ -41,9 +41,9 @@ def run(model_dir: str, workers: list[dict[str, Any]], asked: dict[str, Any]) ->
         ]
         # Parts have other sizes: forms of their own.
         whole.compiled = whole.compiled.union(*(part.compiled for part in parts))
-        rig.add("one", [1] * 110, asked, max_tokens=30)
-        rig.add("two", [2] * 70, None, max_tokens=20)
-        rig.add("three", [3] * 60, asked, max_tokens=40)
+        rig.add("one", [1] * 90, asked, max_tokens=20)
+        rig.add("two", [2] * 40, None, max_tokens=10)
+        rig.add("three", [3] * 50, asked, max_tokens=30)
         while rig.scheduler.has_unfinished_requests():
             plan = rig.step()
             for gpu in (whole, *parts):

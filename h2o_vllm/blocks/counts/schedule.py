@@ -66,8 +66,6 @@ class Schedule(ABC):
     prompt_tokens: int
     bounded_by: ClassVar[str]
     """The request field that bounds the blocks of a prompt; an error names it."""
-    without_others: ClassVar[str] = ""
-    """The accepted values of that field in a model with other groups; empty: any."""
 
     @property
     @abstractmethod
@@ -122,11 +120,8 @@ class Schedule(ABC):
             ahead: tokens after those of a step that have slots as well: a drafter's own KV goes there.
 
         Raises:
-            BudgetError: the pool is too small; a smaller budget, bound or answer may fit. Or the kind of
-                schedule does not work in a model with other groups.
+            BudgetError: the pool is too small; a smaller budget, bound or answer may fit.
         """
-        if others and self.without_others:
-            raise BudgetError(self.bounded_by, self.bound, self.without_others)
         most = max_model_len if max_tokens is None else max_tokens
         needed = self.needed_blocks(most + drafts, max_model_len)
         longest = math.ceil(max_model_len / self.block_size)

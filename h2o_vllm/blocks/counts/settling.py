@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
 from h2o_vllm.blocks.counts.budget import share_of
-from h2o_vllm.blocks.counts.schedule import EvictionSchedule, Schedule, whole_blocks
+from h2o_vllm.blocks.counts.schedule import EvictionSchedule, OtherGroup, Schedule, whole_blocks
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve_for
+from h2o_vllm.errors import BudgetError
 
 QUARTERS = 4
 """Segments per window."""
@@ -43,8 +45,6 @@ class SettlingSchedule(Schedule):
     """The eviction points of one request whose segments settle. Segments are numbered from 1."""
 
     bounded_by = "kv_settle_tokens"
-    # Blocks of other groups have no keys with a lineage.
-    without_others = "0 for a model with windows, chunks or states beside full attention"
 
     @classmethod
     def of(cls, budget: RequestBudget, block_size: int, prompt_tokens: int) -> Self:
@@ -138,6 +138,28 @@ class SettlingSchedule(Schedule):
         """The most tokens that a prompt holds if segments settle while it is computed; 0: none does."""
         prompt = min(self.prompt_tokens, total)
         return self.peak_tokens(prompt) if self.can_evict(prompt) else 0
+
+    def check_fits(
+        self,
+        pool: int,
+        max_tokens: int | None,
+        max_model_len: int,
+        others: Sequence[OtherGroup] = (),
+        drafts: int = 0,
+        ahead: int = 0,
+    ) -> None:
+        """As the base class; refuses models with other groups, whose blocks have no keys with a lineage.
+
+        Also refuses segments of too few blocks.
+        """
+        accepted = ""
+        if others:
+            accepted = "0 for a model with windows, chunks or states beside full attention"
+        elif self.too_small_because:
+            accepted = f"0 or larger: {self.too_small_because}"
+        if accepted:
+            raise BudgetError(self.bounded_by, self.bound, accepted)
+        super().check_fits(pool, max_tokens, max_model_len, others, drafts, ahead)
 
     def lineage(self) -> bytes:
         """Digest of all that KV after the first settled segment depends on, except its tokens: 32 bytes."""
